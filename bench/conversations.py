@@ -58,9 +58,9 @@ class Counted(NamedTuple):
 
 
 NAMES: Final = {
-    "prompt_tokens_total": "computed",
-    "prefix_cache_hits_total": "found",
-    "kv_transfer_seconds_count": "transfers",
+    "kvmesh_prompt_tokens_total": "computed",
+    "kvmesh_prefix_cache_hits_total": "found",
+    "kvmesh_kv_transfer_seconds_count": "transfers",
 }
 
 

@@ -1,14 +1,22 @@
-"""Probes and health metrics of a process."""
+"""Probes, health metrics and status of a process."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import asdict
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry
 
+from components.aio import background
+from components.discovery.pages import scrape_targets
 from components.discovery.registry import Registration, Registry
 from components.messaging.bus import Bus
+from components.messaging.call_server import Endpoint
 from components.settings import MeshSettings
-from components.telemetry.worker_metrics import serve_metrics
+from components.telemetry.figures import Figures
+from components.telemetry.metrics_page import serve_metrics
+from components.telemetry.on_demand import OnDemand
+from components.telemetry.process_metrics import show_process
+from components.wire.status import Status, StatusRequest
 
 
 class ProcessHealth:
@@ -20,13 +28,10 @@ class ProcessHealth:
     def __init__(self, bus: Bus, registry: Registry, registration: Registration, metrics: CollectorRegistry) -> None:
         self._bus = bus
         self._registration = registration
-        shown = {
-            "nats_connected": ("Whether NATS can be reached.", lambda: bus.is_connected),
-            "etcd_connected": ("Whether the mirror of etcd is up to date.", lambda: registry.connected),
-            "etcd_leased": ("Whether this process's own record stands in etcd.", registration.is_leased),
-        }
-        for name, (text, figure) in shown.items():
-            Gauge(name, text, registry=metrics).set_function(figure)
+        shown = OnDemand(metrics)
+        shown.gauge("kvmesh_nats_connected", "1 if NATS can be reached.", lambda: bus.is_connected)
+        shown.gauge("kvmesh_etcd_connected", "1 if the mirror of etcd is up to date.", lambda: registry.connected)
+        shown.gauge("kvmesh_etcd_leased", "1 if this process's own record is in etcd.", registration.is_leased)
 
     def started(self) -> bool:
         """True after the first registration, also during an outage."""
@@ -54,6 +59,48 @@ async def serve_health(
     """Yields the URL of the probes."""
     health = ProcessHealth(bus, registry, registration, metrics)
     async with serve_metrics(
-        metrics, settings.metrics_host, settings.metrics_port, health.started, reasons=health.reasons, facts=facts
+        metrics,
+        settings.metrics_host,
+        settings.metrics_port,
+        health.started,
+        reasons=health.reasons,
+        facts=facts,
+        targets=lambda host: [asdict(one) for one in scrape_targets(registry.book, settings.namespace, host)],
     ) as url:
         yield url
+
+
+@asynccontextmanager
+async def measure(
+    settings: MeshSettings,
+    role: str,
+    instance_id: str,
+    bus: Bus,
+    etcd_contact_age_s: Callable[[], float],
+    *,
+    metrics: CollectorRegistry,
+    epoch: Callable[[], str] = str,
+    model: str = "",
+) -> AsyncIterator[Figures]:
+    """Yields the process's figures, which `metrics` shows. The event loop is probed while inside."""
+    figures = Figures(
+        role,
+        instance_id,
+        model=model,
+        traces_per_s=settings.traces_per_s,
+        epoch=epoch,
+        etcd_contact_age_s=etcd_contact_age_s,
+        nats_contact_age_s=bus.contact_age_s,
+    )
+    show_process(figures, metrics)
+    metrics.register(bus.refusals)
+    metrics.register(bus.clocks)
+    async with background(figures.loop.run(), "loop-probe"):
+        yield figures
+
+
+def status_endpoint(figures: Figures) -> Endpoint:
+    async def status(_: StatusRequest) -> Status:
+        return figures.status()
+
+    return Endpoint("status", StatusRequest, status, immediate=True)

@@ -20,11 +20,13 @@ from components.messaging.kv_publisher import KvEventPublisher, publish_kv_event
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import Profiles, keep_profiles
 from components.process import Draining, drain, new_instance_id, record_maker, settle, stop_signal, subject_of
-from components.process_health import serve_health
+from components.process_control import ProcessControl
+from components.process_health import measure, serve_health, status_endpoint
 from components.routing.policies import Phase
 from components.settings import WorkerSettings
 from components.structured.masks import MaskMaker, open_masks
 from components.structured.metrics import ConstraintMetrics
+from components.telemetry.figures import Figures
 from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics
@@ -67,6 +69,7 @@ def model_name(settings: WorkerSettings) -> str:
 class WorkerService(Draining, Protocol):
     def endpoints(self) -> list[Endpoint]: ...
     def heartbeat(self) -> Heartbeat: ...
+    def show(self, figures: Figures) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +83,7 @@ class Worker:
     config: EngineConfig
     registration: Registration
     metrics: WorkerMetrics
+    figures: Figures
     bus: Bus
     registry: Registry
     engine: EngineLoop
@@ -100,9 +104,9 @@ class Worker:
     ) -> None:
         """Answer and advertise until a stop signal, then drain. Raises: what the engine failed with."""
         model, engine = model_name(self.settings), self.engine
-        self.metrics.registry.register(self.bus.refusals)
-        self.metrics.registry.register(self.bus.clocks)
         self.metrics.show_kv_events(lambda: self.kv_events.log.number, lambda: self.kv_events.log.dropped)
+        self.metrics.show(self.figures)
+        service.show(self.figures)
         engine.on_output(lambda output: self.kv_events.take(output.cache_events))
         record = record_maker(
             self.settings,
@@ -118,20 +122,23 @@ class Worker:
         )
         interval_s = partial(FleetSizes(self.registry.book).heartbeat_rest_s, self.role)
         facts = {"instance_id": self.instance_id, "model": model}
+        control = ProcessControl(self.figures)
+        endpoints = [*self._endpoints(service), control.endpoint()]
         async with (
-            serve_calls(self.bus, self.role, self.subject, self._endpoints(service), facts),
+            serve_calls(self.bus, self.role, self.subject, endpoints, facts),
             send_heartbeats(self.bus, self.subject, service.heartbeat, interval_s, num_cached) as heart,
             self.registry.advertise(self.registration, record),
         ):
             engine.on_output(lambda output: heart.stepped(output.stats.step))
+            control.serves(service, drain_timeout_s, heart.at_once)
             settle()
             log_ready(instance=self.instance_id, model=model, metrics=self.page)
-            await first(stop_signal(), raises(engine.failed()))
+            await first(stop_signal(), control.stopped(), raises(engine.failed()))
             await drain(service, drain_timeout_s, heart.at_once)
 
     def _endpoints(self, service: WorkerService) -> Sequence[Endpoint]:
-        shared = [*self.profiles.endpoints(), *self.kv_events.endpoints(), present_endpoint(self.registration)]
-        return [*service.endpoints(), *shared]
+        own = [present_endpoint(self.registration), status_endpoint(self.figures)]
+        return [*service.endpoints(), *self.profiles.endpoints(), *self.kv_events.endpoints(), *own]
 
 
 @asynccontextmanager
@@ -168,8 +175,20 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
             rest_s=partial(FleetSizes(registry.book).kv_events_rest_s, role),
         ) as kv_events,
         serve_health(settings, metrics.registry, bus, registry, registration) as page,
+        measure(
+            settings,
+            role,
+            me,
+            bus,
+            registry.contact_age_s,
+            metrics=metrics.registry,
+            epoch=lambda: registration.epoch,
+            model=model_name(settings),
+        ) as figures,
         keep_present(bus, registry.book),
     ):
+        figures.layout = transfer.endpoint.layout.text
+        figures.kv_transfer = transfer.endpoint.backend
         yield Worker(
             role=role,
             instance_id=me,
@@ -178,6 +197,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
             config=config,
             registration=registration,
             metrics=metrics,
+            figures=figures,
             bus=bus,
             registry=registry,
             engine=engine,

@@ -75,6 +75,7 @@ COMPONENTS_ORDER: Final = (
     "components.messaging",
     "components.openai",
     "components.process_health",
+    "components.process_control",
     "components.anthropic",
     "components.api_keys",
 )

@@ -74,7 +74,10 @@ REFUSALS: Final = {
 class CloseCounter:
     def __init__(self, registry: CollectorRegistry | None) -> None:
         self._counter = Counter(
-            "http_connections_closed", "Connections closed for what the client did.", ["reason"], registry=registry
+            "kvmesh_http_connections_closed",
+            "Connections closed for what the client did.",
+            ["reason"],
+            registry=registry,
         )
         for reason in Closed:
             self._counter.labels(reason)

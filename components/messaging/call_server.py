@@ -22,13 +22,14 @@ from components.errors import InvariantBroken, MeshError, PeerLost
 from components.messaging.bus import Bus, nats_errors
 from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import BAD_TRACEPARENT, Refusals
+from components.telemetry.request_ids import request_id
 from components.telemetry.spans import trace_context, tracer
 from components.wire.codec import Dated, Struct, UnknownMessage, pack, unpack
+from components.wire.protocol import VERSION
 from components.wire.refused import refusal
 
 log = logging.getLogger(__name__)
 
-VERSION: Final = "0.1.0"
 STOP_S: Final = 2.0  # for NATS to process our leaving
 KEPT_S: Final = 30.0  # answers, for repeated calls
 KEPT_BYTES: Final = 32 << 20  # of all kept answers
@@ -128,6 +129,7 @@ class CallServer:
             answer = refusal(InvariantBroken(f"{endpoint.name} failed: {type(exc).__name__}"))
         finally:
             context.detach(token)
+            request_id.set("")  # the subscription's task goes on to the next call
         if reply:
             packed = pack(answer)
             self._answers.sent(reply, packed)
@@ -142,6 +144,7 @@ class CallServer:
 
     async def _handled(self, endpoint: Endpoint, request: Request) -> Struct:
         message = unpack(request.data, endpoint.request)
+        request_id.set(getattr(message, "request_id", ""))  # inherited by the handler's tasks
         if isinstance(message, Dated):
             message = self._clocks.converted(message)
         if endpoint.span is None:

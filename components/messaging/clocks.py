@@ -60,8 +60,8 @@ class PeerClocks(Collector):
         self._forget()
         largest_ms = max((abs(peer.skew_ms) for peer in self._peers.values()), default=0)
         yield GaugeMetricFamily(
-            "clock_skew_seconds",
-            "Largest difference between this process's clock and one of a process that sends to it, the shortest way included.",
+            "kvmesh_clock_skew_seconds",
+            "Largest difference to the clock of a process that sends messages here, network delay included.",
             value=largest_ms / 1000,
         )
 

@@ -13,13 +13,14 @@ from components.discovery.book import InstanceBook
 from components.messaging.bus import Bus
 from components.messaging.fan_out import Following
 from components.messaging.kv_subscriber import KvMirror, follow_kv_events
-from components.messaging.liveness import Liveness, watch_heartbeats
+from components.messaging.liveness import Liveness, Loss, Sight, watch_heartbeats
 from components.messaging.questions import ANSWER_WITHIN_S, Questions, ask_heartbeats
 from components.routing.candidates import CandidateChoice, Inquiry, depths
 from components.routing.kv_index import MAX_BLOCKS, KvIndex
 from components.routing.policies import Phase, parse_policy
 from components.routing.policy import RouteRequest
 from components.routing.router import Router
+from components.telemetry.on_demand import OnDemand
 from components.wire.block_hash import PromptBlocks
 from components.wire.instances import InstanceRecord
 
@@ -132,12 +133,14 @@ async def watch_fleet(
     """Watch the fleet of a role.
 
     Args:
-        metrics: shows the KV index.
+        metrics: shows the instances and the KV index.
         following: whether instances are followed or asked; None: followed.
     """
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         alive = await enter(watch_heartbeats(bus, namespace, phase, book, following))
+        if metrics is not None:
+            show_instances(metrics, alive)
         fleet = Fleet(book, alive, phase, policy, rng, kv_index_blocks=kv_index_blocks)
         if fleet.index is not None:
             followed = book if following is None else following.followed
@@ -153,6 +156,23 @@ async def watch_fleet(
         yield fleet
 
 
+def show_instances(metrics: CollectorRegistry, *alive: Liveness) -> None:
+    """Show how many instances of these roles this process sees, and how many it has lost."""
+    shown = OnDemand(metrics)
+    shown.gauge(
+        "kvmesh_instances",
+        "Instances by what this process may do with them.",
+        lambda: {(one.role, sight): one.sights()[sight] for one in alive for sight in Sight},
+        ["role", "state"],
+    )
+    shown.counter(
+        "kvmesh_instances_lost",
+        "Instances that this process lost; drained ones left in good order.",
+        lambda: {(one.role, loss): one.losses[loss] for one in alive for loss in Loss},
+        ["role", "reason"],
+    )
+
+
 class KvMirrorMetrics(Collector):
     def __init__(self, index: KvIndex, mirror: KvMirror) -> None:
         self._index = index
@@ -161,16 +181,19 @@ class KvMirrorMetrics(Collector):
     def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
         index, counts = self._index, self._mirror.counts
         gauges = {
-            "kv_index_blocks": ("Blocks in the index, of all instances.", index.num_blocks),
-            "kv_index_max_blocks": ("As many as it may hold.", index.max_blocks),
-            "kv_index_missing_blocks": ("Not in it for want of room, at most.", self._mirror.missing),
+            "kvmesh_kv_index_blocks": ("Blocks in the KV index, of all instances.", index.num_blocks),
+            "kvmesh_kv_index_max_blocks": ("Blocks that the KV index may hold.", index.max_blocks),
+            "kvmesh_kv_index_missing_blocks": (
+                "Blocks missing from the KV index for want of room; an upper bound.",
+                self._mirror.missing,
+            ),
         }
         counters = {
-            "kv_index_refused_blocks": ("Refused for want of room.", index.refused),
-            "kv_mirror_batches": ("Batches of KV events that came.", counts.batches),
-            "kv_mirror_gaps": ("Gaps seen in their numbers.", counts.gaps),
-            "kv_mirror_dumps": ("Dumps taken in.", counts.dumps),
-            "kv_mirror_failed_dumps": ("Dumps that failed.", counts.failed_dumps),
+            "kvmesh_kv_index_refused_blocks": ("Blocks that the KV index refused for want of room.", index.refused),
+            "kvmesh_kv_mirror_batches": ("Batches of KV events received.", counts.batches),
+            "kvmesh_kv_mirror_gaps": ("Gaps in the numbers of these batches; each leads to a dump.", counts.gaps),
+            "kvmesh_kv_mirror_dumps": ("Dumps of a whole prefix cache received.", counts.dumps),
+            "kvmesh_kv_mirror_failed_dumps": ("Dumps of a prefix cache that failed.", counts.failed_dumps),
         }
         for name, (about, value) in gauges.items():
             yield GaugeMetricFamily(name, about, value=value)

@@ -6,6 +6,7 @@ A later frame reveals a gap. For a lost last frame, ask an instance that is quie
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from typing import Final
 
 from components.errors import FramesLost, MeshError
@@ -22,6 +23,15 @@ MOST_HELD: Final = 4096  # frames after a gap; later ones are requested again
 Resend = Callable[[int], Awaitable[FramesResent]]  # number of the first missing frame
 
 
+@dataclass(slots=True)
+class FrameCounts:
+    """Of all instances."""
+
+    lost: int = 0  # frames that an instance no longer had
+    gaps: int = 0  # calls for frames that a later frame showed to be missing
+    checks: int = 0  # calls to an instance that was quiet
+
+
 class Arrivals:
     def __init__(
         self,
@@ -29,12 +39,14 @@ class Arrivals:
         deal: Callable[[TokenFrame], None],
         lost: Callable[[FramesLost], None],
         resend: Resend,
+        counts: FrameCounts | None = None,
     ) -> None:
         """`deal` gets each frame once, in order. `lost` is called for frames that the instance no longer has."""
         self._instance_id = instance_id
         self._deal = deal
         self._lost = lost
         self._resend = resend
+        self._counts = counts or FrameCounts()
         self._expected = 0  # number of the next frame
         self._held: dict[int, TokenFrame] = {}  # after a gap, by number
         self._loop = asyncio.get_running_loop()
@@ -80,6 +92,10 @@ class Arrivals:
     async def _repair(self) -> None:
         while self.is_wanted or self._held:
             held = set(self._held)
+            if held:
+                self._counts.gaps += 1
+            else:
+                self._counts.checks += 1
             try:
                 answer = await self._resend(self._expected)
             except MeshError as exc:  # a lost instance ends its streams, and so this loop
@@ -109,6 +125,7 @@ class Arrivals:
             pass
 
     def _skip(self, number: int) -> None:
+        self._counts.lost += number - self._expected
         self._lost(FramesLost(f"frames {self._expected} to {number - 1} of decode {self._instance_id} are lost"))
         self._expected = number
         self._held = {n: frame for n, frame in self._held.items() if n >= number}

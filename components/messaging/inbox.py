@@ -10,12 +10,14 @@ from itertools import count
 from typing import Final, Protocol
 
 from nats.aio.msg import Msg
+from prometheus_client import CollectorRegistry
 
 from components.aio import Failure, background
 from components.errors import DecodeLost, FramesLost, InvariantBroken, MalformedMessage, MeshError
 from components.messaging.bus import Bus
-from components.messaging.frame_order import LOOK_S, Arrivals
+from components.messaging.frame_order import LOOK_S, Arrivals, FrameCounts
 from components.messaging.refusals import DUPLICATE, GAP, STRANGER, Refusals
+from components.telemetry.on_demand import OnDemand
 from components.wire.generate import (
     FramesResent,
     OtherFrameVersion,
@@ -135,11 +137,26 @@ class StreamInbox:
     ) -> None:
         self.subject = subject
         self._resend = resend
+        self.counts = FrameCounts()
         self._refusals = refusals or Refusals()
         self._together = together or nullcontext()
         self._waiting: list[InStream] = []  # with items to push
         self._sources: dict[str, _Source] = {}  # by instance id
         self._ids = count()
+
+    def show(self, metrics: CollectorRegistry) -> None:
+        shown, counts = OnDemand(metrics), self.counts
+        shown.counter(
+            "kvmesh_frames_lost",
+            "Token frames that decode could not send again: their streams moved.",
+            lambda: counts.lost,
+        )
+        shown.counter(
+            "kvmesh_frame_requests",
+            "Calls for token frames: after a gap in their numbers, or to check on a quiet instance.",
+            lambda: {("gap",): counts.gaps, ("check",): counts.checks},
+            ["why"],
+        )
 
     def __len__(self) -> int:
         return sum(len(source.streams) for source in self._sources.values())
@@ -205,6 +222,7 @@ class StreamInbox:
                 self._put,
                 partial(self.fail_instance, instance_id),
                 partial(self._resend, instance_id),
+                self.counts,
             )
             source = self._sources[instance_id] = _Source(arrivals)
         return source

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from enum import StrEnum, auto
 from typing import Final
 
 from nats.aio.msg import Msg
@@ -39,6 +40,26 @@ OnLost = Callable[[InstanceRecord, str], None]  # (instance, reason)
 OnHeard = Callable[[Heartbeat], None]
 
 
+class Loss(StrEnum):
+    """Why an instance counts as lost."""
+
+    SILENT = auto()
+    HUNG = auto()  # its engine makes no steps
+    LEFT = auto()  # its record has left etcd
+    REPLACED = auto()  # its process has registered anew
+    DRAINED = auto()  # it left in good order
+
+
+class Sight(StrEnum):
+    """What this process may do with an instance."""
+
+    USABLE = auto()
+    STALLED = auto()  # used only if all are
+    DRAINING = auto()
+    LOST = auto()
+    OTHER_PROTOCOL = auto()
+
+
 @dataclass(slots=True)
 class _Pulse:
     record: InstanceRecord
@@ -54,6 +75,16 @@ class _Pulse:
     def is_draining(self) -> bool:
         return self.last is not None and self.last.draining
 
+    @property
+    def sight(self) -> Sight:
+        if not self.record.is_understood:
+            return Sight.OTHER_PROTOCOL
+        if self.is_lost:
+            return Sight.LOST
+        if self.is_draining:
+            return Sight.DRAINING
+        return Sight.STALLED if self.is_still else Sight.USABLE
+
 
 class Liveness:
     """The usable instances of one role. Each loss is reported once.
@@ -63,7 +94,8 @@ class Liveness:
     """
 
     def __init__(self, book: InstanceBook, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
-        self._role = role
+        self.role = role
+        self.losses: Counter[Loss] = Counter()
         self._clock = clock
         self._pulses: dict[str, _Pulse] = {}
         self._on_lost: list[OnLost] = []
@@ -170,6 +202,14 @@ class Liveness:
         pulse = self._pulses.get(instance_id)
         return None if pulse is None else pulse.last
 
+    def sights(self) -> Counter[Sight]:
+        return Counter(pulse.sight for pulse in self._pulses.values())
+
+    def ages_s(self) -> dict[str, float]:
+        """Age of the latest heartbeat, by instance; without one, of the record. Asked instances: of the open question."""
+        now = self._clock()
+        return {instance_id: self._silent_s(pulse, now) for instance_id, pulse in self._pulses.items()}
+
     def prompts(self, instance_id: str) -> PromptLoad:
         pulse = self._pulses.get(instance_id)
         if pulse is None or pulse.last is None:
@@ -217,9 +257,9 @@ class Liveness:
     def _check(self, pulse: _Pulse, now: float) -> None:
         silent_s, stood_s = self._silent_s(pulse, now), self._stood_s(pulse, now)
         if silent_s > silent_after_s(self._next_s_of(pulse)):
-            self._lose(pulse, f"silent for {silent_s:.1f} s")
+            self._lose(pulse, Loss.SILENT, f"silent for {silent_s:.1f} s")
         elif stood_s > HUNG_AFTER_S:
-            self._lose(pulse, f"its engine stands still for {stood_s:.0f} s")
+            self._lose(pulse, Loss.HUNG, f"its engine stands still for {stood_s:.0f} s")
         self._look(pulse, now)
 
     def _look(self, pulse: _Pulse, now: float) -> None:
@@ -253,7 +293,7 @@ class Liveness:
                 pulse.asked = now
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
-        if (now or was) is None or (now or was).role != self._role:  # type: ignore[union-attr]
+        if (now or was) is None or (now or was).role != self.role:  # type: ignore[union-attr]
             return
         self._usable.clear()
         if was is not None and now is not None and was.epoch == now.epoch:  # the same process changed its record
@@ -261,19 +301,23 @@ class Liveness:
             return
         if was is not None and (pulse := self._pulses.pop(was.instance_id, None)) is not None:
             self._unanswered.discard(was.instance_id)
-            self._lose(pulse, "left etcd" if now is None else "registered anew")
+            if now is None:
+                self._lose(pulse, Loss.DRAINED if pulse.is_draining else Loss.LEFT, "left etcd")
+            else:
+                self._lose(pulse, Loss.REPLACED, "registered anew")
         if now is not None:
             warn_of_protocol(was, now)
             at = self._clock()
             self._pulses[now.instance_id] = _Pulse(now, at, at)
 
-    def _lose(self, pulse: _Pulse, why: str) -> None:
+    def _lose(self, pulse: _Pulse, loss: Loss, why: str) -> None:
         if pulse.is_lost:
             return
         pulse.is_lost = True
+        self.losses[loss] += 1
         self._usable.clear()
         level = logging.INFO if pulse.last is not None and pulse.last.draining else logging.WARNING
-        log.log(level, "instance lost", extra={"role": self._role, "instance": pulse.record.instance_id, "why": why})
+        log.log(level, "instance lost", extra={"role": self.role, "instance": pulse.record.instance_id, "why": why})
         for callback in self._on_lost:
             callback(pulse.record, why)
 

@@ -27,7 +27,7 @@ class Refusals(Collector):
 
     def collect(self) -> Iterator[CounterMetricFamily]:
         family = CounterMetricFamily(
-            "messages_refused", "Messages of the mesh that were refused.", labels=["message", "reason"]
+            "kvmesh_messages_refused", "Messages of the mesh that were refused.", labels=["message", "reason"]
         )
         for labels, count in self._counts.items():
             family.add_metric(labels, count)

@@ -12,13 +12,16 @@ BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.
 class ConstraintMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(
-            "structured_output_compile_seconds",
-            "From asking for a constraint that was not known to having it, or its refusal.",
+            "kvmesh_structured_output_compile_seconds",
+            "Time to compile or refuse a constraint that was not cached.",
             buckets=BUCKETS,
             registry=registry,
         )
         self._requests = Counter(
-            "structured_output_requests", "Constraints asked for, by what came of it.", ["result"], registry=registry
+            "kvmesh_structured_output_requests",
+            "Constraints asked for, by result.",
+            ["result"],
+            registry=registry,
         )
         for result in RESULTS:
             self._requests.labels(result)

@@ -15,6 +15,7 @@ from typing import Any, Final, Literal
 import structlog
 
 from components.telemetry.repeated_lines import CountingHandler, status
+from components.telemetry.request_ids import RequestIds
 
 PROGRESS_S: Final = 0.5
 COLOURS: Final = {"warning": 33, "error": 31, "critical": 31}
@@ -43,6 +44,7 @@ def configure_logs(level: str, fmt: Literal["console", "json"]) -> None:
     )
     handler = CountingHandler(sys.stderr)
     handler.setFormatter(formatter)
+    handler.addFilter(RequestIds())
     root = logging.getLogger()
     root.handlers = [handler]
     root.setLevel(level.upper())

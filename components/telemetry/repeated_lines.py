@@ -5,7 +5,8 @@ of the rest with their number as `repeated`. Always written:
 
 - DEBUG lines;
 - a traceback that is new in this window: two with one message may be two defects;
-- `ready` and `progress`, which a supervisor waits for.
+- `ready` and `progress`, which a supervisor waits for;
+- the line at the end of each request.
 """
 
 import logging
@@ -20,6 +21,10 @@ WINDOW_S: Final = 10.0  # from the first line
 MOST_WINDOWS: Final = 1024  # bounds memory: some libraries put facts into their messages
 
 status = logging.getLogger("kvmesh.status")
+requests = logging.getLogger("kvmesh.requests")
+
+UNCOUNTED: Final = frozenset({status.name, requests.name})
+OURS: Final = ("components.", "services.", "engine.", "__main__")
 
 
 class _Window:
@@ -42,7 +47,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         self._timer: threading.Timer | None = None  # runs while a window holds a line
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno <= logging.DEBUG or record.name == status.name:
+        if record.levelno <= logging.DEBUG or record.name in UNCOUNTED:
             super().emit(record)
             return
         now_s, key = self._clock(), _key(record)
@@ -98,8 +103,13 @@ class CountingHandler(logging.StreamHandler[TextIO]):
 
 
 def _key(record: logging.LogRecord) -> Hashable:
-    """Includes the place where a traceback was raised."""
-    message = record.msg if isinstance(record.msg, str) else str(record.msg)
+    """Includes the place where a traceback was raised.
+
+    Libraries put facts into their messages, so their lines are equal if they come from one place in their code.
+    """
+    message: Hashable = record.msg if isinstance(record.msg, str) else str(record.msg)
+    if not record.name.startswith(OURS):
+        message = record.pathname, record.lineno
     if not record.exc_info or record.exc_info[0] is None:
         return record.name, record.levelno, message
     kind, _, trace = record.exc_info

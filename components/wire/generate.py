@@ -21,9 +21,9 @@ from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens, unpack_tokens
 
 FRAME_VERSION: Final = 5
-FIELDS: Final = 9  # per item
+FIELDS: Final = 9  # per item; a tenth is sent to receivers that ask for it
 MAX_STREAM_ID: Final = 2**63 - 1
-PLAIN: Final = (None, None, 0, 0, None, None)  # an item's fields after its tokens
+PLAIN: Final = (None, None, 0, 0, None, None, None)  # an item's fields after its tokens
 
 
 @message("generate.v5")  # new with each FRAME_VERSION
@@ -42,6 +42,7 @@ class GenerateRequest(Dated):
     priority: int = 0  # lower goes first
     adapter: str = ""
     session: str = ""
+    wants_origin: bool = False  # with the first token; an older process would refuse such an item
 
 
 @message("generate-accepted.v1")
@@ -74,6 +75,13 @@ class FramesResent(Struct):
     made: int  # end of all frames
 
 
+class PromptOrigin(NamedTuple):
+    """Where a prompt was computed."""
+
+    prefill: str = ""  # instance that was chosen; its transfer may have failed
+    why_local: str = ""  # computed on decode: the reason
+
+
 class StreamItem(NamedTuple):
     stream_id: int
     seq: int  # of its first token; a gap is a lost frame
@@ -85,6 +93,7 @@ class StreamItem(NamedTuple):
     logprobs: list[TokenLogprobs] | None = None
     # with branch 0's first token: from the prompt's second token on
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
+    origin: PromptOrigin | None = None  # with the first token
 
 
 def num_numbers(token_ids: Sequence[int]) -> int:
@@ -162,8 +171,8 @@ class TokenFrame:
 
 def _other(item: StreamItem) -> tuple[Any, ...]:
     error = None if item.error is None else (item.error.error, item.error.message, item.error.fields)
-    prompt = item.prompt_logprobs
-    return (
+    prompt, origin = item.prompt_logprobs, item.origin
+    fields = (
         item.stream_id,
         item.seq,
         pack_tokens(item.token_ids),
@@ -174,6 +183,7 @@ def _other(item: StreamItem) -> tuple[Any, ...]:
         None if item.logprobs is None else pack_logprobs(item.logprobs),
         None if prompt is None else (len(prompt), pack_logprobs(prompt)),
     )
+    return fields if origin is None else (*fields, origin)
 
 
 def _little_endian(column: "array[int]") -> bytes:
@@ -236,9 +246,9 @@ def _others(others: Any, num_plain: int) -> list[tuple[int, StreamItem]]:
 
 
 def _item(value: Any) -> StreamItem:
-    if not (isinstance(value, list) and len(value) == FIELDS):
-        raise MalformedMessage(f"token frame: an item is an array of {FIELDS}")
-    stream_id, seq, tokens, finish, error, cached, sent, packed, prompt = value
+    if not (isinstance(value, list) and FIELDS <= len(value) <= FIELDS + 1):
+        raise MalformedMessage(f"token frame: an item is an array of {FIELDS} or {FIELDS + 1}")
+    stream_id, seq, tokens, finish, error, cached, sent, packed, prompt, *origin = value
     numbers = isinstance(stream_id, int) and isinstance(seq, int) and isinstance(cached, int) and isinstance(sent, int)
     if not (numbers and isinstance(tokens, bytes) and (finish is None or isinstance(finish, str))):
         raise MalformedMessage("token frame: bad item")
@@ -247,8 +257,23 @@ def _item(value: Any) -> StreamItem:
     token_ids = unpack_tokens(tokens)
     logprobs = None if packed is None else unpack_logprobs(packed, len(token_ids))
     return StreamItem(
-        stream_id, seq, token_ids, finish, _error(error), cached, sent, logprobs, _prompt_logprobs(prompt)
+        stream_id,
+        seq,
+        token_ids,
+        finish,
+        _error(error),
+        cached,
+        sent,
+        logprobs,
+        _prompt_logprobs(prompt),
+        _origin(origin[0]) if origin else None,
     )
+
+
+def _origin(value: Any) -> PromptOrigin:
+    if not (isinstance(value, list) and len(value) == 2 and all(isinstance(text, str) for text in value)):
+        raise MalformedMessage("token frame: bad origin of a prompt")
+    return PromptOrigin(*value)
 
 
 def _prompt_logprobs(value: Any) -> Sequence[TokenLogprobs] | None:

@@ -119,7 +119,7 @@ class Outcomes:
         return FinishReason.LENGTH if len(tokens) >= request.limit else None
 
     def _break(self, request: Request, output: StepOutput) -> None:
-        log.error("logits are not finite", extra={"request": request.id, "tokens": len(request.tokens)})
+        log.error("logits are not finite", extra={"request_id": request.id, "tokens": len(request.tokens)})
         for branch in self._requests.branches(request.id):
             self._memory.forget(branch)
         self._requests.cancel(request.id)
@@ -129,7 +129,7 @@ class Outcomes:
     def _failed(self, request: Request, mask: TokenMask, output: StepOutput) -> bool:
         if (fault := mask.fault) is None:
             return False
-        log.warning("off its grammar", extra={"request": request.id, "reason": fault})
+        log.warning("off its grammar", extra={"request_id": request.id, "reason": fault})
         self._requests.cancel(request.id)
         message = "the text cannot be continued within what a constraint may cost; simplify the schema or grammar"
         output.failed.append(Failed(request.id, Rejected(message)))

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterator
+from contextvars import Context
 from typing import Final, TypeVar
 
 from engine.loop.engine_loop import BLOCKED_TICK_S, Call, Done, EngineLoop, dead, resolve, tell
@@ -27,6 +28,7 @@ class InlineLoop(EngineLoop):
         self._step: Iterator[Pause | StepOutput] | None = None  # it waits for the device
         self._next: asyncio.Handle | None = None
         self._is_soon = False  # in the event loop's next turn
+        self._context = Context()  # a step is not of the request whose call started it
 
     def between_steps(self, call: Callable[[Engine], T], *, light: bool = False) -> asyncio.Future[T]:
         future: asyncio.Future[T] = self._loop.create_future()
@@ -100,10 +102,11 @@ class InlineLoop(EngineLoop):
             if self._is_soon:
                 return
             self._next.cancel()
-        self._next, self._is_soon = self._loop.call_soon(self._turn), True
+        self._next, self._is_soon = self._loop.call_soon(self._turn, context=self._context), True
 
     def _later(self, wait_s: float) -> None:
-        self._next, self._is_soon = self._loop.call_later(max(wait_s, SHORTEST_S), self._turn), False
+        wait_s = max(wait_s, SHORTEST_S)
+        self._next, self._is_soon = self._loop.call_later(wait_s, self._turn, context=self._context), False
 
     def _end(self, error: BaseException | None) -> None:
         if self._ended.done():

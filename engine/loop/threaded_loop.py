@@ -7,6 +7,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from queue import Empty, Queue
 from time import sleep
 from typing import TypeVar
@@ -80,7 +81,7 @@ class ThreadedLoop(EngineLoop):
             if not engine.computes():
                 output = engine.step()
                 self._told += 1
-                self._loop.call_soon(self._receive, output)
+                self._loop.call_soon(self._receive, output, context=Context())  # not of the call's request alone
                 ticks, self._num_waiting = bool(self._num_waiting), output.stats.num_waiting
                 if not engine.has_work() and (ticks or not self._num_waiting):
                     return

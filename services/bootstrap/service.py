@@ -6,9 +6,10 @@ Each side itself checks compatibility, deadlines and lost peers: `PrefillChoice`
 
 import asyncio
 import logging
-from typing import Final
+import time
+from typing import Final, NamedTuple
 
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Counter
 
 from components.discovery.registry import Registration
 from components.errors import MalformedMessage, MeshError
@@ -16,11 +17,21 @@ from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
 from components.messaging.deadline import now_ms
 from components.process import subject_of
+from components.telemetry.figures import Figures
+from components.telemetry.on_demand import OnDemand
 from components.wire.rooms import CloseRooms, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomsClosed
+from components.wire.status import RoomStatus
 
 log = logging.getLogger(__name__)
 
 FORWARD_TIMEOUT_S: Final = 10.0
+
+
+class _Room(NamedTuple):
+    request_id: str
+    prefill_id: str
+    deadline_unix_ms: int
+    opened_s: float  # monotonic
 
 
 class BootstrapService:
@@ -28,12 +39,32 @@ class BootstrapService:
         self._bus = bus
         self._namespace = namespace
         self._instance_id = registration.instance_id
-        self._deadlines_unix_ms: dict[str, int] = {}  # by open room
+        self._open: dict[str, _Room] = {}  # by room
         self._forwarding: set[asyncio.Task[None]] = set()
-        Gauge("open_rooms", "Bootstrap rooms open in this replica.", registry=metrics).set_function(lambda: len(self))
+        OnDemand(metrics).gauge("kvmesh_open_rooms", "Bootstrap rooms open in this replica.", lambda: len(self))
+        self._ended = Counter(
+            "kvmesh_rooms_ended",
+            "Rooms that prefill closed, that expired, or that failed because prefill refused the offer.",
+            ["how"],
+            registry=metrics,
+        )
+        for how in ("closed", "expired", "failed"):
+            self._ended.labels(how)
 
     def __len__(self) -> int:
-        return len(self._deadlines_unix_ms)
+        return len(self._open)
+
+    def show(self, figures: Figures) -> None:
+        figures.rooms = self.rooms
+
+    def rooms(self) -> list[RoomStatus]:
+        now_s = time.monotonic()
+        return [
+            RoomStatus(
+                room=room, request_id=each.request_id, state="open", age_s=now_s - each.opened_s, peer=each.prefill_id
+            )
+            for room, each in self._open.items()
+        ]
 
     def endpoints(self) -> list[Endpoint]:
         return [
@@ -43,24 +74,26 @@ class BootstrapService:
 
     async def open(self, request: OpenRoom) -> RoomOk:
         """Raises: MalformedMessage, if the room is open."""
-        if request.room in self._deadlines_unix_ms:
+        if request.room in self._open:
             raise MalformedMessage(f"room {request.room} is open already")
-        self._deadlines_unix_ms[request.room] = request.deadline_unix_ms
+        self._open[request.room] = _Room(
+            request.request_id, request.prefill_id, request.deadline_unix_ms, time.monotonic()
+        )
         forwarding = asyncio.create_task(self._forward(request), name=f"forward {request.room}")
         self._forwarding.add(forwarding)
         forwarding.add_done_callback(self._forwarding.discard)
         return RoomOk(room=request.room)
 
     async def close(self, request: CloseRooms) -> RoomsClosed:
-        return RoomsClosed(count=sum(map(self._close, request.rooms)))
+        return RoomsClosed(count=sum(self._close(room, "closed") for room in request.rooms))
 
     async def clean(self, every_s: float) -> None:
         """Forget rooms past their deadline, forever: a prefill instance that is gone closes none."""
         while True:
             await asyncio.sleep(every_s)
-            expired = [room for room, deadline in self._deadlines_unix_ms.items() if deadline <= now_ms()]
+            expired = [room for room, each in self._open.items() if each.deadline_unix_ms <= now_ms()]
             for room in expired:
-                self._close(room)
+                self._close(room, "expired")
             if expired:
                 log.warning("rooms expired", extra={"count": len(expired), "open": len(self)})
 
@@ -83,7 +116,7 @@ class BootstrapService:
         try:
             await self._bus.call(f"{prefill}.pages", offer, RoomOk, timeout_s=FORWARD_TIMEOUT_S)
         except MeshError as exc:
-            if self._close(request.room):
+            if self._close(request.room, "failed"):
                 await self._notify_decode(request, exc)
 
     async def _notify_decode(self, request: OpenRoom, error: MeshError) -> None:
@@ -95,6 +128,9 @@ class BootstrapService:
         except MeshError as exc:
             log.warning("decode was not notified", extra={"instance": request.decode_id, "cause": exc.message})
 
-    def _close(self, room: str) -> bool:
+    def _close(self, room: str, how: str) -> bool:
         """Returns False if it was not open."""
-        return self._deadlines_unix_ms.pop(room, None) is not None
+        if self._open.pop(room, None) is None:
+            return False
+        self._ended.labels(how).inc()
+        return True

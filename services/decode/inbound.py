@@ -1,6 +1,7 @@
 """One transfer into this decode instance."""
 
 import asyncio
+import time
 from collections.abc import Sequence
 from enum import StrEnum, auto
 from typing import Final
@@ -61,6 +62,9 @@ class InboundTransfer:
         self.room = room
         self.stamp = stamp
         self.failure = Failure()
+        self.began_s = time.monotonic()
+        self.exposed_s = 0.0  # monotonic: when the offer left; 0: it has not
+        self.duration_s = 0.0  # from the offer to the landing
         self.lifecycle = Lifecycle(f"inbound {engine_id}", NEXT, S.PREALLOC, tally)
         self.reserved: asyncio.Future[Exposed] = asyncio.get_running_loop().create_future()
         self._transfer = transfer
@@ -82,6 +86,7 @@ class InboundTransfer:
     def expose(self, deadline_unix_ms: int) -> None:
         """Call before the offer leaves."""
         self.deadline_unix_ms = deadline_unix_ms
+        self.exposed_s = time.monotonic()
         self.lifecycle.advance(S.TRANSFER)
         self._landed = self._transfer.expect(self.room, self.slot)
 
@@ -100,6 +105,7 @@ class InboundTransfer:
                 assert self.prefill.kv is not None, "an instance without KV is not chosen"
                 await _verify(record, pages, tokens, self._checksums.of_transfer(self.prefill.kv.layout.page_size))
         self.lifecycle.advance(S.LANDED)
+        self.duration_s = time.monotonic() - self.exposed_s
         self._transfer.aux.give_back(self.slot)
         return record
 

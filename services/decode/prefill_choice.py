@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from enum import StrEnum, auto
 from typing import Final, NamedTuple
 
 from opentelemetry import trace
@@ -22,7 +23,29 @@ from services.decode.prefill_client import PrefillClient
 
 log = logging.getLogger(__name__)
 
-QUEUES: Final = "every prefill queue takes longer than computing it here"
+
+class Reason(StrEnum):
+    """Why decode computes a prompt itself."""
+
+    FEW_TOKENS = auto()  # are uncached
+    PROMPT_LOGPROBS = auto()  # they do not travel with KV
+    NO_AUX_SLOT = auto()  # as many transfers as slots
+    QUEUES = auto()  # every prefill queue takes longer
+    NO_PREFILL = auto()  # none is registered and alive
+    UNUSABLE = auto()  # all that are alive hang or are incompatible
+    BREAKERS = auto()  # all that are usable have just failed
+    UNANSWERED = auto()  # none of those asked takes work
+    TRANSFER_FAILED = auto()  # its KV did not come
+
+
+class Local(NamedTuple):
+    """The choice to compute a prompt on decode."""
+
+    reason: Reason
+    why: str
+
+
+SOONER: Final = Local(Reason.QUEUES, "every prefill queue takes longer than computing it here")
 
 
 class PrefillChoice:
@@ -67,30 +90,30 @@ class PrefillChoice:
         session: str,
         explain: bool = False,
         dry: bool = False,
-    ) -> RouteChoice | str:
-        """Choose an instance for a prompt with `remaining` tokens to compute. Returns the reason if none is used."""
+    ) -> RouteChoice | Local:
+        """Choose an instance for a prompt with `remaining` tokens to compute."""
         if remaining <= self._max_local_prefill:
-            return f"only {remaining} tokens remain"
+            return Local(Reason.FEW_TOKENS, f"only {remaining} tokens remain")
         if not self._prefill.has_room:
-            return "there are as many transfers as aux slots"
+            return Local(Reason.NO_AUX_SLOT, "there are as many transfers as aux slots")
         usable = self._usable(adapter)
         ask = RouteRequest(blocks.num_tokens, session=session, prefix=blocks.prefix(), explain=explain, dry=dry)
         inquiries = self._fleet.inquiries
         if inquiries is not None and inquiries.are_needed:
             return self._chosen_by(await inquiries.about(ask, blocks, usable), remaining, usable, adapter)
         if self._is_sooner_here(remaining, [record.instance_id for record in usable]):
-            return QUEUES
+            return SOONER
         return self._fleet.router.choose(ask, blocks, usable) or self._why_none(usable, adapter)
 
     def _chosen_by(
         self, inquiry: Inquiry, remaining: int, usable: Sequence[InstanceRecord], adapter: str
-    ) -> RouteChoice | str:
+    ) -> RouteChoice | Local:
         trace.get_current_span().set_attribute("kvmesh.route.asked", inquiry.num_asked)
         if self._is_sooner_here(remaining, inquiry.answered):
-            return QUEUES
+            return SOONER
         chosen = inquiry.choose()
         if chosen is None and inquiry.num_asked:
-            return f"none of the {inquiry.num_asked} prefill instances asked takes work"
+            return Local(Reason.UNANSWERED, f"none of the {inquiry.num_asked} prefill instances asked takes work")
         return chosen or self._why_none(usable, adapter)
 
     def _is_sooner_here(self, remaining: int, instance_ids: Sequence[str]) -> bool:
@@ -98,13 +121,18 @@ class PrefillChoice:
             return False
         return sooner_here(remaining, self._own_prompts(), (self._alive.prompts(i) for i in instance_ids))
 
-    def _why_none(self, usable: Sequence[InstanceRecord], adapter: str) -> str:
+    def _why_none(self, usable: Sequence[InstanceRecord], adapter: str) -> Local:
         which = f"prefill instance{f' with adapter {adapter}' if adapter else ''}"
         if usable:
-            return f"every {which} has just failed, and is retried later"
+            return Local(Reason.BREAKERS, f"every {which} has just failed, and is retried later")
         if self._alive.usable(self._model, adapter):
-            return f"every {which} hangs, or is incompatible"
-        return f"no {which} is alive"
+            return Local(Reason.UNUSABLE, f"every {which} hangs, or is incompatible")
+        return Local(Reason.NO_PREFILL, f"no {which} is alive")
+
+    @property
+    def num_incompatible(self) -> int:
+        """Prefill instances that are alive and never used, because of another layout, backend or adapter."""
+        return len(self._refused)
 
     def record_of(self, chosen: RouteChoice) -> InstanceRecord:
         record = self._alive.find(chosen.instance_id)
@@ -120,7 +148,8 @@ class PrefillChoice:
         chosen = await self.choose(
             blocks, remaining, adapter=request.adapter, session=request.session, explain=True, dry=True
         )
-        return explained(self._fleet.policy.text, request.token_ids, chosen)
+        shown = chosen.why if isinstance(chosen, Local) else chosen
+        return explained(self._fleet.policy.text, request.token_ids, shown)
 
     def _usable(self, adapter: str) -> Sequence[InstanceRecord]:
         """Return the prefill instances that compute the same KV with `adapter` as this instance."""

@@ -1,8 +1,9 @@
 """The requests that decode answers. Each branch of a request is one stream to one frontend."""
 
 import asyncio
+import logging
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import Final
 
@@ -11,11 +12,12 @@ from opentelemetry.trace import Span
 from components.errors import MeshError
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.outbox import OutStream, StreamOutbox
-from components.telemetry.spans import mark_outcome, record_span
+from components.telemetry.spans import mark_outcome, record_span, use_span
 from components.wire.block_hash import PromptBlocks
-from components.wire.generate import GenerateRequest
+from components.wire.generate import GenerateRequest, PromptOrigin
 from engine.ports import TokenMask, TokenOutput
-from services.decode.inbound import InboundState
+
+log = logging.getLogger(__name__)
 
 SPAN_LOCAL_PREFILL: Final = "decode.prefill"
 
@@ -37,21 +39,6 @@ NEXT: Final = {
 }
 
 
-class RequestQueues(Tally[RequestState]):
-    """Counts a request with a transfer under way in the queue of the transfer alone."""
-
-    def __init__(self, requests: Tally[RequestState], transfers: Tally[InboundState]) -> None:
-        super().__init__(NEXT)
-        self._requests = requests
-        self._transfers = transfers
-
-    def __getitem__(self, state: RequestState) -> int:
-        count = self._requests[state]
-        if state is S.ACCEPTED:
-            count -= self._transfers[InboundState.PREALLOC] + self._transfers[InboundState.TRANSFER]
-        return max(0, count)  # a transfer may outlive its request
-
-
 @dataclass(slots=True)
 class ActiveRequest:
     engine_id: str  # unique in the mesh
@@ -65,8 +52,11 @@ class ActiveRequest:
     num_cached: int = 0  # prefix hit at arrival
     waiting_since_ns: int = 0
     waiting_span: str = SPAN_LOCAL_PREFILL  # it ends with the first token
+    accepted_ns: int = field(default_factory=time.time_ns)
     first_token_ns: int = 0
     num_generated: int = 0  # over all branches
+    prefill: str = ""  # instance that was chosen
+    why_local: str = ""  # the prompt is computed here: the reason
     expiry: asyncio.TimerHandle | None = None
     error: MeshError | None = None
 
@@ -136,6 +126,8 @@ class ActiveRequests:
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,
         )
+        if sent_ns and active.request.wants_origin:
+            item = item._replace(origin=PromptOrigin(active.prefill, active.why_local))
         self.outbox.put(stream, item)
         if finish is not None:
             self.drop(active, output.branch)
@@ -171,6 +163,24 @@ class ActiveRequests:
                 attributes={"kvmesh.generated_tokens": active.num_generated},
             )
         active.span.end()
+        if log.isEnabledFor(logging.DEBUG):
+            self._log_end(active)
+
+    def _log_end(self, active: ActiveRequest) -> None:
+        now_ns = time.time_ns()
+        first_ns = active.first_token_ns or now_ns
+        facts = {
+            "request_id": active.request.request_id,  # the engine serves all requests: none is current
+            "prompt_tokens": len(active.token_ids),
+            "cached_tokens": active.num_cached,
+            "output_tokens": active.num_generated,
+            "until_first_token_s": round((first_ns - active.accepted_ns) / 1e9, 4),
+            "generate_s": round((now_ns - first_ns) / 1e9, 4),
+            **{name: text for name, text in (("prefill", active.prefill), ("local_prefill", active.why_local)) if text},
+            **({} if active.error is None else {"error": type(active.error).__name__, "cause": active.error.message}),
+        }
+        with use_span(active.span, end_on_exit=False):
+            log.debug("request ended", extra=facts)
 
     def _first_token(self, active: ActiveRequest) -> int:
         active.first_token_ns = time.time_ns()

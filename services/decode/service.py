@@ -6,12 +6,12 @@ from collections.abc import Coroutine
 from typing import Any, Final
 
 from opentelemetry import trace
+from prometheus_client import Counter
 
 from components.discovery.registry import Registration
 from components.errors import (
     Cancelled,
     DeadlineExceeded,
-    KvCorrupt,
     KvUnavailable,
     MeshError,
     PeerBroken,
@@ -28,6 +28,9 @@ from components.messaging.outbox import OutStream
 from components.routing.local_prefill import PromptLoad, PromptRate
 from components.routing.router import Route, RouteChoice
 from components.structured.masks import MaskMaker
+from components.telemetry.exemplars import exemplar_of
+from components.telemetry.figures import Figures, Queue, queues_of
+from components.telemetry.on_demand import OnDemand
 from components.telemetry.spans import tracer, use_span
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import MAX_STREAM_ID, CancelStreams, GenerateAccepted, GenerateRequest, StreamsCancelled
@@ -43,13 +46,19 @@ from engine.sampling.bounds import check_branches
 from services.decode.config import OnTransferFailure
 from services.decode.embedding import EmbeddingService
 from services.decode.inbound import InboundState, InboundTransfer
-from services.decode.prefill_choice import PrefillChoice
+from services.decode.prefill_choice import Local, PrefillChoice, Reason
 from services.decode.prefill_client import PrefillClient
-from services.decode.requests import SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, RequestQueues, RequestState
+from services.decode.requests import (
+    SPAN_LOCAL_PREFILL,
+    ActiveRequest,
+    ActiveRequests,
+    RequestState,
+)
 from services.worker import check_addressed, check_model
 
 log = logging.getLogger(__name__)
 
+PROMPT_LOGPROBS: Final = Local(Reason.PROMPT_LOGPROBS, "the prompt's log-probabilities are asked for")
 LIGHT_TOKENS: Final = 4096  # checking and hashing so many takes less than a millisecond
 SETTLE_S: Final = 1.0  # when this process leaves: for prefill workers to answer that they write no more
 
@@ -93,10 +102,20 @@ class DecodeService:
             local_prefill_on_queue=local_prefill_on_queue,
         )
         self.embedding = EmbeddingService(registration, engine, model)
-        self.draining = False
+        self._local = Counter(
+            "kvmesh_prompts_computed_on_decode",
+            "Prompts that decode computed itself, by reason.",
+            ["reason"],
+            registry=metrics.registry,
+        )
+        for reason in Reason:
+            self._local.labels(reason)
+        OnDemand(metrics.registry).gauge(
+            "kvmesh_prefill_instances_incompatible",
+            "Prefill instances that this process never uses: other KV layout, backend or adapter weights.",
+            lambda: self._choice.num_incompatible,
+        )
         active.outbox.on_gone(self._frontend_gone)
-        metrics.show_queues(RequestQueues(active.tally, prefill.tally))
-        metrics.show_queues(prefill.tally)
         engine.on_output(self._stepped)
         engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size, more=self._transfers_to_log).stepped)
         prefills.alive.on_lost(prefill.instance_lost)
@@ -173,13 +192,43 @@ class DecodeService:
             num_requests=sum(len(active.streams) for active in self._active.all()) + len(self.embedding),
         )
 
+    def show(self, figures: Figures) -> None:
+        figures.is_draining = lambda: self.draining
+        figures.queues = self._queues
+        figures.rooms = self._prefill.rooms
+        figures.breakers = self._breakers
+        figures.heartbeat_ages_s = self._prefills.alive.ages_s
+        self._metrics.num_exposed_pages = lambda: self._prefill.num_exposed_pages
+
+    def _queues(self) -> dict[str, Queue]:
+        """An accepted request with a transfer under way is in the queue of the transfer alone."""
+
+        def is_alone(active: ActiveRequest) -> bool:
+            return active.lifecycle.state is not RequestState.ACCEPTED or not self._prefill.is_under_way(
+                active.engine_id
+            )
+
+        alone = (active.lifecycle for active in self._active.all() if is_alone(active))
+        return queues_of(alone, self._active.tally.states) | self._prefill.queues()
+
+    def _breakers(self) -> dict[str, str]:
+        prefills = {i: str(state) for i, state in self._prefills.router.health.states().items()}
+        return prefills | self._prefill.bootstrap_breakers()
+
+    @property
+    def draining(self) -> bool:
+        return self.embedding.draining
+
+    @draining.setter
+    def draining(self, draining: bool) -> None:
+        self.embedding.draining = draining
+
     async def drained(self) -> None:
         """Wait until every request is answered.
 
         Pinned pages get SETTLE_S, in which a prefill that lives answers. One that is dead does not, and its offer may last
         for a minute. Nothing reuses the pages any more: their memory goes with this process.
         """
-        self.embedding.draining = True
         await self._active.drained()
         await self.embedding.drained()
         while running := set(self._tasks.values()) - self._settling:
@@ -215,7 +264,7 @@ class DecodeService:
             except MeshError as exc:
                 self._active.fail(active, exc)
             except Exception as exc:
-                log.exception("request failed", extra={"request": active.engine_id})
+                log.exception("request failed")
                 self._engine.between_steps(lambda engine: engine.cancel(active.engine_id), light=True)
                 self._active.fail(active, PeerLost(f"decode failed: {type(exc).__name__}"))
 
@@ -238,7 +287,7 @@ class DecodeService:
         active.num_cached = hit
         with tracer.start_as_current_span("decode.choose_prefill") as span:
             if active.request.sampling.prompt_logprobs is not None:
-                span.set_attribute("kvmesh.prefill.why_local", "the prompt's log-probabilities are asked for")
+                self._locally(PROMPT_LOGPROBS, active, span)
                 return None
             chosen = await self._choice.choose(
                 active.blocks,
@@ -247,12 +296,18 @@ class DecodeService:
                 session=request.session,
                 explain=span.is_recording(),
             )
-            if isinstance(chosen, str):
-                span.set_attribute("kvmesh.prefill.why_local", chosen)
+            if isinstance(chosen, Local):
+                self._locally(chosen, active, span)
                 return None
+            active.prefill = chosen.instance_id
             span.set_attribute("kvmesh.prefill.instance", chosen.instance_id)
             span.set_attributes(chosen.facts())
             return self._choice.record_of(chosen), chosen
+
+    def _locally(self, choice: Local, active: ActiveRequest, span: trace.Span) -> None:
+        active.why_local = choice.why
+        span.set_attribute("kvmesh.prefill.why_local", choice.why)
+        self._local.labels(choice.reason).inc()
 
     def _transfers_to_log(self) -> dict[str, float]:
         total_pages = max(1, self._engine.stats.total_pages)
@@ -305,25 +360,26 @@ class DecodeService:
             if in_time and (transfer.waits_for_prefill or isinstance(exc, PrefillLost | PeerBroken)):
                 route.failed(exc)
             self._settle_later(transfer)
-            self._compute_here(active, exc)
+            self._compute_here(active, exc, prefill.instance_id)
         except BaseException:  # cancelled, or our bug: the pages must come back in both cases
             self._settle_later(transfer, cancelled=isinstance(active.error, Cancelled))
             raise
         else:
             for output in outputs:  # before the next await: the next step's tokens may follow at once
                 self._active.emit(output)
+            num_bytes = self._prefill.num_bytes(transfer)
+            self._metrics.transferred(prefill.instance_id, num_bytes, transfer.duration_s, exemplar_of(active.span))
             await self._prefill.settle(transfer)
 
-    def _compute_here(self, active: ActiveRequest, cause: MeshError) -> None:
-        self._metrics.transfer_failed()
-        if isinstance(cause, KvCorrupt):
-            self._metrics.corrupt()
+    def _compute_here(self, active: ActiveRequest, cause: MeshError, peer: str) -> None:
+        self._metrics.transfer_failed(peer, cause)
         if self._on_transfer_failure == "fail" and not active.request.num_generated:
             self._engine.between_steps(lambda engine: engine.cancel(active.engine_id), light=True)
             raise KvUnavailable(cause.message, cause=type(cause).__name__) from cause
-        log.warning("computing the prompt here", extra={"request": active.engine_id, "cause": cause.message})
+        log.warning("computing the prompt here", extra={"cause": cause.message})
         active.span.add_event("recompute", {"cause": cause.message})
-        self._metrics.recomputed()
+        active.why_local = cause.message
+        self._local.labels(Reason.TRANSFER_FAILED).inc()
         active.enter(RequestState.WAITING)
         active.wait(SPAN_LOCAL_PREFILL)
         self._engine.between_steps(lambda engine: engine.recompute(active.engine_id), light=True)

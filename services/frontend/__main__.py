@@ -5,9 +5,11 @@ import ipaddress
 import logging
 from pathlib import Path
 
-from prometheus_client import CollectorRegistry, Info
+from prometheus_client import CollectorRegistry
 
+from components.aio import first
 from components.api_keys import BadKeys, read_keys
+from components.discovery.pages import scrape_targets
 from components.discovery.registry import Registration, join_registry
 from components.http.limits import ClientLimits
 from components.http.server import serve_http
@@ -23,7 +25,8 @@ from components.openai.errors import http_refusal
 from components.openai.operations import WorkerList
 from components.output.formats import FormatOptions
 from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
-from components.process_health import serve_health
+from components.process_control import ProcessControl
+from components.process_health import measure, serve_health, status_endpoint
 from components.startup import refuse
 from components.structured.checker import open_checker
 from components.structured.metrics import ConstraintMetrics
@@ -38,6 +41,7 @@ from services.frontend.decode_choice import explain_endpoint
 from services.frontend.keys import KeyRing, follow_keys
 from services.frontend.mesh_client import MeshClient
 from services.frontend.operations import Operations, workers_of
+from services.frontend.server_metrics import send_server_metrics
 from services.frontend.stored import open_stored
 
 log = logging.getLogger(__name__)
@@ -93,6 +97,16 @@ async def main(settings: FrontendSettings) -> None:
             metrics=metrics,
         ) as decodes,
         open_inbox(bus, f"{subject}.tokens", writes) as inbox,
+        measure(
+            settings,
+            "frontend",
+            me,
+            bus,
+            registry.contact_age_s,
+            metrics=metrics,
+            epoch=lambda: registration.epoch,
+            model=model,
+        ) as figures,
     ):
         folder = await asyncio.to_thread(model_dir, settings.model, settings.home, log_progress)
         options = FormatOptions(settings.tool_format, settings.tool_parser, settings.reasoning_parser)
@@ -101,12 +115,16 @@ async def main(settings: FrontendSettings) -> None:
         except ValueError as exc:
             refuse(f"settings: {exc}")
         mesh = MeshClient(bus, inbox, decodes, model, no_worker_wait_s=settings.no_worker_wait_s)
-        metrics.register(bus.refusals)
-        Info("frontend", "The process that answers: several may share a port.", registry=metrics).info(
-            {"instance_id": me}
-        )
+        mesh.moves.show(metrics)
+        inbox.show(metrics)
         stored = await open_stored(bus, settings, subject)
-        calls = [explain_endpoint(mesh.choice, text, model), present_endpoint(registration)]
+        control = ProcessControl(figures)
+        calls = [
+            explain_endpoint(mesh.choice, text, model),
+            present_endpoint(registration),
+            status_endpoint(figures),
+            control.endpoint(),
+        ]
         if stored is not None:
             calls.append(stored.endpoint())
         files = (settings.tls_cert, settings.tls_key)
@@ -126,8 +144,13 @@ async def main(settings: FrontendSettings) -> None:
                 lambda: None if bus.is_connected else "NATS cannot be reached",
             ],
             workers,
+            lambda host: scrape_targets(registry.book, settings.namespace, host),
         )
+        figures.is_draining = lambda: operations.draining
+        figures.heartbeat_ages_s = decodes.alive.ages_s
+        figures.breakers = decodes.router.health.states
         async with (
+            send_server_metrics(settings, me) as server_metrics,
             open_checker(folder, settings.compile_budget_s, ConstraintMetrics(metrics)) as checker,
             serve_health(
                 settings,
@@ -151,6 +174,8 @@ async def main(settings: FrontendSettings) -> None:
                     stored=stored,
                     checker=checker,
                     operations=operations,
+                    figures=figures,
+                    server_metrics=server_metrics,
                 ),
                 settings,
                 share_port=settings.share_port,
@@ -166,7 +191,7 @@ async def main(settings: FrontendSettings) -> None:
                 settle()
                 warn_if_exposed(settings, keys)
                 log_ready(instance=me, url=url, metrics=page)
-                await stop_signal()
+                await first(stop_signal(), control.stopped())
                 operations.draining = True
 
 

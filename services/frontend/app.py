@@ -9,15 +9,15 @@ from uuid import uuid4
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from components.anthropic.messages import CountRequest, MessageObject, MessagesRequest, TokenCountAnswer
+from components.discovery.pages import ScrapeTarget
 from components.errors import MeshError
-from components.messaging.call_server import VERSION
 from components.openai.chat import ChatCompletion, ChatRequest
 from components.openai.completions import Completion, CompletionRequest
 from components.openai.embeddings import EmbeddingList, EmbeddingRequest
@@ -28,8 +28,11 @@ from components.openai.parts import Parts
 from components.openai.responses import ResponseObject, ResponsesRequest
 from components.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from components.structured.checker import ConstraintChecker
+from components.telemetry.figures import Figures
+from components.telemetry.metrics_page import metrics_response
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
+from components.wire.protocol import VERSION
 from services.frontend.admission import Admission
 from services.frontend.config import FrontendSettings
 from services.frontend.dialects.chat import ChatDialect
@@ -47,6 +50,7 @@ from services.frontend.operations import Operations
 from services.frontend.ports import Mesh, ServedModel
 from services.frontend.prompts import find_model
 from services.frontend.response_routes import add_response_routes
+from services.frontend.server_metrics import ServerMetrics
 from services.frontend.sites import Sites
 from services.frontend.stored import StoredResponses
 from services.frontend.unary import Call, answered, count_tokens, detokenize, tokenize
@@ -75,6 +79,8 @@ def create_app(
     stored: StoredResponses | None = None,
     checker: ConstraintChecker | None = None,
     operations: Operations | None = None,
+    figures: Figures | None = None,
+    server_metrics: ServerMetrics | None = None,
 ) -> FastAPI:
     """Make the HTTP application over `mesh`.
 
@@ -84,6 +90,8 @@ def create_app(
         keys: requests must have one of them; None: requests need no key.
         stored: where responses are stored; None: they are not.
         checker: of grammars and schemas; without one, requests that have some are refused.
+        figures: of the process; they get the admission queue and the speed of tokens.
+        server_metrics: OpenTelemetry's, if a collector gets them.
     """
     # FastAPI serves the GET routes: it checks their parameters, writes their models and describes them in /openapi.json.
     # Requests with a body read it themselves, with a limit, and go through plain Starlette routes, at a fraction of the cost.
@@ -95,8 +103,12 @@ def create_app(
         redirect_slashes=False,
         telemetry={"tracing": False, "metrics": False, "logs": False},  # spans of ours tell more and cost less
     )
-    metrics = FrontendMetrics(registry or CollectorRegistry())
+    metrics = FrontendMetrics(registry or CollectorRegistry(), server_metrics)
     admission = Admission(mesh, settings, metrics)
+    if figures is not None:
+        figures.queues = lambda: {"admission": admission.queue()}
+        figures.batch = admission.batch
+        figures.loop.total = lambda: metrics.gaps.num_tokens
     frontend = Frontend(mesh, text, settings, defaults or SamplingDefaults(), metrics, admission, checker)
     generating = _generating_routes(frontend, stored)
     add_post_routes(app, [*generating, *_unary_routes(frontend)])
@@ -276,10 +288,15 @@ def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: 
         """All registered processes, with their last heartbeat."""
         return await operations.workers()
 
-    async def metrics() -> Response:
-        """Prometheus text format."""
-        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
+    async def metrics(request: Request) -> Response:
+        """Prometheus text format, or OpenMetrics if `Accept` prefers it."""
+        return metrics_response(registry, request.headers.get("accept", ""))
 
+    async def targets(request: Request) -> list[ScrapeTarget]:
+        """The metrics pages of all processes, for Prometheus' HTTP service discovery."""
+        return operations.targets(request.headers.get("host", ""))
+
+    _add_probe(app, "/metrics/targets", targets)
     for path, handler in (("/health", health), ("/live", live), ("/version", version), ("/workers", workers)):
         _add_probe(app, path, handler)
     _add_probe(app, "/ready", ready, responses={503: {"model": Readiness, "description": "Unready"}})

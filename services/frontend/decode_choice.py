@@ -35,6 +35,7 @@ from components.wire.instances import InstanceRecord
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
 from services.frontend.ports import Prompt
+from services.frontend.request_log import request_log
 
 log = logging.getLogger(__name__)
 
@@ -108,13 +109,14 @@ class DecodeChoice:
     def note_move(self, prompt: Prompt, route: Route, why: MeshError, attempts: Attempts) -> None:
         """Raises: `why`, if the request has moved too often; DeadlineExceeded."""
         attempts.moves += self._cost(why, attempts)
+        request_log().moved(why.message)
         if not isinstance(why, BLAMELESS):
             route.failed(why)
             attempts.failed.append(route.instance_id)
         if attempts.moves > MOVES:
             raise why
         remaining_s(prompt.deadline_unix_ms)
-        log.warning("stream moves", extra={"request": prompt.request_id, "cause": why.message})
+        log.warning("stream moves", extra={"from": route.instance_id, "cause": why.message})
         trace.get_current_span().add_event("moved", {"from": route.instance_id, "cause": why.message})
 
     def _cost(self, why: MeshError, attempts: Attempts) -> int:

@@ -28,9 +28,11 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     call.model = model.name
     call.span.update_name(f"embeddings {model.name}")
     started = time.perf_counter()
+    call.log.begin("tokenize")
     with tracer.start_as_current_span("frontend.tokenize"):
         inputs = await _encoded(frontend.text, request, model)
-    num_tokens = sum(map(len, inputs))
+    call.prompt_tokens = num_tokens = sum(map(len, inputs))
+    call.log.begin("queue")
     caller = caller_of(call.scope)
     priority = caller.priority(request.priority, frontend.settings.best_priority)
     salt = caller.cache_salt(request.cache_salt, shared=frontend.settings.share_prefix_cache)
@@ -47,6 +49,7 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     running.inc()
     try:
         await place.admitted()
+        call.log.begin("embed")
         vectors = await frontend.mesh.embed(texts)
     finally:
         frontend.admission.leave(place)

@@ -9,7 +9,7 @@ from functools import partial
 from http import HTTPStatus
 from uuid import uuid4
 
-from opentelemetry.trace import Span
+from opentelemetry.trace import Span, get_current_span
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -20,6 +20,7 @@ from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.fields import AskedConstraint, GenerationFields
 from components.structured.check_constraint import Unusable
 from components.structured.checker import ConstraintChecker
+from components.telemetry.exemplars import exemplar_of
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
 from components.wire.sampling import Constraint
@@ -37,6 +38,7 @@ from services.frontend.metrics import NO_MODEL, FrontendMetrics
 from services.frontend.ports import Mesh, Prompt, ServedModel
 from services.frontend.prompts import check_token_fields, find_generator, make_prompt, token_budget
 from services.frontend.reply import Reply
+from services.frontend.request_log import RequestLog
 
 log = logging.getLogger(__name__)
 
@@ -64,16 +66,22 @@ class Exchange:
         self._dialect = dialect(self._request_id)
         self._events: EventStream | None = None  # None: not a stream, or not begun
         self._started = time.perf_counter()
+        self._log = RequestLog()
         self._caller: Caller = NOBODY
         self._model = NO_MODEL
         self._generation: Generation | None = None
         self._awaits_first_token = True
+        self._first_token_s: float | None = None  # from acceptance
+        self._error: str | None = None  # class of the error that the request ended with
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._caller = caller_of(scope)
         headers = self._dialect.headers(self._caller.label or self._request_id)
         reply = Reply(send, headers, scope.get(PUSH))
-        with tracing.request_span(scope, self._dialect.operation, self._request_id, self._caller.label) as span:
+        with (
+            self._log.current(self._request_id),
+            tracing.request_span(scope, self._dialect.operation, self._request_id, self._caller.label) as span,
+        ):
             try:
                 # the mesh has the deadline, too; this covers a client that does not read as well
                 async with time_limit(self._frontend.settings.request_timeout_s, "the request took longer than"):
@@ -83,10 +91,11 @@ class Exchange:
             except HTTPException as exc:
                 await self._fail(reply, span, from_status(exc.status_code, _detail(exc)), exc)
             except Exception as exc:
-                log.exception("request failed", extra=self._names())
+                log.exception("request failed")
                 await self._fail(reply, span, internal(self._request_id), exc)
             finally:
                 self._account(reply, span)
+                self._write_log(reply)
 
     async def _serve(self, scope: Scope, receive: Receive, reply: Reply, span: Span) -> None:
         with tracing.tracer.start_as_current_span("frontend.validate"):
@@ -96,12 +105,14 @@ class Exchange:
             check_token_fields(request, self._frontend.text.vocab_size)
             model = find_generator(self._frontend.mesh, request.model)
         self._model = model.name
+        self._log.begin("tokenize")
         tracing.describe_request(span, self._dialect.operation, request, limit)
         running = self._frontend.metrics.running.labels(model.name)
         running.inc()
         try:
             async with cancelled_on_disconnect(receive, lambda: reply.answered):
                 prompts = await self._prepare(scope, request, model, limit)
+                self._log.begin("queue")
                 place = self._enter(scope, prompts)
                 try:
                     await self._generate(reply, request, prompts, place)
@@ -118,6 +129,7 @@ class Exchange:
                 with tracing.tracer.start_as_current_span("frontend.admit"):
                     await place.admitted()
             self._generation = generation
+            self._log.begin("route")
             if request.stream:
                 await self._stream(reply, generation)
             else:
@@ -134,6 +146,8 @@ class Exchange:
             encoded = await dialect.encode(frontend.text)
             budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in encoded.prompts]
         asked = encoded.asked or request.asked_constraint
+        if asked is not None:
+            self._log.begin("compile")
         constraint = None if asked is None else await self._checked(asked, scope)
         num = len(encoded.prompts)
         names = [self._request_id] if num == 1 else [f"{self._request_id}-{i}" for i in range(num)]
@@ -188,6 +202,7 @@ class Exchange:
             return not data or reply.write(data)
 
         async with generation.running(show):
+            self._log.begin("prefill")
             is_over = False
             while not is_over:
                 await generation.woken()
@@ -205,6 +220,7 @@ class Exchange:
             return not self._awaits_first_token
 
         async with generation.running(show):
+            self._log.begin("prefill")
             while not generation.is_over:
                 await generation.woken()
                 with self._first_token(generation):
@@ -213,10 +229,6 @@ class Exchange:
         answer = await self._dialect.answer(choices, generation)
         if not reply.answered:
             await reply.parts(answer)
-
-    def _names(self) -> dict[str, str]:
-        label = self._caller.label
-        return {"request_id": self._request_id, **({"client_request_id": label} if label else {})}
 
     @property
     def _num_generated(self) -> int:
@@ -232,13 +244,15 @@ class Exchange:
         ttft = self._frontend.metrics.time_to_first_token.labels(self._model, self._dialect.route)
         with tracing.tracer.start_as_current_span("frontend.first_token", start_time=generation.first_unix_ns):
             yield
-        ttft.observe(time.perf_counter() - self._started)
+        self._first_token_s = time.perf_counter() - self._started
+        ttft.observe(self._first_token_s, exemplar_of(get_current_span()))
 
     async def _fail(self, reply: Reply, span: Span, error: ApiError, exc: Exception) -> None:
-        tracing.describe_error(span, error, type(exc).__name__)
-        if error.status >= 500 and isinstance(exc, MeshError):
-            facts = {**self._names(), "error": type(exc).__name__, "reason": exc.message}
-            log.warning("request failed", extra=facts, exc_info=isinstance(exc, InvariantBroken))
+        self._error = type(exc).__name__
+        tracing.describe_error(span, error, self._error)
+        self._log.failed(exc, error.status)
+        if isinstance(exc, InvariantBroken):
+            log.exception("request failed")
         extra = exc.headers or {} if isinstance(exc, HTTPException) else {}
         headers = [(name.encode(), value.encode()) for name, value in {**extra, **error.headers()}.items()]
         status, body = self._dialect.refusal(error)
@@ -249,6 +263,15 @@ class Exchange:
         metrics, route = self._frontend.metrics, self._dialect.route
         status = reply.status if reply.answered else 503  # not answered and not failed: this process is stopping
         metrics.requests.labels(self._model, route, str(status)).inc()
+        if metrics.server is not None:
+            metrics.server.served(
+                self._dialect.operation,
+                self._model,
+                duration_s=time.perf_counter() - self._started,
+                first_s=self._first_token_s,
+                num_tokens=self._num_generated,
+                error=self._error,
+            )
         generation = self._generation
         if generation is None:
             return
@@ -261,9 +284,20 @@ class Exchange:
             metrics.key_tokens.labels(account.name, "prompt").inc(usage.prompt_tokens)
             metrics.key_tokens.labels(account.name, "answer").inc(usage.completion_tokens)
         if status == 200:
-            metrics.e2e_latency.labels(self._model, route).observe(time.perf_counter() - self._started)
+            metrics.e2e_latency.labels(self._model, route).observe(
+                time.perf_counter() - self._started, exemplar_of(span)
+            )
             for choice in (choice for choice in generation.choices if choice.finish is not None):
                 metrics.success.labels(self._model, str(choice.finish)).inc()
+
+    def _write_log(self, reply: Reply) -> None:
+        generation, tokens = self._generation, {}
+        if generation is not None:
+            usage, self._log.first_token_s = generation.usage(), generation.first_s
+            tokens = {"prompt_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
+            tokens["cached_tokens"] = usage.prompt_tokens_details.cached_tokens
+        status = reply.status if reply.answered else 503
+        self._log.write(self._dialect.route, self._model, status, label=self._caller.label, **tokens)
 
 
 def _detail(exc: HTTPException) -> str | None:

@@ -91,6 +91,7 @@ class Generation:
             self._prompts.append(of_prompt)
             self.choices += of_prompt.choices
         self.first_unix_ns = 0  # when the first token arrived
+        self.first_s = 0.0  # the same, of perf_counter()
         self.text = text
         self.num_generated = 0  # tokens so far, over all choices
         self._num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
@@ -135,6 +136,7 @@ class Generation:
 
     def begun(self, choice: Choice, item: StreamItem, *, is_first: bool) -> None:
         self.first_unix_ns = self.first_unix_ns or time.time_ns()
+        self.first_s = self.first_s or time.perf_counter()
         if is_first:
             self._num_cached += item.num_cached_tokens
         self._began(len(choice.prompt.token_ids) if is_first else 0)
@@ -181,4 +183,5 @@ class Generation:
         choice.shown_s = now
         piece = choice.take(item)
         self.num_generated += len(piece.token_ids)
+        self._gaps.num_tokens += len(piece.token_ids)
         return piece

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import contextvars
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -25,7 +26,9 @@ from components.wire.tokens import pack_tokens
 from engine.sampling.branches import branch_seed
 from services.frontend.decode_choice import MOVING, NO_WORKER_WAIT_S, Attempts, DecodeChoice
 from services.frontend.embed_calls import EmbedCalls
+from services.frontend.moves import Moves
 from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
+from services.frontend.request_log import request_log
 
 DISPATCH_TIMEOUT_S: Final = 10.0
 RECONNECT_S: Final = 2.0  # after our own reconnect others have reconnected, too
@@ -50,6 +53,7 @@ class MeshClient:
         self._model = model
         self._sending: set[asyncio.Task[None]] = set()  # messages on their way
         self._served: list[ServedModel] = []  # by the instances that were last seen
+        self.moves = Moves()
         self.choice = DecodeChoice(decodes, model, no_worker_wait_s)
         self._embed_calls = EmbedCalls(bus, inbox, self.choice, model, self._send_later)
         self._decodes.on_lost(self._instance_lost)
@@ -103,7 +107,9 @@ class MeshClient:
             try:
                 route.accepted(await self._send(prompt, record, branches[0].stream))
                 accepted = True
+                request_log().sent_to(record.instance_id)
             except MOVING as exc:
+                self.moves.request(exc)
                 self.choice.note_move(prompt, route, exc, attempts)
             else:
                 return
@@ -137,6 +143,7 @@ class MeshClient:
             priority=prompt.priority,
             adapter=self.choice.adapter(prompt),
             session=prompt.session,
+            wants_origin=True,
         )
         timeout_s = min(DISPATCH_TIMEOUT_S, remaining_s(prompt.deadline_unix_ms))
         with tracer.start_as_current_span("frontend.dispatch", kind=SpanKind.CLIENT):
@@ -172,11 +179,13 @@ class Branch:
     __slots__ = (
         "_attempts",
         "_client",
+        "_context",
         "_generated",
         "_has_begun",
         "_index",
         "_is_attached",
         "_is_over",
+        "_log",
         "_moving",
         "_prompt",
         "_record",
@@ -197,6 +206,7 @@ class Branch:
         self._index = index
         self._sink = sink
         self._span = trace.get_current_span()  # items come outside the request's task
+        self._context, self._log = contextvars.copy_context(), request_log()
         self._generated: list[int] = []
         self._moving: asyncio.Task[None] | None = None
         self._is_attached = False
@@ -222,6 +232,8 @@ class Branch:
         if not self._has_begun:
             self._has_begun = True
             self._route.succeeded()
+            if item.origin is not None:
+                self._log.prompt_computed(item.origin)
             if item.sent_unix_ns and not self._generated:
                 record_span("frontend.receive", item.sent_unix_ns, parent=self._span)
         self._is_over = item.finish is not None
@@ -231,7 +243,7 @@ class Branch:
 
     def fail(self, error: MeshError) -> None:
         if isinstance(error, MOVING):
-            self._moving = asyncio.create_task(self._move(error))
+            self._moving = asyncio.create_task(self._move(error), context=self._context)
         else:
             self.close()
             self._sink.fail(error)
@@ -245,9 +257,11 @@ class Branch:
     async def _move(self, why: MeshError) -> None:
         try:
             with use_span(self._span, record_exception=False, set_status_on_exception=False):
+                self._client.moves.stream(why)
                 self._client.choice.note_move(self._prompt, self._route, why, self._attempts)
                 self.detach()
                 rest = _rest_of(self._prompt, self._generated)
+                self._client.moves.computed_again(len(rest.token_ids))
                 await self._client.dispatch(rest, [self], self._attempts)
         except Exception as exc:  # noqa: BLE001 - the request ends with it
             self.detach()

@@ -9,6 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import HistogramMetricFamily
 from prometheus_client.registry import Collector
 
+from services.frontend.server_metrics import ServerMetrics
+
 NO_MODEL: Final = ""  # label of requests for unknown models
 TTFT_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 E2E_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
@@ -39,11 +41,12 @@ GAP_BUCKETS: Final = (
 class GapCounts:
     """Gaps between tokens of one model: plain lists, since this runs per token."""
 
-    __slots__ = ("counts", "total_s")
+    __slots__ = ("counts", "num_tokens", "total_s")
 
     def __init__(self) -> None:
         self.counts = [0] * (len(GAP_BUCKETS) + 1)
         self.total_s = 0.0
+        self.num_tokens = 0  # also those of first pieces
 
     def observe(self, gap_s: float) -> None:
         self.counts[bisect_left(GAP_BUCKETS, gap_s)] += 1
@@ -59,9 +62,16 @@ class GapHistogram(Collector):
     def of(self, model: str) -> GapCounts:
         return self._models.setdefault(model, GapCounts())
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have arrived, of all models."""
+        return sum(gaps.num_tokens for gaps in self._models.values())
+
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(
-            "inter_token_latency_seconds", "Gap between two deltas of tokens as they arrive.", labels=["model_name"]
+            "kvmesh_inter_token_latency_seconds",
+            "Gap between two pieces of a stream as they arrive.",
+            labels=["model_name"],
         )
         bounds = [*map(str, GAP_BUCKETS), "+Inf"]
         for model, gaps in self._models.items():
@@ -71,39 +81,51 @@ class GapHistogram(Collector):
 
 
 class FrontendMetrics:
-    def __init__(self, registry: CollectorRegistry) -> None:
+    def __init__(self, registry: CollectorRegistry, server: ServerMetrics | None = None) -> None:
+        """`server`: OpenTelemetry's metrics, if a collector gets them."""
+        self.server = server
         labels = ["model_name", "route"]
         self.registry = registry
         self.gaps = GapHistogram()
         registry.register(self.gaps)
         self.time_to_first_token = Histogram(
-            "time_to_first_token_seconds", "Accepted to first token.", labels, registry=registry, buckets=TTFT_BUCKETS
+            "kvmesh_time_to_first_token_seconds",
+            "Time from acceptance to the first token.",
+            labels,
+            registry=registry,
+            buckets=TTFT_BUCKETS,
         )
         self.e2e_latency = Histogram(
-            "e2e_request_latency_seconds", "Accepted to last byte.", labels, registry=registry, buckets=E2E_BUCKETS
+            "kvmesh_e2e_request_latency_seconds",
+            "Time from acceptance to the last byte.",
+            labels,
+            registry=registry,
+            buckets=E2E_BUCKETS,
         )
-        self.prompt_tokens = Counter("prompt_tokens", "Tokens of prompts.", ["model_name"], registry=registry)
-        self.generation_tokens = Counter("generation_tokens", "Tokens generated.", ["model_name"], registry=registry)
+        self.prompt_tokens = Counter("kvmesh_prompt_tokens", "Tokens of prompts.", ["model_name"], registry=registry)
+        self.generation_tokens = Counter(
+            "kvmesh_generation_tokens", "Tokens generated.", ["model_name"], registry=registry
+        )
         self.running = Gauge(
-            "num_requests_running",
+            "kvmesh_num_requests_running",
             "Requests not yet answered, those that wait included.",
             ["model_name"],
             registry=registry,
         )
         self.requests = Counter(
-            "requests", "Requests by HTTP status; 499: the client left.", [*labels, "status"], registry=registry
+            "kvmesh_requests", "Requests by HTTP status; 499: the client left.", [*labels, "status"], registry=registry
         )
         self.success = Counter(
-            "request_success", "Choices by finish reason.", ["model_name", "finished_reason"], registry=registry
+            "kvmesh_request_success", "Choices by finish reason.", ["model_name", "finished_reason"], registry=registry
         )
         self.queue_time = Histogram(
-            "request_queue_time_seconds",
-            "Wait for admission of those admitted; 0: at once.",
+            "kvmesh_request_queue_time_seconds",
+            "Time that admitted requests waited for admission.",
             registry=registry,
             buckets=QUEUE_BUCKETS,
         )
         self.refused = Counter(
-            "requests_refused",
+            "kvmesh_requests_refused",
             "Requests not admitted: the queue was full, it was shed for a better one, or it waited too long (age).",
             ["reason"],
             registry=registry,
@@ -111,21 +133,27 @@ class FrontendMetrics:
         for reason in REFUSED:
             self.refused.labels(reason)
         by_key = ["api_key"]  # its name, from the operator's list
-        self.key_requests = Counter("api_key_requests", "Requests accepted, by API key.", by_key, registry=registry)
+        self.key_requests = Counter(
+            "kvmesh_api_key_requests", "Requests accepted, by API key.", by_key, registry=registry
+        )
         self.key_tokens = Counter(
-            "api_key_tokens", "Tokens of prompts and answers, by API key.", [*by_key, "kind"], registry=registry
+            "kvmesh_api_key_tokens", "Tokens of prompts and answers, by API key.", [*by_key, "kind"], registry=registry
         )
         self.limited = Counter(
-            "api_key_limited", "Requests over the limits of their API key.", by_key, registry=registry
+            "kvmesh_api_key_limited", "Requests over the limits of their API key.", by_key, registry=registry
         )
         self.unauthorized = Counter(
-            "requests_unauthorized", "Requests without a valid API key.", ["reason"], registry=registry
+            "kvmesh_requests_unauthorized", "Requests without a valid API key.", ["reason"], registry=registry
         )
         for reason in UNAUTHORIZED:
             self.unauthorized.labels(reason)
 
     def show_queue(self, num_requests: Callable[[], int], num_tokens: Callable[[], int]) -> None:
-        waiting = Gauge("num_requests_waiting", "Requests that wait for admission.", registry=self.registry)
+        waiting = Gauge("kvmesh_num_requests_waiting", "Requests that wait for admission.", registry=self.registry)
         waiting.set_function(num_requests)
-        tokens = Gauge("num_tokens_waiting", "Their prompt tokens, 64 added a choice.", registry=self.registry)
+        tokens = Gauge(
+            "kvmesh_num_tokens_waiting",
+            "Prompt tokens of the requests that wait for admission, plus 64 for each choice.",
+            registry=self.registry,
+        )
         tokens.set_function(num_tokens)

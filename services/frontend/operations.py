@@ -4,6 +4,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 from components.discovery.book import InstanceBook
+from components.discovery.pages import ScrapeTarget
 from components.openai.operations import Worker, WorkerList, WorkerLoad, WorkerState
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
@@ -36,10 +37,12 @@ class Operations:
         mesh: Mesh,
         conditions: Sequence[Condition] = (),
         workers: Callable[[], Awaitable[WorkerList]] = _no_workers,
+        targets: Callable[[str], list[ScrapeTarget]] = lambda _: [],
     ) -> None:
-        """`conditions` are checked besides draining and available models. `workers` may use NATS."""
+        """`conditions` are checked besides draining and available models. `workers` may use NATS. `targets`: by Host."""
         self.draining = False  # set when this process stops
         self.workers = workers
+        self.targets = targets
         self._mesh = mesh
         self._conditions: tuple[Condition, ...] = (self._draining, *conditions, self._no_models)
 

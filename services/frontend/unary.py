@@ -35,6 +35,7 @@ from services.frontend.gate import WriteError, caller_of
 from services.frontend.metrics import NO_MODEL
 from services.frontend.ports import ServedModel
 from services.frontend.prompts import find_model
+from services.frontend.request_log import RequestLog
 
 R = TypeVar("R", bound=BaseModel)
 Refusal = Callable[[ApiError], tuple[int, bytes]]  # an error to status and JSON
@@ -52,6 +53,8 @@ class Call:
         self.model = NO_MODEL  # set once it is known to be ours
         self.deadline_unix_ms = int((time.time() + frontend.settings.request_timeout_s) * 1000)
         self.span = span
+        self.log = RequestLog()
+        self.prompt_tokens = 0
         self.refusal: Refusal = lambda error: write_error(error, request_id)
 
 
@@ -68,8 +71,10 @@ async def answered(
     route = request.url.path if request.scope.get("route") is None else request.scope["route"].path
     label = caller_of(request.scope).label
     request_id = uuid4().hex  # the client's own is never a key
-    with tracing.request_span(request.scope, operation, request_id, label) as span:
-        call = Call(frontend, request, span, request_id, write_error)
+    with (
+        tracing.request_span(request.scope, operation, request_id, label) as span,
+        (call := Call(frontend, request, span, request_id, write_error)).log.current(request_id),
+    ):
         try:
             async with time_limit(frontend.settings.request_timeout_s, "the request took longer than"):
                 data = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
@@ -83,9 +88,10 @@ async def answered(
             response = _refused(call, from_status(exc.status_code, own), exc)
             response.headers.update(exc.headers or {})
         except Exception as exc:
-            log.exception("request failed", extra={"request_id": call.id})
+            log.exception("request failed")
             response = _refused(call, internal(call.id), exc)
         response.headers["x-request-id"] = label or call.id
+        call.log.write(route, call.model, response.status_code, label=label, prompt_tokens=call.prompt_tokens)
     frontend.metrics.requests.labels(call.model, route, str(response.status_code)).inc()
     return response
 
@@ -123,9 +129,7 @@ async def _in_turns(first: bytes, parts: Parts) -> AsyncGenerator[bytes, None]:
 
 def _refused(call: Call, error: ApiError, exc: Exception) -> Response:
     tracing.describe_error(call.span, error, type(exc).__name__)
-    if error.status >= 500 and isinstance(exc, MeshError):
-        facts = {"request_id": call.id, "error": type(exc).__name__, "reason": exc.message}
-        log.warning("request failed", extra=facts)
+    call.log.failed(exc, error.status)
     status, body = call.refusal(error)
     return Response(body, status, dict(error.headers()), media_type="application/json")
 

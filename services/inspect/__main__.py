@@ -1,16 +1,17 @@
-"""python -m services.inspect: who is registered, what is busy, what one request did, what one worker computes."""
+"""python -m services.inspect: look inside a running mesh, and change its processes."""
 
 import asyncio
 import functools
 import inspect
+import logging
 import os
 import shlex
 import sqlite3
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, TypeVar
 
 import typer
 from rich.console import Console
@@ -20,11 +21,20 @@ from components.local_mesh import beside_local_mesh
 from components.settings import MeshSettings
 from components.telemetry.trace_store import FILE_NAME, TraceStore
 from components.urls import without_password
+from components.wire.control import Control, LogLevel, Work
 from components.wire.inspection import ExplainRoute
+from services.inspect.change import show_drain, show_set
+from services.inspect.doctor import show_doctor
+from services.inspect.events import show_events
+from services.inspect.kv import Prefix, show_kv
 from services.inspect.profile import profile_worker
+from services.inspect.rooms import show_rooms
 from services.inspect.route import show_route
+from services.inspect.top import show_top
 from services.inspect.trace_view import trace_list, trace_table
 from services.inspect.workers import show_planners, show_workers
+
+R = TypeVar("R")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -45,6 +55,7 @@ MESH: Final = {
     "namespace": Annotated[str | None, typer.Option(help="name of the mesh [env: MESH_NAMESPACE]")],
     **STATE_DIR,
 }
+AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
 
 
 def command(options: dict[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -77,6 +88,120 @@ def workers(
 ) -> None:
     """Show all instances: what etcd holds and NATS answers."""
     asyncio.run(show_workers(settings, _console(wide=wide), wide=wide))
+
+
+@command(MESH)
+def top(
+    settings: MeshSettings,
+    *,
+    once: Annotated[bool, typer.Option("--once", help="print it once and end")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="an object per line, one a second")] = False,
+) -> None:
+    """Show load, KV usage, heartbeats and links, live.
+
+    Drawn again once a second until Ctrl-C.
+    """
+    _run(show_top(settings, console, once=once, as_json=as_json))
+
+
+@command(MESH)
+def rooms(settings: MeshSettings, *, as_json: AsJson = False) -> None:
+    """Show open bootstrap rooms, as each side reports them."""
+    _run(show_rooms(settings, console, as_json=as_json))
+
+
+@command(MESH)
+def kv(
+    settings: MeshSettings,
+    *,
+    prompt: Annotated[str, typer.Option(help="text of a prompt: who has how many of its tokens cached")] = "",
+    chat: Annotated[bool, typer.Option(help="wrap it in the model's chat template")] = True,
+    token_ids: Annotated[str, typer.Option(help="the same for a prompt's token ids, such as 1,2,3")] = "",
+    first: Annotated[int | None, typer.Option(min=1, help="look only at so many tokens of the prompt")] = None,
+    block: Annotated[str, typer.Option(help="beginning of a block hash: who holds such a block")] = "",
+    adapter: Annotated[str, typer.Option(help="name of a LoRA adapter")] = "",
+    cache_salt: Annotated[str, typer.Option(help="`cache_salt` of the request; with API keys, TENANT/SALT")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Show which instances hold which prefixes.
+
+    Without a prompt: how much is cached, and what is shared most.
+    """
+    try:
+        ids = [int(one) for one in token_ids.split(",")] if token_ids else []
+    except ValueError:
+        raise typer.BadParameter(
+            f"{token_ids!r} are no numbers with commas between them", param_hint="--token-ids"
+        ) from None
+    if sum(map(bool, (prompt, ids, block))) > 1:
+        raise typer.BadParameter("give one of --prompt, --token-ids and --block")
+    wanted = Prefix(prompt, chat, ids, first, block, adapter, cache_salt)
+    _run(show_kv(settings, console, wanted, as_json=as_json))
+
+
+@command(MESH)
+def events(
+    settings: MeshSettings,
+    *,
+    as_json: Annotated[bool, typer.Option("--json", help="an object per line")] = False,
+) -> None:
+    """Show instances that come, go or drain, as it happens.
+
+    Ends with Ctrl-C.
+    """
+    _run(show_events(settings, console, as_json=as_json))
+
+
+@command(MESH)
+def doctor(settings: MeshSettings, *, as_json: AsJson = False) -> None:
+    """Look for what is wrong, and say what to do.
+
+    The exit status is 1 if something is wrong.
+    """
+    sys.exit(not _run(show_doctor(settings, console, as_json=as_json)))
+
+
+@command(MESH)
+def set(  # noqa: A001 - the name of the command
+    settings: MeshSettings,
+    which: Annotated[str, typer.Argument(help="all, a role, or the beginning of an instance id")],
+    *,
+    log_level: Annotated[LogLevel | None, typer.Option(help="least severe messages to log")] = None,
+    logger: Annotated[str, typer.Option(help="a logger's name, such as components.routing; without it: all")] = "",
+    traces_per_s: Annotated[float | None, typer.Option(help="requests traced per second; inf: all")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Change the log level or the trace rate of processes.
+
+    A restart undoes it.
+    """
+    if log_level is None and traces_per_s is None:
+        raise typer.BadParameter("give --log-level or --traces-per-s")
+    if logger and log_level is None:
+        raise typer.BadParameter("--logger needs a --log-level")
+    wanted = Control(log_level=log_level, logger=logger, traces_per_s=traces_per_s)
+    sys.exit(not _run(show_set(settings, console, which, wanted, as_json=as_json)))
+
+
+@command(MESH)
+def drain(
+    settings: MeshSettings,
+    instance: Annotated[str, typer.Argument(help="beginning of the id of a prefill or decode instance")],
+    *,
+    stop: Annotated[bool, typer.Option("--stop", help="end it, as SIGTERM does; also other roles")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="let it take work again")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="until it has no work left")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Let a worker finish its requests and take no new ones.
+
+    It keeps running, unless --stop is given.
+    """
+    if stop and undo:
+        raise typer.BadParameter("give --stop or --undo")
+    work: Work = "stop" if stop else "go-on" if undo else "drain"
+    control = Control(work=work)
+    sys.exit(not _run(show_drain(settings, console, instance, control, wait=wait, as_json=as_json)))
 
 
 @command(MESH)
@@ -176,6 +301,15 @@ def _console(*, wide: bool) -> Console:
     if not wide:
         return console
     return Console(file=console.file, width=max(console.width, WIDE), force_terminal=console.is_terminal)
+
+
+def _run(work: Coroutine[Any, Any, R]) -> R:
+    """Without log lines: what they say is shown otherwise. Ctrl-C is a usual end."""
+    logging.getLogger("components").setLevel(logging.CRITICAL)
+    try:
+        return asyncio.run(work)
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 @contextmanager

@@ -34,7 +34,7 @@ async def _show(settings: MeshSettings, console: Console, asked: ExplainRoute) -
         frontends = registry.book.of_role("frontend")
         if not frontends:
             raise SystemExit("no frontend is registered, and only a frontend can tokenize the prompt")
-        frontend, answer = await _first_answer(bus, frontends, asked)
+        frontend, answer = await first_answer(bus, frontends, asked)
         tokens = num_tokens(answer.token_ids)
         title = f"frontend {frontend.instance_id}: a decode instance for {tokens} tokens"
         _print(console, title, answer)
@@ -50,7 +50,7 @@ async def _show(settings: MeshSettings, console: Console, asked: ExplainRoute) -
             console.print(f"Decode would compute the prompt itself: {answer.why}.")
 
 
-async def _first_answer(
+async def first_answer(
     bus: Bus, frontends: list[InstanceRecord], asked: ExplainRoute
 ) -> tuple[InstanceRecord, RouteExplained]:
     """Ask one frontend after another: a killed one's record stays in etcd for a while."""

@@ -55,13 +55,13 @@ async def _show(settings: MeshSettings, console: Console, *, wide: bool) -> None
 
 async def _services(bus: Bus, namespace: str) -> dict[str, dict[str, Any]]:
     found = {}
-    for answer in await _answers(bus, "$SRV.STATS", namespace, STATS_S):
+    for answer in await srv_answers(bus, "$SRV.STATS", namespace, STATS_S):
         if answer["name"] not in NOT_IN_ETCD and (instance_id := answer["metadata"].get("instance_id")):
             found[instance_id] = answer
     return found
 
 
-async def _answers(bus: Bus, subject: str, namespace: str, seconds: float) -> list[dict[str, Any]]:
+async def srv_answers(bus: Bus, subject: str, namespace: str, seconds: float) -> list[dict[str, Any]]:
     """Answers of this mesh's micro services within `seconds`."""
     found = []
 
@@ -138,7 +138,7 @@ def _more(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any
 async def show_planners(settings: MeshSettings, console: Console) -> None:
     with one_line_errors(settings, "NATS"):
         async with asyncio.timeout(CONNECT_S), connect_bus(settings.nats_url, "inspect") as bus:
-            services = await _answers(bus, "$SRV.PING.kvmesh-planner", settings.namespace, PING_S)
+            services = await srv_answers(bus, "$SRV.PING.kvmesh-planner", settings.namespace, PING_S)
             subjects = sorted({service["metadata"]["subject"] for service in services})
             plans = [(s, await bus.call(f"{s}.plan", AskPlan(), PlanTold, timeout_s=ANSWER_S)) for s in subjects]
     if not plans:

@@ -45,11 +45,15 @@ class Output:
         if event == "progress":
             self._progress.update(name, str(facts.get("task", "")), facts.get("done"), facts.get("total"))
             return event
-        text = Text(event, style=LEVEL_STYLES.get(str(facts.get("level")), ""))
-        for key, value in facts.items():
-            if key not in NOT_FACTS:
-                text.append(f"  {key}=", style="dim").append(value if isinstance(value, str) else json.dumps(value))
-        self._line(name, text, facts.get("ts"))
+        shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in facts.items() if k not in NOT_FACTS}
+        if self._console.is_terminal:
+            text = Text(event, style=LEVEL_STYLES.get(str(facts.get("level")), ""))
+            for key, value in shown.items():
+                text.append(f"  {key}=", style="dim").append(value)
+            self._line(name, text, facts.get("ts"))
+        else:  # rich takes three times as long, and under load each request has a line
+            pairs = "".join(f"  {key}={value}" for key, value in shown.items())
+            self._console.out(f"{_clock(facts.get('ts'))}  {name:<{self._width}}  {event}{pairs}", highlight=False)
         if facts.get("exception"):
             self._console.print(Text(_traceback(facts["exception"])))
         return event

@@ -3,17 +3,21 @@
 import logging
 import os
 import socket
+from dataclasses import asdict
 
 from components.aio import first
 from components.discovery.leader import lead
+from components.discovery.pages import scrape_targets
 from components.discovery.registry import join_registry
 from components.local_mesh import beside_local_mesh, local_mesh
 from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
 from components.process import new_instance_id, run, stop_signal
+from components.process_control import ProcessControl
+from components.process_health import measure, status_endpoint
 from components.telemetry.logs import log_ready
+from components.telemetry.metrics_page import serve_metrics
 from components.telemetry.spans import start_telemetry
-from components.telemetry.worker_metrics import serve_metrics
 from services.planner.config import PlannerSettings
 from services.planner.connectors import open_connector
 from services.planner.metrics import PlannerMetrics
@@ -39,16 +43,26 @@ async def main(settings: PlannerSettings) -> None:
         connect_bus(settings.nats_url, f"planner-{me}") as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         open_observer(bus, settings.namespace, registry.book) as observer,
-        serve_metrics(metrics.registry, settings.metrics_host, settings.metrics_port, lambda: True) as page,
+        serve_metrics(
+            metrics.registry,
+            settings.metrics_host,
+            settings.metrics_port,
+            lambda: True,
+            targets=lambda host: [asdict(one) for one in scrape_targets(registry.book, settings.namespace, host)],
+        ) as page,
         lead(
             settings.etcd_url, f"{settings.namespace}/planner", {**facts, "http": page}, settings.leader_ttl_s
         ) as leader,
+        measure(settings, "planner", me, bus, leader.contact_age_s, metrics=metrics.registry) as figures,
     ):
-        metrics.registry.register(bus.refusals)
         planning = Planning(settings, observer, open_connector(settings, bus), leader, metrics)
-        async with serve_calls(bus, "planner", subject, planning.endpoints(), {"instance_id": me}):
+        figures.heartbeat_ages_s = observer.ages_s
+        observer.show(metrics.registry)
+        control = ProcessControl(figures)
+        endpoints = [*planning.endpoints(), status_endpoint(figures), control.endpoint()]
+        async with serve_calls(bus, "planner", subject, endpoints, {"instance_id": me}):
             log_ready(instance=me, connector=settings.connector, metrics=page)
-            await first(stop_signal(), planning.run())
+            await first(stop_signal(), control.stopped(), planning.run())
 
 
 def read_settings(argv: list[str] | None = None) -> PlannerSettings:

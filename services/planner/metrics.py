@@ -11,24 +11,26 @@ class PlannerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._workers = Gauge(
-            "planner_workers",
+            "kvmesh_planner_workers",
             "Workers of a role: needed by the load, kept by the connector (wanted), serving.",
             ["role", "which"],
             registry=self.registry,
         )
-        self._leading = Gauge("planner_leading", "1 if this planner leads.", registry=self.registry)
+        self._leading = Gauge("kvmesh_planner_leading", "1 if this planner leads.", registry=self.registry)
         self._unknown = Gauge(
-            "planner_unknown", "Registered instances without heartbeats or metrics.", registry=self.registry
+            "kvmesh_planner_unknown", "Registered instances without heartbeats or metrics.", registry=self.registry
         )
-        self._offered = Gauge("planner_prompt_work", "Arriving prompt work, in workers.", registry=self.registry)
+        self._offered = Gauge("kvmesh_planner_prompt_work", "Arriving prompt work, in workers.", registry=self.registry)
         self._variability = Gauge(
-            "planner_variability", "Variability of arrivals and prompt lengths; 1: random.", registry=self.registry
+            "kvmesh_planner_variability",
+            "Variability of arrivals and prompt lengths; 1: random.",
+            registry=self.registry,
         )
         self._changes = Counter(
-            "planner_changes", "Workers added or removed.", ["role", "direction"], registry=self.registry
+            "kvmesh_planner_changes", "Workers added or removed.", ["role", "direction"], registry=self.registry
         )
         self._failures = Counter(
-            "planner_change_failures", "Changes that the connector refused.", ["role"], registry=self.registry
+            "kvmesh_planner_change_failures", "Changes that the connector refused.", ["role"], registry=self.registry
         )
 
     def show(self, observation: Observation, verdict: Verdict, needs: Needs, *, leading: bool) -> None:

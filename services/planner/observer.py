@@ -6,14 +6,18 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
+from prometheus_client import CollectorRegistry
+
 from components.discovery.book import InstanceBook
+from components.discovery.pages import page_of
 from components.errors import MeshError
 from components.messaging.bus import Bus
+from components.messaging.fleet import show_instances
 from components.messaging.liveness import Liveness, silent_after_s, watch_heartbeats
 from components.planning.samples import PLANNED, FrontendSample, Observation, Planned, WorkerSample
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
-from services.planner.pages import get, page_of, read_frontend, read_worker
+from services.planner.pages import get, read_frontend, read_worker
 
 log = logging.getLogger(__name__)
 
@@ -63,6 +67,13 @@ class Observer:
             self._heartbeats[beat.instance_id] = _Heartbeats(beat, now_s)
         else:
             known.add(beat, now_s)
+
+    def show(self, metrics: CollectorRegistry) -> None:
+        show_instances(metrics, *self._liveness.values())
+
+    def ages_s(self) -> dict[str, float]:
+        """Age of the latest heartbeat, by instance."""
+        return {i: age_s for of_role in self._liveness.values() for i, age_s in of_role.ages_s().items()}
 
     async def observe(self, wanted: Mapping[Planned, int]) -> Observation:
         """Instances that do not answer are listed as unknown."""

@@ -1,8 +1,7 @@
-"""Metrics pages of workers and frontends: their addresses, an HTTP GET, and the samples in them."""
+"""Metrics pages of workers and frontends: an HTTP GET, and the samples in them."""
 
 import asyncio
 import math
-import socket
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -14,11 +13,9 @@ from prometheus_client.samples import Sample
 
 from components.errors import MalformedMessage, PeerLost
 from components.planning.samples import FrontendSample, Histogram
-from components.wire.instances import InstanceRecord
 
 LARGEST_BYTES: Final = 16 * 1024 * 1024
 TIMEOUT_S: Final = 2.0
-LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,17 +24,6 @@ class Counters:
     steps: int
     prompt_tokens: int
     generated_tokens: int
-
-
-def page_of(record: InstanceRecord, own_host: str = socket.gethostname()) -> str | None:
-    """URL of an instance's page. A loopback address of another host is replaced by that host's name."""
-    url = record.metrics or record.http
-    if url is None:
-        return None
-    parts = urlsplit(url)
-    if parts.hostname in LOOPBACK and record.host != own_host:
-        return f"http://{record.host}:{parts.port}/metrics"
-    return f"{url}/metrics"
 
 
 async def get(url: str) -> str:
@@ -75,10 +61,10 @@ def read_worker(text: str) -> Counters:
     values = {sample.name: sample.value for sample in _samples(text) if not sample.labels}
     try:
         return Counters(
-            busy_s=values["engine_step_seconds_sum"],
-            steps=int(values["engine_step_seconds_count"]),
-            prompt_tokens=int(values["prompt_tokens_total"]),
-            generated_tokens=int(values["generation_tokens_total"]),
+            busy_s=values["kvmesh_engine_step_seconds_sum"],
+            steps=int(values["kvmesh_engine_step_seconds_count"]),
+            prompt_tokens=int(values["kvmesh_prompt_tokens_total"]),
+            generated_tokens=int(values["kvmesh_generation_tokens_total"]),
         )
     except (KeyError, ValueError) as exc:
         raise MalformedMessage(f"the worker's page has no number for {exc.args[0]}") from exc
@@ -89,8 +75,8 @@ def read_frontend(instance_id: str, text: str) -> FrontendSample:
     samples = list(_samples(text))
     return FrontendSample(
         instance_id,
-        ttft=_histogram(samples, "time_to_first_token_seconds"),
-        itl=_histogram(samples, "inter_token_latency_seconds"),
+        ttft=_histogram(samples, "kvmesh_time_to_first_token_seconds"),
+        itl=_histogram(samples, "kvmesh_inter_token_latency_seconds"),
     )
 
 

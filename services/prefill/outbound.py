@@ -78,12 +78,13 @@ class OutboundTransfer:
         self.lifecycle = Lifecycle(f"prefill {request.request_id}", NEXT, S.BOOTSTRAPPING, tally)
         self._transfer = transfer
         self._layout = transfer.endpoint.layout
-        self._span = span
+        self.span = span
         self._checksums = checksums
         self._bootstrap_timeout_s = bootstrap_timeout_s
         self._announce = announce
         self._num_cached = num_cached
         self._step_s = step_s
+        self.began_s = time.monotonic()
         self._submitted_ns = time.time_ns()
         self._started_ns = 0
         self._computed_ns = 0
@@ -102,7 +103,7 @@ class OutboundTransfer:
         if self.lifecycle.state is not S.BOOTSTRAPPING:
             return
         self.offer, self._peer = offer, peer
-        record_span("prefill.bootstrap", self._submitted_ns, parent=self._span)
+        record_span("prefill.bootstrap", self._submitted_ns, parent=self.span)
         self.lifecycle.advance(S.INFLIGHT if self._computed_ns else S.COMPUTING if self._started_ns else S.WAITING)
         self._changed.set()
 
@@ -122,7 +123,7 @@ class OutboundTransfer:
 
     async def run(self, before: Callable[[], Awaitable[None]] | None = None) -> MeshError | None:
         """Send everything, after `before`. Returns why it failed. No write is in flight afterwards."""
-        with use_span(self._span, end_on_exit=True):
+        with use_span(self.span, end_on_exit=True):
             try:
                 outcome = await self._outcome(before)
                 if outcome is None:
@@ -135,20 +136,37 @@ class OutboundTransfer:
                 self._stop_limit()
                 if not self.lifecycle.is_over:
                     self.lifecycle.advance(S.FAILED)
+                if log.isEnabledFor(logging.DEBUG):
+                    self._log_end()
+
+    def _log_end(self) -> None:
+        now_ns = time.time_ns()
+        started_ns, computed_ns = self._started_ns or now_ns, self._computed_ns or now_ns
+        facts = {
+            "state": str(self.lifecycle.state),
+            "prompt_tokens": self.num_tokens,
+            "cached_tokens": self._num_cached,
+            "bytes": self.num_bytes,
+            "queue_s": round((started_ns - self._submitted_ns) / 1e9, 4),
+            "compute_s": round((computed_ns - started_ns) / 1e9, 4),
+            "inflight_s": round((now_ns - computed_ns) / 1e9, 4),
+            "decode": self.request.decode_id,
+        }
+        log.debug("request ended", extra=facts)
 
     def _record_computing(self, event: Exposed) -> None:
-        record_span("prefill.queue", self._submitted_ns, self._started_ns, parent=self._span)
+        record_span("prefill.queue", self._submitted_ns, self._started_ns, parent=self.span)
         record_span(
             "prefill.compute",
             self._started_ns,
             self._computed_ns,
-            parent=self._span,
+            parent=self.span,
             attributes={"kvmesh.prompt_tokens": event.num_computed, "kvmesh.cached_tokens": event.num_cached_tokens},
         )
 
     def _report(self, outcome: MeshError) -> None:
-        mark_outcome(self._span, outcome)
-        facts = {"request": self.request.request_id, "cause": outcome.message}
+        mark_outcome(self.span, outcome)
+        facts = {"cause": outcome.message}
         if isinstance(outcome, Cancelled):
             log.debug("cancelled by the client", extra=facts)
         else:
@@ -160,7 +178,7 @@ class OutboundTransfer:
         except MeshError as exc:
             return exc
         except Exception as exc:  # the edge of one request
-            log.exception("transfer failed", extra={"request": self.request.request_id})
+            log.exception("transfer failed")
             return InvariantBroken(f"transfer failed: {type(exc).__name__}")
         return None
 

@@ -5,6 +5,7 @@ import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
+from contextvars import Context
 from typing import Any, Final
 
 from components.discovery.registry import Registry
@@ -60,7 +61,9 @@ class Rooms:
 
     def close_later(self, offer: PagesOffered) -> None:
         if not self._closing:
-            asyncio.get_running_loop().call_later(CLOSE_EVERY_S, self.send_closes)
+            asyncio.get_running_loop().call_later(
+                CLOSE_EVERY_S, self.send_closes, context=Context()
+            )  # rooms of many requests
         self._closing.setdefault(offer.bootstrap_id, []).append(offer.room)
 
     def send_closes(self) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from functools import cached_property, partial
@@ -20,6 +21,8 @@ from components.messaging.call_server import Endpoint
 from components.messaging.heartbeat_sender import heartbeat_of
 from components.routing.local_prefill import PromptLoad, PromptRate
 from components.structured.masks import MaskMaker
+from components.telemetry.exemplars import exemplar_of
+from components.telemetry.figures import Figures, queues_of
 from components.telemetry.spans import tracer
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.heartbeat import Heartbeat
@@ -27,6 +30,7 @@ from components.wire.instances import InstanceRecord
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
 from components.wire.rooms import KvComing, PagesOffered, RoomOk
 from components.wire.sampling import Constraint
+from components.wire.status import RoomStatus
 from components.wire.tokens import unpack_tokens
 from engine.loop.engine_loop import EngineLoop
 from engine.loop.log_line import BatchLog
@@ -72,7 +76,6 @@ class PrefillService:
         self.draining = False
         engine.on_output(self._stepped)
         engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size, more=self._transfers_to_log).stepped)
-        metrics.show_queues(self._tally)
         registry.book.subscribe(self._instance_changed)
 
     def _transfers_to_log(self) -> dict[str, float]:
@@ -177,6 +180,24 @@ class PrefillService:
             num_requests=self.num_transfers,
         )
 
+    def show(self, figures: Figures) -> None:
+        figures.is_draining = lambda: self.draining
+        figures.queues = lambda: queues_of((t.lifecycle for t in self._outbound.values()), self._tally.states)
+        figures.rooms = self._rooms_shown
+
+    def _rooms_shown(self) -> list[RoomStatus]:
+        now_s = time.monotonic()
+        return [
+            RoomStatus(
+                room=each.request.room,
+                request_id=request_id,
+                state=str(each.lifecycle.state),
+                age_s=now_s - each.began_s,
+                peer=each.request.decode_id,
+            )
+            for request_id, each in self._outbound.items()
+        ]
+
     async def drained(self) -> None:
         """Wait until every transfer is over and every message is sent."""
         await self._idle.wait()
@@ -254,12 +275,13 @@ class PrefillService:
             if transfer.offer is not None:
                 self._rooms.close_later(transfer.offer)
             if outcome is None:
-                self._metrics.transferred(transfer.num_bytes, transfer.duration_s)
-            elif isinstance(outcome, Cancelled):
-                self._metrics.transfer_cancelled()
+                self._metrics.transferred(
+                    request.decode_id, transfer.num_bytes, transfer.duration_s, exemplar_of(transfer.span)
+                )
             else:
-                self._metrics.transfer_failed()
-                await self._rooms.notify_decode(request, outcome)
+                self._metrics.transfer_failed(request.decode_id, outcome)
+                if not isinstance(outcome, Cancelled):
+                    await self._rooms.notify_decode(request, outcome)
         finally:
             self._forget(request.request_id)
 

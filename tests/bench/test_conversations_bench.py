@@ -133,10 +133,10 @@ def test_a_workers_page_is_read_as_it_is_written() -> None:
     before = counted(generate_latest(metrics.registry).decode())
     assert before == (0, 0, 0)
     metrics.record(Step())
-    metrics.transferred(1000, 0.1)
+    metrics.transferred("d", 1000, 0.1)
     assert counted(generate_latest(metrics.registry).decode()).since(before) == (300, 70, 1)
     with pytest.raises(TypeError):
-        counted("prompt_tokens_total 3.0\n")
+        counted("kvmesh_prompt_tokens_total 3.0\n")
 
 
 def talked(prefills: list[Counted], local: float, ttft_s: float) -> dict[str, Any]:

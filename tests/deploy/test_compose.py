@@ -18,6 +18,7 @@ COMPOSE: Final = Path(__file__).resolve().parents[2] / "deploy" / "compose"
 BASE: Final = COMPOSE / "docker-compose.yml"
 GPU: Final = COMPOSE / "docker-compose.gpu.yml"
 BACKENDS: Final = {"etcd", "nats", "jaeger"}
+MONITORS: Final = {"prometheus", "grafana"}
 OURS: Final = (*ROLES, "planner")
 DOCKER_SOCKET: Final = "/var/run/docker.sock:/var/run/docker.sock"
 
@@ -99,7 +100,7 @@ def test_services_run_the_module_of_their_name_after_etcd_and_nats(role: str) ->
 
 
 def test_all_our_services_except_the_planner_share_one_image() -> None:
-    ours = {name: service for name, service in load(BASE)["services"].items() if name not in BACKENDS}
+    ours = {name: service for name, service in load(BASE)["services"].items() if name not in BACKENDS | MONITORS}
     assert set(ours) == {*OURS, "model"}
     assert {service["image"] for service in ours.values()} == {"kvmesh", "kvmesh-planner"}
     assert ours["planner"]["profiles"] == ["planner"], "nobody gets it, and the Docker socket in it, unasked"
@@ -107,19 +108,28 @@ def test_all_our_services_except_the_planner_share_one_image() -> None:
 
 def test_images_are_pinned_and_nothing_names_this_machine() -> None:
     for name, service in load(BASE)["services"].items():
-        if name in BACKENDS:
+        if name in BACKENDS | MONITORS:
             assert re.fullmatch(r"[\w./-]+:v?\d+\.\d+[\w.-]*", service["image"]), name
         for volume in set(service.get("volumes", [])) - ({DOCKER_SOCKET} if name == "planner" else set()):
             assert not volume.startswith(("/", "~")), f"{name}: {volume}"
-    for path in COMPOSE.iterdir():
+    for path in filter(Path.is_file, COMPOSE.rglob("*")):
         assert not re.search(r"/(root|home|work|Users)/", path.read_text()), path
 
 
-def test_only_the_endpoint_and_the_trace_viewer_are_published_and_on_loopback() -> None:
+def test_only_the_endpoint_and_the_viewers_are_published_and_on_loopback() -> None:
     published = {name: service["ports"] for name, service in load(BASE)["services"].items() if "ports" in service}
-    assert set(published) == {"frontend", "jaeger"}
+    assert set(published) == {"frontend", "jaeger", *MONITORS}
     for (port,) in published.values():
         assert port.startswith(("127.0.0.1:", "${MESH_FRONTEND_HOST:-127.0.0.1}:"))
+
+
+def test_monitoring_comes_only_when_it_is_asked_for_and_its_files_are_there() -> None:
+    for name, service in load(BASE)["services"].items():
+        assert (service.get("profiles") == ["metrics"]) == (name in MONITORS), name
+    for name in MONITORS:
+        for volume in load(BASE)["services"][name]["volumes"]:
+            source = volume.partition(":")[0]
+            assert not source.startswith(".") or (COMPOSE / source).exists(), volume
 
 
 def test_nats_accepts_the_same_payload_as_on_one_box() -> None:

@@ -49,5 +49,5 @@ def test_a_prefill_whose_steps_fail_ends_and_is_asked_for_few_prompts(
     outcome = with_failing(monkeypatch, home, "prefill2")
     assert not outcome.problems
     assert Counter(type(client.error) for client in outcome.clients) == {type(None): 100}
-    assert outcome.counts["prompt_recomputes_total"] <= 12
+    assert outcome.counts["recomputes"] <= 12
     assert {name: type(error) for name, error in outcome.died.items()} == {"prefill2": EngineBroken}

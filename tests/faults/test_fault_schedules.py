@@ -55,7 +55,7 @@ def test_a_message_goes_wrong(home: Path, schedule: list[Fault]) -> None:
 def test_a_write_goes_wrong(home: Path, schedule: list[Fault]) -> None:
     outcome = _all_fire(home, schedule)
     if schedule[0].do is Do.WRITE_CORRUPT:
-        assert outcome.counts["kv_transfers_corrupt_total"] == 1
+        assert outcome.counts["corrupt"] == 1
 
 
 @pytest.mark.parametrize("schedule", STATES)

@@ -18,8 +18,8 @@ def test_an_hour_of_skew_is_noticed_by_no_request(home: Path, role: str, skew_s:
     """Decode refused everything, each transfer failed, or each room was swept away."""
     outcome = check(home, 5, [], num_clients=40, over_s=12.0, counts=COUNTS, skews_s={role: skew_s})
     assert [client.error for client in outcome.clients] == [None] * 40
-    assert not outcome.counts["kv_transfer_failures_total"]
-    assert not outcome.counts["prompt_recomputes_total"]
+    assert not outcome.counts["failures"]
+    assert not outcome.counts["recomputes"]
 
 
 def test_without_conversion_an_hour_of_skew_is_noticed(monkeypatch: pytest.MonkeyPatch, home: Path) -> None:
@@ -30,4 +30,4 @@ def test_without_conversion_an_hour_of_skew_is_noticed(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(PeerClocks, "converted", as_it_is)
     outcome = run_faults(home, 5, [], num_clients=10, over_s=1.0, counts=COUNTS, skews_s={"prefill": HOUR_S})
-    assert outcome.counts["prompt_recomputes_total"]
+    assert outcome.counts["recomputes"]

@@ -119,7 +119,9 @@ def test_ten_thousand_requests_to_a_running_mesh_bring_no_5xx(mock_mesh: MeshPro
     ask()
     sys.stdout.write(f"{seen.total()} requests: {dict(sorted(seen.items()))}\n")
     assert seen.total() >= MESH_EXAMPLES
-    counted = re.findall(r'^requests_total{model_name="mock".*status="200"} (\S+)$', page(frontend), re.MULTILINE)
+    counted = re.findall(
+        r'^kvmesh_requests_total{model_name="mock".*status="200"} (\S+)$', page(frontend), re.MULTILINE
+    )
     assert sum(map(float, counted)) > MESH_EXAMPLES / 50, "some must get as far as the mesh"
     good = {"model": "mock", "prompt": "a", "max_tokens": 3, "ignore_eos": True}
     assert httpx.post(f"{frontend.url}/v1/completions", json=good).status_code == 200

@@ -245,4 +245,4 @@ def _moves(log: Path, start: int) -> Iterator[str]:
 def prompt_tokens(url: str) -> int:
     """Prompt tokens that the worker with this metrics page has computed."""
     lines = httpx.get(f"{url}/metrics", timeout=10).text.splitlines()
-    return int(float(next(line.split()[1] for line in lines if line.startswith("prompt_tokens_total "))))
+    return int(float(next(line.split()[1] for line in lines if line.startswith("kvmesh_prompt_tokens_total "))))

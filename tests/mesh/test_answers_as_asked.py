@@ -111,7 +111,7 @@ def test_a_stream_that_moves_goes_on_inside_its_constraint(mock_mesh: MeshProces
 
     asyncio.run(run())
     pages = httpx.get(f"{frontend.url}/metrics").text
-    assert re.search(r'structured_output_requests_total\{result="compiled"\} 1\d', pages)
+    assert re.search(r'kvmesh_structured_output_requests_total\{result="compiled"\} 1\d', pages)
 
 
 @pytest.mark.model

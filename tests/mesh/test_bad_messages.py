@@ -74,7 +74,7 @@ def garbage() -> Iterator[tuple[str, bytes]]:
 def counted(page: str) -> dict[tuple[str, str], float]:
     """What a process has refused, by message and reason."""
     text = httpx.get(f"{page}/metrics").text
-    found = re.findall(r'^messages_refused_total\{message="(.*?)",reason="(.*?)"\} (\S+)$', text, re.MULTILINE)
+    found = re.findall(r'^kvmesh_messages_refused_total\{message="(.*?)",reason="(.*?)"\} (\S+)$', text, re.MULTILINE)
     return {(message, reason): float(count) for message, reason, count in found}
 
 

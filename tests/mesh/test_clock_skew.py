@@ -32,10 +32,12 @@ def test_an_hour_of_skew_costs_no_answer_and_no_transfer(mock_mesh: MeshProcesse
             page = httpx.get(f"{record.http}/metrics").text
             [prefill] = client.book.of_role("prefill")
             computed = httpx.get(f"{prefill.http}/metrics").text
-        [shown] = [float(line.split()[1]) for line in page.splitlines() if line.startswith("clock_skew_seconds ")]
+        [shown] = [
+            float(line.split()[1]) for line in page.splitlines() if line.startswith("kvmesh_clock_skew_seconds ")
+        ]
         assert shown == pytest.approx(HOUR_S, abs=10)
         assert "computing the prompt here" not in mock_mesh.one("decode").logged()
-        assert "kv_transfer_seconds_count 40.0" in computed
+        assert "kvmesh_kv_transfer_seconds_count 40.0" in computed
         assert mock_mesh.one(role).logged().count("clock skew") >= 1
 
     mock_mesh.start("bootstrap", "prefill", "decode", **skewed)

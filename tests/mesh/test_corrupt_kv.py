@@ -21,9 +21,12 @@ async def _answers(client: Client, salt: str = "") -> list[list[int]]:
     return list(await asyncio.gather(*(client.generate(p, 12, model=MODEL, salt=salt) for p in PROMPTS)))
 
 
+RECOMPUTED = 'kvmesh_prompts_computed_on_decode_total{reason="transfer_failed"}'
+
+
 def _metric(url: str | None, name: str) -> float:
     lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith(f"{name} ")))
+    return float(next((line.split()[1] for line in lines if line.startswith(f"{name} ")), 0.0))
 
 
 def _ask(mesh: MeshProcesses, decode: Worker) -> tuple[list[list[int]], float, float]:
@@ -37,8 +40,8 @@ def _ask(mesh: MeshProcesses, decode: Worker) -> tuple[list[list[int]], float, f
                 assert beat.free_pages + beat.cached_pages == beat.total_pages
             [record] = client.decodes.usable()
             assert record.pid == decode.popen.pid
-            corrupt = _metric(record.http, "kv_transfers_corrupt_total")
-            return answers, corrupt, _metric(record.http, "prompt_recomputes_total")
+            corrupt = _metric(record.http, 'kvmesh_kv_transfers_total{cause="KvCorrupt",outcome="failed"}')
+            return answers, corrupt, _metric(record.http, RECOMPUTED)
 
     result = asyncio.run(run())
     decode.popen.terminate()  # the next one must not find it in etcd
@@ -86,7 +89,10 @@ def test_where_failures_are_asked_for_damage_is_a_502_that_says_so_and_no_other_
                 assert error["message"].startswith(
                     "The prompt's KV was not received from its prefill instance: it was corrupted on the way."
                 )
-                failures = [_metric(r.http, "kv_transfer_failures_total") for r in client.decodes.usable()]
+                failures = [
+                    _metric(r.http, 'kvmesh_kv_transfers_total{cause="KvCorrupt",outcome="failed"}')
+                    for r in client.decodes.usable()
+                ]
                 assert sum(failures) == count, "each request failed once, on one decode"
             for beat in await client.until_quiet():
                 assert beat.free_pages + beat.cached_pages == beat.total_pages

@@ -89,11 +89,11 @@ def test_200_prompts_give_what_one_engine_gives(tiny_mesh: MeshProcesses, tiny_m
                 await asyncio.to_thread(_metrics, decode.http),
             )
             fresh = sum(-(-len(prompt) // PAGE_SIZE) for i, (prompt, _) in enumerate(asked) if i % 3 != 2)
-            assert moved["kv_transfer_seconds_count"] == COUNT, "every prompt was computed by prefill"
-            assert moved["kv_transfer_bytes_total"] >= fresh * decode.kv.layout.page_bytes, "as NIXL counts them"
-            assert kept["prompt_recomputes_total"] == 0
+            assert moved["kvmesh_kv_transfer_seconds_count"] == COUNT, "every prompt was computed by prefill"
+            assert moved["kvmesh_kv_transfer_bytes_total"] >= fresh * decode.kv.layout.page_bytes, "as NIXL counts them"
+            assert kept['kvmesh_prompts_computed_on_decode_total{reason="transfer_failed"}'] == 0
             again = sum((sampling.n - 1) * min(2, len(prompt)) for prompt, sampling in asked)
-            assert kept["prompt_tokens_total"] == again, "decode computes no prompt, but its end for each branch"
+            assert kept["kvmesh_prompt_tokens_total"] == again, "decode computes no prompt, but its end for each branch"
 
     asyncio.run(run())
 

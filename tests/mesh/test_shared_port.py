@@ -39,7 +39,7 @@ def read(url: str) -> str:
 
 def instance_of(page: str) -> str:
     """Whose metrics these are."""
-    return page.partition('frontend_info{instance_id="')[2].partition('"')[0]
+    return page.partition('kvmesh_build_info{instance_id="')[2].partition('"')[0]
 
 
 def request(max_tokens: int, *, close: bool) -> bytes:

@@ -45,7 +45,9 @@ def resident_bytes(pid: int) -> int:
 
 
 def cut_off(url: str) -> float:
-    found = re.search(r'http_connections_closed_total\{reason="unread"\} (\S+)', httpx.get(f"{url}/metrics").text)
+    found = re.search(
+        r'kvmesh_http_connections_closed_total\{reason="unread"\} (\S+)', httpx.get(f"{url}/metrics").text
+    )
     assert found
     return float(found[1])
 

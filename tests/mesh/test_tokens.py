@@ -69,7 +69,7 @@ def together(real_mesh: MeshProcesses, prompts: list[list[int]]) -> Served:
             [decode] = client.decodes.usable()
             assert decode.kv is not None
             assert decode.http is not None
-            before = _metric(decode.http, "prompt_tokens_total")
+            before = _metric(decode.http, "kvmesh_prompt_tokens_total")
             places = asyncio.Semaphore(8)
 
             async def one(i: int, count: int) -> list[int]:
@@ -77,7 +77,7 @@ def together(real_mesh: MeshProcesses, prompts: list[list[int]]) -> Served:
                     return await client.generate(prompts[i], count, model=MODEL, salt=f"together {i}")
 
             answers = list(await asyncio.gather(*(one(i, len(ids)) for i, ids in enumerate(written()))))
-            return answers, _metric(decode.http, "prompt_tokens_total") - before, decode.kv.layout.page_bytes
+            return answers, _metric(decode.http, "kvmesh_prompt_tokens_total") - before, decode.kv.layout.page_bytes
 
     answers, computed, page_bytes = asyncio.run(run())
     time.sleep(1)  # the last spans are on their way to the disk

@@ -141,4 +141,8 @@ def memory(mesh: MeshProcesses) -> dict[str, int]:
 def standing(url: str | None) -> list[str]:
     """Queues and rooms that are not empty."""
     lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return [line for line in lines if line.startswith(("queue_length{", "open_rooms ")) and float(line.split()[-1])]
+    return [
+        line
+        for line in lines
+        if line.startswith(("kvmesh_queue_length{", "kvmesh_open_rooms ")) and float(line.split()[-1])
+    ]

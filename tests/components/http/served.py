@@ -110,7 +110,7 @@ class Served:
         assert time.monotonic() - began < 1.0
 
     def closed(self, why: Closed) -> float:
-        return self._registry.get_sample_value("http_connections_closed_total", {"reason": why}) or 0.0
+        return self._registry.get_sample_value("kvmesh_http_connections_closed_total", {"reason": why}) or 0.0
 
     async def until_closed(self, why: Closed, count: int = 1) -> None:
         """Within five seconds."""

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from components.errors import BackendUnavailable, FramesLost
 from components.messaging import frame_order
-from components.messaging.frame_order import Arrivals
+from components.messaging.frame_order import Arrivals, FrameCounts
 from components.wire.generate import FramesResent, TokenFrame
 from tests.faults.virtual_loop import run_virtually
 
@@ -32,7 +32,8 @@ class Link:
         self.asked: list[int] = []
         self.dealt: list[int] = []
         self.lost: list[FramesLost] = []
-        self.arrivals = Arrivals("d", lambda f: self.dealt.append(f.number), self.lost.append, self.resend)
+        self.counts = FrameCounts()
+        self.arrivals = Arrivals("d", lambda f: self.dealt.append(f.number), self.lost.append, self.resend, self.counts)
         self.arrivals.opened()
 
     def send(self, count: int = 1) -> None:
@@ -76,6 +77,7 @@ def test_a_gap_is_filled_within_a_round_trip_and_frames_are_dealt_in_order() -> 
         assert link.dealt == [0, 1, 2, 3, 4]
         assert link.asked == [1]
         assert not link.lost
+        assert link.counts == FrameCounts(lost=0, gaps=1, checks=0)
 
     run_virtually(test)
 
@@ -92,6 +94,7 @@ def test_a_lost_last_frame_is_asked_for_after_a_quiet_second() -> None:
             link.arrivals.look()
             await asyncio.sleep(frame_order.LOOK_S)
         assert loop.time() - began < 2.0
+        assert link.counts == FrameCounts(lost=0, gaps=0, checks=1)
 
     run_virtually(test)
 
@@ -134,6 +137,7 @@ def test_frames_that_the_instance_has_forgotten_end_its_streams_and_later_ones_a
         await asyncio.sleep(0.01)
         assert [str(lost) for lost in link.lost] == ["frames 1 to 2 of decode d are lost"]
         assert link.dealt == [0, 3, 4, 5]
+        assert link.counts.lost == 2
 
     run_virtually(test)
 

@@ -242,8 +242,8 @@ async def test_what_an_index_has_no_room_for_is_asked_for_again_when_it_has(
         await until(lambda: s.mirror.missing == 40)
         await until(lambda: "--kv-index-blocks" in caplog.text)
         shown = {m.name: m.samples[0].value for m in KvMirrorMetrics(s.index, s.mirror).collect()}
-        assert shown["kv_index_blocks"] == shown["kv_index_max_blocks"] == 100
-        assert shown["kv_index_missing_blocks"] == shown["kv_index_refused_blocks"] == 40
+        assert shown["kvmesh_kv_index_blocks"] == shown["kvmesh_kv_index_max_blocks"] == 100
+        assert shown["kvmesh_kv_index_missing_blocks"] == shown["kvmesh_kv_index_refused_blocks"] == 40
         s.index.discard("other", others)
         await s.until_it_agrees()
         assert s.mirror.missing == 0

@@ -2,14 +2,24 @@ import asyncio
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry
 
 from components.aio import background
 from components.discovery.book import InstanceBook
 from components.errors import DeadlineExceeded, MeshError
 from components.messaging.bus import connect_bus
 from components.messaging.fan_out import LONGEST_S, SOONEST_S
+from components.messaging.fleet import show_instances
 from components.messaging.heartbeat_sender import HeartbeatSender, heartbeat_of, send_heartbeats
-from components.messaging.liveness import EVERY_S, HUNG_AFTER_S, LATE_S, SILENT_AFTER_S, Liveness, watch_heartbeats
+from components.messaging.liveness import (
+    EVERY_S,
+    HUNG_AFTER_S,
+    LATE_S,
+    SILENT_AFTER_S,
+    STILL_AFTER_S,
+    Liveness,
+    watch_heartbeats,
+)
 from components.routing.local_prefill import PromptLoad
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
@@ -90,6 +100,39 @@ def test_a_silent_instance_is_lost_once_and_comes_back_with_its_next_beat() -> N
     assert watched.usable == ["a", "b"]
     watched.after(SILENT_AFTER_S + 1)
     assert [name for name, _, _ in watched.lost] == ["a", "a", "b"]
+
+
+def test_losses_are_counted_by_reason_and_instances_by_what_may_be_done_with_them() -> None:
+    watched = Watched()
+    registry = CollectorRegistry()
+    show_instances(registry, watched.liveness)
+
+    def shown(name: str, label: str) -> dict[str, float]:
+        samples = (s for family in registry.collect() for s in family.samples)
+        return {s.labels[label]: s.value for s in samples if s.name == name and s.value}
+
+    watched.book.put("c", record("c", "1", model="m", protocol=UNNAMED, oldest_protocol=UNNAMED))
+    watched.beat("a", drain=True)
+    assert shown("kvmesh_instances", "state") == {"draining": 1, "usable": 1, "other_protocol": 1}
+    assert shown("kvmesh_instances_lost_total", "reason") == {}
+    watched.book.remove("a")  # it has drained
+    watched.book.remove("c")
+    watched.after(STILL_AFTER_S + 0.1)
+    assert shown("kvmesh_instances", "state") == {"stalled": 1}
+    watched.after(SILENT_AFTER_S)
+    assert shown("kvmesh_instances", "state") == {"lost": 1}
+    watched.book.put("b", record("b", "2", model="m"))
+    watched.book.put("b", record("b", "3", model="m"))
+    expected = {"drained": 1, "left": 1, "silent": 1, "replaced": 1}
+    assert shown("kvmesh_instances_lost_total", "reason") == expected, "b was lost already when it came back as 2"
+
+
+def test_the_age_of_a_heartbeat_grows_until_the_next() -> None:
+    watched = Watched()
+    watched.now += 3
+    watched.beat("b")
+    watched.now += 1
+    assert watched.liveness.ages_s() == {"a": 4, "b": 1}
 
 
 def test_a_hung_engine_is_lost_until_it_moves() -> None:

@@ -69,7 +69,7 @@ def lark(text: str) -> Constraint:
 
 
 def results(registry: CollectorRegistry) -> dict[str, float]:
-    name = "structured_output_requests_total"
+    name = "kvmesh_structured_output_requests_total"
     return {
         result: registry.get_sample_value(name, {"result": result}) or 0 for result in ("compiled", "cached", "refused")
     }

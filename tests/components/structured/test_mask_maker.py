@@ -64,7 +64,7 @@ async def test_each_request_has_a_mask_of_its_own_from_one_compilation(
     assert allowed(second) == allowed(third) == {ord("a")}
     assert (first.is_complete, fork.is_complete, first.fault) == (True, False, None)
     counted = {
-        result: registry.get_sample_value("structured_output_requests_total", {"result": result})
+        result: registry.get_sample_value("kvmesh_structured_output_requests_total", {"result": result})
         for result in ("compiled", "cached")
     }
     assert counted == {"compiled": 1, "cached": 1}
@@ -150,7 +150,7 @@ async def test_a_constraint_is_compiled_anew_after_so_many_tokens(
     monkeypatch.setattr(module, "MAX_TOKENS", 5)
     for _ in range(4):
         await maker.mask_of(pattern("a*"), [7, *b"aaa"], 3)
-    results = "structured_output_requests_total"
+    results = "kvmesh_structured_output_requests_total"
     assert registry.get_sample_value(results, {"result": "compiled"}) == 2
     assert registry.get_sample_value(results, {"result": "cached"}) == 2
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from components.telemetry.logs import configure_logs, log_progress, log_ready
-from components.telemetry.repeated_lines import BURST, MOST_WINDOWS, WINDOW_S, CountingHandler
+from components.telemetry.repeated_lines import BURST, MOST_WINDOWS, WINDOW_S, CountingHandler, requests
 
 log = logging.getLogger("components.counted")
 
@@ -96,6 +96,32 @@ def test_lines_of_another_message_level_or_logger_are_others(lines: Lines, monke
         log.warning("one")
         other.info("one")
     assert len(lines.take()) == 4 * BURST
+
+
+def test_lines_of_a_library_are_equal_if_they_come_from_one_place(
+    lines: Lines, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries put facts into their messages: a thousand lines of one broken peer were all written."""
+    library = logging.getLogger("a_library")
+    monkeypatch.setattr(library, "handlers", [lines.handler])
+    monkeypatch.setattr(library, "propagate", False)
+    for n in range(BURST + 3):
+        library.warning(f"connection {n} is broken")
+    assert len(lines.take()) == BURST
+    library.warning("another place")
+    assert lines.take() == [("another place", None, None)]
+    lines.now_s = WINDOW_S
+    lines.handler.sweep()
+    assert lines.take() == [(f"connection {BURST + 2} is broken", None, 3)]
+
+
+def test_the_line_at_the_end_of_a_request_is_always_written(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "handlers", [lines.handler])
+    monkeypatch.setattr(requests, "propagate", False)
+    requests.setLevel(logging.INFO)
+    for n in range(3 * BURST):
+        requests.info("request", extra={"n": n})
+    assert lines.take() == [("request", n, None) for n in range(3 * BURST)]
 
 
 def test_debug_lines_are_all_written(lines: Lines) -> None:

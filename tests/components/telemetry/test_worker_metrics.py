@@ -1,10 +1,11 @@
-from enum import StrEnum, auto
-
 import httpx
 import pytest
 
-from components.lifecycle import Lifecycle, Tally
-from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
+from components.errors import Cancelled, KvCorrupt
+from components.telemetry.figures import Figures
+from components.telemetry.metrics_page import serve_metrics
+from components.telemetry.worker_metrics import WorkerMetrics
+from components.wire.status import PageStatus
 from engine.ports import StepStats
 
 
@@ -28,55 +29,63 @@ def test_steps_are_counted_under_the_names_that_dashboards_know() -> None:
     )
     metrics.record(step)
     metrics.record(step)
-    assert value(metrics, "num_requests_running") == 3
-    assert value(metrics, "num_requests_waiting") == 2
-    assert value(metrics, "kv_cache_usage_perc") == 0.25
-    assert value(metrics, "prompt_tokens_total") == 20
-    assert value(metrics, "generation_tokens_total") == 8
-    assert value(metrics, "prefix_cache_queries_total") == 40
-    assert value(metrics, "prefix_cache_hits_total") == 8
-    assert value(metrics, "engine_step_seconds_count") == 2
+    assert value(metrics, "kvmesh_num_requests_running") == 3
+    assert value(metrics, "kvmesh_num_requests_waiting") == 2
+    assert value(metrics, "kvmesh_kv_cache_usage_perc") == 0.25
+    assert value(metrics, "kvmesh_prompt_tokens_total") == 20
+    assert value(metrics, "kvmesh_generation_tokens_total") == 8
+    assert value(metrics, "kvmesh_prefix_cache_queries_total") == 40
+    assert value(metrics, "kvmesh_prefix_cache_hits_total") == 8
+    assert value(metrics, "kvmesh_engine_step_seconds_count") == 2
 
 
 def test_a_step_without_work_has_no_duration_and_an_empty_pool_divides_nothing() -> None:
     metrics = WorkerMetrics()
     metrics.record(StepStats())
-    assert value(metrics, "engine_step_seconds_count") == 0
-    assert value(metrics, "kv_cache_usage_perc") == 1
+    assert value(metrics, "kvmesh_engine_step_seconds_count") == 0
+    assert value(metrics, "kvmesh_kv_cache_usage_perc") == 1
 
 
-def test_transfers_failures_and_recomputes_are_counted() -> None:
+def test_transfers_are_counted_by_outcome_and_cause_and_by_peer() -> None:
     metrics = WorkerMetrics()
-    metrics.transferred(1000, 0.002)
-    metrics.transfer_failed()
-    metrics.recomputed()
-    names = ("kv_transfer_bytes_total", "kv_transfer_failures_total", "prompt_recomputes_total")
-    assert [value(metrics, name) for name in names] == [1000, 1, 1]
-    assert value(metrics, "kv_transfer_seconds_count") == 1
+    metrics.transferred("p", 1000, 0.002)
+    metrics.transfer_failed("p", KvCorrupt("pages"))
+    metrics.transfer_failed("q", Cancelled("gone"))
+    found = {
+        (outcome, cause): metrics.registry.get_sample_value(
+            "kvmesh_kv_transfers_total", {"outcome": outcome, "cause": cause}
+        )
+        for outcome, cause in (("completed", ""), ("failed", "KvCorrupt"), ("failed", ""), ("cancelled", ""))
+    }
+    assert list(found.values()) == [1, 1, 0, 1]
+    assert value(metrics, "kvmesh_kv_transfer_bytes_total") == 1000
+    assert value(metrics, "kvmesh_kv_transfer_seconds_count") == 1
+    [link] = metrics.links.shown()
+    assert (link.peer, link.transfers, link.failures, link.bytes) == ("p", 1, 1, 1000)
 
 
-class Place(StrEnum):
-    QUEUE = auto()
-    BATCH = auto()
-    GONE = auto()
-
-
-def test_queues_are_shown_as_long_as_they_are() -> None:
+def test_the_figures_get_pages_and_batch_of_the_latest_step_and_the_roles_tokens() -> None:
     metrics = WorkerMetrics()
-    table = {Place.QUEUE: {Place.BATCH}, Place.BATCH: {Place.GONE}}
-    tally = Tally(table)
-    metrics.show_queues(tally)
-
-    def shown() -> list[float | None]:
-        return [metrics.registry.get_sample_value("queue_length", {"queue": str(place)}) for place in Place]
-
-    assert shown() == [0, 0, None]
-    first, _ = (Lifecycle("thing", table, Place.QUEUE, tally) for _ in range(2))
-    assert shown() == [2, 0, None]
-    first.advance(Place.BATCH)
-    assert shown() == [1, 1, None]
-    first.advance(Place.GONE)
-    assert shown() == [1, 0, None]
+    decode, prefill = Figures("decode", "d"), Figures("prefill", "p")
+    metrics.show(decode)
+    metrics.show(prefill)
+    assert decode.pages() is None
+    metrics.num_exposed_pages = lambda: 2
+    metrics.record(
+        StepStats(
+            num_running=3,
+            num_waiting=1,
+            prompt_tokens=10,
+            decode_tokens=4,
+            free_pages=5,
+            cached_pages=3,
+            held_pages=2,
+            total_pages=10,
+        )
+    )
+    assert decode.pages() == PageStatus(total=10, free=5, cached=3, held=2, exposed=2)
+    assert decode.batch() == (3, 1)
+    assert (decode.loop.total(), prefill.loop.total()) == (4, 10)
 
 
 @pytest.mark.anyio
@@ -88,7 +97,7 @@ async def test_the_page_shows_the_metrics_and_whether_the_worker_has_started() -
     ):
         page = await http.get("/metrics")
         assert page.status_code == 200
-        assert "# TYPE prompt_tokens_total counter" in page.text
+        assert "# TYPE kvmesh_prompt_tokens_total counter" in page.text
         assert (await http.get("/health")).json() == {"status": "ok"}
         well[0] = False
         unwell = await http.get("/health")

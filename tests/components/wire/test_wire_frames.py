@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.errors import MalformedMessage
-from components.wire.generate import StreamItem, TokenFrame, unpack_frame
+from components.wire.generate import PromptOrigin, StreamItem, TokenFrame, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from components.wire.refused import Refused
 from components.wire.tokens import num_tokens, pack_tokens, unpack_tokens
@@ -133,6 +133,10 @@ def test_a_frame_of_the_wrong_shape_is_refused(what: str) -> None:
         _with(8, bytes(4)),
         _with(8, [2**40, bytes(4)]),
         _with(8, [-1, b"\xff\xff\xff\xff"]),
+        [*ITEM, ["p", ""], None],
+        [*ITEM, None],
+        [*ITEM, ["p"]],
+        [*ITEM, ["p", 7]],
     ],
 )
 def test_an_item_of_the_wrong_shape_is_refused(item: list[object]) -> None:
@@ -146,6 +150,15 @@ def test_plain_items_keep_their_place_among_the_others() -> None:
     items = [StreamItem(1, 0, [7], None, None, 3, 5), StreamItem(2, 4, [8]), StreamItem(1, 1, [9])]
     items += [StreamItem(2, 5, [10], "stop"), StreamItem(1, 2, [11])]
     assert unpack_frame(frame_of("i", "e", 1, items).pack()).items == items
+
+
+def test_where_a_prompt_was_computed_travels_with_its_first_token_and_not_otherwise() -> None:
+    """Older receivers refuse an item with a tenth field, so it is sent only if it was asked for."""
+    origin = PromptOrigin("p1", "the transfer took too long")
+    items = [StreamItem(1, 0, [7], None, None, 3, 5, origin=origin), StreamItem(2, 0, [8], None, None, 3, 5)]
+    packed = frame_of("i", "e", 1, items).pack()
+    assert unpack_frame(packed).items == items
+    assert [len(item) for _, item in msgpack.unpackb(packed)[-1]] == [10, 9]
 
 
 @given(st.lists(int32))

@@ -49,7 +49,7 @@ class Replica:
 
     @property
     def open_rooms(self) -> float | None:
-        return self.metrics.get_sample_value("open_rooms")
+        return self.metrics.get_sample_value("kvmesh_open_rooms")
 
     def failures(self) -> list[tuple[str, str]]:
         return [(subject, m.error) for subject, m in self.bus.sent if isinstance(m, RoomFailed)]

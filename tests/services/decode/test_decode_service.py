@@ -1,4 +1,5 @@
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from random import Random
@@ -24,11 +25,19 @@ from components.kv_transfer.checksum import PageChecksums
 from components.messaging.call_server import Endpoint
 from components.messaging.deadline import now_ms
 from components.messaging.fleet import Fleet
-from components.messaging.liveness import STILL_AFTER_S, Liveness
+from components.messaging.liveness import STILL_AFTER_S, Liveness, Loss
 from components.messaging.outbox import open_outbox
 from components.routing.breaker import USUAL, BreakerState
+from components.telemetry.figures import Figures
 from components.telemetry.worker_metrics import WorkerMetrics
-from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, unpack_frame
+from components.wire.generate import (
+    CancelStreams,
+    GenerateAccepted,
+    GenerateRequest,
+    PromptOrigin,
+    StreamItem,
+    unpack_frame,
+)
 from components.wire.heartbeat import Heartbeat
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
 from components.wire.protocol import UNNAMED
@@ -175,19 +184,28 @@ class Decode:
 
     def queues(self) -> dict[str, int]:
         """Those that somebody stands in."""
-        found = {
-            str(state): self.metrics.registry.get_sample_value("queue_length", {"queue": str(state)})
-            for state in [*self.active.tally.states, *self.prefill_client.tally.states]
-        }
-        return {state: int(count) for state, count in found.items() if count}
+        figures = Figures("decode", "mine")
+        self.service.show(figures)
+        return {state: count for state, count in figures.status().queues.items() if count}
 
     def beat(self, queued_tokens: int, prompt_tokens_per_s: float) -> None:
         load = {"queued_tokens": queued_tokens, "prompt_tokens_per_s": prompt_tokens_per_s}
         self.prefills.heard(Heartbeat(instance_id="p", epoch="1", step=1, busy=True, **load))
 
+    def local(self, reason: str) -> float | None:
+        """Prompts computed here."""
+        name = "kvmesh_prompts_computed_on_decode_total"
+        return self.metrics.registry.get_sample_value(name, {"reason": reason})
+
+    def failed_transfers(self) -> dict[str, float]:
+        """By cause."""
+        samples = (s for family in self.metrics.registry.collect() for s in family.samples)
+        shown = [s for s in samples if s.name == "kvmesh_kv_transfers_total" and s.labels["outcome"] == "failed"]
+        return {s.labels["cause"]: s.value for s in shown if s.value}
+
     @property
     def recomputes(self) -> float | None:
-        return self.metrics.registry.get_sample_value("prompt_recomputes_total")
+        return self.local("transfer_failed")
 
     def assert_nothing_is_kept(self) -> None:
         assert not self.queues()
@@ -624,7 +642,7 @@ async def test_a_lost_prefill_is_computed_around_and_its_pages_stay_until_it_may
     await decode.reserve()
     decode.bus.handlers.clear()  # it answers nobody any more
     if known == "silent":
-        decode.prefills._lose(decode.prefills._pulses["p"], "silent")
+        decode.prefills._lose(decode.prefills._pulses["p"], Loss.SILENT, "silent")
     elif known == "room":
         await decode.service.room_failed(RoomFailed(request_id=ID, room=ROOM, error="PrefillLost", cause="gone"))
     else:
@@ -719,7 +737,7 @@ async def test_where_failures_are_asked_for_the_client_gets_one_and_every_page_c
     assert decode.engine.did("cancel") == [ID]
     assert decode.engine.did("recompute") == []
     assert decode.recomputes == 0
-    assert decode.metrics.registry.get_sample_value("kv_transfer_failures_total") == 1
+    assert decode.failed_transfers() == {causes[stage]: 1}
     if stage in ("offer", "room"):
         decode.assert_pinned()
     elif stage == "stamp":  # what was expected came, but not as expected
@@ -769,6 +787,34 @@ async def test_without_an_answer_or_pages_in_time_the_prompt_is_computed_here_an
     assert causes == ["no beginning of a transfer from prefill p in 0.05 s"]
     await decode.finish()
     decode.assert_nothing_is_kept()
+
+
+@pytest.mark.parametrize("asked", [True, False])
+async def test_a_frontend_that_asks_learns_where_the_prompt_was_computed_and_why_not_on_prefill(
+    decode: Decode, asked: bool
+) -> None:
+    decode.prefill.refusal = Overloaded("this instance is leaving")
+    await decode.ask(wants_origin=asked)
+    await decode.reserve()
+    await decode.until_nothing_runs()
+    await decode.finish()
+    [item] = decode.items()
+    assert item.origin == (PromptOrigin("p", "this instance is leaving") if asked else None)
+    await decode.ask(2, token_ids=pack_tokens(range(2)), wants_origin=asked)
+    await decode.finish("r.2")
+    assert decode.items()[-1].origin == (PromptOrigin("", "only 2 tokens remain") if asked else None)
+
+
+async def test_at_debug_a_request_ends_with_a_line_that_names_it(
+    decode: Decode, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    await decode.ask()
+    await decode.reserve()
+    await decode.land()
+    await decode.finish()
+    [line] = [vars(record) for record in caplog.records if record.message == "request ended"]
+    assert {"request_id": "r", "prompt_tokens": 10, "output_tokens": 2, "prefill": "p"}.items() <= line.items()
 
 
 async def test_the_time_of_a_transfer_begins_with_the_offer_and_prefill_is_told_its_end(decode: Decode) -> None:

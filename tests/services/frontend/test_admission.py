@@ -119,7 +119,7 @@ def test_news_of_room_lets_the_next_go_on() -> None:
         case.room_now = EMPTY
         await asyncio.sleep(LOOK_EVERY_S)
         assert case.admitted == ["a"]
-        assert case.value("request_queue_time_seconds_sum") == pytest.approx(1 + LOOK_EVERY_S, abs=LOOK_EVERY_S)
+        assert case.value("kvmesh_request_queue_time_seconds_sum") == pytest.approx(1 + LOOK_EVERY_S, abs=LOOK_EVERY_S)
 
     run(test)
 
@@ -200,9 +200,9 @@ def test_whoever_waits_too_long_is_refused_and_nobody_before() -> None:
         assert not case.refused
         await asyncio.sleep(0.2)
         assert set(case.refused) == {"a"}
-        assert case.value("requests_refused_total", reason="age") == 1
-        assert case.value("num_requests_waiting") == 1
-        assert case.value("num_tokens_waiting") == 100
+        assert case.value("kvmesh_requests_refused_total", reason="age") == 1
+        assert case.value("kvmesh_num_requests_waiting") == 1
+        assert case.value("kvmesh_num_tokens_waiting") == 100
 
     run(test)
 
@@ -217,7 +217,7 @@ def test_a_full_queue_refuses_a_flood_and_sheds_it_for_another_key() -> None:
         case.come("other", key=b"b")
         await soon()
         assert set(case.refused) == {"9"}
-        assert [case.value("requests_refused_total", reason=why) for why in ("full", "shed", "age")] == [1, 1, 0]
+        assert [case.value("kvmesh_requests_refused_total", reason=why) for why in ("full", "shed", "age")] == [1, 1, 0]
         case.room_now = EMPTY
         await asyncio.sleep(LOOK_EVERY_S)
         assert case.admitted[:2] == ["0", "other"]
@@ -252,7 +252,7 @@ def test_whoever_gives_up_leaves_the_queue_at_once() -> None:
         await soon()
         case.tasks["a"].cancel()
         await soon()
-        assert case.value("num_requests_waiting") == 1
+        assert case.value("kvmesh_num_requests_waiting") == 1
         case.room_now = EMPTY
         await asyncio.sleep(LOOK_EVERY_S)
         assert case.admitted == ["b"]

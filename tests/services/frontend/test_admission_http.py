@@ -38,7 +38,7 @@ async def served(mesh: FakeMesh, **settings: Any) -> AsyncIterator[httpx.AsyncCl
 
 async def until_waiting(http: httpx.AsyncClient, number: int) -> None:
     async with asyncio.timeout(5):
-        while await value_of(http, "num_requests_waiting") != number:
+        while await value_of(http, "kvmesh_num_requests_waiting") != number:
             await asyncio.sleep(0.001)
 
 
@@ -52,7 +52,7 @@ async def test_a_full_queue_is_429_with_when_to_come_back(mesh: FakeMesh) -> Non
         assert 1 <= int(answer.headers["retry-after"]) <= 60
         error = answer.json()["error"]
         assert (error["type"], error["param"], error["code"]) == ("tokens", None, "rate_limit_exceeded")
-        assert await value_of(http, 'requests_refused_total{reason="full"}') == 1
+        assert await value_of(http, 'kvmesh_requests_refused_total{reason="full"}') == 1
         async with AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
             with pytest.raises(RateLimitError):  # a key of its own, with as much as the one who waits
                 await client.chat.completions.create(**HELLO)
@@ -67,8 +67,8 @@ async def test_one_who_has_waited_too_long_is_429_too(mesh: FakeMesh) -> None:
         answer = await http.post(CHAT, json=HELLO)
         assert answer.status_code == 429
         assert "retry-after" in answer.headers
-        assert await value_of(http, 'requests_refused_total{reason="age"}') == 1
-        assert "prompt_tokens_total{" not in (await http.get("/metrics")).text, "its tokens were not computed"
+        assert await value_of(http, 'kvmesh_requests_refused_total{reason="age"}') == 1
+        assert "kvmesh_prompt_tokens_total{" not in (await http.get("/metrics")).text, "its tokens were not computed"
         assert not mesh.prompts
 
 
@@ -80,8 +80,8 @@ async def test_a_request_waits_for_room_and_then_streams(mesh: FakeMesh, spans: 
         assert not mesh.prompts
         mesh.fleet = EMPTY
         assert (await waits).text.endswith("data: [DONE]\n\n")
-        assert await value_of(http, "request_queue_time_seconds_count") == 1
-        assert await value_of(http, 'request_queue_time_seconds_bucket{le="0.0"}') == 0
+        assert await value_of(http, "kvmesh_request_queue_time_seconds_count") == 1
+        assert await value_of(http, 'kvmesh_request_queue_time_seconds_bucket{le="0.0"}') == 0
     found = by_name(spans)
     admit, tokenize = found["frontend.admit"], found["frontend.tokenize"]
     assert admit.start_time is not None
@@ -94,7 +94,7 @@ async def test_the_time_limit_of_a_request_runs_while_it_waits(mesh: FakeMesh) -
     async with served(mesh, request_timeout_s=0.1) as http:
         answer = await http.post(CHAT, json=HELLO)
         assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
-        assert await value_of(http, "num_requests_waiting") == 0
+        assert await value_of(http, "kvmesh_num_requests_waiting") == 0
 
 
 async def test_a_client_that_leaves_waits_no_more(mesh: FakeMesh) -> None:
@@ -104,7 +104,7 @@ async def test_a_client_that_leaves_waits_no_more(mesh: FakeMesh) -> None:
         await until_waiting(http, 1)
         writer.close()
         await until_waiting(http, 0)
-        assert await value_of(http, f'requests_total{{model_name="{MODEL}",route="{CHAT}",status="499"}}') == 1
+        assert await value_of(http, f'kvmesh_requests_total{{model_name="{MODEL}",route="{CHAT}",status="499"}}') == 1
         mesh.fleet = EMPTY
         assert (await http.post(CHAT, json=HELLO)).status_code == 200
         assert len(mesh.prompts) == 1

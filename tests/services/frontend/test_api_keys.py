@@ -213,8 +213,8 @@ async def test_who_brings_no_key_is_told_a_status_and_no_more(mesh: FakeMesh) ->
         assert (unready.status_code, unready.json()) == (503, {"status": "unready"})
         assert (await http.get("/ready", headers=AUTH)).json()["reasons"] == ["no decode instance is usable"]
         metrics = (await http.get("/metrics", headers=AUTH)).text
-    assert 'requests_unauthorized_total{reason="wrong"} 3.0' in metrics  # nobody tries keys unseen
-    assert 'requests_unauthorized_total{reason="missing"} 0.0' in metrics
+    assert 'kvmesh_requests_unauthorized_total{reason="wrong"} 3.0' in metrics  # nobody tries keys unseen
+    assert 'kvmesh_requests_unauthorized_total{reason="missing"} 0.0' in metrics
 
 
 def http_routes(mesh: FakeMesh) -> Sequence[Any]:
@@ -230,8 +230,8 @@ async def test_a_key_stands_in_no_log_no_metric_and_no_answer(mesh: FakeMesh, ca
             assert "sk-" not in answer.text + str(answer.headers)
         metrics = (await http.get("/metrics", headers=AUTH)).text
         assert "sk-" not in metrics
-        assert 'api_key_requests_total{api_key="alice"} 1.0' in metrics
-        assert 'requests_unauthorized_total{reason="wrong"} 1.0' in metrics
+        assert 'kvmesh_api_key_requests_total{api_key="alice"} 1.0' in metrics
+        assert 'kvmesh_requests_unauthorized_total{reason="wrong"} 1.0' in metrics
     ours = [record for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
     assert ours
     assert not any("sk-" in record.getMessage() or "sk-" in str(record.__dict__) for record in ours)
@@ -250,7 +250,7 @@ async def test_requests_at_once_are_limited_by_key(mesh: FakeMesh) -> None:
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         error = answer.json()["error"]
         assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
-        assert await value_of_with_key(http, 'api_key_limited_total{api_key="alice"}') == 1
+        assert await value_of_with_key(http, 'kvmesh_api_key_limited_total{api_key="alice"}') == 1
         bobs = asyncio.create_task(http.post(CHAT, json=HELLO, headers={"x-api-key": BOB}))
         while mesh.running < 3:
             await asyncio.sleep(0.001)
@@ -306,7 +306,9 @@ async def test_tokens_of_prompts_and_answers_are_counted_by_key_and_past_them_42
         assert 1 <= int(answer.headers["retry-after"]) <= 60
         assert len(mesh.prompts) == 1
         for kind, tokens in (("prompt", used["prompt_tokens"]), ("answer", used["completion_tokens"])):
-            assert await value_of_with_key(http, f'api_key_tokens_total{{api_key="alice",kind="{kind}"}}') == tokens
+            assert (
+                await value_of_with_key(http, f'kvmesh_api_key_tokens_total{{api_key="alice",kind="{kind}"}}') == tokens
+            )
 
 
 async def test_the_openai_package_sees_its_own_errors(mesh: FakeMesh) -> None:
@@ -329,7 +331,7 @@ async def test_places_in_the_queue_are_shared_by_the_names_of_keys(mesh: FakeMes
             asyncio.create_task(http.post(CHAT, json={**HELLO, "seed": 1}, headers=AUTH)),
             asyncio.create_task(http.post(CHAT, json={**HELLO, "seed": 2}, headers={"x-api-key": ALICE})),
         ]
-        while await value_of_with_key(http, "num_requests_waiting") < 1:
+        while await value_of_with_key(http, "kvmesh_num_requests_waiting") < 1:
             await asyncio.sleep(0.01)
         waits.append(asyncio.create_task(http.post(CHAT, json=HELLO, headers={"x-api-key": BOB})))
         shed = list((await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED))[0])
@@ -347,12 +349,12 @@ async def test_a_key_that_has_used_what_it_may_takes_nobodys_place(mesh: FakeMes
         waits = asyncio.create_task(http.post(CHAT, json=HELLO, headers={"x-api-key": BOB}))
         await asyncio.sleep(0)  # to ask for the metrics alice's key is lent to every request that is made meanwhile
         async with asyncio.timeout(5):
-            while await value_of_with_key(http, "num_requests_waiting") < 1:
+            while await value_of_with_key(http, "kvmesh_num_requests_waiting") < 1:
                 assert not waits.done(), waits.result().text
                 await asyncio.sleep(0.01)
         answer = await http.post(CHAT, json={**HELLO, "priority": -5}, headers=AUTH)
         assert (answer.status_code, answer.json()["error"]["message"].count("Rate limit reached")) == (429, 1)
-        assert await value_of_with_key(http, "num_requests_waiting") == 1
+        assert await value_of_with_key(http, "kvmesh_num_requests_waiting") == 1
         assert not waits.done()
         waits.cancel()
 

@@ -146,7 +146,7 @@ async def test_failures_have_their_status_and_are_counted(http: httpx.AsyncClien
         message = error_of(answer, status, code)
         assert "secret" not in message
         assert answer.headers["x-request-id"] in message
-    assert await value_of(http, f'requests_total{{model_name="{EMBED}",route="{PATH}",status="500"}}') == 2
+    assert await value_of(http, f'kvmesh_requests_total{{model_name="{EMBED}",route="{PATH}",status="500"}}') == 2
 
 
 async def test_a_client_that_leaves_cancels_the_work(url: str, mesh: FakeMesh) -> None:

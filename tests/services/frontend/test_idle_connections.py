@@ -60,7 +60,7 @@ def test_ten_thousand_idle_connections_and_the_next_request_is_answered(
                 assert answer.text.endswith("data: [DONE]\n\n")
             assert sorted(took_s)[10] < 1.0, "a bound for a busy machine; it is some milliseconds"
             assert each < 32 * 1024
-            assert 'http_connections_closed_total{reason="too_many"} 0.0' in client.get("/metrics").text
+            assert 'kvmesh_http_connections_closed_total{reason="too_many"} 0.0' in client.get("/metrics").text
     finally:
         for connection in idle:
             connection.close()

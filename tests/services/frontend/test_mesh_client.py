@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from msgspec import structs
+from prometheus_client import CollectorRegistry
 
 from components.discovery.book import InstanceBook
 from components.errors import (
@@ -26,7 +27,7 @@ from components.messaging.call_server import Endpoint
 from components.messaging.deadline import now_ms
 from components.messaging.fleet import Fleet
 from components.messaging.inbox import StreamInbox
-from components.messaging.liveness import Liveness
+from components.messaging.liveness import Liveness, Loss
 from components.messaging.outbox import OutStream
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem
 from components.wire.heartbeat import Heartbeat
@@ -173,6 +174,11 @@ async def test_a_stream_moves_with_the_tokens_it_has_the_rest_to_make_and_the_sa
     assert request.num_generated == count
     await asyncio.sleep(0)
     assert mesh.cancelled() == [("ns.decode.a.cancel", [0])], "the lost one may live, and generate for nobody"
+    shown = CollectorRegistry()
+    mesh.client.moves.show(shown)
+    assert shown.get_sample_value("kvmesh_streams_moved_total", {"reason": "DecodeLost"}) == 1
+    assert shown.get_sample_value("kvmesh_tokens_computed_again_total") == 3 + count
+    assert shown.get_sample_value("kvmesh_requests_retried_total", {"reason": "DecodeLost"}) == 0
 
 
 @pytest.mark.parametrize("lost", ["gap", "silent", "error", "before the answer"])
@@ -184,7 +190,7 @@ async def test_every_way_of_losing_an_instance_moves_its_stream(mesh: Mesh, lost
             decode.send(stream.tokens([105]))
         elif lost == "silent":
             pulse = mesh.decodes._pulses["a"]
-            asyncio.get_running_loop().call_later(0.005, mesh.decodes._lose, pulse, "silent")
+            asyncio.get_running_loop().call_later(0.005, mesh.decodes._lose, pulse, Loss.SILENT, "silent")
         else:
             decode.send(stream.error(DecodeLost("leaving")))
 

@@ -50,16 +50,16 @@ async def test_a_request_is_counted_under_the_names_dashboards_know(
     mesh.pace_s = 0.002
     await http.post(CHAT, json={**HELLO, "stream": stream})
     at = f'{{model_name="{MODEL}",route="{CHAT}"}}'
-    assert await value_of(http, f"time_to_first_token_seconds_count{at}") == 1
-    assert await value_of(http, f"e2e_request_latency_seconds_count{at}") == 1
-    assert await value_of(http, f'inter_token_latency_seconds_count{{model_name="{MODEL}"}}') == mesh.deltas - 1
-    assert await value_of(http, f'inter_token_latency_seconds_bucket{{le="+Inf",model_name="{MODEL}"}}') > 0
-    assert await value_of(http, f'inter_token_latency_seconds_sum{{model_name="{MODEL}"}}') >= 0.002
-    assert await value_of(http, f'prompt_tokens_total{{model_name="{MODEL}"}}') == len(mesh.prompts[0].token_ids)
-    assert await value_of(http, f'generation_tokens_total{{model_name="{MODEL}"}}') == mesh.deltas
-    assert await value_of(http, f'requests_total{{model_name="{MODEL}",route="{CHAT}",status="200"}}') == 1
-    assert await value_of(http, f'request_success_total{{finished_reason="stop",model_name="{MODEL}"}}') == 1
-    assert await value_of(http, f'num_requests_running{{model_name="{MODEL}"}}') == 0
+    assert await value_of(http, f"kvmesh_time_to_first_token_seconds_count{at}") == 1
+    assert await value_of(http, f"kvmesh_e2e_request_latency_seconds_count{at}") == 1
+    assert await value_of(http, f'kvmesh_inter_token_latency_seconds_count{{model_name="{MODEL}"}}') == mesh.deltas - 1
+    assert await value_of(http, f'kvmesh_inter_token_latency_seconds_bucket{{le="+Inf",model_name="{MODEL}"}}') > 0
+    assert await value_of(http, f'kvmesh_inter_token_latency_seconds_sum{{model_name="{MODEL}"}}') >= 0.002
+    assert await value_of(http, f'kvmesh_prompt_tokens_total{{model_name="{MODEL}"}}') == len(mesh.prompts[0].token_ids)
+    assert await value_of(http, f'kvmesh_generation_tokens_total{{model_name="{MODEL}"}}') == mesh.deltas
+    assert await value_of(http, f'kvmesh_requests_total{{model_name="{MODEL}",route="{CHAT}",status="200"}}') == 1
+    assert await value_of(http, f'kvmesh_request_success_total{{finished_reason="stop",model_name="{MODEL}"}}') == 1
+    assert await value_of(http, f'kvmesh_num_requests_running{{model_name="{MODEL}"}}') == 0
 
 
 async def test_a_running_request_is_seen_running(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
@@ -67,7 +67,7 @@ async def test_a_running_request_is_seen_running(http: httpx.AsyncClient, mesh: 
     request = asyncio.create_task(http.post(CHAT, json=HELLO))
     while not mesh.running:
         await asyncio.sleep(0.001)
-    assert await value_of(http, f'num_requests_running{{model_name="{MODEL}"}}') == 1
+    assert await value_of(http, f'kvmesh_num_requests_running{{model_name="{MODEL}"}}') == 1
     await request
 
 
@@ -75,14 +75,14 @@ async def test_failures_are_counted_by_status(http: httpx.AsyncClient, mesh: Fak
     mesh.fail_at, mesh.failure = 1, DecodeLost("gone")
     await http.post(CHAT, json=HELLO)
     await http.post(CHAT, json={**HELLO, "stream": True})  # its client read 200; the count knows better
-    assert await value_of(http, f'requests_total{{model_name="{MODEL}",route="{CHAT}",status="502"}}') == 2
+    assert await value_of(http, f'kvmesh_requests_total{{model_name="{MODEL}",route="{CHAT}",status="502"}}') == 2
 
 
 async def test_what_clients_send_never_becomes_a_label(http: httpx.AsyncClient) -> None:
     await http.post(CHAT, json={**HELLO, "model": "invented"})
     await http.post("/v1/invented", json=HELLO)
     assert "invented" not in (await http.get("/metrics")).text
-    assert await value_of(http, f'requests_total{{model_name="",route="{CHAT}",status="404"}}') == 1
+    assert await value_of(http, f'kvmesh_requests_total{{model_name="",route="{CHAT}",status="404"}}') == 1
 
 
 async def test_no_request_makes_a_series_that_another_of_its_kind_did_not(http: httpx.AsyncClient) -> None:

@@ -114,8 +114,8 @@ async def test_a_client_that_leaves_cancels_the_work_before_another_token(
     await mesh.until_idle()
     assert (mesh.cancelled, mesh.deltas) == (1, tokens_seen)
     metrics = (await http.get("/metrics")).text
-    assert f'requests_total{{model_name="{MODEL}",route="{route}",status="499"}} 1.0' in metrics
-    assert f'num_requests_running{{model_name="{MODEL}"}} 0.0' in metrics
+    assert f'kvmesh_requests_total{{model_name="{MODEL}",route="{route}",status="499"}} 1.0' in metrics
+    assert f'kvmesh_num_requests_running{{model_name="{MODEL}"}} 0.0' in metrics
 
 
 async def test_a_connection_serves_the_next_request_after_a_stream(http: httpx.AsyncClient, mesh: FakeMesh) -> None:

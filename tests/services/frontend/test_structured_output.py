@@ -169,7 +169,7 @@ async def test_a_bomb_is_refused_within_its_budget_while_others_are_answered(
     assert time.perf_counter() - began < 15, "half a second of CPU, on a busy machine"
     assert len(took) > 10
     assert sorted(took)[len(took) // 2] < 0.25
-    refused = registry.get_sample_value("structured_output_requests_total", {"result": "refused"})
+    refused = registry.get_sample_value("kvmesh_structured_output_requests_total", {"result": "refused"})
     assert refused is not None
     assert refused >= 1
 

@@ -7,7 +7,8 @@ import pytest
 from components.discovery.book import InstanceBook
 from components.messaging.liveness import Liveness
 from components.planning.samples import PLANNED
-from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
+from components.telemetry.metrics_page import serve_metrics
+from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
 from engine.ports import StepStats

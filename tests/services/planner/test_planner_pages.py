@@ -4,12 +4,14 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
 
+from components.discovery.pages import page_of
 from components.errors import MalformedMessage, PeerLost
-from components.telemetry.worker_metrics import WorkerMetrics, serve_metrics
+from components.telemetry.metrics_page import serve_metrics
+from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.instances import InstanceRecord
 from engine.ports import StepStats
 from services.frontend.metrics import FrontendMetrics
-from services.planner.pages import Counters, get, page_of, read_frontend, read_worker
+from services.planner.pages import Counters, get, read_frontend, read_worker
 
 RECORD = InstanceRecord(
     instance_id="i",
@@ -31,7 +33,7 @@ def test_a_workers_page_has_its_counters() -> None:
     page = generate_latest(metrics.registry).decode()
     found = read_worker(page)
     assert found == Counters(pytest.approx(0.3), 2, 100, 7)
-    with pytest.raises(MalformedMessage, match="engine_step_seconds_sum"):
+    with pytest.raises(MalformedMessage, match="kvmesh_engine_step_seconds_sum"):
         read_worker("# HELP nothing\n")
 
 
@@ -64,7 +66,7 @@ def test_a_frontends_own_page_is_read_because_its_port_may_be_shared() -> None:
 async def test_a_page_is_fetched_and_failures_are_reported() -> None:
     metrics = WorkerMetrics()
     async with serve_metrics(metrics.registry, "127.0.0.1", 0, lambda: True) as url:
-        assert "engine_step_seconds_count 0.0" in await get(f"{url}/metrics")
+        assert "kvmesh_engine_step_seconds_count 0.0" in await get(f"{url}/metrics")
         with pytest.raises(PeerLost, match="answers 404"):
             await get(f"{url}/nothing")
     with pytest.raises(PeerLost, match="cannot be read"):

@@ -19,6 +19,7 @@ from components.errors import (
 )
 from components.kv_transfer.aux import AuxBuffer
 from components.messaging.deadline import now_ms
+from components.telemetry.figures import Figures
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.logprobs import TokenLogprobs
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
@@ -26,7 +27,6 @@ from components.wire.rooms import CloseRooms, KvComing, PagesOffered, RoomFailed
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
 from engine.ports import Exposed, Failed, KvRegion, Phase
-from services.prefill.outbound import OutboundState
 from services.prefill.service import PrefillService
 from tests.components.discovery.records import record
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
@@ -101,11 +101,9 @@ class Prefill:
 
     def queues(self) -> dict[str, int]:
         """Those that somebody stands in."""
-        found = {
-            str(state): self.metrics.registry.get_sample_value("queue_length", {"queue": str(state)})
-            for state in OutboundState
-        }
-        return {state: int(count) for state, count in found.items() if count}
+        figures = Figures("prefill", "mine")
+        self.service.show(figures)
+        return {state: count for state, count in figures.status().queues.items() if count}
 
     def assert_nothing_is_kept(self, request_id: str = "r") -> None:
         assert not self.queues()
@@ -385,12 +383,13 @@ async def test_a_client_that_leaves_is_no_failed_transfer(
     assert await prefill.quiesce(cancelled=cancelled) == Quiet(request_id="r")
     await turns()
     said = {record.message: record.levelno for record in caplog.records if record.name == "services.prefill.outbound"}
+    assert said.pop("request ended") == logging.DEBUG
     assert said == ({"cancelled by the client": logging.DEBUG} if cancelled else {"transfer failed": logging.WARNING})
     counts = [
-        prefill.metrics.registry.get_sample_value(f"{name}_total")
-        for name in ("kv_transfers_cancelled", "kv_transfer_failures")
+        prefill.metrics.registry.get_sample_value("kvmesh_kv_transfers_total", {"outcome": outcome, "cause": cause})
+        for outcome, cause in (("cancelled", ""), ("failed", "TransferFailed"))
     ]
-    assert counts == ([1, 0] if cancelled else [0, 1])
+    assert counts == ([1, None] if cancelled else [0, 1])
     assert prefill.failures == ([] if cancelled else ["TransferFailed"])
     prefill.assert_nothing_is_kept()
 

@@ -1,0 +1,60 @@
+"""Where instances serve their metrics, for the planner and for Prometheus."""
+
+import socket
+from dataclasses import dataclass
+from typing import Final
+from urllib.parse import urlsplit
+
+from components.discovery.book import InstanceBook
+from components.wire.instances import InstanceRecord, Role
+
+LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
+ROLES: Final[tuple[Role, ...]] = ("frontend", "decode", "prefill", "bootstrap")
+
+
+@dataclass(frozen=True, slots=True)
+class ScrapeTarget:
+    """An entry of Prometheus' HTTP service discovery."""
+
+    targets: list[str]  # host:port
+    labels: dict[str, str]
+
+
+def page_of(record: InstanceRecord, own_host: str = socket.gethostname()) -> str | None:
+    """URL of an instance's page. A loopback address of another host is replaced by that host's name."""
+    url = record.metrics or record.http
+    if url is None:
+        return None
+    parts = urlsplit(url)
+    if parts.hostname in LOOPBACK and record.host != own_host:
+        return f"http://{record.host}:{parts.port}/metrics"
+    return f"{url}/metrics"
+
+
+def scrape_targets(book: InstanceBook, namespace: str, asked: str = "localhost") -> list[ScrapeTarget]:
+    """Every registered instance that has a metrics page.
+
+    Args:
+        book: the instances.
+        namespace: a label.
+        asked: host and port under which the scraper reached this process. If that is no loopback address, the scraper is on
+            another host, and this host's loopback pages are named by the host.
+    """
+    is_local = urlsplit(f"//{asked}").hostname in LOOPBACK
+    own_host = socket.gethostname() if is_local else ""
+    records = [record for role in ROLES for record in book.of_role(role)]
+    pages = [(record, page_of(record, own_host)) for record in records]
+    return [_target(record, url, namespace) for record, url in pages if url is not None]
+
+
+def _target(record: InstanceRecord, url: str, namespace: str) -> ScrapeTarget:
+    parts = urlsplit(url)
+    labels = {
+        "__scheme__": parts.scheme,
+        "__metrics_path__": parts.path,
+        "job": f"kvmesh-{record.role}",
+        "instance": record.instance_id,
+        "namespace": namespace,
+        "host": record.host,
+    }
+    return ScrapeTarget([parts.netloc], labels | ({"model": record.model} if record.model else {}))

@@ -1,0 +1,74 @@
+"""The metrics page and the probes of a process."""
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, disable_created_metrics
+from prometheus_client.exposition import choose_encoder
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from components.http.server import serve_http
+
+disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, which no dashboard reads
+
+
+@dataclass(frozen=True, slots=True)
+class _Page:
+    host: str
+    port: int
+    drain_timeout_s: float = 1.0
+
+
+def metrics_response(registry: CollectorRegistry, accept: str) -> Response:
+    """The page as the scraper asks for it: OpenMetrics has exemplars, Prometheus' text format has none."""
+    encode, media_type = choose_encoder(accept)
+    return Response(encode(registry), media_type=media_type)
+
+
+@asynccontextmanager
+async def serve_metrics(
+    registry: CollectorRegistry,
+    host: str,
+    port: int,
+    started: Callable[[], bool],
+    *,
+    reasons: Callable[[], Sequence[str]] = tuple,
+    facts: Callable[[], Mapping[str, object]] = dict,
+    targets: Callable[[str], Sequence[object]] = lambda _: (),
+) -> AsyncIterator[str]:
+    """Serve `/metrics`, `/metrics/targets`, `/live`, `/ready` and `/health`; yields the URL.
+
+    Args:
+        port: 0 for any free one.
+        started: `/health` answers 503 before that and 200 from then on.
+        reasons: `/ready` answers 503 while there are any.
+        facts: added to `/health`.
+        targets: the mesh's metrics pages for Prometheus' HTTP service discovery, by the `Host` that it asked.
+    """
+
+    async def metrics(request: Request) -> Response:
+        return metrics_response(registry, request.headers.get("accept", ""))
+
+    async def all_targets(request: Request) -> Response:
+        return JSONResponse(list(targets(request.headers.get("host", ""))))
+
+    async def live(_: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(_: Request) -> Response:
+        why = list(reasons())
+        return JSONResponse({"status": "unready" if why else "ready", "reasons": why}, 503 if why else 200)
+
+    async def health(_: Request) -> Response:
+        well = started()
+        return JSONResponse({"status": "ok" if well else "starting", **facts()}, 200 if well else 503)
+
+    # fastapi takes half a second to load
+    pages = {"/metrics": metrics, "/metrics/targets": all_targets, "/live": live, "/ready": ready, "/health": health}
+    app = Starlette(routes=[Route(path, page) for path, page in pages.items()])
+    async with serve_http(app, _Page(host, port)) as url:
+        yield url

@@ -1,0 +1,129 @@
+"""Changes of running processes: log level, trace rate, draining."""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rich.console import Console
+
+from components.errors import MeshError
+from components.settings import MeshSettings
+from components.wire.control import Control, Controlled
+from components.wire.status import Status, StatusRequest
+from services.inspect.mesh import Mesh, Seen, has_work, open_mesh
+from services.inspect.workers import ROLES
+
+ANSWER_S: Final = 3.0
+LOOK_EVERY_S: Final = 0.5
+EVERYWHERE: Final = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    role: str
+    instance: str
+    error: str = ""
+    log_level: str = ""
+    traces_per_s: float = 0.0
+    draining: bool = False
+
+    @property
+    def text(self) -> str:
+        who = f"{self.role} {self.instance}"
+        return (
+            f"{who}: {self.error}"
+            if self.error
+            else f"{who}: log level {self.log_level}, {self.traces_per_s:g} traces/s"
+        )
+
+
+def chosen(instances: Sequence[Seen], which: str) -> list[Seen]:
+    """`which`: all, a role, or the beginning of an instance id. Raises: SystemExit, if it names nothing, or several ids."""
+    if which == EVERYWHERE:
+        return list(instances)
+    if which in (*ROLES, "planner"):
+        found = [one for one in instances if one.role == which]
+        if not found:
+            raise SystemExit(f"no {which} is running in this mesh")
+        return found
+    return [one_of(instances, which)]
+
+
+def one_of(instances: Sequence[Seen], which: str) -> Seen:
+    """Raises: SystemExit, unless exactly one instance id begins with `which`."""
+    found = [one for one in instances if one.instance_id.startswith(which)]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise SystemExit(f"several instance ids begin with {which!r}: {_ids(found)}")
+    raise SystemExit(f"no instance id begins with {which!r}; there are {_ids(instances) or 'no instances'}")
+
+
+async def show_set(settings: MeshSettings, console: Console, which: str, wanted: Control, *, as_json: bool) -> bool:
+    """Returns: whether all of them did it."""
+    async with open_mesh(settings) as mesh:
+        targets = chosen(await mesh.instances(), which)
+        outcomes = await asyncio.gather(*(_change(mesh, one, wanted) for one in targets))
+    if as_json:
+        shown = [{name: getattr(one, name) for name in Outcome.__slots__} for one in outcomes]
+        console.out(json.dumps(shown), highlight=False)
+    else:
+        for outcome in outcomes:
+            console.print(outcome.text, style="red" if outcome.error else "", highlight=False, soft_wrap=True)
+    return not any(outcome.error for outcome in outcomes)
+
+
+async def show_drain(
+    settings: MeshSettings, console: Console, which: str, wanted: Control, *, wait: bool, as_json: bool
+) -> bool:
+    async with open_mesh(settings) as mesh:
+        one = one_of(await mesh.instances(), which)
+        outcome = await _change(mesh, one, wanted)
+        if as_json and (outcome.error or not wait):
+            console.out(json.dumps({name: getattr(outcome, name) for name in Outcome.__slots__}), highlight=False)
+        elif outcome.error:
+            console.print(
+                f"{one.role} {one.instance_id}: {outcome.error}", style="red", highlight=False, soft_wrap=True
+            )
+        else:
+            console.print(_began(one, wanted), highlight=False, soft_wrap=True)
+        if outcome.error or not wait or wanted.work == "go-on":
+            return not outcome.error
+        await _until_drained(mesh, one)
+    console.print(f"{one.role} {one.instance_id} has no work left", highlight=False)
+    return True
+
+
+def _began(one: Seen, wanted: Control) -> str:
+    who = f"{one.role} {one.instance_id}"
+    if wanted.work == "go-on":
+        return f"{who} takes work again"
+    if wanted.work == "stop":
+        return f"{who} finishes its requests and ends; a supervisor such as services.local starts another one"
+    return f"{who} drains: it takes no new work and keeps running; `inspect drain {one.instance_id} --undo` ends that"
+
+
+async def _until_drained(mesh: Mesh, one: Seen) -> None:
+    """Until it has no work left, or is gone."""
+    while True:
+        try:
+            status = await mesh.bus.call(f"{one.subject}.status", StatusRequest(), Status, timeout_s=ANSWER_S)
+        except MeshError:
+            return
+        if not has_work(status):
+            return
+        await asyncio.sleep(LOOK_EVERY_S)
+
+
+async def _change(mesh: Mesh, one: Seen, wanted: Control) -> Outcome:
+    try:
+        now = await mesh.bus.call(f"{one.subject}.control", wanted, Controlled, timeout_s=ANSWER_S)
+    except MeshError as exc:
+        return Outcome(one.role, one.instance_id, exc.message)
+    return Outcome(one.role, one.instance_id, "", now.log_level, now.traces_per_s, now.draining)
+
+
+def _ids(instances: Sequence[Seen]) -> str:
+    return ", ".join(f"{one.instance_id} ({one.role})" for one in instances)

@@ -1,0 +1,300 @@
+"""What `doctor` looks at: servers, instances, this machine. Nothing is judged here."""
+
+import asyncio
+import http.client
+import json
+import os
+import shutil
+import socket
+import stat
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+import nats
+import nats.errors
+
+from components.discovery.etcd import CALL_TIMEOUT_S, etcd_client
+from components.discovery.etcd_stubs import etcdrpc
+from components.errors import MeshError
+from components.kv_transfer.network import listeners
+from components.messaging.bus import unreachable
+from components.settings import MeshSettings
+from components.startup import WrongSettings
+from components.urls import login_of, without_password
+from services.inspect.mesh import Seen, heartbeat_ages_s, open_mesh
+
+NATS_S: Final = 3.0
+PAGE_S: Final = 2.0
+NIXL_S: Final = 30.0  # a cold import
+SHM: Final = Path("/dev/shm")  # noqa: S108  # looked at, not written to
+SHM_MAKERS: Final = ("ucx", "nixl", "kvmesh", "mooncake", "torch_", "nccl")  # beginnings of file names
+OLD_S: Final = 60.0  # a younger segment may be about to be mapped
+SECOND_MS: Final = 1000.0
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """An etcd member, or NATS."""
+
+    url: str  # without a password
+    error: str = ""  # empty: it works
+    version: str = ""
+    latency_ms: float = 0.0
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A file in /dev/shm that no process of ours has mapped."""
+
+    path: str
+    bytes: int
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    total_bytes: int = 0
+    free_bytes: int = 0
+    left_over: Sequence[Segment] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Nixl:
+    error: str = ""
+    plugins: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """How the process of a worker on this machine reaches others."""
+
+    tcp_connections: int  # to ports on which workers listen
+    shared_memory: bool  # a segment of UCX is mapped
+    rdma: bool  # an RDMA device is open
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    namespace: str
+    host: str
+    lease_ttl_s: float = 10.0
+    etcd: Sequence[Server] = ()
+    nats: Server | None = None
+    seen: Sequence[Seen] = ()
+    heartbeat_ages_s: Mapping[str, float] = field(default_factory=dict)
+    pages: Mapping[str, str] = field(default_factory=dict)  # error by instance id; empty: its metrics page answers
+    ports: Mapping[str, str] = field(default_factory=dict)  # error by instance id of a frontend
+    transports: Mapping[str, Transport] = field(default_factory=dict)  # by instance id
+    shm: SharedMemory | None = None
+    nixl: Nixl = Nixl()
+
+    @property
+    def servers_work(self) -> bool:
+        return self.nats is not None and not self.nats.error and any(not one.error for one in self.etcd)
+
+
+async def gather_facts(settings: MeshSettings) -> Facts:
+    etcd, bus, nixl, shm = await asyncio.gather(
+        asyncio.gather(
+            *(
+                asyncio.to_thread(_etcd_member, one.strip(), f"{settings.namespace}/doctor")
+                for one in settings.etcd_url.split(",")
+            )
+        ),
+        _nats(settings.nats_url),
+        _nixl(),
+        asyncio.to_thread(shared_memory),
+    )
+    here = socket.gethostname()
+    facts = Facts(settings.namespace, here, settings.lease_ttl_s, etcd, bus, shm=shm, nixl=nixl)
+    if not facts.servers_work:
+        return facts
+    async with open_mesh(settings) as mesh:
+        seen = await mesh.look()
+    pages, ports = await asyncio.gather(_pages(seen), _ports(seen))
+    return Facts(
+        settings.namespace,
+        here,
+        settings.lease_ttl_s,
+        etcd,
+        bus,
+        seen,
+        heartbeat_ages_s(seen),
+        pages,
+        ports,
+        await asyncio.to_thread(_transports, seen, here),
+        shm,
+        nixl,
+    )
+
+
+def _etcd_member(url: str, key: str) -> Server:
+    """Read with a quorum, and write `key`: a full etcd still reads."""
+    began_s, shown = time.monotonic(), without_password(url)
+    try:
+        with etcd_client(url) as client:
+            told = etcdrpc.MaintenanceStub(client.channel).Status(etcdrpc.StatusRequest(), CALL_TIMEOUT_S)
+            client.put(key, "")
+            client.delete(key)
+    except (MeshError, WrongSettings) as exc:
+        return Server(shown, exc.message)
+    took_ms = (time.monotonic() - began_s) * SECOND_MS
+    return Server(
+        shown, "", told.version, took_ms, {"db_bytes": told.dbSize, "is_leader": told.leader == told.header.member_id}
+    )
+
+
+async def _nats(url: str) -> Server:
+    login, shown = login_of(url), without_password(url)
+    options: dict[str, Any] = {"user": login.user, "password": login.password}
+    if login.password is None:
+        options = {"token": login.user}
+
+    async def ignore(_: Exception) -> None:
+        """Its message comes with the exception of `connect`."""
+
+    try:
+        async with asyncio.timeout(NATS_S):
+            client = await nats.connect(shown.split(","), allow_reconnect=False, error_cb=ignore, **options)
+    except (nats.errors.Error, OSError, TimeoutError) as exc:
+        return Server(shown, unreachable(url, exc))
+    try:
+        began_s = time.monotonic()
+        await client.flush(timeout=NATS_S)
+        took_ms = (time.monotonic() - began_s) * SECOND_MS
+        facts: dict[str, Any] = {"max_payload": client.max_payload, "jetstream": ""}
+        try:
+            account = await client.jetstream(timeout=NATS_S).account_info()
+            facts |= {"streams": account.streams, "stored_bytes": account.storage}
+        except (nats.errors.Error, OSError, TimeoutError) as exc:
+            facts["jetstream"] = str(exc) or type(exc).__name__
+        return Server(
+            shown, "", str(client.connected_server_version).strip("<>").removeprefix("nats server v"), took_ms, facts
+        )
+    except (nats.errors.Error, OSError, TimeoutError) as exc:
+        return Server(shown, unreachable(url, exc))
+    finally:
+        await client.close()
+
+
+async def _nixl() -> Nixl:
+    """In a process of its own: a library of a broken installation may end it."""
+    command = (sys.executable, "-m", "components.kv_transfer.list_plugins")
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
+    try:
+        async with asyncio.timeout(NIXL_S):
+            out, err = await process.communicate()
+    except TimeoutError:
+        process.kill()
+        await process.wait()
+        return Nixl(f"it did not load in {NIXL_S:.0f} s")
+    with suppress(ValueError):
+        return Nixl(plugins=json.loads(out.decode().strip().splitlines()[-1]) if out.strip() else [])
+    return Nixl(err.decode(errors="replace").strip().splitlines()[-1] if err.strip() else "it printed nothing")
+
+
+async def _pages(seen: Sequence[Seen]) -> dict[str, str]:
+    found = {one.instance_id: one.record.metrics or one.record.http for one in seen if one.record is not None}
+    names = [name for name, url in found.items() if url]
+    errors = await asyncio.gather(*(asyncio.to_thread(_page_error, found[name] or "") for name in names))
+    return dict(zip(names, errors, strict=True))
+
+
+def _page_error(url: str) -> str:
+    address = urlsplit(url)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=PAGE_S)
+    try:
+        connection.request("GET", "/metrics")
+        status = connection.getresponse().status
+    except (OSError, http.client.HTTPException) as exc:
+        return f"{url}/metrics: {str(exc) or type(exc).__name__}"
+    finally:
+        connection.close()
+    return "" if status == http.HTTPStatus.OK else f"{url}/metrics: HTTP {status}"
+
+
+async def _ports(seen: Sequence[Seen]) -> dict[str, str]:
+    of = {one.instance_id: one.record.http for one in seen if one.record is not None and one.role == "frontend"}
+    names = [name for name, url in of.items() if url]
+    errors = await asyncio.gather(*(asyncio.to_thread(_port_error, of[name] or "") for name in names))
+    return dict(zip(names, errors, strict=True))
+
+
+def _port_error(url: str) -> str:
+    """A connection is enough: the frontend may want TLS or a key."""
+    address = urlsplit(url)
+    try:
+        with socket.create_connection((address.hostname or "", address.port or 80), timeout=PAGE_S):
+            return ""
+    except OSError as exc:
+        return f"{url}: {exc.strerror or exc}"
+
+
+def shared_memory(folder: Path = SHM) -> SharedMemory | None:
+    """None if there is none."""
+    try:
+        usage = shutil.disk_usage(folder)
+        entries = [(entry, entry.stat()) for entry in folder.iterdir() if entry.name.startswith(SHM_MAKERS)]
+    except OSError:
+        return None
+    now_s, in_use = time.time(), _mapped_paths()
+    left = [
+        Segment(str(entry), about.st_size, now_s - about.st_mtime)
+        for entry, about in entries
+        if stat.S_ISREG(about.st_mode)
+        and about.st_uid == os.getuid()  # others' processes cannot be read
+        and now_s - about.st_mtime > OLD_S
+        and str(entry) not in in_use
+    ]
+    return SharedMemory(usage.total, usage.free, left)
+
+
+def _mapped_paths() -> set[str]:
+    found: set[str] = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # ended, or another user's
+            lines = (process / "maps").read_text(errors="replace").splitlines()
+            found |= {line.split(maxsplit=5)[-1] for line in lines if f" {SHM}/" in line}
+    return found
+
+
+def _transports(seen: Sequence[Seen], here: str) -> dict[str, Transport]:
+    pids = {
+        one.instance_id: one.record.pid
+        for one in seen
+        if one.record is not None and one.record.kv is not None and one.record.host == here
+    }
+    ports: set[int] = set()
+    for pid in pids.values():
+        with suppress(OSError):
+            ports |= {listener.port for listener in listeners(pid)}
+    found = {}
+    for instance_id, pid in pids.items():
+        with suppress(OSError):  # another user's, or in a container
+            found[instance_id] = _transport(Path("/proc") / str(pid), ports)
+    return found
+
+
+def _transport(process: Path, ports: set[int]) -> Transport:
+    maps = (process / "maps").read_text(errors="replace")
+    opened = set()
+    for entry in (process / "fd").iterdir():
+        with suppress(OSError):
+            opened.add(str(entry.readlink()))
+    connections = 0
+    for table in ("tcp", "tcp6"):
+        with suppress(OSError):
+            for line in (process / "net" / table).read_text().splitlines()[1:]:
+                fields = line.split()
+                ends = {int(fields[side].rpartition(":")[2], 16) for side in (1, 2)}
+                connections += fields[3] == "01" and f"socket:[{fields[9]}]" in opened and bool(ends & ports)
+    segments = "/ucx_shm_" in maps or "/SYSV" in maps
+    return Transport(connections, segments, any(name.startswith("/dev/infiniband") for name in opened))

@@ -1,0 +1,118 @@
+"""What the instances of a mesh report about themselves, asked all at once."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from components.discovery.registry import Registry, join_registry
+from components.errors import MeshError
+from components.messaging.bus import Bus, connect_bus
+from components.settings import MeshSettings
+from components.wire.instances import InstanceRecord
+from components.wire.status import Status, StatusRequest
+from services.inspect.connection import one_line_errors
+from services.inspect.workers import ROLES, srv_answers
+
+CONNECT_S: Final = 8.0
+STATUS_S: Final = 1.0  # for an answer
+PING_S: Final = 0.25  # for planners' answers
+PLANNERS_S: Final = 10.0  # between questions which planners there are: etcd has no records of them
+
+
+@dataclass(frozen=True, slots=True)
+class Clock:
+    """An instance's wall clock against ours."""
+
+    ahead_s: float
+    uncertain_s: float  # half the time of the call
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    role: str
+    instance_id: str
+    subject: str
+    record: InstanceRecord | None = None  # None: a planner
+    status: Status | None = None  # None: no answer
+    clock: Clock | None = None
+
+
+class Mesh:
+    def __init__(self, bus: Bus, registry: Registry, namespace: str) -> None:
+        self.bus = bus
+        self.book = registry.book
+        self._registry = registry
+        self.namespace = namespace
+        self._planners: dict[str, str] = {}  # subjects by instance id
+        self._planners_at_s = float("-inf")
+
+    def follows_etcd(self) -> bool:
+        return self._registry.connected
+
+    def records(self) -> list[InstanceRecord]:
+        return [record for role in ROLES for record in self.book.of_role(role)]
+
+    async def instances(self) -> list[Seen]:
+        """All, without their status."""
+        if time.monotonic() - self._planners_at_s > PLANNERS_S:
+            found = await srv_answers(self.bus, "$SRV.PING.kvmesh-planner", self.namespace, PING_S)
+            self._planners = {one["metadata"]["instance_id"]: one["metadata"]["subject"] for one in found}
+            self._planners_at_s = time.monotonic()
+        seen = [Seen(r.role, r.instance_id, r.subject, r) for r in self.records()]
+        return seen + [Seen("planner", instance_id, subject) for instance_id, subject in self._planners.items()]
+
+    async def look(self) -> list[Seen]:
+        """All, with the status of those that answer within STATUS_S."""
+        return list(await asyncio.gather(*map(self._ask, await self.instances())))
+
+    async def _ask(self, one: Seen) -> Seen:
+        began_s, asked_s = time.time(), time.monotonic()
+        try:
+            status = await self.bus.call(f"{one.subject}.status", StatusRequest(), Status, timeout_s=STATUS_S)
+        except MeshError:
+            return one
+        took_s = time.monotonic() - asked_s
+        clock = Clock(status.now_unix_s - (began_s + took_s / 2), took_s / 2)
+        return Seen(one.role, one.instance_id, one.subject, one.record, status, clock)
+
+
+@asynccontextmanager
+async def open_mesh(settings: MeshSettings) -> AsyncIterator[Mesh]:
+    """Ends the process with one line if etcd or NATS does not answer in CONNECT_S."""
+    with one_line_errors(settings, "etcd", "NATS"):
+        limit = asyncio.timeout(CONNECT_S)
+        async with (
+            limit,
+            connect_bus(settings.nats_url, "inspect") as bus,
+            join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
+        ):
+            limit.reschedule(None)
+            yield Mesh(bus, registry, settings.namespace)
+
+
+def heartbeat_ages_s(seen: Sequence[Seen]) -> Mapping[str, float]:
+    """Age of each worker's latest heartbeat, by whichever instance received it last."""
+    ages: dict[str, float] = {}
+    for one in seen:
+        for instance_id, age_s in ({} if one.status is None else one.status.heartbeat_ages_s).items():
+            ages[instance_id] = min(age_s, ages.get(instance_id, age_s))
+    return ages
+
+
+def state_of(one: Seen, heartbeat_age_s: float | None, silent_after_s: float) -> str:
+    """`no answer`, `silent`, `draining`, `drained` or `ok`."""
+    if heartbeat_age_s is not None and heartbeat_age_s > silent_after_s:
+        return "silent"
+    status = one.status
+    if status is None:
+        return "no answer"
+    if status.draining:
+        return "draining" if has_work(status) else "drained"
+    return "ok"
+
+
+def has_work(status: Status) -> bool:
+    return bool(status.running or status.waiting or status.num_rooms or any(status.queues.values()))

@@ -1,0 +1,120 @@
+"""An operator's changes of a running process."""
+
+import asyncio
+import logging
+import math
+from collections.abc import Iterator
+
+import pytest
+
+from components.errors import Rejected
+from components.process_control import ProcessControl
+from components.telemetry.figures import Figures
+from components.telemetry.spans import tracer
+from components.wire.control import Control
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(autouse=True)
+def _restored() -> Iterator[None]:
+    root, rate = logging.root.level, tracer._rate
+    yield
+    logging.root.setLevel(root)
+    logging.getLogger(__name__).setLevel(logging.NOTSET)
+    tracer._rate = rate
+
+
+class Service:
+    def __init__(self) -> None:
+        self.draining = False
+        self.stopped: list[str] = []
+
+    async def drained(self) -> None:
+        pass
+
+    def stop_all(self, cause: str) -> None:
+        self.stopped.append(cause)
+
+
+class Worker:
+    """A process with a service that drains in `drain_timeout_s`."""
+
+    def __init__(self, drain_timeout_s: float = 60.0) -> None:
+        self.figures = Figures("decode", "d1", traces_per_s=5.0)
+        self.service, self.beats = Service(), 0
+        self.figures.is_draining = lambda: self.service.draining
+        self.control = ProcessControl(self.figures)
+        self.control.serves(self.service, drain_timeout_s, self.beat)
+
+    def beat(self) -> None:
+        self.beats += 1
+
+
+async def test_levels_are_set_for_all_or_for_a_logger_and_a_logger_can_be_set_back() -> None:
+    control, logger = Worker().control, logging.getLogger(__name__)
+    assert (await control.control(Control(log_level="warning"))).log_level == "warning"
+    assert not logger.isEnabledFor(logging.INFO)
+    assert (await control.control(Control(log_level="debug", logger=__name__))).log_level == "debug"
+    assert logger.isEnabledFor(logging.DEBUG)
+    assert not logging.root.isEnabledFor(logging.INFO)
+    assert (await control.control(Control(log_level="default", logger=__name__))).log_level == "warning"
+
+
+async def test_the_trace_rate_is_in_force_at_once_and_shown_in_the_status() -> None:
+    worker = Worker()
+    assert (await worker.control.control(Control(traces_per_s=math.inf))).traces_per_s == math.inf
+    assert tracer._rate is not None
+    assert all(tracer._rate.take() for _ in range(100))
+    assert worker.figures.status().traces_per_s == math.inf
+    await worker.control.control(Control(traces_per_s=0.0))
+    assert not tracer._rate.take()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        (Control(log_level="debug", logger=f"{__name__}x"), f"did you mean {__name__}"),
+        (Control(log_level="debug", logger="no.such.thing"), "loggers have the names of modules"),
+        (Control(log_level="default"), "for a logger that is named"),
+        (Control(log_level="debug", traces_per_s=-1.0), "0 or more"),
+        (Control(log_level="debug", traces_per_s=math.nan), "0 or more"),
+    ],
+)
+async def test_an_invalid_change_is_refused_with_advice_and_changes_nothing(wanted: Control, message: str) -> None:
+    logging.getLogger(__name__)
+    worker, before = Worker(), logging.root.level
+    with pytest.raises(Rejected, match=message):
+        await worker.control.control(wanted)
+    assert (logging.root.level, worker.figures.traces_per_s) == (before, 5.0)
+
+
+async def test_a_drained_worker_goes_on_running_and_can_take_work_again() -> None:
+    worker = Worker()
+    assert (await worker.control.control(Control(work="drain"))).draining
+    assert (worker.service.draining, worker.beats) == (True, 1)
+    assert not (await worker.control.control(Control(work="go-on"))).draining
+    assert (worker.service.draining, worker.beats, worker.service.stopped) == (False, 2, [])
+
+
+async def test_requests_that_outlast_the_draining_move_to_other_instances() -> None:
+    worker = Worker(drain_timeout_s=0.01)
+    await worker.control.control(Control(work="drain"))
+    async with asyncio.timeout(5):
+        while not worker.service.stopped:
+            await asyncio.sleep(0.005)
+    assert worker.service.stopped == ["this instance is draining"]
+
+
+async def test_a_stop_ends_the_process_and_other_roles_can_only_stop() -> None:
+    control = ProcessControl(Figures("bootstrap", "b1"))
+    with pytest.raises(Rejected, match="a bootstrap instance does not drain"):
+        await control.control(Control(work="drain"))
+    assert (await control.control(Control(work="stop"))).draining
+    async with asyncio.timeout(1):
+        await control.stopped()

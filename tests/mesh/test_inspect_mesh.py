@@ -1,0 +1,236 @@
+"""`services.inspect` over a real mesh of mock workers, each command once; and that one request's lines have one id."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Final
+from uuid import uuid4
+
+import httpx
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from services.inspect import __main__ as inspect
+from tests.mesh.harness import REPO, MeshProcesses, Worker
+from tests.mesh.mocks import MOCK_ENV, MODEL
+from tests.mesh.preloaded import Preloaded
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+
+SLOW: Final = {"SPEEDUP": "1", "PROMPT_TOKEN_S": "0.002", "STEP_S": "0"}  # a prompt of 400 tokens takes 0.8 s
+SECRET: Final = "the-content-of-a-request"
+
+
+@pytest.fixture(scope="module")
+def mesh(
+    etcd_url: str, nats_url: str, preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MeshProcesses]:
+    """One for the file; the tests run in their order, and the last ones end workers."""
+    home = tmp_path_factory.mktemp("inspect")
+    namespace = f"test-inspect-{uuid4().hex[:6]}"
+    with MeshProcesses(etcd_url, nats_url, namespace, home, MODEL, MOCK_ENV, preloaded) as made:
+        made.start("bootstrap", "decode", "decode", "frontend")
+        made.start_one("prefill", **{f"MESH_ENGINE__MOCK__{name}": value for name, value in SLOW.items()})
+        _until(lambda: _models(made), "the frontend lists the model")
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inspect, "console", Console(width=250, color_system=None))
+
+
+def _models(mesh: MeshProcesses) -> list[Any]:
+    found: list[Any] = httpx.get(f"{mesh.one('frontend').url}/v1/models").json()["data"]
+    return found
+
+
+def _until(holds: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not holds():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.05)
+
+
+def _options(mesh: MeshProcesses) -> list[str]:
+    urls = ["--etcd-url", mesh.etcd_url, "--nats-url", mesh.nats_url]
+    return [*urls, "--namespace", mesh.namespace, "--state-dir", str(mesh.home)]
+
+
+def inspected(mesh: MeshProcesses, *command: str) -> tuple[int, str]:
+    result = CliRunner().invoke(inspect.app, [*command, *_options(mesh)])
+    said = result.exception.code if isinstance(result.exception, SystemExit) else None
+    return result.exit_code, result.output + (said if isinstance(said, str) else "")
+
+
+def shown(mesh: MeshProcesses, *command: str) -> Any:
+    """The JSON of a command that succeeds."""
+    code, text = inspected(mesh, *command, "--json")
+    assert code == 0, text
+    return json.loads(text)
+
+
+def ask(mesh: MeshProcesses, number: int = 0) -> dict[str, Any]:
+    body = {"model": MODEL, "prompt": f"{number} {SECRET} " + "word " * 60, "max_tokens": 8}
+    answer = httpx.post(f"{mesh.one('frontend').url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    found: dict[str, Any] = answer.json()
+    return found
+
+
+def logged(worker: Worker, event: str) -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in worker.logged().splitlines() if line.startswith("{")]
+    return [line for line in lines if line["event"] == event]
+
+
+def ids(mesh: MeshProcesses, role: str) -> list[str]:
+    return [row["instance"] for row in shown(mesh, "top", "--once")["rows"] if row["role"] == role]
+
+
+def process_of(mesh: MeshProcesses, instance: str) -> Worker:
+    return next(w for w in mesh.workers if logged(w, "ready") and logged(w, "ready")[0]["instance"] == instance)
+
+
+def test_top_rooms_and_kv_show_transfers_while_they_run_and_afterwards(mesh: MeshProcesses) -> None:
+    with ThreadPoolExecutor() as asking:
+        asked = [asking.submit(ask, mesh, number) for number in range(4)]
+        full: list[Any] = []
+
+        def has_a_room_with_three_sides() -> bool:
+            full[:] = [r for r in shown(mesh, "rooms") if r["decode"] and r["bootstrap"] and r["prefill"]]
+            return bool(full)
+
+        _until(has_a_room_with_three_sides, "a room that all sides report")
+        for one in asked:
+            one.result()
+    [prefill] = ids(mesh, "prefill")
+    assert full[0]["prefill"]["instance"] == prefill
+    assert full[0]["decode"]["instance"] in ids(mesh, "decode")
+    frame = shown(mesh, "top", "--once")
+    assert {row["role"] for row in frame["rows"]} == {"frontend", "bootstrap", "decode", "prefill"}
+    assert all(row["state"] == "ok" for row in frame["rows"])
+    assert all(row["heartbeat_age_s"] is not None for row in frame["rows"] if row["role"] in ("decode", "prefill"))
+    assert sum(link["transfers"] for link in frame["links"]) == 4
+    assert all(link["prefill"] == prefill and link["bytes"] > 0 for link in frame["links"])
+    assert prefill in inspected(mesh, "top", "--once")[1]
+    assert "no room is open" in inspected(mesh, "rooms")[1]
+
+    overview = shown(mesh, "kv")
+    assert {one["role"] for one in overview["caches"]} == {"decode", "prefill"}
+    assert any(prefill in group["instances"] for group in overview["shared"])
+    text = f"2 {SECRET} " + "word " * 60
+    by_instance = {hit["instance"]: hit for hit in shown(mesh, "kv", "--no-chat", "--prompt", text)["instances"]}
+    whole = len(text) // 16 * 16
+    assert by_instance[prefill]["cached_tokens"] == whole
+    assert sorted(by_instance[name]["cached_tokens"] == whole for name in ids(mesh, "decode")) == [False, True]
+    block = overview["shared"][0]["last_block"]
+    assert sorted(shown(mesh, "kv", "--block", block[:10])[block]) == sorted(overview["shared"][0]["instances"])
+    few = [*map(str, text.encode()[:40])]
+    hits = shown(mesh, "kv", "--token-ids", ",".join(few), "--first", "32")
+    assert (hits["tokens"], hits["instances"][0]["cached_tokens"]) == (32, 32)
+
+
+def test_doctor_finds_nothing_wrong_in_a_mesh_that_works_and_names_its_transport(mesh: MeshProcesses) -> None:
+    code, text = inspected(mesh, "doctor")
+    assert code == 0, text
+    assert "\n0 wrong" in text
+    found = shown(mesh, "doctor")
+    transfers = [one["what"] for one in found if one["check"] == "KV transfer"]
+    assert len(transfers) == 3
+    assert all("nixl/UCX; in use:" in what for what in transfers), transfers
+    assert any("plugins on this host" in one["what"] and "UCX" in one["what"] for one in found)
+
+
+def test_lines_of_one_request_have_one_id_in_all_processes_and_none_of_its_content(mesh: MeshProcesses) -> None:
+    code, text = inspected(mesh, "set", "all", "--log-level", "debug", "--traces-per-s", "inf")
+    assert code == 0, text
+    assert text.count("log level debug, inf traces/s") == 5
+    ask(mesh, 99)
+    frontend = mesh.one("frontend")
+    _until(lambda: len(logged(frontend, "request")) == 5, "a line per request")
+    line = logged(frontend, "request")[-1]
+    assert (line["status"], line["output_tokens"]) == (200, 8)
+    parts = ("read_s", "tokenize_s", "queue_s", "route_s", "prefill_s", "generate_s")
+    assert sum(line[part] for part in parts) == pytest.approx(line["total_s"], abs=0.001)
+    assert line["prefill"] in ids(mesh, "prefill")
+    assert "local_prefill" not in line
+    [prefill] = logged(process_of(mesh, line["prefill"]), "request ended")
+    [decode] = logged(process_of(mesh, line["decode"]), "request ended")
+    assert decode["prefill"] == line["prefill"]
+    for other in (prefill, decode):
+        assert other["request_id"].startswith(line["request_id"])
+        assert other["trace_id"] == line["trace_id"]
+    states = [one for one in logged(process_of(mesh, line["prefill"]), "state") if "request_id" in one]
+    assert any(one["request_id"] == prefill["request_id"] for one in states)
+    assert not any(SECRET in worker.logged() for worker in mesh.workers)
+
+    inspected(mesh, "set", "all", "--log-level", "info")
+    code, text = inspected(mesh, "set", "decode", "--log-level", "debug", "--logger", "services.decode.servce")
+    assert code == 1
+    assert "did you mean services.decode.service" in text
+
+
+def test_a_drained_worker_gets_nothing_until_it_is_undone_and_unknown_ids_are_refused(mesh: MeshProcesses) -> None:
+    one, other = ids(mesh, "decode")
+    code, text = inspected(mesh, "drain", one, "--wait")
+    assert code == 0, text
+    assert f"decode {one} has no work left" in text
+    _until(lambda: _state(mesh, one) == "drained", "top shows it")
+    for number in range(200, 204):
+        ask(mesh, number)
+    frontend = mesh.one("frontend")
+    _until(lambda: len(logged(frontend, "request")) == 9, "their lines")
+    assert {line["decode"] for line in logged(frontend, "request")[-4:]} == {other}
+    found = [one for one in shown(mesh, "doctor") if one["level"] == "note"]
+    assert any("drains" in finding["what"] for finding in found)
+    assert inspected(mesh, "drain", one, "--undo")[0] == 0
+    _until(lambda: _state(mesh, one) == "ok", "it takes work again")
+    code, text = inspected(mesh, "drain", "zzzz")
+    assert (code, text.startswith("no instance id begins with 'zzzz'; there are")) == (1, True)
+    code, text = inspected(mesh, "drain", *ids(mesh, "bootstrap"))
+    assert (code, "a bootstrap instance does not drain" in text) == (1, True)
+
+
+def test_events_show_a_stop_and_a_kill_as_they_happen_and_doctor_fails_meanwhile(mesh: MeshProcesses) -> None:
+    stopped, killed = ids(mesh, "decode")
+    command = [sys.executable, "-m", "services.inspect", "events", "--json", *_options(mesh)]
+    out = mesh.home / "events.jsonl"
+    with out.open("wb") as stream:
+        events = subprocess.Popen(command, cwd=REPO, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
+    try:
+        _until(lambda: len(_events(out, "first heartbeat")) == 3, "it follows all workers")
+        code, text = inspected(mesh, "drain", stopped, "--stop", "--wait")
+        assert code == 0, text
+        worker = process_of(mesh, stopped)
+        _until(lambda: worker.popen.poll() is not None, "it ends")
+        assert worker.popen.poll() == 0
+        process_of(mesh, killed).kill()
+        _until(lambda: killed in _events(out, "lost"), "its heartbeats are missed")
+        code, text = inspected(mesh, "doctor")
+        assert code == 1
+        assert "no decode instance answers" in text
+        _until(lambda: killed in _events(out, "left etcd"), "its lease expires")
+        events.send_signal(signal.SIGINT)
+        assert events.wait(10) == 130
+    finally:
+        events.kill()
+        events.wait(10)
+    assert stopped in _events(out, "left etcd")
+    assert all(line.startswith("{") for line in out.read_text().splitlines()), "nothing but objects"
+
+
+def _state(mesh: MeshProcesses, instance: str) -> str:
+    rows = shown(mesh, "top", "--once")["rows"]
+    return str(next(row["state"] for row in rows if row["instance"] == instance))
+
+
+def _events(out: Path, what: str) -> list[str]:
+    """Instances with such an event."""
+    lines = [json.loads(line) for line in out.read_text().splitlines() if line.endswith("}")]
+    return [line["instance"] for line in lines if line["what"] == what]

@@ -1,0 +1,170 @@
+"""One line for each request, at its end."""
+
+import asyncio
+import logging
+from typing import Any
+
+import httpx
+import pytest
+
+from components.errors import PeerLost, QueueFull
+from components.telemetry.request_ids import RequestIds
+from components.wire.generate import PromptOrigin
+from services.frontend import request_log as module
+from services.frontend.request_log import RequestLog, request_log
+from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+
+SECRET = "my-secret-prompt"
+BODY = {"model": MODEL, "messages": [{"role": "user", "content": SECRET}]}
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(module, "time", made)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def _logged(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.handler.addFilter(RequestIds())  # as `configure_logs` does
+    caplog.set_level(logging.INFO)
+
+
+def written(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
+    return [vars(record) for record in caplog.records if record.name == "kvmesh.requests"]
+
+
+def run(log: RequestLog, clock: Clock, **seconds: float) -> None:
+    """Let the phases last so long; "generate" begins with the first token."""
+    for name, lasts_s in seconds.items():
+        if name == "generate":
+            log.first_token_s = clock.now_s
+        elif name != "read":
+            log.begin(name)
+        clock.now_s += lasts_s
+
+
+def test_the_phases_of_a_request_add_up_to_its_time(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    log = RequestLog()
+    run(log, clock, read=0.01, tokenize=0.02, queue=0.3, route=0.04, prefill=0.5, generate=1.0)
+    log.sent_to("d1")
+    log.prompt_computed(PromptOrigin(prefill="p1"))
+    log.write("/v1/completions", "m", 200, prompt_tokens=7, cached_tokens=2, output_tokens=11)
+    [line] = written(caplog)
+    phases = {name: line[f"{name}_s"] for name in ("read", "tokenize", "queue", "route", "prefill", "generate")}
+    assert phases == {"read": 0.01, "tokenize": 0.02, "queue": 0.3, "route": 0.04, "prefill": 0.5, "generate": 1.0}
+    assert line["total_s"] == pytest.approx(sum(phases.values()))
+    assert line["ttft_s"] == 0.87
+    assert (line["decode"], line["prefill"], line["status"]) == ("d1", "p1", 200)
+    assert (line["prompt_tokens"], line["cached_tokens"], line["output_tokens"]) == (7, 2, 11)
+    assert not {"slow", "error", "moves", "local_prefill"} & line.keys()
+    assert line["levelno"] == logging.INFO
+
+
+def test_a_slow_request_tells_its_longest_phase_its_moves_and_where_its_prompt_was_computed(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = RequestLog()
+    run(log, clock, read=0.0, tokenize=0.1, queue=4.0, route=0.1, prefill=1.0, generate=5.0)
+    for decode in ("d1", "d2"):
+        log.sent_to(decode)
+    log.moved("decode d1: silent for 2 s")
+    log.prompt_computed(PromptOrigin(prefill="p1", why_local="no answer in 6 s"))
+    log.prompt_computed(PromptOrigin(why_local="no prefill instance is alive"))
+    log.write("/v1/completions", "m", 200, output_tokens=11)
+    [line] = written(caplog)
+    assert line["slow"] == (
+        "4.0 s of 5.2 s until the first token were queue; 0.50 s per output token; moved 1 times; "
+        "its prompt was computed on decode"
+    )
+    assert (line["decode"], line["prefill"]) == ("d1,d2", "p1")
+    assert line["local_prefill"] == "no answer in 6 s; no prefill instance is alive"
+    assert (line["moves"], line["moved_because"]) == (1, "decode d1: silent for 2 s")
+    assert line["levelno"] == logging.WARNING
+
+
+def test_a_request_that_fails_before_its_first_token_is_slow_where_it_waited(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    log = RequestLog()
+    run(log, clock, read=0.0, tokenize=0.0, queue=30.0)
+    log.failed(QueueFull("the queue is full"), 503)
+    log.write("/v1/completions", "m", 503)
+    [line] = written(caplog)
+    assert line["slow"] == "30.0 s of 30.0 s until the first token were queue"
+    assert (line["error"], line["reason"]) == ("QueueFull", "the queue is full")
+    assert "ttft_s" not in line
+
+
+def test_outside_a_request_facts_go_nowhere(caplog: pytest.LogCaptureFixture) -> None:
+    request_log().moved("nobody's")
+    assert request_log() is not request_log()
+    assert not written(caplog)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_request_writes_one_line_without_its_content(
+    http: httpx.AsyncClient, mesh: FakeMesh, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    headers = {"X-Request-Id": "mine"}
+    assert (
+        await http.post("/v1/chat/completions", json={**BODY, "stream": stream}, headers=headers)
+    ).status_code == 200
+    async with asyncio.timeout(5):
+        while not written(caplog):  # a stream's client may be done before the line is written
+            await asyncio.sleep(0.01)
+    [line] = written(caplog)
+    assert (line["route"], line["model"], line["status"]) == ("/v1/chat/completions", MODEL, 200)
+    [prompt] = mesh.prompts
+    assert line["request_id"] == prompt.request_id
+    assert line["client_request_id"] == "mine"
+    assert line["prompt_tokens"] == len(prompt.token_ids)
+    assert line["cached_tokens"] == 2
+    assert line["output_tokens"] > 3
+    assert line["total_s"] >= line["ttft_s"] > 0
+    assert not any(SECRET in str(record) or "Paris" in str(record) for record in map(vars, caplog.records))
+
+
+@pytest.mark.anyio
+async def test_lines_of_a_library_inside_a_request_have_the_id_of_its_line(
+    http: httpx.AsyncClient, mesh: FakeMesh, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generate = FakeMesh.generate
+
+    async def chatty(self: FakeMesh, *args: Any) -> Any:
+        logging.getLogger("a_library").warning("inside")
+        return await generate(self, *args)
+
+    monkeypatch.setattr(FakeMesh, "generate", chatty)
+    await http.post("/v1/chat/completions", json=BODY)
+    await http.post("/v1/chat/completions", json=BODY)
+    inside = [vars(record)["request_id"] for record in caplog.records if record.name == "a_library"]
+    assert inside == [line["request_id"] for line in written(caplog)] == [p.request_id for p in mesh.prompts]
+
+
+@pytest.mark.anyio
+async def test_failed_and_refused_requests_have_a_line_each_and_a_client_error_quotes_nothing(
+    http: httpx.AsyncClient, mesh: FakeMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    mesh.fail_at, mesh.failure = 0, PeerLost("decode d1: gone")
+    assert (await http.post("/v1/chat/completions", json=BODY)).status_code == 502
+    assert (await http.post("/v1/chat/completions", json={**BODY, "tool_choice": SECRET})).status_code == 400
+    assert (await http.post("/tokenize", json={"model": MODEL, "prompt": SECRET})).status_code == 200
+    lost, refused, tokenized = written(caplog)
+    assert (lost["status"], lost["error"], lost["reason"]) == (502, "PeerLost", "decode d1: gone")
+    assert lost["levelno"] == logging.WARNING
+    assert (refused["status"], refused["levelno"]) == (400, logging.INFO)
+    assert refused["error"]
+    assert "reason" not in refused
+    assert (tokenized["route"], tokenized["status"]) == ("/tokenize", 200)
+    assert not any(SECRET in str(vars(record)) for record in caplog.records)

@@ -1,0 +1,106 @@
+"""OpenTelemetry's metrics of a server: a collector of ours receives and parses what is sent over OTLP."""
+
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
+
+from components.errors import DecodeLost
+from components.http.server import serve_http
+from components.text.tokenizer import TextModel
+from services.frontend.app import create_app
+from services.frontend.config import FrontendSettings
+from services.frontend.server_metrics import send_server_metrics
+from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+from tests.services.frontend.test_operations import CHAT, HELLO
+
+pytestmark = pytest.mark.anyio
+
+Received = list[ExportMetricsServiceRequest]
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, Received]]:
+    received: Received = []
+
+    class Collector(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            assert self.path == "/v1/metrics"
+            body = self.rfile.read(int(self.headers["content-length"]))
+            received.append(ExportMetricsServiceRequest.FromString(body))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Collector) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_address[1]}", received
+        server.shutdown()
+        thread.join()
+
+
+def points(received: Received) -> dict[str, list[tuple[dict[str, str], int, float]]]:
+    """Attributes, count and sum of each histogram."""
+    [resource] = received[-1].resource_metrics
+    named = {a.key: a.value.string_value for a in resource.resource.attributes}
+    assert (named["service.name"], named["service.instance.id"]) == ("kvmesh-frontend", "f1")
+    return {
+        metric.name: [
+            ({a.key: a.value.string_value for a in point.attributes}, point.count, point.sum)
+            for point in metric.histogram.data_points
+        ]
+        for scope in resource.scope_metrics
+        for metric in scope.metrics
+        if metric.unit == "s"
+    }
+
+
+async def test_requests_reach_a_collector_under_the_names_of_the_conventions(
+    collector: tuple[str, Received], mesh: FakeMesh, text: TextModel
+) -> None:
+    endpoint, received = collector
+    settings = FrontendSettings(port=0, drain_timeout_s=2, otlp_endpoint=endpoint)
+    mesh.pace_s = 0.002
+
+    async def ask(http: httpx.AsyncClient, **changes: Any) -> int:
+        return (await http.post(CHAT, json={**HELLO, **changes})).status_code
+
+    async with send_server_metrics(settings, "f1") as server:
+        app = create_app(mesh, text, settings, server_metrics=server)
+        async with serve_http(app, settings) as url, httpx.AsyncClient(base_url=url, timeout=10) as http:
+            assert await ask(http) == 200
+            assert await ask(http, model="invented") == 404
+            num_deltas, mesh.fail_at, mesh.failure = mesh.deltas, 1, DecodeLost("gone")
+            assert await ask(http) == 502
+    shown = points(received)
+    succeeded = {
+        "gen_ai.operation.name": "chat",
+        "gen_ai.provider.name": "kvmesh",
+        "gen_ai.request.model": MODEL,
+        "gen_ai.response.model": MODEL,
+    }
+    durations = shown["gen_ai.server.request.duration"]
+    assert [(about.get("error.type"), count) for about, count, _ in durations] == [
+        (None, 1),
+        ("UnknownModel", 1),
+        ("DecodeLost", 1),
+    ]
+    assert durations[0][0] == succeeded
+    assert "invented" not in str(durations)
+    [(about, count, first_s)] = shown["gen_ai.server.time_to_first_token"]
+    assert (about, count) == (succeeded, 1)
+    [(about, count, each_s)] = shown["gen_ai.server.time_per_output_token"]
+    assert (about, count) == (succeeded, 1)
+    assert each_s == pytest.approx((durations[0][2] - first_s) / (num_deltas - 1), rel=1e-6)
+
+
+async def test_without_a_collector_nothing_is_recorded() -> None:
+    async with send_server_metrics(FrontendSettings(), "f1") as server:
+        assert server is None

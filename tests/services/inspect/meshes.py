@@ -1,0 +1,31 @@
+"""Made-up instances as `inspect` sees them."""
+
+from typing import Any
+
+from msgspec.structs import replace
+
+from components.wire.instances import KvEndpoint, Role
+from components.wire.status import PageStatus, Status
+from services.inspect.mesh import Clock, Seen
+from tests.components.discovery.records import record
+from tests.components.kv_transfer.fake_transfer import endpoint
+
+LETTERS = {"frontend": "f", "decode": "d", "prefill": "p", "bootstrap": "b"}
+
+
+def nixl(name: str, **layout: Any) -> KvEndpoint:
+    made = endpoint(name)
+    return replace(made, backend="nixl/UCX", layout=replace(made.layout, **layout))
+
+
+def seen(role: Role, number: int = 1, *, answers: bool = True, ahead_s: float = 0.0, **told: Any) -> Seen:
+    """`told`: fields of its status."""
+    name = f"{LETTERS[role]}{number}"
+    is_worker = role in ("decode", "prefill")
+    kept = record(name, "e", role=role, host="here", model="m", kv=nixl(name) if is_worker else None)
+    if not answers:
+        return Seen(role, name, kept.subject, kept)
+    pages = PageStatus(total=100, free=50, cached=30, held=20) if is_worker else None
+    usual = {"version": "1", "host": "here", "pages": pages, "uptime_s": 90.0}
+    status = Status(instance_id=name, role=role, **{**usual, **told})
+    return Seen(role, name, kept.subject, kept, status, Clock(ahead_s, 0.001))

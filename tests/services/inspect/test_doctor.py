@@ -1,0 +1,174 @@
+"""What `inspect doctor` finds in made-up facts; each finding that asks for something says what to do."""
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from msgspec.structs import replace as changed
+
+from services.inspect import facts as facts_module
+from services.inspect.doctor import findings, report
+from services.inspect.facts import Facts, Nixl, Segment, Server, SharedMemory, Transport, shared_memory
+from services.inspect.findings import Finding, Level
+from services.inspect.mesh import Seen
+from tests.services.inspect.meshes import nixl, seen
+from tests.services.inspect.test_top_view import rendered
+
+NATS = Server("nats://n", version="2", facts={"max_payload": 8 << 20, "jetstream": ""})
+HEALTHY = Facts(
+    "ns",
+    "here",
+    etcd=[Server("http://e", version="3")],
+    nats=NATS,
+    seen=[seen("frontend"), seen("bootstrap"), seen("decode"), seen("prefill")],
+    heartbeat_ages_s={"d1": 0.2, "p1": 0.4},
+    pages={"f1": "", "d1": ""},
+    ports={"f1": ""},
+    shm=SharedMemory(100, 90),
+    nixl=Nixl(plugins=["UCX"]),
+)
+
+
+def judged(**changes: Any) -> list[Finding]:
+    found = findings(replace(HEALTHY, **changes))
+    assert all(bool(one.do) == (one.level is not Level.OK) for one in found)
+    return [one for one in found if one.level is not Level.OK]
+
+
+def with_(*others: Seen) -> list[Seen]:
+    """The healthy mesh, with these in place of the ones of their ids."""
+    ids = {one.instance_id for one in others}
+    return [one for one in HEALTHY.seen if one.instance_id not in ids] + list(others)
+
+
+def test_of_a_healthy_mesh_each_check_reports_that_it_is() -> None:
+    assert not judged()
+    checks = {one.check for one in findings(HEALTHY)}
+    assert checks == {
+        *("etcd", "NATS", "JetStream", "instances", "heartbeats", "ports", "versions", "KV layouts", "prefill"),
+        *("clocks", "KV transfer", "NIXL", "/dev/shm"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "check", "level", "text"),
+    [
+        ({"etcd": [Server("http://e", "unreachable")]}, "etcd", Level.WRONG, "unreachable"),
+        ({"nats": Server("nats://n", "refuses us")}, "NATS", Level.WRONG, "refuses us"),
+        ({"nats": replace(NATS, facts={"max_payload": 1 << 20})}, "NATS", Level.NOTE, "1.0 MB"),
+        ({"nats": replace(NATS, latency_ms=900.0)}, "NATS", Level.NOTE, "slow"),
+        (
+            {"nats": replace(NATS, facts={"max_payload": 8 << 20, "jetstream": "not enabled"})},
+            "JetStream",
+            Level.NOTE,
+            "not enabled",
+        ),
+        ({"seen": []}, "instances", Level.WRONG, "none is registered in namespace ns"),
+        ({"seen": with_(seen("frontend", answers=False))}, "instances", Level.WRONG, "frontend f1 on here, pid 1"),
+        ({"seen": with_(seen("frontend", draining=True))}, "instances", Level.NOTE, "frontend f1 drains"),
+        ({"heartbeat_ages_s": {"d1": 0.2, "p1": 9.0}}, "heartbeats", Level.WRONG, "prefill p1 has sent no heartbeat"),
+        ({"seen": with_(seen("frontend", event_loop_lag_s=0.9))}, "heartbeats", Level.NOTE, "0.9 s late"),
+        ({"pages": {"d1": "http://x/metrics: refused"}}, "ports", Level.WRONG, "metrics page of d1"),
+        ({"ports": {"f1": "http://x: refused"}}, "ports", Level.WRONG, "port for clients of f1"),
+        (
+            {"seen": with_(seen("decode", etcd_contact_age_s=60.0))},
+            "contact",
+            Level.WRONG,
+            "no contact with etcd for 60 s",
+        ),
+        ({"seen": with_(seen("decode", nats_contact_age_s=60.0))}, "contact", Level.WRONG, "no contact with NATS"),
+        ({"seen": with_(seen("frontend", version="2"))}, "versions", Level.NOTE, "2 (frontend f1)"),
+        ({"seen": with_(seen("frontend", ahead_s=-3.0))}, "clocks", Level.WRONG, "3.0 s behind"),
+        ({"nixl": Nixl("no module")}, "NIXL", Level.NOTE, "no module"),
+        ({"nixl": Nixl(plugins=["POSIX"])}, "NIXL", Level.NOTE, "no plugin UCX"),
+        ({"shm": None}, "/dev/shm", Level.NOTE, "is not there"),
+        ({"shm": SharedMemory(100, 5)}, "/dev/shm", Level.WRONG, "nearly full"),
+        ({"shm": SharedMemory(100, 50, [Segment("/dev/shm/ucx_1", 7, 99.0)])}, "/dev/shm", Level.NOTE, "1 files, 7 B"),
+    ],
+)
+def test_a_fault_is_found_and_nothing_else(changes: dict[str, Any], check: str, level: Level, text: str) -> None:
+    found = [one for one in judged(**changes) if (one.check, one.level) == (check, level)]
+    assert any(text in one.what for one in found), found
+    assert {one.check for one in judged(**changes)} <= {check, "instances", "prefill"}
+
+
+def unlike(**layout: Any) -> Seen:
+    one = seen("prefill")
+    assert one.record is not None
+    return replace(one, record=changed(one.record, kv=nixl("p1", **layout)))
+
+
+@pytest.mark.parametrize(
+    ("mesh", "reason"),
+    [
+        (with_(seen("prefill", answers=False)), "p1 is silent"),
+        (with_(seen("prefill", draining=True)), "p1 drains"),
+        (with_(unlike(layers=5)), "layers: 1 here, 5 there"),
+        (with_(seen("decode", breakers={"p1": "open"})), "circuit breaker is open"),
+    ],
+)
+def test_running_decode_only_against_ones_will_is_wrong_and_has_its_reason(mesh: list[Seen], reason: str) -> None:
+    """A mesh whose prefill workers were all refused ran decode-only, and every metric stayed green."""
+    [found] = [one for one in judged(seen=mesh) if one.check == "prefill"]
+    assert found.level is Level.WRONG
+    assert "decode d1 runs decode-only" in found.what
+    assert reason in found.what
+
+
+def test_one_usable_prefill_instance_is_enough_and_none_at_all_may_be_meant() -> None:
+    assert not [one for one in judged(seen=with_(seen("prefill", 2, draining=True))) if one.check == "prefill"]
+    [found] = [one for one in judged(seen=HEALTHY.seen[:3]) if one.check == "prefill"]
+    assert found.level is Level.NOTE
+
+
+def test_pages_that_differ_in_size_alone_may_be_exchanged() -> None:
+    found = judged(seen=with_(unlike(page_size=8)))
+    assert [one.check for one in found] == ["KV layouts"]
+
+
+def test_a_page_on_another_hosts_loopback_is_no_fault() -> None:
+    one = seen("decode")
+    assert one.record is not None
+    far = replace(one, record=changed(one.record, host="far"))
+    [found] = judged(seen=with_(far), pages={"d1": "http://127.0.0.1:1/metrics: refused"})
+    assert (found.level, found.check) == (Level.NOTE, "ports")
+    assert "on far" in found.what
+
+
+def test_without_servers_the_instances_are_not_judged() -> None:
+    found = findings(Facts("ns", "here", etcd=[Server("http://e", "gone")], nats=NATS))
+    assert {one.check for one in found} == {"etcd", "NATS", "JetStream", "NIXL", "/dev/shm"}
+
+
+def test_the_transport_that_is_in_use_is_named() -> None:
+    told = Facts(
+        **{**{n: getattr(HEALTHY, n) for n in Facts.__slots__}, "transports": {"p1": Transport(2, True, False)}}
+    )
+    texts = [one.what for one in findings(told) if one.check == "KV transfer"]
+    assert "prefill p1: nixl/UCX; in use: UCX shared memory mapped, 2 TCP connections with workers" in texts
+    assert "decode d1: nixl/UCX; its transport shows on its own host" in texts
+
+
+def test_a_report_has_the_advice_below_its_finding() -> None:
+    lines = rendered(report(findings(replace(HEALTHY, shm=None))))
+    at = next(i for i, line in enumerate(lines) if "is not there" in line)
+    assert lines[at].startswith("note")
+    assert "→ in a container" in lines[at + 1]
+
+
+def test_leftover_segments_are_old_ours_named_like_those_of_transfers_and_mapped_by_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("ucx_shm_posix_1", "ucx_young", "ucx_mapped", "another")
+    for name in names:
+        (tmp_path / name).write_bytes(b"12345")
+        os.utime(tmp_path / name, (time.time() - 3600,) * 2)
+    os.utime(tmp_path / "ucx_young")
+    monkeypatch.setattr(facts_module, "_mapped_paths", lambda: {str(tmp_path / "ucx_mapped")})
+    found = shared_memory(tmp_path)
+    assert found is not None
+    assert [(one.path, one.bytes) for one in found.left_over] == [(str(tmp_path / "ucx_shm_posix_1"), 5)]
+    assert shared_memory(tmp_path / "missing") is None
