@@ -45,6 +45,13 @@ select (page_count - freelist_count) * page_size from pragma_page_count, pragma_
 
 
 @dataclass(frozen=True, slots=True)
+class Event:
+    name: str
+    at_ns: int  # wall clock
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """Times are wall-clock nanoseconds."""
 
@@ -55,8 +62,10 @@ class Span:
     name: str
     start_ns: int
     end_ns: int
-    status: str
+    status: str  # UNSET, OK or ERROR
     attributes: dict[str, Any]
+    error: str = ""  # why the status is ERROR
+    events: tuple[Event, ...] = ()
 
 
 class TraceStore:
