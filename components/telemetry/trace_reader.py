@@ -17,13 +17,13 @@ from urllib.request import Request, urlopen
 
 from components.errors import BackendUnavailable
 from components.settings import MeshSettings
+from components.telemetry.otlp_sender import OBSERVER
 from components.telemetry.trace_store import FILE_NAME, Event, Span, TraceStore
 from components.telemetry.trace_summary import TraceSummary, summary_of
 
 T = TypeVar("T")
 
 API: Final = "/api/traces"
-OBSERVER: Final = "kvmesh-observer"  # its Server header
 TIMEOUT_S: Final = 5.0
 LOOKED_AT: Final = 1000  # newest traces, for slow and failed ones
 
