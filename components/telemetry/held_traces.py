@@ -13,13 +13,12 @@ from typing import Final, Protocol
 from opentelemetry.trace import SpanKind, StatusCode
 
 from components.telemetry.light_span import LightSpan
-from components.telemetry.trace_store import MOVED, REQUEST_ID, SLOW
+from components.telemetry.trace_store import MOVED, REQUEST_ID, SLOW, TTFT
 
 HELD_SPANS: Final = 20_000  # about 20 MB
 HELD_NS: Final = 120 * 10**9  # since the first span of the trace ended
 KEPT_IDS: Final = 10_000  # decisions that are remembered, for spans that end later
 KEPT_PER_S: Final = 20.0  # by the tail, in bursts of ten seconds' worth: failures may be many
-TTFT: Final = "kvmesh.ttft_s"
 LATEST: Final = 1000  # requests, for the 99th percentile
 ENOUGH: Final = 100  # of them
 

@@ -5,12 +5,12 @@ Every method blocks: a caller with an event loop uses a thread. All raise Traces
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 from urllib.error import HTTPError
 from urllib.parse import quote, urlencode
 from urllib.request import Request, urlopen
@@ -21,11 +21,8 @@ from components.telemetry.otlp_sender import OBSERVER
 from components.telemetry.trace_store import FILE_NAME, Event, Span, TraceStore
 from components.telemetry.trace_summary import TraceSummary, summary_of
 
-T = TypeVar("T")
-
 API: Final = "/api/traces"
 TIMEOUT_S: Final = 5.0
-LOOKED_AT: Final = 1000  # newest traces, for slow and failed ones
 
 
 class TracesUnavailable(BackendUnavailable):
@@ -63,31 +60,23 @@ class LocalTraceReader:
 
     def recent(self, limit: int = 50) -> list[TraceSummary]:
         with self._readable():
-            return self._summaries(limit, lambda _: True, looked_at=limit)
+            return self._summaries(self._store.last_trace_ids(limit))
 
     def slow(self, limit: int = 50) -> list[TraceSummary]:
         with self._readable():
-            return self._summaries(limit, lambda trace: trace.slow)
+            return self._summaries(self._store.slow_trace_ids(limit))
 
     def failed(self, limit: int = 50) -> list[TraceSummary]:
         with self._readable():
-            return self._summaries(limit, lambda trace: trace.status == "error")
+            return self._summaries(self._store.failed_trace_ids(limit))
 
     def spans(self, trace_id: str) -> list[Span]:
         with self._readable():
             return self._store.trace(trace_id)
 
-    def _summaries(
-        self, limit: int, wanted: Callable[[TraceSummary], bool], looked_at: int = LOOKED_AT
-    ) -> list[TraceSummary]:
-        found: list[TraceSummary] = []
-        for trace_id in self._store.last_trace_ids(looked_at):
-            spans = self._store.trace(trace_id)
-            if spans and wanted(summary := summary_of(spans)):  # a trace removed meanwhile has no spans
-                found.append(summary)
-                if len(found) >= limit:
-                    break
-        return found
+    def _summaries(self, trace_ids: list[str]) -> list[TraceSummary]:
+        traces = (self._store.trace(trace_id) for trace_id in trace_ids)
+        return [summary_of(spans) for spans in traces if spans]  # one removed meanwhile has no spans
 
     @contextmanager
     def _readable(self) -> Iterator[None]:

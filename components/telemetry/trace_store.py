@@ -30,6 +30,7 @@ REQUEST_ID: Final = "kvmesh.request_id"
 CLIENT_REQUEST_ID: Final = "kvmesh.client_request_id"
 SLOW: Final = "kvmesh.slow"
 MOVED: Final = "kvmesh.moved"
+TTFT: Final = "kvmesh.ttft_s"
 
 _SCHEMA: Final = """
 drop table if exists spans;
