@@ -25,7 +25,7 @@ from components.settings_help import HELP, HELP_ALL, help_text
 from components.startup import refuse
 
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
-WITH_SETTINGS: Final = (*ROLES, "planner")
+WITH_SETTINGS: Final = (*ROLES, "planner", "observer")
 LIKENESS: Final = 0.75  # from 0 to 1, for suggestions
 
 

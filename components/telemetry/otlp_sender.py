@@ -14,7 +14,7 @@ from collections import deque
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
-from components.urls import without_password
+from components.urls import login_of, without_password
 
 log = logging.getLogger(__name__)
 
@@ -36,10 +36,7 @@ class OtlpSender:
         self._host = address.hostname or ""
         self._port = address.port or (443 if self._secure else 80)
         self._path = address.path.rstrip("/") + PATH
-        self._headers = {"Content-Type": "application/x-protobuf", **_given_headers()}
-        if address.password is not None or address.username is not None:
-            login = f"{unquote(address.username or '')}:{unquote(address.password or '')}"
-            self._headers["Authorization"] = f"Basic {b64encode(login.encode()).decode()}"
+        self._headers = {"Content-Type": "application/x-protobuf", **_given_headers(), **login_header(endpoint)}
         wanted = os.environ.get("OTEL_EXPORTER_OTLP_COMPRESSION")
         if wanted == "gzip" or (wanted is None and self._host not in LOOPBACK):
             self._headers["Content-Encoding"] = "gzip"
@@ -133,6 +130,15 @@ class OtlpSender:
         self._waiting_bytes -= len(body)
         self.dropped += num_spans
         log.warning("spans dropped", extra={"receiver": self._place, "cause": cause, "count": num_spans})
+
+
+def login_header(endpoint: str) -> dict[str, str]:
+    """The user and password of a URL, if it has them."""
+    user, password = login_of(endpoint)
+    if user is None and password is None:
+        return {}
+    login = f"{user or ''}:{password or ''}"
+    return {"Authorization": f"Basic {b64encode(login.encode()).decode()}"}
 
 
 def _given_headers() -> dict[str, str]:

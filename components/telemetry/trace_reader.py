@@ -17,9 +17,10 @@ from urllib.request import Request, urlopen
 
 from components.errors import BackendUnavailable
 from components.settings import MeshSettings
-from components.telemetry.otlp_sender import OBSERVER
+from components.telemetry.otlp_sender import OBSERVER, login_header
 from components.telemetry.trace_store import FILE_NAME, Event, Span, TraceStore
 from components.telemetry.trace_summary import TraceSummary, summary_of
+from components.urls import without_password
 
 API: Final = "/api/traces"
 TIMEOUT_S: Final = 5.0
@@ -89,9 +90,10 @@ class LocalTraceReader:
 class ObserverTraceReader:
     """`TraceReader` over the HTTP API of `services.observer`."""
 
-    def __init__(self, url: str, token: str | None = None) -> None:
-        self.place = url.rstrip("/")
-        self._token = token
+    def __init__(self, url: str) -> None:
+        """`url`: may hold the observer's token as a password."""
+        self.place = without_password(url).rstrip("/")
+        self._headers = login_header(url)
 
     def recent(self, limit: int = 50) -> list[TraceSummary]:
         return self._list("recent", limit)
@@ -118,9 +120,8 @@ class ObserverTraceReader:
         return [summary_from(fields) for fields in found]
 
     def _get(self, path: str) -> dict[str, Any]:
-        headers = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
         try:
-            with urlopen(Request(self.place + path, headers=headers), timeout=TIMEOUT_S) as answer:  # noqa: S310
+            with urlopen(Request(self.place + path, headers=self._headers), timeout=TIMEOUT_S) as answer:  # noqa: S310
                 if answer.headers.get("Server") != OBSERVER:
                     raise TracesUnavailable(f"{self.place} is no kvmesh observer: use its own page")
                 return dict(json.load(answer))
