@@ -164,6 +164,7 @@ def shell_variables(settings: MeshSettings) -> dict[str, str]:
         "MESH_ETCD_URL": settings.etcd_url,
         "MESH_NATS_URL": settings.nats_url,
         "MESH_NAMESPACE": settings.namespace,
+        **({"MESH_OTLP_ENDPOINT": settings.otlp_endpoint} if settings.otlp_endpoint else {}),
         "NATS_URL": settings.nats_url,
         "ETCDCTL_ENDPOINTS": without_password(settings.etcd_url),
     }
