@@ -55,8 +55,6 @@ HOST_STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Measured just before."""
-
     copy_bytes_s: float  # read and written
     matmul_flop_s: float
 
@@ -112,6 +110,7 @@ class TimedStep:
     def __init__(self, runner: TimedRunner, step: Launched) -> None:
         self._runner = runner
         self._step = step
+        self.chunks = step.chunks
 
     def sample(self) -> None:
         with self._runner.timed():
