@@ -202,7 +202,8 @@ class PrefillClient:
             layout=self._transfer.endpoint.layout,
             verify_kv=self._checksums is not None,
         )
-        with tracer.start_as_current_span("decode.call_prefill", kind=SpanKind.CLIENT) as span:
+        # not the current span: prefill's span outlasts it
+        with tracer.measure("decode.call_prefill", kind=SpanKind.CLIENT) as span:
             span.set_attribute("kvmesh.prefill.instance", prefill.instance_id)
             subject = f"{prefill.subject}.prefill"
             accepted = await self._bus.call(subject, asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S)
@@ -233,7 +234,7 @@ class PrefillClient:
         async def ask(replica: InstanceRecord) -> None:
             await self._bus.call(f"{replica.subject}.open", opening, RoomOk, timeout_s=LIMIT_S)
 
-        with tracer.start_as_current_span("decode.open_room", kind=SpanKind.CLIENT):
+        with tracer.measure("decode.open_room", kind=SpanKind.CLIENT):
             await self._bootstraps.open(replicas, ask)
 
     async def _until_quiet(self, transfer: InboundTransfer, quiesce: Quiesce) -> None:
