@@ -61,7 +61,7 @@ def describe_request(span: Span, operation: str, request: GenerationFields, max_
 
 def describe_first_token(ttft_s: float) -> None:
     """Add the time to first token to the request's span, which is the current one."""
-    get_current_span().set_attribute(TTFT, ttft_s)
+    get_current_span().set_attribute(TTFT, round(ttft_s, 6))
 
 
 def describe_response(span: Span, response_id: str, model: str, generation: Generation) -> None:

@@ -25,7 +25,6 @@ TRIES: Final = 4  # a busy machine may take the processor away between two phase
 ENV: Final = {
     **MOCK_ENV,
     "MESH_ENGINE__MOCK__SPEEDUP": "1",  # steps of 10 ms, as a real model's: a phase is longer than a gap
-    "MESH_TRACES_PER_S": "inf",
 }
 FRONTEND: Final = {"frontend.validate", "frontend.tokenize", "frontend.route", "frontend.dispatch"}
 TOKENS: Final = {"decode.request", "decode.lookup", "decode.choose_prefill", "decode.generate"}
@@ -45,13 +44,24 @@ def mesh(
     home = tmp_path_factory.mktemp("traces")
     namespace = f"traces-{secrets.token_hex(3)}"
     with MeshProcesses(etcd_url, nats_url, namespace, home, "mock", ENV, preloaded) as processes:
-        processes.start("decode", "decode", "frontend")
+        processes.start("decode", "decode")
         yield processes
 
 
 @pytest.fixture(scope="module")
 def http(mesh: MeshProcesses) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=mesh.one("frontend").url, timeout=60) as client:
+    """A frontend that samples no request and keeps each as slow, so that others export what they held of it."""
+    yield from _frontend(mesh, MESH_TRACES_PER_S="0", MESH_TRACE_SLOW_S="0.000001")
+
+
+@pytest.fixture(scope="module")
+def sampling(mesh: MeshProcesses) -> Iterator[httpx.Client]:
+    """A frontend that samples every request: a process that is killed has exported a part of its spans."""
+    yield from _frontend(mesh, MESH_TRACES_PER_S="inf")
+
+
+def _frontend(mesh: MeshProcesses, **env: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=mesh.start_one("frontend", **env).url, timeout=60) as client:
         _until(lambda: bool(client.get("/v1/models").json()["data"]))
         yield client
 
@@ -94,7 +104,8 @@ def _shown(spans: list[Span]) -> str:
 def test_a_request_without_prefill_is_covered(http: httpx.Client, mesh: MeshProcesses, stream: bool) -> None:
     spans = _covered(lambda: _ask(http, stream=stream), mesh, LOCAL)
     summary = summary_of(spans)
-    assert (summary.status, summary.moved, summary.model, len(summary.decode_ids)) == ("ok", False, "mock", 1)
+    assert (summary.status, summary.moved, summary.slow, summary.model) == ("ok", False, True, "mock")
+    assert len(summary.decode_ids) == 1
     assert summary.prefill_ids == ()
 
 
@@ -156,9 +167,9 @@ def _names(mesh: MeshProcesses, request_id: str) -> set[str]:
     return {span.name for span in whole_trace(mesh.home, request_id, EVERY)}
 
 
-def test_a_prompt_whose_prefill_is_killed_is_covered(http: httpx.Client, mesh: MeshProcesses) -> None:
+def test_a_prompt_whose_prefill_is_killed_is_covered(sampling: httpx.Client, mesh: MeshProcesses) -> None:
     with ThreadPoolExecutor() as threads:
-        asked = threads.submit(_ask, http, words=600, tokens=4)
+        asked = threads.submit(_ask, sampling, words=600, tokens=4)
         time.sleep(0.5)  # prefill needs more than a second for this prompt
         mesh.one("prefill").kill()
         spans = whole_trace(mesh.home, asked.result(), LOCAL | {"prefill.request"})
@@ -167,11 +178,11 @@ def test_a_prompt_whose_prefill_is_killed_is_covered(http: httpx.Client, mesh: M
     assert not uncovered(spans), _shown(spans)
 
 
-def test_a_stream_whose_decode_is_killed_is_covered(http: httpx.Client, mesh: MeshProcesses) -> None:
+def test_a_stream_whose_decode_is_killed_is_covered(sampling: httpx.Client, mesh: MeshProcesses) -> None:
     """Spans of the killed process are lost: the frontend records that of the request in its place."""
     mesh.start("prefill")  # so that the lost process had called another one, which has exported its spans
     with ThreadPoolExecutor() as threads:
-        asked = [threads.submit(_ask, http, tokens=150) for _ in range(4)]
+        asked = [threads.submit(_ask, sampling, tokens=150) for _ in range(4)]
         time.sleep(1.0)
         mesh.one("decode").kill()
         traces = [whole_trace(mesh.home, one.result(), EVERY) for one in asked]
