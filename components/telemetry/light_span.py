@@ -32,6 +32,7 @@ class LightSpan(Span):
         "kind",
         "name",
         "parent_id",
+        "reached",
         "remote",
         "sink",
         "span_id",
@@ -65,6 +66,7 @@ class LightSpan(Span):
         self.start_time = start_time or time_ns()
         self.end_time: int | None = None
         self.remote = remote
+        self.reached = self.start_time  # end of the latest of its phases, wall-clock nanoseconds
         self.state = state
         self.status = UNSET
         self.events: Sequence[SpanEvent] = NO_EVENTS

@@ -1,6 +1,8 @@
 """The spans of the HTTP side, with OpenTelemetry's GenAI attributes."""
 
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from time import time_ns
 from typing import Final
 
 from opentelemetry.context import Context
@@ -11,6 +13,7 @@ from components.errors import Cancelled
 from components.openai.errors import ApiError
 from components.openai.fields import GenerationFields
 from components.telemetry import spans
+from components.telemetry.light_span import LightSpan
 from components.telemetry.trace_store import TTFT
 from services.frontend.generation import Generation
 
@@ -40,6 +43,29 @@ def request_span(scope: Scope, operation: str, request_id: str, label: str = "")
         record_exception=False,  # the request's edge turns each error into a status
         set_status_on_exception=False,
     )
+
+
+@contextmanager
+def phase(name: str, start_ns: int | None = None) -> Iterator[None]:
+    """A step of the current request. It begins where the step before it ended: no time is left out between two."""
+    request = get_current_span()
+    if not isinstance(request, LightSpan):
+        yield
+        return
+    span = tracer.start_span(name, start_time=start_ns or request.reached)
+    try:
+        with spans.use_span(span, end_on_exit=True):
+            yield
+    finally:
+        request.reached = span.end_time if isinstance(span, LightSpan) and span.end_time else time_ns()
+
+
+def record_phase(request: Span, name: str) -> None:
+    """The step that ends now."""
+    if isinstance(request, LightSpan):
+        now_ns = time_ns()
+        spans.record_span(name, request.reached, now_ns, parent=request)
+        request.reached = now_ns
 
 
 def describe_request(span: Span, operation: str, request: GenerationFields, max_tokens: int | None) -> None:

@@ -115,7 +115,7 @@ def test_a_refused_request_is_covered(http: httpx.Client, mesh: MeshProcesses) -
         assert answer.status_code == 400
         return str(answer.headers["x-request-id"])
 
-    spans = _covered(ask, mesh, {"frontend.validate", "frontend.refuse"})
+    spans = _covered(ask, mesh, {"frontend.validate", "frontend.fail"})
     assert summary_of(spans).status == "error"
 
 
