@@ -1,7 +1,7 @@
 """Whether a trace is whole: no span without its parent, and phases that say where the time went."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
@@ -11,6 +11,7 @@ from components.telemetry.trace_summary import root_of
 
 WAIT_S: Final = 15.0  # for the last spans, which each process exports by itself
 COVERED: Final = 0.98
+TRIES: Final = 4  # a busy machine may take the processor away between two phases
 
 
 def whole_trace(home: Path, request_id: str, names: Collection[str]) -> list[Span]:
@@ -54,3 +55,19 @@ def uncovered(spans: list[Span]) -> dict[str, float]:
                 reached = end
         shares[name] = 1 - covered / (end_ns - root.start_ns)
     return {name: share for name, share in shares.items() if share > 1 - COVERED}
+
+
+def covered_trace(ask: Callable[[], str], home: Path, names: Collection[str]) -> list[Span]:
+    """The whole trace of a request whose phases cover its time. `ask` returns the id of a request."""
+    for _ in range(TRIES):
+        spans = whole_trace(home, ask(), names)
+        missing = uncovered(spans)
+        if not missing:
+            return spans
+    raise AssertionError(f"not covered: {missing}\n{shown(spans)}")
+
+
+def shown(spans: list[Span]) -> str:
+    began_ns = min(span.start_ns for span in spans)
+    times = ((s.name, (s.start_ns - began_ns) / 1e6, (s.end_ns - began_ns) / 1e6) for s in spans)
+    return "\n".join(f"{name:25} {start:9.2f} {end:9.2f}" for name, start, end in times)
