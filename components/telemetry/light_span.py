@@ -34,6 +34,7 @@ class LightSpan(Span):
         "parent_id",
         "reached",
         "remote",
+        "root_id",
         "sink",
         "span_id",
         "start_time",
@@ -54,10 +55,12 @@ class LightSpan(Span):
         start_time: int | None = None,  # wall-clock nanoseconds
         remote: bool = False,  # whether the parent is in another process
         state: TraceState | None = None,
+        root_id: int = 0,
     ) -> None:
         self.name = name
         self.trace_id = trace_id
         self.span_id = getrandbits(64) or 1
+        self.root_id = root_id or self.span_id  # of this process's part of the request: its first span
         self.parent_id = parent_id
         self.flags = flags
         self.sink = sink

@@ -99,9 +99,18 @@ class Spans(trace.Tracer):
             return NOT_KEPT
         if parent.__class__ is LightSpan:
             of: Any = parent
-            state, sink = of.state, of.sink
             return LightSpan(
-                name, of.trace_id, of.span_id, of.flags, sink, kind, attributes, start_time, remote=False, state=state
+                name,
+                of.trace_id,
+                of.span_id,
+                of.flags,
+                of.sink,
+                kind,
+                attributes,
+                start_time,
+                False,
+                of.state,
+                of.root_id,
             )
         sink = self._sink
         if sink is None:
@@ -138,7 +147,7 @@ class Spans(trace.Tracer):
         """The span of a request in this process, whose caller can record it if this process dies."""
         span = self.start_span(name, kind=trace.SpanKind.SERVER)
         if isinstance(span, LightSpan) and span.remote:
-            span.span_id = called_span_id(span.parent_id, instance_id)
+            span.span_id = span.root_id = called_span_id(span.parent_id, instance_id)
         return span
 
 
