@@ -14,6 +14,7 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from components.telemetry.trace_reader import LocalTraceReader
 from components.telemetry.trace_store import Span
 from components.telemetry.trace_summary import summary_of
 from tests.mesh.harness import MeshProcesses
@@ -170,15 +171,25 @@ def test_a_prompt_whose_prefill_is_killed_is_covered(sampling: httpx.Client, mes
 def test_a_stream_whose_decode_is_killed_is_covered(sampling: httpx.Client, mesh: MeshProcesses) -> None:
     """Spans of the killed process are lost: the frontend records that of the request in its place."""
     mesh.start("prefill")  # so that the lost process had called another one, which has exported its spans
+    _until(lambda: "prefill.request" in _names(mesh, _ask(sampling)))
     with ThreadPoolExecutor() as threads:
-        asked = [threads.submit(_ask, sampling, tokens=150) for _ in range(4)]
-        time.sleep(1.0)
-        mesh.one("decode").kill()
-        traces = [whole_trace(mesh.home, one.result(), EVERY) for one in asked]
-    moved = [spans for spans in traces if summary_of(spans).moved]
-    assert moved, "no request was on the killed instance"
-    for spans in moved:
-        assert len(summary_of(spans).decode_ids) == 2
-        [lost] = [span for span in spans if "kvmesh.lost" in span.attributes and span.name == "decode.request"]
-        assert lost.service.startswith("frontend-")
-        assert "E2E" not in uncovered(spans), shown(spans)  # four requests at once wait for each other's turns
+        asked = threads.submit(_ask, sampling, tokens=250)
+        _until(lambda: bool(_running(mesh)))
+        time.sleep(0.5)
+        [killed] = [worker for worker in mesh.workers if f'"instance": "{_running(mesh)}"' in worker.logged()]
+        killed.kill()
+        spans = whole_trace(mesh.home, asked.result(), EVERY)
+    summary = summary_of(spans)
+    assert (summary.moved, len(summary.decode_ids)) == (True, 2)
+    [lost] = [span for span in spans if "kvmesh.lost" in span.attributes and span.name == "decode.request"]
+    assert lost.service.startswith("frontend-")
+    assert not uncovered(spans), shown(spans)
+
+
+def _running(mesh: MeshProcesses) -> str:
+    """The decode instance of the newest request, if that has its first token and goes on."""
+    reader = LocalTraceReader(mesh.home)
+    [newest] = reader.recent(1)
+    spans = reader.spans(newest.trace_id)
+    names = {span.name for span in spans}
+    return newest.decode_ids[0] if "frontend.first_token" in names and "frontend.stream" not in names else ""
