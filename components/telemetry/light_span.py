@@ -74,6 +74,27 @@ class LightSpan(Span):
         self.status = UNSET
         self.events: Sequence[SpanEvent] = NO_EVENTS
 
+    def child(
+        self,
+        name: str,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Mapping[str, Any] | None = None,
+        start_time: int | None = None,
+    ) -> "LightSpan":
+        return LightSpan(
+            name,
+            self.trace_id,
+            self.span_id,
+            self.flags,
+            self.sink,
+            kind,
+            attributes,
+            start_time,
+            False,
+            self.state,
+            self.root_id,
+        )
+
     def end(self, end_time: int | None = None) -> None:
         if self.end_time is None:
             self.end_time = end_time or time_ns()

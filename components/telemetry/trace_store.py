@@ -6,6 +6,7 @@ decoding, and a trace of a request is about five rows.
 
 import logging
 import sqlite3
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ T = TypeVar("T")
 BUSY_S: Final = 5.0  # another process may hold the lock this long
 BUSY_RETRY_S: Final = 0.01
 TRIM_EVERY: Final = 50  # writes; a trim reads an index
+SEEN: Final = 2000  # traces that a writer remembers, so that it need not add them again
 FILE_NAME: Final = "traces.sqlite"
 TABLES: Final = ("pieces", "traces", "requests")
 STATUS: Final = ("UNSET", "OK", "ERROR")
@@ -185,6 +187,7 @@ class TraceWriter:
         self._writes = 0
         self._new_spans = 0  # since the limits of spans and bytes were last checked
         self._new_bytes = 0
+        self._seen: OrderedDict[str, None] = OrderedDict()  # traces that the file has, the latest last
 
     def write(self, service: str, pieces: Sequence[Piece]) -> bool:
         """Returns False if the spans are lost. Every `TRIM_EVERY` writes, trim the file."""
@@ -210,7 +213,12 @@ class TraceWriter:
                     "insert into pieces values (?,?,?,?)", [(p.trace_id, service, p.num_spans, p.spans) for p in pieces]
                 )
                 connection.executemany(
-                    _ADD_TRACE, [(p.trace_id, p.start_ns, any(map(_is_special, p.roots))) for p in pieces]
+                    _ADD_TRACE,
+                    [
+                        (p.trace_id, p.start_ns, any(map(_is_special, p.roots)))
+                        for p in pieces
+                        if p.roots or p.trace_id not in self._seen
+                    ],
                 )
                 connection.executemany("insert or replace into requests values (?,?,?,?,?,?)", requests)
                 if (self._writes + 1) % TRIM_EVERY == 0:
@@ -219,6 +227,9 @@ class TraceWriter:
             self.close()  # the next write opens the file again: it may have been replaced
             raise
         self._writes += 1
+        self._seen.update(dict.fromkeys(piece.trace_id for piece in pieces))
+        while len(self._seen) > SEEN:
+            self._seen.popitem(last=False)
         self._new_spans += sum(piece.num_spans for piece in pieces)
         self._new_bytes += sum(len(piece.spans) for piece in pieces)
 
@@ -238,6 +249,7 @@ class TraceWriter:
             with suppress(OSError):  # SQLite's own error says more
                 self._path.touch(mode=0o600)
                 self._path.chmod(0o600)  # also for an earlier run's file; SQLite's other files inherit the mode
+            self._seen.clear()
             self._connection = _connect(self._path)
             self._connection.executescript(_SCHEMA)
         return self._connection

@@ -1,8 +1,8 @@
 """The spans of the HTTP side, with OpenTelemetry's GenAI attributes."""
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from time import time_ns
+from types import TracebackType
 from typing import Final
 
 from opentelemetry.context import Context
@@ -45,19 +45,26 @@ def request_span(scope: Scope, operation: str, request_id: str, label: str = "")
     )
 
 
-@contextmanager
-def phase(name: str, start_ns: int | None = None) -> Iterator[None]:
+def phase(name: str, start_ns: int | None = None) -> AbstractContextManager[Span]:
     """A step of the current request. It begins where the step before it ended: no time is left out between two."""
     request = get_current_span()
     if not isinstance(request, LightSpan):
-        yield
-        return
-    span = tracer.start_span(name, start_time=start_ns or request.reached)
-    try:
-        with spans.use_span(span, end_on_exit=True):
-            yield
-    finally:
-        request.reached = span.end_time if isinstance(span, LightSpan) and span.end_time else time_ns()
+        return nullcontext(request)
+    return _Phase(request, request.child(name, start_time=start_ns or request.reached))
+
+
+class _Phase(spans.CurrentSpan):
+    __slots__ = ("_request", "_step")
+
+    def __init__(self, request: LightSpan, step: LightSpan) -> None:
+        super().__init__(step, True, True, True)
+        self._request, self._step = request, step
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        self._request.reached = self._step.end_time or time_ns()
 
 
 def record_phase(request: Span, name: str) -> None:

@@ -5,6 +5,7 @@ import zlib
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -17,6 +18,7 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 from components.errors import Rejected
 from components.telemetry.otlp_encoder import span_field
 from components.telemetry.trace_store import REQUEST_ID, Piece, Root, plain
+from services.observer.scopes import Unusual, scan_scope
 
 PROTOBUF: Final = "application/x-protobuf"
 JSON: Final = "application/json"
@@ -80,10 +82,11 @@ def read_request(body: bytes, content_type: str) -> Received:
 
 def _pieces(scope: trace_pb2.ScopeSpans) -> tuple[list[Piece], int]:
     """The pieces, and the number of spans that are no good. Our own senders put each trace into a scope of its own."""
-    spans = scope.spans
-    traces = {span.trace_id for span in spans}
-    if len(traces) == 1 and all(map(_is_good, spans)):
-        return [_piece(traces.pop(), spans, scope.SerializeToString())], 0
+    data, spans = scope.SerializeToString(), scope.spans
+    with suppress(Unusual):
+        trace_id, start_ns, count = scan_scope(data)
+        roots = [root for span in spans if (root := _root(span)) is not None] if ROOT in data else []
+        return [Piece(trace_id.hex(), min(start_ns, LATEST_NS), count, data, roots)], 0
     by_trace: dict[bytes, list[trace_pb2.Span]] = defaultdict(list)
     for span in filter(_is_good, spans):
         by_trace[span.trace_id].append(span)
@@ -105,6 +108,8 @@ def _piece(trace_id: bytes, spans: Sequence[trace_pb2.Span], data: bytes) -> Pie
 
 
 def _root(span: trace_pb2.Span) -> Root | None:
+    if span.kind != trace_pb2.Span.SPAN_KIND_SERVER:
+        return None
     attributes = {attribute.key: plain(attribute.value) for attribute in span.attributes}
     if REQUEST_ID not in attributes:
         return None
