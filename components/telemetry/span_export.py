@@ -17,8 +17,8 @@ from components.telemetry.trace_store import REQUEST_ID, Piece, Root, TraceWrite
 
 log = logging.getLogger(__name__)
 
-EVERY_S: Final = 0.3  # so that `inspect trace last` shows the latest request
-BATCH: Final = 512  # spans in one request
+EVERY_S: Final = 0.5  # so that `inspect trace last` shows the latest request
+BATCH: Final = 2048  # spans in one request: some 400 KB
 MOST_WAITING: Final = 16_384  # spans; more are dropped and counted
 STOP_S: Final = 5.0  # for the last export
 
