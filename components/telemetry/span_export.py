@@ -47,7 +47,7 @@ class SpanExport:
         self._thread.start()
 
     def stop(self) -> None:
-        """Export what is left, within STOP_S."""
+        """Export the spans that wait, within STOP_S."""
         self._stopping.set()
         self._thread.join(STOP_S)
 
@@ -76,7 +76,7 @@ class SpanExport:
         try:
             self._export()
         except Exception:
-            log.exception("spans not exported")  # the thread goes on with the next ones
+            log.exception("spans not exported")  # the next batch may succeed
 
     def _export(self) -> None:
         while batch := [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]:
