@@ -173,7 +173,9 @@ class PrefillClient:
         self._transfer.hasten(coming.room)
 
     def ask(self, transfer: InboundTransfer, request: GenerateRequest, route: Route) -> None:
-        transfer.asking = asyncio.create_task(self._ask(transfer, request, route), name=f"ask {transfer.engine_id}")
+        transfer.asking = asyncio.create_task(
+            self._ask(transfer, request, route, time.time_ns()), name=f"ask {transfer.engine_id}"
+        )
         transfer.asking.add_done_callback(partial(_fail_if_refused, transfer))
 
     async def run(self, transfer: InboundTransfer, request: GenerateRequest) -> AuxRecord:
@@ -218,7 +220,7 @@ class PrefillClient:
             span.set_attribute("kvmesh.transfer.backend", self._transfer.endpoint.backend)
             return await transfer.landed(reserved.pages, tokens)
 
-    async def _ask(self, transfer: InboundTransfer, request: GenerateRequest, route: Route) -> None:
+    async def _ask(self, transfer: InboundTransfer, request: GenerateRequest, route: Route, began_ns: int) -> None:
         life_s = self._bootstrap_timeout_s + self._timeout_s
         prefill = transfer.prefill
         asking = PrefillRequest(
@@ -241,7 +243,8 @@ class PrefillClient:
             layout=self._transfer.endpoint.layout,
             verify_kv=self._checksums is not None,
         )
-        with tracer.start_as_current_span("decode.call_prefill", kind=SpanKind.CLIENT) as span:
+        # not the current span: prefill's span outlasts it
+        with tracer.measure("decode.call_prefill", kind=SpanKind.CLIENT, start_time=began_ns) as span:
             span.set_attribute("kvmesh.prefill.instance", prefill.instance_id)
             subject = f"{prefill.subject}.prefill"
             accepted = await self._bus.call(subject, asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S)
@@ -272,7 +275,7 @@ class PrefillClient:
         async def ask(replica: InstanceRecord) -> None:
             await self._bus.call(f"{replica.subject}.open", opening, RoomOk, timeout_s=LIMIT_S)
 
-        with tracer.start_as_current_span("decode.open_room", kind=SpanKind.CLIENT):
+        with tracer.measure("decode.open_room", kind=SpanKind.CLIENT):
             await self._bootstraps.open(replicas, ask)
 
     async def _until_quiet(self, transfer: InboundTransfer, quiesce: Quiesce) -> None:

@@ -31,7 +31,7 @@ from components.structured.masks import MaskMaker
 from components.telemetry.exemplars import exemplar_of
 from components.telemetry.figures import Figures, Queue, queues_of
 from components.telemetry.on_demand import OnDemand
-from components.telemetry.spans import tracer, use_span
+from components.telemetry.spans import record_lost, tracer, use_span
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import MAX_STREAM_ID, CancelStreams, GenerateAccepted, GenerateRequest, StreamsCancelled
 from components.wire.heartbeat import Heartbeat
@@ -150,7 +150,7 @@ class DecodeService:
             token_ids=unpack_tokens(request.token_ids),
             blocks=self._engine.engine.prompt_blocks(request.token_ids, request.cache_salt, request.adapter),
             streams={i: OutStream(request.reply_to, request.stream_id + i) for i in range(num_branches)},
-            span=tracer.start_span("decode.request", kind=trace.SpanKind.SERVER),
+            span=tracer.start_called_span("decode.request", self._registration.instance_id),
             lifecycle=self._active.lifecycle(engine_id),
         )
         active.span.set_attribute("kvmesh.decode.instance", self._registration.instance_id)
@@ -359,6 +359,8 @@ class DecodeService:
             in_time = now_ms() < active.request.deadline_unix_ms  # else the request came with too little time left
             if in_time and (transfer.waits_for_prefill or isinstance(exc, PrefillLost | PeerBroken)):
                 route.failed(exc)
+            if isinstance(exc, PrefillLost):
+                record_lost("prefill.request", active.span, prefill.instance_id, exc.message)
             self._settle_later(transfer)
             self._compute_here(active, exc, prefill.instance_id)
         except BaseException:  # cancelled, or our bug: the pages must come back in both cases

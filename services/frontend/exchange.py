@@ -73,6 +73,7 @@ class Exchange:
         self._awaits_first_token = True
         self._first_token_s: float | None = None  # from acceptance
         self._error: str | None = None  # class of the error that the request ended with
+        self._last_phase = ""  # it ends with the request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._caller = caller_of(scope)
@@ -96,9 +97,11 @@ class Exchange:
             finally:
                 self._account(reply, span)
                 self._write_log(reply)
+                if self._last_phase:
+                    tracing.record_phase(span, self._last_phase)
 
     async def _serve(self, scope: Scope, receive: Receive, reply: Reply, span: Span) -> None:
-        with tracing.tracer.start_as_current_span("frontend.validate"):
+        with tracing.phase("frontend.validate"):
             data = await read_json_body(scope, receive, self._frontend.settings.max_body_bytes)
             request = await self._dialect.read(Body(data, self._frontend.text), scope)
             limit = self._dialect.token_limit()
@@ -126,7 +129,7 @@ class Exchange:
         generation = Generation(frontend.mesh, frontend.text, prompts, gaps, partial(frontend.admission.began, place))
         async with self._dialect.underway(reply, generation):
             if place.turn is not None:
-                with tracing.tracer.start_as_current_span("frontend.admit"):
+                with tracing.phase("frontend.admit"):
                     await place.admitted()
             self._generation = generation
             self._log.begin("route")
@@ -142,7 +145,7 @@ class Exchange:
         deadline = int((time.time() + frontend.settings.request_timeout_s) * 1000)
         priority = self._caller.priority(request.priority, frontend.settings.best_priority)
         salt = self._caller.cache_salt(request.cache_salt, shared=frontend.settings.share_prefix_cache)
-        with tracing.tracer.start_as_current_span("frontend.tokenize"):
+        with tracing.phase("frontend.tokenize"):
             encoded = await dialect.encode(frontend.text)
             budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in encoded.prompts]
         asked = encoded.asked or request.asked_constraint
@@ -174,7 +177,7 @@ class Exchange:
         """Check that an answer can keep the constraint. Raises: Rejected, which names the field; TooManyChecks."""
         if self._frontend.checker is None:
             raise Rejected(f"'{asked.param}' is not supported by this server.", param=asked.param)
-        with tracing.tracer.start_as_current_span("frontend.compile"):
+        with tracing.phase("frontend.compile"):
             try:
                 return await self._frontend.checker.check(asked.constraint, self._caller.share(scope))
             except Unusable as exc:
@@ -242,10 +245,12 @@ class Exchange:
             return
         self._awaits_first_token = False
         ttft = self._frontend.metrics.time_to_first_token.labels(self._model, self._dialect.route)
-        with tracing.tracer.start_as_current_span("frontend.first_token", start_time=generation.first_unix_ns):
+        with tracing.phase("frontend.first_token", generation.first_unix_ns):
             yield
         self._first_token_s = time.perf_counter() - self._started
         ttft.observe(self._first_token_s, exemplar_of(get_current_span()))
+        self._last_phase = "frontend.stream"
+        tracing.describe_first_token(self._first_token_s)
 
     async def _fail(self, reply: Reply, span: Span, error: ApiError, exc: Exception) -> None:
         self._error = type(exc).__name__
@@ -253,6 +258,9 @@ class Exchange:
         self._log.failed(exc, error.status)
         if isinstance(exc, InvariantBroken):
             log.exception("request failed")
+        if self._last_phase:
+            tracing.record_phase(span, self._last_phase)
+        self._last_phase = "frontend.fail"
         extra = exc.headers or {} if isinstance(exc, HTTPException) else {}
         headers = [(name.encode(), value.encode()) for name, value in {**extra, **error.headers()}.items()]
         status, body = self._dialect.refusal(error)

@@ -77,10 +77,14 @@ async def answered(
     ):
         try:
             async with time_limit(frontend.settings.request_timeout_s, "the request took longer than"):
-                data = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
+                with tracing.phase("frontend.read"):
+                    data = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
                 async with cancelled_on_disconnect(request.receive, lambda: False):
-                    parsed = await Body(data, frontend.text).made_into(partial(parse_body, body))
-                    response = _response_of(await work(call, parsed))
+                    with tracing.phase("frontend.validate"):
+                        parsed = await Body(data, frontend.text).made_into(partial(parse_body, body))
+                    parts = await work(call, parsed)
+                    with tracing.phase("frontend.answer"):
+                        response = _response_of(parts)
         except MeshError as exc:
             response = _refused(call, from_mesh(exc, call.id), exc)
         except HTTPException as exc:
@@ -130,6 +134,11 @@ async def _in_turns(first: bytes, parts: Parts) -> AsyncGenerator[bytes, None]:
 def _refused(call: Call, error: ApiError, exc: Exception) -> Response:
     tracing.describe_error(call.span, error, type(exc).__name__)
     call.log.failed(exc, error.status)
+    with tracing.phase("frontend.fail"):
+        return _written(call, error, exc)
+
+
+def _written(call: Call, error: ApiError, exc: Exception) -> Response:
     status, body = call.refusal(error)
     return Response(body, status, dict(error.headers()), media_type="application/json")
 

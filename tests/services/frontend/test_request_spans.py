@@ -33,7 +33,8 @@ async def test_a_request_is_one_tree_of_its_steps(
 ) -> None:
     answer = await http.post(CHAT, json={**HELLO, "stream": stream, "max_tokens": 3, "temperature": 0.5, "stop": "x"})
     found = by_name(spans)
-    assert set(found) == {f"chat {MODEL}", "frontend.validate", "frontend.tokenize", "frontend.first_token"}
+    steps = {"frontend.validate", "frontend.tokenize", "frontend.first_token", "frontend.stream"}
+    assert set(found) == {f"chat {MODEL}", *steps}
     root = found[f"chat {MODEL}"]
     assert root.kind is SpanKind.SERVER
     assert root.parent is None
@@ -44,7 +45,11 @@ async def test_a_request_is_one_tree_of_its_steps(
             assert span.parent.span_id == root.context.span_id
             assert times(root)[0] <= times(span)[0] <= times(span)[1] <= times(root)[1]
     assert mesh.spans[0].span_id == root.context.span_id  # what the mesh does hangs below the request
-    assert dict(root.attributes or {}) == {
+    attributes = dict(root.attributes or {})
+    ttft_s = attributes.pop("kvmesh.ttft_s")
+    assert isinstance(ttft_s, float)
+    assert 0 < ttft_s <= (times(root)[1] - times(root)[0]) / 1e9
+    assert attributes == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "kvmesh",
         "kvmesh.request_id": answer.headers["x-request-id"],
@@ -104,4 +109,4 @@ async def test_a_model_that_a_client_made_up_names_no_span(
     http: httpx.AsyncClient, spans: InMemorySpanExporter
 ) -> None:
     await http.post(CHAT, json={**HELLO, "model": "invented"})
-    assert set(by_name(spans)) == {"chat", "frontend.validate"}
+    assert set(by_name(spans)) == {"chat", "frontend.validate", "frontend.fail"}

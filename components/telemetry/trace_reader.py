@@ -1,0 +1,157 @@
+"""Reads finished traces: from the observer over HTTP, or from the file on this host.
+
+Every method blocks: a caller with an event loop uses a thread. All raise TracesUnavailable.
+"""
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from http.client import HTTPException
+from pathlib import Path
+from typing import Any, Final, Protocol
+from urllib.error import HTTPError
+from urllib.parse import quote, urlencode
+from urllib.request import Request, urlopen
+
+from components.errors import BackendUnavailable
+from components.settings import MeshSettings
+from components.telemetry.otlp_sender import OBSERVER, login_header
+from components.telemetry.trace_store import FILE_NAME, Event, Span, TraceStore
+from components.telemetry.trace_summary import TraceSummary, summary_of
+from components.urls import without_password
+
+API: Final = "/api/traces"
+TIMEOUT_S: Final = 5.0
+
+
+class TracesUnavailable(BackendUnavailable):
+    """The store of traces cannot be read."""
+
+
+class TraceReader(Protocol):
+    place: str  # where the traces are, for people
+
+    def recent(self, limit: int = 50) -> list[TraceSummary]:
+        """The newest traces, the latest first."""
+        ...
+
+    def slow(self, limit: int = 50) -> list[TraceSummary]:
+        """Those marked as slow, the latest first."""
+        ...
+
+    def failed(self, limit: int = 50) -> list[TraceSummary]:
+        """Those that ended with an error, the latest first. A request that its client cancelled did not fail."""
+        ...
+
+    def spans(self, trace_id: str) -> list[Span]:
+        """All spans by start time. `trace_id`: may also be the beginning of a trace id or request id, or a client's
+        whole request id. Empty if there is no such trace.
+        """
+        ...
+
+
+class LocalTraceReader:
+    """`TraceReader` over the SQLite file of this host."""
+
+    def __init__(self, home: Path) -> None:
+        self.place = str(home)
+        self._file = home / FILE_NAME
+        self._store = TraceStore(home)
+
+    def recent(self, limit: int = 50) -> list[TraceSummary]:
+        with self._readable():
+            return self._summaries(self._store.last_trace_ids(limit))
+
+    def slow(self, limit: int = 50) -> list[TraceSummary]:
+        with self._readable():
+            return self._summaries(self._store.slow_trace_ids(limit))
+
+    def failed(self, limit: int = 50) -> list[TraceSummary]:
+        with self._readable():
+            return self._summaries(self._store.failed_trace_ids(limit))
+
+    def spans(self, trace_id: str) -> list[Span]:
+        with self._readable():
+            return self._store.trace(trace_id)
+
+    def _summaries(self, trace_ids: list[str]) -> list[TraceSummary]:
+        traces = (self._store.trace(trace_id) for trace_id in trace_ids)
+        return [summary_of(spans) for spans in traces if spans]  # one removed meanwhile has no spans
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as exc:
+            raise TracesUnavailable(f"{self._file} cannot be read: {exc}") from exc
+
+
+class ObserverTraceReader:
+    """`TraceReader` over the HTTP API of `services.observer`."""
+
+    def __init__(self, url: str) -> None:
+        """`url`: may hold the observer's token as a password."""
+        self.place = without_password(url).rstrip("/")
+        self._headers = login_header(url)
+
+    def recent(self, limit: int = 50) -> list[TraceSummary]:
+        return self._list("recent", limit)
+
+    def slow(self, limit: int = 50) -> list[TraceSummary]:
+        return self._list("slow", limit)
+
+    def failed(self, limit: int = 50) -> list[TraceSummary]:
+        return self._list("failed", limit)
+
+    def spans(self, trace_id: str) -> list[Span]:
+        return [span_from(fields) for fields in self._get(f"{API}/{quote(trace_id, safe='')}")["spans"]]
+
+    def answers(self) -> bool:
+        """Whether an observer, and not another OTLP receiver, listens there."""
+        try:
+            self._list("recent", 0)
+        except TracesUnavailable:
+            return False
+        return True
+
+    def _list(self, which: str, limit: int) -> list[TraceSummary]:
+        found = self._get(f"{API}?{urlencode({'which': which, 'limit': limit})}")["traces"]
+        return [summary_from(fields) for fields in found]
+
+    def _get(self, path: str) -> dict[str, Any]:
+        try:
+            with urlopen(Request(self.place + path, headers=self._headers), timeout=TIMEOUT_S) as answer:  # noqa: S310
+                if answer.headers.get("Server") != OBSERVER:
+                    raise TracesUnavailable(f"{self.place} is no kvmesh observer: use its own page")
+                return dict(json.load(answer))
+        except HTTPError as exc:
+            with exc:
+                reason = exc.read(1000).decode(errors="replace").strip()
+            raise TracesUnavailable(f"{self.place} answered {exc.code}: {reason or exc.reason}") from exc
+        except (OSError, HTTPException, ValueError) as exc:
+            raise TracesUnavailable(f"{self.place} cannot be read: {exc}") from exc
+
+
+def open_trace_reader(settings: MeshSettings) -> TraceReader:
+    """The observer that `otlp_endpoint` names, else this host's file. Asks the endpoint: it may block for TIMEOUT_S."""
+    if settings.otlp_endpoint:
+        reader = ObserverTraceReader(settings.otlp_endpoint)
+        if reader.answers():
+            return reader
+    return LocalTraceReader(settings.home)
+
+
+def fields_of(value: TraceSummary | Span) -> dict[str, Any]:
+    """The value as JSON has it; `summary_from` and `span_from` read it."""
+    return asdict(value)
+
+
+def summary_from(fields: dict[str, Any]) -> TraceSummary:
+    ids = {name: tuple(fields[name]) for name in ("decode_ids", "prefill_ids")}
+    return TraceSummary(**{**fields, **ids})
+
+
+def span_from(fields: dict[str, Any]) -> Span:
+    return Span(**{**fields, "events": tuple(Event(**event) for event in fields["events"])})
