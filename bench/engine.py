@@ -112,6 +112,7 @@ class TimedStep:
     def __init__(self, runner: TimedRunner, step: Launched) -> None:
         self._runner = runner
         self._step = step
+        self.chunks = step.chunks
 
     def sample(self) -> None:
         with self._runner.timed():

@@ -85,23 +85,17 @@ class TokenOutput(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Reserved:
-    """A DECODE request has pages. KV may be written into `pages[num_cached_pages:]`."""
+class Exposed:
+    """A request's pages, whose first `num_computed` tokens have KV.
+
+    The rest of a DECODE request's pages may be written. A PREFILL request is reported after each chunk.
+    """
 
     request_id: str
     pages: list[int]
-    num_cached_pages: int
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """A PREFILL request has KV of `num_computed` prompt tokens in `pages`."""
-
-    request_id: str
-    pages: list[int]
-    num_computed: int
+    num_computed: int  # whole pages of a DECODE request, which are cached
     num_cached_tokens: int
-    first_token: int | None = None  # set with the last chunk
+    first_token: int | None = None  # with the last chunk
     finish: FinishReason | None = None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
@@ -147,8 +141,8 @@ class StepStats(msgspec.Struct, frozen=True):
 
 class StepOutput(msgspec.Struct):
     tokens: list[TokenOutput] = []
-    reserved: list[Reserved] = []
-    computed: list[Computed] = []
+    reserved: list[Exposed] = []  # DECODE requests that got pages
+    computed: list[Exposed] = []  # PREFILL requests with a new chunk
     embedded: list[Embedded] = []
     failed: list[Failed] = []
     cache_events: list[CacheEvent] = []  # in order
@@ -170,7 +164,7 @@ class KvRegion:
 
 
 class Pause(NamedTuple):
-    reserved: list[Reserved]  # not repeated in the step's output
+    reserved: list[Exposed]  # not repeated in the step's output
     wait_s: float  # continuing earlier is harmless
 
 

@@ -15,7 +15,7 @@ from components.aio import background
 from components.errors import MeshError, MessageTooLarge
 from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
-from components.wire.generate import FrameDraft, FramesResent, ResendFrames, StreamItem, num_numbers
+from components.wire.generate import FramesResent, ResendFrames, StreamItem, TokenFrame, num_numbers
 from components.wire.logprobs import TokenLogprobs
 from components.wire.refused import refusal
 
@@ -68,7 +68,7 @@ class OutStream:
         self.next_seq += len(token_ids)
         self.gathered += token_ids
 
-    def leave(self, until_seq: int, frame: FrameDraft) -> None:
+    def leave(self, until_seq: int, frame: TokenFrame) -> None:
         """Move the gathered tokens to `frame`; their numbers end before `until_seq`."""
         token_ids, self.gathered = self.gathered, []
         frame.tokens(self.stream_id, until_seq - len(token_ids), token_ids)
@@ -132,7 +132,7 @@ class StreamOutbox:
         self._step = step
         self._interval_s = interval_s
         self._gathering: list[OutStream] = []  # streams with unsent tokens, some of them twice
-        self._frames: dict[str, list[FrameDraft]] = {}  # by frontend
+        self._frames: dict[str, list[TokenFrame]] = {}  # by frontend
         self._sent = SentFrames()
         self._on_gone: list[Callable[[str], None]] = []
         self._wake = asyncio.Event()
@@ -146,7 +146,7 @@ class StreamOutbox:
         stream.last_left_s = time.monotonic()
         frames[-1].add(item)
         if item.prompt_logprobs is not None:  # those of two long prompts may exceed NATS's limit
-            frames.append(FrameDraft())
+            frames.append(TokenFrame())
         self._begin()
 
     def put_tokens(self, stream: OutStream, token_ids: Sequence[int]) -> None:
@@ -197,7 +197,7 @@ class StreamOutbox:
         self._idle.clear()
         self._wake.set()
 
-    def _due(self, now_s: float) -> dict[str, list[FrameDraft]]:
+    def _due(self, now_s: float) -> dict[str, list[TokenFrame]]:
         """Frames to send now. A quick stream waits until it has gathered more tokens."""
         gathering, self._gathering = self._gathering, []
         quick_until_s = now_s - QUICK_INTERVALS * self._interval_s
@@ -210,29 +210,35 @@ class StreamOutbox:
         frames, self._frames = self._frames, {}
         return frames
 
-    def _frames_to(self, reply_to: str) -> list[FrameDraft]:
+    def _frames_to(self, reply_to: str) -> list[TokenFrame]:
         frames = self._frames.get(reply_to)
         if frames is None:
-            frames = self._frames[reply_to] = [FrameDraft()]
+            frames = self._frames[reply_to] = [TokenFrame()]
         return frames
 
-    async def _send(self, reply_to: str, draft: FrameDraft) -> None:
+    async def _send(self, reply_to: str, frame: TokenFrame) -> None:
         lane = self._sent.lane(reply_to)
-        frame = self._packed(draft, lane.next)
+        packed = self._packed(frame, lane.next)
         try:
-            self._bus.check_size(reply_to, frame)
+            self._bus.check_size(reply_to, packed)
         except MessageTooLarge as exc:  # it can never be sent, so its streams end
-            frame = self._packed(draft.failed(exc), lane.next)
-        self._sent.keep(lane, frame)
+            packed = self._packed(frame.failed(exc), lane.next)
+        self._sent.keep(lane, packed)
         try:
-            await self._bus.publish_bytes(reply_to, frame, self._probe(lane))
+            await self._bus.publish_bytes(reply_to, packed, self._probe(lane))
         except MeshError as exc:
             log.warning(
-                "frame not sent, the frontend must ask for it", extra={"reason": exc.message, "items": len(draft)}
+                "frame not sent, the frontend must ask for it", extra={"reason": exc.message, "items": len(frame)}
             )
 
-    def _packed(self, draft: FrameDraft, number: int) -> bytes:
-        return draft.pack(self._instance_id, self._epoch(), self._step(), number)
+    def _packed(self, frame: TokenFrame, number: int) -> bytes:
+        frame.instance_id, frame.epoch, frame.step, frame.number = (
+            self._instance_id,
+            self._epoch(),
+            self._step(),
+            number,
+        )
+        return frame.pack()
 
     def _probe(self, lane: _Lane) -> str:
         """The subject on which NATS reports that no process listens, or ""."""

@@ -6,7 +6,8 @@ Other subjects: `.cancel` for streams, `.resend` for lost frames. Each branch is
 import sys
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final, Literal, NamedTuple
 
 import msgpack
@@ -86,15 +87,6 @@ class StreamItem(NamedTuple):
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TokenFrame:
-    instance_id: str
-    epoch: str
-    step: int
-    items: list[StreamItem]
-    number: int = 0  # counts frames to this frontend, from 0
-
-
 def num_numbers(token_ids: Sequence[int]) -> int:
     return len(token_ids) or 1
 
@@ -109,46 +101,62 @@ class OtherFrameVersion(MalformedMessage):
         self.instance_id = instance_id
 
 
-class FrameDraft:
-    """Plain items go into columns: one tuple each would be most of a token's cost."""
+@dataclass(slots=True)
+class TokenFrame:
+    """Items of one frontend's streams. Plain ones are in columns: one tuple each would be most of a token's cost."""
 
-    __slots__ = ("_others", "_seqs", "_streams", "_tokens")
-
-    def __init__(self) -> None:
-        self._streams, self._seqs = array("q"), array("q")
-        self._tokens: list[Sequence[int]] = []
-        self._others: list[tuple[int, tuple[Any, ...]]] = []
+    instance_id: str = ""  # this and the next three are set when it is sent
+    epoch: str = ""
+    step: int = 0
+    number: int = 0  # counts frames to this frontend, from 0
+    streams: "array[int]" = field(default_factory=partial(array, "q"))
+    seqs: "array[int]" = field(default_factory=partial(array, "q"))
+    token_ids: list[list[int]] = field(default_factory=list)
+    others: list[tuple[int, StreamItem]] = field(default_factory=list)  # after so many plain ones
 
     def __len__(self) -> int:
-        return len(self._seqs) + len(self._others)
+        return len(self.seqs) + len(self.others)
 
-    def tokens(self, stream_id: int, seq: int, token_ids: Sequence[int]) -> None:
-        self._streams.append(stream_id)
-        self._seqs.append(seq)
-        self._tokens.append(token_ids)
+    @property
+    def items(self) -> list[StreamItem]:
+        plain = list(map(StreamItem, self.streams, self.seqs, self.token_ids))
+        items: list[StreamItem] = []
+        taken = 0
+        for at, item in self.others:
+            items += plain[taken:at]
+            items.append(item)
+            taken = at
+        return items + plain[taken:] if items else plain
+
+    def tokens(self, stream_id: int, seq: int, token_ids: list[int]) -> None:
+        self.streams.append(stream_id)
+        self.seqs.append(seq)
+        self.token_ids.append(token_ids)
 
     def add(self, item: StreamItem) -> None:
         if item.token_ids and item[3:] == PLAIN:
             self.tokens(item.stream_id, item.seq, item.token_ids)
         else:
-            self._others.append((len(self._seqs), _other(item)))
+            self.others.append((len(self.seqs), item))
 
-    def failed(self, error: MeshError) -> "FrameDraft":
+    def failed(self, error: MeshError) -> "TokenFrame":
         """A frame that ends this one's streams with `error`."""
-        failed, refused = FrameDraft(), refusal(error)
+        failed, refused = TokenFrame(), refusal(error)
         firsts: dict[int, int] = {}
-        for stream_id, seq in [*zip(self._streams, self._seqs, strict=True), *(item[:2] for _, item in self._others)]:
+        for stream_id, seq in [*zip(self.streams, self.seqs, strict=True), *(item[:2] for _, item in self.others)]:
             firsts[stream_id] = min(seq, firsts.get(stream_id, seq))
         for stream_id, seq in firsts.items():
             failed.add(StreamItem(stream_id, seq, [], None, refused))
         return failed
 
-    def pack(self, instance_id: str, epoch: str, step: int, number: int) -> bytes:
-        lengths, tokens = array("i", map(len, self._tokens)), array("i")
-        for token_ids in self._tokens:
+    def pack(self) -> bytes:
+        lengths, tokens = array("i", map(len, self.token_ids)), array("i")
+        for token_ids in self.token_ids:
             tokens.extend(token_ids)
-        columns = [_little_endian(column) for column in (self._streams, self._seqs, lengths, tokens)]
-        packed: bytes = msgpack.packb((FRAME_VERSION, instance_id, epoch, step, number, *columns, self._others))
+        columns = [_little_endian(column) for column in (self.streams, self.seqs, lengths, tokens)]
+        others = [(at, _other(item)) for at, item in self.others]
+        head = (FRAME_VERSION, self.instance_id, self.epoch, self.step, self.number)
+        packed: bytes = msgpack.packb((*head, *columns, others))
         return packed
 
 
@@ -187,18 +195,19 @@ def unpack_frame(data: bytes) -> TokenFrame:
     named = isinstance(instance_id, str) and isinstance(epoch, str)
     if not (named and isinstance(step, int) and isinstance(number, int) and number >= 0):
         raise MalformedMessage("token frame: bad header")
-    heads = _column("q", streams), _column("q", seqs), _column("i", lengths)
-    if len({len(column) for column in heads}) > 1:
+    frame = TokenFrame(instance_id, epoch, step, number, _column("q", streams), _column("q", seqs))
+    counts, all_tokens, taken = _column("i", lengths), _column("i", tokens).tolist(), 0
+    if not len(frame.streams) == len(frame.seqs) == len(counts):
         raise MalformedMessage("token frame: columns of different lengths")
-    token_ids, items, taken = _column("i", tokens).tolist(), [], 0
-    for stream_id, seq, length in zip(*heads, strict=True):
-        items.append(StreamItem(stream_id, seq, token_ids[taken : taken + length]))
+    for length in counts:
+        frame.token_ids.append(all_tokens[taken : taken + length])
         taken += length
         if length < 1:
             raise MalformedMessage("token frame: an item in columns without tokens")
-    if taken != len(token_ids):
-        raise MalformedMessage(f"token frame: {len(token_ids)} tokens where {taken} belong")
-    return TokenFrame(instance_id, epoch, step, _merged(items, others), number)
+    if taken != len(all_tokens):
+        raise MalformedMessage(f"token frame: {len(all_tokens)} tokens where {taken} belong")
+    frame.others = _others(others, len(counts))
+    return frame
 
 
 def _column(kind: Literal["q", "i"], data: Any) -> "array[int]":
@@ -211,20 +220,19 @@ def _column(kind: Literal["q", "i"], data: Any) -> "array[int]":
     return column
 
 
-def _merged(items: list[StreamItem], others: Any) -> list[StreamItem]:
+def _others(others: Any, num_plain: int) -> list[tuple[int, StreamItem]]:
     if not isinstance(others, list):
         raise MalformedMessage("token frame: items must be an array")
-    merged: list[StreamItem] = []
-    taken = 0
+    found: list[tuple[int, StreamItem]] = []
+    last = 0
     for other in others:
         if not (isinstance(other, list) and len(other) == 2 and isinstance(other[0], int)):
             raise MalformedMessage("token frame: bad item")
-        if not taken <= other[0] <= len(items):
+        if not last <= other[0] <= num_plain:
             raise MalformedMessage("token frame: items out of order")
-        merged += items[taken : other[0]]
-        taken = other[0]
-        merged.append(_item(other[1]))
-    return merged + items[taken:]
+        last = other[0]
+        found.append((last, _item(other[1])))
+    return found
 
 
 def _item(value: Any) -> StreamItem:

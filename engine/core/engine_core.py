@@ -26,16 +26,16 @@ from engine.core.outcomes import Outcomes
 from engine.model.pooling import Pooling
 from engine.ports import (
     EngineRequest,
+    Exposed,
     Failed,
     KvRegion,
     Pause,
     Recording,
-    Reserved,
     StepOutput,
     StepStats,
     TokenOutput,
 )
-from engine.runner.step_runner import Flight, Runner, StepFailed
+from engine.runner.step_runner import Launched, Runner, StepFailed
 from engine.scheduler.request import Chunk, Request
 from engine.scheduler.request_memory import RequestMemory, usable_pages
 from engine.scheduler.scheduler import Scheduler
@@ -75,8 +75,8 @@ class EngineCore:
         )
         self._requests = Requests(self._scheduler, self._memory)
         self._outcomes = Outcomes(self._requests, self._scheduler, self._memory, self._limits, runner.copy_page)
-        self._flight: Flight | None = None  # launched, not landed
-        self._behind: Flight | None = None  # launched, not drawn
+        self._flight: Launched | None = None  # drawn, not landed
+        self._behind: Launched | None = None  # not drawn
         self._failed_steps = FailedSteps()
         self._chunk_limit = ChunkLimit() if runner.takes_cpu else None
         self._arrivals = count()
@@ -199,9 +199,10 @@ class EngineCore:
             if pauses:
                 yield from self._pauses(output, reserve=False)  # pages are short
             self._land(output)
-        plan = self._scheduler.schedule(self._chunk_limit.tokens if self._chunk_limit is not None else None)
-        output.reserved += self._reserved(plan.reserved)
-        self._behind = self._launch(plan.chunks, output)
+        beside = None if self._chunk_limit is None else self._chunk_limit.tokens
+        chunks, reserved = self._scheduler.schedule(beside)
+        output.reserved += _reserved(reserved)
+        self._behind = self._launch(chunks, output)
         if pauses:
             yield from self._pauses(output)
         self._land(output)
@@ -218,45 +219,41 @@ class EngineCore:
             self._chunk_limit.stepped(stats.prompt_tokens, stats.decode_tokens, stats.step_s)
         return output
 
-    def _launch(self, chunks: list[Chunk], output: StepOutput) -> Flight | None:
+    def _launch(self, chunks: list[Chunk], output: StepOutput) -> Launched | None:
         if not chunks:
             return None
         try:
-            flight = Flight(chunks, self._runner.launch(chunks))
+            launched = self._runner.launch(chunks)
         except StepFailed as error:
             self._fail(error, chunks, output)
             return None
         for chunk in chunks:
             chunk.request.in_flight = chunk
-        return flight
+        return launched
 
-    def _sample(self, flight: Flight | None, output: StepOutput) -> Flight | None:
-        if flight is None:
+    def _sample(self, launched: Launched | None, output: StepOutput) -> Launched | None:
+        if launched is None:
             return None
         try:
-            flight.launched.sample()
+            launched.sample()
         except StepFailed as error:
-            self._fail(error, flight.chunks, output)
+            self._fail(error, launched.chunks, output)
             return None
-        return flight
+        return launched
 
     def _pauses(self, output: StepOutput, *, reserve: bool = True) -> Iterator[Pause]:
-        while self._flight is not None and (wait_s := self._flight.launched.wait_s()):
+        while self._flight is not None and (wait_s := self._flight.wait_s()):
             told, output.reserved = output.reserved, []
             yield Pause(told, wait_s)
             if reserve:
-                output.reserved += self._reserved(self._scheduler.reserve())
-
-    def _reserved(self, requests: Sequence[Request]) -> list[Reserved]:
-        page_size = self._region.layout.page_size
-        return [Reserved(r.id, list(r.pages), r.num_computed // page_size) for r in requests]
+                output.reserved += _reserved(self._scheduler.reserve())
 
     def _land(self, output: StepOutput) -> None:
         flight, self._flight = self._flight, None
         if flight is None:
             return
         try:
-            sampled = flight.launched.result()
+            sampled = flight.result()
         except StepFailed as error:
             self._fail(error, flight.chunks, output)
             return
@@ -310,3 +307,7 @@ class EngineCore:
             retractions=scheduler.retractions,
             forward=self._runner.forward_kind,
         )
+
+
+def _reserved(requests: Sequence[Request]) -> list[Exposed]:
+    return [Exposed(r.id, list(r.pages), r.num_computed, r.num_cached_tokens) for r in requests]

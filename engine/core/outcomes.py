@@ -8,7 +8,7 @@ from components.errors import NonFiniteLogits, Rejected
 from components.wire.logprobs import TokenLogprobs
 from engine.core.limits import Limits
 from engine.core.open_requests import Requests
-from engine.ports import Computed, Embedded, Failed, FinishReason, Phase, StepOutput, TokenMask, TokenOutput
+from engine.ports import Embedded, Exposed, Failed, FinishReason, Phase, StepOutput, TokenMask, TokenOutput
 from engine.sampling.bounds import check_token_ids
 from engine.sampling.row import NO_TOKEN
 from engine.scheduler.request import Chunk, Request
@@ -69,13 +69,13 @@ class Outcomes:
         elif phase is Phase.PREFILL:
             pages, computed, cached = list(request.pages), request.num_computed, request.num_cached_tokens
             if token_id is None:
-                output.computed.append(Computed(request.id, pages, computed, cached))
+                output.computed.append(Exposed(request.id, pages, computed, cached))
                 return
             finish = self._append(request, token_id)
             if request.mask is not None and self._failed(request, request.mask, output):
                 return
             told = request.row.logprobs, request.row.prompt_logprobs
-            output.computed.append(Computed(request.id, pages, computed, cached, token_id, finish, *told))
+            output.computed.append(Exposed(request.id, pages, computed, cached, token_id, finish, *told))
             self._requests.end(request)
         elif chunk.samples:  # EMBED
             output.embedded.append(Embedded(request.id, request.vector, request.num_cached_tokens))

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from components.errors import InvariantBroken
-from engine.ports import Engine, Reserved, StepOutput, StepStats
+from engine.ports import Engine, Exposed, StepOutput, StepStats
 
 T = TypeVar("T")
 
@@ -97,7 +97,7 @@ class EngineLoop(ABC):
         self.stats = output.stats
         self._hear(output)
 
-    def _receive_early(self, reserved: Sequence[Reserved]) -> None:
+    def _receive_early(self, reserved: Sequence[Exposed]) -> None:
         """Report reservations during a step, without counting tokens twice."""
         stats = msgspec.structs.replace(self.stats, prompt_tokens=0, decode_tokens=0, step_s=0.0)
         self._hear(StepOutput(reserved=list(reserved), stats=stats))

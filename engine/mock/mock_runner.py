@@ -169,14 +169,14 @@ class MockStep:
 
     def __init__(self, runner: MockRunner, chunks: Sequence[Chunk], checksums: Sequence[int], until_s: float) -> None:
         self._runner = runner
-        self._chunks = chunks
+        self.chunks = chunks
         self._checksums = checksums
         self._until_s = until_s
         self._token_ids: list[int | None] = []
 
     def sample(self) -> None:
         """Draw now, when masks know all earlier tokens."""
-        self._token_ids = self._runner.draw(self._chunks, self._checksums)
+        self._token_ids = self._runner.draw(self.chunks, self._checksums)
 
     def wait_s(self) -> float:
         return max(0.0, self._until_s - time.perf_counter())
@@ -184,7 +184,7 @@ class MockStep:
     def result(self) -> list[int | None]:
         if left_s := self.wait_s():
             time.sleep(left_s)
-        self._runner.leave(self._chunks, self._checksums, self._token_ids)
+        self._runner.leave(self.chunks, self._checksums, self._token_ids)
         return self._token_ids
 
 

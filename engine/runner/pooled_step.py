@@ -21,8 +21,8 @@ class PooledStep:
     """Implements `engine.runner.step_runner.Launched`; only `result` waits for the device.
 
     Args:
-        order: order[i] is the place of chunks[i] in results.
-        wanted: number of last tokens of each chunk in `hidden`.
+        order: indices of `chunks` in `StepShape`'s order.
+        wanted: number of last tokens of each chunk in `hidden`, in that order.
         hidden: float32 [sum(wanted), size].
     """
 
@@ -37,7 +37,8 @@ class PooledStep:
         pooling: Pooling,
     ) -> None:
         self._guard = guard
-        self._chunks = chunks
+        self.chunks = chunks
+        self._ordered = [chunks[i] for i in order]
         self._order = order
         self._wanted = wanted
         self._hidden: torch.Tensor | None = hidden
@@ -48,8 +49,8 @@ class PooledStep:
     def sample(self) -> None:
         hidden, self._hidden = self._hidden, None
         assert hidden is not None, "a step is sampled once"
-        with self._guard.failing(len(self._chunks)):
-            for chunk, rows in zip(self._chunks, torch.split(hidden, list(self._wanted)), strict=True):
+        with self._guard.failing(len(self._ordered)):
+            for chunk, rows in zip(self._ordered, torch.split(hidden, list(self._wanted)), strict=True):
                 if not chunk.dropped:
                     self._pool(chunk, rows)
             self._arrival = Arrival(hidden.device)
@@ -61,13 +62,13 @@ class PooledStep:
         """Store the vectors in their requests."""
         self._arrival.wait()
         broken: set[Request] = set()
-        with self._guard.failing(len(self._chunks)):
+        with self._guard.failing(len(self._ordered)):
             for request, vector in self._vectors:
                 request.vector = vector.numpy().astype("<f4").tobytes()
                 if not vector.isfinite().all():
                     broken.add(request)
-        token_ids: list[int | None] = [None] * len(self._chunks)
-        for i, chunk in zip(self._order, self._chunks, strict=True):
+        token_ids: list[int | None] = [None] * len(self._ordered)
+        for i, chunk in zip(self._order, self._ordered, strict=True):
             if chunk.request in broken:
                 token_ids[i] = NO_TOKEN
         return token_ids

@@ -3,8 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
-import msgspec
-
 from components.errors import InvariantBroken
 from engine.ports import Recording
 from engine.scheduler.request import Chunk
@@ -16,6 +14,10 @@ class StepFailed(InvariantBroken):
 
 class Launched(Protocol):
     """A launched step. Call `sample` once, then `result`, before the launch after the next."""
+
+    @property
+    def chunks(self) -> Sequence[Chunk]:
+        """As given to `launch`."""
 
     def sample(self) -> None:
         """Draw the tokens without waiting, before the next launch.
@@ -66,10 +68,3 @@ class Runner(Protocol):
 
     def stop_profile(self) -> Recording:
         pass
-
-
-class Flight(msgspec.Struct, frozen=True, eq=False):
-    """A launched step, whose tokens are not known yet."""
-
-    chunks: list[Chunk]
-    launched: Launched

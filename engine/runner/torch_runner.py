@@ -84,8 +84,8 @@ class TorchRunner:
         with self.failing(len(chunks)), marked:
             logits = self._logits(ordered, wanted)
             if self._pooling is not None:
-                return PooledStep(self, ordered, order, wanted, logits.float(), pooling=self._pooling)
-            return TorchStep(self, ordered, order, wanted, logits)
+                return PooledStep(self, chunks, order, wanted, logits.float(), pooling=self._pooling)
+            return TorchStep(self, chunks, order, wanted, logits)
 
     def copy_page(self, source: int, target: int) -> None:
         self._storage[target].copy_(self._storage[source])
@@ -173,9 +173,8 @@ class TorchStep:
     """Implements `engine.runner.step_runner.Launched`; only `result` waits for the device.
 
     Args:
-        chunks: in `StepShape`'s order.
-        order: order[i] is the place of chunks[i] in results.
-        wanted: number of last tokens of each chunk in `logits`.
+        order: indices of `chunks` in `StepShape`'s order.
+        wanted: number of last tokens of each chunk in `logits`, in that order.
         logits: [sum(wanted), vocab], valid until the next launch.
     """
 
@@ -188,7 +187,8 @@ class TorchStep:
         logits: torch.Tensor,
     ) -> None:
         self._runner = runner
-        self._chunks = chunks
+        self.chunks = chunks
+        self._ordered = [chunks[i] for i in order]
         self._order = order
         self._wanted = wanted
         self._logits: torch.Tensor | None = logits
@@ -199,8 +199,8 @@ class TorchStep:
     def sample(self) -> None:
         logits, self._logits = self._logits, None
         assert logits is not None, "a step is sampled once"
-        sampled = [chunk for chunk in self._chunks if chunk.samples]
-        with self._runner.failing(len(self._chunks)):
+        sampled = [chunk for chunk in self._ordered if chunk.samples]
+        with self._runner.failing(len(self._ordered)):
             if sum(self._wanted) > len(sampled):
                 logits = self._read_prompts(logits)
             if sampled:
@@ -214,11 +214,11 @@ class TorchStep:
 
     def result(self) -> list[int | None]:
         self._arrival.wait()
-        with self._runner.failing(len(self._chunks)):
+        with self._runner.failing(len(self._ordered)):
             drawn = iter(self._draw.read() if self._draw is not None else ())
             broken = {request for request, prompt in self._prompts if not prompt.leave()}
-        token_ids: list[int | None] = [None] * len(self._chunks)
-        for i, chunk in zip(self._order, self._chunks, strict=True):
+        token_ids: list[int | None] = [None] * len(self._ordered)
+        for i, chunk in zip(self._order, self._ordered, strict=True):
             if chunk.samples:
                 token_ids[i] = next(drawn)
             if chunk.request in broken:
@@ -232,7 +232,7 @@ class TorchStep:
         """
         drawn: list[int] = []
         first = 0
-        for chunk, count in zip(self._chunks, self._wanted, strict=True):
+        for chunk, count in zip(self._ordered, self._wanted, strict=True):
             if chunk.request.reads_prompt and not chunk.dropped:
                 logprobs = PromptLogprobs(chunk.request.row, logits[first : first + count], chunk.start)
                 self._prompts.append((chunk.request, logprobs))

@@ -12,8 +12,6 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import Final
 
-import msgspec
-
 from components.turns import turn
 from engine.ports import Phase
 from engine.scheduler.request import Chunk, Request, RequestState
@@ -34,11 +32,6 @@ def by_turn(request: Request) -> tuple[int, int]:
 
 def in_line(request: Request) -> tuple[int, int]:
     return turn(request.arrival, request.priority, 0)
-
-
-class Plan(msgspec.Struct, frozen=True, eq=False):
-    chunks: list[Chunk]
-    reserved: list[Request]
 
 
 class Scheduler:
@@ -105,11 +98,13 @@ class Scheduler:
         decodes = ((len(r.pages) * self.memory.page_size, *r.upcoming) for r in self.running)
         return sum(1 for slots, start, pending in decodes if pending == 1 and start >= slots) > available
 
-    def schedule(self, beside: int | None = None) -> Plan:
+    def schedule(self, beside: int | None = None) -> tuple[list[Chunk], list[Request]]:
         """Plan one step. If `must_retract`, no step may be in flight.
 
         Args:
             beside: prompt tokens that a step with decodes may compute; None: up to the budget.
+
+        Returns: what to compute, and the DECODE requests that got pages.
         """
         budget = self._max_step_tokens
         retractions, page_size = self.retractions, self.memory.page_size
@@ -136,7 +131,7 @@ class Scheduler:
             end = start + length
             chunks.append(Chunk(following, start, end, length == pending, end > len(following.tokens)))
             budget -= length
-        return Plan(chunks, reserved)
+        return chunks, reserved
 
     def reserve(self) -> list[Request]:
         """Give pages to DECODE requests, whose prefills hold pages meanwhile.

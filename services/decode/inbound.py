@@ -12,7 +12,7 @@ from components.kv_transfer.checksum import PageChecksums, Sent
 from components.lifecycle import Lifecycle, Tally
 from components.telemetry.spans import tracer
 from components.wire.instances import InstanceRecord
-from engine.ports import Reserved
+from engine.ports import Exposed
 
 MAX_NAMED: Final = 16  # pages in an error message
 
@@ -61,7 +61,7 @@ class InboundTransfer:
         self.stamp = stamp
         self.failure = Failure()
         self.lifecycle = Lifecycle(f"inbound {engine_id}", NEXT, S.PREALLOC, tally)
-        self.reserved: asyncio.Future[Reserved] = asyncio.get_running_loop().create_future()
+        self.reserved: asyncio.Future[Exposed] = asyncio.get_running_loop().create_future()
         self._transfer = transfer
         self._checksums = checksums
         self._landed: asyncio.Future[None] | None = None

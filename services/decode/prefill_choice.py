@@ -25,12 +25,6 @@ log = logging.getLogger(__name__)
 QUEUES: Final = "every prefill queue takes longer than computing it here"
 
 
-class Wanted(NamedTuple):
-    blocks: PromptBlocks  # with hashes that compatible instances share
-    adapter: str
-    session: str
-
-
 class PrefillChoice:
     """Knows which prefill instances are compatible with this one, and asks the router for one of them.
 
@@ -65,22 +59,28 @@ class PrefillChoice:
         return Endpoint("explain_route", ExplainRoute, self.explain_route)
 
     async def choose(
-        self, wanted: Wanted, remaining: int, *, explain: bool = False, dry: bool = False
+        self,
+        blocks: PromptBlocks,
+        remaining: int,
+        *,
+        adapter: str,
+        session: str,
+        explain: bool = False,
+        dry: bool = False,
     ) -> RouteChoice | str:
         """Choose an instance for a prompt with `remaining` tokens to compute. Returns the reason if none is used."""
         if remaining <= self._max_local_prefill:
             return f"only {remaining} tokens remain"
         if not self._prefill.has_room:
             return "there are as many transfers as aux slots"
-        usable = self._usable(wanted.adapter)
-        blocks = wanted.blocks
-        ask = RouteRequest(blocks.num_tokens, session=wanted.session, prefix=blocks.prefix(), explain=explain, dry=dry)
+        usable = self._usable(adapter)
+        ask = RouteRequest(blocks.num_tokens, session=session, prefix=blocks.prefix(), explain=explain, dry=dry)
         inquiries = self._fleet.inquiries
         if inquiries is not None and inquiries.are_needed:
-            return self._chosen_by(await inquiries.about(ask, blocks, usable), remaining, usable, wanted.adapter)
+            return self._chosen_by(await inquiries.about(ask, blocks, usable), remaining, usable, adapter)
         if self._is_sooner_here(remaining, [record.instance_id for record in usable]):
             return QUEUES
-        return self._fleet.router.choose(ask, blocks, usable) or self._why_none(usable, wanted.adapter)
+        return self._fleet.router.choose(ask, blocks, usable) or self._why_none(usable, adapter)
 
     def _chosen_by(
         self, inquiry: Inquiry, remaining: int, usable: Sequence[InstanceRecord], adapter: str
@@ -116,8 +116,10 @@ class PrefillChoice:
         if request.adapter and request.adapter not in self._engine.adapters:
             raise UnknownModel(f"this instance has no adapter {request.adapter!r} of {self._model!r}")
         blocks = self._engine.prompt_blocks(request.token_ids, request.cache_salt, request.adapter)
-        wanted = Wanted(blocks, request.adapter, request.session)
-        chosen = await self.choose(wanted, blocks.num_tokens - self._engine.peek_prefix(blocks), explain=True, dry=True)
+        remaining = blocks.num_tokens - self._engine.peek_prefix(blocks)
+        chosen = await self.choose(
+            blocks, remaining, adapter=request.adapter, session=request.session, explain=True, dry=True
+        )
         return explained(self._fleet.policy.text, request.token_ids, chosen)
 
     def _usable(self, adapter: str) -> Sequence[InstanceRecord]:

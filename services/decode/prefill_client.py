@@ -38,7 +38,7 @@ from components.wire.instances import InstanceRecord, KvEndpoint
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
 from components.wire.rooms import KvComing, OpenRoom, RoomFailed, RoomOk
 from components.wire.tokens import num_tokens
-from engine.ports import Reserved
+from engine.ports import Exposed
 from services.decode.bootstrap_choice import LIMIT_S, BootstrapChoice
 from services.decode.inbound import NEXT, InboundState, InboundTransfer
 
@@ -116,7 +116,7 @@ class PrefillClient:
         self._transfers[engine_id] = transfer
         return transfer
 
-    def reserved(self, event: Reserved) -> None:
+    def reserved(self, event: Exposed) -> None:
         transfer = self._transfers.get(event.request_id)
         if transfer is not None and not transfer.reserved.done():
             transfer.reserved.set_result(event)
@@ -170,13 +170,13 @@ class PrefillClient:
         late = DeadlineExceeded(f"no {what} prefill {transfer.prefill.instance_id} in {seconds:.3g} s")
         return await transfer.failure.within(seconds, late, work)
 
-    def _sent(self, transfer: InboundTransfer, request: GenerateRequest, reserved: Reserved) -> Sent:
-        ours, theirs = self._transfer.endpoint, transfer.prefill.kv
+    def _sent(self, transfer: InboundTransfer, request: GenerateRequest, reserved: Exposed) -> Sent:
+        theirs = transfer.prefill.kv
         assert theirs is not None, "an instance without KV is not chosen"
-        tokens = range(reserved.num_cached_pages * ours.layout.page_size, num_tokens(request.token_ids))
+        tokens = range(reserved.num_computed, num_tokens(request.token_ids))
         return Sent(reserved.pages, tokens, theirs.layout.page_size)
 
-    async def _receive(self, transfer: InboundTransfer, reserved: Reserved, sent: Sent, timeout_s: float) -> AuxRecord:
+    async def _receive(self, transfer: InboundTransfer, reserved: Exposed, sent: Sent, timeout_s: float) -> AuxRecord:
         await self._offer(transfer, reserved, now_ms() + int(timeout_s * 1000))
         transfer.is_room_open = True
         with tracer.start_as_current_span("decode.receive") as span:
@@ -212,7 +212,7 @@ class PrefillClient:
             accepted = await self._bus.call(subject, asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S)
         route.accepted(accepted.number)
 
-    async def _offer(self, transfer: InboundTransfer, reserved: Reserved, deadline_unix_ms: int) -> None:
+    async def _offer(self, transfer: InboundTransfer, reserved: Exposed, deadline_unix_ms: int) -> None:
         """Open the room at a bootstrap replica. Raises: NoBootstrapInstance."""
         opening = OpenRoom(
             room=transfer.room,
@@ -222,7 +222,7 @@ class PrefillClient:
             decode_id=self._registration.instance_id,
             decode_epoch=self._registration.epoch,
             pages=reserved.pages,
-            num_cached_pages=reserved.num_cached_pages,
+            num_cached_pages=reserved.num_computed // self._transfer.endpoint.layout.page_size,
             aux_slot=transfer.slot,
             deadline_unix_ms=deadline_unix_ms,
             sender=self._registration.instance_id,
@@ -267,7 +267,7 @@ class PrefillClient:
             await asyncio.sleep(QUIESCE_AGAIN_S)
 
 
-async def _pages_of(transfer: InboundTransfer) -> Reserved:
+async def _pages_of(transfer: InboundTransfer) -> Exposed:
     asked_ns = time.time_ns()
     reserved = await transfer.reserved
     record_span("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})

@@ -43,7 +43,7 @@ from engine.sampling.bounds import check_branches
 from services.decode.config import OnTransferFailure
 from services.decode.embedding import EmbeddingService
 from services.decode.inbound import InboundState, InboundTransfer
-from services.decode.prefill_choice import PrefillChoice, Wanted
+from services.decode.prefill_choice import PrefillChoice
 from services.decode.prefill_client import PrefillClient
 from services.decode.requests import SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, RequestQueues, RequestState
 from services.worker import check_addressed, check_model
@@ -240,8 +240,13 @@ class DecodeService:
             if active.request.sampling.prompt_logprobs is not None:
                 span.set_attribute("kvmesh.prefill.why_local", "the prompt's log-probabilities are asked for")
                 return None
-            wanted = Wanted(active.blocks, request.adapter, request.session)
-            chosen = await self._choice.choose(wanted, len(active.token_ids) - hit, explain=span.is_recording())
+            chosen = await self._choice.choose(
+                active.blocks,
+                len(active.token_ids) - hit,
+                adapter=request.adapter,
+                session=request.session,
+                explain=span.is_recording(),
+            )
             if isinstance(chosen, str):
                 span.set_attribute("kvmesh.prefill.why_local", chosen)
                 return None

@@ -21,7 +21,7 @@ from typing import Final, Protocol
 
 from components.errors import NoDecodeInstance, Overloaded, QueueFull
 from components.routing.policy import REQUEST_TOKENS
-from services.frontend.fair_queue import FairQueue, Waiting
+from services.frontend.fair_queue import FairQueue, Place
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.ports import FleetRoom, Mesh
 
@@ -67,32 +67,6 @@ def key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     return blake2b(token, digest_size=16, key=_PEPPER).digest() if token else ANONYMOUS
 
 
-class Place:
-    """One request between `Admission.enter` and `leave`."""
-
-    __slots__ = ("_admission", "inside", "not_begun", "tokens_not_begun", "turn", "waiting")
-
-    def __init__(self, admission: "Admission", waiting: Waiting, choices: int) -> None:
-        self._admission = admission
-        self.waiting = waiting
-        self.inside = False  # admitted, and not over
-        self.turn: asyncio.Future[Overloaded | None] | None = None  # of a request that has to wait
-        self.not_begun = choices
-        self.tokens_not_begun = waiting.tokens
-
-    async def admitted(self) -> None:
-        """Wait for the request's turn. Raises: QueueFull, NoDecodeInstance."""
-        if self.turn is not None and (refusal := await self.turn) is not None:
-            raise refusal
-
-    def began(self, prompt_tokens: int) -> None:
-        """Record the first token of a choice. `prompt_tokens`: of its prompt, at the prompt's first choice; else 0."""
-        self._admission.began(self, prompt_tokens)
-
-    def leave(self, answer_tokens: int = 0) -> None:
-        self._admission.leave(self, answer_tokens)
-
-
 class AdmittedRate:
     def __init__(self, now_s: float) -> None:
         self._since_s = self._at_s = now_s
@@ -116,7 +90,6 @@ class Admission:
         self._limits = limits
         self._max_inflight = limits.max_inflight or math.inf
         self._queue = FairQueue(limits.queue_tokens)
-        self._places: dict[Waiting, Place] = {}  # of queued requests
         self._inflight = 0
         self._not_begun = 0  # our choices
         self._tokens_not_begun = 0
@@ -136,7 +109,7 @@ class Admission:
         Raises: QueueFull, if the request cannot wait either.
         """
         now_s = asyncio.get_running_loop().time()
-        place = Place(self, Waiting(key, priority, prompt_tokens + REQUEST_TOKENS * choices, now_s), choices)
+        place = Place(key, priority, prompt_tokens + REQUEST_TOKENS * choices, now_s, choices)
         if not self._queue and self._has_room(now_s):
             self._admit(place, now_s)
         else:
@@ -144,18 +117,19 @@ class Admission:
         return place
 
     def began(self, place: Place, prompt_tokens: int) -> None:
+        """Record the first token of a choice. `prompt_tokens`: of its prompt, at the prompt's first choice; else 0."""
         if place.inside:
             self._count_begun(place, 1, prompt_tokens + REQUEST_TOKENS)
             self._pump()
 
-    def leave(self, place: Place, answer_tokens: int) -> None:
-        if self._places.pop(place.waiting, None) is not None:
-            self._queue.remove(place.waiting)
+    def leave(self, place: Place, answer_tokens: int = 0) -> None:
+        if place in self._queue:
+            self._queue.remove(place)
         if place.inside:
             place.inside = False
             self._inflight -= 1
             self._count_begun(place, place.not_begun, place.tokens_not_begun)
-            self._queue.charge(place.waiting.key, place.waiting.priority, ANSWER_WEIGHT * answer_tokens)
+            self._queue.charge(place.key, place.priority, ANSWER_WEIGHT * answer_tokens)
             self._pump()
 
     def _has_room(self, now_s: float) -> bool:
@@ -177,30 +151,23 @@ class Admission:
             self._known_tokens = self._limit_tokens
 
     def _admit(self, place: Place, now_s: float) -> None:
-        one = place.waiting
         place.inside = True
         self._inflight += 1
         self._not_begun += place.not_begun
-        self._tokens_not_begun += one.tokens
-        self._usual_tokens += (one.tokens / place.not_begun - self._usual_tokens) / 16
+        self._tokens_not_begun += place.tokens
+        self._usual_tokens += (place.tokens / place.not_begun - self._usual_tokens) / 16
         if self._rate is None:
             self._rate = AdmittedRate(now_s)
-        self._rate.add(one.tokens, now_s)
-        self._metrics.queue_time.observe(now_s - one.since_s)
+        self._rate.add(place.tokens, now_s)
+        self._metrics.queue_time.observe(now_s - place.since_s)
 
     def _wait(self, place: Place, now_s: float) -> None:
-        for one in self._queue.put(place.waiting):
-            if one is place.waiting:
+        for dropped in self._queue.put(place):
+            if dropped is place:
                 raise self._refusal("full", now_s)
-            self._refuse(one, self._refusal("shed", now_s))
-        self._places[place.waiting] = place
+            _end_wait(dropped, self._refusal("shed", now_s))
         place.turn = asyncio.get_running_loop().create_future()
         self._look_later()
-
-    def _refuse(self, one: Waiting, refusal: Overloaded) -> None:
-        turn = self._places.pop(one).turn
-        if turn is not None and not turn.done():
-            turn.set_result(refusal)
 
     def _refusal(self, why: str, now_s: float) -> QueueFull:
         self._metrics.refused.labels(why).inc()
@@ -219,12 +186,9 @@ class Admission:
             return
         now_s = asyncio.get_running_loop().time()
         while self._queue and self._has_room(now_s):
-            place = self._places.pop(self._queue.take())
+            place = self._queue.take()
             self._admit(place, now_s)
-            if (
-                place.turn is not None and not place.turn.done()
-            ):  # a request that was cancelled just now leaves by itself
-                place.turn.set_result(None)
+            _end_wait(place, None)
 
     def _look_later(self) -> None:
         if self._timer is None and self._queue:
@@ -233,13 +197,13 @@ class Admission:
     def _tick(self) -> None:
         self._timer = None
         now_s = asyncio.get_running_loop().time()
-        for one in self._queue.waiting_since(now_s - self._limits.queue_timeout_s):
-            self._queue.remove(one)
-            self._refuse(one, self._refusal("age", now_s))
+        for place in self._queue.waiting_since(now_s - self._limits.queue_timeout_s):
+            self._queue.remove(place)
+            _end_wait(place, self._refusal("age", now_s))
         if self._room is not None and self._room.capacity_tokens is None and not self._mesh.models():
-            for one in self._queue.waiting_since(now_s):
-                self._queue.remove(one)
-                self._refuse(one, NoDecodeInstance("no decode instance has come back", retry_after_s=2.0))
+            for place in self._queue.waiting_since(now_s):
+                self._queue.remove(place)
+                _end_wait(place, NoDecodeInstance("no decode instance has come back", retry_after_s=2.0))
         self._pump()
         self._look_later()
 
@@ -248,3 +212,9 @@ class Admission:
         place.tokens_not_begun -= tokens
         self._not_begun -= choices
         self._tokens_not_begun -= tokens
+
+
+def _end_wait(place: Place, refusal: Overloaded | None) -> None:
+    """A request that was cancelled just now leaves by itself."""
+    if place.turn is not None and not place.turn.done():
+        place.turn.set_result(refusal)

@@ -1,8 +1,8 @@
 """One choice of an answer: its tokens become pieces of text."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from dataclasses import replace
+from typing import NamedTuple, Self
 
 from components.openai.logprobs import ShownToken
 from components.output.calls import CallDelta
@@ -30,17 +30,18 @@ class Piece(NamedTuple):
     def shows(self) -> bool:
         return bool(self.text or self.tokens or self.reasoning or self.calls)
 
-
-@dataclass(frozen=True, slots=True)
-class PromptSpec:
-    prompt: Prompt
-    stops: Sequence[str] = ()
-    echo: str = ""  # shown before the generated text; not searched for stop strings
-    continues: bool = False  # the answer continues the prompt's text
-    output: OutputPlan | None = None  # how to parse the text; None: it is shown as it is
-    shows_special: bool = False  # special tokens are text
-    shows_end: bool = False  # of a stop string, or of a token that ends the answer
-    echo_alternatives: int | None = None  # per prompt token, which are shown before the first one
+    @classmethod
+    def joined(cls, pieces: "Sequence[Piece]", *, has_logprobs: bool) -> Self:
+        """A whole choice, of all its pieces."""
+        return cls(
+            pieces[-1].choice,
+            "".join([piece.text for piece in pieces]),
+            pieces[-1].finish,
+            [token for piece in pieces for token in piece.tokens or ()] if has_logprobs else None,
+            "".join([piece.reasoning for piece in pieces]),
+            [call for piece in pieces for call in piece.calls],
+            [token_id for piece in pieces for token_id in piece.token_ids],
+        )
 
 
 def shown_token(names: TokenBytes, token_id: int, logprobs: TokenLogprobs, offset: int) -> ShownToken:
@@ -83,27 +84,27 @@ class Choice:
         "shown_s",
     )
 
-    def __init__(self, index: int, spec: PromptSpec, text: TextModel) -> None:
+    def __init__(self, index: int, prompt: Prompt, text: TextModel) -> None:
         self.index = index
-        self.prompt = spec.prompt
+        self.prompt = prompt
         self.finish: str | None = None
         self.has_begun = False  # a token has arrived
         self.generated_tokens = 0
         self.shown_s = 0.0  # perf_counter() of the last piece; 0 before the first
         self.prompt_tokens: list[ShownToken] = []  # shown before the first token
         self.prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt from its second token on
-        self._echo = spec.echo
+        self._echo = prompt.echo
         self._ends: frozenset[int] = frozenset()  # tokens without text if the answer ends with them
-        if not spec.shows_end:
-            stop_ids = spec.prompt.sampling.stop_token_ids
-            self._ends = text.specials.union(stop_ids) if spec.shows_special else frozenset(stop_ids)
+        if not prompt.shows_end:
+            stop_ids = prompt.sampling.stop_token_ids
+            self._ends = text.specials.union(stop_ids) if prompt.shows_special else frozenset(stop_ids)
         self._text = text
-        self._length = len(spec.echo)  # of the text so far, with what a stop string may remove
-        shown = frozenset[int]() if spec.output is None else spec.output.shown
+        self._length = len(prompt.echo)  # of the text so far, with what a stop string may remove
+        shown = frozenset[int]() if prompt.output is None else prompt.output.shown
         self._detokenizer = text.detokenizer(
-            spec.prompt.token_ids if spec.continues else (), shown, skip=not spec.shows_special
+            prompt.token_ids if prompt.continues else (), shown, skip=not prompt.shows_special
         )
-        self._stops = StopStrings(spec.stops, included=spec.shows_end) if spec.stops else None
+        self._stops = StopStrings(prompt.stops, included=prompt.shows_end) if prompt.stops else None
 
     @property
     def stop_string(self) -> str | None:
@@ -164,9 +165,9 @@ class ParsedChoice(Choice):
 
     __slots__ = ("_before", "_parser")
 
-    def __init__(self, index: int, spec: PromptSpec, text: TextModel, plan: OutputPlan) -> None:
-        super().__init__(index, spec, text)
-        self._parser = plan.parser(tells_before=bool(spec.echo))
+    def __init__(self, index: int, prompt: Prompt, text: TextModel, plan: OutputPlan) -> None:
+        super().__init__(index, prompt, text)
+        self._parser = plan.parser(tells_before=bool(prompt.echo))
         self._before = plan.before
         self._echo = ""  # the parser returns it
 

@@ -49,7 +49,7 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
         await place.admitted()
         vectors = await frontend.mesh.embed(texts)
     finally:
-        place.leave()
+        frontend.admission.leave(place)
         running.dec()
     frontend.metrics.prompt_tokens.labels(model.name).inc(num_tokens)
     if caller.account is not None:

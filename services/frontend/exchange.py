@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from http import HTTPStatus
 from uuid import uuid4
 
@@ -23,16 +24,17 @@ from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
 from components.wire.sampling import Constraint
 from services.frontend import tracing
-from services.frontend.admission import Admission, Place
+from services.frontend.admission import Admission
 from services.frontend.body import Body, read_json_body
-from services.frontend.choice import Piece, PromptSpec
+from services.frontend.choice import Piece
 from services.frontend.config import FrontendSettings
-from services.frontend.dialects.dialect import Answer, Dialect, EventStream
+from services.frontend.dialects.dialect import Dialect, EventStream
 from services.frontend.disconnect import cancelled_on_disconnect
+from services.frontend.fair_queue import Place
 from services.frontend.gate import NOBODY, Caller, caller_of
 from services.frontend.generation import Generation
 from services.frontend.metrics import NO_MODEL, FrontendMetrics
-from services.frontend.ports import Mesh, ServedModel
+from services.frontend.ports import Mesh, Prompt, ServedModel
 from services.frontend.prompts import check_token_fields, find_generator, make_prompt, token_budget
 from services.frontend.reply import Reply
 
@@ -99,18 +101,18 @@ class Exchange:
         running.inc()
         try:
             async with cancelled_on_disconnect(receive, lambda: reply.answered):
-                specs = await self._prepare(scope, request, model, limit)
-                place = self._enter(scope, specs)
+                prompts = await self._prepare(scope, request, model, limit)
+                place = self._enter(scope, prompts)
                 try:
-                    await self._generate(reply, request, specs, place)
+                    await self._generate(reply, request, prompts, place)
                 finally:
-                    place.leave(self._num_generated)
+                    self._frontend.admission.leave(place, self._num_generated)
         finally:
             running.dec()
 
-    async def _generate(self, reply: Reply, request: GenerationFields, specs: list[PromptSpec], place: Place) -> None:
+    async def _generate(self, reply: Reply, request: GenerationFields, prompts: list[Prompt], place: Place) -> None:
         frontend, gaps = self._frontend, self._frontend.metrics.gaps.of(self._model)
-        generation = Generation(frontend.mesh, frontend.text, specs, gaps, place.began)
+        generation = Generation(frontend.mesh, frontend.text, prompts, gaps, partial(frontend.admission.began, place))
         async with self._dialect.underway(reply, generation):
             if place.turn is not None:
                 with tracing.tracer.start_as_current_span("frontend.admit"):
@@ -123,41 +125,35 @@ class Exchange:
 
     async def _prepare(
         self, scope: Scope, request: GenerationFields, model: ServedModel, limit: int | None
-    ) -> list[PromptSpec]:
+    ) -> list[Prompt]:
         frontend, dialect = self._frontend, self._dialect
         deadline = int((time.time() + frontend.settings.request_timeout_s) * 1000)
         priority = self._caller.priority(request.priority, frontend.settings.best_priority)
         salt = self._caller.cache_salt(request.cache_salt, shared=frontend.settings.share_prefix_cache)
         with tracing.tracer.start_as_current_span("frontend.tokenize"):
             encoded = await dialect.encode(frontend.text)
-            prompts = encoded.prompts
-            budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in prompts]
+            budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in encoded.prompts]
         asked = encoded.asked or request.asked_constraint
         constraint = None if asked is None else await self._checked(asked, scope)
-        names = [self._request_id] if len(prompts) == 1 else [f"{self._request_id}-{i}" for i in range(len(prompts))]
-        echoes = encoded.echoes or [""] * len(prompts)
+        num = len(encoded.prompts)
+        names = [self._request_id] if num == 1 else [f"{self._request_id}-{i}" for i in range(num)]
         return [
-            PromptSpec(
-                make_prompt(
-                    name,
-                    request,
-                    ids,
-                    max_tokens=budget,
-                    deadline=deadline,
-                    priority=priority,
-                    cache_salt=salt,
-                    defaults=frontend.defaults,
-                    constraint=constraint,
-                ),
-                request.stop,
-                echo,
-                request.continues,
-                encoded.output,
-                shows_special=request.skip_special_tokens is False,
-                shows_end=bool(request.include_stop_str_in_output),
-                echo_alternatives=request.echo_alternatives,
+            make_prompt(
+                name,
+                request,
+                ids,
+                max_tokens=budget,
+                deadline=deadline,
+                priority=priority,
+                cache_salt=salt,
+                defaults=frontend.defaults,
+                constraint=constraint,
+                echo=echo,
+                output=encoded.output,
             )
-            for name, ids, budget, echo in zip(names, prompts, budgets, echoes, strict=True)
+            for name, ids, budget, echo in zip(
+                names, encoded.prompts, budgets, encoded.echoes or [""] * num, strict=True
+            )
         ]
 
     async def _checked(self, asked: AskedConstraint, scope: Scope) -> Constraint:
@@ -170,8 +166,7 @@ class Exchange:
             except Unusable as exc:
                 raise Rejected(f"Invalid '{asked.param}': {exc}.", param=asked.param, code="invalid_value") from exc
 
-    def _enter(self, scope: Scope, specs: list[PromptSpec]) -> Place:
-        prompts = [spec.prompt for spec in specs]
+    def _enter(self, scope: Scope, prompts: list[Prompt]) -> Place:
         tokens, choices = sum(len(p.token_ids) for p in prompts), sum(p.sampling.n for p in prompts)
         return self._caller.enter(
             scope,
@@ -214,8 +209,7 @@ class Exchange:
                 await generation.woken()
                 with self._first_token(generation):
                     pass
-        has_logprobs, has_ids = request.alternatives is not None, bool(request.return_token_ids)
-        choices = [Answer.of(mine, has_logprobs=has_logprobs, has_ids=has_ids) for mine in parts]
+        choices = [Piece.joined(mine, has_logprobs=request.alternatives is not None) for mine in parts]
         answer = await self._dialect.answer(choices, generation)
         if not reply.answered:
             await reply.parts(answer)

@@ -10,33 +10,47 @@ most tokens loses its youngest requests, if it has more than the newcomer's key 
 Source: Suter, Lakshman, Stiliadis, Choudhury 1998 (longest queue drop).
 """
 
+import asyncio
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush, heapreplace
 from itertools import count
 from typing import Final
 
+from components.errors import Overloaded
 from components.turns import turn
 
 SWEEP_AT: Final = 64  # stale entries that a heap or a dict may hold
 
 
 @dataclass(slots=True, eq=False)
-class Waiting:
-    """One request. Only the queue writes `arrival`."""
+class Place:
+    """One request between `Admission.enter` and `leave`."""
 
     key: bytes
     priority: int  # lower goes first
     tokens: int
     since_s: float
-    arrival: int = -1
+    not_begun: int = 1  # choices
+    arrival: int = -1  # written by the queue
+    inside: bool = False  # admitted, and not over
+    turn: asyncio.Future[Overloaded | None] | None = None  # of a request that has to wait
+    tokens_not_begun: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tokens_not_begun = self.tokens
 
     @property
-    def turn(self) -> tuple[int, int]:
+    def order(self) -> tuple[int, int]:
         return turn(self.arrival, self.priority, self.tokens)
 
+    async def admitted(self) -> None:
+        """Wait for the request's turn. Raises: QueueFull, NoDecodeInstance."""
+        if self.turn is not None and (refusal := await self.turn) is not None:
+            raise refusal
 
-InOrder = OrderedDict[int, Waiting]  # by arrival
+
+InOrder = OrderedDict[int, Place]  # by arrival
 
 
 class _Line:
@@ -53,14 +67,14 @@ class _Line:
     def rank(self) -> tuple[int, int]:
         return self.start, next(iter(self.waiting))
 
-    def add(self, one: Waiting) -> None:
+    def add(self, one: Place) -> None:
         self.waiting[one.arrival] = one
-        heappush(self._turns, one.turn)
+        heappush(self._turns, one.order)
         if len(self._turns) > 2 * len(self.waiting) + SWEEP_AT:
-            self._turns = [one.turn for one in self.waiting.values()]
+            self._turns = [one.order for one in self.waiting.values()]
             heapify(self._turns)
 
-    def first(self) -> Waiting:
+    def first(self) -> Place:
         while self._turns[0][1] not in self.waiting:
             heappop(self._turns)
         return self.waiting[self._turns[0][1]]
@@ -157,9 +171,9 @@ class _Level:
         self._sweep_at = SWEEP_AT
 
     def turn(self) -> tuple[int, int]:
-        return self._order.first().first().turn[0], self._priority
+        return self._order.first().first().order[0], self._priority
 
-    def add(self, one: Waiting) -> None:
+    def add(self, one: Place) -> None:
         line = self._line(one.key)
         if not line.waiting:
             line.start = max(line.start, self._now)
@@ -170,14 +184,14 @@ class _Level:
         self._order.add(line)
         self._heaviest.grown(line)
 
-    def remove(self, one: Waiting) -> None:
+    def remove(self, one: Place) -> None:
         line = self._lines[one.key]
         del line.waiting[one.arrival]
         self.num_waiting -= 1
         line.tokens -= one.tokens
         self.tokens -= one.tokens
 
-    def take(self) -> Waiting:
+    def take(self) -> Place:
         line = self._order.first()
         one = line.first()
         self._now = line.start
@@ -189,16 +203,16 @@ class _Level:
         line = self._line(key)
         line.start = max(line.start, self._now) + tokens
 
-    def worst(self) -> Waiting:
+    def worst(self) -> Place:
         return next(reversed(self._heaviest.line().waiting.values()))
 
-    def beyond(self, newcomer: Waiting, over: int) -> list[Waiting] | None:
+    def beyond(self, newcomer: Place, over: int) -> list[Place] | None:
         """Requests of the heaviest key to drop for `newcomer`, at least `over` tokens; None: drop the newcomer."""
         mine = self._lines.get(newcomer.key)
         share = newcomer.tokens + (0 if mine is None else mine.tokens)
         heaviest = self._heaviest.line()
         left = heaviest.tokens
-        found: list[Waiting] = []
+        found: list[Place] = []
         for one in reversed(heaviest.waiting.values()):
             if left <= share:
                 return None
@@ -231,7 +245,10 @@ class FairQueue:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def put(self, one: Waiting) -> list[Waiting]:
+    def __contains__(self, one: Place) -> bool:
+        return one.arrival in self._waiting
+
+    def put(self, one: Place) -> list[Place]:
         """Queue a request, unless it is dropped itself. One larger than the queue may wait alone.
 
         Returns: the requests that are dropped, `[one]` or others; they are no longer in the queue.
@@ -249,20 +266,20 @@ class FairQueue:
         self.tokens += one.tokens
         return leaving
 
-    def take(self) -> Waiting:
+    def take(self) -> Place:
         """The next request. There must be one."""
         one = min(self._levels.values(), key=_Level.turn).take()
         self._forget(one)
         return one
 
-    def remove(self, one: Waiting) -> None:
+    def remove(self, one: Place) -> None:
         """The request must be in the queue."""
         self._levels[one.priority].remove(one)
         self._forget(one)
 
-    def waiting_since(self, until_s: float) -> list[Waiting]:
+    def waiting_since(self, until_s: float) -> list[Place]:
         """Requests that came until then, the oldest first."""
-        found: list[Waiting] = []
+        found: list[Place] = []
         for one in self._waiting.values():
             if one.since_s > until_s:
                 break
@@ -275,7 +292,7 @@ class FairQueue:
         if level is not None:
             level.charge(key, tokens)
 
-    def _make_room(self, newcomer: Waiting) -> list[Waiting] | None:
+    def _make_room(self, newcomer: Place) -> list[Place] | None:
         """Drop and return requests for `newcomer`; None: drop it alone."""
         over = self.tokens + newcomer.tokens - self._max_tokens
         if over <= 0 or not self._waiting:
@@ -284,7 +301,7 @@ class FairQueue:
             return None
         worse = [self._levels[p] for p in sorted(self._levels, reverse=True) if p > newcomer.priority]
         missing = over - sum(level.tokens for level in worse)
-        leaving: list[Waiting] = []
+        leaving: list[Place] = []
         if missing > 0:
             level = self._levels.get(newcomer.priority)
             beyond = None if level is None else level.beyond(newcomer, missing)
@@ -299,7 +316,7 @@ class FairQueue:
                 self.remove(leaving[-1])
         return leaving
 
-    def _forget(self, one: Waiting) -> None:
+    def _forget(self, one: Place) -> None:
         del self._waiting[one.arrival]
         self.tokens -= one.tokens
         if not self._levels[one.priority].num_waiting:

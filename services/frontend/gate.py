@@ -15,7 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from components.errors import KeyLimited, Rejected
 from components.openai.errors import ApiError, from_mesh, from_status
-from services.frontend.admission import Admission, Place, key_of, token_of
+from services.frontend.admission import Admission, key_of, token_of
+from services.frontend.fair_queue import Place
 from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.quota import Account

@@ -10,9 +10,9 @@ from components.openai.fields import Usage
 from components.openai.logprobs import ShownToken
 from components.text.tokenizer import TextModel
 from components.wire.generate import StreamItem
-from services.frontend.choice import Choice, ParsedChoice, Piece, PromptSpec, shown_prompt
+from services.frontend.choice import Choice, ParsedChoice, Piece, shown_prompt
 from services.frontend.metrics import GapCounts
-from services.frontend.ports import Branch, Mesh
+from services.frontend.ports import Branch, Mesh, Prompt
 
 Show = Callable[[Piece, bool], bool]  # (piece, whether it is the last of all) â†’ False: the request's task must wake
 
@@ -20,14 +20,15 @@ Show = Callable[[Piece, bool], bool]  # (piece, whether it is the last of all) â
 class PromptChoices:
     """One prompt and its choices: the `Sink` of its branches."""
 
-    def __init__(self, generation: "Generation", first: int, spec: PromptSpec, text: TextModel) -> None:
-        self.prompt = spec.prompt
-        indices, plan = range(first, first + spec.prompt.sampling.n), spec.output
-        self.choices = [Choice(i, spec, text) if plan is None else ParsedChoice(i, spec, text, plan) for i in indices]
+    def __init__(self, generation: "Generation", first: int, prompt: Prompt, text: TextModel) -> None:
+        self.prompt = prompt
+        indices, plan = range(first, first + prompt.sampling.n), prompt.output
+        self.choices = [
+            Choice(i, prompt, text) if plan is None else ParsedChoice(i, prompt, text, plan) for i in indices
+        ]
         self._generation = generation
         self._text = text
-        self._echo_alternatives = spec.echo_alternatives
-        self._awaits_prompt = spec.prompt.sampling.prompt_logprobs is not None
+        self._awaits_prompt = prompt.sampling.prompt_logprobs is not None
         self._held: list[tuple[Choice, StreamItem]] = []  # until the prompt's log-probabilities are here
         self._branches: Sequence[Branch] = ()
 
@@ -61,7 +62,7 @@ class PromptChoices:
         if logprobs is None:
             return
         tokens: list[ShownToken] = []
-        if (count := self._echo_alternatives) is not None:
+        if (count := self.prompt.echo_alternatives) is not None:
             shown = partial(shown_prompt, self._text, self.prompt.token_ids, logprobs, count)
             tokens = await self._text.run(len(self.prompt.token_ids) * (1 + count), shown)
         for choice in self.choices:
@@ -78,21 +79,21 @@ class Generation:
         self,
         mesh: Mesh,
         text: TextModel,
-        specs: Sequence[PromptSpec],
+        prompts: Sequence[Prompt],
         gaps: GapCounts,
         began: Callable[[int], None],
     ) -> None:
         """`began` is called at the first token of each choice, with its prompt's length or, after the first choice, 0."""
         self._prompts: list[PromptChoices] = []
         self.choices: list[Choice] = []  # prompt by prompt
-        for spec in specs:
-            prompt = PromptChoices(self, len(self.choices), spec, text)
-            self._prompts.append(prompt)
-            self.choices += prompt.choices
+        for prompt in prompts:
+            of_prompt = PromptChoices(self, len(self.choices), prompt, text)
+            self._prompts.append(of_prompt)
+            self.choices += of_prompt.choices
         self.first_unix_ns = 0  # when the first token arrived
         self.text = text
         self.num_generated = 0  # tokens so far, over all choices
-        self._num_prompt = sum(len(prompt.prompt.token_ids) for prompt in self._prompts)
+        self._num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
         self._num_cached = 0  # of them cached
         self._num_unfinished = len(self.choices)
         self._mesh = mesh

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Sequence
 from copy import deepcopy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
 from msgspec import structs
@@ -30,16 +30,6 @@ from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
 DISPATCH_TIMEOUT_S: Final = 10.0
 RECONNECT_S: Final = 2.0  # after our own reconnect others have reconnected, too
 ASK_AGAIN_S: Final = 0.1
-
-
-@dataclass(slots=True)
-class Stream:
-    record: InstanceRecord
-    inner: InStream
-    route: Route
-    is_over: bool = False  # it has ended, or is cancelled
-    has_begun: bool = False  # it has brought tokens
-    is_closed: bool = False
 
 
 class MeshClient:
@@ -97,47 +87,37 @@ class MeshClient:
         Each moves alone, with the seed of its branch. Draws depend on (seed, position) alone, so a move changes no token.
         """
         attempts = Attempts()
-        streams = await self.dispatch(prompt, attempts)
-        branches = [
-            Branch(self, _of_branch(prompt, i), stream, deepcopy(attempts), index=i, sink=sink)
-            for i, stream in enumerate(streams)
-        ]
+        branches = [Branch(self, _of_branch(prompt, i), index=i, sink=sink) for i in range(prompt.sampling.n)]
+        await self.dispatch(prompt, branches, attempts)
         for branch in branches:
-            branch.start()
+            branch.start(deepcopy(attempts))
         return branches
 
-    async def dispatch(self, prompt: Prompt, attempts: Attempts) -> list[Stream]:
-        """Returns: a stream for each branch, from the instance that accepted the request."""
+    async def dispatch(self, prompt: Prompt, branches: "Sequence[Branch]", attempts: Attempts) -> None:
+        """Attach `branches` to an instance that accepts the request."""
         while True:
             record, route = await self.choice.choose(prompt, attempts)
-            streams = [
-                Stream(record, self._inbox.open(record.instance_id, record.epoch), route)
-                for _ in range(prompt.sampling.n)
-            ]
+            for branch in branches:
+                branch.attach(record, route, self._inbox.open(record.instance_id, record.epoch))
             accepted = False
             try:
-                route.accepted(await self._send(prompt, record, streams[0].inner))
+                route.accepted(await self._send(prompt, record, branches[0].stream))
                 accepted = True
             except MOVING as exc:
                 self.choice.note_move(prompt, route, exc, attempts)
             else:
-                return streams
+                return
             finally:
                 if not accepted:
-                    for stream in streams:
-                        self.close(stream)
+                    for branch in branches:
+                        branch.detach()
 
-    def close(self, stream: Stream) -> None:
-        """Stop reading, and cancel the work if it is not over. Idempotent."""
-        if stream.is_closed:
-            return
-        stream.is_closed = True
-        stream.route.over()
-        self._inbox.close(stream.inner)
-        if not stream.is_over:
-            stream.is_over = True
-            cancelling = CancelStreams(reply_to=self._inbox.subject, stream_ids=[stream.inner.stream_id])
-            self._send_later(f"{stream.record.subject}.cancel", cancelling)
+    def close(self, record: InstanceRecord, stream: InStream, *, is_over: bool) -> None:
+        """Stop reading, and cancel the work if it is not over."""
+        self._inbox.close(stream)
+        if not is_over:
+            cancelling = CancelStreams(reply_to=self._inbox.subject, stream_ids=[stream.stream_id])
+            self._send_later(f"{record.subject}.cancel", cancelling)
 
     async def _send(self, prompt: Prompt, record: InstanceRecord, stream: InStream) -> int:
         """Returns: the number of requests that the instance has accepted."""
@@ -189,34 +169,64 @@ class MeshClient:
 class Branch:
     """One branch of a prompt. Reads its stream, and moves to another instance if that fails."""
 
-    __slots__ = ("_attempts", "_client", "_generated", "_index", "_moving", "_prompt", "_sink", "_span", "_stream")
+    __slots__ = (
+        "_attempts",
+        "_client",
+        "_generated",
+        "_has_begun",
+        "_index",
+        "_is_attached",
+        "_is_over",
+        "_moving",
+        "_prompt",
+        "_record",
+        "_route",
+        "_sink",
+        "_span",
+        "stream",
+    )
 
-    def __init__(
-        self, client: MeshClient, prompt: Prompt, stream: Stream, attempts: Attempts, *, index: int, sink: Sink
-    ) -> None:
+    _attempts: Attempts
+    _record: InstanceRecord
+    _route: Route
+    stream: InStream
+
+    def __init__(self, client: MeshClient, prompt: Prompt, *, index: int, sink: Sink) -> None:
         self._client = client
         self._prompt = prompt
         self._index = index
-        self._stream = stream
-        self._attempts = attempts
         self._sink = sink
         self._span = trace.get_current_span()  # items come outside the request's task
         self._generated: list[int] = []
         self._moving: asyncio.Task[None] | None = None
+        self._is_attached = False
+        self._has_begun = False  # the instance has sent tokens
+        self._is_over = False  # it has sent the last
 
-    def start(self) -> None:
-        self._stream.inner.start(self)
+    def attach(self, record: InstanceRecord, route: Route, stream: InStream) -> None:
+        self._record, self._route, self.stream = record, route, stream
+        self._is_attached, self._has_begun, self._is_over = True, False, False
+
+    def detach(self) -> None:
+        """Leave the instance. Idempotent."""
+        if self._is_attached:
+            self._is_attached = False
+            self._route.over()
+            self._client.close(self._record, self.stream, is_over=self._is_over)
+
+    def start(self, attempts: Attempts) -> None:
+        self._attempts = attempts
+        self.stream.start(self)
 
     def take(self, item: StreamItem) -> None:
-        stream = self._stream
-        if not stream.has_begun:
-            stream.has_begun = True
-            stream.route.succeeded()
+        if not self._has_begun:
+            self._has_begun = True
+            self._route.succeeded()
             if item.sent_unix_ns and not self._generated:
                 record_span("frontend.receive", item.sent_unix_ns, parent=self._span)
-        stream.is_over = item.finish is not None
+        self._is_over = item.finish is not None
         self._generated += item.token_ids
-        if not self._sink.take(self._index, item) or stream.is_over:
+        if not self._sink.take(self._index, item) or self._is_over:
             self.close()
 
     def fail(self, error: MeshError) -> None:
@@ -227,25 +237,24 @@ class Branch:
             self._sink.fail(error)
 
     def close(self) -> None:
-        self._client.close(self._stream)
+        self.detach()
         moving, self._moving = self._moving, None
         if moving is not None:
             moving.cancel()
 
     async def _move(self, why: MeshError) -> None:
-        failed = self._stream
         try:
             with use_span(self._span, record_exception=False, set_status_on_exception=False):
-                self._client.choice.note_move(self._prompt, failed.route, why, self._attempts)
-                self._client.close(failed)
+                self._client.choice.note_move(self._prompt, self._route, why, self._attempts)
+                self.detach()
                 rest = _rest_of(self._prompt, self._generated)
-                [self._stream] = await self._client.dispatch(rest, self._attempts)
+                await self._client.dispatch(rest, [self], self._attempts)
         except Exception as exc:  # noqa: BLE001 - the request ends with it
-            self._client.close(failed)
+            self.detach()
             self._sink.fail(exc)
             return
         self._moving = None
-        self.start()
+        self.start(self._attempts)
 
 
 def _served(name: str, records: Sequence[InstanceRecord], parent: str | None = None) -> ServedModel:

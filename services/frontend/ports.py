@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from components.output.plan import OutputPlan
 from components.wire.embed import EmbeddingModel
 from components.wire.generate import StreamItem
 from components.wire.sampling import SamplingParams
@@ -11,6 +12,8 @@ from components.wire.sampling import SamplingParams
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
+    """What to generate, and how the frontend shows it."""
+
     request_id: str  # ours and random
     model: str  # one of `Mesh.models`
     token_ids: list[int]
@@ -20,6 +23,14 @@ class Prompt:
     num_generated: int = 0  # last token ids that belong to the answer, after a move
     priority: int = 0  # lower goes first
     session: str = ""  # equal for prompts that belong together
+    # the rest does not leave the frontend
+    stops: Sequence[str] = ()
+    echo: str = ""  # shown before the generated text; not searched for stop strings
+    continues: bool = False  # the answer continues the prompt's text
+    output: OutputPlan | None = None  # how to parse the text; None: it is shown as it is
+    shows_special: bool = False  # special tokens are text
+    shows_end: bool = False  # of a stop string, or of a token that ends the answer
+    echo_alternatives: int | None = None  # per prompt token, which are shown before the first one
 
 
 @dataclass(frozen=True, slots=True)

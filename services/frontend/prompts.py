@@ -6,6 +6,7 @@ from typing import Final
 from components.errors import NoDecodeInstance, PromptTooLong, Rejected, UnknownModel
 from components.openai.completions import check_vocabulary
 from components.openai.fields import GenerationFields
+from components.output.plan import OutputPlan
 from components.text.sampling_defaults import SamplingDefaults
 from components.wire.codec import MAX_MESSAGE_BYTES
 from components.wire.logprobs import packed_bytes
@@ -73,6 +74,8 @@ def make_prompt(
     cache_salt: str,
     defaults: SamplingDefaults,
     constraint: Constraint | None = None,
+    echo: str = "",
+    output: OutputPlan | None = None,
 ) -> Prompt:
     """A prompt with all defaults filled in. `deadline`: Unix time in ms. Raises: Rejected."""
     _check_logprobs(request, len(token_ids))
@@ -85,6 +88,13 @@ def make_prompt(
         deadline_unix_ms=deadline,
         priority=priority,
         session=request.session,
+        stops=request.stop,
+        echo=echo,
+        continues=request.continues,
+        output=output,
+        shows_special=request.skip_special_tokens is False,
+        shows_end=bool(request.include_stop_str_in_output),
+        echo_alternatives=request.echo_alternatives,
     )
 
 

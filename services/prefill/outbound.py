@@ -22,7 +22,7 @@ from components.wire.instances import KvEndpoint
 from components.wire.prefill import PrefillRequest
 from components.wire.rooms import PagesOffered
 from components.wire.tokens import num_tokens
-from engine.ports import Computed
+from engine.ports import Exposed
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class OutboundTransfer:
         self._started_ns = 0
         self._computed_ns = 0
         self._peer: KvEndpoint | None = None
-        self._computed: Computed | None = None
+        self._computed: Exposed | None = None
         self._sums: TransferChecksums | None = None
         self._changed = asyncio.Event()  # an offer, or a chunk
         self._limit: asyncio.TimerHandle | None = None
@@ -106,7 +106,7 @@ class OutboundTransfer:
         self.lifecycle.advance(S.INFLIGHT if self._computed_ns else S.COMPUTING if self._started_ns else S.WAITING)
         self._changed.set()
 
-    def computed(self, event: Computed) -> None:
+    def computed(self, event: Exposed) -> None:
         now_ns = time.time_ns()
         self._computed = event
         if not self._started_ns:
@@ -136,7 +136,7 @@ class OutboundTransfer:
                 if not self.lifecycle.is_over:
                     self.lifecycle.advance(S.FAILED)
 
-    def _record_computing(self, event: Computed) -> None:
+    def _record_computing(self, event: Exposed) -> None:
         record_span("prefill.queue", self._submitted_ns, self._started_ns, parent=self._span)
         record_span(
             "prefill.compute",
@@ -202,7 +202,7 @@ class OutboundTransfer:
             await self._send_aux(offer, peer, last)
             self.duration_s = time.monotonic() - started
 
-    async def _send_pages(self, offer: PagesOffered, peer: KvEndpoint) -> Computed:
+    async def _send_pages(self, offer: PagesOffered, peer: KvEndpoint) -> Exposed:
         unit = min(self._layout.page_size, peer.layout.page_size)
         sent = offer.num_cached_pages * peer.layout.page_size
         while True:
@@ -217,7 +217,7 @@ class OutboundTransfer:
             else:
                 await self._change()
 
-    def _num_ready(self, computed: Computed, unit: int) -> int:
+    def _num_ready(self, computed: Exposed, unit: int) -> int:
         """Leading tokens that can be written: whole pages of the smaller size, so that no piece is cut."""
         if computed.num_computed == self.num_tokens or computed.first_token is not None:
             return self.num_tokens
@@ -251,7 +251,7 @@ class OutboundTransfer:
             raise TransferFailed(f"KV cannot be verified: it has {needed} checksums, but aux slots hold {room}")
         return sums
 
-    async def _send_aux(self, offer: PagesOffered, peer: KvEndpoint, last: Computed) -> None:
+    async def _send_aux(self, offer: PagesOffered, peer: KvEndpoint, last: Exposed) -> None:
         assert last.first_token is not None
         slot = self._transfer.aux.take()
         try:

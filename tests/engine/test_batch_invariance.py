@@ -10,7 +10,7 @@ import pytest
 from components.wire.sampling import SamplingParams
 from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
-from engine.ports import Computed, EngineRequest, Phase
+from engine.ports import EngineRequest, Exposed, Phase
 from tests.engine.tiny_engine import alone, greedy, make_engine, prompt, read_page, run, run_until_idle, write_page
 
 pytestmark = pytest.mark.usefixtures("pipeline")
@@ -85,7 +85,9 @@ def test_prefill_here_and_decode_there_give_the_ids_of_one_engine(
     reserved = None
     while reserved is None:
         reserved = next(iter(decode.step().reserved), None)
-    for source, target in list(zip(computed.pages, reserved.pages, strict=True))[reserved.num_cached_pages :]:
+    for source, target in list(zip(computed.pages, reserved.pages, strict=True))[
+        reserved.num_computed // decode.kv_region.layout.page_size :
+    ]:
         write_page(decode, target, read_page(prefill, source))
     assert computed.first_token is not None
     (first,) = decode.deliver("r", computed.first_token)
@@ -95,7 +97,7 @@ def test_prefill_here_and_decode_there_give_the_ids_of_one_engine(
     assert ("r" in retracted(caplog)) == situation.retracts
 
 
-def computed_by(engine: EngineCore, request: EngineRequest) -> Computed:
+def computed_by(engine: EngineCore, request: EngineRequest) -> Exposed:
     return run(engine, [request]).computed[request.request_id][-1]
 
 

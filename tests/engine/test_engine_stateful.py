@@ -21,7 +21,7 @@ from msgspec import structs
 from components.wire.sampling import SamplingParams
 from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, Phase, Reserved, StepOutput
+from engine.ports import EngineRequest, Exposed, Phase, StepOutput
 from engine.runner.step_runner import Launched
 from engine.sampling.branches import branch_seed
 from tests.engine.mock_engine import make_mock
@@ -83,8 +83,8 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
             super().__init__()
             self.seen = Seen()
             self.asked: dict[str, tuple[int, int, Phase]] = {}
-            self.reserved: dict[str, Reserved] = {}  # no KV yet, not given up
-            self.exposed: dict[str, Reserved] = {}  # given up, not released: a late write may still come
+            self.reserved: dict[str, Exposed] = {}  # no KV yet, not given up
+            self.exposed: dict[str, Exposed] = {}  # given up, not released: a late write may still come
             self.prefills: set[str] = set()  # computed or cancelled, not released
             self.queued: set[str] = set()  # DECODE, without pages yet
             self.over: set[str] = set()  # cancelled before it ended
@@ -192,7 +192,7 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
             check_pages(self.engine)
             holders = self.engine._memory.pool._holders
             for kept in [*self.reserved.values(), *self.exposed.values()]:
-                fresh = kept.pages[kept.num_cached_pages :]
+                fresh = kept.pages[kept.num_computed // self.page_size :]
                 assert all(holders[page] == 1 for page in fresh), "an exposed page was given to another"
 
         @invariant()
@@ -263,7 +263,7 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
                     self.write_late(data)
             check_pages(self.engine)
 
-        def _take_reserved(self, told: Sequence[Reserved]) -> None:
+        def _take_reserved(self, told: Sequence[Exposed]) -> None:
             for reserved in told:
                 self.reserved[reserved.request_id] = reserved
                 self.queued.remove(reserved.request_id)
@@ -286,15 +286,15 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
             reserved = self.reserved.pop(name)
             which, how, _ = self.asked[name]
             right = pages_of(which, self.page_size)
-            for page, data in list(zip(reserved.pages, right, strict=True))[reserved.num_cached_pages :]:
+            for page, data in list(zip(reserved.pages, right, strict=True))[reserved.num_computed // self.page_size :]:
                 write_page(self.engine, page, data)
             for output in self.engine.deliver(name, expected(which, how)[0]):
                 self.first[name] = output.token_ids
                 if output.finish is not None:
                     self.seen.finish[name] = output.finish
 
-        def _spoil(self, reserved: Reserved) -> None:
-            for page in reserved.pages[reserved.num_cached_pages :]:
+        def _spoil(self, reserved: Exposed) -> None:
+            for page in reserved.pages[reserved.num_computed // self.page_size :]:
                 write_page(self.engine, page, GARBAGE * self.engine.kv_region.layout.page_bytes)
 
     return Machine
@@ -304,7 +304,7 @@ class Slow:
     """A step that looks unfinished three times."""
 
     def __init__(self, step: Launched) -> None:
-        self.sample, self.result = step.sample, step.result
+        self.chunks, self.sample, self.result = step.chunks, step.sample, step.result
         self.left_s = [0.3, 0.2, 0.1]
 
     def wait_s(self) -> float:

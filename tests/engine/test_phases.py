@@ -7,7 +7,7 @@ from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
 from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, FinishReason, Phase, Reserved, StepOutput
+from engine.ports import EngineRequest, Exposed, FinishReason, Phase, StepOutput
 from engine.scheduler import request_memory
 from tests.engine.tiny_engine import (
     EOS,
@@ -39,14 +39,14 @@ def stats_of(engine: EngineCore) -> tuple[int, int]:
     return stats.num_held, stats.held_pages
 
 
-def reserve(engine: EngineCore, request_id: str, token_ids: list[int], sampling: SamplingParams) -> Reserved:
+def reserve(engine: EngineCore, request_id: str, token_ids: list[int], sampling: SamplingParams) -> Exposed:
     engine.submit(EngineRequest(request_id, token_ids, sampling, Phase.DECODE))
     return run_until_idle(engine).reserved[request_id]
 
 
-def spoil(engine: EngineCore, reserved: Reserved) -> None:
+def spoil(engine: EngineCore, reserved: Exposed) -> None:
     """Half a transfer: the pages now hold nothing that may be used."""
-    for page in reserved.pages[reserved.num_cached_pages :]:
+    for page in reserved.pages[reserved.num_computed // engine.kv_region.layout.page_size :]:
         write_page(engine, page, b"\x3f" * engine.kv_region.layout.page_bytes)
 
 
@@ -74,7 +74,7 @@ def test_reserved_pages_that_decode_has_cached_need_no_transfer(tiny: LoadedMode
     run(d, [EngineRequest("warm", prompt(40), greedy(1))])
     ids, answer = prompt(40) + prompt(9, start=5), greedy(12, ignore_eos=True)
     computed, reserved = prefilled(p, "r", ids, answer), reserve(d, "r", ids, answer)
-    assert reserved.num_cached_pages == 2
+    assert reserved.num_computed == 32
     for source, target in list(zip(computed.pages, reserved.pages, strict=True))[2:]:
         write_page(d, target, read_page(p, source))
     (first,) = d.deliver("r", computed.first_token or 0)

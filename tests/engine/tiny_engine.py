@@ -17,7 +17,7 @@ from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
-from engine.ports import Computed, Engine, EngineRequest, Failed, FinishReason, Phase, Reserved, StepOutput, StepStats
+from engine.ports import Engine, EngineRequest, Exposed, Failed, FinishReason, Phase, StepOutput, StepStats
 from engine.scheduler.request import RequestState
 
 VOCAB = 128
@@ -97,8 +97,8 @@ class Seen:
     tokens: dict[str, list[int]] = field(default_factory=dict)
     finish: dict[str, FinishReason] = field(default_factory=dict)
     cached: dict[str, int] = field(default_factory=dict)
-    reserved: dict[str, Reserved] = field(default_factory=dict)
-    computed: dict[str, list[Computed]] = field(default_factory=dict)
+    reserved: dict[str, Exposed] = field(default_factory=dict)
+    computed: dict[str, list[Exposed]] = field(default_factory=dict)
     failed: dict[str, Failed] = field(default_factory=dict)
     steps: list[StepStats] = field(default_factory=list)
 
@@ -176,6 +176,6 @@ def write_page(engine: EngineCore, page: int, data: bytes) -> None:
     ctypes.memmove(region.address + page * region.layout.page_bytes, data, len(data))
 
 
-def prefilled(engine: EngineCore, request_id: str, token_ids: Sequence[int], sampling: SamplingParams) -> Computed:
+def prefilled(engine: EngineCore, request_id: str, token_ids: Sequence[int], sampling: SamplingParams) -> Exposed:
     """Compute a prompt as a PREFILL request; its pages stay held."""
     return run(engine, [EngineRequest(request_id, token_ids, sampling, Phase.PREFILL)]).computed[request_id][-1]

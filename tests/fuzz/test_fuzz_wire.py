@@ -21,7 +21,7 @@ from components.wire.logprobs import unpack_logprobs
 from components.wire.refused import Refused, raised
 from components.wire.tokens import unpack_tokens
 from tests.components.messaging.frames import Read, nothing_lost
-from tests.components.wire.frames import pack_frame
+from tests.components.wire.frames import frame_of
 from tests.components.wire.test_kv_event_batches import batches
 from tests.components.wire.test_wire_frames import frames
 from tests.components.wire.test_wire_messages import MESSAGES, instances
@@ -45,7 +45,7 @@ def _frame(data: bytes) -> None:
         return
     assert isinstance(frame, TokenFrame)
     with contextlib.suppress(OverflowError, ValueError):  # numbers that we would never send
-        assert pack_frame(unpack_frame(pack_frame(frame))) == pack_frame(frame)
+        assert unpack_frame(frame.pack()).pack() == frame.pack()
 
 
 def _batch(data: bytes) -> None:
@@ -63,12 +63,12 @@ def test_a_message_with_other_fields_is_refused_or_a_message(value: Any) -> None
     _message(msgpack.packb(value))
 
 
-@given(frames.flatmap(lambda frame: damaged(pack_frame(frame))))
+@given(frames.flatmap(lambda frame: damaged(frame.pack())))
 def test_a_damaged_frame_is_refused_or_a_frame(data: bytes) -> None:
     _frame(data)
 
 
-@given(frames.flatmap(lambda frame: twisted(msgpack.unpackb(pack_frame(frame)), WIRE)))
+@given(frames.flatmap(lambda frame: twisted(msgpack.unpackb(frame.pack()), WIRE)))
 def test_a_frame_with_other_fields_is_refused_or_a_frame(value: Any) -> None:
     _frame(msgpack.packb(value))
 
@@ -106,7 +106,7 @@ def test_any_refusal_is_an_error_of_ours(refused: Refused) -> None:
     assert isinstance(raised(refused), MeshError)
 
 
-@given(st.lists(frames.flatmap(lambda frame: damaged(pack_frame(frame)) | st.just(pack_frame(frame))), max_size=4))
+@given(st.lists(frames.flatmap(lambda frame: damaged(frame.pack()) | st.just(frame.pack())), max_size=4))
 def test_an_inbox_takes_anything_and_its_readers_get_tokens_or_errors_of_ours(sent: list[bytes]) -> None:
     async def run() -> None:
         inbox = StreamInbox("s", nothing_lost, Refusals())
@@ -136,7 +136,7 @@ def _items(draw: st.DrawFn) -> bytes:
         )
         for _ in range(draw(st.integers(0, 8)))
     ]
-    return pack_frame(TokenFrame(draw(st.sampled_from(["i", "j"])), "e", 1, items, draw(st.integers(0, 3))))
+    return frame_of(draw(st.sampled_from(["i", "j"])), "e", 1, items, draw(st.integers(0, 3))).pack()
 
 
 @given(st.lists(_items(), max_size=4))

@@ -3,7 +3,6 @@ process, and the mesh answers as before.
 """
 
 import asyncio
-import dataclasses
 import json
 import os
 import pickle
@@ -23,7 +22,7 @@ from components.errors import DeadlineExceeded, MalformedMessage, MessageTooLarg
 from components.kv_transfer.network import listeners
 from components.messaging.deadline import now_ms
 from components.wire.codec import UnknownMessage, pack, unpack
-from components.wire.generate import CancelStreams, GenerateRequest, StreamItem, TokenFrame
+from components.wire.generate import CancelStreams, GenerateRequest, StreamItem
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from components.wire.kv_events import FetchKvDump, KvEventBatch, pack_batch
@@ -32,7 +31,7 @@ from components.wire.refused import Refused
 from components.wire.rooms import OpenRoom, PagesOffered, RoomOk
 from components.wire.sampling import SamplingParams
 from tests.components.kv_transfer.test_network import own_address
-from tests.components.wire.frames import pack_frame
+from tests.components.wire.frames import frame_of
 from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.mocks import MODEL, no_page_is_lost, one_engine, random_prompts
 
@@ -224,18 +223,16 @@ async def frames_in_disorder_move_a_stream_and_lose_no_token(
     """The frames are forged in decode's name, into streams that are under way."""
     inbox = client.mesh._inbox
     asked = asyncio.create_task(client.generate(prompt, len(expected), model=MODEL))
-    forged = TokenFrame(by_role["decode"].instance_id, by_role["decode"].epoch, 1, [])
+    instance_id, epoch = by_role["decode"].instance_id, by_role["decode"].epoch
     async with asyncio.timeout(10):
         while not len(inbox):
             await asyncio.sleep(0)
-    stream_id = max(inbox._sources[forged.instance_id].streams)
+    stream_id = max(inbox._sources[instance_id].streams)
     for seq in (10**6, -1, 10**6):
         item = StreamItem(stream_id, seq, [1, 2, 3])
-        await client.bus.publish_bytes(inbox.subject, pack_frame(dataclasses.replace(forged, items=[item])))
-    await client.bus.publish_bytes(
-        inbox.subject,
-        pack_frame(dataclasses.replace(forged, instance_id="other", items=[StreamItem(stream_id, 0, [9])])),
-    )
+        await client.bus.publish_bytes(inbox.subject, frame_of(instance_id, epoch, 1, [item]).pack())
+    stranger = frame_of("other", epoch, 1, [StreamItem(stream_id, 0, [9])])
+    await client.bus.publish_bytes(inbox.subject, stranger.pack())
     assert await asked == expected
 
 

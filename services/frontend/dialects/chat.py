@@ -2,20 +2,23 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 from pydantic import BaseModel
 from starlette.types import Scope
 
 from components.openai.chat import CallMade, ChatChoice, ChatCompletion, ChatMessage, ChatRequest
 from components.openai.events import Events
-from components.openai.fields import parse_body
+from components.openai.fields import FinishReason, parse_body
 from components.openai.logprobs import ChatLogprobs, ShownToken
 from components.openai.parts import Parts, filled
+from components.output.calls import whole_calls
 from components.text.tokenizer import TextModel
 from services.frontend.body import Body
+from services.frontend.choice import Piece
 from services.frontend.conversation import AnswerPlan, encode_conversation, plan_answer
 from services.frontend.dialects.chunks import chunks
-from services.frontend.dialects.dialect import Answer, Dialect, Encoded, EventStream, logprob_lists, prompt_extras
+from services.frontend.dialects.dialect import Dialect, Encoded, EventStream, logprob_lists, prompt_extras
 from services.frontend.generation import Generation
 
 
@@ -55,7 +58,7 @@ class ChatDialect(ConversationDialect):
         )
         return chunks(request, events, self.logprobs, generation)
 
-    async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
+    async def answer(self, choices: Sequence[Piece], generation: Generation) -> Parts:
         token_ids, lists = prompt_extras(self.chat, generation, 0)
         completion = ChatCompletion(
             id=self.response_id,
@@ -69,13 +72,13 @@ class ChatDialect(ConversationDialect):
         made = (self._choice(i, choice) for i, choice in enumerate(choices))
         return filled(completion, choices=made, **lists)
 
-    def _choice(self, index: int, choice: Answer) -> Parts:
+    def _choice(self, index: int, choice: Piece) -> Parts:
         made = ChatChoice(
             index=index,
             message=message_of(choice),
             logprobs=None if choice.tokens is None else ChatLogprobs.of(()),
-            finish_reason=choice.finish,
-            token_ids=choice.token_ids,
+            finish_reason=cast("FinishReason", choice.finish),
+            token_ids=list(choice.token_ids) if self.chat.return_token_ids else None,
         )
         return filled(made, **logprob_lists(ChatLogprobs, choice))
 
@@ -83,11 +86,11 @@ class ChatDialect(ConversationDialect):
         return None if tokens is None else ChatLogprobs.of(tokens)
 
 
-def message_of(choice: Answer) -> ChatMessage:
+def message_of(choice: Piece) -> ChatMessage:
     """The message of a choice. Its content is null if there are only reasoning or calls."""
     return ChatMessage(
         content=choice.text or (None if choice.reasoning or choice.calls else ""),
         reasoning_content=choice.reasoning or None,
         reasoning=choice.reasoning or None,
-        tool_calls=[CallMade.of(call) for call in choice.calls] or None,
+        tool_calls=[CallMade.of(call) for call in whole_calls(choice.calls)] or None,
     )

@@ -2,19 +2,21 @@
 
 from collections.abc import Sequence
 from functools import partial
+from typing import cast
 
 from pydantic import BaseModel
 from starlette.types import Scope
 
 from components.openai.completions import Completion, CompletionChoice, CompletionRequest, check_vocabulary
 from components.openai.events import Events
-from components.openai.fields import parse_body
+from components.openai.fields import FinishReason, parse_body
 from components.openai.logprobs import CompletionLogprobs, ShownToken
 from components.openai.parts import Parts, filled
 from components.text.tokenizer import TextModel
 from services.frontend.body import Body
+from services.frontend.choice import Piece
 from services.frontend.dialects.chunks import chunks
-from services.frontend.dialects.dialect import Answer, Dialect, Encoded, EventStream, logprob_lists, prompt_extras
+from services.frontend.dialects.dialect import Dialect, Encoded, EventStream, logprob_lists, prompt_extras
 from services.frontend.generation import Generation
 
 
@@ -52,20 +54,20 @@ class CompletionDialect(Dialect):
         events = Events.completion(self.response_id, self.created, request.model, usage_follows=request.announces_usage)
         return chunks(request, events, self.logprobs, generation)
 
-    async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
+    async def answer(self, choices: Sequence[Piece], generation: Generation) -> Parts:
         completion = Completion(
             id=self.response_id, created=self.created, model=self.request.model, choices=[], usage=generation.usage()
         )
         return filled(completion, choices=(self._choice(i, choice, generation) for i, choice in enumerate(choices)))
 
-    def _choice(self, index: int, choice: Answer, generation: Generation) -> Parts:
+    def _choice(self, index: int, choice: Piece, generation: Generation) -> Parts:
         token_ids, lists = prompt_extras(self.request, generation, index)
         made = CompletionChoice(
             index=index,
             text=choice.text,
             logprobs=None if choice.tokens is None else CompletionLogprobs.of(()),
-            finish_reason=choice.finish,
-            token_ids=choice.token_ids,
+            finish_reason=cast("FinishReason", choice.finish),
+            token_ids=list(choice.token_ids) if self.request.return_token_ids else None,
             prompt_token_ids=token_ids,
             prompt_logprobs=[] if lists else None,
         )

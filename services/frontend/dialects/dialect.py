@@ -4,41 +4,20 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
-from typing import ClassVar, NamedTuple, Protocol, Self, cast
+from typing import ClassVar, NamedTuple, Protocol
 
 from starlette.types import Scope
 
 from components.openai.errors import ApiError
-from components.openai.fields import AskedConstraint, FinishReason, GenerationFields
-from components.openai.logprobs import ChatLogprobs, CompletionLogprobs, ShownToken, prompt_parts
+from components.openai.fields import AskedConstraint, GenerationFields
+from components.openai.logprobs import ChatLogprobs, CompletionLogprobs, prompt_parts
 from components.openai.parts import Items, Parts
-from components.output.calls import Call, whole_calls
 from components.output.plan import OutputPlan
 from components.text.tokenizer import TextModel
 from services.frontend.body import Body
 from services.frontend.choice import Piece
 from services.frontend.generation import Generation
 from services.frontend.reply import Headers, Reply
-
-
-class Answer(NamedTuple):
-    text: str
-    finish: FinishReason
-    tokens: list[ShownToken] | None = None  # with log-probabilities, if they are asked for
-    reasoning: str = ""
-    calls: Sequence[Call] = ()
-    token_ids: list[int] | None = None  # if they are asked for
-
-    @classmethod
-    def of(cls, pieces: Sequence[Piece], *, has_logprobs: bool, has_ids: bool = False) -> Self:
-        return cls(
-            "".join([piece.text for piece in pieces]),
-            cast("FinishReason", pieces[-1].finish),
-            [token for piece in pieces for token in piece.tokens or ()] if has_logprobs else None,
-            "".join([piece.reasoning for piece in pieces]),
-            whole_calls([call for piece in pieces for call in piece.calls]),
-            [token_id for piece in pieces for token_id in piece.token_ids] if has_ids else None,
-        )
 
 
 class Encoded(NamedTuple):
@@ -99,8 +78,8 @@ class Dialect(ABC):
     def events(self, generation: Generation) -> EventStream: ...
 
     @abstractmethod
-    async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
-        """The JSON of an answer that is not streamed."""
+    async def answer(self, choices: Sequence[Piece], generation: Generation) -> Parts:
+        """The JSON of an answer that is not streamed. Each choice is one piece."""
 
     def refusal(self, error: ApiError) -> tuple[int, bytes]:
         return error.status, error.body()
@@ -119,5 +98,5 @@ def prompt_extras(
     return token_ids if request.return_token_ids else None, lists
 
 
-def logprob_lists(logprobs: type[ChatLogprobs | CompletionLogprobs], choice: Answer) -> dict[str, Items]:
+def logprob_lists(logprobs: type[ChatLogprobs | CompletionLogprobs], choice: Piece) -> dict[str, Items]:
     return {} if choice.tokens is None else logprobs.parts(choice.tokens)

@@ -20,10 +20,11 @@ from components.openai.errors import ApiError, in_other_words
 from components.openai.fields import parse_body
 from components.openai.parts import Parts, filled
 from components.output.blocks import Blocks
+from components.output.calls import whole_calls
 from services.frontend.body import Body
 from services.frontend.choice import Piece
 from services.frontend.dialects.chat import ConversationDialect
-from services.frontend.dialects.dialect import Answer, EventStream
+from services.frontend.dialects.dialect import EventStream
 from services.frontend.generation import Generation
 from services.frontend.reply import Headers
 
@@ -52,9 +53,9 @@ class MessagesDialect(ConversationDialect):
     def events(self, generation: Generation) -> EventStream:
         return MessageStream(self, generation)
 
-    async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
+    async def answer(self, choices: Sequence[Piece], generation: Generation) -> Parts:
         [choice] = choices
-        blocks = Blocks.of(choice.reasoning, choice.text, choice.calls).all
+        blocks = Blocks.of(choice.reasoning, choice.text, whole_calls(choice.calls)).all
         reason, sequence = why_it_stopped(generation)
         changes = {
             "content": [content_of(block) for block in blocks],

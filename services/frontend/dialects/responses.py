@@ -27,10 +27,11 @@ from components.openai.responses import (
     ResponsesUsage,
 )
 from components.output.blocks import Block, Blocks
+from components.output.calls import whole_calls
 from services.frontend.body import Body
 from services.frontend.choice import Piece
 from services.frontend.dialects.chat import ConversationDialect
-from services.frontend.dialects.dialect import Answer, EventStream
+from services.frontend.dialects.dialect import EventStream
 from services.frontend.gate import owner_of
 from services.frontend.generation import Generation
 from services.frontend.reply import Reply
@@ -112,9 +113,9 @@ class ResponsesDialect(ConversationDialect):
     def events(self, generation: Generation) -> EventStream:
         return ResponseStream(self, generation)
 
-    async def answer(self, choices: Sequence[Answer], generation: Generation) -> Parts:
+    async def answer(self, choices: Sequence[Piece], generation: Generation) -> Parts:
         [choice] = choices
-        blocks = Blocks.of(choice.reasoning, choice.text, choice.calls).all or [Block("text", 0)]
+        blocks = Blocks.of(choice.reasoning, choice.text, whole_calls(choice.calls)).all or [Block("text", 0)]
         status = status_of(generation)
         tokens = choice.tokens or []
         logprobs = (await generation.text.run(len(tokens), partial(ChatLogprobs.of, tokens))).content

@@ -7,8 +7,8 @@ from typing import Any
 
 from components.errors import MeshError
 from components.messaging.inbox import InStream, StreamInbox
-from components.wire.generate import FramesResent, StreamItem, TokenFrame
-from tests.components.wire.frames import pack_frame
+from components.wire.generate import FramesResent, StreamItem
+from tests.components.wire.frames import frame_of
 
 
 @dataclass
@@ -59,7 +59,7 @@ class Numbered:
     def frame(self, *items: Any, instance_id: str = "d") -> Any:
         number = self._next[instance_id]
         self._next[instance_id] += 1
-        return Message(pack_frame(TokenFrame(instance_id, "e", 1, list(items), number)))
+        return Message(frame_of(instance_id, "e", 1, list(items), number).pack())
 
     async def deliver(self, *items: Any, instance_id: str = "d") -> None:
         await self.inbox.receive(self.frame(*items, instance_id=instance_id))

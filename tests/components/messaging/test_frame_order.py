@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 
 
 def frame(number: int) -> TokenFrame:
-    return TokenFrame("d", "e", 1, [], number)
+    return TokenFrame("d", "e", 1, number)
 
 
 class Link:

@@ -1,10 +1,12 @@
 """Frames as a decode instance sends them."""
 
-from components.wire.generate import FrameDraft, TokenFrame
+from collections.abc import Sequence
+
+from components.wire.generate import StreamItem, TokenFrame
 
 
-def pack_frame(frame: TokenFrame) -> bytes:
-    draft = FrameDraft()
-    for item in frame.items:
-        draft.add(item)
-    return draft.pack(frame.instance_id, frame.epoch, frame.step, frame.number)
+def frame_of(instance_id: str, epoch: str, step: int, items: Sequence[StreamItem] = (), number: int = 0) -> TokenFrame:
+    frame = TokenFrame(instance_id, epoch, step, number)
+    for item in items:
+        frame.add(item)
+    return frame

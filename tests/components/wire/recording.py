@@ -18,7 +18,7 @@ from msgspec import inspect
 
 import components.wire
 from components.wire import codec
-from components.wire.generate import FRAME_VERSION, FrameDraft, StreamItem
+from components.wire.generate import FRAME_VERSION, StreamItem, TokenFrame
 from components.wire.instances import InstanceRecord, dump_record
 from components.wire.kv_events import BATCH_VERSION, KvEventBatch, pack_batch
 from components.wire.refused import Refused
@@ -82,12 +82,12 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
 
 def recording() -> dict[str, Any]:
     """Of the code that runs."""
-    draft = FrameDraft()
-    draft.tokens(3, 0, [1, 2])
-    draft.add(StreamItem(4, 5, [], None, Refused(error="PeerLost", message="m"), 0, 0, None, None))
+    frame = TokenFrame("i", "e", 9, 2)
+    frame.tokens(3, 0, [1, 2])
+    frame.add(StreamItem(4, 5, [], None, Refused(error="PeerLost", message="m"), 0, 0, None, None))
     packed = {tag: codec.pack(message_of(cls)) for cls, tag in sorted(codec._tags.items(), key=lambda one: one[1])}
     packed["record"] = dump_record(message_of(InstanceRecord))
-    packed["frame"] = draft.pack("i", "e", 9, 2)
+    packed["frame"] = frame.pack()
     packed["kv-events"] = pack_batch(KvEventBatch("i", "e", 1, [bytes(16)], []))
     taken: dict[str, Any] = {
         "versions": {"frame": FRAME_VERSION, "kv-events": BATCH_VERSION},

@@ -186,7 +186,7 @@ def test_kv_computed_elsewhere_with_the_adapter_is_gone_on_with(adapted_tiny: Lo
     first = {}
     for request_id, told in reserved.items():
         done = computed[request_id][-1]
-        assert told.num_cached_pages == 0
+        assert told.num_computed == 0
         for source, target in zip(done.pages, told.pages, strict=True):
             write_page(decode, target, read_page(prefill, source))
         assert done.first_token is not None

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from components.kv_transfer.pieces import Pieces, cut
 from components.wire.sampling import SamplingParams
 from engine.core.engine_core import EngineCore
-from engine.ports import Computed, EngineRequest, Phase
+from engine.ports import EngineRequest, Exposed, Phase
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import check_pages, greedy, prefilled, prompt, run, run_until_idle
 
@@ -30,13 +30,13 @@ def move(source: EngineCore, target: EngineCore, pieces: Pieces) -> None:
 
 def moved(
     there: EngineCore, here: EngineCore, ids: list[int], sampling: SamplingParams, num_moved: int
-) -> tuple[Computed, EngineCore]:
+) -> tuple[Exposed, EngineCore]:
     """A request that waits in `here` for its first token, with the KV of `num_moved` of its tokens."""
     computed = prefilled(there, "p", ids, sampling)
     here.submit(EngineRequest("d", ids, sampling, Phase.DECODE))
     [reserved] = here.step().reserved
     layouts = there.kv_region.layout, here.kv_region.layout
-    cached = reserved.num_cached_pages * layouts[1].page_size
+    cached = reserved.num_computed
     move(there, here, cut(*layouts, range(cached, num_moved), computed.pages, reserved.pages))
     return computed, here
 

@@ -35,7 +35,7 @@ from components.wire.protocol import UNNAMED
 from components.wire.rooms import KvComing, OpenRoom, RoomFailed, RoomOk
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
-from engine.ports import Failed, FinishReason, Phase, Reserved, StepStats, TokenOutput
+from engine.ports import Exposed, Failed, FinishReason, Phase, StepStats, TokenOutput
 from services.decode.prefill_client import PrefillClient
 from services.decode.requests import ActiveRequests
 from services.decode.service import DecodeService
@@ -141,7 +141,7 @@ class Decode:
         return accepted
 
     async def reserve(self) -> None:
-        self.engine.step(reserved=[Reserved(ID, PAGES, 1)])
+        self.engine.step(reserved=[Exposed(ID, PAGES, 4, 4)])
         await turns()
 
     async def land(self, stamp: int = STAMP, num_pages: int = 3) -> None:
@@ -569,12 +569,12 @@ async def test_a_replica_that_is_gone_is_passed_over_and_without_any_the_prompt_
         decode.registry.book.put(name, record(name, "1", role="bootstrap"))
     for stream_id in range(1, 4):
         await decode.ask(stream_id)
-        decode.engine.step(reserved=[Reserved(f"r.{stream_id}", PAGES, 1)])
+        decode.engine.step(reserved=[Exposed(f"r.{stream_id}", PAGES, 4, 4)])
         await turns()
     assert [offer.request_id for offer in decode.prefill.offered] == ["r.1", "r.2", "r.3"]
     del decode.bus.handlers["ns.bootstrap.boot.open"]
     await decode.ask(4)
-    decode.engine.step(reserved=[Reserved("r.4", PAGES, 1)])
+    decode.engine.step(reserved=[Exposed("r.4", PAGES, 4, 4)])
     await turns()
     assert decode.engine.did("recompute") == ["r.4"]
 
@@ -993,7 +993,7 @@ async def test_prefill_is_blamed_for_its_own_faults_and_not_for_those_of_bootstr
         decode.prefill.offer_refusal = PeerLost("bootstrap is gone")
     for number in range(1, 6):
         await decode.ask(stream_id=number)
-        decode.engine.step(reserved=[Reserved(f"r.{number}", PAGES, 1)])
+        decode.engine.step(reserved=[Exposed(f"r.{number}", PAGES, 4, 4)])
         await turns()
     assert decode.fleet.router.health.state("p") is state
     assert len(decode.prefill.asked) == (USUAL.failures if blamed else 5), "a broken one is worse than nobody here"

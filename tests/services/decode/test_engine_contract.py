@@ -19,6 +19,7 @@ class Sevens:
     forward_kind = ""
 
     def launch(self, chunks: Sequence[Chunk]) -> "Sevens":
+        self.chunks = chunks
         self.token_ids = [7 if chunk.samples else None for chunk in chunks]
         return self
 

@@ -13,7 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from components.errors import NoDecodeInstance, Overloaded, QueueFull
 from components.routing.policy import REQUEST_TOKENS
-from services.frontend.admission import ANONYMOUS, LOOK_EVERY_S, Admission, Place, key_of
+from services.frontend.admission import ANONYMOUS, LOOK_EVERY_S, Admission, key_of
+from services.frontend.fair_queue import Place
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.ports import FleetRoom
 from tests.faults.virtual_loop import run_virtually
@@ -48,9 +49,9 @@ class Case:
                 self.admitted.append(name)
             except Overloaded as exc:
                 self.refused[name] = exc
-                place.leave()
+                self.admission.leave(place)
             except asyncio.CancelledError:
-                place.leave()
+                self.admission.leave(place)
                 raise
 
         self.tasks[name] = asyncio.create_task(wait())
@@ -87,7 +88,7 @@ def test_one_larger_than_everything_goes_on_and_the_next_waits() -> None:
         case = Case()
         assert case.come("huge", 100_000).turn is None
         assert case.come("next").turn is not None
-        case.places["huge"].began(100_000 - REQUEST_TOKENS)
+        case.admission.began(case.places["huge"], 100_000 - REQUEST_TOKENS)
         await soon()
         assert case.admitted == ["huge", "next"]
 
@@ -98,11 +99,11 @@ def test_ours_fill_the_line_until_they_begin() -> None:
     async def test() -> None:
         case = Case(FleetRoom(1000, 1000, 0))
         assert [case.come(str(i)).turn is None for i in range(6)] == [True] * 5 + [False]
-        case.places["0"].began(100 - REQUEST_TOKENS)
+        case.admission.began(case.places["0"], 100 - REQUEST_TOKENS)
         await soon()
         assert case.admitted[-1] == "5"
         case.come("6")
-        case.places["1"].leave()  # without having begun
+        case.admission.leave(case.places["1"])  # without having begun
         await soon()
         assert case.admitted[-1] == "6"
 
@@ -179,10 +180,10 @@ def test_no_more_are_at_work_than_may_be() -> None:
     async def test() -> None:
         case = Case(UNKNOWN, max_inflight=2)
         assert [case.come(name).turn is None for name in "abc"] == [True, True, False]
-        case.places["a"].began(0)
+        case.admission.began(case.places["a"], 0)
         await soon()
         assert case.admitted == ["a", "b"]
-        case.places["a"].leave()
+        case.admission.leave(case.places["a"])
         await soon()
         assert case.admitted == ["a", "b", "c"]
 
@@ -231,7 +232,7 @@ def test_when_to_come_back_is_what_waits_by_what_was_admitted_lately() -> None:
             raise case.admission._refusal("full", 0.0)
         assert early.value.retry_after_s == 60  # nothing to go by
         for i in range(300):
-            case.come(str(i)).leave()
+            case.admission.leave(case.come(str(i)))
             await asyncio.sleep(0.1)  # 1,000 tokens a second
         case.room_now = FULL
         for i in range(50):
@@ -265,11 +266,11 @@ def test_whoever_gives_up_in_the_moment_of_its_turn_gives_its_room_back() -> Non
         for name in "abc":
             case.come(name)
         await soon()
-        case.places["a"].leave()  # b is told, and has not run yet
+        case.admission.leave(case.places["a"])  # b is told, and has not run yet
         case.tasks["b"].cancel()
         await soon()
         assert case.admitted == ["a", "c"]
-        case.places["c"].leave()
+        case.admission.leave(case.places["c"])
         assert case.is_clean()
 
     run(test)
@@ -294,18 +295,18 @@ def test_whatever_happens_every_request_ends_once_and_nothing_is_left(seed: int)
                 some = draw.choice(list(case.places))
                 if act == 3:
                     case.tasks[some].cancel()
-                    case.places[some].leave(10)
+                    case.admission.leave(case.places[some], 10)
                 elif case.places[some].not_begun and case.places[some].inside:
-                    case.places[some].began(case.places[some].waiting.tokens - REQUEST_TOKENS)
+                    case.admission.began(case.places[some], case.places[some].tokens - REQUEST_TOKENS)
             await asyncio.sleep(draw.choice((0, 0, 0.01, 0.3)))
             assert case.admission._queue.tokens <= 1500
             assert case.admission._inflight == sum(place.inside for place in case.places.values())
         for name, place in case.places.items():
             case.tasks[name].cancel()
-            place.leave()
+            case.admission.leave(place)
         await asyncio.sleep(2)
         assert case.is_clean()
-        assert not case.admission._places
+        assert not case.admission._queue
         assert all(task.done() for task in case.tasks.values())
         assert len(case.admitted) == len(set(case.admitted))
         assert not set(case.admitted) & set(case.refused)

@@ -5,7 +5,7 @@ import pytest
 from components.errors import Cancelled
 from components.text.tokenizer import TextModel
 from components.wire.sampling import SamplingParams
-from services.frontend.choice import Piece, PromptSpec
+from services.frontend.choice import Piece
 from services.frontend.generation import Generation
 from services.frontend.metrics import GapCounts
 from services.frontend.ports import Prompt
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 def generation_of(mesh: FakeMesh, text: TextModel, *, n: int = 1, prompts: int = 1) -> Generation:
     prompt = Prompt("r", MODEL, [1, 2], SamplingParams(max_tokens=100, n=n), "", 0)
-    return Generation(mesh, text, [PromptSpec(prompt)] * prompts, GapCounts(), lambda _: None)
+    return Generation(mesh, text, [prompt] * prompts, GapCounts(), lambda _: None)
 
 
 async def test_a_client_that_reads_too_slowly_ends_all_branches_at_once(mesh: FakeMesh, text: TextModel) -> None:

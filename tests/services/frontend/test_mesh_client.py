@@ -28,7 +28,7 @@ from components.messaging.fleet import Fleet
 from components.messaging.inbox import StreamInbox
 from components.messaging.liveness import Liveness
 from components.messaging.outbox import OutStream
-from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, TokenFrame
+from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem
 from components.wire.heartbeat import Heartbeat
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
@@ -40,7 +40,7 @@ from services.frontend.ports import Prompt
 from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
 from tests.components.messaging.frames import nothing_lost
-from tests.components.wire.frames import pack_frame
+from tests.components.wire.frames import frame_of
 from tests.services.frontend.reading import Reading, reading
 
 pytestmark = pytest.mark.anyio
@@ -84,7 +84,7 @@ class Decode:
         return GenerateAccepted(request_id=request.request_id)
 
     def send(self, *items: Any) -> None:
-        frame = Message(pack_frame(TokenFrame(self.name, "1", 1, list(items), self.frames)))
+        frame = Message(frame_of(self.name, "1", 1, list(items), self.frames).pack())
         self.frames += 1
         self.mesh.tasks.append(asyncio.ensure_future(self.mesh.inbox.receive(frame)))
 

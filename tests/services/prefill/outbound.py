@@ -10,7 +10,7 @@ from components.wire.logprobs import TokenLogprobs
 from components.wire.prefill import PrefillRequest
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
-from engine.ports import Computed
+from engine.ports import Exposed
 from services.prefill.outbound import OutboundTransfer
 
 ROOM, STAMP = "boot/1", 77
@@ -32,14 +32,14 @@ def outbound(transfer: Any, num_tokens: int, *, stamp: int = STAMP, **options: A
     return OutboundTransfer(kv, request, tracer.start_span("prefill.request"), **options)
 
 
-def chunk(pages: Sequence[int], num_computed: int) -> Computed:
-    return Computed("r", list(pages), num_computed, 0)
+def chunk(pages: Sequence[int], num_computed: int) -> Exposed:
+    return Exposed("r", list(pages), num_computed, 0)
 
 
 def last_chunk(
     pages: Sequence[int], first_token: int, num_cached_tokens: int = 0, logprobs: TokenLogprobs | None = None
-) -> Computed:
-    return Computed("r", list(pages), 0, num_cached_tokens, first_token, logprobs=logprobs)
+) -> Exposed:
+    return Exposed("r", list(pages), 0, num_cached_tokens, first_token, logprobs=logprobs)
 
 
 async def run(transfer: OutboundTransfer) -> None:

@@ -25,7 +25,7 @@ from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Qu
 from components.wire.rooms import CloseRooms, KvComing, PagesOffered, RoomFailed, RoomOk
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
-from engine.ports import Computed, Failed, KvRegion, Phase
+from engine.ports import Exposed, Failed, KvRegion, Phase
 from services.prefill.outbound import OutboundState
 from services.prefill.service import PrefillService
 from tests.components.discovery.records import record
@@ -93,7 +93,7 @@ class Prefill:
         return await self.service.pages(replace(offered, **changes))
 
     def computed(self, num_computed: int = 10, first_token: int | None = 42) -> None:
-        self.engine.step(computed=[Computed("r", PAGES, num_computed, 0, first_token)])
+        self.engine.step(computed=[Exposed("r", PAGES, num_computed, 0, first_token)])
 
     def quiesce(self, request_id: str = "r", *, cancelled: bool = False) -> asyncio.Task[Quiet]:
         asked = Quiesce(request_id=request_id, cause="gone", cancelled=cancelled)
@@ -181,7 +181,7 @@ async def test_rooms_that_are_over_are_closed_together(prefill: Prefill) -> None
     for number in range(3):
         await prefill.ask(f"r{number}", room=f"room-{number}")
         await prefill.offer(f"room-{number}", request_id=f"r{number}")
-    prefill.engine.step(computed=[Computed(f"r{number}", PAGES, 10, 0, 42) for number in range(3)])
+    prefill.engine.step(computed=[Exposed(f"r{number}", PAGES, 10, 0, 42) for number in range(3)])
     async with asyncio.timeout(5):
         while not prefill.bus.of(CloseRooms):
             await asyncio.sleep(0.005)
@@ -588,7 +588,7 @@ async def test_the_first_tokens_logprobs_go_beside_the_pages(prefill: Prefill) -
     await prefill.ask(sampling=SamplingParams(max_tokens=5, logprobs=2, n=3))
     await prefill.offer()
     landed = prefill.decode.expect(ROOM, 0)
-    prefill.engine.step(computed=[Computed("r", PAGES, 10, 0, 42, logprobs=told)])
+    prefill.engine.step(computed=[Exposed("r", PAGES, 10, 0, 42, logprobs=told)])
     await asyncio.wait_for(landed, 5)
     assert prefill.decode.aux.read(2).logprobs == told
     await prefill.service.drained()
