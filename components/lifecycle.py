@@ -1,6 +1,7 @@
 """A lifecycle: an enum and a table of legal moves."""
 
 import logging
+import time
 from collections import Counter
 from collections.abc import Mapping, Set
 from enum import StrEnum
@@ -40,12 +41,13 @@ class Tally(Generic[S]):
 class Lifecycle(Generic[S]):
     """States without a row in `table` are terminal."""
 
-    __slots__ = ("_name", "_table", "_tally", "state")
+    __slots__ = ("_name", "_table", "_tally", "entered_s", "state")
 
     def __init__(self, name: str, table: Mapping[S, Set[S]], start: S, tally: Tally[S] | None = None) -> None:
         self._name = name
         self._table = table
         self.state = start  # only `advance` writes it; no property, as engines read it for each token
+        self.entered_s = time.monotonic()  # the present state
         self._tally = tally
         if tally is not None:
             tally.moved(None, start)
@@ -62,3 +64,4 @@ class Lifecycle(Generic[S]):
         if self._tally is not None:
             self._tally.moved(self.state, to)
         self.state = to
+        self.entered_s = time.monotonic()

@@ -1,14 +1,18 @@
-"""Probes and health metrics of a process."""
+"""Probes, health metrics and status of a process."""
 
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry, Gauge
 
+from components.aio import background
 from components.discovery.registry import Registration, Registry
 from components.messaging.bus import Bus
+from components.messaging.call_server import Endpoint
 from components.settings import MeshSettings
+from components.telemetry.figures import Figures
 from components.telemetry.worker_metrics import serve_metrics
+from components.wire.status import Status, StatusRequest
 
 
 class ProcessHealth:
@@ -57,3 +61,35 @@ async def serve_health(
         metrics, settings.metrics_host, settings.metrics_port, health.started, reasons=health.reasons, facts=facts
     ) as url:
         yield url
+
+
+@asynccontextmanager
+async def measure(
+    settings: MeshSettings,
+    role: str,
+    instance_id: str,
+    bus: Bus,
+    etcd_contact_age_s: Callable[[], float],
+    *,
+    epoch: Callable[[], str] = str,
+    model: str = "",
+) -> AsyncIterator[Figures]:
+    """Yields the process's figures, whose event loop is probed while inside."""
+    figures = Figures(
+        role,
+        instance_id,
+        model=model,
+        traces_per_s=settings.traces_per_s,
+        epoch=epoch,
+        etcd_contact_age_s=etcd_contact_age_s,
+        nats_contact_age_s=bus.contact_age_s,
+    )
+    async with background(figures.loop.run(), "loop-probe"):
+        yield figures
+
+
+def status_endpoint(figures: Figures) -> Endpoint:
+    async def status(_: StatusRequest) -> Status:
+        return figures.status()
+
+    return Endpoint("status", StatusRequest, status, immediate=True)

@@ -20,11 +20,12 @@ from components.messaging.kv_publisher import KvEventPublisher, publish_kv_event
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import Profiles, keep_profiles
 from components.process import Draining, drain, new_instance_id, record_maker, settle, stop_signal, subject_of
-from components.process_health import serve_health
+from components.process_health import measure, serve_health, status_endpoint
 from components.routing.policies import Phase
 from components.settings import WorkerSettings
 from components.structured.masks import MaskMaker, open_masks
 from components.structured.metrics import ConstraintMetrics
+from components.telemetry.figures import Figures
 from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics
@@ -67,6 +68,7 @@ def model_name(settings: WorkerSettings) -> str:
 class WorkerService(Draining, Protocol):
     def endpoints(self) -> list[Endpoint]: ...
     def heartbeat(self) -> Heartbeat: ...
+    def show(self, figures: Figures) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +82,7 @@ class Worker:
     config: EngineConfig
     registration: Registration
     metrics: WorkerMetrics
+    figures: Figures
     bus: Bus
     registry: Registry
     engine: EngineLoop
@@ -103,6 +106,8 @@ class Worker:
         self.metrics.registry.register(self.bus.refusals)
         self.metrics.registry.register(self.bus.clocks)
         self.metrics.show_kv_events(lambda: self.kv_events.log.number, lambda: self.kv_events.log.dropped)
+        self.metrics.show(self.figures)
+        service.show(self.figures)
         engine.on_output(lambda output: self.kv_events.take(output.cache_events))
         record = record_maker(
             self.settings,
@@ -130,8 +135,8 @@ class Worker:
             await drain(service, drain_timeout_s, heart.at_once)
 
     def _endpoints(self, service: WorkerService) -> Sequence[Endpoint]:
-        shared = [*self.profiles.endpoints(), *self.kv_events.endpoints(), present_endpoint(self.registration)]
-        return [*service.endpoints(), *shared]
+        own = [present_endpoint(self.registration), status_endpoint(self.figures)]
+        return [*service.endpoints(), *self.profiles.endpoints(), *self.kv_events.endpoints(), *own]
 
 
 @asynccontextmanager
@@ -168,8 +173,19 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
             rest_s=partial(FleetSizes(registry.book).kv_events_rest_s, role),
         ) as kv_events,
         serve_health(settings, metrics.registry, bus, registry, registration) as page,
+        measure(
+            settings,
+            role,
+            me,
+            bus,
+            registry.contact_age_s,
+            epoch=lambda: registration.epoch,
+            model=model_name(settings),
+        ) as figures,
         keep_present(bus, registry.book),
     ):
+        figures.layout = transfer.endpoint.layout.text
+        figures.kv_transfer = transfer.endpoint.backend
         yield Worker(
             role=role,
             instance_id=me,
@@ -178,6 +194,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
             config=config,
             registration=registration,
             metrics=metrics,
+            figures=figures,
             bus=bus,
             registry=registry,
             engine=engine,

@@ -23,12 +23,22 @@ class Leadership:
 
     def __init__(self) -> None:
         self._until = 0.0  # monotonic; 0 without a lease
+        self._contacted_s = time.monotonic()  # latest answer of etcd
 
     def is_held(self) -> bool:
         return time.monotonic() < self._until
 
     def held_until(self, monotonic_s: float) -> None:
         self._until = monotonic_s
+        if monotonic_s:
+            self.contacted()
+
+    def contacted(self) -> None:
+        self._contacted_s = time.monotonic()
+
+    def contact_age_s(self) -> float:
+        """Seconds since etcd last answered this campaign."""
+        return time.monotonic() - self._contacted_s
 
 
 class _Campaign:
@@ -62,6 +72,7 @@ class _Campaign:
         while not self.stop.is_set():
             taken = client.get(self._key)[0] is not None
             backoff.reset()  # etcd has a quorum
+            self.leadership.contacted()
             if taken:
                 self.stop.wait(LOOK_S)
                 continue

@@ -62,6 +62,7 @@ class Registry:
         endpoints(url)  # raises here, not in a thread
         self.book = InstanceBook()
         self.connected = False  # the mirror follows etcd; readable from any thread
+        self._contacted_s = time.monotonic()  # latest answer of etcd; written by both threads
         self._url = url
         self._prefix = _prefix(namespace)
         self._ttl_s = math.ceil(ttl_s)
@@ -70,6 +71,13 @@ class Registry:
         self._watch_call: Any = None
         self._synced = asyncio.Event()
         self._revision = 0  # of etcd, reached by the book; set by the event loop
+
+    def contact_age_s(self) -> float:
+        """Seconds since etcd last answered. A registered process asks after a third of its lease's lifetime."""
+        return time.monotonic() - self._contacted_s
+
+    def _contacted(self) -> None:
+        self._contacted_s = time.monotonic()
 
     @asynccontextmanager
     async def advertise(self, registration: Registration, make_record: MakeRecord) -> AsyncIterator[None]:
@@ -120,6 +128,7 @@ class Registry:
             lease_id = int(client.lease(self._ttl_s).id)
             self._write(client, registration, record, lease_id)
         registration.renewed(asked + self._ttl_s)
+        self._contacted()
         return lease_id
 
     def _write(self, client: Any, registration: Registration, record: InstanceRecord, lease_id: int) -> None:
@@ -128,6 +137,7 @@ class Registry:
 
     def _renewed(self, registration: Registration, record: InstanceRecord, lease_id: int, until: float) -> None:
         registration.renewed(until)
+        self._contacted()
         key = _key(self._prefix, record.role, record.instance_id)
         if self._revision < registration.revision:  # the book has not seen our own write yet
             return
@@ -162,6 +172,7 @@ class Registry:
         records, revision = self._read(client)
         backoff.reset()
         self.connected = True
+        self._contacted()
         self._loop.call_soon_threadsafe(self._snapshot_taken, records, revision)
         create = etcdrpc.WatchCreateRequest(
             key=self._prefix.encode(), range_end=self._range_end, start_revision=revision + 1
@@ -172,6 +183,7 @@ class Registry:
             if self._stop.is_set():  # close() may have found no call to cancel yet
                 return
             for response in self._watch_call:
+                self._contacted()
                 if response.canceled or response.compact_revision:
                     facts = {"compacted": response.compact_revision, "cause": response.cancel_reason}
                     log.warning("watch cancelled, reading again", extra=facts)

@@ -54,6 +54,7 @@ class Bus:
         self.url = without_password(url)  # for messages
         self.refusals = Refusals()
         self.reconnected_at = -math.inf  # monotonic
+        self.disconnected_at = -math.inf
         self.clocks = PeerClocks()
         self._replies = Replies(client)
 
@@ -64,6 +65,12 @@ class Bus:
     def steady_s(self) -> float:
         """Seconds since the latest reconnect: infinite without one, 0 while disconnected."""
         return time.monotonic() - self.reconnected_at if self.client.is_connected else 0.0
+
+    def contact_age_s(self) -> float:
+        """Seconds since NATS last answered a ping, in steps of PING_EVERY_S."""
+        if self.client.is_connected:
+            return float(self.client._pings_outstanding) * PING_EVERY_S
+        return time.monotonic() - self.disconnected_at + MOST_PINGS * PING_EVERY_S
 
     def answers(self) -> AbstractAsyncContextManager[None]:
         return self.subscription(self._replies.subject, self._replies.receive)
@@ -230,6 +237,8 @@ class _ConnectionReports:
             self._said = True
 
     async def on_disconnected(self) -> None:
+        if self.bus is not None and not self._away:
+            self.bus.disconnected_at = time.monotonic()
         self._away = True
 
     async def on_connected(self) -> None:

@@ -170,6 +170,11 @@ class Liveness:
         pulse = self._pulses.get(instance_id)
         return None if pulse is None else pulse.last
 
+    def ages_s(self) -> dict[str, float]:
+        """Age of the latest heartbeat, by instance; without one, of the record. Asked instances: of the open question."""
+        now = self._clock()
+        return {instance_id: self._silent_s(pulse, now) for instance_id, pulse in self._pulses.items()}
+
     def prompts(self, instance_id: str) -> PromptLoad:
         pulse = self._pulses.get(instance_id)
         if pulse is None or pulse.last is None:

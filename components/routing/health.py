@@ -60,6 +60,10 @@ class Health:
         breaker = self._breakers.get(instance_id)
         return BreakerState.CLOSED if breaker is None else breaker.state
 
+    def states(self) -> dict[str, BreakerState]:
+        """Of every known instance."""
+        return {instance_id: self.state(instance_id) for instance_id in self._known}
+
     def sent(self, instance_id: str, now_s: float) -> None:
         if (breaker := self._breakers.get(instance_id)) is not None:
             breaker.sent(now_s)

@@ -13,6 +13,9 @@ from starlette.routing import Route
 
 from components.http.server import serve_http
 from components.lifecycle import S, Tally
+from components.telemetry.figures import Batch, Figures
+from components.telemetry.links import Links
+from components.wire.status import PageStatus
 
 STEP_BUCKETS: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
 TRANSFER_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
@@ -46,6 +49,10 @@ class StepFigures(Protocol):
         pass
 
     @property
+    def held_pages(self) -> int:
+        pass
+
+    @property
     def total_pages(self) -> int:
         pass
 
@@ -65,6 +72,10 @@ class StepFigures(Protocol):
 class WorkerMetrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        self.links = Links()
+        self.num_exposed_pages: Callable[[], int] = int
+        self.num_prompt_tokens = 0  # computed here
+        self.num_generated_tokens = 0
         self._latest: StepFigures | None = None
         self._shown("num_requests_running", "Requests in the batch.", lambda step: step.num_running)
         self._shown("num_requests_waiting", "Requests queued for pages or budget.", lambda step: step.num_waiting)
@@ -99,10 +110,36 @@ class WorkerMetrics:
         self._latest = figures
         if figures.prompt_tokens:
             self._prompt.inc(figures.prompt_tokens)
+            self.num_prompt_tokens += figures.prompt_tokens
         if figures.decode_tokens:
             self._generated.inc(figures.decode_tokens)
+            self.num_generated_tokens += figures.decode_tokens
         if figures.prompt_tokens or figures.decode_tokens:
             self._steps.observe(figures.step_s)
+
+    def show(self, figures: Figures) -> None:
+        """Give the process's figures what the engine reports."""
+        figures.links = self.links
+        figures.pages = self.pages
+        figures.batch = self.batch
+        figures.loop.total = (
+            (lambda: self.num_prompt_tokens) if figures.role == "prefill" else lambda: self.num_generated_tokens
+        )
+
+    def batch(self) -> Batch:
+        return Batch() if self._latest is None else Batch(self._latest.num_running, self._latest.num_waiting)
+
+    def pages(self) -> PageStatus | None:
+        """None before the first step."""
+        if (step := self._latest) is None:
+            return None
+        return PageStatus(
+            total=step.total_pages,
+            free=step.free_pages,
+            cached=step.cached_pages,
+            held=step.held_pages,
+            exposed=self.num_exposed_pages(),
+        )
 
     def show_queues(self, tally: Tally[S]) -> None:
         for state in tally.states:

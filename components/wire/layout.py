@@ -25,6 +25,11 @@ class KvLayout(Struct):
     version: int = LAYOUT_VERSION
 
     @property
+    def text(self) -> str:
+        """For people. Instances are compatible if the texts differ in the page size at most."""
+        return " ".join(f"{name}={getattr(self, name)}" for name in self.__struct_fields__)
+
+    @property
     def page_bytes(self) -> int:
         return self.num_stripes * self.page_size * self.row_bytes
 

@@ -8,7 +8,7 @@ from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
 from components.messaging.presence import keep_present, present_endpoint
 from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
-from components.process_health import serve_health
+from components.process_health import measure, serve_health, status_endpoint
 from components.telemetry.logs import log_ready
 from components.telemetry.spans import start_telemetry
 from services.bootstrap.config import BootstrapSettings
@@ -26,12 +26,14 @@ async def main(settings: BootstrapSettings) -> None:
         connect_bus(settings.nats_url, f"bootstrap-{me}") as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         serve_health(settings, metrics, bus, registry, registration) as page,
+        measure(settings, "bootstrap", me, bus, registry.contact_age_s, epoch=lambda: registration.epoch) as figures,
         keep_present(bus, registry.book),
     ):
         metrics.register(bus.refusals)
         metrics.register(bus.clocks)
         service = BootstrapService(bus, settings.namespace, registration, metrics)
-        endpoints = [*service.endpoints(), present_endpoint(registration)]
+        service.show(figures)
+        endpoints = [*service.endpoints(), present_endpoint(registration), status_endpoint(figures)]
         async with (
             background(service.clean(settings.room_cleanup_s), "clean-rooms"),
             serve_calls(bus, "bootstrap", subject, endpoints, {"instance_id": me}),

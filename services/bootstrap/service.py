@@ -6,7 +6,8 @@ Each side itself checks compatibility, deadlines and lost peers: `PrefillChoice`
 
 import asyncio
 import logging
-from typing import Final
+import time
+from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Gauge
 
@@ -16,11 +17,20 @@ from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
 from components.messaging.deadline import now_ms
 from components.process import subject_of
+from components.telemetry.figures import Figures
 from components.wire.rooms import CloseRooms, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomsClosed
+from components.wire.status import RoomStatus
 
 log = logging.getLogger(__name__)
 
 FORWARD_TIMEOUT_S: Final = 10.0
+
+
+class _Room(NamedTuple):
+    request_id: str
+    prefill_id: str
+    deadline_unix_ms: int
+    opened_s: float  # monotonic
 
 
 class BootstrapService:
@@ -28,12 +38,24 @@ class BootstrapService:
         self._bus = bus
         self._namespace = namespace
         self._instance_id = registration.instance_id
-        self._deadlines_unix_ms: dict[str, int] = {}  # by open room
+        self._open: dict[str, _Room] = {}  # by room
         self._forwarding: set[asyncio.Task[None]] = set()
         Gauge("open_rooms", "Bootstrap rooms open in this replica.", registry=metrics).set_function(lambda: len(self))
 
     def __len__(self) -> int:
-        return len(self._deadlines_unix_ms)
+        return len(self._open)
+
+    def show(self, figures: Figures) -> None:
+        figures.rooms = self.rooms
+
+    def rooms(self) -> list[RoomStatus]:
+        now_s = time.monotonic()
+        return [
+            RoomStatus(
+                room=room, request_id=each.request_id, state="open", age_s=now_s - each.opened_s, peer=each.prefill_id
+            )
+            for room, each in self._open.items()
+        ]
 
     def endpoints(self) -> list[Endpoint]:
         return [
@@ -43,9 +65,11 @@ class BootstrapService:
 
     async def open(self, request: OpenRoom) -> RoomOk:
         """Raises: MalformedMessage, if the room is open."""
-        if request.room in self._deadlines_unix_ms:
+        if request.room in self._open:
             raise MalformedMessage(f"room {request.room} is open already")
-        self._deadlines_unix_ms[request.room] = request.deadline_unix_ms
+        self._open[request.room] = _Room(
+            request.request_id, request.prefill_id, request.deadline_unix_ms, time.monotonic()
+        )
         forwarding = asyncio.create_task(self._forward(request), name=f"forward {request.room}")
         self._forwarding.add(forwarding)
         forwarding.add_done_callback(self._forwarding.discard)
@@ -58,7 +82,7 @@ class BootstrapService:
         """Forget rooms past their deadline, forever: a prefill instance that is gone closes none."""
         while True:
             await asyncio.sleep(every_s)
-            expired = [room for room, deadline in self._deadlines_unix_ms.items() if deadline <= now_ms()]
+            expired = [room for room, each in self._open.items() if each.deadline_unix_ms <= now_ms()]
             for room in expired:
                 self._close(room)
             if expired:
@@ -97,4 +121,4 @@ class BootstrapService:
 
     def _close(self, room: str) -> bool:
         """Returns False if it was not open."""
-        return self._deadlines_unix_ms.pop(room, None) is not None
+        return self._open.pop(room, None) is not None

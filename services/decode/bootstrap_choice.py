@@ -27,6 +27,10 @@ class BootstrapChoice:
         self._asked_s: dict[str, list[float]] = {}  # start times of pending calls, by replica
         self._calls: set[asyncio.Task[None]] = set()
 
+    def states(self) -> dict[str, str]:
+        """State of the breaker of each replica that was asked."""
+        return {instance_id: str(breaker.state) for instance_id, breaker in self._breakers.items()}
+
     async def open(self, replicas: Sequence[InstanceRecord], ask: Ask) -> None:
         """Return when a replica has opened the room. `ask` calls it, with a timeout of `LIMIT_S`.
 

@@ -1,6 +1,7 @@
 """One transfer into this decode instance."""
 
 import asyncio
+import time
 from enum import StrEnum, auto
 from typing import Final
 
@@ -60,6 +61,9 @@ class InboundTransfer:
         self.room = room
         self.stamp = stamp
         self.failure = Failure()
+        self.began_s = time.monotonic()
+        self.exposed_s = 0.0  # monotonic: when the offer left; 0: it has not
+        self.duration_s = 0.0  # from the offer to the landing
         self.lifecycle = Lifecycle(f"inbound {engine_id}", NEXT, S.PREALLOC, tally)
         self.reserved: asyncio.Future[Exposed] = asyncio.get_running_loop().create_future()
         self._transfer = transfer
@@ -81,6 +85,7 @@ class InboundTransfer:
     def expose(self, deadline_unix_ms: int) -> None:
         """Call before the offer leaves."""
         self.deadline_unix_ms = deadline_unix_ms
+        self.exposed_s = time.monotonic()
         self.lifecycle.advance(S.TRANSFER)
         self._landed = self._transfer.expect(self.room, self.slot)
 
@@ -98,6 +103,7 @@ class InboundTransfer:
             with tracer.start_as_current_span("decode.verify"):
                 await _verify(record, sent, self._checksums)
         self.lifecycle.advance(S.LANDED)
+        self.duration_s = time.monotonic() - self.exposed_s
         self._transfer.aux.give_back(self.slot)
         return record
 

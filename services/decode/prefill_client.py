@@ -32,11 +32,13 @@ from components.messaging.bus import Bus
 from components.messaging.deadline import now_ms, remaining_s
 from components.messaging.liveness import warn_of_protocol
 from components.routing.router import Route
+from components.telemetry.figures import Queue, queues_of
 from components.telemetry.spans import record_span, tracer
 from components.wire.generate import GenerateRequest
 from components.wire.instances import InstanceRecord, KvEndpoint
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
 from components.wire.rooms import KvComing, OpenRoom, RoomFailed, RoomOk
+from components.wire.status import RoomStatus
 from components.wire.tokens import num_tokens
 from engine.ports import Exposed
 from services.decode.bootstrap_choice import LIMIT_S, BootstrapChoice
@@ -93,6 +95,39 @@ class PrefillClient:
         futures = (each.reserved for each in self._transfers.values())
         ready = (future for future in futures if future.done() and not future.cancelled() and not future.exception())
         return sum(len(future.result().pages) for future in ready)
+
+    @property
+    def num_exposed_pages(self) -> int:
+        """Pages that a prefill instance may write into."""
+        exposed = (each for each in self._transfers.values() if each.lifecycle.state in (S.TRANSFER, S.PINNED))
+        return sum(len(r.pages) - r.num_cached_pages for r in (each.reserved.result() for each in exposed))
+
+    def is_under_way(self, engine_id: str) -> bool:
+        return engine_id in self._transfers
+
+    def num_bytes(self, transfer: InboundTransfer) -> int:
+        """Bytes that prefill wrote, once they have landed."""
+        reserved = transfer.reserved.result()
+        return (len(reserved.pages) - reserved.num_cached_pages) * self._transfer.endpoint.layout.page_bytes
+
+    def rooms(self) -> list[RoomStatus]:
+        now_s = time.monotonic()
+        return [
+            RoomStatus(
+                room=each.room,
+                request_id=each.engine_id,
+                state=str(each.lifecycle.state),
+                age_s=now_s - each.began_s,
+                peer=each.prefill.instance_id,
+            )
+            for each in self._transfers.values()
+        ]
+
+    def queues(self) -> dict[str, Queue]:
+        return queues_of((each.lifecycle for each in self._transfers.values()), self.tally.states)
+
+    def bootstrap_breakers(self) -> dict[str, str]:
+        return self._bootstraps.states()
 
     def check(self, endpoint: KvEndpoint) -> None:
         """Raises: IncompatibleLayout, for another backend than ours; Rejected, if its KV cannot be verified."""

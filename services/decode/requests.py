@@ -52,6 +52,9 @@ class RequestQueues(Tally[RequestState]):
         return max(0, count)  # a transfer may outlive its request
 
 
+QUEUED: Final = (S.ACCEPTED, S.WAITING)  # not RUNNING: such a request may take minutes
+
+
 @dataclass(slots=True)
 class ActiveRequest:
     engine_id: str  # unique in the mesh

@@ -28,6 +28,7 @@ from components.messaging.outbox import OutStream
 from components.routing.local_prefill import PromptLoad, PromptRate
 from components.routing.router import Route, RouteChoice
 from components.structured.masks import MaskMaker
+from components.telemetry.figures import Figures, Queue, queues_of
 from components.telemetry.spans import tracer, use_span
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import MAX_STREAM_ID, CancelStreams, GenerateAccepted, GenerateRequest, StreamsCancelled
@@ -45,7 +46,14 @@ from services.decode.embedding import EmbeddingService
 from services.decode.inbound import InboundState, InboundTransfer
 from services.decode.prefill_choice import PrefillChoice
 from services.decode.prefill_client import PrefillClient
-from services.decode.requests import SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, RequestQueues, RequestState
+from services.decode.requests import (
+    QUEUED,
+    SPAN_LOCAL_PREFILL,
+    ActiveRequest,
+    ActiveRequests,
+    RequestQueues,
+    RequestState,
+)
 from services.worker import check_addressed, check_model
 
 log = logging.getLogger(__name__)
@@ -172,6 +180,23 @@ class DecodeService:
             accepted=self._num_accepted,
             num_requests=sum(len(active.streams) for active in self._active.all()) + len(self.embedding),
         )
+
+    def show(self, figures: Figures) -> None:
+        figures.is_draining = lambda: self.draining
+        figures.queues = self._queues
+        figures.rooms = self._prefill.rooms
+        figures.breakers = self._breakers
+        figures.heartbeat_ages_s = self._prefills.alive.ages_s
+        self._metrics.num_exposed_pages = lambda: self._prefill.num_exposed_pages
+
+    def _queues(self) -> dict[str, Queue]:
+        """A request with a transfer under way is in the queue of the transfer alone."""
+        alone = (a for a in self._active.all() if not self._prefill.is_under_way(a.engine_id))
+        return queues_of((active.lifecycle for active in alone), QUEUED) | self._prefill.queues()
+
+    def _breakers(self) -> dict[str, str]:
+        prefills = {i: str(state) for i, state in self._prefills.router.health.states().items()}
+        return prefills | self._prefill.bootstrap_breakers()
 
     async def drained(self) -> None:
         """Wait until every request is answered.
@@ -305,6 +330,7 @@ class DecodeService:
             if in_time and (transfer.waits_for_prefill or isinstance(exc, PrefillLost | PeerBroken)):
                 route.failed(exc)
             self._settle_later(transfer)
+            self._metrics.links.failed(prefill.instance_id)
             self._compute_here(active, exc)
         except BaseException:  # cancelled, or our bug: the pages must come back in both cases
             self._settle_later(transfer, cancelled=isinstance(active.error, Cancelled))
@@ -312,6 +338,8 @@ class DecodeService:
         else:
             for output in outputs:  # before the next await: the next step's tokens may follow at once
                 self._active.emit(output)
+            num_bytes = self._prefill.num_bytes(transfer)
+            self._metrics.links.transferred(prefill.instance_id, num_bytes, transfer.duration_s)
             await self._prefill.settle(transfer)
 
     def _compute_here(self, active: ActiveRequest, cause: MeshError) -> None:

@@ -23,7 +23,7 @@ from components.openai.errors import http_refusal
 from components.openai.operations import WorkerList
 from components.output.formats import FormatOptions
 from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
-from components.process_health import serve_health
+from components.process_health import measure, serve_health, status_endpoint
 from components.startup import refuse
 from components.structured.checker import open_checker
 from components.structured.metrics import ConstraintMetrics
@@ -93,6 +93,15 @@ async def main(settings: FrontendSettings) -> None:
             metrics=metrics,
         ) as decodes,
         open_inbox(bus, f"{subject}.tokens", writes) as inbox,
+        measure(
+            settings,
+            "frontend",
+            me,
+            bus,
+            registry.contact_age_s,
+            epoch=lambda: registration.epoch,
+            model=model,
+        ) as figures,
     ):
         folder = await asyncio.to_thread(model_dir, settings.model, settings.home, log_progress)
         options = FormatOptions(settings.tool_format, settings.tool_parser, settings.reasoning_parser)
@@ -106,7 +115,11 @@ async def main(settings: FrontendSettings) -> None:
             {"instance_id": me}
         )
         stored = await open_stored(bus, settings, subject)
-        calls = [explain_endpoint(mesh.choice, text, model), present_endpoint(registration)]
+        calls = [
+            explain_endpoint(mesh.choice, text, model),
+            present_endpoint(registration),
+            status_endpoint(figures),
+        ]
         if stored is not None:
             calls.append(stored.endpoint())
         files = (settings.tls_cert, settings.tls_key)
@@ -127,6 +140,9 @@ async def main(settings: FrontendSettings) -> None:
             ],
             workers,
         )
+        figures.is_draining = lambda: operations.draining
+        figures.heartbeat_ages_s = decodes.alive.ages_s
+        figures.breakers = decodes.router.health.states
         async with (
             open_checker(folder, settings.compile_budget_s, ConstraintMetrics(metrics)) as checker,
             serve_health(
@@ -151,6 +167,7 @@ async def main(settings: FrontendSettings) -> None:
                     stored=stored,
                     checker=checker,
                     operations=operations,
+                    figures=figures,
                 ),
                 settings,
                 share_port=settings.share_port,

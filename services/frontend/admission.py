@@ -21,6 +21,7 @@ from typing import Final, Protocol
 
 from components.errors import NoDecodeInstance, Overloaded, QueueFull
 from components.routing.policy import REQUEST_TOKENS
+from components.telemetry.figures import Batch, Queue
 from services.frontend.fair_queue import FairQueue, Place
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.ports import FleetRoom, Mesh
@@ -102,6 +103,14 @@ class Admission:
         self._timer: asyncio.TimerHandle | None = None
         self._metrics = metrics
         metrics.show_queue(lambda: len(self._queue), lambda: self._queue.tokens)
+
+    def queue(self) -> Queue:
+        since_s = self._queue.oldest_since_s
+        return Queue() if since_s is None else Queue(len(self._queue), asyncio.get_running_loop().time() - since_s)
+
+    def batch(self) -> Batch:
+        """Admitted and queued requests."""
+        return Batch(self._inflight, len(self._queue))
 
     def enter(self, key: bytes, priority: int, prompt_tokens: int, choices: int = 1) -> Place:
         """Admit or queue a request. If the place has a `turn`, await `admitted`. Always `leave` the place.

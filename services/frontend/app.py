@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from components.anthropic.messages import CountRequest, MessageObject, MessagesRequest, TokenCountAnswer
 from components.errors import MeshError
-from components.messaging.call_server import VERSION
 from components.openai.chat import ChatCompletion, ChatRequest
 from components.openai.completions import Completion, CompletionRequest
 from components.openai.embeddings import EmbeddingList, EmbeddingRequest
@@ -28,8 +27,10 @@ from components.openai.parts import Parts
 from components.openai.responses import ResponseObject, ResponsesRequest
 from components.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from components.structured.checker import ConstraintChecker
+from components.telemetry.figures import Figures
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
+from components.wire.protocol import VERSION
 from services.frontend.admission import Admission
 from services.frontend.config import FrontendSettings
 from services.frontend.dialects.chat import ChatDialect
@@ -75,6 +76,7 @@ def create_app(
     stored: StoredResponses | None = None,
     checker: ConstraintChecker | None = None,
     operations: Operations | None = None,
+    figures: Figures | None = None,
 ) -> FastAPI:
     """Make the HTTP application over `mesh`.
 
@@ -84,6 +86,7 @@ def create_app(
         keys: requests must have one of them; None: requests need no key.
         stored: where responses are stored; None: they are not.
         checker: of grammars and schemas; without one, requests that have some are refused.
+        figures: of the process; they get the admission queue and the speed of tokens.
     """
     # FastAPI serves the GET routes: it checks their parameters, writes their models and describes them in /openapi.json.
     # Requests with a body read it themselves, with a limit, and go through plain Starlette routes, at a fraction of the cost.
@@ -97,6 +100,10 @@ def create_app(
     )
     metrics = FrontendMetrics(registry or CollectorRegistry())
     admission = Admission(mesh, settings, metrics)
+    if figures is not None:
+        figures.queues = lambda: {"admission": admission.queue()}
+        figures.batch = admission.batch
+        figures.loop.total = lambda: metrics.gaps.num_tokens
     frontend = Frontend(mesh, text, settings, defaults or SamplingDefaults(), metrics, admission, checker)
     generating = _generating_routes(frontend, stored)
     add_post_routes(app, [*generating, *_unary_routes(frontend)])

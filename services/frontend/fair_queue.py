@@ -277,6 +277,11 @@ class FairQueue:
         self._levels[one.priority].remove(one)
         self._forget(one)
 
+    @property
+    def oldest_since_s(self) -> float | None:
+        """When the request came that waits longest; None: the queue is empty."""
+        return next((one.since_s for one in self._waiting.values()), None)
+
     def waiting_since(self, until_s: float) -> list[Place]:
         """Requests that came until then, the oldest first."""
         found: list[Place] = []

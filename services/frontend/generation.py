@@ -181,4 +181,5 @@ class Generation:
         choice.shown_s = now
         piece = choice.take(item)
         self.num_generated += len(piece.token_ids)
+        self._gaps.num_tokens += len(piece.token_ids)
         return piece

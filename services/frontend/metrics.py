@@ -39,11 +39,12 @@ GAP_BUCKETS: Final = (
 class GapCounts:
     """Gaps between tokens of one model: plain lists, since this runs per token."""
 
-    __slots__ = ("counts", "total_s")
+    __slots__ = ("counts", "num_tokens", "total_s")
 
     def __init__(self) -> None:
         self.counts = [0] * (len(GAP_BUCKETS) + 1)
         self.total_s = 0.0
+        self.num_tokens = 0  # also those of first pieces
 
     def observe(self, gap_s: float) -> None:
         self.counts[bisect_left(GAP_BUCKETS, gap_s)] += 1
@@ -58,6 +59,11 @@ class GapHistogram(Collector):
 
     def of(self, model: str) -> GapCounts:
         return self._models.setdefault(model, GapCounts())
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that have arrived, of all models."""
+        return sum(gaps.num_tokens for gaps in self._models.values())
 
     def collect(self) -> Iterator[HistogramMetricFamily]:
         family = HistogramMetricFamily(

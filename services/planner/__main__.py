@@ -11,6 +11,7 @@ from components.local_mesh import beside_local_mesh, local_mesh
 from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
 from components.process import new_instance_id, run, stop_signal
+from components.process_health import measure, status_endpoint
 from components.telemetry.logs import log_ready
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import serve_metrics
@@ -43,10 +44,13 @@ async def main(settings: PlannerSettings) -> None:
         lead(
             settings.etcd_url, f"{settings.namespace}/planner", {**facts, "http": page}, settings.leader_ttl_s
         ) as leader,
+        measure(settings, "planner", me, bus, leader.contact_age_s) as figures,
     ):
         metrics.registry.register(bus.refusals)
         planning = Planning(settings, observer, open_connector(settings, bus), leader, metrics)
-        async with serve_calls(bus, "planner", subject, planning.endpoints(), {"instance_id": me}):
+        figures.heartbeat_ages_s = observer.ages_s
+        endpoints = [*planning.endpoints(), status_endpoint(figures)]
+        async with serve_calls(bus, "planner", subject, endpoints, {"instance_id": me}):
             log_ready(instance=me, connector=settings.connector, metrics=page)
             await first(stop_signal(), planning.run())
 

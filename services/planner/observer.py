@@ -64,6 +64,10 @@ class Observer:
         else:
             known.add(beat, now_s)
 
+    def ages_s(self) -> dict[str, float]:
+        """Age of the latest heartbeat, by instance."""
+        return {i: age_s for of_role in self._liveness.values() for i, age_s in of_role.ages_s().items()}
+
     async def observe(self, wanted: Mapping[Planned, int]) -> Observation:
         """Instances that do not answer are listed as unknown."""
         unknown: list[str] = []

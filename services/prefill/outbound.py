@@ -84,6 +84,7 @@ class OutboundTransfer:
         self._announce = announce
         self._num_cached = num_cached
         self._step_s = step_s
+        self.began_s = time.monotonic()
         self._submitted_ns = time.time_ns()
         self._started_ns = 0
         self._computed_ns = 0

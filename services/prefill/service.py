@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import time
 from collections.abc import Coroutine
 from contextlib import suppress
 from functools import cached_property, partial
@@ -20,6 +21,7 @@ from components.messaging.call_server import Endpoint
 from components.messaging.heartbeat_sender import heartbeat_of
 from components.routing.local_prefill import PromptLoad, PromptRate
 from components.structured.masks import MaskMaker
+from components.telemetry.figures import Figures, queues_of
 from components.telemetry.spans import tracer
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.heartbeat import Heartbeat
@@ -27,6 +29,7 @@ from components.wire.instances import InstanceRecord
 from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
 from components.wire.rooms import KvComing, PagesOffered, RoomOk
 from components.wire.sampling import Constraint
+from components.wire.status import RoomStatus
 from components.wire.tokens import unpack_tokens
 from engine.loop.engine_loop import EngineLoop
 from engine.loop.log_line import BatchLog
@@ -177,6 +180,24 @@ class PrefillService:
             num_requests=self.num_transfers,
         )
 
+    def show(self, figures: Figures) -> None:
+        figures.is_draining = lambda: self.draining
+        figures.queues = lambda: queues_of((t.lifecycle for t in self._outbound.values()), self._tally.states)
+        figures.rooms = self._rooms_shown
+
+    def _rooms_shown(self) -> list[RoomStatus]:
+        now_s = time.monotonic()
+        return [
+            RoomStatus(
+                room=each.request.room,
+                request_id=request_id,
+                state=str(each.lifecycle.state),
+                age_s=now_s - each.began_s,
+                peer=each.request.decode_id,
+            )
+            for request_id, each in self._outbound.items()
+        ]
+
     async def drained(self) -> None:
         """Wait until every transfer is over and every message is sent."""
         await self._idle.wait()
@@ -255,10 +276,12 @@ class PrefillService:
                 self._rooms.close_later(transfer.offer)
             if outcome is None:
                 self._metrics.transferred(transfer.num_bytes, transfer.duration_s)
+                self._metrics.links.transferred(request.decode_id, transfer.num_bytes, transfer.duration_s)
             elif isinstance(outcome, Cancelled):
                 self._metrics.transfer_cancelled()
             else:
                 self._metrics.transfer_failed()
+                self._metrics.links.failed(request.decode_id)
                 await self._rooms.notify_decode(request, outcome)
         finally:
             self._forget(request.request_id)

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from components.wire.sampling import SamplingParams
+from components.wire.status import Status, StatusRequest
 from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.mocks import (
     MAX_TOKENS,
@@ -154,6 +155,34 @@ def test_streams_that_move_go_on_with_the_tokens_they_would_have_had(mock_mesh: 
     asyncio.run(run())
 
 
+async def _each_status_is_told(client: Client) -> None:
+    async def status_of(role: str) -> Status:
+        [record] = client.book.of_role(role)
+        status = await client.bus.call(f"{record.subject}.status", StatusRequest(), Status, timeout_s=5)
+        assert (status.instance_id, status.epoch, status.role) == (record.instance_id, record.epoch, role)
+        assert status.pid == record.pid
+        assert abs(status.now_unix_s - time.time()) < 60
+        return status
+
+    told = {role: await status_of(role) for role in ("frontend", "bootstrap", "prefill", "decode")}
+    decode, prefill = told["decode"], told["prefill"]
+    [into], [out] = decode.links, prefill.links
+    assert (into.peer, out.peer) == (prefill.instance_id, decode.instance_id)
+    assert (into.transfers, into.failures, into.bytes) == (out.transfers, out.failures, out.bytes)
+    assert out.transfers == 1
+    assert out.bytes > 0
+    assert decode.layout == prefill.layout != ""
+    assert decode.kv_transfer == prefill.kv_transfer == "nixl/UCX"
+    assert decode.queues == {"accepted": 0, "waiting": 0, "prealloc": 0, "transfer": 0, "pinned": 0}
+    assert decode.pages is not None
+    assert decode.pages.total == decode.pages.free + decode.pages.cached + decode.pages.held
+    assert decode.pages.exposed == 0
+    assert told["frontend"].queues == {"admission": 0}
+    assert told["frontend"].breakers == {decode.instance_id: "closed"}
+    assert decode.breakers == {prefill.instance_id: "closed", told["bootstrap"].instance_id: "closed"}
+    assert set(decode.heartbeat_ages_s) == {prefill.instance_id}
+
+
 def _generated(url: str) -> float:
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     return float(next(line.split()[1] for line in lines if line.startswith("generation_tokens_total ")))
@@ -221,6 +250,7 @@ def test_the_frontend_speaks_the_mocks_bytes_and_a_stop_string_ends_its_branch_a
             [decode] = client.decodes.usable()
             assert decode.http is not None
             await no_page_is_lost(client)
+            await _each_status_is_told(client)
             assert await asyncio.to_thread(_generated, decode.http) < 2 * count + counted + 50, "it went on for nobody"
 
     asyncio.run(check())

@@ -23,10 +23,15 @@ from components.wire.layout import KvLayout
 from components.wire.plans import RolePlan
 from components.wire.rooms import PagesOffered, RoomOk
 from components.wire.sampling import Constraint, SamplingParams
+from components.wire.status import LinkStatus, PageStatus, RoomStatus
 
 for module in pkgutil.iter_modules(components.wire.__path__):
     importlib.import_module(f"components.wire.{module.name}")
 
+NESTED = (
+    *(Candidate, Constraint, EmbeddingModel, KvEndpoint, KvLayout, LinkStatus, PageStatus, RolePlan, RoomStatus),
+    SamplingParams,
+)
 MESSAGES = sorted(codec._tags, key=lambda cls: cls.__name__)
 PLAIN: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(-(2**63), 2**63 - 1),
@@ -51,7 +56,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
         return st.one_of(*map(values, args))
     if origin is Literal:
         return st.sampled_from(args)
-    if annotation in (Candidate, Constraint, EmbeddingModel, KvEndpoint, KvLayout, RolePlan, SamplingParams):
+    if annotation in NESTED:
         return instances(annotation)
     return PLAIN[annotation]
 

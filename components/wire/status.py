@@ -1,0 +1,72 @@
+"""What a process reports about itself, on `<subject>.status`."""
+
+from msgspec import field
+
+from components.wire.codec import Struct, message
+
+
+@message("status-ask.v1")
+class StatusRequest(Struct):
+    pass
+
+
+class RoomStatus(Struct):
+    """One transfer. Its ages are by the clock of the process that reports it."""
+
+    room: str
+    request_id: str
+    state: str
+    age_s: float
+    peer: str = ""  # instance id of the other worker; of a bootstrap replica: of the prefill instance
+
+
+class LinkStatus(Struct):
+    """Transfers between this worker and another one, since start."""
+
+    peer: str  # instance id
+    transfers: int = 0  # completed
+    failures: int = 0
+    bytes: int = 0
+    seconds: float = 0.0  # of completed transfers, added up
+    bytes_per_s: float = 0.0  # of the last seconds
+
+
+class PageStatus(Struct):
+    total: int
+    free: int = 0
+    cached: int = 0  # by the prefix cache alone
+    held: int = 0  # by requests
+    exposed: int = 0  # of the held ones: a prefill instance may write into them
+
+
+@message("status.v1")
+class Status(Struct):
+    instance_id: str
+    role: str
+    epoch: str = ""
+    model: str = ""
+    version: str = ""  # of the package
+    host: str = ""
+    pid: int = 0
+    uptime_s: float = 0.0
+    now_unix_s: float = 0.0  # this process's wall clock
+    draining: bool = False
+    log_level: str = ""
+    traces_per_s: float = 0.0
+    event_loop_lag_s: float = 0.0  # worst of the last seconds
+    etcd_contact_age_s: float = 0.0
+    nats_contact_age_s: float = 0.0
+    layout: str = ""  # of a worker's KV pages: instances whose text is the same may exchange them
+    kv_transfer: str = ""  # backend
+    kv_transport: str = ""  # what moves the bytes, such as "tcp"; empty: unknown
+    queues: dict[str, int] = field(default_factory=dict)  # requests or transfers, by state
+    oldest_queued_s: dict[str, float] = field(default_factory=dict)  # by state
+    rooms: list[RoomStatus] = field(default_factory=list)  # the oldest first, at most MAX_ROOMS
+    num_rooms: int = 0  # all
+    links: list[LinkStatus] = field(default_factory=list)
+    pages: PageStatus | None = None  # of workers
+    running: int = 0  # requests
+    waiting: int = 0
+    tokens_per_s: float = 0.0  # of the last seconds; a prefill instance: of prompts, else generated
+    breakers: dict[str, str] = field(default_factory=dict)  # state by instance id
+    heartbeat_ages_s: dict[str, float] = field(default_factory=dict)  # by instance id, as heard here
