@@ -100,15 +100,18 @@ class PrefillClient:
     def num_exposed_pages(self) -> int:
         """Pages that a prefill instance may write into."""
         exposed = (each for each in self._transfers.values() if each.lifecycle.state in (S.TRANSFER, S.PINNED))
-        return sum(len(r.pages) - r.num_cached_pages for r in (each.reserved.result() for each in exposed))
+        return sum(self._num_sent_pages(each) for each in exposed)
 
     def is_under_way(self, engine_id: str) -> bool:
         return engine_id in self._transfers
 
     def num_bytes(self, transfer: InboundTransfer) -> int:
         """Bytes that prefill wrote, once they have landed."""
+        return self._num_sent_pages(transfer) * self._transfer.endpoint.layout.page_bytes
+
+    def _num_sent_pages(self, transfer: InboundTransfer) -> int:
         reserved = transfer.reserved.result()
-        return (len(reserved.pages) - reserved.num_cached_pages) * self._transfer.endpoint.layout.page_bytes
+        return len(reserved.pages) - reserved.num_computed // self._transfer.endpoint.layout.page_size
 
     def rooms(self) -> list[RoomStatus]:
         now_s = time.monotonic()

@@ -122,6 +122,15 @@ class FrontendSettings(ModelSettings):
         24 * 3600.0
     )
 
+    ui: Annotated[bool, Field(description="serve the page at /ui")] = True
+    ui_content: Annotated[
+        bool, Field(description="let /ui show what clients sent, such as stop sequences and values quoted in errors")
+    ] = False
+    # No option: services.local sets it for the frontends that it runs.
+    ui_control: Annotated[
+        CliSuppress[str | None], Field(description="NATS subject of the services.local that kills workers for /ui")
+    ] = None
+
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):
