@@ -25,7 +25,7 @@ from components.settings_help import HELP, HELP_ALL, help_text
 from components.startup import refuse
 
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
-WITH_SETTINGS: Final = (*ROLES, "planner")
+WITH_SETTINGS: Final = (*ROLES, "planner", "observer")
 LIKENESS: Final = 0.75  # from 0 to 1, for suggestions
 
 
@@ -54,11 +54,25 @@ class MeshSettings(BaseSettings):
         "~/.cache/kvmesh"
     )
     otlp_endpoint: Annotated[
-        str | None, Field(description="OTLP/HTTP collector for traces, such as http://jaeger:4318; default: none")
+        str | None,
+        Field(
+            description="OTLP/HTTP receiver of traces, such as services.observer or http://jaeger:4318; default: a file on "
+            "this host"
+        ),
     ] = None
     traces_per_s: Annotated[
         float, Field(ge=0, description="requests traced per second, with bursts of ten seconds' worth; inf: all")
     ] = 5.0
+    trace_tail: Annotated[
+        bool, Field(description="also keep the traces of requests that failed, moved or were slow, whatever the rate")
+    ] = True
+    trace_slow_s: Annotated[
+        PositiveFloat | None,
+        Field(
+            description="seconds to the first token from which a request was slow; default: slower than 99 % of the "
+            "latest 1000"
+        ),
+    ] = None
     metrics_host: Annotated[str, Field(description="address of this process's /metrics and /health")] = "127.0.0.1"
     metrics_port: Annotated[int, Field(ge=0, le=65535, description="port of /metrics and /health; 0: any free one")] = 0
     log_level: Annotated[

@@ -16,6 +16,7 @@ from components.messaging.call_server import Endpoint, serve_calls
 from components.messaging.deadline import remaining_s
 from components.messaging.fan_out import FleetSizes
 from components.messaging.heartbeat_sender import NumCached, send_heartbeats
+from components.messaging.kept_traces import follow_kept
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import Profiles, keep_profiles
@@ -147,8 +148,9 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
     registration = Registration(me)
     metrics = WorkerMetrics()
     async with (
-        start_telemetry(settings, role, me),
+        start_telemetry(settings, role, me) as telemetry,
         connect_bus(settings.nats_url, f"{role}-{me}") as bus,
+        follow_kept(bus, settings.namespace, telemetry.held),
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         start_engine(settings.model, config, settings.home, log_progress) as engine,
         open_masks(

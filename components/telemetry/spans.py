@@ -1,32 +1,34 @@
-"""One trace per request across all processes, on disk and optionally over OTLP."""
+"""One trace per request across all processes: for this host's file, the observer or any OTLP receiver."""
 
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
-from importlib import import_module
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from math import isinf
+from random import getrandbits
+from types import TracebackType
 from typing import Any, Final
 
 from opentelemetry import trace
 from opentelemetry.context import Context, attach, detach, get_current
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, ParentBased
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from components.errors import Cancelled, MeshError
 from components.settings import MeshSettings
+from components.telemetry.held_traces import KEPT_PER_S, HeldTraces, SlowRequests
+from components.telemetry.light_span import SAMPLED, LightSpan
 from components.telemetry.logs import configure_logs
-from components.telemetry.trace_store import TraceStoreExporter
+from components.telemetry.otlp_sender import OtlpSender
+from components.telemetry.span_export import SpanExport
+from components.telemetry.trace_store import TraceWriter
+
+Sink = Callable[[LightSpan], None]
 
 _propagator: Final = TraceContextTextMapPropagator()  # not the global one, which also forwards clients' baggage
+_TRACEPARENT: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-0([01])").fullmatch
 
-OTLP: Final = "opentelemetry.exporter.otlp.proto.http.trace_exporter"  # imported only with a collector: 60 ms
-OTLP_TIMEOUT_S: Final = 2  # an unreachable collector must not delay a stop
-EXPORT_EVERY_MS: Final = 300  # so that `inspect trace last` shows the latest request
-
-# The span of all traces that are not kept: real spans cost 7 us each, and as much per hop.
+# The span of all traces that this process neither exports nor holds.
 NOT_KEPT: Final = trace.NonRecordingSpan(trace.INVALID_SPAN_CONTEXT)
 _IN_NOT_KEPT: Final = trace.set_span_in_context(NOT_KEPT, Context())
 _INSIDE_ALREADY: Final = nullcontext(NOT_KEPT)
@@ -34,10 +36,7 @@ BURST_S: Final = 10.0  # of idle time, at most
 
 
 class TraceRate:
-    """At most `per_s` new traces a second on average; infinity: all.
-
-    Spans of every request cost a quarter of the mesh's processor time.
-    """
+    """At most `per_s` new traces a second on average; infinity: all."""
 
     def __init__(self, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
@@ -57,32 +56,60 @@ class TraceRate:
         return True
 
 
-class Spans:
-    """OpenTelemetry's tracer, with a limit of new traces a second."""
+class Spans(trace.Tracer):
+    """A tracer with a limit of new traces a second."""
 
-    def __init__(self, inner: trace.Tracer, rate: TraceRate | None = None) -> None:
-        self._inner = inner
+    def __init__(self, sink: Sink | None = None, rate: TraceRate | None = None, *, holds: bool = False) -> None:
+        """`sink` gets each span that has ended; without one, nothing is recorded.
+
+        `holds`: whether it gets spans of traces that are not sampled, too. Their flag for "sampled" is not set.
+        """
+        self._sink = sink
         self._rate = rate
+        self.holds = holds
 
     def limit(self, rate: TraceRate) -> None:
         self._rate = rate
 
+    def record_to(self, sink: Sink | None, *, holds: bool) -> None:
+        self._sink, self.holds = sink, holds
+
     def continue_trace(self, headers: Mapping[str, str]) -> Context:
-        """The client's `traceparent` sets the trace id. Our rate decides whether the trace is kept."""
-        context = trace_context(headers)
+        """The client's `traceparent` sets the trace id. Our rate decides whether the trace is sampled."""
+        context = _extracted(headers)
         of_client = trace.get_current_span(context).get_span_context()
-        if of_client.is_valid and self._rate is not None and not self._rate.take():
-            return _IN_NOT_KEPT
-        return context
+        if not of_client.is_valid:
+            return context
+        if of_client.trace_flags.sampled and (self._rate is None or self._rate.take()):
+            return context
+        return _remote(of_client, trace.TraceFlags(0)) if self.holds else _IN_NOT_KEPT
 
-    def start_span(self, name: str, context: Context | None = None, **options: Any) -> trace.Span:
+    def start_span(  # type: ignore[override]  # links are not recorded
+        self,
+        name: str,
+        context: Context | None = None,
+        kind: trace.SpanKind = trace.SpanKind.INTERNAL,
+        attributes: Mapping[str, Any] | None = None,
+        start_time: int | None = None,
+    ) -> trace.Span:
         parent = trace.get_current_span(context)
-        if parent is NOT_KEPT or (parent is trace.INVALID_SPAN and self._rate is not None and not self._rate.take()):
+        sink = self._sink
+        if parent is NOT_KEPT or sink is None:
+            return parent if parent.get_span_context().trace_flags.sampled else NOT_KEPT
+        if parent.__class__ is LightSpan:
+            of: Any = parent
+            trace_id, parent_id, flags, remote, state = of.trace_id, of.span_id, of.flags, False, of.state
+        elif (of := parent.get_span_context()).is_valid:
+            trace_id, parent_id, flags, remote = of.trace_id, of.span_id, of.trace_flags & SAMPLED, True
+            state = of.trace_state or None
+        else:
+            trace_id, parent_id, remote, state = getrandbits(128) or 1, 0, False, None
+            flags = SAMPLED if self._rate is None or self._rate.take() else 0
+        if not flags and not self.holds:
             return NOT_KEPT
-        span = self._inner.start_span(name, context, **options)
-        return span if span.get_span_context().trace_flags.sampled else NOT_KEPT
+        return LightSpan(name, trace_id, parent_id, flags, sink, kind, attributes, start_time, remote, state)
 
-    def start_as_current_span(
+    def start_as_current_span(  # type: ignore[override]
         self,
         name: str,
         context: Context | None = None,
@@ -94,68 +121,134 @@ class Spans:
         if context is None and get_current() is _IN_NOT_KEPT:  # it is current already
             return _INSIDE_ALREADY
         span = self.start_span(name, context, **options)
-        how = {"record_exception": record_exception, "set_status_on_exception": set_status_on_exception}
-        return use_span(span, end_on_exit=True, **how)
+        return _Current(
+            span, ends=True, record_exception=record_exception, set_status_on_exception=set_status_on_exception
+        )
 
 
-def use_span(span: trace.Span, **how: bool) -> AbstractContextManager[trace.Span]:
-    return _InNotKept() if span is NOT_KEPT else trace.use_span(span, **how)
+def use_span(
+    span: trace.Span,
+    end_on_exit: bool = False,
+    record_exception: bool = True,
+    set_status_on_exception: bool = True,
+) -> AbstractContextManager[trace.Span]:
+    return _Current(span, end_on_exit, record_exception, set_status_on_exception)
 
 
-class _InNotKept:
-    __slots__ = ("_token",)
+class _Current:
+    """OpenTelemetry's `use_span` without its generator, which costs as much as the span."""
+
+    __slots__ = ("_ends", "_record_exception", "_set_status_on_exception", "_span", "_token")
+
+    def __init__(self, span: trace.Span, ends: bool, record_exception: bool, set_status_on_exception: bool) -> None:
+        self._span = span
+        self._ends = ends
+        self._record_exception = record_exception
+        self._set_status_on_exception = set_status_on_exception
 
     def __enter__(self) -> trace.Span:
-        self._token = attach(_IN_NOT_KEPT)
-        return NOT_KEPT
+        span = self._span
+        self._token = attach(_IN_NOT_KEPT if span is NOT_KEPT else trace.set_span_in_context(span))
+        return span
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         detach(self._token)
+        span = self._span
+        if span is NOT_KEPT:
+            return
+        if isinstance(error, Exception):
+            if self._record_exception:
+                span.record_exception(error)
+            if self._set_status_on_exception:
+                span.set_status(trace.Status(trace.StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+        if self._ends:
+            span.end()
 
 
-tracer: Final = Spans(trace.get_tracer("kvmesh"))
+tracer: Final = Spans()
+
+
+class _Provider(trace.TracerProvider):
+    """Gives our tracer to libraries that ask OpenTelemetry for one."""
+
+    def get_tracer(self, *_: Any, **__: Any) -> trace.Tracer:
+        return tracer
+
+
+class Telemetry:
+    """The traces of this process."""
+
+    def __init__(self, held: HeldTraces, export: SpanExport) -> None:
+        self.held = held
+        self.export = export
 
 
 @asynccontextmanager
-async def start_telemetry(settings: MeshSettings, role: str, instance_id: str) -> AsyncIterator[None]:
+async def start_telemetry(settings: MeshSettings, role: str, instance_id: str) -> AsyncIterator[Telemetry]:
     configure_logs(settings.log_level, settings.log_format)
-    name = f"{role}-{instance_id}"
-    provider = TracerProvider(
-        resource=Resource.create({"service.name": f"kvmesh-{role}", "service.instance.id": instance_id}),
-        sampler=ParentBased(ALWAYS_ON),  # `Spans` decides which traces begin
-    )
-    kept = TraceStoreExporter(settings.home, name)
-    provider.add_span_processor(BatchSpanProcessor(kept, max_queue_size=16384, schedule_delay_millis=EXPORT_EVERY_MS))
-    if settings.otlp_endpoint:
-        endpoint = f"{settings.otlp_endpoint.rstrip('/')}/v1/traces"
-        otlp: SpanExporter = import_module(OTLP).OTLPSpanExporter(endpoint=endpoint, timeout=OTLP_TIMEOUT_S)
-        provider.add_span_processor(BatchSpanProcessor(otlp))
-    trace.set_tracer_provider(provider)
+    resource = Resource.create({"service.name": f"kvmesh-{role}", "service.instance.id": instance_id})
+    sender = OtlpSender(settings.otlp_endpoint) if settings.otlp_endpoint else None
+    export = SpanExport(f"{role}-{instance_id}", resource.attributes, TraceWriter(settings.home), sender)
+    held = HeldTraces(export.put, SlowRequests(settings.trace_slow_s), TraceRate(KEPT_PER_S))
+    trace.set_tracer_provider(_Provider())
     tracer.limit(TraceRate(settings.traces_per_s))
+    export.start()
+    with _recording(held.take, holds=settings.trace_tail):
+        try:
+            yield Telemetry(held, export)
+        finally:
+            export.stop()
+
+
+@contextmanager
+def _recording(sink: Sink, *, holds: bool) -> Iterator[None]:
+    tracer.record_to(sink, holds=holds)
     try:
         yield
     finally:
-        provider.shutdown()
+        tracer.record_to(None, holds=False)
 
 
 def trace_headers() -> dict[str, str] | None:
-    """`traceparent` of the current span; None if it is not kept."""
-    if get_current() is _IN_NOT_KEPT:
+    """`traceparent` of the current span; None if the trace is not recorded."""
+    context = get_current()
+    if context is _IN_NOT_KEPT:
         return None
+    span = trace.get_current_span(context)
+    if isinstance(span, LightSpan) and not span.state:
+        return {"traceparent": span.traceparent()}
     carrier: dict[str, str] = {}
     _propagator.inject(carrier)
     return carrier or None
 
 
 def trace_context(headers: Mapping[str, str] | None) -> Context:
-    """The context in a message's headers. The first process decides for all hops: without a sampled `traceparent` no
-    span is kept.
+    """The context in a message's headers. The first process decides for all hops.
+
+    Without a `traceparent` nothing is recorded. One that is not sampled is held, if this process holds any.
     """
     if not headers or "traceparent" not in headers:
         return _IN_NOT_KEPT
-    context = _propagator.extract(dict(headers))
+    context = _extracted(headers)
+    if tracer.holds:
+        return context
     of_caller = trace.get_current_span(context).get_span_context()
     return _IN_NOT_KEPT if of_caller.is_valid and not of_caller.trace_flags.sampled else context
+
+
+def _extracted(headers: Mapping[str, str]) -> Context:
+    found = None if "tracestate" in headers else _TRACEPARENT(headers["traceparent"])
+    if found is None:
+        return _propagator.extract(dict(headers), Context())
+    trace_id, span_id, flags = (int(part, 16) for part in found.groups())
+    return _remote(trace.SpanContext(trace_id, span_id, is_remote=True), trace.TraceFlags(flags))
+
+
+def _remote(of: trace.SpanContext, flags: trace.TraceFlags) -> Context:
+    context = trace.SpanContext(of.trace_id, of.span_id, True, flags, of.trace_state)
+    return trace.set_span_in_context(trace.NonRecordingSpan(context), Context())
 
 
 def mark_outcome(span: trace.Span, error: MeshError) -> None:

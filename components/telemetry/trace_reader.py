@@ -5,27 +5,25 @@ Every method blocks: a caller with an event loop uses a thread. All raise Traces
 
 import json
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from http.client import HTTPException
 from pathlib import Path
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, Protocol
 from urllib.error import HTTPError
 from urllib.parse import quote, urlencode
 from urllib.request import Request, urlopen
 
 from components.errors import BackendUnavailable
 from components.settings import MeshSettings
+from components.telemetry.otlp_sender import OBSERVER, login_header
 from components.telemetry.trace_store import FILE_NAME, Event, Span, TraceStore
 from components.telemetry.trace_summary import TraceSummary, summary_of
-
-T = TypeVar("T")
+from components.urls import without_password
 
 API: Final = "/api/traces"
-OBSERVER: Final = "kvmesh-observer"  # its Server header
 TIMEOUT_S: Final = 5.0
-LOOKED_AT: Final = 1000  # newest traces, for slow and failed ones
 
 
 class TracesUnavailable(BackendUnavailable):
@@ -63,31 +61,23 @@ class LocalTraceReader:
 
     def recent(self, limit: int = 50) -> list[TraceSummary]:
         with self._readable():
-            return self._summaries(limit, lambda _: True, looked_at=limit)
+            return self._summaries(self._store.last_trace_ids(limit))
 
     def slow(self, limit: int = 50) -> list[TraceSummary]:
         with self._readable():
-            return self._summaries(limit, lambda trace: trace.slow)
+            return self._summaries(self._store.slow_trace_ids(limit))
 
     def failed(self, limit: int = 50) -> list[TraceSummary]:
         with self._readable():
-            return self._summaries(limit, lambda trace: trace.status == "error")
+            return self._summaries(self._store.failed_trace_ids(limit))
 
     def spans(self, trace_id: str) -> list[Span]:
         with self._readable():
             return self._store.trace(trace_id)
 
-    def _summaries(
-        self, limit: int, wanted: Callable[[TraceSummary], bool], looked_at: int = LOOKED_AT
-    ) -> list[TraceSummary]:
-        found: list[TraceSummary] = []
-        for trace_id in self._store.last_trace_ids(looked_at):
-            spans = self._store.trace(trace_id)
-            if spans and wanted(summary := summary_of(spans)):  # a trace removed meanwhile has no spans
-                found.append(summary)
-                if len(found) >= limit:
-                    break
-        return found
+    def _summaries(self, trace_ids: list[str]) -> list[TraceSummary]:
+        traces = (self._store.trace(trace_id) for trace_id in trace_ids)
+        return [summary_of(spans) for spans in traces if spans]  # one removed meanwhile has no spans
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -100,9 +90,10 @@ class LocalTraceReader:
 class ObserverTraceReader:
     """`TraceReader` over the HTTP API of `services.observer`."""
 
-    def __init__(self, url: str, token: str | None = None) -> None:
-        self.place = url.rstrip("/")
-        self._token = token
+    def __init__(self, url: str) -> None:
+        """`url`: may hold the observer's token as a password."""
+        self.place = without_password(url).rstrip("/")
+        self._headers = login_header(url)
 
     def recent(self, limit: int = 50) -> list[TraceSummary]:
         return self._list("recent", limit)
@@ -129,9 +120,8 @@ class ObserverTraceReader:
         return [summary_from(fields) for fields in found]
 
     def _get(self, path: str) -> dict[str, Any]:
-        headers = {} if self._token is None else {"Authorization": f"Bearer {self._token}"}
         try:
-            with urlopen(Request(self.place + path, headers=headers), timeout=TIMEOUT_S) as answer:  # noqa: S310
+            with urlopen(Request(self.place + path, headers=self._headers), timeout=TIMEOUT_S) as answer:  # noqa: S310
                 if answer.headers.get("Server") != OBSERVER:
                     raise TracesUnavailable(f"{self.place} is no kvmesh observer: use its own page")
                 return dict(json.load(answer))

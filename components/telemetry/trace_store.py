@@ -1,17 +1,21 @@
-"""The latest traces in one SQLite file per host, for `python -m services.inspect trace`."""
+"""Finished spans in one SQLite file: written by each process of a host, or by the observer for several hosts.
 
-import json
+A row of `pieces` holds the spans of one trace that one process exported together, as OTLP's bytes. So a write costs no
+decoding, and a trace of a request is about five rows.
+"""
+
 import logging
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Final, TypeVar
 
-from opentelemetry.sdk.trace import ReadableSpan
-from opentelemetry.sdk.trace.export import SpanExporter, SpanExportResult
+from opentelemetry.proto.common.v1.common_pb2 import AnyValue
+from opentelemetry.proto.trace.v1 import trace_pb2
 
 log = logging.getLogger(__name__)
 
@@ -19,29 +23,55 @@ T = TypeVar("T")
 
 BUSY_S: Final = 5.0  # another process may hold the lock this long
 BUSY_RETRY_S: Final = 0.01
-KEPT_TRACES: Final = 1000
-KEPT_SPANS: Final = 50_000  # a client may put many requests into one trace
-KEPT_BYTES: Final = 64 << 20
-TRIM_EVERY: Final = 50  # exports; a trim reads the whole index
-ATTRIBUTE_CHARS: Final = 8192  # some attributes hold clients' data
+TRIM_EVERY: Final = 50  # writes; a trim reads an index
 FILE_NAME: Final = "traces.sqlite"
+STATUS: Final = ("UNSET", "OK", "ERROR")
+REQUEST_ID: Final = "kvmesh.request_id"
+CLIENT_REQUEST_ID: Final = "kvmesh.client_request_id"
+SLOW: Final = "kvmesh.slow"
+MOVED: Final = "kvmesh.moved"
+TTFT: Final = "kvmesh.ttft_s"
 
 _SCHEMA: Final = """
-create table if not exists spans (
-    trace_id text not null, span_id text not null, parent_id text, service text not null, name text not null,
-    start_ns integer not null, end_ns integer not null, status text not null, attributes text not null
+drop table if exists spans;
+create table if not exists pieces (
+    trace_id text not null, service text not null, num_spans integer not null, spans blob not null
 );
-create index if not exists spans_by_trace on spans (trace_id, start_ns);
+create index if not exists pieces_by_trace on pieces (trace_id);
+create table if not exists traces (
+    trace_id text primary key, started_ns integer not null, special integer not null default 0
+) without rowid;
+create index if not exists traces_by_start on traces (special, started_ns);
+create table if not exists requests (
+    request_id text primary key, client_request_id text, trace_id text not null, started_ns integer not null,
+    failed integer not null, slow integer not null
+) without rowid;
+create index if not exists requests_by_client on requests (client_request_id) where client_request_id is not null;
+create index if not exists requests_by_trace on requests (trace_id);
 """
-_TRIM_TRACES: Final = """
-delete from spans where trace_id in (
-    select trace_id from spans group by trace_id order by min(start_ns) desc limit -1 offset ?)
+_ADD_TRACE: Final = """
+insert into traces values (?, ?, ?) on conflict (trace_id) do update
+set started_ns = min(started_ns, excluded.started_ns), special = max(special, excluded.special)
 """
-_TRIM_SPANS: Final = "delete from spans where rowid <= (select rowid from spans order by rowid desc limit 1 offset ?)"
-_COUNT: Final = "select count(*) from spans"
+_OLDEST: Final = "select trace_id from traces where special = ? order by started_ns desc limit -1 offset ?"
+_TRIM_PIECES: Final = """
+delete from pieces where rowid <= (select max(piece) from (
+    select rowid as piece, sum(num_spans) over (order by rowid desc) as total from pieces) where total > ?)
+"""
+_FORGET: Final = "delete from {table} where trace_id not in (select trace_id from pieces)"
+_COUNT: Final = "select coalesce(sum(num_spans), 0) from pieces"
 _USED_BYTES: Final = """
 select (page_count - freelist_count) * page_size from pragma_page_count, pragma_freelist_count, pragma_page_size
 """
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The oldest traces are deleted beyond these. Failed, moved and slow ones are counted apart from the others."""
+
+    traces: int = 1000
+    spans: int = 50_000  # a client may put many requests into one trace
+    bytes: int = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,28 +98,52 @@ class Span:
     events: tuple[Event, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class EncodedSpan:
+    """A span as it is written."""
+
+    trace_id: str
+    start_ns: int
+    data: bytes  # an element of OTLP's `ScopeSpans.spans`, with its tag
+    failed: bool = False
+    attributes: Mapping[str, Any] | None = None  # only of spans that may be a request's root
+
+
 class TraceStore:
+    """Reads the file in `home`. Raises: sqlite3.Error."""
+
     def __init__(self, home: Path) -> None:
         self._path = home / FILE_NAME
 
     def last_trace_ids(self, count: int = 20) -> list[str]:
-        query = "select trace_id from spans group by trace_id order by min(start_ns) desc limit ?"
-        return [row[0] for row in self._rows(query, (count,))]
+        return self._ids("select trace_id from traces order by started_ns desc limit ?", count)
+
+    def slow_trace_ids(self, count: int = 20) -> list[str]:
+        return self._ids("select distinct trace_id from requests where slow order by started_ns desc limit ?", count)
+
+    def failed_trace_ids(self, count: int = 20) -> list[str]:
+        return self._ids("select distinct trace_id from requests where failed order by started_ns desc limit ?", count)
 
     def trace(self, prefix: str) -> list[Span]:
         """Spans by start time of the trace whose id or request id starts with `prefix`.
 
         A client's own request id must be whole.
         """
-        found = self._rows("select trace_id from spans where trace_id like ? limit 1", (f"{prefix}%",)) or self._rows(
-            "select trace_id from spans where json_extract(attributes, '$.\"kvmesh.request_id\"') like ? "
-            "or json_extract(attributes, '$.\"kvmesh.client_request_id\"') = ? order by start_ns desc limit 1",
-            (f"{prefix}%", prefix),
-        )
+        after = prefix + "\U0010ffff"
+        found = self._ids("select trace_id from traces where trace_id >= ? and trace_id < ? limit 1", prefix, after)
+        found = found or self._ids(
+            "select trace_id from requests where (request_id >= ? and request_id < ?) or client_request_id = ? "
+            "order by started_ns desc limit 1",
+            prefix, after, prefix,
+        )  # fmt: skip
         if not found:
             return []
-        rows = self._rows("select * from spans where trace_id = ? order by start_ns, end_ns desc", (found[0][0],))
-        return [Span(*row[:8], json.loads(row[8])) for row in rows]  # type: ignore[call-arg]
+        rows = self._rows("select service, spans from pieces where trace_id = ?", (found[0],))
+        spans = {span.span_id: span for service, data in rows for span in decode_spans(service, data)}
+        return sorted(spans.values(), key=lambda span: (span.start_ns, -span.end_ns))
+
+    def _ids(self, query: str, *args: str | int) -> list[str]:
+        return [row[0] for row in self._rows(query, args)]
 
     def _rows(self, query: str, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         if not self._path.exists():
@@ -100,46 +154,61 @@ class TraceStore:
         connection = _connect(self._path)
         try:
             return connection.execute(query, args).fetchall()
+        except sqlite3.OperationalError as exc:
+            if "no such table" in str(exc):  # an earlier release's file, or one that is being made
+                return []
+            raise
         finally:
             connection.close()
 
 
-class TraceStoreExporter(SpanExporter):
-    """Appends spans on the batch processor's thread. A failed write loses its spans only."""
+class TraceWriter:
+    """Appends to the file in `home`. For one thread at a time."""
 
-    def __init__(self, home: Path, service: str) -> None:
+    def __init__(self, home: Path, limits: Limits = Limits()) -> None:
         home.mkdir(parents=True, exist_ok=True)
         self._path = home / FILE_NAME
-        self._service = service
+        self._limits = limits
         self._connection: sqlite3.Connection | None = None
-        self._exports = 0
+        self._writes = 0
 
-    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Write one batch. Every `TRIM_EVERY` exports, trim the file."""
-        rows = [row for span in spans if (row := self._row(span)) is not None]
+    def write(self, service: str, spans: Iterable[EncodedSpan]) -> bool:
+        """Returns False if the spans are lost. Every `TRIM_EVERY` writes, trim the file."""
+        by_trace: dict[str, list[EncodedSpan]] = defaultdict(list)
+        for span in spans:
+            by_trace[span.trace_id].append(span)
         try:
-            _when_free(lambda: self._write(rows))
+            _when_free(lambda: self._write(service, by_trace))
         except sqlite3.Error as exc:
-            log.warning("spans not kept", extra={"cause": str(exc), "count": len(rows)})
-            return SpanExportResult.FAILURE
-        return SpanExportResult.SUCCESS
+            lost = sum(map(len, by_trace.values()))
+            log.warning("spans not kept", extra={"cause": str(exc), "count": lost})
+            return False
+        return True
 
-    def shutdown(self) -> None:
+    def close(self) -> None:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
-    def _write(self, rows: Sequence[tuple[Any, ...]]) -> None:
+    def _write(self, service: str, by_trace: Mapping[str, list[EncodedSpan]]) -> None:
+        pieces = [(id_, service, len(spans), b"".join([s.data for s in spans])) for id_, spans in by_trace.items()]
+        requests = [request for spans in by_trace.values() for span in spans if (request := _request_row(span))]
+        special = {row[2] for row in requests if row[4] or row[5]} | {
+            span.trace_id for spans in by_trace.values() for span in spans if MOVED in (span.attributes or {})
+        }
+        traces = [(id_, min(s.start_ns for s in spans), id_ in special) for id_, spans in by_trace.items()]
         try:
             connection = self._open()
             with connection:
-                connection.executemany("insert into spans values (?,?,?,?,?,?,?,?,?)", rows)
-                if (self._exports + 1) % TRIM_EVERY == 0:
-                    _trim(connection)
+                connection.executemany("insert into pieces values (?,?,?,?)", pieces)
+                connection.executemany(_ADD_TRACE, traces)
+                connection.executemany("insert or replace into requests values (?,?,?,?,?,?)", requests)
+                if (self._writes + 1) % TRIM_EVERY == 0:
+                    _trim(connection, self._limits)
         except sqlite3.Error:
-            self.shutdown()  # the next write opens the file again: it may have been replaced
+            self.close()  # the next write opens the file again: it may have been replaced
             raise
-        self._exports += 1
+        self._writes += 1
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
@@ -150,31 +219,71 @@ class TraceStoreExporter(SpanExporter):
             self._connection.executescript(_SCHEMA)
         return self._connection
 
-    def _row(self, span: ReadableSpan) -> tuple[Any, ...] | None:
-        context = span.get_span_context()
-        if context is None or span.start_time is None or span.end_time is None:
-            return None
-        return (
-            f"{context.trace_id:032x}",
-            f"{context.span_id:016x}",
-            None if span.parent is None else f"{span.parent.span_id:016x}",
-            self._service,
-            span.name,
-            span.start_time,
-            span.end_time,
-            span.status.status_code.name,
-            json.dumps({name: _shortened(value) for name, value in (span.attributes or {}).items()}, default=str),
-        )
+
+def decode_spans(service: str, data: bytes) -> list[Span]:
+    """`data`: elements of OTLP's `ScopeSpans.spans`."""
+    return [_decoded(service, span) for span in trace_pb2.ScopeSpans.FromString(data).spans]
 
 
-def _trim(connection: sqlite3.Connection) -> None:
-    connection.execute(_TRIM_TRACES, (KEPT_TRACES,))
-    connection.execute(_TRIM_SPANS, (KEPT_SPANS,))
-    while connection.execute(_USED_BYTES).fetchone()[0] > KEPT_BYTES:
+def _decoded(service: str, span: trace_pb2.Span) -> Span:
+    return Span(
+        trace_id=span.trace_id.hex(),
+        span_id=span.span_id.hex(),
+        parent_id=span.parent_span_id.hex() or None,
+        service=service,
+        name=span.name,
+        start_ns=span.start_time_unix_nano,
+        end_ns=span.end_time_unix_nano,
+        status=STATUS[span.status.code] if span.status.code < len(STATUS) else "UNSET",
+        attributes={attribute.key: plain(attribute.value) for attribute in span.attributes},
+        error=span.status.message,
+        events=tuple(
+            Event(event.name, event.time_unix_nano, {a.key: plain(a.value) for a in event.attributes})
+            for event in span.events
+        ),
+    )
+
+
+def plain(value: AnyValue) -> Any:
+    """An OTLP value as JSON has it."""
+    kind = value.WhichOneof("value")
+    if kind is None:
+        return None
+    if kind == "array_value":
+        return [plain(item) for item in value.array_value.values]
+    if kind == "kvlist_value":
+        return {item.key: plain(item.value) for item in value.kvlist_value.values}
+    found = getattr(value, kind)
+    return found.hex() if isinstance(found, bytes) else found
+
+
+def _request_row(span: EncodedSpan) -> tuple[Any, ...] | None:
+    facts = span.attributes
+    if facts is None or REQUEST_ID not in facts:
+        return None
+    label = facts.get(CLIENT_REQUEST_ID)
+    return (
+        str(facts[REQUEST_ID]),
+        None if label is None else str(label),
+        span.trace_id,
+        span.start_ns,
+        span.failed,
+        bool(facts.get(SLOW)),
+    )
+
+
+def _trim(connection: sqlite3.Connection, limits: Limits) -> None:
+    for special in (0, 1):
+        oldest = connection.execute(_OLDEST, (special, limits.traces)).fetchall()
+        connection.executemany("delete from pieces where trace_id = ?", oldest)
+    connection.execute(_TRIM_PIECES, (limits.spans,))
+    while connection.execute(_USED_BYTES).fetchone()[0] > limits.bytes:
         count = connection.execute(_COUNT).fetchone()[0]
-        connection.execute(_TRIM_SPANS, (count * 3 // 4,))
+        connection.execute(_TRIM_PIECES, (count * 3 // 4,))
         if count < 4:
-            return
+            break
+    for table in ("traces", "requests"):
+        connection.execute(_FORGET.format(table=table))
 
 
 def _when_free(work: Callable[[], T]) -> T:
@@ -190,14 +299,6 @@ def _when_free(work: Callable[[], T]) -> T:
             if exc.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or monotonic() > until:
                 raise
         sleep(BUSY_RETRY_S)
-
-
-def _shortened(value: Any) -> Any:
-    if isinstance(value, str):
-        return value[:ATTRIBUTE_CHARS]
-    if isinstance(value, Sequence) and len(json.dumps(value, default=str)) > ATTRIBUTE_CHARS:
-        return json.dumps(value, default=str)[:ATTRIBUTE_CHARS]
-    return value
 
 
 def _connect(path: Path) -> sqlite3.Connection:

@@ -4,15 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from components.telemetry.trace_store import Span
+from components.telemetry.trace_store import CLIENT_REQUEST_ID, MOVED, REQUEST_ID, SLOW, TTFT, Span
 
-REQUEST_ID: Final = "kvmesh.request_id"
-CLIENT_REQUEST_ID: Final = "kvmesh.client_request_id"
 CANCELLED: Final = "kvmesh.cancelled"
-SLOW: Final = "kvmesh.slow"
-MOVED: Final = "kvmesh.moved"
 MODEL: Final = "gen_ai.request.model"
-FIRST_TOKEN: Final = "frontend.first_token"  # noqa: S105 - the name of a span
 DECODE_INSTANCE: Final = "kvmesh.decode.instance"
 PREFILL_INSTANCE: Final = "kvmesh.prefill.instance"
 
@@ -48,7 +43,7 @@ def summary_of(spans: Sequence[Span]) -> TraceSummary:
     root = root_of(spans)
     cancelled = root.attributes.get(CANCELLED)
     failed = root.status == "ERROR"
-    first = next((span for span in spans if span.name == FIRST_TOKEN), None)
+    ttft_s = root.attributes.get(TTFT)
     return TraceSummary(
         trace_id=root.trace_id,
         request_id=str(root.attributes.get(REQUEST_ID, "")),
@@ -57,7 +52,7 @@ def summary_of(spans: Sequence[Span]) -> TraceSummary:
         model=str(root.attributes.get(MODEL, "")),
         started_unix_s=root.start_ns / 1e9,
         duration_s=(root.end_ns - root.start_ns) / 1e9,
-        ttft_s=None if first is None else (first.end_ns - root.start_ns) / 1e9,
+        ttft_s=ttft_s if isinstance(ttft_s, float) else None,
         status="error" if failed else "ok" if cancelled is None else "cancelled",
         error=(root.error or "failed") if failed else str(cancelled or ""),
         moved=MOVED in root.attributes or any(event.name == "moved" for span in spans for event in span.events),

@@ -6,6 +6,7 @@ from components.aio import background
 from components.discovery.registry import Registration, join_registry
 from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
+from components.messaging.kept_traces import follow_kept
 from components.messaging.presence import keep_present, present_endpoint
 from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
 from components.process_health import measure, serve_health, status_endpoint
@@ -22,8 +23,9 @@ async def main(settings: BootstrapSettings) -> None:
     registration = Registration(me)
     metrics = CollectorRegistry()
     async with (
-        start_telemetry(settings, "bootstrap", me),
+        start_telemetry(settings, "bootstrap", me) as telemetry,
         connect_bus(settings.nats_url, f"bootstrap-{me}") as bus,
+        follow_kept(bus, settings.namespace, telemetry.held),
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         serve_health(settings, metrics, bus, registry, registration) as page,
         measure(settings, "bootstrap", me, bus, registry.contact_age_s, epoch=lambda: registration.epoch) as figures,

@@ -17,6 +17,7 @@ from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
 from components.messaging.fleet import watch_fleet
 from components.messaging.inbox import open_inbox
+from components.messaging.kept_traces import announce_kept
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.roll_call import RollCall
 from components.openai.errors import http_refusal
@@ -82,9 +83,10 @@ async def main(settings: FrontendSettings) -> None:
     metrics = CollectorRegistry()
     registration = Registration(me)
     async with (
-        start_telemetry(settings, "frontend", me),
+        start_telemetry(settings, "frontend", me) as telemetry,
         follow_keys(keys, given_keys, settings.api_keys_file),
         connect_bus(settings.nats_url, f"frontend-{me}") as bus,
+        announce_kept(bus, settings.namespace, telemetry.held),
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
         watch_fleet(
             bus,

@@ -232,7 +232,9 @@ class Exchange:
         ttft = self._frontend.metrics.time_to_first_token.labels(self._model, self._dialect.route)
         with tracing.tracer.start_as_current_span("frontend.first_token", start_time=generation.first_unix_ns):
             yield
-        ttft.observe(time.perf_counter() - self._started)
+        ttft_s = time.perf_counter() - self._started
+        ttft.observe(ttft_s)
+        tracing.describe_first_token(ttft_s)
 
     async def _fail(self, reply: Reply, span: Span, error: ApiError, exc: Exception) -> None:
         tracing.describe_error(span, error, type(exc).__name__)

@@ -4,13 +4,14 @@ from contextlib import AbstractContextManager
 from typing import Final
 
 from opentelemetry.context import Context
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, get_current_span
 from starlette.types import Scope
 
 from components.errors import Cancelled
 from components.openai.errors import ApiError
 from components.openai.fields import GenerationFields
 from components.telemetry import spans
+from components.telemetry.trace_store import TTFT
 from services.frontend.generation import Generation
 
 tracer: Final = spans.tracer
@@ -56,6 +57,11 @@ def describe_request(span: Span, operation: str, request: GenerationFields, max_
         "gen_ai.request.stop_sequences": request.stop or None,
     }
     span.set_attributes({name: value for name, value in wanted.items() if value is not None})
+
+
+def describe_first_token(ttft_s: float) -> None:
+    """Add the time to first token to the request's span, which is the current one."""
+    get_current_span().set_attribute(TTFT, ttft_s)
 
 
 def describe_response(span: Span, response_id: str, model: str, generation: Generation) -> None:

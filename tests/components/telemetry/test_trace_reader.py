@@ -6,7 +6,7 @@ from components.telemetry.trace_summary import summary_of
 
 ROOT = Span(
     "a" * 32, "1" * 16, None, "frontend-f1", "chat tiny", 10**9, 3 * 10**9, "UNSET",
-    {"kvmesh.request_id": "r1", "gen_ai.request.model": "tiny"},
+    {"kvmesh.request_id": "r1", "gen_ai.request.model": "tiny", "kvmesh.ttft_s": 0.5},
 )  # fmt: skip
 ROUTE = Span(
     "a" * 32, "2" * 16, "1" * 16, "frontend-f1", "frontend.route", 10**9, 2 * 10**9, "UNSET",

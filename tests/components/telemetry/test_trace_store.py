@@ -4,26 +4,18 @@ from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExportResult
-from opentelemetry.trace import Status, StatusCode, Tracer
+from opentelemetry import trace
+from opentelemetry.trace import Status, StatusCode
 
-from components.telemetry import trace_store
-from components.telemetry.trace_store import FILE_NAME, KEPT_TRACES, TRIM_EVERY, TraceStore, TraceStoreExporter
+from components.telemetry import otlp_encoder
+from components.telemetry.spans import Spans
+from components.telemetry.trace_store import FILE_NAME, TRIM_EVERY, EncodedSpan, Event, Limits, TraceStore, TraceWriter
+from tests.components.telemetry.written import writing_tracer
 
 FILES = 20  # made anew, as at the first start of a mesh
 
-Keeper = tuple[Tracer, TraceStoreExporter]
 
-
-def keeper(home: Path, service: str = "test") -> Keeper:
-    exporter = TraceStoreExporter(home, service)
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    return provider.get_tracer("test"), exporter
-
-
-def keep(tracer: Tracer, name: str, start_ns: int, request_id: str | None = None) -> str:
+def keep(tracer: Spans, name: str, start_ns: int, request_id: str | None = None) -> str:
     """Keep a trace of one span; returns its id."""
     attributes = {} if request_id is None else {"kvmesh.request_id": request_id}
     span = tracer.start_span(name, start_time=start_ns, attributes=attributes)
@@ -32,13 +24,14 @@ def keep(tracer: Tracer, name: str, start_ns: int, request_id: str | None = None
 
 
 def test_a_trace_is_read_as_it_was_made(tmp_path: Path) -> None:
-    tracer, exporter = keeper(tmp_path / "new" / "home", "decode-1")
-    with tracer.start_as_current_span("root", start_time=10, end_on_exit=False) as root:
-        root.set_status(Status(StatusCode.ERROR, "why"))
-        child = tracer.start_span("child", start_time=12, attributes={"kvmesh.pages": 3})
-        child.end(14)
-        root.end(20)
-    exporter.shutdown()
+    tracer, writer = writing_tracer(tmp_path / "new" / "home", "decode-1")
+    root = tracer.start_span("root", start_time=10)
+    root.set_status(Status(StatusCode.ERROR, "why"))
+    root.add_event("moved", {"from": "d1"}, 11)
+    child = tracer.start_span("child", trace.set_span_in_context(root), start_time=12, attributes={"kvmesh.pages": 3})
+    child.end(14)
+    root.end(20)
+    writer.close()
     store = TraceStore(tmp_path / "new" / "home")
     [trace_id] = store.last_trace_ids()
     one, two = store.trace(trace_id)
@@ -50,14 +43,15 @@ def test_a_trace_is_read_as_it_was_made(tmp_path: Path) -> None:
         10,
         20,
     )
+    assert (one.error, one.events) == ("why", (Event("moved", 11, {"from": "d1"}),))
     assert (two.name, two.parent_id, two.attributes) == ("child", one.span_id, {"kvmesh.pages": 3})
 
 
 def test_a_trace_is_found_by_the_beginning_of_its_id_or_its_request_id(tmp_path: Path) -> None:
-    tracer, exporter = keeper(tmp_path)
+    tracer, writer = writing_tracer(tmp_path)
     first = keep(tracer, "a", 1, "feed1234")
     second = keep(tracer, "b", 2)
-    exporter.shutdown()
+    writer.close()
     store = TraceStore(tmp_path)
     assert store.last_trace_ids() == [second, first]
     assert store.last_trace_ids(1) == [second]
@@ -67,11 +61,11 @@ def test_a_trace_is_found_by_the_beginning_of_its_id_or_its_request_id(tmp_path:
 
 
 def test_a_clients_own_request_id_given_whole_names_the_last_of_its_requests(tmp_path: Path) -> None:
-    tracer, exporter = keeper(tmp_path)
+    tracer, writer = writing_tracer(tmp_path)
     for number, name in enumerate(["a", "b"]):
         attributes = {"kvmesh.request_id": f"ours{number}", "kvmesh.client_request_id": "mine-7"}
         tracer.start_span(name, start_time=number + 1, attributes=attributes).end(9)
-    exporter.shutdown()
+    writer.close()
     store = TraceStore(tmp_path)
     assert [s.name for s in store.trace("mine-7")] == ["b"]
     assert store.trace("mine") == []
@@ -79,11 +73,11 @@ def test_a_clients_own_request_id_given_whole_names_the_last_of_its_requests(tmp
 
 def _write(home: Path, number: int, barrier: Barrier) -> None:
     for file in range(FILES):
-        tracer, exporter = keeper(home / str(file), f"process-{number}")
+        tracer, writer = writing_tracer(home / str(file), f"process-{number}")
         barrier.wait()
         for turn in range(10):
             keep(tracer, f"{number}-{turn}", turn)
-        exporter.shutdown()
+        writer.close()
 
 
 def test_several_processes_make_and_write_one_file_at_once_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -98,69 +92,76 @@ def test_several_processes_make_and_write_one_file_at_once_and_nothing_is_lost(t
         assert process.exitcode == 0
     for file in range(FILES):
         connection = sqlite3.connect(tmp_path / str(file) / FILE_NAME)
-        rows = connection.execute("select service, count(*) from spans group by service").fetchall()
+        rows = connection.execute("select service, sum(num_spans) from pieces group by service").fetchall()
         connection.close()
         assert rows == [(f"process-{n}", 10) for n in range(3)]
 
 
 def test_only_the_newest_traces_are_kept(tmp_path: Path) -> None:
-    exporter = TraceStoreExporter(tmp_path, "test")
-    provider = TracerProvider(shutdown_on_exit=False)
-    tracer = provider.get_tracer("test")
-    spans = []
-    for start in range(KEPT_TRACES + 100):
-        span = tracer.start_span(f"n{start}", start_time=start + 1)
-        span.end(start + 2)
-        spans.append(span)
-    exporter.export(spans)
-    for _ in range(TRIM_EVERY):
-        exporter.export([])
-    exporter.shutdown()
+    writer = TraceWriter(tmp_path, Limits(traces=20))
+    for start in range(50):
+        writer.write("test", [EncodedSpan(f"{start:032x}", start, b"")])
+    for _ in range(TRIM_EVERY - 50 % TRIM_EVERY):
+        writer.write("test", [])
+    writer.close()
+    assert TraceStore(tmp_path).last_trace_ids(100) == [f"{start:032x}" for start in range(49, 29, -1)]
+
+
+def test_a_failed_or_slow_trace_outlives_many_others(tmp_path: Path) -> None:
+    tracer, writer = writing_tracer(tmp_path, limits=Limits(traces=5))
+    failed = tracer.start_span("failed", start_time=1, attributes={"kvmesh.request_id": "f"})
+    failed.set_status(Status(StatusCode.ERROR, "why"))
+    failed.end(2)
+    tracer.start_span("slow", start_time=2, attributes={"kvmesh.request_id": "s", "kvmesh.slow": True}).end(3)
+    tracer.start_span("moved", start_time=3, attributes={"kvmesh.request_id": "m", "kvmesh.moved": True}).end(4)
+    for number in range(TRIM_EVERY):
+        keep(tracer, f"n{number}", number + 10, f"r{number}")
+    for _ in range(TRIM_EVERY - 3):
+        writer.write("test", [])
+    writer.close()
     store = TraceStore(tmp_path)
-    kept = store.last_trace_ids(2 * KEPT_TRACES)
-    assert len(kept) == KEPT_TRACES
-    assert [store.trace(kept[i])[0].name for i in (0, -1)] == [f"n{KEPT_TRACES + 99}", "n100"]
+    newest = [f"n{TRIM_EVERY - 1 - number}" for number in range(5)]
+    assert [store.trace(id_)[0].name for id_ in store.last_trace_ids(100)] == [*newest, "moved", "slow", "failed"]
+    assert [store.trace(id_)[0].name for id_ in store.slow_trace_ids()] == ["slow"]
+    assert [store.trace(id_)[0].name for id_ in store.failed_trace_ids()] == ["failed"]
 
 
-def test_any_number_of_requests_in_one_trace_stay_within_the_bound(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_any_number_of_requests_in_one_trace_stay_within_the_bound(tmp_path: Path) -> None:
     """A client chose one trace id for all of its requests, and the file grew without end: only traces were counted."""
-    monkeypatch.setattr(trace_store, "KEPT_SPANS", 100)
-    tracer, exporter = keeper(tmp_path)
-    with tracer.start_as_current_span("root", start_time=1):
-        for number in range(300):
-            tracer.start_span(f"n{number}", start_time=number + 1).end(number + 2)
+    tracer, writer = writing_tracer(tmp_path, limits=Limits(spans=100))
+    root = tracer.start_span("root", start_time=1)
+    for number in range(300):
+        tracer.start_span(f"n{number}", trace.set_span_in_context(root), start_time=number + 1).end(number + 2)
+    root.end()
     for _ in range(TRIM_EVERY):
-        exporter.export([])
-    exporter.shutdown()
+        writer.write("test", [])
+    writer.close()
     store = TraceStore(tmp_path)
     kept = store.trace(store.last_trace_ids(1)[0])
     assert len(kept) == 100
     assert {span.name for span in kept} == {"root", *(f"n{number}" for number in range(201, 300))}
 
 
-def test_large_spans_stay_within_the_bound_of_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_store, "KEPT_BYTES", 1 << 20)
-    tracer, exporter = keeper(tmp_path)
+def test_large_spans_stay_within_the_bound_of_bytes(tmp_path: Path) -> None:
+    tracer, writer = writing_tracer(tmp_path, limits=Limits(bytes=1 << 20))
     for number in range(4 * TRIM_EVERY):
         span = tracer.start_span(f"n{number}", start_time=number + 1, attributes={"stop": "x" * 100_000})
         span.set_attribute("many", ["y" * 1000] * 100)
         span.end(number + 2)
-    exporter.shutdown()
+    writer.close()
     assert sum(file.stat().st_size for file in tmp_path.iterdir()) < 8 << 20  # WAL included
     store = TraceStore(tmp_path)
     newest = store.trace(store.last_trace_ids(1)[0])[0]
     assert newest.name == f"n{4 * TRIM_EVERY - 1}"
-    assert max(len(str(value)) for value in newest.attributes.values()) == trace_store.ATTRIBUTE_CHARS
+    assert max(len(str(value)) for value in newest.attributes.values()) == otlp_encoder.ATTRIBUTE_CHARS
 
 
 def test_only_the_user_who_runs_the_mesh_can_read_the_traces(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).touch(mode=0o644)
-    tracer, exporter = keeper(tmp_path)
+    tracer, writer = writing_tracer(tmp_path)
     keep(tracer, "a", 1)
     assert {file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {0o600}
-    exporter.shutdown()
+    writer.close()
 
 
 def test_where_nothing_was_kept_there_is_nothing_to_read_and_no_file_is_made(tmp_path: Path) -> None:
@@ -172,15 +173,26 @@ def test_where_nothing_was_kept_there_is_nothing_to_read_and_no_file_is_made(tmp
 
 def test_a_broken_file_costs_the_spans_and_not_the_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"this is no database, " * 100)
-    exporter = TraceStoreExporter(tmp_path, "test")
-    assert exporter.export([]) is SpanExportResult.FAILURE
+    writer = TraceWriter(tmp_path)
+    assert not writer.write("test", [])
     assert "spans not kept" in caplog.messages
     (tmp_path / FILE_NAME).unlink()
-    assert exporter.export([]) is SpanExportResult.SUCCESS
-    exporter.shutdown()
+    assert writer.write("test", [])
+    writer.close()
 
 
 def test_a_broken_file_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"this is no database, " * 100)
     with pytest.raises(sqlite3.DatabaseError, match="not a database"):
         TraceStore(tmp_path).last_trace_ids()
+
+
+def test_the_file_of_an_earlier_release_is_empty_and_gives_way(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / FILE_NAME) as earlier:
+        earlier.execute("create table spans (trace_id text)")
+    earlier.close()
+    assert TraceStore(tmp_path).last_trace_ids() == []
+    tracer, writer = writing_tracer(tmp_path)
+    keep(tracer, "a", 1)
+    writer.close()
+    assert len(TraceStore(tmp_path).last_trace_ids()) == 1

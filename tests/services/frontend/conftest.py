@@ -4,8 +4,6 @@ from typing import Any
 import httpx
 import pytest
 from openai import AsyncOpenAI
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from components.http.server import serve_http
@@ -62,7 +60,5 @@ async def openai(url: str) -> AsyncIterator[AsyncOpenAI]:
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     """Where the spans of requests go."""
     exporter = InMemorySpanExporter()
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(tracing, "tracer", Spans(provider.get_tracer("kvmesh")))
+    monkeypatch.setattr(tracing, "tracer", Spans(lambda span: exporter.export([span])))
     return exporter

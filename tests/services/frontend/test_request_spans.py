@@ -44,7 +44,11 @@ async def test_a_request_is_one_tree_of_its_steps(
             assert span.parent.span_id == root.context.span_id
             assert times(root)[0] <= times(span)[0] <= times(span)[1] <= times(root)[1]
     assert mesh.spans[0].span_id == root.context.span_id  # what the mesh does hangs below the request
-    assert dict(root.attributes or {}) == {
+    attributes = dict(root.attributes or {})
+    ttft_s = attributes.pop("kvmesh.ttft_s")
+    assert isinstance(ttft_s, float)
+    assert 0 < ttft_s <= (times(root)[1] - times(root)[0]) / 1e9
+    assert attributes == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "kvmesh",
         "kvmesh.request_id": answer.headers["x-request-id"],

@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -17,10 +15,11 @@ from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
 from components.process import subject_of
 from components.settings import MeshSettings
-from components.telemetry.trace_store import FILE_NAME, TraceStoreExporter
+from components.telemetry.trace_store import FILE_NAME
 from services.inspect import __main__ as inspect
 from services.inspect.workers import show_workers
 from tests.components.discovery.records import record
+from tests.components.telemetry.written import writing_tracer
 
 RunService = Callable[..., Any]
 
@@ -51,13 +50,10 @@ def test_the_shell_variables_let_etcdctl_in(etcd_url: str, tmp_path: Path) -> No
 
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
-    exporter = TraceStoreExporter(tmp_path, "frontend-1")
-    provider = TracerProvider(shutdown_on_exit=False)
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    tracer = provider.get_tracer("test")
+    tracer, writer = writing_tracer(tmp_path, "frontend-1")
     for start, name in ((10, "older"), (20, "newer")):
         tracer.start_span(name, start_time=start, attributes={"kvmesh.request_id": f"id-{name}"}).end(start + 5)
-    exporter.shutdown()
+    writer.close()
     return tmp_path
 
 

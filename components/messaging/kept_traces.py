@@ -1,0 +1,67 @@
+"""The decision to keep a trace, from the frontend that has its root to all processes that hold spans of it."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from nats.aio.msg import Msg
+
+from components.aio import background
+from components.errors import MeshError
+from components.messaging.bus import Bus
+from components.telemetry.held_traces import HeldTraces
+from components.wire.codec import unpack
+from components.wire.traces import KeepTraces
+
+log = logging.getLogger(__name__)
+
+EVERY_S: Final = 0.1
+ID_BYTES: Final = 16
+MOST_IDS: Final = 1000  # in one message, and waiting
+
+
+def subject(namespace: str) -> str:
+    return f"{namespace}.traces.keep"
+
+
+@asynccontextmanager
+async def announce_kept(bus: Bus, namespace: str, held: HeldTraces) -> AsyncIterator[None]:
+    """Publish the traces that this process decides to keep, in batches."""
+    ids: list[int] = []
+
+    async def publish() -> None:
+        while True:
+            await asyncio.sleep(EVERY_S)
+            if not ids:
+                continue
+            batch = [trace_id.to_bytes(ID_BYTES, "big") for trace_id in ids[:MOST_IDS]]
+            ids.clear()
+            try:
+                await bus.publish(subject(namespace), KeepTraces(trace_ids=b"".join(batch)))
+            except MeshError as exc:  # the traces lack the spans of other processes
+                log.warning("kept traces not announced", extra={"count": len(batch), "cause": exc.message})
+
+    held.announce_to(ids.append)
+    try:
+        async with background(publish(), "announce-kept-traces"):
+            yield
+    finally:
+        held.announce_to(None)
+
+
+@asynccontextmanager
+async def follow_kept(bus: Bus, namespace: str, held: HeldTraces) -> AsyncIterator[None]:
+    """Export what this process holds of the traces that a frontend keeps."""
+
+    async def receive(message: Msg) -> None:
+        try:
+            ids = unpack(message.data, KeepTraces).trace_ids
+        except MeshError as exc:
+            bus.refusals.count("traces.keep", exc)
+            return
+        held.keep(int.from_bytes(ids[at : at + ID_BYTES], "big") for at in range(0, len(ids), ID_BYTES))
+
+    async with bus.subscription(subject(namespace), receive):
+        yield

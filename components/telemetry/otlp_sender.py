@@ -1,0 +1,148 @@
+"""Sends encoded spans to an OTLP/HTTP receiver. It keeps a bounded number of bytes while the receiver is away.
+
+Runs on the thread of the export. OpenTelemetry's own variables for headers, certificate and compression are honoured.
+"""
+
+import gzip
+import http.client
+import logging
+import os
+import ssl
+import time
+from base64 import b64encode
+from collections import deque
+from typing import Final
+from urllib.parse import unquote, urlsplit
+
+from components.urls import login_of, without_password
+
+log = logging.getLogger(__name__)
+
+PATH: Final = "/v1/traces"
+TIMEOUT_S: Final = 2.0  # a receiver that hangs must not delay a stop
+WAITING_BYTES: Final = 8 << 20  # while the receiver is away
+FIRST_WAIT_S: Final = 0.5  # doubled with each failure
+LONGEST_WAIT_S: Final = 10.0
+RETRIED: Final = frozenset({408, 429, 502, 503, 504})
+LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
+OBSERVER: Final = "kvmesh-observer"  # the observer's Server header
+
+
+class OtlpSender:
+    def __init__(self, endpoint: str) -> None:
+        address = urlsplit(endpoint)
+        self._place = without_password(endpoint)  # for messages
+        self._secure = address.scheme == "https"
+        self._host = address.hostname or ""
+        self._port = address.port or (443 if self._secure else 80)
+        self._path = address.path.rstrip("/") + PATH
+        self._headers = {"Content-Type": "application/x-protobuf", **_given_headers(), **login_header(endpoint)}
+        wanted = os.environ.get("OTEL_EXPORTER_OTLP_COMPRESSION")
+        if wanted == "gzip" or (wanted is None and self._host not in LOOPBACK):
+            self._headers["Content-Encoding"] = "gzip"
+        self._connection: http.client.HTTPConnection | None = None
+        self._waiting: deque[tuple[bytes, int]] = deque()  # requests and their number of spans
+        self._waiting_bytes = 0
+        self._wait_s = FIRST_WAIT_S
+        self._not_before = 0.0  # monotonic
+        self.is_observer = False  # whether the receiver has said so
+        self.dropped = 0  # spans
+
+    def send(self, request: bytes, num_spans: int) -> None:
+        """Send now, or keep it for later."""
+        self._waiting.append((request, num_spans))
+        self._waiting_bytes += len(request)
+        while self._waiting_bytes > WAITING_BYTES and len(self._waiting) > 1:
+            self._drop("the receiver is away and the queue is full")
+        self.send_waiting()
+
+    def send_waiting(self, *, last: bool = False) -> None:
+        """`last`: this process ends, so try once at once, and drop what is left."""
+        if last or time.monotonic() >= self._not_before:
+            until = time.monotonic() + TIMEOUT_S
+            while self._waiting and self._sent(self._waiting[0][0]) and not (last and time.monotonic() > until):
+                body, _ = self._waiting.popleft()
+                self._waiting_bytes -= len(body)
+        while last and self._waiting:
+            self._drop("this process ends")
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _sent(self, body: bytes) -> bool:
+        """Returns False if it must be sent again."""
+        if "Content-Encoding" in self._headers:
+            body = gzip.compress(body, 1)
+        reused = self._connection is not None
+        try:
+            status, reason = self._post(body)
+        except (OSError, http.client.HTTPException) as exc:
+            self.close()
+            if reused:  # the receiver may have closed an idle connection
+                return self._sent_anew(body)
+            return self._failed(str(exc) or type(exc).__name__)
+        return self._judge(status, reason)
+
+    def _sent_anew(self, body: bytes) -> bool:
+        try:
+            return self._judge(*self._post(body))
+        except (OSError, http.client.HTTPException) as exc:
+            self.close()
+            return self._failed(str(exc) or type(exc).__name__)
+
+    def _judge(self, status: int, reason: str) -> bool:
+        if status in RETRIED:
+            return self._failed(f"status {status}: {reason}")
+        if status >= 300:
+            self.dropped += self._waiting[0][1]
+            facts = {"receiver": self._place, "status": status, "reason": reason, "count": self._waiting[0][1]}
+            log.warning("spans refused by the OTLP receiver", extra=facts)
+        self._wait_s, self._not_before = FIRST_WAIT_S, 0.0
+        return True
+
+    def _post(self, body: bytes) -> tuple[int, str]:
+        """Returns the status and the beginning of the answer's text."""
+        if self._connection is None:
+            self._connection = self._connect()
+        self._connection.request("POST", self._path, body, self._headers)
+        with self._connection.getresponse() as answer:
+            self.is_observer = self.is_observer or answer.headers.get("Server") == OBSERVER
+            text = answer.read().decode(errors="replace")
+            return answer.status, text[:200] if text.isprintable() else ""
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if not self._secure:
+            return http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
+        context = ssl.create_default_context(cafile=os.environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE"))
+        return http.client.HTTPSConnection(self._host, self._port, timeout=TIMEOUT_S, context=context)
+
+    def _failed(self, cause: str) -> bool:
+        if self._wait_s == FIRST_WAIT_S:
+            log.warning("OTLP receiver away, spans wait", extra={"receiver": self._place, "cause": cause})
+        self._not_before = time.monotonic() + self._wait_s
+        self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
+        return False
+
+    def _drop(self, cause: str) -> None:
+        body, num_spans = self._waiting.popleft()
+        self._waiting_bytes -= len(body)
+        self.dropped += num_spans
+        log.warning("spans dropped", extra={"receiver": self._place, "cause": cause, "count": num_spans})
+
+
+def login_header(endpoint: str) -> dict[str, str]:
+    """The user and password of a URL, if it has them."""
+    user, password = login_of(endpoint)
+    if user is None and password is None:
+        return {}
+    login = f"{user or ''}:{password or ''}"
+    return {"Authorization": f"Basic {b64encode(login.encode()).decode()}"}
+
+
+def _given_headers() -> dict[str, str]:
+    """Those of OTEL_EXPORTER_OTLP_HEADERS: `name=value,…`, percent-encoded."""
+    given = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_HEADERS") or os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "")
+    pairs = (pair.partition("=") for pair in given.split(",") if "=" in pair)
+    return {unquote(name.strip()): unquote(value.strip()) for name, _, value in pairs}

@@ -1,0 +1,99 @@
+"""Exports finished spans on a thread: into this host's file, or to an OTLP receiver, or both.
+
+An observer keeps what it receives in a file of its own, so nothing is written here once one has answered. Any other
+receiver, or none, leaves the file on.
+"""
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+from components.telemetry.light_span import LightSpan
+from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_span, span_field
+from components.telemetry.otlp_sender import OtlpSender
+from components.telemetry.trace_store import EncodedSpan, TraceWriter
+
+log = logging.getLogger(__name__)
+
+EVERY_S: Final = 0.3  # so that `inspect trace last` shows the latest request
+BATCH: Final = 512  # spans in one request
+MOST_WAITING: Final = 16_384  # spans; more are dropped and counted
+STOP_S: Final = 5.0  # for the last export
+
+
+class SpanExport:
+    """`put` may be called on any thread; it neither blocks nor encodes."""
+
+    def __init__(
+        self, service: str, resource: Mapping[str, Any], file: TraceWriter, sender: OtlpSender | None = None
+    ) -> None:
+        self._service = service
+        self._resource = encode_resource(resource)
+        self._file = file
+        self._sender = sender
+        self._waiting: deque[LightSpan] = deque()
+        self._stopping = threading.Event()
+        self._dropped = 0
+        self._thread = threading.Thread(target=self._run, name="span-export", daemon=True)
+
+    @property
+    def dropped(self) -> int:
+        """Spans that no file and no receiver got."""
+        return self._dropped + (0 if self._sender is None else self._sender.dropped)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Export what is left, within STOP_S."""
+        self._stopping.set()
+        self._thread.join(STOP_S)
+
+    def put(self, span: LightSpan) -> None:
+        if len(self._waiting) < MOST_WAITING:
+            self._waiting.append(span)
+        else:
+            self._dropped += 1
+
+    def _run(self) -> None:
+        dropped = 0
+        while not self._stopping.wait(EVERY_S):
+            self._export_safely()
+            if self._dropped > dropped:
+                log.warning(
+                    "spans dropped", extra={"cause": "the export is too slow", "count": self._dropped - dropped}
+                )
+                dropped = self._dropped
+        self._export_safely()
+        if self._sender is not None:
+            self._sender.send_waiting(last=True)
+            self._sender.close()
+        self._file.close()
+
+    def _export_safely(self) -> None:
+        try:
+            self._export()
+        except Exception:
+            log.exception("spans not exported")  # the thread goes on with the next ones
+
+    def _export(self) -> None:
+        while batch := [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]:
+            encoded = [(span, span_field(encode_span(span))) for span in batch]
+            sender = self._sender
+            if sender is not None:
+                sender.send(encode_request(self._resource, [data for _, data in encoded]), len(encoded))
+            if (sender is None or not sender.is_observer) and not self._file.write(self._service, rows_of(encoded)):
+                self._dropped += len(encoded)
+        if self._sender is not None:
+            self._sender.send_waiting()
+
+
+def rows_of(encoded: Sequence[tuple[LightSpan, bytes]]) -> list[EncodedSpan]:
+    return [
+        EncodedSpan(
+            f"{span.trace_id:032x}", span.start_time, data, failed=not span.status.is_ok, attributes=span.attributes
+        )
+        for span, data in encoded
+    ]

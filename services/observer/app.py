@@ -1,0 +1,172 @@
+"""The observer's HTTP side: OTLP in, traces as JSON out."""
+
+import asyncio
+import binascii
+import json
+import logging
+from base64 import b64decode
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
+from secrets import compare_digest
+from typing import Any, Final, TypeVar
+from urllib.parse import parse_qs, unquote
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from components.errors import MeshError, Overloaded, Rejected
+from components.telemetry.otlp_sender import OBSERVER, PATH
+from components.telemetry.trace_reader import API, LocalTraceReader, fields_of
+from components.telemetry.trace_store import TraceWriter
+from services.observer.config import ObserverSettings
+from services.observer.otlp import JSON, TooLarge, read_request, unzipped
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+WAITING_BYTES: Final = 64 << 20  # bodies that are being read or written
+MOST_LISTED: Final = 1000
+DEFAULT_LISTED: Final = 50
+
+
+class ObserverApp:
+    """An ASGI application. One thread writes, so that requests do not wait for each other's locks; another reads."""
+
+    def __init__(self, settings: ObserverSettings) -> None:
+        self._settings = settings
+        self._token = None if settings.token is None else settings.token.get_secret_value()
+        self._writer = TraceWriter(settings.home, settings.limits)
+        self._reader = LocalTraceReader(settings.home)
+        self._writing = ThreadPoolExecutor(1, "write")
+        self._reading = ThreadPoolExecutor(1, "read")
+        self._waiting_bytes = 0
+
+    def close(self) -> None:
+        self._writing.submit(self._writer.close)
+        self._writing.shutdown()
+        self._reading.shutdown()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        try:
+            response = await self._answer(request)
+        except ClientDisconnect:
+            return
+        except TooLarge as exc:
+            response = _text(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, exc.message)
+        except Rejected as exc:
+            response = _text(HTTPStatus.BAD_REQUEST, exc.message)
+        except MeshError as exc:
+            response = _text(HTTPStatus.SERVICE_UNAVAILABLE, exc.message)
+            response.headers["retry-after"] = "1"
+        except Exception:
+            log.exception("request failed", extra={"path": request.url.path})
+            response = _text(HTTPStatus.INTERNAL_SERVER_ERROR, "the observer failed; its log says why")
+        response.headers["server"] = OBSERVER
+        await response(scope, receive, send)
+
+    async def _answer(self, request: Request) -> Response:
+        method, path = request.method, request.url.path
+        if path == "/health":
+            return _json({"ready": True})
+        if not self._authorised(request.headers.get("authorization", "")):
+            refused = _text(
+                HTTPStatus.UNAUTHORIZED, "this observer needs its token: give it as the password of MESH_OTLP_ENDPOINT"
+            )
+            refused.headers["www-authenticate"] = 'Basic realm="kvmesh observer"'
+            return refused
+        if path == PATH:
+            return await self._take(request) if method == "POST" else _wrong_method("POST")
+        if path == API or path.startswith(f"{API}/"):
+            return await self._show(request) if method == "GET" else _wrong_method("GET")
+        return _text(HTTPStatus.NOT_FOUND, f"no such path: send spans to {PATH}, read traces at {API}")
+
+    def _authorised(self, header: str) -> bool:
+        if self._token is None:
+            return True
+        scheme, _, given = header.partition(" ")
+        if scheme.lower() == "basic":
+            try:
+                given = b64decode(given, validate=True).decode(errors="replace").partition(":")[2]
+            except binascii.Error:
+                return False
+        return compare_digest(given.encode(), self._token.encode())
+
+    async def _take(self, request: Request) -> Response:
+        body = await self._body(request)
+        self._waiting_bytes += len(body)
+        try:
+            if self._waiting_bytes > WAITING_BYTES:
+                raise Overloaded("the observer has too much to write: send again later")
+            kind = request.headers.get("content-type", "")
+            rejected = await self._on(
+                self._writing, lambda: self._write(body, kind, request.headers.get("content-encoding", ""))
+            )
+        finally:
+            self._waiting_bytes -= len(body)
+        answer = ExportTraceServiceResponse()
+        if rejected:
+            answer.partial_success.rejected_spans = rejected
+            answer.partial_success.error_message = "a span needs a trace id of 16 bytes, a span id of 8 and an end"
+        if kind.startswith(JSON):
+            partial = {"rejectedSpans": rejected, "errorMessage": answer.partial_success.error_message}
+            return _json({"partialSuccess": partial} if rejected else {})
+        return Response(answer.SerializeToString(), media_type=kind)
+
+    def _write(self, body: bytes, kind: str, encoding: str) -> int:
+        """Returns the number of spans that are no good. Raises: Rejected, Overloaded."""
+        received = read_request(unzipped(body, encoding, self._settings.max_body_bytes), kind)
+        for service, spans in received.by_service.items():
+            if not self._writer.write(service, spans):
+                raise Overloaded("the traces cannot be written; the observer's log says why")
+        return received.rejected
+
+    async def _body(self, request: Request) -> bytes:
+        most, parts, size = self._settings.max_body_bytes, [], 0
+        async for part in request.stream():
+            size += len(part)
+            if size > most:
+                raise TooLarge(f"the body exceeds {most} bytes: send fewer spans at a time")
+            parts.append(part)
+        return b"".join(parts)
+
+    async def _show(self, request: Request) -> Response:
+        trace_id = unquote(request.url.path[len(API) + 1 :])
+        if trace_id:
+            spans = await self._on(self._reading, lambda: self._reader.spans(trace_id))
+            return _json({"spans": [fields_of(span) for span in spans]})
+        asked = parse_qs(request.url.query)
+        which, limit = asked.get("which", ["recent"])[0], _limit(asked.get("limit", [str(DEFAULT_LISTED)])[0])
+        listed = {"recent": self._reader.recent, "slow": self._reader.slow, "failed": self._reader.failed}.get(which)
+        if listed is None:
+            raise Rejected(f"which={which!r} is none of recent, slow, failed")
+        traces = await self._on(self._reading, lambda: listed(limit))
+        return _json({"traces": [fields_of(trace) for trace in traces]})
+
+    @staticmethod
+    def _on(threads: ThreadPoolExecutor, work: Callable[[], T]) -> Awaitable[T]:
+        return asyncio.get_running_loop().run_in_executor(threads, work)
+
+
+def _limit(given: str) -> int:
+    if not given.isascii() or not given.isdigit() or len(given) > 9:
+        raise Rejected(f"limit={given[:20]!r} is no number of traces")
+    return min(int(given), MOST_LISTED)
+
+
+def _json(value: Any) -> Response:
+    return Response(json.dumps(value), media_type=JSON)
+
+
+def _text(status: HTTPStatus, text: str) -> Response:
+    return Response(f"{text}\n", status, media_type="text/plain")
+
+
+def _wrong_method(right: str) -> Response:
+    refused = _text(HTTPStatus.METHOD_NOT_ALLOWED, f"use {right}")
+    refused.headers["allow"] = right
+    return refused

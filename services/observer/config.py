@@ -1,0 +1,54 @@
+"""Settings of the observer."""
+
+import ipaddress
+from typing import Annotated, Self
+
+from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from components.settings import MeshSettings
+from components.telemetry.trace_store import Limits
+
+SPANS_EACH = 50  # of a request; the limit of spans is so many times the limit of traces
+
+
+class ObserverSettings(MeshSettings):
+    """kvmesh observer: receives spans of all hosts over OTLP/HTTP and keeps the latest traces, for inspect and the page."""
+
+    model_config = SettingsConfigDict(env_prefix="MESH_OBSERVER_", cli_prog_name="python -m services.observer")
+
+    host: Annotated[str, Field(description="address to listen on; another than loopback needs a token")] = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535, description="port to listen on; 0: any free one")] = 4318
+    token: Annotated[
+        SecretStr | None,
+        Field(
+            description="secret that senders and readers give as the password of MESH_OTLP_ENDPOINT, or as a bearer token"
+        ),
+    ] = None
+    max_traces: Annotated[
+        PositiveInt, Field(description="traces to keep; failed, moved and slow ones are counted apart from the others")
+    ] = 10_000
+    max_bytes: Annotated[PositiveInt, Field(description="size of the file, in bytes")] = 256 << 20
+    max_body_bytes: Annotated[PositiveInt, Field(description="largest request, also after decompression")] = 16 << 20
+    drain_timeout_s: Annotated[
+        PositiveFloat, Field(description="seconds that a stopping observer may take to finish its requests")
+    ] = 5.0
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(self.max_traces, SPANS_EACH * self.max_traces, self.max_bytes)
+
+    @model_validator(mode="after")
+    def _guarded(self) -> Self:
+        if self.token is None and not _is_loopback(self.host):
+            raise ValueError(
+                f"host {self.host!r} can be reached from other machines: set MESH_OBSERVER_TOKEN, or listen on 127.0.0.1"
+            )
+        return self
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

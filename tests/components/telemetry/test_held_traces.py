@@ -1,0 +1,135 @@
+from typing import Any
+
+import pytest
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind, StatusCode
+
+from components.telemetry import held_traces
+from components.telemetry.held_traces import ENOUGH, HELD_NS, HeldTraces, SlowRequests
+from components.telemetry.light_span import LightSpan
+from components.telemetry.spans import Spans, TraceRate
+
+S = 10**9
+
+
+class Process:
+    """What it exports and announces; its clock is in the spans."""
+
+    def __init__(self, slow_s: float | None = None, kept: TraceRate | None = None) -> None:
+        self.exported: list[LightSpan] = []
+        self.announced: list[int] = []
+        self.held = HeldTraces(self.exported.append, SlowRequests(slow_s), kept)
+        self.held.announce_to(self.announced.append)
+        self.tracer = Spans(self.held.take, TraceRate(0), holds=True)
+
+    @property
+    def names(self) -> list[str]:
+        return [span.name for span in self.exported]
+
+    def begin(self, at_ns: int = S) -> LightSpan:
+        root = self.tracer.start_span(
+            "request", kind=SpanKind.SERVER, attributes={"kvmesh.request_id": "r"}, start_time=at_ns
+        )
+        assert isinstance(root, LightSpan)
+        return root
+
+    def step(self, root: LightSpan, at_ns: int = S) -> None:
+        self.tracer.start_span("step", trace.set_span_in_context(root), start_time=at_ns).end(at_ns + 1)
+
+    def request(self, seconds: float = 0.1, **attributes: Any) -> LightSpan:
+        root = self.begin()
+        self.step(root)
+        root.set_attributes(attributes)
+        root.end(S + int(seconds * S))
+        return root
+
+
+def test_a_request_that_nothing_befell_is_not_exported() -> None:
+    process = Process()
+    process.request()
+    process.request(**{"kvmesh.cancelled": "the client has gone"})
+    assert (process.exported, process.announced) == ([], [])
+
+
+def test_a_failed_request_is_exported_whole_and_announced() -> None:
+    process = Process()
+    root = process.begin()
+    process.step(root)
+    root.set_status(StatusCode.ERROR, "why")
+    root.end()
+    process.step(root)  # it ends after the root
+    assert process.names == ["step", "request", "step"]
+    assert process.announced == [root.trace_id]
+
+
+def test_a_moved_request_is_exported_and_marked() -> None:
+    process = Process()
+    root = process.begin()
+    root.add_event("moved", {"from": "d1"})
+    root.end()
+    assert process.exported == [root]
+    assert root.attributes["kvmesh.moved"] is True
+
+
+def test_a_request_is_slow_by_its_first_token_not_by_the_length_of_its_answer() -> None:
+    process = Process(slow_s=2.0)
+    process.request(seconds=60, **{"kvmesh.ttft_s": 0.3})
+    assert process.exported == []
+    root = process.request(seconds=60, **{"kvmesh.ttft_s": 2.5})
+    assert process.exported[-1] is root
+    assert root.attributes["kvmesh.slow"] is True
+    assert process.request(seconds=3) is process.exported[-1]  # without a token the whole time counts
+
+
+def test_without_a_setting_slow_is_slower_than_99_of_100() -> None:
+    slow = SlowRequests(None)
+    assert not any(slow.take(1 + number / 1000) for number in range(ENOUGH))
+    assert not slow.take(1.05)
+    assert slow.take(5.0)
+    for _ in range(2000):
+        slow.take(10.0)
+    assert not slow.take(5.0)  # the latest count
+
+
+def test_another_process_exports_what_it_holds_once_the_decision_arrives() -> None:
+    frontend, decode = Process(), Process()
+    root, other = frontend.begin(), frontend.begin()
+    for one in (root, other):
+        decode.step(one)
+    decode.held.keep([root.trace_id])
+    assert [span.trace_id for span in decode.exported] == [root.trace_id]
+    decode.step(root)
+    assert len(decode.exported) == 2  # what ends later follows at once
+
+
+def test_a_sampled_trace_is_exported_at_once_and_marked_like_the_others() -> None:
+    process = Process(slow_s=1)
+    process.tracer.limit(TraceRate(float("inf")))
+    root = process.request(seconds=2)
+    assert process.names == ["step", "request"]
+    assert root.attributes["kvmesh.slow"] is True
+    assert process.announced == []
+
+
+def test_held_spans_are_bounded_in_time_and_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_traces, "HELD_SPANS", 10)
+    process, caller = Process(), Process()
+    first = caller.begin()
+    process.step(first)
+    later = caller.begin()
+    process.step(later, 2 * S + HELD_NS)
+    assert process.held.expired == 1
+    for _ in range(20):
+        process.step(caller.begin(), 2 * S + HELD_NS)
+    assert process.held.expired == 12
+    process.held.keep([first.trace_id, later.trace_id])
+    assert process.exported == []
+
+
+def test_a_storm_of_failures_keeps_no_more_than_the_limit() -> None:
+    process = Process(kept=TraceRate(0.1, clock=lambda: 0.0))
+    for _ in range(5):
+        root = process.begin()
+        root.set_status(StatusCode.ERROR, "why")
+        root.end()
+    assert (len(process.exported), process.held.not_kept) == (1, 4)

@@ -1,0 +1,256 @@
+"""The observer behind its real server, with real senders: ours, and the SDK's exporter that users bring."""
+
+import asyncio
+import gzip
+import json
+from base64 import b64encode
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, closing
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SpanExportResult
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+from pydantic import ValidationError
+
+from components.http.server import serve_http
+from components.settings import MeshSettings
+from components.telemetry.light_span import LightSpan
+from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_span, span_field
+from components.telemetry.otlp_sender import OtlpSender
+from components.telemetry.span_export import SpanExport
+from components.telemetry.spans import Spans
+from components.telemetry.trace_reader import (
+    LocalTraceReader,
+    ObserverTraceReader,
+    TracesUnavailable,
+    open_trace_reader,
+)
+from components.telemetry.trace_store import TraceWriter
+from services.observer.app import ObserverApp
+from services.observer.config import ObserverSettings
+
+pytestmark = pytest.mark.anyio
+TRACES = "/v1/traces"
+PROTOBUF = {"content-type": "application/x-protobuf"}
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@asynccontextmanager
+async def observer(home: Path, **settings: Any) -> AsyncIterator[str]:
+    read = ObserverSettings(port=0, state_dir=home, **settings)
+    with closing(ObserverApp(read)) as app:
+        async with serve_http(app, read) as url:
+            yield url
+
+
+@pytest.fixture
+async def url(tmp_path: Path) -> AsyncIterator[str]:
+    async with observer(tmp_path) as listening:
+        yield listening
+
+
+@pytest.fixture
+async def http(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+        yield client
+
+
+def request_of(name: str = "chat tiny", error: str = "", **attributes: Any) -> bytes:
+    """An OTLP request with a trace of one span, the root of a request."""
+    made: list[LightSpan] = []
+    facts = {"kvmesh.request_id": f"id-{name}", **attributes}
+    span = Spans(made.append).start_span(name, kind=SpanKind.SERVER, attributes=facts)
+    if error:
+        span.set_status(StatusCode.ERROR, error)
+    span.end()
+    resource = encode_resource({"service.name": "kvmesh-frontend", "service.instance.id": "f1"})
+    return encode_request(resource, [span_field(encode_span(made[0]))])
+
+
+async def test_traces_are_listed_newest_first_and_by_what_befell_them(url: str, http: httpx.AsyncClient) -> None:
+    for body in (
+        request_of("one"),
+        request_of("two", **{"kvmesh.slow": True, "kvmesh.ttft_s": 2.5}),
+        request_of("three", error="no decode instance"),
+    ):
+        assert (await http.post(TRACES, content=body, headers=PROTOBUF)).status_code == 200
+    reader = ObserverTraceReader(url)
+    recent = await asyncio.to_thread(reader.recent)
+    assert [trace.name for trace in recent] == ["three", "two", "one"]
+    [slow] = await asyncio.to_thread(reader.slow)
+    assert (slow.name, slow.slow, slow.ttft_s, slow.status) == ("two", True, 2.5, "ok")
+    [failed] = await asyncio.to_thread(reader.failed)
+    assert (failed.name, failed.status, failed.error) == ("three", "error", "no decode instance")
+    for key in (failed.trace_id, failed.trace_id[:10], failed.request_id):
+        [span] = await asyncio.to_thread(reader.spans, key)
+        assert (span.name, span.service) == ("three", "frontend-f1")
+    assert await asyncio.to_thread(reader.spans, "nothing/begins so") == []
+    assert await asyncio.to_thread(reader.recent, 1) == recent[:1]
+
+
+async def test_the_exporter_of_the_sdk_is_taken_as_it_is(url: str) -> None:
+    exporter = InMemorySpanExporter()
+    resource = Resource.create({"service.name": "shop"})
+    span = TracerProvider(resource=resource, shutdown_on_exit=False).get_tracer("x").start_span("GET /")
+    span.end()
+    exporter.export([span])
+    theirs = OTLPSpanExporter(endpoint=f"{url}{TRACES}")
+    assert await asyncio.to_thread(theirs.export, exporter.get_finished_spans()) is SpanExportResult.SUCCESS
+    theirs.shutdown()
+    [trace] = await asyncio.to_thread(ObserverTraceReader(url).recent)
+    [kept] = await asyncio.to_thread(ObserverTraceReader(url).spans, trace.trace_id)
+    assert (kept.name, kept.service) == ("GET /", "shop")
+
+
+async def test_json_and_gzip_are_taken(url: str, http: httpx.AsyncClient) -> None:
+    span = {
+        "traceId": "ab" * 16, "spanId": "cd" * 8, "parentSpanId": "ef" * 8, "name": "by hand", "kind": 2,
+        "startTimeUnixNano": "5", "endTimeUnixNano": "9", "attributes": [{"key": "a", "value": {"intValue": "3"}}],
+    }  # fmt: skip
+    body = {"resourceSpans": [{"scopeSpans": [{"spans": [span]}]}]}
+    packed = gzip.compress(json.dumps(body).encode())
+    headers = {"content-type": "application/json; charset=utf-8", "content-encoding": "gzip"}
+    answer = await http.post(TRACES, content=packed, headers=headers)
+    assert (answer.status_code, answer.json()) == (200, {})
+    [kept] = await asyncio.to_thread(ObserverTraceReader(url).spans, "ab" * 16)
+    assert (kept.span_id, kept.parent_id, kept.start_ns, kept.attributes) == ("cd" * 8, "ef" * 8, 5, {"a": 3})
+
+
+@pytest.mark.parametrize(
+    ("body", "headers", "status", "said"),
+    [
+        (b"\xff\xff\xff", PROTOBUF, 400, "no ExportTraceServiceRequest"),
+        (b"{", JSON, 400, "no JSON of OTLP"),
+        (b"[1]", JSON, 400, "no JSON of OTLP"),
+        (b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": 5}]}]}]}', JSON, 400, "no JSON of OTLP"),
+        (b"[" * 100_000, JSON, 400, "no JSON of OTLP"),
+        (b"", {"content-type": "text/plain"}, 400, "content-type 'text/plain' is not supported"),
+        (b"abc", {**PROTOBUF, "content-encoding": "gzip"}, 400, "the body is no gzip"),
+        (gzip.compress(b"abc")[:-4], {**PROTOBUF, "content-encoding": "gzip"}, 400, "its end is missing"),
+        (b"abc", {**PROTOBUF, "content-encoding": "br"}, 400, "content-encoding 'br' is not supported"),
+        (b"x" * 2000, PROTOBUF, 413, "exceeds 1000 bytes"),
+        (gzip.compress(b"x" * 2000), {**PROTOBUF, "content-encoding": "gzip"}, 413, "1000 bytes after decompression"),
+    ],
+)  # fmt: skip
+async def test_bad_input_is_refused_with_its_reason(
+    tmp_path: Path, body: bytes, headers: dict[str, str], status: int, said: str
+) -> None:
+    most = 1000 if status == 413 else 1 << 20
+    async with observer(tmp_path, max_body_bytes=most) as url, httpx.AsyncClient(base_url=url) as http:
+        answer = await http.post(TRACES, content=body, headers=headers)
+        assert answer.status_code == status
+        assert said in answer.text
+        assert not await asyncio.to_thread(ObserverTraceReader(url).recent)
+        assert (await http.get("/health")).json() == {"ready": True}
+
+
+async def test_a_span_without_ids_is_rejected_and_the_others_are_kept(url: str, http: httpx.AsyncClient) -> None:
+    span = {"traceId": "ab" * 16, "spanId": "cd" * 8, "name": "good", "startTimeUnixNano": "5", "endTimeUnixNano": "9"}
+    body = {"resourceSpans": [{"scopeSpans": [{"spans": [span, {**span, "spanId": "cd"}, {**span, "traceId": ""}]}]}]}
+    answer = await http.post(TRACES, json=body)
+    assert answer.json()["partialSuccess"]["rejectedSpans"] == 2
+    assert [trace.name for trace in await asyncio.to_thread(ObserverTraceReader(url).recent)] == ["good"]
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "said"),
+    [
+        ("/api/traces?limit=-1", 400, "limit='-1' is no number of traces"),
+        ("/api/traces?which=odd", 400, "which='odd' is none of recent, slow, failed"),
+        ("/v1/traces", 405, "use POST"),
+        ("/", 404, "send spans to /v1/traces, read traces at /api/traces"),
+    ],
+)
+async def test_a_wrong_question_is_answered_with_what_to_do(
+    http: httpx.AsyncClient, path: str, status: int, said: str
+) -> None:
+    answer = await http.get(path)
+    assert answer.status_code == status
+    assert said in answer.text
+
+
+async def test_with_a_token_nothing_is_taken_or_shown_without_it(tmp_path: Path) -> None:
+    async with observer(tmp_path, token="s3cret") as url, httpx.AsyncClient(base_url=url) as http:
+        basic = f"Basic {b64encode(b'any:s3cret').decode()}"
+        for given in ("", "Bearer wrong", "Basic !", f"Basic {b64encode(b'any:wrong').decode()}"):
+            headers = {**PROTOBUF, "authorization": given}
+            assert (await http.post(TRACES, content=request_of(), headers=headers)).status_code == 401
+            assert (await http.get("/api/traces", headers={"authorization": given})).status_code == 401
+        for given in (basic, "Bearer s3cret"):
+            headers = {**PROTOBUF, "authorization": given}
+            assert (await http.post(TRACES, content=request_of(), headers=headers)).status_code == 200
+        with_login = url.replace("http://", "http://mesh:s3cret@")
+        settings = MeshSettings(otlp_endpoint=with_login, state_dir=tmp_path / "elsewhere")
+        reader = await asyncio.to_thread(open_trace_reader, settings)
+        assert isinstance(reader, ObserverTraceReader)
+        assert len(await asyncio.to_thread(reader.recent)) == 2
+        assert "s3cret" not in reader.place
+        with pytest.raises(TracesUnavailable, match="needs its token"):
+            await asyncio.to_thread(ObserverTraceReader(url).recent)
+
+
+def test_an_address_that_others_reach_needs_a_token() -> None:
+    with pytest.raises(ValidationError, match="set MESH_OBSERVER_TOKEN, or listen on"):
+        ObserverSettings(host="0.0.0.0")
+    assert ObserverSettings(host="0.0.0.0", token="t").host == "0.0.0.0"
+
+
+async def test_another_receiver_is_no_observer_and_the_file_is_read(tmp_path: Path) -> None:
+    async def other(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async with serve_http(other, ObserverSettings(port=0)) as url:
+        settings = MeshSettings(otlp_endpoint=url, state_dir=tmp_path)
+        assert isinstance(await asyncio.to_thread(open_trace_reader, settings), LocalTraceReader)
+
+
+async def test_a_process_that_an_observer_answers_writes_no_file_of_its_own(url: str, tmp_path: Path) -> None:
+    def export() -> int:
+        exporting = SpanExport("frontend-f1", {"service.name": "kvmesh-frontend"}, TraceWriter(home), OtlpSender(url))
+        exporting.start()
+        Spans(exporting.put).start_span("chat", kind=SpanKind.SERVER).end()
+        exporting.stop()
+        return exporting.dropped
+
+    home = tmp_path / "of the process"
+    assert await asyncio.to_thread(export) == 0
+    assert [trace.name for trace in await asyncio.to_thread(ObserverTraceReader(url).recent)] == ["chat"]
+    assert LocalTraceReader(home).recent() == []
+
+
+async def test_spans_wait_for_an_observer_that_is_away_and_what_is_too_much_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = request_of()
+    monkeypatch.setattr("components.telemetry.otlp_sender.WAITING_BYTES", 10 * len(one))
+    async with observer(tmp_path / "first") as url:
+        port = httpx.URL(url).port
+    sender = OtlpSender(url)
+    for number in range(15):
+        await asyncio.to_thread(sender.send, request_of(f"n{number:02}"), 1)
+    assert sender.dropped >= 5
+    dropped = sender.dropped
+    read = ObserverSettings(port=port, state_dir=tmp_path / "second")
+    with closing(ObserverApp(read)) as app:
+        async with serve_http(app, read):
+            async with asyncio.timeout(20):
+                while not sender.is_observer:
+                    await asyncio.sleep(0.05)
+                    await asyncio.to_thread(sender.send_waiting)
+            kept = await asyncio.to_thread(ObserverTraceReader(url).recent)
+    assert [trace.name for trace in kept] == [f"n{number:02}" for number in reversed(range(dropped, 15))]
+    assert sender.dropped == dropped
+    sender.close()
