@@ -114,7 +114,7 @@ def create_app(
     _add_models(app, mesh)
     _add_operations(app, mesh, operations or Operations(mesh), metrics.registry)
     if ui is not None:
-        ui.history.metrics = metrics
+        ui.history.measure(metrics, admission.batch)
         app.router.routes.extend(ui.routes())
     _add_error_handlers(app)
     sites = Sites(settings.allowed_hosts, settings.cors_origins, settings.host)

@@ -126,9 +126,9 @@ class FrontendSettings(ModelSettings):
     ui_content: Annotated[
         bool, Field(description="let /ui show what clients sent, such as stop sequences and values quoted in errors")
     ] = False
-    # No option: services.local sets it for the frontends that it runs.
     ui_control: Annotated[
-        CliSuppress[str | None], Field(description="NATS subject of the services.local that kills workers for /ui")
+        str | None,
+        Field(description="NATS subject of a services.local that may kill workers for /ui; services.local sets it"),
     ] = None
 
     @model_validator(mode="after")

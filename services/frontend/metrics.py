@@ -78,11 +78,10 @@ class GapHistogram(Collector):
 
 class FrontendMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
+        self.cached_tokens = 0  # of all prompts, found in a prefix cache; for the page at /ui
         labels = ["model_name", "route"]
         self.registry = registry
         self.gaps = GapHistogram()
-        self.cached_tokens = 0  # of all prompts, found in a prefix cache; for the page at /ui
-        self.waiting: Gauge | None = None  # set by `show_queue`
         registry.register(self.gaps)
         self.time_to_first_token = Histogram(
             "time_to_first_token_seconds", "Accepted to first token.", labels, registry=registry, buckets=TTFT_BUCKETS
@@ -133,7 +132,7 @@ class FrontendMetrics:
             self.unauthorized.labels(reason)
 
     def show_queue(self, num_requests: Callable[[], int], num_tokens: Callable[[], int]) -> None:
-        self.waiting = Gauge("num_requests_waiting", "Requests that wait for admission.", registry=self.registry)
-        self.waiting.set_function(num_requests)
+        waiting = Gauge("num_requests_waiting", "Requests that wait for admission.", registry=self.registry)
+        waiting.set_function(num_requests)
         tokens = Gauge("num_tokens_waiting", "Their prompt tokens, 64 added a choice.", registry=self.registry)
         tokens.set_function(num_tokens)

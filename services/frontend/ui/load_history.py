@@ -10,6 +10,7 @@ from typing import Any, Final
 
 from prometheus_client import Metric
 
+from components.telemetry.figures import Batch
 from services.frontend.metrics import FrontendMetrics
 
 EVERY_S: Final = 2.0
@@ -45,11 +46,17 @@ def totals_of(metrics: FrontendMetrics) -> Totals:
 
 class LoadHistory:
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
-        self.metrics: FrontendMetrics | None = None  # set by the application
+        self._metrics: FrontendMetrics | None = None
+        self._batch: Callable[[], Batch] = Batch
         self.samples: deque[dict[str, Any]] = deque(maxlen=KEPT)
         self._clock = clock
         self._at_s = clock()
         self._last: Totals | None = None
+
+    def measure(self, metrics: FrontendMetrics, batch: Callable[[], Batch]) -> None:
+        """Take samples of these from now on. `batch`: requests admitted and in the queue."""
+        self._metrics = metrics
+        self._batch = batch
 
     async def run(self) -> None:
         while True:
@@ -58,27 +65,27 @@ class LoadHistory:
 
     def sample(self) -> None:
         """Add what happened since the last call. The first call only starts the interval."""
-        if self.metrics is None:
+        if self._metrics is None:
             return
-        now_s, totals = self._clock(), totals_of(self.metrics)
+        now_s, totals = self._clock(), totals_of(self._metrics)
         if self._last is not None and now_s > self._at_s:
             self.samples.append(self._between(self._last, totals, now_s - self._at_s, now_s))
         self._last, self._at_s = totals, now_s
 
     def _between(self, was: Totals, now: Totals, seconds: float, now_s: float) -> dict[str, Any]:
-        assert self.metrics is not None
+        assert self._metrics is not None
         looked_up = now.prompt_tokens - was.prompt_tokens
-        waiting = self.metrics.waiting
+        batch = self._batch()
         return {
             "t": round(now_s, 1),
-            "ttft": percentiles_ms(was.ttft, now.ttft, _bounds(self.metrics.time_to_first_token.collect())),
-            "itl": percentiles_ms(was.gaps, now.gaps, _bounds(self.metrics.gaps.collect())),
+            "ttft": percentiles_ms(was.ttft, now.ttft, _bounds(self._metrics.time_to_first_token.collect())),
+            "itl": percentiles_ms(was.gaps, now.gaps, _bounds(self._metrics.gaps.collect())),
             "out": round((now.generated_tokens - was.generated_tokens) / seconds, 1),
             "in": round(looked_up / seconds, 1),
             "req": round((now.requests - was.requests) / seconds, 2),
             "fail": round((now.failed - was.failed) / seconds, 2),
-            "running": _sum(self.metrics.running.collect()),
-            "waiting": 0 if waiting is None else _sum(waiting.collect()),
+            "running": batch.running,
+            "waiting": batch.waiting,
             "hit": round((now.cached_tokens - was.cached_tokens) / looked_up, 3) if looked_up else None,
         }
 

@@ -58,10 +58,11 @@ class MeshView:
     def look(self, samples: Sequence[Fields] = ()) -> View:
         records = [record for role in ROLES for record in self._book.of_role(role)]
         known = {record.instance_id: record for record in records}
-        instances = {record.instance_id: self._instance(record) for record in records}
+        ages_s = self._decodes.ages_s()
+        instances = {r.instance_id: self._instance(r, ages_s.get(r.instance_id, 0.0)) for r in records}
         return View(instances, self._links(known), self._about, tuple(samples))
 
-    def _instance(self, record: InstanceRecord) -> dict[str, Any]:
+    def _instance(self, record: InstanceRecord, silent_s: float) -> dict[str, Any]:
         beat = self._beat(record)
         status = self._reports.statuses.get(record.instance_id)
         state = self._state(record, beat)
@@ -80,8 +81,8 @@ class MeshView:
             shown["url"] = record.http
         if beat is not None:
             shown |= _load(beat)
-        if record.role == "decode" and (age_s := self._decodes.prompts(record.instance_id).age_s) > OLD_BEAT_S:
-            shown["beat_age"] = round(age_s)
+        if silent_s > OLD_BEAT_S:
+            shown["beat_age"] = round(silent_s)
         if status is not None and status.epoch in ("", record.epoch):
             shown |= _reported(status, with_load=beat is None)
         return shown
