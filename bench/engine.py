@@ -55,8 +55,6 @@ HOST_STEPS = 100
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """Measured just before."""
-
     copy_bytes_s: float  # read and written
     matmul_flop_s: float
 

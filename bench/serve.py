@@ -88,8 +88,6 @@ def find_model(url: str, model: str | None) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A load's options."""
-
     workload: Workload
     input_len: int
     output_len: int

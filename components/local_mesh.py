@@ -9,7 +9,7 @@ from components.settings import MeshSettings
 
 S = TypeVar("S", bound=MeshSettings)
 
-FOUND: Final = ("etcd_url", "nats_url", "namespace")
+FOUND: Final = ("etcd_url", "nats_url", "namespace", "otlp_endpoint")
 
 
 def local_mesh(home: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ zlib's CRC-32 releases the GIL (docs/decisions/015-kv-checksum.md).
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import count
 from zlib import crc32
 
@@ -15,13 +14,6 @@ import numpy as np
 from components.aio import ended
 from components.kv_transfer.backend import PageRegion
 from components.kv_transfer.page_reader import PageArray, PageReader, open_reader
-
-
-@dataclass(frozen=True, slots=True)
-class Sent:
-    pages: Sequence[int]  # decode's block table
-    tokens: range
-    page_size: int  # prefill's
 
 
 class PageChecksums:

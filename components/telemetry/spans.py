@@ -4,6 +4,8 @@ import re
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextvars import Token
+from hashlib import blake2b
 from math import isinf
 from random import getrandbits
 from types import TracebackType
@@ -21,7 +23,7 @@ from components.telemetry.light_span import SAMPLED, LightSpan
 from components.telemetry.logs import configure_logs
 from components.telemetry.otlp_sender import OtlpSender
 from components.telemetry.span_export import SpanExport
-from components.telemetry.trace_store import TraceWriter
+from components.telemetry.trace_store import LOST, TraceWriter
 
 Sink = Callable[[LightSpan], None]
 
@@ -93,13 +95,18 @@ class Spans(trace.Tracer):
         start_time: int | None = None,
     ) -> trace.Span:
         parent = trace.get_current_span(context)
-        sink = self._sink
-        if parent is NOT_KEPT or sink is None:
-            return parent if parent.get_span_context().trace_flags.sampled else NOT_KEPT
+        if parent is NOT_KEPT:
+            return NOT_KEPT
         if parent.__class__ is LightSpan:
             of: Any = parent
-            trace_id, parent_id, flags, remote, state = of.trace_id, of.span_id, of.flags, False, of.state
-        elif (of := parent.get_span_context()).is_valid:
+            state, sink = of.state, of.sink
+            return LightSpan(
+                name, of.trace_id, of.span_id, of.flags, sink, kind, attributes, start_time, remote=False, state=state
+            )
+        sink = self._sink
+        if sink is None:
+            return parent if parent.get_span_context().trace_flags.sampled else NOT_KEPT
+        if (of := parent.get_span_context()).is_valid:
             trace_id, parent_id, flags, remote = of.trace_id, of.span_id, of.trace_flags & SAMPLED, True
             state = of.trace_state or None
         else:
@@ -121,9 +128,18 @@ class Spans(trace.Tracer):
         if context is None and get_current() is _IN_NOT_KEPT:  # it is current already
             return _INSIDE_ALREADY
         span = self.start_span(name, context, **options)
-        return _Current(
-            span, ends=True, record_exception=record_exception, set_status_on_exception=set_status_on_exception
-        )
+        return _Current(span, True, record_exception, set_status_on_exception)
+
+    def measure(self, name: str, **options: Any) -> AbstractContextManager[trace.Span]:
+        """A span around the body that is not the current one: calls of the body have the same parent as it."""
+        return _Measured(self.start_span(name, **options), True, True, True)
+
+    def start_called_span(self, name: str, instance_id: str) -> trace.Span:
+        """The span of a request in this process, whose caller can record it if this process dies."""
+        span = self.start_span(name, kind=trace.SpanKind.SERVER)
+        if isinstance(span, LightSpan) and span.remote:
+            span.span_id = called_span_id(span.parent_id, instance_id)
+        return span
 
 
 def use_span(
@@ -148,13 +164,16 @@ class _Current:
 
     def __enter__(self) -> trace.Span:
         span = self._span
-        self._token = attach(_IN_NOT_KEPT if span is NOT_KEPT else trace.set_span_in_context(span))
+        self._token: Token[Context] | None = attach(
+            _IN_NOT_KEPT if span is NOT_KEPT else trace.set_span_in_context(span)
+        )
         return span
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        detach(self._token)
+        if self._token is not None:
+            detach(self._token)
         span = self._span
         if span is NOT_KEPT:
             return
@@ -165,6 +184,12 @@ class _Current:
                 span.set_status(trace.Status(trace.StatusCode.ERROR, f"{type(error).__name__}: {error}"))
         if self._ends:
             span.end()
+
+
+class _Measured(_Current):
+    def __enter__(self) -> trace.Span:
+        self._token = None
+        return self._span
 
 
 tracer: Final = Spans()
@@ -249,6 +274,28 @@ def _extracted(headers: Mapping[str, str]) -> Context:
 def _remote(of: trace.SpanContext, flags: trace.TraceFlags) -> Context:
     context = trace.SpanContext(of.trace_id, of.span_id, True, flags, of.trace_state)
     return trace.set_span_in_context(trace.NonRecordingSpan(context), Context())
+
+
+def called_span_id(caller: int, instance_id: str) -> int:
+    """The id of the span that `start_called_span` makes, from the id of its parent."""
+    data = caller.to_bytes(8, "big") + instance_id.encode()
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "big") or 1
+
+
+def record_lost(name: str, caller: trace.Span, instance_id: str, why: str) -> None:
+    """Record the span of a process that died, which `caller` had called.
+
+    Spans below it, which other processes have exported, would have no parent otherwise.
+    """
+    if not isinstance(caller, LightSpan) or LOST in caller.attributes:  # once for all branches
+        return
+    caller.attributes[LOST] = why
+    facts = {LOST: why}
+    span = tracer.start_span(name, trace.set_span_in_context(caller), attributes=facts, start_time=caller.start_time)
+    if isinstance(span, LightSpan):
+        span.span_id = called_span_id(caller.span_id, instance_id)
+    span.set_status(trace.Status(trace.StatusCode.ERROR, why))
+    span.end()
 
 
 def mark_outcome(span: trace.Span, error: MeshError) -> None:

@@ -56,7 +56,8 @@ class LocalTraceReader:
     """`TraceReader` over the SQLite file of this host."""
 
     def __init__(self, home: Path) -> None:
-        self.place = str(home / FILE_NAME)
+        self.place = str(home)
+        self._file = home / FILE_NAME
         self._store = TraceStore(home)
 
     def recent(self, limit: int = 50) -> list[TraceSummary]:
@@ -84,7 +85,7 @@ class LocalTraceReader:
         try:
             yield
         except sqlite3.Error as exc:
-            raise TracesUnavailable(f"{self.place} cannot be read: {exc}") from exc
+            raise TracesUnavailable(f"{self._file} cannot be read: {exc}") from exc
 
 
 class ObserverTraceReader:

@@ -31,6 +31,7 @@ CLIENT_REQUEST_ID: Final = "kvmesh.client_request_id"
 SLOW: Final = "kvmesh.slow"
 MOVED: Final = "kvmesh.moved"
 TTFT: Final = "kvmesh.ttft_s"
+LOST: Final = "kvmesh.lost"  # of a span that its caller recorded, as the process died
 
 _SCHEMA: Final = """
 drop table if exists spans;
@@ -139,7 +140,10 @@ class TraceStore:
         if not found:
             return []
         rows = self._rows("select service, spans from pieces where trace_id = ?", (found[0],))
-        spans = {span.span_id: span for service, data in rows for span in decode_spans(service, data)}
+        spans: dict[str, Span] = {}
+        for span in (span for service, data in rows for span in decode_spans(service, data)):
+            if span.span_id not in spans or LOST not in span.attributes:  # the process may have lived
+                spans[span.span_id] = span
         return sorted(spans.values(), key=lambda span: (span.start_ns, -span.end_ns))
 
     def _ids(self, query: str, *args: str | int) -> list[str]:

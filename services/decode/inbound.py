@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from collections.abc import Sequence
 from enum import StrEnum, auto
 from typing import Final
 
@@ -9,7 +10,7 @@ from components.aio import Failure
 from components.errors import KvCorrupt, TransferFailed
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
-from components.kv_transfer.checksum import PageChecksums, Sent
+from components.kv_transfer.checksum import PageChecksums, TransferChecksums
 from components.lifecycle import Lifecycle, Tally
 from components.telemetry.spans import tracer
 from components.wire.instances import InstanceRecord
@@ -89,19 +90,20 @@ class InboundTransfer:
         self.lifecycle.advance(S.TRANSFER)
         self._landed = self._transfer.expect(self.room, self.slot)
 
-    async def landed(self, sent: Sent) -> AuxRecord:
-        """Wait until all pages are complete. Raises: TransferFailed; KvCorrupt."""
+    async def landed(self, pages: Sequence[int], tokens: range) -> AuxRecord:
+        """Wait until prefill has written `tokens` into our block table `pages`. Raises: TransferFailed; KvCorrupt."""
         assert self._landed is not None, "expose() comes first"
         await asyncio.shield(self._landed)  # its cancellation would stop the polling that prefill's write needs
         record = self._transfer.aux.read(self.slot)
-        found, expected = (record.stamp, record.num_pages), (self.stamp, len(sent.pages))
+        found, expected = (record.stamp, record.num_pages), (self.stamp, len(pages))
         if found != expected:
             raise TransferFailed(
                 f"the aux slot says stamp {found[0]}, {found[1]} pages; expected {expected[0]}, {expected[1]}"
             )
         if self._checksums is not None:
             with tracer.start_as_current_span("decode.verify"):
-                await _verify(record, sent, self._checksums)
+                assert self.prefill.kv is not None, "an instance without KV is not chosen"
+                await _verify(record, pages, tokens, self._checksums.of_transfer(self.prefill.kv.layout.page_size))
         self.lifecycle.advance(S.LANDED)
         self.duration_s = time.monotonic() - self.exposed_s
         self._transfer.aux.give_back(self.slot)
@@ -123,19 +125,18 @@ class InboundTransfer:
         self._transfer.aux.give_back(self.slot)
 
 
-async def _verify(record: AuxRecord, sent: Sent, checksums: PageChecksums) -> None:
+async def _verify(record: AuxRecord, pages: Sequence[int], tokens: range, landed: TransferChecksums) -> None:
     """Raises: TransferFailed; KvCorrupt, naming all pages that share a wrong checksum."""
     if record.checksums is None:
         raise TransferFailed("KV cannot be verified: prefill sent no checksums; its version is too old")
-    landed = checksums.of_transfer(sent.page_size)
-    if not record.intact or len(record.checksums) != landed.num_sums(sent.tokens):
+    if not record.intact or len(record.checksums) != landed.num_sums(tokens):
         raise KvCorrupt("the aux slot did not arrive as prefill wrote it")
-    await landed.add(sent.pages, sent.tokens)
+    await landed.add(pages, tokens)
     both = zip(record.checksums, landed.sums, strict=True)
     wrong = [i for i, (was, now) in enumerate(both) if was != now]
-    pages = [sent.pages[entry] for i in wrong for entry in landed.covered(i, sent.tokens)]
-    if pages:
-        named = ", ".join(map(str, pages[:MAX_NAMED])) + (", …" if len(pages) > MAX_NAMED else "")
+    broken = [pages[entry] for i in wrong for entry in landed.covered(i, tokens)]
+    if broken:
+        named = ", ".join(map(str, broken[:MAX_NAMED])) + (", …" if len(broken) > MAX_NAMED else "")
         raise KvCorrupt(
-            f"{len(pages)} of {landed.num_pages(sent.tokens)} pages did not arrive as prefill sent them: {named}"
+            f"{len(broken)} of {landed.num_pages(tokens)} pages did not arrive as prefill sent them: {named}"
         )

@@ -25,7 +25,7 @@ from components.errors import (
 )
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer, check_same_backend
-from components.kv_transfer.checksum import PageChecksums, Sent
+from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.page_reader import check_readable
 from components.lifecycle import Tally
 from components.messaging.bus import Bus
@@ -182,8 +182,8 @@ class PrefillClient:
         left_s = min(self._bootstrap_timeout_s, remaining_s(request.deadline_unix_ms))
         reserved = await self._within(left_s, "beginning of a transfer from", transfer, _pages_of(transfer))
         left_s = min(self._timeout_s, remaining_s(request.deadline_unix_ms))
-        sent = self._sent(transfer, request, reserved)
-        return await self._within(left_s, "KV from", transfer, self._receive(transfer, reserved, sent, left_s))
+        tokens = range(reserved.num_computed, num_tokens(request.token_ids))
+        return await self._within(left_s, "KV from", transfer, self._receive(transfer, reserved, tokens, left_s))
 
     async def settle(self, transfer: InboundTransfer, *, cancelled: bool = False) -> None:
         """Return when prefill cannot write into the pages any more. `cancelled`: the client has gone."""
@@ -208,18 +208,14 @@ class PrefillClient:
         late = DeadlineExceeded(f"no {what} prefill {transfer.prefill.instance_id} in {seconds:.3g} s")
         return await transfer.failure.within(seconds, late, work)
 
-    def _sent(self, transfer: InboundTransfer, request: GenerateRequest, reserved: Exposed) -> Sent:
-        theirs = transfer.prefill.kv
-        assert theirs is not None, "an instance without KV is not chosen"
-        tokens = range(reserved.num_computed, num_tokens(request.token_ids))
-        return Sent(reserved.pages, tokens, theirs.layout.page_size)
-
-    async def _receive(self, transfer: InboundTransfer, reserved: Exposed, sent: Sent, timeout_s: float) -> AuxRecord:
+    async def _receive(
+        self, transfer: InboundTransfer, reserved: Exposed, tokens: range, timeout_s: float
+    ) -> AuxRecord:
         await self._offer(transfer, reserved, now_ms() + int(timeout_s * 1000))
         transfer.is_room_open = True
         with tracer.start_as_current_span("decode.receive") as span:
             span.set_attribute("kvmesh.transfer.backend", self._transfer.endpoint.backend)
-            return await transfer.landed(sent)
+            return await transfer.landed(reserved.pages, tokens)
 
     async def _ask(self, transfer: InboundTransfer, request: GenerateRequest, route: Route) -> None:
         life_s = self._bootstrap_timeout_s + self._timeout_s
@@ -244,7 +240,8 @@ class PrefillClient:
             layout=self._transfer.endpoint.layout,
             verify_kv=self._checksums is not None,
         )
-        with tracer.start_as_current_span("decode.call_prefill", kind=SpanKind.CLIENT) as span:
+        # not the current span: prefill's span outlasts it
+        with tracer.measure("decode.call_prefill", kind=SpanKind.CLIENT) as span:
             span.set_attribute("kvmesh.prefill.instance", prefill.instance_id)
             subject = f"{prefill.subject}.prefill"
             accepted = await self._bus.call(subject, asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S)
@@ -275,7 +272,7 @@ class PrefillClient:
         async def ask(replica: InstanceRecord) -> None:
             await self._bus.call(f"{replica.subject}.open", opening, RoomOk, timeout_s=LIMIT_S)
 
-        with tracer.start_as_current_span("decode.open_room", kind=SpanKind.CLIENT):
+        with tracer.measure("decode.open_room", kind=SpanKind.CLIENT):
             await self._bootstraps.open(replicas, ask)
 
     async def _until_quiet(self, transfer: InboundTransfer, quiesce: Quiesce) -> None:

@@ -5,8 +5,6 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, Final
 
-from opentelemetry import trace
-
 from components.discovery.registry import Registration
 from components.errors import (
     Cancelled,
@@ -29,7 +27,7 @@ from components.routing.local_prefill import PromptLoad, PromptRate
 from components.routing.router import Route, RouteChoice
 from components.structured.masks import MaskMaker
 from components.telemetry.figures import Figures, Queue, queues_of
-from components.telemetry.spans import tracer, use_span
+from components.telemetry.spans import record_lost, tracer, use_span
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import MAX_STREAM_ID, CancelStreams, GenerateAccepted, GenerateRequest, StreamsCancelled
 from components.wire.heartbeat import Heartbeat
@@ -139,7 +137,7 @@ class DecodeService:
             token_ids=unpack_tokens(request.token_ids),
             blocks=self._engine.engine.prompt_blocks(request.token_ids, request.cache_salt, request.adapter),
             streams={i: OutStream(request.reply_to, request.stream_id + i) for i in range(num_branches)},
-            span=tracer.start_span("decode.request", kind=trace.SpanKind.SERVER),
+            span=tracer.start_called_span("decode.request", self._registration.instance_id),
             lifecycle=self._active.lifecycle(engine_id),
         )
         active.span.set_attribute("kvmesh.decode.instance", self._registration.instance_id)
@@ -329,6 +327,8 @@ class DecodeService:
             in_time = now_ms() < active.request.deadline_unix_ms  # else the request came with too little time left
             if in_time and (transfer.waits_for_prefill or isinstance(exc, PrefillLost | PeerBroken)):
                 route.failed(exc)
+            if isinstance(exc, PrefillLost):
+                record_lost("prefill.request", active.span, prefill.instance_id, exc.message)
             self._settle_later(transfer)
             self._metrics.links.failed(prefill.instance_id)
             self._compute_here(active, exc)

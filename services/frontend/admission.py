@@ -224,6 +224,6 @@ class Admission:
 
 
 def _end_wait(place: Place, refusal: Overloaded | None) -> None:
-    """A request that was cancelled just now leaves by itself."""
+    """Admit (None) or refuse a request. Ignores one that was cancelled just now: it calls `leave`."""
     if place.turn is not None and not place.turn.done():
         place.turn.set_result(refusal)

@@ -5,10 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
+from opentelemetry.trace import SpanKind
+
 from components.errors import MalformedMessage
 from components.messaging.bus import Bus
 from components.messaging.deadline import now_ms, remaining_s
 from components.messaging.inbox import InStream, StreamInbox
+from components.telemetry.spans import tracer
 from components.wire.codec import Struct
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors
 from components.wire.instances import InstanceRecord
@@ -61,9 +64,10 @@ class EmbedCalls:
             route.accepted(0)  # the next heartbeat counts it: its answer comes at its end
             stream = self._inbox.open(record.instance_id, record.epoch)  # only for its failure
             try:
-                vectors = await self._call_embed(
-                    replace(texts, request_id=f"{texts.request_id}-{attempts.moves}"), record, stream
-                )
+                with tracer.start_as_current_span("frontend.dispatch", kind=SpanKind.CLIENT):
+                    vectors = await self._call_embed(
+                        replace(texts, request_id=f"{texts.request_id}-{attempts.moves}"), record, stream
+                    )
                 route.succeeded()
             except MOVING as exc:
                 self._choice.note_move(prompt, route, exc, attempts)

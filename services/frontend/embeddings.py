@@ -46,7 +46,8 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     running = frontend.metrics.running.labels(model.name)
     running.inc()
     try:
-        await place.admitted()
+        with tracer.start_as_current_span("frontend.admit"):
+            await place.admitted()
         vectors = await frontend.mesh.embed(texts)
     finally:
         frontend.admission.leave(place)

@@ -20,6 +20,7 @@ from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.fields import AskedConstraint, GenerationFields
 from components.structured.check_constraint import Unusable
 from components.structured.checker import ConstraintChecker
+from components.telemetry.spans import record_span
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
 from components.wire.sampling import Constraint
@@ -68,6 +69,7 @@ class Exchange:
         self._model = NO_MODEL
         self._generation: Generation | None = None
         self._awaits_first_token = True
+        self._first_token_ns = 0  # wall clock
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._caller = caller_of(scope)
@@ -234,10 +236,15 @@ class Exchange:
             yield
         ttft_s = time.perf_counter() - self._started
         ttft.observe(ttft_s)
+        self._first_token_ns = time.time_ns()
         tracing.describe_first_token(ttft_s)
 
     async def _fail(self, reply: Reply, span: Span, error: ApiError, exc: Exception) -> None:
         tracing.describe_error(span, error, type(exc).__name__)
+        with tracing.tracer.start_as_current_span("frontend.refuse"):
+            await self._refuse(reply, error, exc)
+
+    async def _refuse(self, reply: Reply, error: ApiError, exc: Exception) -> None:
         if error.status >= 500 and isinstance(exc, MeshError):
             facts = {**self._names(), "error": type(exc).__name__, "reason": exc.message}
             log.warning("request failed", extra=facts, exc_info=isinstance(exc, InvariantBroken))
@@ -251,6 +258,8 @@ class Exchange:
         metrics, route = self._frontend.metrics, self._dialect.route
         status = reply.status if reply.answered else 503  # not answered and not failed: this process is stopping
         metrics.requests.labels(self._model, route, str(status)).inc()
+        if self._first_token_ns:
+            record_span("frontend.stream", self._first_token_ns, parent=span)
         generation = self._generation
         if generation is None:
             return

@@ -11,13 +11,13 @@ from msgspec import structs
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind
 
-from components.errors import DecodeLost, MeshError, NobodyListens
+from components.errors import DecodeLost, FramesLost, MeshError, NobodyListens
 from components.messaging.bus import Bus
 from components.messaging.deadline import now_ms, remaining_s
 from components.messaging.fleet import Fleet
 from components.messaging.inbox import InStream, StreamInbox
 from components.routing.router import Route
-from components.telemetry.spans import record_span, tracer, use_span
+from components.telemetry.spans import record_lost, record_span, tracer, use_span
 from components.wire.codec import Struct
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem
 from components.wire.instances import InstanceRecord
@@ -101,9 +101,14 @@ class MeshClient:
                 branch.attach(record, route, self._inbox.open(record.instance_id, record.epoch))
             accepted = False
             try:
-                route.accepted(await self._send(prompt, record, branches[0].stream))
+                with tracer.start_as_current_span("frontend.dispatch", kind=SpanKind.CLIENT) as span:
+                    for branch in branches:
+                        branch.dispatched = span
+                    number = await self._send(prompt, record, branches[0].stream)
+                route.accepted(number)
                 accepted = True
             except MOVING as exc:
+                branches[0].note_lost(exc)
                 self.choice.note_move(prompt, route, exc, attempts)
             else:
                 return
@@ -139,15 +144,14 @@ class MeshClient:
             session=prompt.session,
         )
         timeout_s = min(DISPATCH_TIMEOUT_S, remaining_s(prompt.deadline_unix_ms))
-        with tracer.start_as_current_span("frontend.dispatch", kind=SpanKind.CLIENT):
-            while True:
-                call = self._bus.call(f"{record.subject}.generate", request, GenerateAccepted, timeout_s=timeout_s)
-                try:
-                    return (await stream.failure.unless(call)).number
-                except NobodyListens:
-                    if self._bus.steady_s() > RECONNECT_S:
-                        raise
-                    await asyncio.sleep(ASK_AGAIN_S)  # NATS has restarted; the instance may not be back yet
+        while True:
+            call = self._bus.call(f"{record.subject}.generate", request, GenerateAccepted, timeout_s=timeout_s)
+            try:
+                return (await stream.failure.unless(call)).number
+            except NobodyListens:
+                if self._bus.steady_s() > RECONNECT_S:
+                    raise
+                await asyncio.sleep(ASK_AGAIN_S)  # NATS has restarted; the instance may not be back yet
 
     def _send_later(self, subject: str, message: Struct) -> None:
         """For callers that are being cancelled and cannot wait."""
@@ -183,6 +187,7 @@ class Branch:
         "_route",
         "_sink",
         "_span",
+        "dispatched",
         "stream",
     )
 
@@ -190,6 +195,7 @@ class Branch:
     _record: InstanceRecord
     _route: Route
     stream: InStream
+    dispatched: trace.Span  # of the call that the instance accepted
 
     def __init__(self, client: MeshClient, prompt: Prompt, *, index: int, sink: Sink) -> None:
         self._client = client
@@ -218,6 +224,10 @@ class Branch:
         self._attempts = attempts
         self.stream.start(self)
 
+    def note_lost(self, why: MeshError) -> None:
+        if isinstance(why, DecodeLost) and not isinstance(why, FramesLost):  # else the instance records its own spans
+            record_lost("decode.request", self.dispatched, self._record.instance_id, why.message)
+
     def take(self, item: StreamItem) -> None:
         if not self._has_begun:
             self._has_begun = True
@@ -245,6 +255,7 @@ class Branch:
     async def _move(self, why: MeshError) -> None:
         try:
             with use_span(self._span, record_exception=False, set_status_on_exception=False):
+                self.note_lost(why)
                 self._client.choice.note_move(self._prompt, self._route, why, self._attempts)
                 self.detach()
                 rest = _rest_of(self._prompt, self._generated)

@@ -72,10 +72,14 @@ async def answered(
         call = Call(frontend, request, span, request_id, write_error)
         try:
             async with time_limit(frontend.settings.request_timeout_s, "the request took longer than"):
-                data = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
+                with tracing.tracer.start_as_current_span("frontend.read"):
+                    data = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
                 async with cancelled_on_disconnect(request.receive, lambda: False):
-                    parsed = await Body(data, frontend.text).made_into(partial(parse_body, body))
-                    response = _response_of(await work(call, parsed))
+                    with tracing.tracer.start_as_current_span("frontend.validate"):
+                        parsed = await Body(data, frontend.text).made_into(partial(parse_body, body))
+                    parts = await work(call, parsed)
+                    with tracing.tracer.start_as_current_span("frontend.answer"):
+                        response = _response_of(parts)
         except MeshError as exc:
             response = _refused(call, from_mesh(exc, call.id), exc)
         except HTTPException as exc:

@@ -5,10 +5,8 @@ import functools
 import inspect
 import os
 import shlex
-import sqlite3
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
@@ -18,12 +16,11 @@ from rich.console import Console
 from components.discovery.etcd import endpoints
 from components.local_mesh import beside_local_mesh
 from components.settings import MeshSettings
-from components.telemetry.trace_store import FILE_NAME, TraceStore
 from components.urls import without_password
 from components.wire.inspection import ExplainRoute
 from services.inspect.profile import profile_worker
 from services.inspect.route import show_route
-from services.inspect.trace_view import trace_list, trace_table
+from services.inspect.traces import show_trace, show_traces
 from services.inspect.workers import show_planners, show_workers
 
 app = typer.Typer(
@@ -38,6 +35,10 @@ console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ e
 
 STATE_DIR: Final = {
     "state_dir": Annotated[Path | None, typer.Option(help="the services' state directory [env: MESH_STATE_DIR]")]
+}
+TRACES: Final = {
+    "otlp_endpoint": Annotated[str | None, typer.Option(help="the observer [env: MESH_OTLP_ENDPOINT]")],
+    **STATE_DIR,
 }
 MESH: Final = {
     "etcd_url": Annotated[str | None, typer.Option(help="etcd endpoints [env: MESH_ETCD_URL]")],
@@ -85,36 +86,34 @@ def planner(settings: MeshSettings) -> None:
     asyncio.run(show_planners(settings, console))
 
 
-@command(STATE_DIR)
+@command(TRACES)
 def trace(
     settings: MeshSettings,
-    which: Annotated[str, typer.Argument(help="last, or the beginning of a trace id or request id")] = "last",
+    which: Annotated[
+        str, typer.Argument(help="last, slow, failed, or the beginning of a trace id or request id")
+    ] = "last",
     *,
     wide: Annotated[bool, typer.Option("--wide", "--verbose", help="all attributes, such as route.compared")] = False,
+    perfetto: Annotated[Path | None, typer.Option(help="write the trace into a file for ui.perfetto.dev")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+    count: Annotated[int, typer.Option(help="traces to list, for slow and failed")] = 20,
 ) -> None:
-    """Show one request as a tree of spans with times.
+    """Show one request as a tree of spans with times, or list slow or failed ones.
 
-    Traces are read from this host.
+    Traces are read from the observer, if there is one, or from this host's file.
     """
-    store = TraceStore(settings.home)
-    with _readable(settings.home):
-        newest = store.last_trace_ids(1)
-        last = newest[0] if newest else ""
-        wanted = last if which == "last" else which.removeprefix("chatcmpl-").removeprefix("cmpl-")
-        spans = store.trace(wanted) if wanted else []
-    if not spans:
-        kept = "no trace is kept" if not newest else f"no kept trace begins with {which!r}"
-        sys.exit(f"{kept} in {settings.home}: send a request first, or name the services' --state-dir")
-    _console(wide=wide).print(trace_table(spans, console.width, wide=wide))
+    show_trace(settings, _console(wide=wide), which, wide=wide, perfetto=perfetto, as_json=as_json, count=count)
 
 
-@command(STATE_DIR)
-def traces(settings: MeshSettings, *, count: Annotated[int, typer.Option(help="traces to list")] = 20) -> None:
+@command(TRACES)
+def traces(
+    settings: MeshSettings,
+    *,
+    count: Annotated[int, typer.Option(help="traces to list")] = 20,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
+) -> None:
     """List the newest traces."""
-    store = TraceStore(settings.home)
-    with _readable(settings.home):
-        kept = [store.trace(trace_id) for trace_id in store.last_trace_ids(count)]
-    console.print(trace_list(filter(None, kept)))  # removed meanwhile: empty
+    show_traces(settings, console, count, as_json=as_json)
 
 
 @command(MESH)
@@ -164,6 +163,7 @@ def shell_variables(settings: MeshSettings) -> dict[str, str]:
         "MESH_ETCD_URL": settings.etcd_url,
         "MESH_NATS_URL": settings.nats_url,
         "MESH_NAMESPACE": settings.namespace,
+        **({"MESH_OTLP_ENDPOINT": settings.otlp_endpoint} if settings.otlp_endpoint else {}),
         "NATS_URL": settings.nats_url,
         "ETCDCTL_ENDPOINTS": without_password(settings.etcd_url),
     }
@@ -176,14 +176,6 @@ def _console(*, wide: bool) -> Console:
     if not wide:
         return console
     return Console(file=console.file, width=max(console.width, WIDE), force_terminal=console.is_terminal)
-
-
-@contextmanager
-def _readable(home: Path) -> Iterator[None]:
-    try:
-        yield
-    except sqlite3.Error as exc:
-        sys.exit(f"{home / FILE_NAME} cannot be read: {exc}")
 
 
 if __name__ == "__main__":

@@ -4,12 +4,13 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
-from typing import Final
+from typing import Final, Literal
 
 from rich.table import Table
 from rich.text import Text
 
-from components.telemetry.trace_store import Span
+from components.telemetry.trace_store import REQUEST_ID, Span
+from components.telemetry.trace_summary import TraceSummary, root_of
 from services.inspect.ages import age
 
 BAR_WIDTH: Final = 24
@@ -20,14 +21,13 @@ ROOMY: Final = 110  # columns
 LEAST_PROCESS: Final = 10  # columns left for `process` beside the longest name of a span
 GAP: Final = 2  # between two columns of a table
 OLD_S: Final = 180.0  # an older trace is marked with its age
-REQUEST_ID: Final = "kvmesh.request_id"
 
 
 def trace_table(spans: Sequence[Span], width: int = ROOMY, *, wide: bool = False) -> Table:
     """A span whose parent was not kept is at the root. Attributes need `wide`, or a width of `ROOMY` columns."""
     shows_facts, bar_width = wide or width >= ROOMY, BAR_WIDTH if wide or width >= ROOMY else NARROW_BAR_WIDTH
     start, end = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
-    root = spans[0]
+    root = root_of(spans)
     table = Table(title=_title(spans, root, end - start), title_justify="left", box=None, pad_edge=False)
     digits = max(len("start"), len(_ms(end - start)))
     others = 2 * digits + bar_width + LEAST_PROCESS + 4 * GAP
@@ -94,22 +94,27 @@ def _facts(span: Span, *, wide: bool) -> str:
     return " ".join(f"{name}={value}" for name, value in ours.items() if name not in hidden)
 
 
-def trace_list(traces: Iterable[Sequence[Span]]) -> Table:
+def trace_list(traces: Iterable[TraceSummary]) -> Table:
     """A row per trace, at most 80 columns wide."""
     table = Table(box=None, pad_edge=False)
-    for name in ("began", "trace", "ms", "spans", "status", "request"):
-        table.add_column(name, justify="right" if name in ("ms", "spans") else "left", no_wrap=name != "request")
-    for spans in traces:
-        root = next((span for span in spans if span.parent_id is None), spans[0])
-        total_ns = max(s.end_ns for s in spans) - min(s.start_ns for s in spans)
-        status = "cancelled" if "kvmesh.cancelled" in root.attributes else {"UNSET": "OK"}.get(root.status, root.status)
+    for name in ("began", "trace", "ms", "ttft", "spans", "outcome", "request"):
+        justify: Literal["left", "right"] = "right" if name in {"ms", "ttft", "spans"} else "left"
+        table.add_column(name, justify=justify, no_wrap=name != "request")
+    for trace in traces:
+        marks = [trace.status, *(["slow"] if trace.slow else []), *(["moved"] if trace.moved else [])]
         table.add_row(
-            clock(root.start_ns)[:CLOCK],
-            root.trace_id[:SHOWN_ID],
-            _ms(total_ns),
-            str(len(spans)),
-            status,
-            Text(root.name, no_wrap=True, overflow="ellipsis"),
+            clock(int(trace.started_unix_s * 1e9))[:CLOCK],
+            trace.trace_id[:SHOWN_ID],
+            f"{trace.duration_s * 1e3:.1f}",
+            "" if trace.ttft_s is None else f"{trace.ttft_s * 1e3:.1f}",
+            str(trace.num_spans),
+            ",".join(marks).removeprefix("ok,"),
+            Text(
+                f"{trace.name}: {trace.error}" if trace.status == "error" else trace.name,
+                no_wrap=True,
+                overflow="ellipsis",
+            ),
+            style="red" if trace.status == "error" else "",
         )
     return table
 

@@ -21,6 +21,7 @@ from services.decode.config import DecodeSettings
 from services.frontend.config import FrontendSettings
 from services.local.child_process import CannotStart
 from services.local.children import ChildSpec
+from services.observer.config import ObserverSettings
 from services.prefill.config import PrefillSettings
 
 TIERS: Final = ("bootstrap", "prefill", "decode", "frontend")  # each needs those before it
@@ -29,6 +30,7 @@ SETTINGS: Final[Mapping[str, type[MeshSettings]]] = {
     "prefill": PrefillSettings,
     "decode": DecodeSettings,
     "frontend": FrontendSettings,
+    "observer": ObserverSettings,
 }
 
 S = TypeVar("S", bound=MeshSettings)
@@ -40,8 +42,10 @@ class Plan:
     settings: ModelSettings  # of all roles
     frontend: FrontendSettings
     workers: Mapping[str, PrefillSettings | DecodeSettings]  # by role, if there are any
+    observer: ObserverSettings
     stop_timeout_s: float = 10.0  # from SIGTERM to SIGKILL
     instance_id: str = field(default_factory=lambda: token_hex(4))
+    otlp_endpoint: str | None = None  # of the observer that this run starts, with its token
 
     @classmethod
     def read(cls, counts: dict[str, int], stop_timeout_s: float = 10.0) -> Self:
@@ -55,7 +59,8 @@ class Plan:
             workers["prefill"] = _read(PrefillSettings, "prefill")
         if counts.get("decode"):
             workers["decode"] = _read(DecodeSettings, "decode")
-        return cls(counts, settings, _read(FrontendSettings, "frontend"), workers, stop_timeout_s)
+        frontend, observer = _read(FrontendSettings, "frontend"), _read(ObserverSettings, "observer")
+        return cls(counts, settings, frontend, workers, observer, stop_timeout_s)
 
     @property
     def names(self) -> list[str]:
@@ -100,6 +105,8 @@ class Plan:
             "MESH_LOG_FORMAT": "json",
             "PYTHONUNBUFFERED": "1",  # else lines that are no logs come late
         }
+        if self.otlp_endpoint is not None:
+            shared["MESH_OTLP_ENDPOINT"] = self.otlp_endpoint
         if "MESH_ENGINE__THREADS" not in shared:
             shared["MESH_ENGINE__THREADS"] = str(self.threads_each())
             shared.setdefault("MESH_ENGINE__SHARED_CORES", str(self.settings.home / "cores"))

@@ -17,6 +17,8 @@ from components.urls import without_password
 from services.local.checks import check_plan, own_ports
 from services.local.child_process import CannotStart, describe_exit, kill, run
 from services.local.children import Announce, Backoff, Child, Supervision, running_children
+from services.local.observer import NAME as OBSERVER
+from services.local.observer import running_observer, with_observer
 from services.local.output import Output
 from services.local.plan import TIERS, Plan
 from services.local.ready import greeting, until_ready
@@ -30,7 +32,7 @@ MODEL: Final = "model"
 
 async def run_mesh(plan: Plan) -> int:
     """Returns: the exit code."""
-    output = Output([*plan.names, MODEL, "local"])
+    output = Output([*plan.names, MODEL, "local", OBSERVER])
     supervision = Supervision(output, plan.stop_timeout_s)
     serving = asyncio.create_task(_serve(plan, supervision))
     try:
@@ -49,9 +51,11 @@ async def run_mesh(plan: Plan) -> int:
 async def _serve(plan: Plan, supervision: Supervision) -> CannotStart:
     """Returns: why a child could not be kept running. Raises: CannotStart, before any child runs."""
     await check_plan(plan)
+    plan, observer = with_observer(plan)
     async with AsyncExitStack() as stack:
         stack.enter_context(own_ports(plan))
         backends = await stack.enter_async_context(_backends(plan, supervision))
+        await stack.enter_async_context(running_observer(observer, supervision))
         await prepare_model(plan.settings.model, plan.model_command(), supervision.output)
         announce = _announcer(plan, backends, supervision.output)
         tiers = {
@@ -84,7 +88,8 @@ async def _backends(plan: Plan, supervision: Supervision) -> AsyncIterator[Backe
             etcd_url = await stack.enter_async_context(_embedded(ETCD, home, supervision))
         if "nats_url" not in given:
             nats_url = await stack.enter_async_context(_embedded(NATS, home, supervision))
-        running_file.write(etcd_url=etcd_url, nats_url=nats_url, namespace=settings.namespace, http=plan.urls)
+        traces = {} if plan.otlp_endpoint is None else {"otlp_endpoint": plan.otlp_endpoint}
+        running_file.write(etcd_url=etcd_url, nats_url=nats_url, namespace=settings.namespace, http=plan.urls, **traces)
         yield etcd_url, nats_url
 
 

@@ -107,7 +107,7 @@ class PrefillService:
 
     def _begin(self, request: PrefillRequest) -> PrefillAccepted:
         self._check(request)
-        span = tracer.start_span("prefill.request", kind=trace.SpanKind.SERVER)
+        span = tracer.start_called_span("prefill.request", self._registration.instance_id)
         try:
             return self._accept(request, span)
         except BaseException:

@@ -49,3 +49,11 @@ def test_a_page_that_names_nothing_real_is_found(tmp_path: Path) -> None:
         "[a](nowhere.md) `docs/nowhere.md` [b](#nothing)\n\n    make nothing\n    python -m bench.nothing\n"
     )
     assert len(list(missing(page))) == 5
+
+
+def test_the_nouns_of_the_tour_are_classes() -> None:
+    named = set(re.findall(r"`([A-Z]\w+)`", (REPO / "docs/tour.md").read_text()))
+    sources = [path for top in ("components", "engine", "services") for path in (REPO / top).rglob("*.py")]
+    classes = {name for path in sources for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)}
+    assert named
+    assert named <= classes

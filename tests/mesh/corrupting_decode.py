@@ -3,11 +3,11 @@
 import asyncio
 import ctypes
 import os
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
 
-from components.kv_transfer.checksum import Sent
 from components.process import run
 from engine.mock.marked_pages import MARK
 from services.decode.__main__ import main
@@ -29,11 +29,11 @@ def damage(region: Any, page: int) -> None:
 
 
 def damaging(landed: Any) -> Any:
-    async def wrapper(self: Any, sent: Sent) -> Any:
+    async def wrapper(self: Any, pages: Sequence[int], tokens: range) -> Any:
         await asyncio.shield(self._landed)
-        if sent.tokens:
-            damage(self._transfer._region, sent.pages[-1])
-        return await landed(self, sent)
+        if tokens:
+            damage(self._transfer._region, pages[-1])
+        return await landed(self, pages, tokens)
 
     return wrapper
 

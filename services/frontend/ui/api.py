@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from components.errors import Rejected
-from components.telemetry.chrome_trace import chrome_trace
+from components.telemetry.perfetto import trace_events
 from components.telemetry.trace_reader import TracesUnavailable
 from components.telemetry.trace_store import Span
 from services.frontend.ui.control import LocalControl, check_origin, is_from_this_machine
@@ -79,7 +79,7 @@ class Ui:
         if isinstance(found, Response):
             return found
         disposition = f'attachment; filename="kvmesh-{found[0].trace_id[:12]}.json"'
-        return JSONResponse(chrome_trace(found), headers={**NO_STORE, "content-disposition": disposition})
+        return JSONResponse(trace_events(found), headers={**NO_STORE, "content-disposition": disposition})
 
     async def _spans(self, request: Request) -> list[Span] | Response:
         """Return the spans of a trace, at least one, or why there are none."""

@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from components.errors import MeshError
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import kv_opener
-from components.kv_transfer.checksum import PageChecksums, Sent
+from components.kv_transfer.checksum import PageChecksums
 from components.wire.layout import KvLayout
 from tests.services.decode.inbound import inbound
 
@@ -58,11 +58,11 @@ def of_size(page_size: int) -> Pages:
 async def receive(pages: Pages, transfer: KvTransfer, room: str, *facts: int) -> None:
     """One transfer, stamped with 1, of which decode holds nothing."""
     num_tokens, page_size, *table = facts
-    receiver = inbound(transfer, room=room, stamp=1, checksums=PageChecksums(pages))
+    receiver = inbound(transfer, room=room, stamp=1, checksums=PageChecksums(pages), page_size=page_size)
     receiver.expose(0)
     say(str(receiver.slot))
     try:
-        await receiver.landed(Sent(table, range(num_tokens), page_size))
+        await receiver.landed(table, range(num_tokens))
         say("landed")
     except MeshError as exc:
         say(f"{type(exc).__name__}: {exc.message}")

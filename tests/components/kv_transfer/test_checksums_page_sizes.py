@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from components.errors import KvCorrupt, TransferFailed
 from components.kv_transfer.aux import AuxBuffer, AuxRecord
-from components.kv_transfer.checksum import PageChecksums, Sent
+from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.pieces import Pieces
 from components.messaging.deadline import now_ms
 from components.wire.layout import KvLayout
@@ -142,7 +142,7 @@ async def transferred(
     decode = Copying("decode-d", of_size(theirs), 2, room)
     prefill = Copying("prefill-p", of_size(ours), 1, room, peer=decode)
     prefill.damaged = damaged
-    receiver = inbound(decode, checksums=PageChecksums(decode.region))
+    receiver = inbound(decode, checksums=PageChecksums(decode.region), page_size=ours)
     receiver.expose(0)
     sender = outbound(prefill, num_tokens, checksums=PageChecksums(prefill.region))
     table, pages = (block_table(of_size(size), 3, num_tokens) for size in (ours, theirs))
@@ -165,8 +165,7 @@ async def transferred(
     sender.computed(last_chunk(table, 42, 0))
     await sending
     receiver._checksums = PageChecksums(decode.region)  # `copied` has made another array
-    sent = Sent(pages, range(cached * theirs, num_tokens), ours)
-    return await receiver.landed(sent), pages
+    return await receiver.landed(pages, range(cached * theirs, num_tokens)), pages
 
 
 @pytest.mark.parametrize(("ours", "theirs"), UNEQUAL)

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from components.errors import KvCorrupt, TransferFailed
 from components.kv_transfer.aux import AuxBuffer, AuxRecord, slot_bytes
-from components.kv_transfer.checksum import PageChecksums, Sent
+from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.nixl_transfer import open_nixl
 from components.messaging.deadline import now_ms
 from components.wire.rooms import PagesOffered
@@ -74,7 +74,7 @@ class Pair:
             deadline_unix_ms=now_ms() + 60_000,
         )
         self.sender.offered(offer, replace(endpoint(), aux_slot_bytes=aux_slot_bytes))
-        self.sent = Sent(THEIRS, range(num_cached * LAYOUT.page_size, 18), LAYOUT.page_size)
+        self.tokens = range(num_cached * LAYOUT.page_size, 18)
 
     async def run(self) -> AuxRecord:
         sending = asyncio.create_task(run(self.sender))
@@ -82,7 +82,7 @@ class Pair:
         await asyncio.sleep(0.01)
         self.sender.computed(last_chunk(OURS, 42, 0))
         await sending
-        return await asyncio.wait_for(self.receiver.landed(self.sent), 5)
+        return await asyncio.wait_for(self.receiver.landed(THEIRS, self.tokens), 5)
 
 
 async def test_each_page_has_the_checksum_of_its_own_bytes() -> None:
@@ -124,7 +124,7 @@ async def test_a_damaged_aux_slot_is_not_believed() -> None:
     await sending
     pair.decode.aux._heads[pair.receiver.slot]["first_token"] = 43
     with pytest.raises(KvCorrupt, match="the aux slot did not arrive"):
-        await pair.receiver.landed(pair.sent)
+        await pair.receiver.landed(THEIRS, pair.tokens)
 
 
 async def test_a_prefill_that_sends_no_checksums_is_not_believed_where_they_are_wanted() -> None:

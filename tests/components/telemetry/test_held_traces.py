@@ -34,7 +34,9 @@ class Process:
         return root
 
     def step(self, root: LightSpan, at_ns: int = S) -> None:
-        self.tracer.start_span("step", trace.set_span_in_context(root), start_time=at_ns).end(at_ns + 1)
+        """A span of a request that began in any process."""
+        caller = trace.set_span_in_context(trace.NonRecordingSpan(root.get_span_context()))
+        self.tracer.start_span("step", caller, start_time=at_ns).end(at_ns + 1)
 
     def request(self, seconds: float = 0.1, **attributes: Any) -> LightSpan:
         root = self.begin()

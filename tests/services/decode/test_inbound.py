@@ -4,7 +4,6 @@ import pytest
 
 from components.errors import IllegalTransition, QueueFull, TransferFailed
 from components.kv_transfer.aux import AuxRecord
-from components.kv_transfer.checksum import Sent
 from services.decode.inbound import InboundState
 from tests.components.kv_transfer.fake_transfer import FakeTransfer
 from tests.services.decode.fake_engine import turns
@@ -12,7 +11,7 @@ from tests.services.decode.inbound import ROOM, STAMP, inbound
 
 pytestmark = pytest.mark.anyio
 
-SENT = Sent([90, 80, 70, 60, 50], range(18), 4)
+SENT = ([90, 80, 70, 60, 50], range(18))
 DEADLINE = 0
 
 
@@ -24,7 +23,7 @@ async def decode() -> FakeTransfer:
 async def test_what_landed_is_believed_by_its_stamp_and_gives_the_slot_back(decode: FakeTransfer) -> None:
     receiver = inbound(decode)
     receiver.expose(DEADLINE)
-    landed = asyncio.create_task(receiver.landed(SENT))
+    landed = asyncio.create_task(receiver.landed(*SENT))
     await turns()
     decode.land(ROOM, receiver.slot, AuxRecord(STAMP, 5, 42, 4))
     assert await landed == AuxRecord(STAMP, 5, 42, 4)
@@ -42,7 +41,7 @@ async def test_another_rooms_stamp_is_a_failed_transfer_whose_pages_stay(
     receiver.expose(DEADLINE)
     decode.land(ROOM, receiver.slot, AuxRecord(stamp, num_pages, 42, 4))
     with pytest.raises(TransferFailed, match="the aux slot says stamp"):
-        await receiver.landed(SENT)
+        await receiver.landed(*SENT)
     assert receiver.abandon() is InboundState.PINNED
     assert decode.aux.num_free == decode.aux.num_slots - 1
     receiver.close()
@@ -61,7 +60,7 @@ async def test_abandoned_after_the_offer_the_slot_stays_until_prefill_is_quiet(d
     """The room stays expected as well: over UCX a peer's write goes on only while this side polls."""
     receiver = inbound(decode)
     receiver.expose(DEADLINE)
-    waiting = asyncio.create_task(receiver.landed(SENT))
+    waiting = asyncio.create_task(receiver.landed(*SENT))
     await turns()
     waiting.cancel()
     await asyncio.wait((waiting,))

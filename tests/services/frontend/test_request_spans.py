@@ -33,7 +33,8 @@ async def test_a_request_is_one_tree_of_its_steps(
 ) -> None:
     answer = await http.post(CHAT, json={**HELLO, "stream": stream, "max_tokens": 3, "temperature": 0.5, "stop": "x"})
     found = by_name(spans)
-    assert set(found) == {f"chat {MODEL}", "frontend.validate", "frontend.tokenize", "frontend.first_token"}
+    steps = {"frontend.validate", "frontend.tokenize", "frontend.first_token", "frontend.stream"}
+    assert set(found) == {f"chat {MODEL}", *steps}
     root = found[f"chat {MODEL}"]
     assert root.kind is SpanKind.SERVER
     assert root.parent is None
@@ -108,4 +109,4 @@ async def test_a_model_that_a_client_made_up_names_no_span(
     http: httpx.AsyncClient, spans: InMemorySpanExporter
 ) -> None:
     await http.post(CHAT, json={**HELLO, "model": "invented"})
-    assert set(by_name(spans)) == {"chat", "frontend.validate"}
+    assert set(by_name(spans)) == {"chat", "frontend.validate", "frontend.refuse"}

@@ -1,4 +1,5 @@
 import asyncio
+import json
 import os
 import subprocess
 import sysconfig
@@ -7,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.trace import StatusCode
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -102,6 +104,37 @@ def test_traces_are_listed_a_line_each_newest_first(home: Path) -> None:
     code, text = invoke("traces", "--state-dir", str(home))
     assert code == 0
     assert [line.split()[-1] for line in text.splitlines()] == ["request", "newer", "older"]
+
+
+def test_slow_and_failed_traces_are_listed(tmp_path: Path) -> None:
+    tracer, writer = writing_tracer(tmp_path)
+    tracer.start_span("slow one", attributes={"kvmesh.request_id": "s", "kvmesh.slow": True}).end()
+    failed = tracer.start_span("failed one", attributes={"kvmesh.request_id": "f"})
+    failed.set_status(StatusCode.ERROR, "no decode instance")
+    failed.end()
+    writer.close()
+    state = ("--state-dir", str(tmp_path))
+    for which, name in (("slow", "slow one"), ("failed", "failed one: no decode instance")):
+        code, text = invoke("trace", which, *state)
+        assert code == 0
+        assert text.splitlines()[-1].rstrip().endswith(name)
+        code, text = invoke("trace", which, "--json", *state)
+        assert [trace["name"] for trace in json.loads(text)["traces"]] == [f"{which} one"]
+
+
+def test_without_slow_traces_the_list_says_so(home: Path) -> None:
+    assert invoke("trace", "slow", "--state-dir", str(home)) == (0, f"no slow trace is kept in {home}\n")
+
+
+def test_a_trace_is_printed_as_json_and_written_for_perfetto(home: Path) -> None:
+    state = ("--state-dir", str(home))
+    code, text = invoke("trace", "id-older", "--json", *state)
+    found = json.loads(text)
+    assert (code, found["trace"]["request_id"], found["spans"][0]["name"]) == (0, "id-older", "older")
+    file = home / "trace.json"
+    code, text = invoke("trace", "last", "--perfetto", str(file), *state)
+    assert (code, text) == (0, f"wrote {file}: open it at https://ui.perfetto.dev\n")
+    assert [event["name"] for event in json.loads(file.read_text())["traceEvents"]] == ["process_name", "newer"]
 
 
 @pytest.mark.parametrize("command", [("workers",), ("planner",), ("profile", "decode"), ("route", "--prompt", "x")])

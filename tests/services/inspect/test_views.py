@@ -2,6 +2,7 @@ import io
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 from rich.console import Console
 
 from components.telemetry.trace_store import Span
+from components.telemetry.trace_summary import summary_of
 from components.wire.heartbeat import Heartbeat
 from components.wire.inspection import ProfilePart
 from services.inspect.profile import join_segments, outcome
@@ -113,13 +115,13 @@ def test_an_old_trace_shows_its_age(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("one", "status"),
     [
-        (span("r", None, 0, 1), "OK"),
-        (span("r", None, 0, 1, "ERROR"), "ERROR"),
+        (span("r", None, 0, 1), "ok"),
+        (span("r", None, 0, 1, slow=True, moved=True), "slow,moved"),
         (span("r", None, 0, 1, cancelled="the client has gone"), "cancelled"),
     ],
 )
 def test_a_row_of_a_list_has_the_time_and_the_outcome(one: Span, status: str) -> None:
-    _, row = rendered(trace_list([[one]]), 80)
+    _, row = rendered(trace_list([summary_of([one])]), 80)
     assert row.split()[-2:] == [status, "r"]
     assert re.match(r"1970-01-0\d \d\d:\d\d  f{12} ", row)
 
@@ -127,9 +129,10 @@ def test_a_row_of_a_list_has_the_time_and_the_outcome(one: Span, status: str) ->
 def test_a_list_of_traces_fits_into_80_columns() -> None:
     """It had 91: every line was wrapped."""
     cancelled = span("chat smollm2-135m", None, 0, 123_456.7, cancelled="the client has gone")
-    _, *rows = rendered(trace_list([[cancelled] * 123, [span("chat " + "long" * 30, None, 0, 1)]]), 80)
+    failed = replace(span("chat " + "long" * 30, None, 0, 1, "ERROR"), error="why " * 30)
+    _, *rows = rendered(trace_list([summary_of([cancelled] * 123), summary_of([failed])]), 80)
     assert [len(row.rstrip()) <= 80 for row in rows] == [True, True]
-    assert rows[0].split()[2:] == ["ffffffffffff", "123456.7", "123", "cancelled", "chat", "smollm2-135m"]
+    assert rows[0].split()[2:6] == ["ffffffffffff", "123456.7", "123", "cancelled"]
     assert rows[1].rstrip().endswith("…")
 
 

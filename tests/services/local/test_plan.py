@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from components.settings import misspelled
+from components.urls import login_of, without_password
 from engine.config import EngineConfig
 from services.local.child_process import CannotStart
+from services.local.observer import with_observer
 from services.local.options import assigned
 from services.local.plan import Plan, reachable
 from services.local.ready import greeting
@@ -192,3 +194,33 @@ def test_the_greeting_has_the_pages_address(monkeypatch: pytest.MonkeyPatch) -> 
     assert "  look:     http://127.0.0.1:8000/ui" in greeting(Plan.read(ONE_EACH), "m")
     monkeypatch.setenv("MESH_FRONTEND_UI", "false")
     assert not [line for line in greeting(Plan.read(ONE_EACH), "m") if "look:" in line]
+
+
+def test_children_send_their_spans_to_an_observer_with_a_secret_of_this_run() -> None:
+    plan, spec = with_observer(Plan.read(ONE_EACH))
+    assert spec is not None
+    assert plan.otlp_endpoint is not None
+    login, where = login_of(plan.otlp_endpoint), without_password(plan.otlp_endpoint)
+    assert {env["MESH_OTLP_ENDPOINT"] for env in env_of(plan).values()} == {plan.otlp_endpoint}
+    assert where == f"http://127.0.0.1:{spec.env['MESH_OBSERVER_PORT']}"
+    assert login.password == spec.env["MESH_OBSERVER_TOKEN"]
+    assert with_observer(Plan.read(ONE_EACH))[0].otlp_endpoint != plan.otlp_endpoint
+
+
+def test_the_observers_own_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"HOST": "0.0.0.0", "PORT": "4319", "TOKEN": "t"}.items():
+        monkeypatch.setenv(f"MESH_OBSERVER_{name}", value)
+    plan, spec = with_observer(Plan.read(ONE_EACH))
+    assert spec is not None
+    assert plan.otlp_endpoint == "http://kvmesh:t@127.0.0.1:4319"
+    assert spec.env["MESH_OBSERVER_HOST"] == "0.0.0.0"
+    monkeypatch.delenv("MESH_OBSERVER_TOKEN")
+    with pytest.raises(CannotStart, match="set MESH_OBSERVER_TOKEN"):
+        Plan.read(ONE_EACH)
+
+
+def test_with_another_receiver_no_observer_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_OTLP_ENDPOINT", "http://jaeger:4318")
+    plan, spec = with_observer(Plan.read(ONE_EACH))
+    assert spec is None
+    assert {env["MESH_OTLP_ENDPOINT"] for env in env_of(plan).values()} == {"http://jaeger:4318"}

@@ -108,7 +108,7 @@ async def test_the_exporter_of_the_sdk_is_taken_as_it_is(url: str) -> None:
     exporter.export([span])
     theirs = OTLPSpanExporter(endpoint=f"{url}{TRACES}")
     assert await asyncio.to_thread(theirs.export, exporter.get_finished_spans()) is SpanExportResult.SUCCESS
-    theirs.shutdown()
+    theirs.shutdown()  # type: ignore[no-untyped-call]
     [trace] = await asyncio.to_thread(ObserverTraceReader(url).recent)
     [kept] = await asyncio.to_thread(ObserverTraceReader(url).spans, trace.trace_id)
     assert (kept.name, kept.service) == ("GET /", "shop")

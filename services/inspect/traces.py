@@ -1,0 +1,88 @@
+"""`inspect trace` and `inspect traces`: finished requests, from the observer or this host's file."""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from rich.console import Console
+
+from components.settings import MeshSettings
+from components.telemetry.perfetto import trace_events
+from components.telemetry.trace_reader import TraceReader, TracesUnavailable, fields_of, open_trace_reader
+from components.telemetry.trace_store import Span
+from components.telemetry.trace_summary import TraceSummary, summary_of
+from services.inspect.trace_view import trace_list, trace_table
+
+LAST: Final = "last"
+LISTS: Final = ("slow", "failed")
+ID_PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_", "msg_")  # of the ids that clients are given
+
+
+def show_trace(
+    settings: MeshSettings,
+    console: Console,
+    which: str,
+    *,
+    wide: bool,
+    perfetto: Path | None,
+    as_json: bool,
+    count: int,
+) -> None:
+    """`which`: last, slow, failed, or the beginning of an id."""
+    reader = open_trace_reader(settings)
+    try:
+        if which in LISTS and perfetto is None:
+            found = reader.slow(count) if which == "slow" else reader.failed(count)
+            _show_list(console, found, as_json=as_json, none=f"no {which} trace is kept in {reader.place}")
+            return
+        spans = _spans_of(reader, which)
+    except TracesUnavailable as exc:
+        sys.exit(exc.message)
+    if perfetto is not None:
+        perfetto.write_text(json.dumps(trace_events(spans)))
+        console.print(f"wrote {perfetto}: open it at https://ui.perfetto.dev", soft_wrap=True)
+    elif as_json:
+        _print_json({"trace": fields_of(summary_of(spans)), "spans": [fields_of(span) for span in spans]})
+    else:
+        console.print(trace_table(spans, console.width, wide=wide))
+
+
+def show_traces(settings: MeshSettings, console: Console, count: int, *, as_json: bool) -> None:
+    reader = open_trace_reader(settings)
+    try:
+        found = reader.recent(count)
+    except TracesUnavailable as exc:
+        sys.exit(exc.message)
+    _show_list(console, found, as_json=as_json, none="")
+
+
+def _spans_of(reader: TraceReader, which: str) -> list[Span]:
+    """Exits if there are none."""
+    listed = {LAST: reader.recent, "slow": reader.slow, "failed": reader.failed}.get(which)
+    if listed is not None:
+        newest = listed(1)
+        wanted = newest[0].trace_id if newest else ""
+    else:
+        wanted = which
+        for prefix in ID_PREFIXES:
+            wanted = wanted.removeprefix(prefix)
+    if spans := reader.spans(wanted) if wanted else []:
+        return spans
+    what = f"no kept trace begins with {which!r}" if listed is None and reader.recent(1) else "no trace is kept"
+    what = f"no {which} trace is kept" if which in LISTS else what
+    sys.exit(f"{what} in {reader.place}: send a request first, or name the services' --state-dir")
+
+
+def _show_list(console: Console, traces: Sequence[TraceSummary], *, as_json: bool, none: str) -> None:
+    if as_json:
+        _print_json({"traces": [fields_of(trace) for trace in traces]})
+    elif traces or not none:
+        console.print(trace_list(traces))
+    else:
+        console.print(none, soft_wrap=True)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))  # rich would wrap it

@@ -1,0 +1,53 @@
+"""The observer of a local mesh: spans of all its processes end there."""
+
+import os
+import secrets
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Final
+
+from services.local.children import ChildSpec, Supervision, running_children
+from services.local.plan import Plan, reachable
+
+NAME: Final = "observer-0"
+USER: Final = "kvmesh"
+
+
+def with_observer(plan: Plan) -> tuple[Plan, ChildSpec | None]:
+    """The plan whose children send their spans to a new observer. No observer if another receiver is set.
+
+    Without a token set, each run makes a new one: all users of this machine can reach loopback ports.
+    """
+    if plan.settings.otlp_endpoint is not None:
+        return plan, None
+    settings = plan.observer
+    port = settings.port if "port" in settings.model_fields_set else _free_port(settings.host)
+    token = settings.token.get_secret_value() if settings.token is not None else secrets.token_urlsafe(24)
+    endpoint = f"http://{USER}:{token}@{reachable(settings.host)}:{port}"
+    env = {
+        **os.environ,
+        "MESH_STATE_DIR": str(plan.settings.home),
+        "MESH_LOG_FORMAT": "json",
+        "MESH_OBSERVER_PORT": str(port),
+        "MESH_OBSERVER_TOKEN": token,
+        "PYTHONUNBUFFERED": "1",
+    }
+    return replace(plan, otlp_endpoint=endpoint), ChildSpec(NAME, [sys.executable, "-m", "services.observer"], env)
+
+
+@asynccontextmanager
+async def running_observer(spec: ChildSpec | None, supervision: Supervision) -> AsyncIterator[None]:
+    """The mesh runs without it: then each process writes its spans into the file itself."""
+    async with running_children([], supervision) as tier:
+        if spec is not None:
+            tier.start(spec, essential=False)
+        yield
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,184 @@
+"""Every path of a request through one mesh: its trace is a tree, and the phases say where the time went.
+
+Tests run in order: prefill, then bootstrap come later, and the last tests kill workers.
+"""
+
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Final
+
+import httpx
+import pytest
+
+from components.telemetry.trace_store import Span
+from components.telemetry.trace_summary import summary_of
+from tests.mesh.harness import MeshProcesses
+from tests.mesh.mocks import MOCK_ENV
+from tests.mesh.preloaded import Preloaded
+from tests.mesh.trace_checks import uncovered, whole_trace
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120), pytest.mark.xdist_group("trace_completeness")]
+
+TRIES: Final = 4  # a busy machine may take the processor away between two phases
+ENV: Final = {
+    **MOCK_ENV,
+    "MESH_ENGINE__MOCK__SPEEDUP": "1",  # steps of 10 ms, as a real model's: a phase is longer than a gap
+    "MESH_TRACES_PER_S": "inf",
+}
+FRONTEND: Final = {"frontend.validate", "frontend.tokenize", "frontend.route", "frontend.dispatch"}
+TOKENS: Final = {"decode.request", "decode.lookup", "decode.choose_prefill", "decode.generate"}
+ANSWER: Final = {"frontend.receive", "frontend.first_token", "frontend.stream"}
+EVERY: Final = FRONTEND | TOKENS | ANSWER
+LOCAL: Final = EVERY | {"decode.prefill"}
+TRANSFER: Final = {
+    "decode.call_prefill", "decode.reserve", "decode.open_room", "decode.receive", "decode.first_token", "bootstrap.open",
+    "prefill.request", "prefill.queue", "prefill.compute", "prefill.bootstrap", "prefill.transfer", "prefill.inflight",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def mesh(
+    etcd_url: str, nats_url: str, preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[MeshProcesses]:
+    home = tmp_path_factory.mktemp("traces")
+    namespace = f"traces-{secrets.token_hex(3)}"
+    with MeshProcesses(etcd_url, nats_url, namespace, home, "mock", ENV, preloaded) as processes:
+        processes.start("decode", "decode", "frontend")
+        yield processes
+
+
+@pytest.fixture(scope="module")
+def http(mesh: MeshProcesses) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=mesh.one("frontend").url, timeout=60) as client:
+        _until(lambda: bool(client.get("/v1/models").json()["data"]))
+        yield client
+
+
+def _until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def _body(words: int = 40, tokens: int = 8, **fields: Any) -> dict[str, Any]:
+    prompt = f"{secrets.token_hex(8)} {'word ' * words}"  # in no prefix cache
+    return {"model": "mock", "prompt": prompt, "max_tokens": tokens, "ignore_eos": True, **fields}
+
+
+def _ask(http: httpx.Client, **fields: Any) -> str:
+    answer = http.post("/v1/completions", json=_body(**fields))
+    assert answer.is_success, answer.text
+    return str(answer.headers["x-request-id"])
+
+
+def _covered(ask: Callable[[], str], mesh: MeshProcesses, names: set[str]) -> list[Span]:
+    """The whole trace of a request whose phases cover its time."""
+    for _ in range(TRIES):
+        spans = whole_trace(mesh.home, ask(), names)
+        missing = uncovered(spans)
+        if not missing:
+            return spans
+    raise AssertionError(f"not covered: {missing}\n{_shown(spans)}")
+
+
+def _shown(spans: list[Span]) -> str:
+    began_ns = min(span.start_ns for span in spans)
+    times = ((s.name, (s.start_ns - began_ns) / 1e6, (s.end_ns - began_ns) / 1e6) for s in spans)
+    return "\n".join(f"{name:25} {start:9.2f} {end:9.2f}" for name, start, end in times)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_request_without_prefill_is_covered(http: httpx.Client, mesh: MeshProcesses, stream: bool) -> None:
+    spans = _covered(lambda: _ask(http, stream=stream), mesh, LOCAL)
+    summary = summary_of(spans)
+    assert (summary.status, summary.moved, summary.model, len(summary.decode_ids)) == ("ok", False, "mock", 1)
+    assert summary.prefill_ids == ()
+
+
+def test_a_refused_request_is_covered(http: httpx.Client, mesh: MeshProcesses) -> None:
+    def ask() -> str:
+        answer = http.post("/v1/completions", json=_body(words=5000, tokens=10**6))
+        assert answer.status_code == 400
+        return str(answer.headers["x-request-id"])
+
+    spans = _covered(ask, mesh, {"frontend.validate", "frontend.refuse"})
+    assert summary_of(spans).status == "error"
+
+
+def test_a_request_whose_client_leaves_is_covered(http: httpx.Client, mesh: MeshProcesses) -> None:
+    def ask() -> str:
+        with http.stream("POST", "/v1/completions", json=_body(tokens=2000, stream=True)) as answer:
+            lines = answer.iter_lines()
+            while not next(lines).startswith("data:"):
+                pass
+            time.sleep(0.1)
+            return str(answer.headers["x-request-id"])
+
+    spans = _covered(ask, mesh, LOCAL)
+    assert summary_of(spans).status == "cancelled"
+
+
+def test_a_response_in_the_background_is_covered(http: httpx.Client, mesh: MeshProcesses) -> None:
+    def ask() -> str:
+        body = {"model": "mock", "input": secrets.token_hex(8), "max_output_tokens": 8, "background": True}
+        answer = http.post("/v1/responses", json=body)
+        assert answer.is_success, answer.text
+        path = f"/v1/responses/{answer.json()['id']}"
+        _until(lambda: http.get(path).json()["status"] in {"completed", "incomplete"})
+        return str(answer.headers["x-request-id"])
+
+    _covered(ask, mesh, LOCAL)
+
+
+def test_a_prompt_that_decode_computes_for_want_of_a_bootstrap_is_covered(
+    http: httpx.Client, mesh: MeshProcesses
+) -> None:
+    mesh.start("prefill")
+    _until(lambda: "decode.call_prefill" in _names(mesh, _ask(http)))
+    spans = _covered(lambda: _ask(http), mesh, LOCAL | {"decode.call_prefill", "prefill.request"})
+    assert [event.name for span in spans for event in span.events] == ["recompute"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_disaggregated_request_is_covered(http: httpx.Client, mesh: MeshProcesses, stream: bool) -> None:
+    if stream:
+        mesh.start("bootstrap")
+        _until(lambda: "decode.prefill" not in _names(mesh, _ask(http)))
+    spans = _covered(lambda: _ask(http, stream=stream), mesh, EVERY | TRANSFER)
+    assert len(summary_of(spans).prefill_ids) == 1
+    assert "decode.prefill" not in {span.name for span in spans}
+
+
+def _names(mesh: MeshProcesses, request_id: str) -> set[str]:
+    return {span.name for span in whole_trace(mesh.home, request_id, EVERY)}
+
+
+def test_a_prompt_whose_prefill_is_killed_is_covered(http: httpx.Client, mesh: MeshProcesses) -> None:
+    with ThreadPoolExecutor() as threads:
+        asked = threads.submit(_ask, http, words=600, tokens=4)
+        time.sleep(0.5)  # prefill needs more than a second for this prompt
+        mesh.one("prefill").kill()
+        spans = whole_trace(mesh.home, asked.result(), LOCAL | {"prefill.request"})
+    [lost] = [span for span in spans if span.name == "prefill.request"]
+    assert (lost.status, lost.service.partition("-")[0]) == ("ERROR", "decode")
+    assert not uncovered(spans), _shown(spans)
+
+
+def test_a_stream_whose_decode_is_killed_is_covered(http: httpx.Client, mesh: MeshProcesses) -> None:
+    """Spans of the killed process are lost: the frontend records that of the request in its place."""
+    mesh.start("prefill")  # so that the lost process had called another one, which has exported its spans
+    with ThreadPoolExecutor() as threads:
+        asked = [threads.submit(_ask, http, tokens=150) for _ in range(4)]
+        time.sleep(1.0)
+        mesh.one("decode").kill()
+        traces = [whole_trace(mesh.home, one.result(), EVERY) for one in asked]
+    moved = [spans for spans in traces if summary_of(spans).moved]
+    assert moved, "no request was on the killed instance"
+    for spans in moved:
+        assert len(summary_of(spans).decode_ids) == 2
+        [lost] = [span for span in spans if "kvmesh.lost" in span.attributes and span.name == "decode.request"]
+        assert lost.service.startswith("frontend-")
+        assert not uncovered(spans), _shown(spans)

@@ -1,0 +1,56 @@
+"""Whether a trace is whole: no span without its parent, and phases that say where the time went."""
+
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Final
+
+from components.telemetry.trace_reader import LocalTraceReader
+from components.telemetry.trace_store import Span
+from components.telemetry.trace_summary import root_of
+
+WAIT_S: Final = 15.0  # for the last spans, which each process exports by itself
+COVERED: Final = 0.98
+
+
+def whole_trace(home: Path, request_id: str, names: Collection[str]) -> list[Span]:
+    """All spans, once these are there and no span lacks its parent."""
+    deadline = time.monotonic() + WAIT_S
+    while True:
+        spans = LocalTraceReader(home).spans(request_id)
+        found = {span.name for span in spans}
+        if spans and not orphans(spans) and found >= set(names):
+            return spans
+        missing = sorted(set(names) - found)
+        assert time.monotonic() < deadline, (
+            f"missing: {missing}; without parent: {orphans(spans)}; found: {sorted(found)}"
+        )
+        time.sleep(0.1)
+
+
+def orphans(spans: list[Span]) -> list[str]:
+    known, root = {span.span_id for span in spans}, root_of(spans) if spans else None
+    return [span.name for span in spans if span.parent_id not in known and span is not root]
+
+
+def uncovered(spans: list[Span]) -> dict[str, float]:
+    """Shares of the time to first token and of the whole time that no phase covers, where they are too large.
+
+    Phases are spans without children: a span with children explains nothing by itself.
+    """
+    root = root_of(spans)
+    ends = {"E2E": root.end_ns}
+    if "kvmesh.ttft_s" in root.attributes:
+        ends["TTFT"] = root.start_ns + int(root.attributes["kvmesh.ttft_s"] * 1e9)
+    parents = {span.parent_id for span in spans}
+    leaves = sorted((span for span in spans if span.span_id not in parents), key=lambda span: span.start_ns)
+    shares = {}
+    for name, end_ns in ends.items():
+        covered, reached = 0, root.start_ns
+        for leaf in leaves:
+            start, end = max(leaf.start_ns, reached), min(leaf.end_ns, end_ns)
+            if end > start:
+                covered += end - start
+                reached = end
+        shares[name] = 1 - covered / (end_ns - root.start_ns)
+    return {name: share for name, share in shares.items() if share > 1 - COVERED}
