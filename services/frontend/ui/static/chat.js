@@ -17,7 +17,7 @@ function hex(size) {
 }
 
 // Each token as a tick on a line of time; deaths that the viewer caused in red.
-function Rhythm({ times, deaths, startedAt, isOver }) {
+function Rhythm({ times, deaths, tokens, startedAt, isOver }) {
   const canvas = useRef(null);
   const [, draw] = useState(0);
   useEffect(() => {
@@ -46,7 +46,7 @@ function Rhythm({ times, deaths, startedAt, isOver }) {
   const seconds = times.length > 1 ? (times[times.length - 1] - times[0]) / 1000 : 0;
   const figures = [
     ["first token", times.length ? ms((times[0] - startedAt) / 1000) : "–"],
-    ["tokens", short(times.length)],
+    ["tokens", short(tokens ?? times.length)],
     ["tokens/s", seconds > 0 ? short((times.length - 1) / seconds) : "–"],
     ["longest gap", times.length > 1 ? ms(gap / 1000) : "–"],
   ];
@@ -122,19 +122,23 @@ function useTraceOf(id, isOver) {
   return found;
 }
 
-const IDLE = { traceId: "", times: [], deaths: [], startedAt: 0, isOver: true, fault: "" };
+const IDLE = { traceId: "", times: [], tokens: null, deaths: [], startedAt: 0, isOver: true, fault: "" };
 
+// Returns the number of tokens that the server has counted: a piece of text may have several.
 async function stream(body, traceId, signal, onText) {
   const headers = { "content-type": "application/json", "traceparent": `00-${traceId}-${hex(8)}-01` };
   const answer = await call("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
+  let tokens = null;
   for await (const [, data] of events(answer)) {
-    if (data === "[DONE]") return;
+    if (data === "[DONE]") break;
     const piece = JSON.parse(data);
     if (piece.error) throw new Error(piece.error.message);
     const delta = piece.choices?.[0]?.delta;
     const text = (delta?.reasoning_content || "") + (delta?.content || "");
     if (text) onText(text);
+    if (piece.usage) tokens = piece.usage.completion_tokens;
   }
+  return tokens;
 }
 
 export function Chat({ shown, mayKill }) {
@@ -175,6 +179,7 @@ export function Chat({ shown, mayKill }) {
       model: model.current.value,
       messages: asked,
       stream: true,
+      stream_options: { include_usage: true },
       max_tokens: Number(limit.current.value) || 256,
       ...(goesOn ? { ignore_eos: true } : {}),
     };
@@ -184,7 +189,7 @@ export function Chat({ shown, mayKill }) {
       setTurns([...asked, { role: "assistant", content: answer }]);
     };
     try {
-      await stream(body, traceId, stop.current.signal, (piece) => {
+      const tokens = await stream(body, traceId, stop.current.signal, (piece) => {
         answer += piece;
         times.push(performance.now());
         if (!scheduled) {
@@ -192,7 +197,7 @@ export function Chat({ shown, mayKill }) {
           requestAnimationFrame(show);
         }
       });
-      setRun((was) => ({ ...was, isOver: true }));
+      setRun((was) => ({ ...was, tokens, isOver: true }));
     } catch (error) {
       const fault = error.name === "AbortError" ? "stopped" : error.message;
       setRun((was) => ({ ...was, isOver: true, fault }));
@@ -241,7 +246,7 @@ export function Chat({ shown, mayKill }) {
       <${Workers} mayKill=${mayKill} serving=${serving} onKilled=${onKilled} />
       ${run.traceId &&
       html`<h2>Tokens as they came</h2>
-        <${Rhythm} times=${run.times} deaths=${run.deaths} startedAt=${run.startedAt} isOver=${run.isOver} />`}
+        <${Rhythm} times=${run.times} deaths=${run.deaths} tokens=${run.tokens} startedAt=${run.startedAt} isOver=${run.isOver} />`}
       ${run.traceId && run.isOver && html`<h2>Trace</h2>`}
       ${found.note && html`<p class="soft">${found.note}</p>`}
       ${run.traceId && run.isOver && !found.trace && !found.note && html`<p class="soft">Waiting for its spans…</p>`}
