@@ -1,18 +1,23 @@
 """The page over a real mesh under services.local, in a browser."""
 
 import json
+import os
+import random
 import signal
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import httpx
 import pytest
 
 from bench.processes import free_port
 from tests.conftest import RunService, ServiceProcess, running_services
 from tests.mesh.mocks import SHAPE
-from tests.ui.conftest import PHONE, Browser, OpenPage, Page, go, picture, width_of
+from tests.ui.conftest import PHONE, PICTURES, Browser, OpenPage, Page, go, picture, width_of
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -72,8 +77,35 @@ def mesh(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         process = start("services.local", *options, env=ENV)
         process.wait_for_log("Ready:", 60)
         assert f"http://127.0.0.1:{port}/ui" in process.logged()
-        yield Running(f"http://127.0.0.1:{port}", home / "state", start, process)
+        url = f"http://127.0.0.1:{port}"
+        with requests_for_pictures(url):
+            yield Running(url, home / "state", start, process)
         assert process.terminate(20) == 0, process.logged()
+
+
+@contextmanager
+def requests_for_pictures(url: str) -> Iterator[None]:
+    """Keep the mesh busy while pictures are taken; else nothing."""
+    over = threading.Event()
+
+    def send(number: int) -> None:
+        draw = random.Random(number)
+        with httpx.Client(timeout=60) as client:
+            while not over.is_set():
+                prompt = "The mesh moves pages. " * draw.randint(2, 20) + str(draw.random())
+                body = {"model": "mock", "prompt": prompt, "max_tokens": draw.randint(10, 80), "ignore_eos": True}
+                client.post(f"{url}/v1/completions", json=body)
+                over.wait(draw.random())
+
+    senders = [threading.Thread(target=send, args=(i,)) for i in range(6 if PICTURES in os.environ else 0)]
+    for sender in senders:
+        sender.start()
+    try:
+        yield
+    finally:
+        over.set()
+        for sender in senders:
+            sender.join()
 
 
 def workers(page: Page, role: str) -> list[str]:
@@ -138,9 +170,7 @@ def test_a_request_has_a_waterfall_across_processes_and_reasons(open_page: OpenP
     ask(page, "A short one.", 5)
     page.wait_for_selector(".chat .waterfall")
     go(page, "requests")
-    row = page.locator(".traces tbody tr").first
-    row.wait_for()
-    assert "chat mock" in row.inner_text()
+    row = page.locator(".traces tbody tr", has_text="chat mock").first
     row.locator("a").click()
     page.wait_for_selector(".requests .waterfall")
     services = {text.split("-")[0] for text in page.locator(".requests .span .where").all_inner_texts()}
@@ -200,10 +230,11 @@ def test_nothing_scrolls_sideways_on_a_phone(open_page: OpenPage, mesh: Running)
         page.wait_for_timeout(200)
         assert width_of(page) == PHONE["width"], part
     go(page, "mesh")
+    page.wait_for_selector(".card.decode")
+    picture(page, "phone")
     page.locator(".card.decode").first.click()
     page.wait_for_selector(".detail")
     assert width_of(page) == PHONE["width"]
-    picture(page, "phone")
     go(page, "requests")
     page.locator(".traces a").first.click()
     page.wait_for_selector(".requests .waterfall")

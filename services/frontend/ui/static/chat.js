@@ -147,11 +147,11 @@ export function Chat({ shown, mayKill }) {
   const [turns, setTurns] = useState([]); // [{role, content}]
   const [run, setRun] = useState(IDLE);
   const [goesOn, setGoesOn] = useState(false);
+  const [limit, setLimit] = useState(256);
   const stop = useRef(null);
   const log = useRef(null);
   const field = useRef(null);
   const model = useRef(null);
-  const limit = useRef(null);
   const found = useTraceOf(run.traceId, run.isOver);
   const serving = useServing(run.traceId, run.isOver);
   useEffect(() => {
@@ -180,7 +180,7 @@ export function Chat({ shown, mayKill }) {
       messages: asked,
       stream: true,
       stream_options: { include_usage: true },
-      max_tokens: Number(limit.current.value) || 256,
+      max_tokens: limit || 256,
       ...(goesOn ? { ignore_eos: true } : {}),
     };
     let scheduled = false;
@@ -230,7 +230,7 @@ export function Chat({ shown, mayKill }) {
         <textarea ref=${field} rows="2" aria-label="Message" placeholder="Message" onKeyDown=${onKeyDown}></textarea>
         <div class="options">
           <label>Model <select ref=${model}>${models.map((name) => html`<option key=${name}>${name}</option>`)}</select></label>
-          <label>At most <input ref=${limit} type="number" min="1" max="4096" value="256" /> tokens</label>
+          <label>At most <input type="number" min="1" max="4096" value=${limit} onInput=${(event) => setLimit(Number(event.target.value))} /> tokens</label>
           <label><input type="checkbox" checked=${goesOn} onChange=${(event) => setGoesOn(event.target.checked)} /> do not stop at the end of the answer</label>
           <span class="push">
             ${turns.length > 0 && run.isOver && html`<button type="button" class="plain" onClick=${() => { setTurns([]); setRun(IDLE); }}>Clear</button>`}

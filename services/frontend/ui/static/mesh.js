@@ -7,7 +7,8 @@ import { age, bytes, clock, ms, percent, rate, short } from "./format.js";
 import { html } from "./html.js";
 
 const MOST_CARDS = 8; // of a role; more are cells
-const MOST_ARROWS = 40;
+const MOST_ARROWS = 30;
+const MOST_WIDE = 12; // arrows; more are thin
 const MOST_NAMED = 4; // arrows with their rate beside them
 const MOST_LINKS = 10; // listed before "show all"
 const COLUMNS = [
@@ -147,16 +148,20 @@ function Arrows({ links, layout, box, selected }) {
     if (!root || getComputedStyle(root.querySelector("svg")).display === "none") return;
     const base = root.getBoundingClientRect();
     const edge = (id, side) => {
-      const at = root.querySelector(`[data-id="${CSS.escape(id)}"]`)?.getBoundingClientRect();
-      return at && { x: (side === "right" ? at.right : at.left) - base.left, y: at.top + at.height / 2 - base.top };
+      const tile = root.querySelector(`[data-id="${CSS.escape(id)}"]`);
+      if (!tile) return null;
+      const at = tile.getBoundingClientRect();
+      const around = tile.parentElement.getBoundingClientRect(); // a line begins beside the cells, not among them
+      return { x: (side === "right" ? around.right : around.left) - base.left, y: at.top + at.height / 2 - base.top };
     };
+    const most = shown.length > MOST_WIDE ? 2.5 : 8;
     setShapes(
       shown.flatMap((link) => {
         const a = edge(link.from, "right");
         const b = edge(link.to, "left");
         if (!a || !b) return [];
         const mid = (a.x + b.x) / 2;
-        const width = link.bytes_per_s > 0 ? Math.min(8, 1 + Math.log10(1 + link.bytes_per_s / 1e4)) : 1;
+        const width = link.bytes_per_s > 0 ? Math.min(most, 1 + Math.log10(1 + link.bytes_per_s / 1e4)) : 1;
         return [{ link, width, path: `M${a.x},${a.y}C${mid},${a.y} ${mid},${b.y} ${b.x},${b.y}`, x: mid, y: (a.y + b.y) / 2 }];
       }),
     );
@@ -164,7 +169,10 @@ function Arrows({ links, layout, box, selected }) {
   const named = shapes.length <= MOST_NAMED;
   return html`<svg class="arrows" aria-hidden="true">
     ${shapes.map(
-      ({ link, width, path, x, y }) => html`<g key=${`${link.from}>${link.to}`} class=${link.bytes_per_s > 0 ? "flows" : ""}>
+      ({ link, width, path, x, y }) => html`<g key=${`${link.from}>${link.to}`} class=${[
+        link.bytes_per_s > 0 ? "flows" : "",
+        selected && (link.from === selected || link.to === selected) ? "own" : "",
+      ].join(" ")}>
         <path d=${path} stroke-width=${width} />
         ${named &&
         link.bytes_per_s > 0 &&
