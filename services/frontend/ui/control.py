@@ -1,11 +1,12 @@
 """Kill a worker of this machine from `/ui`, for a mesh that `services.local` runs.
 
-Only a browser on this machine may do so: its address is loopback, no proxy forwarded the request, and a header that other
-sites' pages cannot send is there.
+Only a browser on this machine may do so: its address is loopback, no proxy forwarded the request, its page is this server's,
+and a header is there that a plain form cannot send.
 """
 
 from ipaddress import ip_address
 from typing import Final
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
@@ -13,7 +14,7 @@ from components.errors import Rejected
 from components.messaging.bus import Bus
 from components.wire.plans import KillWorker, WorkerKilled
 
-OWN_HEADER: Final = "x-kvmesh-ui"  # a page of another site may not send it without this server's consent
+OWN_HEADER: Final = "x-kvmesh-ui"
 FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
 ANSWER_S: Final = 5.0
 
@@ -44,5 +45,7 @@ def check_origin(request: Request) -> None:
     """Raises: Rejected, if another machine or another site's page may have sent `request`."""
     if not is_from_this_machine(request):
         raise Rejected("workers can be killed from a browser on the mesh's own machine only", code="not_local")
-    if OWN_HEADER not in request.headers:
-        raise Rejected(f"the header {OWN_HEADER} is missing: use the page at /ui", code="not_local")
+    origin = request.headers.get("origin")
+    is_own = origin is None or urlsplit(origin).netloc == request.headers.get("host")
+    if not is_own or OWN_HEADER not in request.headers:  # also of origins that --cors-origins allows elsewhere
+        raise Rejected("workers can be killed from the page at /ui only", code="not_local")

@@ -98,9 +98,11 @@ def make_page(
 
 
 @asynccontextmanager
-async def served(mesh: FakeMesh, ui: Ui | None, keys: KeyRing | None = None) -> AsyncIterator[httpx.AsyncClient]:
+async def served(
+    mesh: FakeMesh, ui: Ui | None, keys: KeyRing | None = None, **options: Any
+) -> AsyncIterator[httpx.AsyncClient]:
     """A frontend with that page behind a real server."""
-    settings = FrontendSettings(port=0, drain_timeout_s=2)
+    settings = FrontendSettings(port=0, drain_timeout_s=2, **options)
     app = create_app(mesh, mesh.text, settings, keys=keys, ui=ui)
     async with (
         background((ui or make_page()).feed.run(), "feed"),

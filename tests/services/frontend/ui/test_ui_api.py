@@ -120,17 +120,29 @@ async def test_a_worker_is_killed_from_this_machine_only_with_the_pages_own_head
             await http.post("/ui/api/kill", json=order),
             await http.post("/ui/api/kill", json=order, headers={**OWN, "x-forwarded-for": "10.0.0.1"}),
             await http.post("/ui/api/kill", json=order, headers={**OWN, "origin": "https://evil.example"}),
+            await http.post("/ui/api/kill", json=order, headers={**OWN, "origin": "http://127.0.0.1:1"}),
             await http.post("/ui/api/kill", content=b"{", headers=OWN),
             await http.post("/ui/api/kill", json={"instance": 3}, headers=OWN),
             await http.post("/ui/api/kill", json={}, headers=OWN),
             await http.post("/ui/api/kill", content=b"x" * 100_000, headers=OWN),
         ]
-        assert [answer.status_code for answer in refused] == [400, 400, 403, 400, 400, 400, 400]
+        assert [answer.status_code for answer in refused] == [400, 400, 403, 400, 400, 400, 400, 400]
         assert control.killed == []
-        assert (await http.post("/ui/api/kill", json=order, headers=OWN)).json() == {"killed": "decode-0"}
+        mine = {**OWN, "origin": str(http.base_url).rstrip("/")}
+        assert (await http.post("/ui/api/kill", json=order, headers=mine)).json() == {"killed": "decode-0"}
         assert control.killed == ["d1"]
         behind = await http.get("/ui/api/about", headers={"x-forwarded-for": "10.0.0.1"})
         assert behind.json() == {"may_kill": False}
+
+
+async def test_an_origin_that_may_ask_for_answers_may_not_kill(mesh: FakeMesh) -> None:
+    """With `--cors-origins '*'` any site's page could have killed workers through a browser on the mesh's machine."""
+    control = FakeControl()
+    async with served(mesh, make_page(control=control), cors_origins="*") as http:
+        headers = {**OWN, "origin": "https://evil.example"}
+        assert (await http.get("/v1/models", headers=headers)).status_code == 200
+        assert (await http.post("/ui/api/kill", json={"instance": "d1"}, headers=headers)).status_code == 400
+    assert control.killed == []
 
 
 async def test_without_a_control_nobody_kills(mesh: FakeMesh) -> None:
