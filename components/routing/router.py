@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from random import Random
-from typing import Final
+from typing import Any, Final
 
 from components.errors import DeadlineExceeded, MalformedMessage, MeshError, PeerBroken, PeerLost, StaleInstance
 from components.routing.approximate_index import ApproximateIndex
@@ -32,15 +32,28 @@ class RouteChoice:
     blocks: Sequence[bytes]  # for the approximate index
     candidates: Sequence[Candidate] = ()  # if explained: the chosen one first
 
-    def facts(self) -> dict[str, str | int]:
-        facts: dict[str, str | int] = {
+    def facts(self) -> dict[str, Any]:
+        """For a span."""
+        facts: dict[str, Any] = {
             "kvmesh.route.why": self.why,
             "kvmesh.route.cached_tokens": self.cached_tokens,
             "kvmesh.route.candidates": self.num_candidates,
         }
         if self.candidates:
-            facts["kvmesh.route.compared"] = json.dumps([_short(c) for c in self.candidates[:SHOWN]])
+            facts["kvmesh.route.compared"] = _Compared(self.candidates[:SHOWN])
         return facts
+
+
+class _Compared:
+    """JSON when it is read: most spans are never exported."""
+
+    __slots__ = ("_candidates",)
+
+    def __init__(self, candidates: Sequence[Candidate]) -> None:
+        self._candidates = candidates
+
+    def __str__(self) -> str:
+        return json.dumps([_short(c) for c in self._candidates])
 
 
 def _short(candidate: Candidate) -> dict[str, str | float]:

@@ -8,6 +8,7 @@ import math
 from bisect import bisect_left, insort
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from time import time_ns
 from typing import Final, Protocol
 
 from opentelemetry.trace import SpanKind, StatusCode
@@ -17,7 +18,8 @@ from components.telemetry.trace_store import MOVED, REQUEST_ID, SLOW, TTFT
 
 HELD_SPANS: Final = 20_000  # about 20 MB
 HELD_NS: Final = 120 * 10**9  # since the first span of the trace ended
-KEPT_IDS: Final = 10_000  # decisions that are remembered, for spans that end later
+KEPT_NS: Final = 10 * 10**9  # a decision is remembered so long, for spans that end later
+KEPT_IDS: Final = 10_000  # decisions
 KEPT_PER_S: Final = 20.0  # by the tail, in bursts of ten seconds' worth: failures may be many
 LATEST: Final = 1000  # requests, for the 99th percentile
 ENOUGH: Final = 100  # of them
@@ -58,7 +60,7 @@ class HeldTraces:
         self._slow = slow
         self._rate = rate  # None: no limit
         self._held: OrderedDict[int, list[LightSpan]] = OrderedDict()  # by trace id, the oldest first
-        self._kept: OrderedDict[int, None] = OrderedDict()
+        self._kept: OrderedDict[int, int] = OrderedDict()  # until when, wall-clock nanoseconds
         self._num_held = 0
         self._announce: Callable[[int], None] | None = None
         self.expired = 0  # spans that were never asked for
@@ -71,19 +73,25 @@ class HeldTraces:
     def take(self, span: LightSpan) -> None:
         is_root = span.kind is SpanKind.SERVER and REQUEST_ID in span.attributes
         wanted = self._judge(span) if is_root else False
-        if span.flags or span.trace_id in self._kept:
+        if span.flags:
             self._export(span)
-        elif not is_root:
-            self._hold(span)
-        elif wanted:
-            self._keep_own(span)
+        elif wanted and self._has_room():
+            for each in (*self._taken(span), span):
+                self._export(each)
+            if self._announce is not None:
+                self._announce(span.trace_id)
+        elif is_root:
+            self._taken(span)
+        elif self._kept.get(span.trace_id, 0) > (span.end_time or 0):
+            self._export(span)
         else:
-            self._forget(span.trace_id)
+            self._hold(span)
 
     def keep(self, trace_ids: Iterable[int]) -> None:
-        """Export what is held of these traces, and what will end later."""
+        """Export what is held of these traces, and what will end soon."""
+        until_ns = time_ns() + KEPT_NS
         for trace_id in trace_ids:
-            self._kept[trace_id] = None
+            self._kept[trace_id] = until_ns
             for span in self._forget(trace_id):
                 self._export(span)
         while len(self._kept) > KEPT_IDS:
@@ -102,31 +110,33 @@ class HeldTraces:
             root.attributes[SLOW] = True
         return failed or moved or slow
 
-    def _keep_own(self, root: LightSpan) -> None:
-        if self._rate is not None and not self._rate.take():
-            self.not_kept += 1
-            self._forget(root.trace_id)
-            return
-        self.keep([root.trace_id])
-        self._export(root)
-        if self._announce is not None:
-            self._announce(root.trace_id)
+    def _has_room(self) -> bool:
+        if self._rate is None or self._rate.take():
+            return True
+        self.not_kept += 1
+        return False
+
+    def _taken(self, root: LightSpan) -> list[LightSpan]:
+        """Remove the held spans of one request, and return them. A client may put many requests into one trace."""
+        held = self._forget(root.trace_id)
+        others = [span for span in held if span.root_id != root.span_id]
+        if others:
+            self._held[root.trace_id] = others
+            self._num_held += len(others)
+        return [span for span in held if span.root_id == root.span_id]
 
     def _hold(self, span: LightSpan) -> None:
-        spans = self._held.get(span.trace_id)
-        if spans is None:
-            spans = self._held[span.trace_id] = []
+        if self._num_held >= HELD_SPANS or span.trace_id not in self._held:
             self._expire(span.end_time or 0)
-        spans.append(span)
+        self._held.setdefault(span.trace_id, []).append(span)
         self._num_held += 1
 
     def _expire(self, now_ns: int) -> None:
         while self._held:
-            spans = next(iter(self._held.values()))
-            in_time = not spans or (spans[0].end_time or 0) > now_ns - HELD_NS
-            if in_time and self._num_held < HELD_SPANS:
+            trace_id, spans = next(iter(self._held.items()))
+            if (spans[0].end_time or 0) > now_ns - HELD_NS and self._num_held < HELD_SPANS:
                 return
-            self.expired += len(self._forget(next(iter(self._held))))
+            self.expired += len(self._forget(trace_id))
 
     def _forget(self, trace_id: int) -> list[LightSpan]:
         spans = self._held.pop(trace_id, [])

@@ -32,7 +32,9 @@ class LightSpan(Span):
         "kind",
         "name",
         "parent_id",
+        "reached",
         "remote",
+        "root_id",
         "sink",
         "span_id",
         "start_time",
@@ -53,10 +55,12 @@ class LightSpan(Span):
         start_time: int | None = None,  # wall-clock nanoseconds
         remote: bool = False,  # whether the parent is in another process
         state: TraceState | None = None,
+        root_id: int = 0,
     ) -> None:
         self.name = name
         self.trace_id = trace_id
         self.span_id = getrandbits(64) or 1
+        self.root_id = root_id or self.span_id  # of this process's part of the request: its first span
         self.parent_id = parent_id
         self.flags = flags
         self.sink = sink
@@ -65,9 +69,31 @@ class LightSpan(Span):
         self.start_time = start_time or time_ns()
         self.end_time: int | None = None
         self.remote = remote
+        self.reached = self.start_time  # end of the latest of its phases, wall-clock nanoseconds
         self.state = state
         self.status = UNSET
         self.events: Sequence[SpanEvent] = NO_EVENTS
+
+    def child(
+        self,
+        name: str,
+        kind: SpanKind = SpanKind.INTERNAL,
+        attributes: Mapping[str, Any] | None = None,
+        start_time: int | None = None,
+    ) -> "LightSpan":
+        return LightSpan(
+            name,
+            self.trace_id,
+            self.span_id,
+            self.flags,
+            self.sink,
+            kind,
+            attributes,
+            start_time,
+            False,
+            self.state,
+            self.root_id,
+        )
 
     def end(self, end_time: int | None = None) -> None:
         if self.end_time is None:

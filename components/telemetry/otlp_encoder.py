@@ -26,7 +26,7 @@ _LOCAL_PARENT: Final = b"\x85\x01\x00\x01\x00\x00"  # field 16 of Span, four byt
 _REMOTE_PARENT: Final = b"\x85\x01\x00\x03\x00\x00"  # and it is another process
 _LENGTHS: Final = [bytes([n]) for n in range(128)]  # varints of one byte
 _MASK: Final = (1 << 64) - 1
-SCOPE: Final = b"\x0a\x06kvmesh"  # field 1 of InstrumentationScope
+SCOPE: Final = b"\x0a\x08\x0a\x06kvmesh"  # field 1 of ScopeSpans: an InstrumentationScope with its name
 
 
 def encode_span(span: LightSpan) -> bytes:
@@ -77,10 +77,10 @@ def encode_resource(attributes: Mapping[str, Any]) -> bytes:
     return b"".join(_attribute(b"\x0a", key, value) for key, value in attributes.items())
 
 
-def encode_request(resource: bytes, spans: Iterable[bytes]) -> bytes:
-    """An `ExportTraceServiceRequest`. `spans`: results of `span_field`."""
-    scope_spans = _field(b"\x0a", SCOPE) + b"".join(spans)
-    return _field(b"\x0a", _field(b"\x0a", resource) + _field(b"\x12", scope_spans))
+def encode_request(resource: bytes, pieces: Iterable[bytes]) -> bytes:
+    """An `ExportTraceServiceRequest`. Each of `pieces`, joined results of `span_field`, becomes a `ScopeSpans`."""
+    scopes = b"".join([_field(b"\x12", SCOPE + spans) for spans in pieces])
+    return _field(b"\x0a", _field(b"\x0a", resource) + scopes)
 
 
 def _varint(number: int) -> bytes:

@@ -6,14 +6,14 @@ receiver, or none, leaves the file on.
 
 import logging
 import threading
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from components.telemetry.light_span import LightSpan
 from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_span, span_field
 from components.telemetry.otlp_sender import OtlpSender
-from components.telemetry.trace_store import EncodedSpan, TraceWriter
+from components.telemetry.trace_store import REQUEST_ID, Piece, Root, TraceWriter
 
 log = logging.getLogger(__name__)
 
@@ -80,20 +80,32 @@ class SpanExport:
 
     def _export(self) -> None:
         while batch := [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]:
-            encoded = [(span, span_field(encode_span(span))) for span in batch]
+            pieces = pieces_of(batch)
             sender = self._sender
             if sender is not None:
-                sender.send(encode_request(self._resource, [data for _, data in encoded]), len(encoded))
-            if (sender is None or not sender.is_observer) and not self._file.write(self._service, rows_of(encoded)):
-                self._dropped += len(encoded)
+                sender.send(encode_request(self._resource, [piece.spans for piece in pieces]), len(batch))
+            if (sender is None or not sender.is_observer) and not self._file.write(self._service, pieces):
+                self._dropped += len(batch)
         if self._sender is not None:
             self._sender.send_waiting()
 
 
-def rows_of(encoded: Sequence[tuple[LightSpan, bytes]]) -> list[EncodedSpan]:
+def pieces_of(spans: Sequence[LightSpan]) -> list[Piece]:
+    """The spans by trace: the store keeps a row of each, and the observer need not sort them."""
+    by_trace: dict[int, list[LightSpan]] = defaultdict(list)
+    for span in spans:
+        by_trace[span.trace_id].append(span)
     return [
-        EncodedSpan(
-            f"{span.trace_id:032x}", span.start_time, data, failed=not span.status.is_ok, attributes=span.attributes
+        Piece(
+            f"{trace_id:032x}",
+            min(span.start_time for span in found),
+            len(found),
+            b"".join([span_field(encode_span(span)) for span in found]),
+            [
+                Root(span.start_time, not span.status.is_ok, span.attributes)
+                for span in found
+                if REQUEST_ID in span.attributes
+            ],
         )
-        for span, data in encoded
+        for trace_id, found in by_trace.items()
     ]

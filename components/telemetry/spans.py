@@ -98,11 +98,7 @@ class Spans(trace.Tracer):
         if parent is NOT_KEPT:
             return NOT_KEPT
         if parent.__class__ is LightSpan:
-            of: Any = parent
-            state, sink = of.state, of.sink
-            return LightSpan(
-                name, of.trace_id, of.span_id, of.flags, sink, kind, attributes, start_time, remote=False, state=state
-            )
+            return parent.child(name, kind, attributes, start_time)
         sink = self._sink
         if sink is None:
             return parent if parent.get_span_context().trace_flags.sampled else NOT_KEPT
@@ -128,7 +124,7 @@ class Spans(trace.Tracer):
         if context is None and get_current() is _IN_NOT_KEPT:  # it is current already
             return _INSIDE_ALREADY
         span = self.start_span(name, context, **options)
-        return _Current(span, True, record_exception, set_status_on_exception)
+        return CurrentSpan(span, True, record_exception, set_status_on_exception)
 
     def measure(self, name: str, **options: Any) -> AbstractContextManager[trace.Span]:
         """A span around the body that is not the current one: calls of the body have the same parent as it."""
@@ -138,7 +134,7 @@ class Spans(trace.Tracer):
         """The span of a request in this process, whose caller can record it if this process dies."""
         span = self.start_span(name, kind=trace.SpanKind.SERVER)
         if isinstance(span, LightSpan) and span.remote:
-            span.span_id = called_span_id(span.parent_id, instance_id)
+            span.span_id = span.root_id = called_span_id(span.parent_id, instance_id)
         return span
 
 
@@ -148,10 +144,10 @@ def use_span(
     record_exception: bool = True,
     set_status_on_exception: bool = True,
 ) -> AbstractContextManager[trace.Span]:
-    return _Current(span, end_on_exit, record_exception, set_status_on_exception)
+    return CurrentSpan(span, end_on_exit, record_exception, set_status_on_exception)
 
 
-class _Current:
+class CurrentSpan:
     """OpenTelemetry's `use_span` without its generator, which costs as much as the span."""
 
     __slots__ = ("_ends", "_record_exception", "_set_status_on_exception", "_span", "_token")
@@ -186,7 +182,7 @@ class _Current:
             span.end()
 
 
-class _Measured(_Current):
+class _Measured(CurrentSpan):
     def __enter__(self) -> trace.Span:
         self._token = None
         return self._span
@@ -317,5 +313,8 @@ def record_span(
     parent = parent or trace.get_current_span()
     if parent is NOT_KEPT:
         return
-    span = tracer.start_span(name, trace.set_span_in_context(parent), start_time=start_ns, attributes=attributes)
+    if isinstance(parent, LightSpan):
+        span: trace.Span = parent.child(name, attributes=attributes, start_time=start_ns)
+    else:
+        span = tracer.start_span(name, trace.set_span_in_context(parent), start_time=start_ns, attributes=attributes)
     span.end(end_ns or time.time_ns())

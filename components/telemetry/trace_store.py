@@ -6,8 +6,8 @@ decoding, and a trace of a request is about five rows.
 
 import logging
 import sqlite3
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +24,9 @@ T = TypeVar("T")
 BUSY_S: Final = 5.0  # another process may hold the lock this long
 BUSY_RETRY_S: Final = 0.01
 TRIM_EVERY: Final = 50  # writes; a trim reads an index
+SEEN: Final = 2000  # traces that a writer remembers, so that it need not add them again
 FILE_NAME: Final = "traces.sqlite"
+TABLES: Final = ("pieces", "traces", "requests")
 STATUS: Final = ("UNSET", "OK", "ERROR")
 REQUEST_ID: Final = "kvmesh.request_id"
 CLIENT_REQUEST_ID: Final = "kvmesh.client_request_id"
@@ -59,7 +61,6 @@ _TRIM_PIECES: Final = """
 delete from pieces where rowid <= (select max(piece) from (
     select rowid as piece, sum(num_spans) over (order by rowid desc) as total from pieces) where total > ?)
 """
-_FORGET: Final = "delete from {table} where trace_id not in (select trace_id from pieces)"
 _COUNT: Final = "select coalesce(sum(num_spans), 0) from pieces"
 _USED_BYTES: Final = """
 select (page_count - freelist_count) * page_size from pragma_page_count, pragma_freelist_count, pragma_page_size
@@ -100,14 +101,23 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class EncodedSpan:
-    """A span as it is written."""
+class Root:
+    """The span of a whole request, as an index has it."""
+
+    start_ns: int
+    failed: bool
+    attributes: Mapping[str, Any]  # among them REQUEST_ID
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Spans of one trace as they are written."""
 
     trace_id: str
-    start_ns: int
-    data: bytes  # an element of OTLP's `ScopeSpans.spans`, with its tag
-    failed: bool = False
-    attributes: Mapping[str, Any] | None = None  # only of spans that may be a request's root
+    start_ns: int  # of the first
+    num_spans: int
+    spans: bytes  # elements of OTLP's `ScopeSpans.spans`, each with its tag
+    roots: Sequence[Root] = ()
 
 
 class TraceStore:
@@ -175,16 +185,16 @@ class TraceWriter:
         self._limits = limits
         self._connection: sqlite3.Connection | None = None
         self._writes = 0
+        self._new_spans = 0  # since the limits of spans and bytes were last checked
+        self._new_bytes = 0
+        self._seen: OrderedDict[str, None] = OrderedDict()  # traces that the file has, the latest last
 
-    def write(self, service: str, spans: Iterable[EncodedSpan]) -> bool:
+    def write(self, service: str, pieces: Sequence[Piece]) -> bool:
         """Returns False if the spans are lost. Every `TRIM_EVERY` writes, trim the file."""
-        by_trace: dict[str, list[EncodedSpan]] = defaultdict(list)
-        for span in spans:
-            by_trace[span.trace_id].append(span)
         try:
-            _when_free(lambda: self._write(service, by_trace))
+            _when_free(lambda: self._write(service, pieces))
         except sqlite3.Error as exc:
-            lost = sum(map(len, by_trace.values()))
+            lost = sum(piece.num_spans for piece in pieces)
             log.warning("spans not kept", extra={"cause": str(exc), "count": lost})
             return False
         return True
@@ -194,31 +204,52 @@ class TraceWriter:
             self._connection.close()
             self._connection = None
 
-    def _write(self, service: str, by_trace: Mapping[str, list[EncodedSpan]]) -> None:
-        pieces = [(id_, service, len(spans), b"".join([s.data for s in spans])) for id_, spans in by_trace.items()]
-        requests = [request for spans in by_trace.values() for span in spans if (request := _request_row(span))]
-        special = {row[2] for row in requests if row[4] or row[5]} | {
-            span.trace_id for spans in by_trace.values() for span in spans if MOVED in (span.attributes or {})
-        }
-        traces = [(id_, min(s.start_ns for s in spans), id_ in special) for id_, spans in by_trace.items()]
+    def _write(self, service: str, pieces: Sequence[Piece]) -> None:
+        requests = [_request_row(piece.trace_id, root) for piece in pieces for root in piece.roots]
         try:
             connection = self._open()
             with connection:
-                connection.executemany("insert into pieces values (?,?,?,?)", pieces)
-                connection.executemany(_ADD_TRACE, traces)
+                connection.executemany(
+                    "insert into pieces values (?,?,?,?)", [(p.trace_id, service, p.num_spans, p.spans) for p in pieces]
+                )
+                connection.executemany(
+                    _ADD_TRACE,
+                    [
+                        (p.trace_id, p.start_ns, any(map(_is_special, p.roots)))
+                        for p in pieces
+                        if p.roots or p.trace_id not in self._seen
+                    ],
+                )
                 connection.executemany("insert or replace into requests values (?,?,?,?,?,?)", requests)
                 if (self._writes + 1) % TRIM_EVERY == 0:
-                    _trim(connection, self._limits)
+                    self._trim(connection)
         except sqlite3.Error:
             self.close()  # the next write opens the file again: it may have been replaced
             raise
         self._writes += 1
+        self._seen.update(dict.fromkeys(piece.trace_id for piece in pieces))
+        while len(self._seen) > SEEN:
+            self._seen.popitem(last=False)
+        self._new_spans += sum(piece.num_spans for piece in pieces)
+        self._new_bytes += sum(len(piece.spans) for piece in pieces)
+
+    def _trim(self, connection: sqlite3.Connection) -> None:
+        """Spans and bytes are counted only after a tenth of their limits was added: that reads all pieces."""
+        limits = self._limits
+        for special in (0, 1):
+            oldest = connection.execute(_OLDEST, (special, limits.traces)).fetchall()
+            for table in TABLES:
+                connection.executemany(f"delete from {table} where trace_id = ?", oldest)  # noqa: S608 - of ours
+        if 10 * self._new_spans >= limits.spans or 10 * self._new_bytes >= limits.bytes:
+            _trim_pieces(connection, limits)
+            self._new_spans = self._new_bytes = 0
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
             with suppress(OSError):  # SQLite's own error says more
                 self._path.touch(mode=0o600)
                 self._path.chmod(0o600)  # also for an earlier run's file; SQLite's other files inherit the mode
+            self._seen.clear()
             self._connection = _connect(self._path)
             self._connection.executescript(_SCHEMA)
         return self._connection
@@ -261,33 +292,32 @@ def plain(value: AnyValue) -> Any:
     return found.hex() if isinstance(found, bytes) else found
 
 
-def _request_row(span: EncodedSpan) -> tuple[Any, ...] | None:
-    facts = span.attributes
-    if facts is None or REQUEST_ID not in facts:
-        return None
+def _is_special(root: Root) -> bool:
+    return root.failed or SLOW in root.attributes or MOVED in root.attributes
+
+
+def _request_row(trace_id: str, root: Root) -> tuple[Any, ...]:
+    facts = root.attributes
     label = facts.get(CLIENT_REQUEST_ID)
     return (
         str(facts[REQUEST_ID]),
         None if label is None else str(label),
-        span.trace_id,
-        span.start_ns,
-        span.failed,
-        bool(facts.get(SLOW)),
+        trace_id,
+        root.start_ns,
+        root.failed,
+        SLOW in facts,
     )
 
 
-def _trim(connection: sqlite3.Connection, limits: Limits) -> None:
-    for special in (0, 1):
-        oldest = connection.execute(_OLDEST, (special, limits.traces)).fetchall()
-        connection.executemany("delete from pieces where trace_id = ?", oldest)
+def _trim_pieces(connection: sqlite3.Connection, limits: Limits) -> None:
     connection.execute(_TRIM_PIECES, (limits.spans,))
     while connection.execute(_USED_BYTES).fetchone()[0] > limits.bytes:
         count = connection.execute(_COUNT).fetchone()[0]
         connection.execute(_TRIM_PIECES, (count * 3 // 4,))
         if count < 4:
             break
-    for table in ("traces", "requests"):
-        connection.execute(_FORGET.format(table=table))
+    for table in TABLES[1:]:
+        connection.execute(f"delete from {table} where trace_id not in (select trace_id from pieces)")  # noqa: S608 - of ours
 
 
 def _when_free(work: Callable[[], T]) -> T:

@@ -174,7 +174,9 @@ class PrefillClient:
         self._transfer.hasten(coming.room)
 
     def ask(self, transfer: InboundTransfer, request: GenerateRequest, route: Route) -> None:
-        transfer.asking = asyncio.create_task(self._ask(transfer, request, route), name=f"ask {transfer.engine_id}")
+        transfer.asking = asyncio.create_task(
+            self._ask(transfer, request, route, time.time_ns()), name=f"ask {transfer.engine_id}"
+        )
         transfer.asking.add_done_callback(partial(_fail_if_refused, transfer))
 
     async def run(self, transfer: InboundTransfer, request: GenerateRequest) -> AuxRecord:
@@ -217,7 +219,7 @@ class PrefillClient:
             span.set_attribute("kvmesh.transfer.backend", self._transfer.endpoint.backend)
             return await transfer.landed(reserved.pages, tokens)
 
-    async def _ask(self, transfer: InboundTransfer, request: GenerateRequest, route: Route) -> None:
+    async def _ask(self, transfer: InboundTransfer, request: GenerateRequest, route: Route, began_ns: int) -> None:
         life_s = self._bootstrap_timeout_s + self._timeout_s
         prefill = transfer.prefill
         asking = PrefillRequest(
@@ -241,7 +243,7 @@ class PrefillClient:
             verify_kv=self._checksums is not None,
         )
         # not the current span: prefill's span outlasts it
-        with tracer.measure("decode.call_prefill", kind=SpanKind.CLIENT) as span:
+        with tracer.measure("decode.call_prefill", kind=SpanKind.CLIENT, start_time=began_ns) as span:
             span.set_attribute("kvmesh.prefill.instance", prefill.instance_id)
             subject = f"{prefill.subject}.prefill"
             accepted = await self._bus.call(subject, asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S)

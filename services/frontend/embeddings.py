@@ -8,9 +8,9 @@ from components.errors import PromptTooLong, Rejected
 from components.openai.completions import check_vocabulary
 from components.openai.embeddings import EmbeddingRequest, embedding_list
 from components.openai.parts import Parts
-from components.telemetry.spans import tracer
 from components.text.tokenizer import TextModel
 from components.wire.embed import EmbeddingModel
+from services.frontend import tracing
 from services.frontend.gate import caller_of
 from services.frontend.ports import ServedModel, Texts
 from services.frontend.prompts import find_model
@@ -28,7 +28,7 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     call.model = model.name
     call.span.update_name(f"embeddings {model.name}")
     started = time.perf_counter()
-    with tracer.start_as_current_span("frontend.tokenize"):
+    with tracing.phase("frontend.tokenize"):
         inputs = await _encoded(frontend.text, request, model)
     num_tokens = sum(map(len, inputs))
     caller = caller_of(call.scope)
@@ -46,7 +46,7 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     running = frontend.metrics.running.labels(model.name)
     running.inc()
     try:
-        with tracer.start_as_current_span("frontend.admit"):
+        with tracing.phase("frontend.admit"):
             await place.admitted()
         vectors = await frontend.mesh.embed(texts)
     finally:

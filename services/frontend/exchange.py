@@ -20,7 +20,6 @@ from components.openai.errors import ApiError, from_mesh, from_status, internal
 from components.openai.fields import AskedConstraint, GenerationFields
 from components.structured.check_constraint import Unusable
 from components.structured.checker import ConstraintChecker
-from components.telemetry.spans import record_span
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
 from components.wire.sampling import Constraint
@@ -69,7 +68,7 @@ class Exchange:
         self._model = NO_MODEL
         self._generation: Generation | None = None
         self._awaits_first_token = True
-        self._first_token_ns = 0  # wall clock
+        self._last_phase = ""  # it ends with the request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._caller = caller_of(scope)
@@ -89,9 +88,11 @@ class Exchange:
                 await self._fail(reply, span, internal(self._request_id), exc)
             finally:
                 self._account(reply, span)
+                if self._last_phase:
+                    tracing.record_phase(span, self._last_phase)
 
     async def _serve(self, scope: Scope, receive: Receive, reply: Reply, span: Span) -> None:
-        with tracing.tracer.start_as_current_span("frontend.validate"):
+        with tracing.phase("frontend.validate"):
             data = await read_json_body(scope, receive, self._frontend.settings.max_body_bytes)
             request = await self._dialect.read(Body(data, self._frontend.text), scope)
             limit = self._dialect.token_limit()
@@ -117,7 +118,7 @@ class Exchange:
         generation = Generation(frontend.mesh, frontend.text, prompts, gaps, partial(frontend.admission.began, place))
         async with self._dialect.underway(reply, generation):
             if place.turn is not None:
-                with tracing.tracer.start_as_current_span("frontend.admit"):
+                with tracing.phase("frontend.admit"):
                     await place.admitted()
             self._generation = generation
             if request.stream:
@@ -132,7 +133,7 @@ class Exchange:
         deadline = int((time.time() + frontend.settings.request_timeout_s) * 1000)
         priority = self._caller.priority(request.priority, frontend.settings.best_priority)
         salt = self._caller.cache_salt(request.cache_salt, shared=frontend.settings.share_prefix_cache)
-        with tracing.tracer.start_as_current_span("frontend.tokenize"):
+        with tracing.phase("frontend.tokenize"):
             encoded = await dialect.encode(frontend.text)
             budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in encoded.prompts]
         asked = encoded.asked or request.asked_constraint
@@ -162,7 +163,7 @@ class Exchange:
         """Check that an answer can keep the constraint. Raises: Rejected, which names the field; TooManyChecks."""
         if self._frontend.checker is None:
             raise Rejected(f"'{asked.param}' is not supported by this server.", param=asked.param)
-        with tracing.tracer.start_as_current_span("frontend.compile"):
+        with tracing.phase("frontend.compile"):
             try:
                 return await self._frontend.checker.check(asked.constraint, self._caller.share(scope))
             except Unusable as exc:
@@ -232,19 +233,18 @@ class Exchange:
             return
         self._awaits_first_token = False
         ttft = self._frontend.metrics.time_to_first_token.labels(self._model, self._dialect.route)
-        with tracing.tracer.start_as_current_span("frontend.first_token", start_time=generation.first_unix_ns):
+        with tracing.phase("frontend.first_token", generation.first_unix_ns):
             yield
         ttft_s = time.perf_counter() - self._started
         ttft.observe(ttft_s)
-        self._first_token_ns = time.time_ns()
+        self._last_phase = "frontend.stream"
         tracing.describe_first_token(ttft_s)
 
     async def _fail(self, reply: Reply, span: Span, error: ApiError, exc: Exception) -> None:
         tracing.describe_error(span, error, type(exc).__name__)
-        with tracing.tracer.start_as_current_span("frontend.refuse"):
-            await self._refuse(reply, error, exc)
-
-    async def _refuse(self, reply: Reply, error: ApiError, exc: Exception) -> None:
+        if self._last_phase:
+            tracing.record_phase(span, self._last_phase)
+        self._last_phase = "frontend.fail"
         if error.status >= 500 and isinstance(exc, MeshError):
             facts = {**self._names(), "error": type(exc).__name__, "reason": exc.message}
             log.warning("request failed", extra=facts, exc_info=isinstance(exc, InvariantBroken))
@@ -258,8 +258,6 @@ class Exchange:
         metrics, route = self._frontend.metrics, self._dialect.route
         status = reply.status if reply.answered else 503  # not answered and not failed: this process is stopping
         metrics.requests.labels(self._model, route, str(status)).inc()
-        if self._first_token_ns:
-            record_span("frontend.stream", self._first_token_ns, parent=span)
         generation = self._generation
         if generation is None:
             return

@@ -1,6 +1,8 @@
 """The spans of the HTTP side, with OpenTelemetry's GenAI attributes."""
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from time import time_ns
+from types import TracebackType
 from typing import Final
 
 from opentelemetry.context import Context
@@ -11,6 +13,7 @@ from components.errors import Cancelled
 from components.openai.errors import ApiError
 from components.openai.fields import GenerationFields
 from components.telemetry import spans
+from components.telemetry.light_span import LightSpan
 from components.telemetry.trace_store import TTFT
 from services.frontend.generation import Generation
 
@@ -42,6 +45,36 @@ def request_span(scope: Scope, operation: str, request_id: str, label: str = "")
     )
 
 
+def phase(name: str, start_ns: int | None = None) -> AbstractContextManager[Span]:
+    """A step of the current request. It begins where the step before it ended: no time is left out between two."""
+    request = get_current_span()
+    if not isinstance(request, LightSpan):
+        return nullcontext(request)
+    return _Phase(request, request.child(name, start_time=start_ns or request.reached))
+
+
+class _Phase(spans.CurrentSpan):
+    __slots__ = ("_request", "_step")
+
+    def __init__(self, request: LightSpan, step: LightSpan) -> None:
+        super().__init__(step, True, True, True)
+        self._request, self._step = request, step
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        self._request.reached = self._step.end_time or time_ns()
+
+
+def record_phase(request: Span, name: str) -> None:
+    """The step that ends now."""
+    if isinstance(request, LightSpan):
+        now_ns = time_ns()
+        spans.record_span(name, request.reached, now_ns, parent=request)
+        request.reached = now_ns
+
+
 def describe_request(span: Span, operation: str, request: GenerationFields, max_tokens: int | None) -> None:
     """Name the span, once the model is known to be ours, and add the request's parameters."""
     span.update_name(f"{operation} {request.model}")
@@ -61,7 +94,7 @@ def describe_request(span: Span, operation: str, request: GenerationFields, max_
 
 def describe_first_token(ttft_s: float) -> None:
     """Add the time to first token to the request's span, which is the current one."""
-    get_current_span().set_attribute(TTFT, ttft_s)
+    get_current_span().set_attribute(TTFT, round(ttft_s, 6))
 
 
 def describe_response(span: Span, response_id: str, model: str, generation: Generation) -> None:

@@ -72,13 +72,13 @@ async def answered(
         call = Call(frontend, request, span, request_id, write_error)
         try:
             async with time_limit(frontend.settings.request_timeout_s, "the request took longer than"):
-                with tracing.tracer.start_as_current_span("frontend.read"):
+                with tracing.phase("frontend.read"):
                     data = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
                 async with cancelled_on_disconnect(request.receive, lambda: False):
-                    with tracing.tracer.start_as_current_span("frontend.validate"):
+                    with tracing.phase("frontend.validate"):
                         parsed = await Body(data, frontend.text).made_into(partial(parse_body, body))
                     parts = await work(call, parsed)
-                    with tracing.tracer.start_as_current_span("frontend.answer"):
+                    with tracing.phase("frontend.answer"):
                         response = _response_of(parts)
         except MeshError as exc:
             response = _refused(call, from_mesh(exc, call.id), exc)
@@ -127,6 +127,11 @@ async def _in_turns(first: bytes, parts: Parts) -> AsyncGenerator[bytes, None]:
 
 def _refused(call: Call, error: ApiError, exc: Exception) -> Response:
     tracing.describe_error(call.span, error, type(exc).__name__)
+    with tracing.phase("frontend.fail"):
+        return _written(call, error, exc)
+
+
+def _written(call: Call, error: ApiError, exc: Exception) -> Response:
     if error.status >= 500 and isinstance(exc, MeshError):
         facts = {"request_id": call.id, "error": type(exc).__name__, "reason": exc.message}
         log.warning("request failed", extra=facts)

@@ -4,7 +4,8 @@ import json
 import zlib
 from base64 import b64encode
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -16,13 +17,16 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from components.errors import Rejected
 from components.telemetry.otlp_encoder import span_field
-from components.telemetry.trace_store import EncodedSpan, plain
+from components.telemetry.trace_store import REQUEST_ID, Piece, Root, plain
+from services.observer.scopes import Unusual, scan_scope
 
 PROTOBUF: Final = "application/x-protobuf"
 JSON: Final = "application/json"
 GZIP: Final = 31  # zlib's window bits for gzip
 IDS: Final = ("traceId", "spanId", "parentSpanId")  # hex in OTLP's JSON, unlike protobuf's
 ANONYMOUS: Final = "unknown"
+ROOT: Final = REQUEST_ID.encode()
+LATEST_NS: Final = (1 << 63) - 1  # SQLite has no larger integers
 
 
 class TooLarge(Rejected):
@@ -31,7 +35,7 @@ class TooLarge(Rejected):
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    by_service: Mapping[str, list[EncodedSpan]] = field(default_factory=dict)
+    by_service: Mapping[str, list[Piece]] = field(default_factory=dict)
     rejected: int = 0  # spans without valid ids or times
 
 
@@ -65,30 +69,52 @@ def read_request(body: bytes, content_type: str) -> Received:
             raise Rejected("the body is no ExportTraceServiceRequest of OTLP") from exc
     else:
         raise Rejected(f"content-type {kind!r} is not supported: send {PROTOBUF} or {JSON}")
-    by_service: dict[str, list[EncodedSpan]] = defaultdict(list)
+    by_service: dict[str, list[Piece]] = defaultdict(list)
     rejected = 0
     for resource in request.resource_spans:
         service = _service(resource.resource.attributes)
         for scope in resource.scope_spans:
-            for span in scope.spans:
-                if len(span.trace_id) == 16 and len(span.span_id) == 8 and span.end_time_unix_nano:
-                    by_service[service].append(_encoded(span))
-                else:
-                    rejected += 1
+            pieces, bad = _pieces(scope)
+            by_service[service] += pieces
+            rejected += bad
     return Received(by_service, rejected)
 
 
-def _encoded(span: trace_pb2.Span) -> EncodedSpan:
-    """Attributes are read only of spans that may be a request's root: most are not."""
-    of_root = span.kind == trace_pb2.Span.SPAN_KIND_SERVER
-    return EncodedSpan(
-        span.trace_id.hex(),
-        # SQLite has no larger integers
-        min(span.start_time_unix_nano, (1 << 63) - 1),
-        span_field(span.SerializeToString()),
-        failed=span.status.code == trace_pb2.Status.STATUS_CODE_ERROR,
-        attributes={attribute.key: plain(attribute.value) for attribute in span.attributes} if of_root else None,
-    )
+def _pieces(scope: trace_pb2.ScopeSpans) -> tuple[list[Piece], int]:
+    """The pieces, and the number of spans that are no good. Our own senders put each trace into a scope of its own."""
+    data, spans = scope.SerializeToString(), scope.spans
+    with suppress(Unusual):
+        trace_id, start_ns, count = scan_scope(data)
+        roots = [root for span in spans if (root := _root(span)) is not None] if ROOT in data else []
+        return [Piece(trace_id.hex(), min(start_ns, LATEST_NS), count, data, roots)], 0
+    by_trace: dict[bytes, list[trace_pb2.Span]] = defaultdict(list)
+    for span in filter(_is_good, spans):
+        by_trace[span.trace_id].append(span)
+    pieces = [
+        _piece(id_, found, b"".join([span_field(span.SerializeToString()) for span in found]))
+        for id_, found in by_trace.items()
+    ]
+    return pieces, len(spans) - sum(piece.num_spans for piece in pieces)
+
+
+def _is_good(span: trace_pb2.Span) -> bool:
+    return len(span.span_id) == 8 and len(span.trace_id) == 16 and span.end_time_unix_nano > 0
+
+
+def _piece(trace_id: bytes, spans: Sequence[trace_pb2.Span], data: bytes) -> Piece:
+    roots = [root for span in spans if (root := _root(span)) is not None] if ROOT in data else []
+    start_ns = min(span.start_time_unix_nano for span in spans)
+    return Piece(trace_id.hex(), min(start_ns, LATEST_NS), len(spans), data, roots)
+
+
+def _root(span: trace_pb2.Span) -> Root | None:
+    if span.kind != trace_pb2.Span.SPAN_KIND_SERVER:
+        return None
+    attributes = {attribute.key: plain(attribute.value) for attribute in span.attributes}
+    if REQUEST_ID not in attributes:
+        return None
+    failed = span.status.code == trace_pb2.Status.STATUS_CODE_ERROR
+    return Root(min(span.start_time_unix_nano, LATEST_NS), failed, attributes)
 
 
 def _service(attributes: Iterable[KeyValue]) -> str:

@@ -58,6 +58,13 @@ def aiperf() -> Path:
 
 
 @pytest.fixture(scope="session")
+def phoenix() -> Path:
+    """The command; in an environment of its own, because it brings a hundred packages. PHOENIX names an installed one."""
+    given = os.environ.get("PHOENIX")
+    return Path(given) if given else _environment("phoenix", "phoenix-requirements.txt").with_name("phoenix")
+
+
+@pytest.fixture(scope="session")
 def node_modules() -> Path:
     """A directory for NODE_PATH with the packages of package.json."""
     for command, package in (("node", "nodejs"), ("npm", "npm")):

@@ -16,6 +16,7 @@ from tests.engine.embedding_model import CONFIG, SIZE, cosines, reference, save_
 from tests.mesh.conftest import TINY_ENV
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.preloaded import Preloaded
+from tests.mesh.trace_checks import covered_trace
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 TEXTS = ["Hello", "The capital of France is Paris.", "how are you today? " * 12, "Hello"]
@@ -31,6 +32,7 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def url(etcd_url: str, nats_url: str, preloaded: Preloaded, directory: Path, tmp_path: Path) -> Iterator[str]:
     env = {**TINY_ENV, "MESH_SERVED_MODEL_NAME": "embedder", "MESH_ENGINE__MAX_STEP_TOKENS": "80"}
+    env["MESH_TRACES_PER_S"] = "inf"
     with MeshProcesses(
         etcd_url, nats_url, f"embed-{secrets.token_hex(3)}", tmp_path, str(directory), env, preloaded
     ) as mesh:
@@ -48,7 +50,7 @@ def url(etcd_url: str, nats_url: str, preloaded: Preloaded, directory: Path, tmp
         assert told.json()["reasons"] == ["no decode instance is usable"]
 
 
-def test_vectors_through_the_mesh_are_those_of_transformers(url: str, directory: Path) -> None:
+def test_vectors_through_the_mesh_are_those_of_transformers(url: str, directory: Path, tmp_path: Path) -> None:
     client = OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
     answer = client.embeddings.create(model="embedder", input=TEXTS)
     tokenizer = tiny_tokenizer()
@@ -69,6 +71,13 @@ def test_vectors_through_the_mesh_are_those_of_transformers(url: str, directory:
     assert caught.value.code == "context_length_exceeded"
     with pytest.raises(BadRequestError, match="/v1/embeddings"):
         client.chat.completions.create(model="embedder", messages=[{"role": "user", "content": "Hello"}])
+
+    def ask() -> str:
+        response = httpx.post(f"{url}/v1/embeddings", json={"model": "embedder", "input": TEXTS * 20}, timeout=60)
+        return str(response.headers["x-request-id"])
+
+    steps = {"frontend.read", "frontend.validate", "frontend.tokenize", "frontend.admit", "frontend.route"}
+    covered_trace(ask, tmp_path, steps | {"frontend.dispatch", "decode.embed", "frontend.answer"})
     [decode] = [worker for worker in workers(url) if worker["role"] == "decode"]
     assert (decode["state"], decode["model"], decode["load"]["held_pages"]) == ("up", "embedder", 0)
 

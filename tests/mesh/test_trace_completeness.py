@@ -1,5 +1,7 @@
 """Every path of a request through one mesh: its trace is a tree, and the phases say where the time went.
 
+That of embeddings is in test_embeddings_mesh.py, as the mock engine makes none.
+
 Tests run in order: prefill, then bootstrap come later, and the last tests kill workers.
 """
 
@@ -12,20 +14,19 @@ from typing import Any, Final
 import httpx
 import pytest
 
+from components.telemetry.trace_reader import LocalTraceReader
 from components.telemetry.trace_store import Span
 from components.telemetry.trace_summary import summary_of
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MOCK_ENV
 from tests.mesh.preloaded import Preloaded
-from tests.mesh.trace_checks import uncovered, whole_trace
+from tests.mesh.trace_checks import covered_trace, shown, uncovered, whole_trace
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120), pytest.mark.xdist_group("trace_completeness")]
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
-TRIES: Final = 4  # a busy machine may take the processor away between two phases
 ENV: Final = {
     **MOCK_ENV,
     "MESH_ENGINE__MOCK__SPEEDUP": "1",  # steps of 10 ms, as a real model's: a phase is longer than a gap
-    "MESH_TRACES_PER_S": "inf",
 }
 FRONTEND: Final = {"frontend.validate", "frontend.tokenize", "frontend.route", "frontend.dispatch"}
 TOKENS: Final = {"decode.request", "decode.lookup", "decode.choose_prefill", "decode.generate"}
@@ -45,13 +46,24 @@ def mesh(
     home = tmp_path_factory.mktemp("traces")
     namespace = f"traces-{secrets.token_hex(3)}"
     with MeshProcesses(etcd_url, nats_url, namespace, home, "mock", ENV, preloaded) as processes:
-        processes.start("decode", "decode", "frontend")
+        processes.start("decode", "decode")
         yield processes
 
 
 @pytest.fixture(scope="module")
 def http(mesh: MeshProcesses) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=mesh.one("frontend").url, timeout=60) as client:
+    """A frontend that samples no request and keeps each as slow, so that others export what they held of it."""
+    yield from _frontend(mesh, MESH_TRACES_PER_S="0", MESH_TRACE_SLOW_S="0.000001")
+
+
+@pytest.fixture(scope="module")
+def sampling(mesh: MeshProcesses) -> Iterator[httpx.Client]:
+    """A frontend that samples every request: a process that is killed has exported a part of its spans."""
+    yield from _frontend(mesh, MESH_TRACES_PER_S="inf")
+
+
+def _frontend(mesh: MeshProcesses, **env: str) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=mesh.start_one("frontend", **env).url, timeout=60) as client:
         _until(lambda: bool(client.get("/v1/models").json()["data"]))
         yield client
 
@@ -75,26 +87,15 @@ def _ask(http: httpx.Client, **fields: Any) -> str:
 
 
 def _covered(ask: Callable[[], str], mesh: MeshProcesses, names: set[str]) -> list[Span]:
-    """The whole trace of a request whose phases cover its time."""
-    for _ in range(TRIES):
-        spans = whole_trace(mesh.home, ask(), names)
-        missing = uncovered(spans)
-        if not missing:
-            return spans
-    raise AssertionError(f"not covered: {missing}\n{_shown(spans)}")
-
-
-def _shown(spans: list[Span]) -> str:
-    began_ns = min(span.start_ns for span in spans)
-    times = ((s.name, (s.start_ns - began_ns) / 1e6, (s.end_ns - began_ns) / 1e6) for s in spans)
-    return "\n".join(f"{name:25} {start:9.2f} {end:9.2f}" for name, start, end in times)
+    return covered_trace(ask, mesh.home, names)
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_request_without_prefill_is_covered(http: httpx.Client, mesh: MeshProcesses, stream: bool) -> None:
     spans = _covered(lambda: _ask(http, stream=stream), mesh, LOCAL)
     summary = summary_of(spans)
-    assert (summary.status, summary.moved, summary.model, len(summary.decode_ids)) == ("ok", False, "mock", 1)
+    assert (summary.status, summary.moved, summary.slow, summary.model) == ("ok", False, True, "mock")
+    assert len(summary.decode_ids) == 1
     assert summary.prefill_ids == ()
 
 
@@ -104,7 +105,7 @@ def test_a_refused_request_is_covered(http: httpx.Client, mesh: MeshProcesses) -
         assert answer.status_code == 400
         return str(answer.headers["x-request-id"])
 
-    spans = _covered(ask, mesh, {"frontend.validate", "frontend.refuse"})
+    spans = _covered(ask, mesh, {"frontend.validate", "frontend.fail"})
     assert summary_of(spans).status == "error"
 
 
@@ -130,7 +131,7 @@ def test_a_response_in_the_background_is_covered(http: httpx.Client, mesh: MeshP
         _until(lambda: http.get(path).json()["status"] in {"completed", "incomplete"})
         return str(answer.headers["x-request-id"])
 
-    _covered(ask, mesh, LOCAL)
+    _covered(ask, mesh, LOCAL | {"frontend.store"})
 
 
 def test_a_prompt_that_decode_computes_for_want_of_a_bootstrap_is_covered(
@@ -156,29 +157,39 @@ def _names(mesh: MeshProcesses, request_id: str) -> set[str]:
     return {span.name for span in whole_trace(mesh.home, request_id, EVERY)}
 
 
-def test_a_prompt_whose_prefill_is_killed_is_covered(http: httpx.Client, mesh: MeshProcesses) -> None:
+def test_a_prompt_whose_prefill_is_killed_is_covered(sampling: httpx.Client, mesh: MeshProcesses) -> None:
     with ThreadPoolExecutor() as threads:
-        asked = threads.submit(_ask, http, words=600, tokens=4)
+        asked = threads.submit(_ask, sampling, words=600, tokens=4)
         time.sleep(0.5)  # prefill needs more than a second for this prompt
         mesh.one("prefill").kill()
         spans = whole_trace(mesh.home, asked.result(), LOCAL | {"prefill.request"})
     [lost] = [span for span in spans if span.name == "prefill.request"]
     assert (lost.status, lost.service.partition("-")[0]) == ("ERROR", "decode")
-    assert not uncovered(spans), _shown(spans)
+    assert not uncovered(spans), shown(spans)
 
 
-def test_a_stream_whose_decode_is_killed_is_covered(http: httpx.Client, mesh: MeshProcesses) -> None:
+def test_a_stream_whose_decode_is_killed_is_covered(sampling: httpx.Client, mesh: MeshProcesses) -> None:
     """Spans of the killed process are lost: the frontend records that of the request in its place."""
     mesh.start("prefill")  # so that the lost process had called another one, which has exported its spans
+    _until(lambda: "prefill.request" in _names(mesh, _ask(sampling)))
     with ThreadPoolExecutor() as threads:
-        asked = [threads.submit(_ask, http, tokens=150) for _ in range(4)]
-        time.sleep(1.0)
-        mesh.one("decode").kill()
-        traces = [whole_trace(mesh.home, one.result(), EVERY) for one in asked]
-    moved = [spans for spans in traces if summary_of(spans).moved]
-    assert moved, "no request was on the killed instance"
-    for spans in moved:
-        assert len(summary_of(spans).decode_ids) == 2
-        [lost] = [span for span in spans if "kvmesh.lost" in span.attributes and span.name == "decode.request"]
-        assert lost.service.startswith("frontend-")
-        assert not uncovered(spans), _shown(spans)
+        asked = threads.submit(_ask, sampling, tokens=250)
+        _until(lambda: bool(_running(mesh)))
+        time.sleep(0.5)
+        [killed] = [worker for worker in mesh.workers if f'"instance": "{_running(mesh)}"' in worker.logged()]
+        killed.kill()
+        spans = whole_trace(mesh.home, asked.result(), EVERY)
+    summary = summary_of(spans)
+    assert (summary.moved, len(summary.decode_ids)) == (True, 2)
+    [lost] = [span for span in spans if "kvmesh.lost" in span.attributes and span.name == "decode.request"]
+    assert lost.service.startswith("frontend-")
+    assert not uncovered(spans), shown(spans)
+
+
+def _running(mesh: MeshProcesses) -> str:
+    """The decode instance of the newest request, if that has its first token and goes on."""
+    reader = LocalTraceReader(mesh.home)
+    [newest] = reader.recent(1)
+    spans = reader.spans(newest.trace_id)
+    names = {span.name for span in spans}
+    return newest.decode_ids[0] if "frontend.first_token" in names and "frontend.stream" not in names else ""

@@ -28,6 +28,7 @@ from components.openai.responses import (
 )
 from components.output.blocks import Block, Blocks
 from components.output.calls import whole_calls
+from services.frontend import tracing
 from services.frontend.body import Body
 from services.frontend.choice import Piece
 from services.frontend.dialects.chat import ConversationDialect
@@ -97,8 +98,9 @@ class ResponsesDialect(ConversationDialect):
             return
         begun = self.begun(generation)
         with self._stored.underway(self.response_id) as mine:
-            await self._stored.put(begun, self._remembered)
-            await reply.json(begun.model_dump_json().encode())
+            with tracing.phase("frontend.store"):
+                await self._stored.put(begun, self._remembered)
+                await reply.json(begun.model_dump_json().encode())
             try:
                 with mine.cancellable():
                     yield

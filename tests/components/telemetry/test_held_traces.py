@@ -1,3 +1,4 @@
+from time import time_ns
 from typing import Any
 
 import pytest
@@ -34,9 +35,9 @@ class Process:
         return root
 
     def step(self, root: LightSpan, at_ns: int = S) -> None:
-        """A span of a request that began in any process."""
-        caller = trace.set_span_in_context(trace.NonRecordingSpan(root.get_span_context()))
-        self.tracer.start_span("step", caller, start_time=at_ns).end(at_ns + 1)
+        """A span of a request that began in this process, or in another."""
+        parent = root if root.sink == self.held.take else trace.NonRecordingSpan(root.get_span_context())
+        self.tracer.start_span("step", trace.set_span_in_context(parent), start_time=at_ns).end(at_ns + 1)
 
     def request(self, seconds: float = 0.1, **attributes: Any) -> LightSpan:
         root = self.begin()
@@ -59,8 +60,7 @@ def test_a_failed_request_is_exported_whole_and_announced() -> None:
     process.step(root)
     root.set_status(StatusCode.ERROR, "why")
     root.end()
-    process.step(root)  # it ends after the root
-    assert process.names == ["step", "request", "step"]
+    assert process.names == ["step", "request"]
     assert process.announced == [root.trace_id]
 
 
@@ -100,8 +100,41 @@ def test_another_process_exports_what_it_holds_once_the_decision_arrives() -> No
         decode.step(one)
     decode.held.keep([root.trace_id])
     assert [span.trace_id for span in decode.exported] == [root.trace_id]
-    decode.step(root)
+    decode.step(root, time_ns())
     assert len(decode.exported) == 2  # what ends later follows at once
+
+
+def test_requests_of_one_trace_are_kept_each_by_its_own_outcome() -> None:
+    """A client may name one trace for all of its requests: one that fails must not keep all others."""
+    process = Process()
+    of_client = trace.set_span_in_context(trace.NonRecordingSpan(trace.SpanContext(7, 8, True, trace.TraceFlags(0))))
+    good, bad = (
+        process.tracer.start_span(name, of_client, SpanKind.SERVER, {"kvmesh.request_id": name})
+        for name in ("good", "bad")
+    )
+    for name, root in (("step of good", good), ("step of bad", bad)):
+        process.tracer.start_span(name, trace.set_span_in_context(root)).end()
+    good.end()
+    bad.set_status(StatusCode.ERROR, "why")
+    bad.end()
+    process.tracer.start_span("later", of_client, SpanKind.SERVER, {"kvmesh.request_id": "later"}).end()
+    assert process.names == ["step of bad", "bad"]
+
+
+def test_spans_of_one_trace_without_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(held_traces, "HELD_SPANS", 10)
+    process, root = Process(), Process().begin()
+    for _ in range(25):
+        process.step(root)
+    assert process.held.expired == 20
+
+
+def test_a_decision_is_forgotten_after_a_while() -> None:
+    process, root = Process(), Process().begin()
+    process.held.keep([root.trace_id])
+    process.step(root, time_ns())
+    process.step(root, time_ns() + 2 * held_traces.KEPT_NS)
+    assert process.names == ["step"]
 
 
 def test_a_sampled_trace_is_exported_at_once_and_marked_like_the_others() -> None:

@@ -9,7 +9,7 @@ from opentelemetry.trace import Status, StatusCode
 
 from components.telemetry import otlp_encoder
 from components.telemetry.spans import Spans
-from components.telemetry.trace_store import FILE_NAME, TRIM_EVERY, EncodedSpan, Event, Limits, TraceStore, TraceWriter
+from components.telemetry.trace_store import FILE_NAME, TRIM_EVERY, Event, Limits, Piece, TraceStore, TraceWriter
 from tests.components.telemetry.written import writing_tracer
 
 FILES = 20  # made anew, as at the first start of a mesh
@@ -100,7 +100,7 @@ def test_several_processes_make_and_write_one_file_at_once_and_nothing_is_lost(t
 def test_only_the_newest_traces_are_kept(tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path, Limits(traces=20))
     for start in range(50):
-        writer.write("test", [EncodedSpan(f"{start:032x}", start, b"")])
+        writer.write("test", [Piece(f"{start:032x}", start, 1, b"")])
     for _ in range(TRIM_EVERY - 50 % TRIM_EVERY):
         writer.write("test", [])
     writer.close()
@@ -138,8 +138,8 @@ def test_any_number_of_requests_in_one_trace_stay_within_the_bound(tmp_path: Pat
     writer.close()
     store = TraceStore(tmp_path)
     kept = store.trace(store.last_trace_ids(1)[0])
-    assert len(kept) == 100
-    assert {span.name for span in kept} == {"root", *(f"n{number}" for number in range(201, 300))}
+    assert 100 <= len(kept) < 110  # a tenth may be added before the next count
+    assert {"root", *(f"n{number}" for number in range(201, 300))} <= {span.name for span in kept}
 
 
 def test_large_spans_stay_within_the_bound_of_bytes(tmp_path: Path) -> None:

@@ -3,8 +3,7 @@
 from pathlib import Path
 
 from components.telemetry.light_span import LightSpan
-from components.telemetry.otlp_encoder import encode_span, span_field
-from components.telemetry.span_export import rows_of
+from components.telemetry.span_export import pieces_of
 from components.telemetry.spans import Spans
 from components.telemetry.trace_store import Limits, TraceWriter
 
@@ -13,6 +12,6 @@ def writing_tracer(home: Path, service: str = "test", limits: Limits | None = No
     writer = TraceWriter(home, limits or Limits())
 
     def write(span: LightSpan) -> None:
-        writer.write(service, rows_of([(span, span_field(encode_span(span)))]))
+        writer.write(service, pieces_of([span]))
 
     return Spans(write), writer

@@ -109,4 +109,4 @@ async def test_a_model_that_a_client_made_up_names_no_span(
     http: httpx.AsyncClient, spans: InMemorySpanExporter
 ) -> None:
     await http.post(CHAT, json={**HELLO, "model": "invented"})
-    assert set(by_name(spans)) == {"chat", "frontend.validate", "frontend.refuse"}
+    assert set(by_name(spans)) == {"chat", "frontend.validate", "frontend.fail"}
