@@ -40,9 +40,7 @@ from services.frontend.keys import KeyRing, follow_keys
 from services.frontend.mesh_client import MeshClient
 from services.frontend.operations import Operations, workers_of
 from services.frontend.stored import open_stored
-from services.frontend.ui.mesh_view import MeshView, Reports, about_mesh
-from services.frontend.ui.run_ui import make_ui, run_ui
-from services.frontend.ui.status_poll import StatusPoll
+from services.frontend.ui.run_ui import MeshSources, make_ui, run_ui
 
 log = logging.getLogger(__name__)
 
@@ -148,9 +146,9 @@ async def main(settings: FrontendSettings) -> None:
         figures.is_draining = lambda: operations.draining
         figures.heartbeat_ages_s = decodes.alive.ages_s
         figures.breakers = decodes.router.health.states
-        poll = StatusPoll(bus, registry.book, prefills, reports := Reports())
-        view = MeshView(registry.book, decodes.alive, reports, about_mesh(settings.namespace, model, me))
-        ui = make_ui(settings, view, bus, lambda: operations.draining) if settings.ui else None
+        sources = MeshSources(me, model, bus, registry.book, decodes.alive, prefills)
+        ui, poll = make_ui(settings, sources, lambda: operations.draining)
+        calls.append(ui.history.endpoint())
         async with (
             run_ui(ui, poll),
             open_checker(folder, settings.compile_budget_s, ConstraintMetrics(metrics)) as checker,
@@ -177,7 +175,7 @@ async def main(settings: FrontendSettings) -> None:
                     checker=checker,
                     operations=operations,
                     figures=figures,
-                    ui=ui,
+                    ui=ui if settings.ui else None,
                 ),
                 settings,
                 share_port=settings.share_port,

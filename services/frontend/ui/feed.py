@@ -127,7 +127,7 @@ def whole(view: View) -> Fields:
 
 
 def changes(was: View, now: View) -> Fields:
-    """Return changed fields of instances and links, those that are gone, and new samples. Empty parts are left out."""
+    """Return changed fields of instances and links, those that are gone, and new or changed samples; no empty parts."""
     found: dict[str, Any] = {}
     for name, old, new in (("instances", was.instances, now.instances), ("links", was.links, now.links)):
         changed = {key: _changed(old.get(key), fields) for key, fields in new.items() if old.get(key) != fields}
@@ -137,8 +137,8 @@ def changes(was: View, now: View) -> Fields:
             found[f"{name}_gone"] = gone
     if about := {name: value for name, value in now.about.items() if was.about.get(name) != value}:
         found["about"] = about
-    latest = was.samples[-1]["t"] if was.samples else -1
-    if samples := [sample for sample in now.samples if sample["t"] > latest]:
+    old = {sample["t"]: sample for sample in was.samples}
+    if samples := [sample for sample in now.samples if old.get(sample["t"]) != sample]:
         found["samples"] = samples
     return found
 

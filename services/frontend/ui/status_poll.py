@@ -1,4 +1,6 @@
-"""Asks instances how they are while `/ui` is watched: all prefill workers for a heartbeat, and some instances for a status."""
+"""Asks instances how they are while `/ui` is watched: prefill workers for a heartbeat, frontends for their load, and a few
+instances at a time for a status.
+"""
 
 import asyncio
 import time
@@ -11,8 +13,10 @@ from components.errors import MeshError
 from components.messaging.bus import Bus
 from components.messaging.roll_call import RollCall
 from components.wire.instances import InstanceRecord
+from components.wire.load import AskLoad, Load
 from components.wire.status import Status, StatusRequest
 from services.frontend.ui.feed import Feed
+from services.frontend.ui.mesh_load import MeshLoad
 from services.frontend.ui.mesh_view import ROLES, Reports
 
 EVERY_S: Final = 1.0
@@ -22,7 +26,12 @@ ANSWER_S: Final = 1.0
 
 
 class StatusPoll:
-    def __init__(self, bus: Bus, book: InstanceBook, prefills: RollCall, reports: Reports) -> None:
+    def __init__(
+        self, me: str, bus: Bus, book: InstanceBook, prefills: RollCall, *, reports: Reports, load: MeshLoad
+    ) -> None:
+        """`me`: instance id of this frontend."""
+        self._me = me
+        self._load = load
         self._bus = bus
         self._book = book
         self._prefills = prefills
@@ -41,7 +50,11 @@ class StatusPoll:
             return
         self._reports.prefills = await self._prefills.answers()
         turn = asyncio.Semaphore(AT_ONCE)
-        await asyncio.gather(*(self._ask(record, turn) for record in self._next()))
+        frontends = [record for record in self._book.of_role("frontend") if record.instance_id != self._me]
+        await asyncio.gather(
+            *(self._ask(record, turn) for record in self._next()),
+            *(self._ask_load(record, turn) for record in frontends),
+        )
 
     def _next(self) -> list[InstanceRecord]:
         records = sorted((r for role in ROLES for r in self._book.of_role(role)), key=lambda r: r.instance_id)
@@ -67,3 +80,10 @@ class StatusPoll:
                 return
         unanswered = self._reports.unanswered
         unanswered[record.instance_id] = unanswered.get(record.instance_id, 0) + 1
+
+    async def _ask_load(self, record: InstanceRecord, turn: asyncio.Semaphore) -> None:
+        ask = AskLoad(after_unix_s=self._load.last_unix_s(record.instance_id))
+        async with turn:
+            with suppress(MeshError):
+                load = await self._bus.call(f"{record.subject}.load", ask, Load, timeout_s=ANSWER_S)
+                self._load.add(record.instance_id, load.samples)

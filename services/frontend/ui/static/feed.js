@@ -60,9 +60,16 @@ export function apply(event, fields) {
     merge(mesh.instances, fields.instances, fields.instances_gone, true);
     merge(mesh.links, fields.links, fields.links_gone, false);
     if (fields.about) mesh.about = { ...mesh.about, ...fields.about };
-    if (fields.samples) mesh.samples = [...mesh.samples, ...fields.samples].slice(-KEPT_SAMPLES);
+    if (fields.samples) mesh.samples = joined(mesh.samples, fields.samples);
   }
   changed();
+}
+
+// Another frontend's part of a sample may come later: then the sample comes again.
+function joined(known, samples) {
+  const byTime = new Map(known.map((sample) => [sample.t, sample]));
+  for (const sample of samples) byTime.set(sample.t, sample);
+  return [...byTime.values()].sort((a, b) => a.t - b.t).slice(-KEPT_SAMPLES);
 }
 
 function merge(all, some, gone, named) {

@@ -88,11 +88,12 @@ function Chart({ chart, samples }) {
 }
 
 export function Load() {
-  const { samples, about } = useMesh();
+  const { samples, instances } = useMesh();
+  const frontends = [...instances.values()].filter((of) => of.role === "frontend").length;
   return html`<div class="load">
     <div class="bar-of-lists">
       <h1>Load</h1>
-      <span class="soft">the last quarter of an hour at frontend <code>${about.frontend}</code></span>
+      <span class="soft">the last quarter of an hour${frontends > 1 ? `, ${frontends} frontends together` : ""}</span>
     </div>
     ${samples.length < 2 && html`<p class="none">The first figures come in a few seconds.</p>`}
     <div class="charts">${CHARTS.map((chart) => html`<${Chart} key=${chart.title} chart=${chart} samples=${samples} />`)}</div>

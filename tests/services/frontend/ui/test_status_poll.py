@@ -9,7 +9,11 @@ import pytest
 from components.discovery.book import InstanceBook
 from components.errors import NobodyListens
 from components.messaging.roll_call import Answers
+from components.wire.codec import Struct
+from components.wire.load import AskLoad, Load, LoadSample
 from components.wire.status import Status
+from services.frontend.ui.load_history import LoadHistory
+from services.frontend.ui.mesh_load import MeshLoad
 from services.frontend.ui.mesh_view import Reports
 from services.frontend.ui.status_poll import AT_ONCE, MOST_ASKED, StatusPoll
 from tests.components.discovery.records import record
@@ -22,9 +26,10 @@ class FakeBus:
         self.is_connected = True
         self.asked: Counter[str] = Counter()
         self.deaf: set[str] = set()
+        self.samples: list[LoadSample] = []
         self.at_once = self.most_at_once = 0
 
-    async def call(self, subject: str, *_: Any, timeout_s: float) -> Status:
+    async def call(self, subject: str, request: Struct, *_: Any, timeout_s: float) -> Struct:
         name = subject.split(".")[2]
         self.asked[name] += 1
         self.at_once += 1
@@ -33,6 +38,8 @@ class FakeBus:
         self.at_once -= 1
         if name in self.deaf:
             raise NobodyListens("nobody")
+        if isinstance(request, AskLoad):
+            return Load(samples=[one for one in self.samples if one.unix_s > request.after_unix_s])
         return Status(instance_id=name, role="decode")
 
 
@@ -45,7 +52,25 @@ def polled(count: int) -> tuple[StatusPoll, FakeBus, InstanceBook, Reports]:
     bus, book, reports = FakeBus(), InstanceBook(), Reports()
     for i in range(count):
         book.put(f"d{i:03}", record(f"d{i:03}"))
-    return StatusPoll(bus, book, FakeRollCall(), reports), bus, book, reports
+    return (
+        StatusPoll("me", bus, book, FakeRollCall(), reports=reports, load=MeshLoad(LoadHistory())),
+        bus,
+        book,
+        reports,
+    )
+
+
+async def test_each_other_frontend_is_asked_for_its_new_samples() -> None:
+    poll, bus, book, _ = polled(0)
+    for name in ("me", "f1"):
+        book.put(name, record(name, role="frontend"))
+    bus.samples = [LoadSample(unix_s=2.0, seconds=2.0, generated_tokens=8)]
+    await poll.once()
+    assert bus.asked == {"me": 1, "f1": 2}  # f1 for both, me for a status alone
+    assert [sample["out"] for sample in poll._load.samples()] == [4.0]
+    bus.samples.append(LoadSample(unix_s=4.0, seconds=2.0, generated_tokens=6))
+    await poll.once()
+    assert [sample["out"] for sample in poll._load.samples()] == [4.0, 3.0]
 
 
 async def test_in_a_large_mesh_all_get_their_turn_a_few_at_a_time() -> None:
