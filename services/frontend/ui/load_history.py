@@ -74,10 +74,14 @@ class LoadHistory:
             await asyncio.sleep(EVERY_S - self._clock() % EVERY_S)
 
     def sample(self) -> None:
-        """Add what happened since the last call. The first call only starts the interval."""
-        if self._metrics is None:
+        """Add what happened since the last sample. The first call only starts the interval.
+
+        A call less than half an interval later does nothing, or two samples would be of one interval.
+        """
+        now_s = self._clock()
+        if self._metrics is None or (self._last is not None and 0 <= now_s - self._at_s <= EVERY_S / 2):
             return
-        now_s, totals = self._clock(), totals_of(self._metrics)
+        totals = totals_of(self._metrics)
         if self._last is not None and now_s > self._at_s:
             self.samples.append(self._between(self._last, totals, now_s))
         self._last, self._at_s = totals, now_s

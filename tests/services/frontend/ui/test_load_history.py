@@ -54,6 +54,16 @@ def test_a_sample_has_what_happened_since_the_one_before() -> None:
     assert (sum(history.samples[-1].ttft), history.samples[-1].requests) == (0, 0)
 
 
+def test_a_clock_that_wakes_a_little_early_makes_one_sample_of_an_interval() -> None:
+    """24 requests ran in the picture and six in truth: four samples of one interval were added up."""
+    history, clock = busy()
+    for at_s in (103.9995, 104.0001, 104.0002, 106.0):
+        clock.now_s = at_s
+        history.sample()
+    assert [sample.unix_s for sample in history.samples] == [102.0, 103.9995, 106.0]
+    assert [sample["running"] for sample in MeshLoad(history).samples()] == [3, 3, 3]
+
+
 def test_another_frontend_gets_the_samples_that_it_lacks() -> None:
     history, clock = busy()
     clock.now_s += 2
