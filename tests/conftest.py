@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -158,11 +158,18 @@ def run_service(tmp_path: Path) -> Iterator[RunService]:
 
     Of our own environment it sees no MESH_* variable but those in `env`.
     """
+    with running_services(tmp_path) as start:
+        yield start
+
+
+@contextmanager
+def running_services(home: Path) -> Iterator[RunService]:
+    """The same for a fixture of another scope; logs are in `home`."""
     started: list[ServiceProcess] = []
 
     def start(module: str, *args: str, env: Mapping[str, str] | None = None) -> ServiceProcess:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
-        log = tmp_path / f"{module}-{len(started)}.log"
+        log = home / f"{module}-{len(started)}.log"
         with log.open("wb") as stream:
             popen = subprocess.Popen(
                 [*tethered(), sys.executable, "-m", module, *args],

@@ -1,4 +1,4 @@
-"""inspect → planner: its plan. planner → services.local: add or remove a worker."""
+"""inspect → planner: its plan. planner → services.local: add or remove a worker. frontend → services.local: kill one."""
 
 from typing import Literal
 
@@ -48,3 +48,13 @@ class ScaleRole(Struct):
 class Counts(Struct):
     prefill: int
     decode: int
+
+
+@message("local-kill.v1")
+class KillWorker(Struct):
+    instance_id: str
+
+
+@message("local-killed.v1")
+class WorkerKilled(Struct):
+    name: str  # such as decode-0

@@ -44,6 +44,7 @@ from services.frontend.mesh_client import MeshClient
 from services.frontend.operations import Operations, workers_of
 from services.frontend.server_metrics import send_server_metrics
 from services.frontend.stored import open_stored
+from services.frontend.ui.run_ui import MeshSources, make_ui, run_ui
 
 log = logging.getLogger(__name__)
 
@@ -151,8 +152,12 @@ async def main(settings: FrontendSettings) -> None:
         figures.is_draining = lambda: operations.draining
         figures.heartbeat_ages_s = decodes.alive.ages_s
         figures.breakers = decodes.router.health.states
+        sources = MeshSources(me, model, bus, registry.book, decodes.alive, prefills)
+        ui, poll = make_ui(settings, sources, lambda: operations.draining)
+        calls.append(ui.history.endpoint())
         async with (
             send_server_metrics(settings, me) as server_metrics,
+            run_ui(ui, poll),
             open_checker(folder, settings.compile_budget_s, ConstraintMetrics(metrics)) as checker,
             serve_health(
                 settings,
@@ -178,6 +183,7 @@ async def main(settings: FrontendSettings) -> None:
                     operations=operations,
                     figures=figures,
                     server_metrics=server_metrics,
+                    ui=ui if settings.ui else None,
                 ),
                 settings,
                 share_port=settings.share_port,

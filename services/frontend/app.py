@@ -53,6 +53,7 @@ from services.frontend.response_routes import add_response_routes
 from services.frontend.server_metrics import ServerMetrics
 from services.frontend.sites import Sites
 from services.frontend.stored import StoredResponses
+from services.frontend.ui.api import Ui
 from services.frontend.unary import Call, answered, count_tokens, detokenize, tokenize
 
 B = TypeVar("B", bound=BaseModel)
@@ -81,6 +82,7 @@ def create_app(
     operations: Operations | None = None,
     figures: Figures | None = None,
     server_metrics: ServerMetrics | None = None,
+    ui: Ui | None = None,
 ) -> FastAPI:
     """Make the HTTP application over `mesh`.
 
@@ -92,6 +94,7 @@ def create_app(
         checker: of grammars and schemas; without one, requests that have some are refused.
         figures: of the process; they get the admission queue and the speed of tokens.
         server_metrics: OpenTelemetry's, if a collector gets them.
+        ui: the page at `/ui`; None: there is none.
     """
     # FastAPI serves the GET routes: it checks their parameters, writes their models and describes them in /openapi.json.
     # Requests with a body read it themselves, with a limit, and go through plain Starlette routes, at a fraction of the cost.
@@ -115,6 +118,9 @@ def create_app(
     add_response_routes(app, stored)
     _add_models(app, mesh)
     _add_operations(app, mesh, operations or Operations(mesh), metrics.registry)
+    if ui is not None:
+        ui.history.measure(metrics, admission.batch)
+        app.router.routes.extend(ui.routes())
     _add_error_handlers(app)
     sites = Sites(settings.allowed_hosts, settings.cors_origins, settings.host)
     app.add_middleware(_Shortcut, endpoints={route.path: route.endpoint for route in generating})

@@ -122,6 +122,15 @@ class FrontendSettings(ModelSettings):
         24 * 3600.0
     )
 
+    ui: Annotated[bool, Field(description="serve the page at /ui")] = True
+    ui_content: Annotated[
+        bool, Field(description="let /ui show what clients sent, such as stop sequences and values quoted in errors")
+    ] = False
+    ui_control: Annotated[
+        str | None,
+        Field(description="NATS subject of a services.local that may kill workers for /ui; services.local sets it"),
+    ] = None
+
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:
         if (self.tls_cert is None) != (self.tls_key is None):

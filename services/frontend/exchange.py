@@ -287,6 +287,7 @@ class Exchange:
         usage = generation.usage()
         metrics.prompt_tokens.labels(self._model).inc(usage.prompt_tokens)
         metrics.generation_tokens.labels(self._model).inc(usage.completion_tokens)
+        metrics.cached_tokens += usage.prompt_tokens_details.cached_tokens
         if (account := self._caller.account) is not None:
             account.take(usage.completion_tokens)
             metrics.key_tokens.labels(account.name, "prompt").inc(usage.prompt_tokens)

@@ -21,8 +21,10 @@ from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.quota import Account
 from services.frontend.sites import Sites
+from services.frontend.ui.page import PATHS
 
-OPEN: Final = frozenset({"/health", "/live", "/ready"})  # for load balancers; without a key, only the status is shown
+# For load balancers: without a key, only the status is shown. And the page at /ui, without its API.
+OPEN: Final = frozenset({"/health", "/live", "/ready"}) | PATHS
 CALLER: Final = "kvmesh.caller"  # key of a Caller in an ASGI scope
 LABEL: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # a client's X-Request-Id
 MISSING: Final = from_status(401)

@@ -84,6 +84,7 @@ class FrontendMetrics:
     def __init__(self, registry: CollectorRegistry, server: ServerMetrics | None = None) -> None:
         """`server`: OpenTelemetry's metrics, if a collector gets them."""
         self.server = server
+        self.cached_tokens = 0  # of all prompts, found in a prefix cache; for the page at /ui
         labels = ["model_name", "route"]
         self.registry = registry
         self.gaps = GapHistogram()

@@ -82,6 +82,19 @@ class Child:
     def leaving(self) -> bool:
         return self._stopping.is_set()
 
+    @property
+    def instance_id(self) -> str | None:
+        """Of the current process in etcd; None until it is ready."""
+        return self._instance_id
+
+    def kill(self) -> bool:
+        """Kill the current process as a crash would. Returns: whether there was one."""
+        process = self._process
+        if process is None or process.returncode is not None:
+            return False
+        process.kill()
+        return True
+
     async def keep_running(self) -> None:
         backoff, deaths = Backoff(), 0
         while not self._stopping.is_set():

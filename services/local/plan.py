@@ -6,7 +6,9 @@ Its options are variables of this process by now, so children inherit them.
 import os
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from ipaddress import ip_address
+from secrets import token_hex
 from typing import Final, Self, TypeVar
 
 from pydantic import ValidationError
@@ -42,6 +44,7 @@ class Plan:
     workers: Mapping[str, PrefillSettings | DecodeSettings]  # by role, if there are any
     observer: ObserverSettings
     stop_timeout_s: float = 10.0  # from SIGTERM to SIGKILL
+    instance_id: str = field(default_factory=lambda: token_hex(4))
     otlp_endpoint: str | None = None  # of the observer that this run starts, with its token
 
     @classmethod
@@ -79,6 +82,11 @@ class Plan:
         scheme = "https" if self.frontend.tls_cert else "http"
         return [f"{scheme}://{reachable(host)}:{port}" for host, port in self.addresses]
 
+    @property
+    def subject(self) -> str:
+        """Where this process answers calls on NATS."""
+        return f"{self.settings.namespace}.local.{self.instance_id}"
+
     def threads_each(self) -> int:
         """With more threads than cores, OpenMP's threads spin at each barrier."""
         workers = self.counts["prefill"] + self.counts["decode"]
@@ -114,6 +122,8 @@ class Plan:
                     host, port = self.addresses[0 if self.shared else i]
                     env |= {"MESH_FRONTEND_HOST": host, "MESH_FRONTEND_PORT": str(port)}
                     env["MESH_FRONTEND_SHARE_PORT"] = str(self.shared).lower()
+                    if is_loopback(host):
+                        env.setdefault("MESH_FRONTEND_UI_CONTROL", self.subject)
                 if metrics_port:
                     env["MESH_METRICS_PORT"] = str(metrics_port)
                     metrics_port += 1
@@ -142,3 +152,10 @@ def reachable(host: str) -> str:
     """An address of a server that listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104  # read, not bound
     return f"[{host}]" if ":" in host else host
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -64,6 +64,7 @@ def greeting(plan: Plan, model: str, pages: Mapping[str, str] = NO_PAGES) -> lis
         "",
         f"Ready: {'  '.join(plan.urls)}" + (f"  ({frontends} frontends)" if frontends > 1 else ""),
         "",
+        *([f"  look:     {plan.urls[0]}/ui"] if plan.frontend.ui else []),
         f"  ask:      {_ask(plan, model)}",
         f"  workers:  {shlex.join([*inspect, 'workers', *state_dir])}",
         f"  trace:    {shlex.join([*inspect, 'trace', 'last', *state_dir])}",

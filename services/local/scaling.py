@@ -3,7 +3,6 @@
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from secrets import token_hex
 from typing import Final
 
 import nats.errors
@@ -11,11 +10,12 @@ import nats.errors
 from components.errors import BackendUnavailable, Rejected
 from components.messaging.bus import connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
-from components.wire.plans import AskCounts, Counts, ScaleRole
+from components.wire.plans import AskCounts, Counts, KillWorker, ScaleRole, WorkerKilled
 from services.local.children import ChildSpec, Tier
 from services.local.output import Output
 
 RETRY_S: Final = 1.0
+KILLED: Final = ("prefill", "decode")  # roles that `kill` takes
 MARGIN_S: Final = 10.0  # from the end of draining to SIGKILL
 
 MakeSpec = Callable[[str, int], ChildSpec]  # (role, number) → what to run
@@ -31,7 +31,11 @@ class Scaling:
         self._started = {role: len(tier.children) for role, tier in tiers.items()}
 
     def endpoints(self) -> list[Endpoint]:
-        return [Endpoint("count", AskCounts, self.count), Endpoint("scale", ScaleRole, self.scale)]
+        return [
+            Endpoint("count", AskCounts, self.count),
+            Endpoint("scale", ScaleRole, self.scale),
+            Endpoint("kill", KillWorker, self.kill),
+        ]
 
     async def count(self, _: AskCounts) -> Counts:
         return Counts(prefill=len(self._tiers["prefill"].children), decode=len(self._tiers["decode"].children))
@@ -59,6 +63,14 @@ class Scaling:
             self._output.say("local", f"stopping {left} after its requests")
         return await self.count(AskCounts())
 
+    async def kill(self, order: KillWorker) -> WorkerKilled:
+        """Kill a worker, which is then started again as after any death. Raises: Rejected."""
+        for child in (child for role in KILLED for child in self._tiers[role]):
+            if child.instance_id == order.instance_id and child.kill():
+                self._output.say("local", f"killed {child.spec.name}, as asked at /ui", level="warning")
+                return WorkerKilled(name=child.spec.name)
+        raise Rejected(f"no worker {order.instance_id[:40]!r} runs here: it has just ended, or another machine runs it")
+
 
 class _Shown(logging.Handler):
     def __init__(self, output: Output) -> None:
@@ -69,10 +81,9 @@ class _Shown(logging.Handler):
         self._output.say("local", record.getMessage(), level=record.levelname.lower())
 
 
-async def answer_scaling(scaling: Scaling, nats_url: str, namespace: str, output: Output) -> None:
+async def answer_scaling(scaling: Scaling, nats_url: str, subject: str, output: Output) -> None:
     """Answer until cancelled; connect again whenever NATS fails."""
-    me = token_hex(4)
-    subject = f"{namespace}.local.{me}"
+    me = subject.rpartition(".")[2]
     logger = logging.getLogger("components")
     shown = _Shown(output)
     logger.addHandler(shown)

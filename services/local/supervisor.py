@@ -67,7 +67,7 @@ async def _serve(plan: Plan, supervision: Supervision) -> CannotStart:
         async with asyncio.TaskGroup() as tasks:
             others = (
                 tasks.create_task(_greet(children, plan, supervision.output)),
-                tasks.create_task(answer_scaling(scaling, backends[1], plan.settings.namespace, supervision.output)),
+                tasks.create_task(answer_scaling(scaling, backends[1], plan.subject, supervision.output)),
             )
             reason = await supervision.gave_up
             for task in others:

@@ -77,7 +77,7 @@ def test_a_setting_belongs_to_the_processes_that_use_it(settings: type[MeshSetti
     """`services.frontend --help` listed the times of transfers."""
     services = REPO / "services"
     shared = [services / "worker.py"] if issubclass(settings, WorkerSettings) else []
-    sources = [*(services / role_of(settings)).glob("*.py"), *(REPO / "components" / "http").glob("*.py"), *shared]
+    sources = [*(services / role_of(settings)).rglob("*.py"), *(REPO / "components" / "http").glob("*.py"), *shared]
     used = set(re.findall(r"\.(\w+)", "".join(path.read_text() for path in sources)))
     assert set(settings.model_fields) - set(MeshSettings.model_fields) - used == set()
 

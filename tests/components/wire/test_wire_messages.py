@@ -20,6 +20,7 @@ from components.wire.heartbeat import Heartbeat
 from components.wire.inspection import Candidate
 from components.wire.instances import InstanceRecord, KvEndpoint, dump_record, load_record
 from components.wire.layout import KvLayout
+from components.wire.load import LoadSample
 from components.wire.plans import RolePlan
 from components.wire.rooms import PagesOffered, RoomOk
 from components.wire.sampling import Constraint, SamplingParams
@@ -29,7 +30,18 @@ for module in pkgutil.iter_modules(components.wire.__path__):
     importlib.import_module(f"components.wire.{module.name}")
 
 NESTED = (
-    *(Candidate, Constraint, EmbeddingModel, KvEndpoint, KvLayout, LinkStatus, PageStatus, RolePlan, RoomStatus),
+    *(
+        Candidate,
+        Constraint,
+        EmbeddingModel,
+        KvEndpoint,
+        KvLayout,
+        LinkStatus,
+        LoadSample,
+        PageStatus,
+        RolePlan,
+        RoomStatus,
+    ),
     SamplingParams,
 )
 MESSAGES = sorted(codec._tags, key=lambda cls: cls.__name__)

@@ -2,7 +2,7 @@
 
 `fake_service.py [--http PORT] [habit …]`, habits: `hangs` on SIGTERM, `dies` right after "ready", `dies-early` before it,
 `is-misconfigured`, `breeds` a grandchild that would outlive it, `leaves-shm` a file in /dev/shm, `progresses` before it is
-ready, `drains` for 0.3 s when told to stop.
+ready, `drains` for 0.3 s when told to stop, `registers` with an instance id.
 """
 
 import http.server
@@ -69,7 +69,7 @@ def main(argv: list[str]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN if "hangs" in habits else lambda *_: sys.exit(0))
     if "drains" in habits:
         signal.signal(signal.SIGTERM, drain)
-    log("ready", **page)
+    log("ready", **page, **({"instance": f"id{os.getpid()}"} if "registers" in habits else {}))
     if "dies" in habits:
         sys.exit(3)
     while True:

@@ -171,6 +171,31 @@ def test_urls_can_be_connected_to(host: str, address: str) -> None:
     assert reachable(host) == address
 
 
+@pytest.mark.parametrize(
+    ("host", "may_kill"), [("127.0.0.1", True), ("localhost", True), ("::1", True), ("0.0.0.0", False)]
+)
+def test_only_a_frontend_on_loopback_may_have_workers_killed(
+    host: str, may_kill: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MESH_FRONTEND_HOST", host)
+    plan = Plan.read(ONE_EACH)
+    env = env_of(plan)
+    assert env["frontend-0"].get("MESH_FRONTEND_UI_CONTROL") == (plan.subject if may_kill else None)
+    assert not [name for name, of in env.items() if name != "frontend-0" and "MESH_FRONTEND_UI_CONTROL" in of]
+
+
+def test_the_control_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_FRONTEND_UI_CONTROL", "")
+    env = env_of(Plan.read(ONE_EACH))["frontend-0"]
+    assert env["MESH_FRONTEND_UI_CONTROL"] == ""
+
+
+def test_the_greeting_has_the_pages_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "  look:     http://127.0.0.1:8000/ui" in greeting(Plan.read(ONE_EACH), "m")
+    monkeypatch.setenv("MESH_FRONTEND_UI", "false")
+    assert not [line for line in greeting(Plan.read(ONE_EACH), "m") if "look:" in line]
+
+
 def test_children_send_their_spans_to_an_observer_with_a_secret_of_this_run() -> None:
     plan, spec = with_observer(Plan.read(ONE_EACH))
     assert spec is not None

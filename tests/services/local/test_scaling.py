@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from components.errors import MeshError, Rejected
-from components.messaging.bus import connect_bus
+from components.messaging.bus import Bus, connect_bus
 from components.planning.planner import Change
+from components.wire.plans import KillWorker, WorkerKilled
 from services.planner.connectors import LocalConnector
 from tests.conftest import RunService, ServiceProcess
 from tests.services.local.test_supervisor import alive, eventually, gone
@@ -72,6 +73,28 @@ def test_workers_come_and_go_one_at_a_time_and_names_are_never_used_again(mesh: 
     assert int(pids[1][1]) not in alive(process), "the one that left came back"
     assert {int(pids[0][1]), int(pids[2][1])} <= alive(process)
     assert process.terminate(5) == 0, process.logged()
+
+
+def test_a_worker_is_killed_by_its_instance_id_and_started_again(mesh: Callable[..., ServiceProcess]) -> None:
+    process = mesh("decode=registers")
+    facts = json.loads((process.log.parent / "state/local/running.json").read_text())
+
+    async def main() -> None:
+        async with connect_bus(facts["nats_url"], "test") as bus:
+            [subject] = await subjects(bus)
+            killed = await bus.call(f"{subject}.kill", KillWorker(instance_id=instance_id), WorkerKilled, timeout_s=5)
+            assert killed.name == "decode-0"
+            with pytest.raises(Rejected, match="no worker 'nobody' runs here"):
+                await bus.call(f"{subject}.kill", KillWorker(instance_id="nobody"), WorkerKilled, timeout_s=5)
+
+    async def subjects(bus: Bus) -> list[str]:
+        answer = await bus.client.request("$SRV.PING.kvmesh-local", timeout=5)
+        return [json.loads(answer.data)["metadata"]["subject"]]
+
+    [instance_id] = re.findall(r"decode-0\s+ready .*?instance=(\w+)", process.logged())
+    asyncio.run(main())
+    process.wait_for_log("decode-0     died (SIGKILL)")
+    eventually(lambda: len(re.findall(r"decode-0\s+ready", process.logged())) == 2, process.logged())
 
 
 def test_a_new_worker_that_cannot_start_is_given_up_and_the_mesh_stays(mesh: Callable[..., ServiceProcess]) -> None:

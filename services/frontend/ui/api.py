@@ -1,0 +1,126 @@
+"""The HTTP API of `/ui`. It needs the API key if keys are set; `services.frontend.gate` checks that.
+
+It is for the page alone, so it is not in /openapi.json and may change with the page.
+"""
+
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from components.errors import Rejected
+from components.telemetry.perfetto import trace_events
+from components.telemetry.trace_reader import TracesUnavailable
+from components.telemetry.trace_store import Span
+from services.frontend.ui.control import LocalControl, check_origin, is_from_this_machine
+from services.frontend.ui.feed import Feed
+from services.frontend.ui.load_history import LoadHistory
+from services.frontend.ui.page import PATHS, ROOT, serve_file
+from services.frontend.ui.traces import WHICH, Traces, span_fields
+
+API: Final = f"{ROOT}/api"
+MOST_BODY_BYTES: Final = 4096
+NO_STORE: Final = {"cache-control": "no-store"}
+
+
+@dataclass(frozen=True, slots=True)
+class Ui:
+    feed: Feed
+    history: LoadHistory
+    traces: Traces
+    control: LocalControl | None = None  # None: workers cannot be killed
+
+    def routes(self) -> list[Route]:
+        """Return the routes of the page and of its API."""
+        pages = [Route(path, _File(), methods=["GET"]) for path in sorted(PATHS)]
+        return [
+            *pages,
+            Route(f"{API}/about", self._about),
+            Route(f"{API}/feed", self._feed),
+            Route(f"{API}/requests", self._requests),
+            Route(f"{API}/traces/{{trace_id}}", self._trace),
+            Route(f"{API}/traces/{{trace_id}}/perfetto", self._perfetto),
+            Route(f"{API}/kill", self._kill, methods=["POST"]),
+        ]
+
+    async def _about(self, request: Request) -> Response:
+        """Return what this viewer may do."""
+        may_kill = self.control is not None and is_from_this_machine(request)
+        return JSONResponse({"may_kill": may_kill}, headers=NO_STORE)
+
+    async def _feed(self, _: Request) -> Response:
+        headers = {**NO_STORE, "x-accel-buffering": "no"}
+        return StreamingResponse(self.feed.watch(), media_type="text/event-stream", headers=headers)
+
+    async def _requests(self, request: Request) -> Response:
+        asked = request.query_params.get("which", "recent")
+        which = next((name for name in WHICH if name == asked), None)
+        if which is None:
+            raise Rejected(f"unknown list {asked[:20]!r}: give which={', '.join(WHICH)}", param="which")
+        try:
+            return JSONResponse(await self.traces.listed(which), headers=NO_STORE)
+        except TracesUnavailable as exc:
+            return _unavailable(exc)
+
+    async def _trace(self, request: Request) -> Response:
+        found = await self._spans(request)
+        if isinstance(found, Response):
+            return found
+        first = found[0]
+        body = {"trace_id": first.trace_id, "at": first.start_ns / 1e9, "spans": span_fields(found)}
+        return JSONResponse(body, headers=NO_STORE)
+
+    async def _perfetto(self, request: Request) -> Response:
+        """Return the trace as a file that ui.perfetto.dev opens."""
+        found = await self._spans(request)
+        if isinstance(found, Response):
+            return found
+        disposition = f'attachment; filename="kvmesh-{found[0].trace_id[:12]}.json"'
+        return JSONResponse(trace_events(found), headers={**NO_STORE, "content-disposition": disposition})
+
+    async def _spans(self, request: Request) -> list[Span] | Response:
+        """Return the spans of a trace, at least one, or why there are none."""
+        try:
+            spans = await self.traces.spans(request.path_params["trace_id"])
+        except TracesUnavailable as exc:
+            return _unavailable(exc)
+        return spans or _refusal(404, "no such trace: it was not kept, or newer ones have replaced it")
+
+    async def _kill(self, request: Request) -> Response:
+        if self.control is None:
+            raise Rejected("no services.local runs this mesh with a control for this page", code="no_control")
+        check_origin(request)
+        body = await _body(request)
+        try:
+            order = msgspec.json.decode(body, type=dict[str, str])
+            instance_id = order["instance"]
+        except (msgspec.DecodeError, KeyError) as exc:
+            raise Rejected('give {"instance": "<instance id of a worker>"}') from exc
+        return JSONResponse({"killed": await self.control.kill(instance_id)}, headers=NO_STORE)
+
+
+def _unavailable(exc: TracesUnavailable) -> Response:
+    return _refusal(503, exc.message)
+
+
+def _refusal(status: int, message: str) -> Response:
+    return JSONResponse({"error": {"message": message}}, status, headers=NO_STORE)
+
+
+class _File:
+    """Starlette passes the ASGI scope to an instance, and a Request to a function."""
+
+    async def __call__(self, *args: object) -> None:
+        await serve_file(*args)  # type: ignore[arg-type]
+
+
+async def _body(request: Request) -> bytes:
+    body = b""
+    async for part in request.stream():
+        body += part
+        if len(body) > MOST_BODY_BYTES:
+            raise Rejected("the body is too long")
+    return body

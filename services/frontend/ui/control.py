@@ -1,0 +1,51 @@
+"""Kill a worker of this machine from `/ui`, for a mesh that `services.local` runs.
+
+Only a browser on this machine may do so: its address is loopback, no proxy forwarded the request, its page is this server's,
+and a header is there that a plain form cannot send.
+"""
+
+from ipaddress import ip_address
+from typing import Final
+from urllib.parse import urlsplit
+
+from starlette.requests import Request
+
+from components.errors import Rejected
+from components.messaging.bus import Bus
+from components.wire.plans import KillWorker, WorkerKilled
+
+OWN_HEADER: Final = "x-kvmesh-ui"
+FORWARDED: Final = ("forwarded", "x-forwarded-for", "x-real-ip", "via")
+ANSWER_S: Final = 5.0
+
+
+class LocalControl:
+    def __init__(self, bus: Bus, subject: str) -> None:
+        """`subject`: of the `services.local` that runs this process."""
+        self._bus = bus
+        self._subject = subject
+
+    async def kill(self, instance_id: str) -> str:
+        """Return the killed worker's name, such as decode-0. Raises: MeshError."""
+        order = KillWorker(instance_id=instance_id)
+        return (await self._bus.call(f"{self._subject}.kill", order, WorkerKilled, timeout_s=ANSWER_S)).name
+
+
+def is_from_this_machine(request: Request) -> bool:
+    """Return whether the client is on this machine, as far as can be known."""
+    if request.client is None or any(name in request.headers for name in FORWARDED):
+        return False
+    try:
+        return ip_address(request.client.host).is_loopback
+    except ValueError:
+        return False
+
+
+def check_origin(request: Request) -> None:
+    """Raises: Rejected, if another machine or another site's page may have sent `request`."""
+    if not is_from_this_machine(request):
+        raise Rejected("workers can be killed from a browser on the mesh's own machine only", code="not_local")
+    origin = request.headers.get("origin")
+    is_own = origin is None or urlsplit(origin).netloc == request.headers.get("host")
+    if not is_own or OWN_HEADER not in request.headers:  # also of origins that --cors-origins allows elsewhere
+        raise Rejected("workers can be killed from the page at /ui only", code="not_local")

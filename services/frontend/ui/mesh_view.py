@@ -1,0 +1,185 @@
+"""The mesh as `/ui` shows it: instances with their load and state, and the links that move KV between them."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, NamedTuple
+
+from components.discovery.book import InstanceBook
+from components.messaging.liveness import Liveness
+from components.wire.heartbeat import Heartbeat
+from components.wire.instances import InstanceRecord, Role
+from components.wire.protocol import VERSION
+from components.wire.status import Status
+from services.frontend.operations import Seen
+from services.frontend.ui.feed import Fields, View
+
+ROLES: Final[tuple[Role, ...]] = ("frontend", "bootstrap", "prefill", "decode")
+WARMING_S: Final = 3.0  # a new instance may be without a heartbeat so long
+OLD_BEAT_S: Final = 1.5  # an older heartbeat is shown with its age
+MOST_BREAKERS: Final = 16  # shown of one instance
+
+
+class State(NamedTuple):
+    name: str
+    why: str = ""  # for people
+
+
+UP: Final = State("up")
+WARMING: Final = State("warming", "registered, and not heard yet")
+SILENT: Final = State("silent", "it does not answer, or its engine stands still")
+
+
+@dataclass(slots=True)
+class Reports:
+    """What instances have answered lately."""
+
+    prefills: Seen | None = None  # the last roll call
+    statuses: dict[str, Status] = field(default_factory=dict)  # by instance id
+    unanswered: dict[str, int] = field(default_factory=dict)  # by instance id: status calls in a row
+
+
+class MeshView:
+    def __init__(
+        self,
+        book: InstanceBook,
+        decodes: Liveness,
+        reports: Reports,
+        about: Fields,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """`about`: facts that do not change, such as the namespace."""
+        self._book = book
+        self._decodes = decodes
+        self._reports = reports
+        self._about = about
+        self._clock = clock
+
+    def look(self, samples: Sequence[Fields] = ()) -> View:
+        records = [record for role in ROLES for record in self._book.of_role(role)]
+        known = {record.instance_id: record for record in records}
+        ages_s = self._decodes.ages_s()
+        instances = {r.instance_id: self._instance(r, ages_s.get(r.instance_id, 0.0)) for r in records}
+        return View(instances, self._links(known), self._about, tuple(samples))
+
+    def _instance(self, record: InstanceRecord, silent_s: float) -> dict[str, Any]:
+        beat = self._beat(record)
+        status = self._reports.statuses.get(record.instance_id)
+        state = self._state(record, beat)
+        shown: dict[str, Any] = {
+            "role": record.role,
+            "state": state.name,
+            "host": record.host,
+            "pid": record.pid,
+            "started": record.started_unix_ms // 1000,
+            "model": record.model,
+            "metrics": record.metrics or record.http,
+        }
+        if state.why:
+            shown["why"] = state.why
+        if record.role == "frontend":
+            shown["url"] = record.http
+        if beat is not None:
+            shown |= _load(beat)
+        if silent_s > OLD_BEAT_S:
+            shown["beat_age"] = round(silent_s)
+        if status is not None and status.epoch in ("", record.epoch):
+            shown |= _reported(status, with_load=beat is None)
+        return shown
+
+    def _beat(self, record: InstanceRecord) -> Heartbeat | None:
+        if record.role == "decode":
+            return self._decodes.last_heartbeat(record.instance_id)
+        if record.role == "prefill" and self._reports.prefills is not None:
+            return self._reports.prefills.last_heartbeat(record.instance_id)
+        return None
+
+    def _state(self, record: InstanceRecord, beat: Heartbeat | None) -> State:
+        status = self._reports.statuses.get(record.instance_id)
+        if not record.is_understood:
+            return State("foreign", "it speaks another protocol: update it, or this frontend")
+        if (beat is not None and beat.draining) or (status is not None and status.draining):
+            return State("draining", "it finishes its requests and takes no new ones")
+        if record.role == "decode":
+            return self._decode_state(record.instance_id, beat)
+        if record.role == "prefill":
+            is_new = self._clock() - record.started_unix_ms / 1000 < WARMING_S
+            seen = self._reports.prefills
+            if seen is None or (is_new and beat is None):
+                return WARMING
+            return SILENT if seen.is_lost(record.instance_id) else UP
+        return SILENT if self._reports.unanswered.get(record.instance_id, 0) > 1 else UP
+
+    def _decode_state(self, instance_id: str, beat: Heartbeat | None) -> State:
+        if self._decodes.is_lost(instance_id):
+            return SILENT
+        if beat is None:
+            return WARMING
+        return UP if self._decodes.is_usable(instance_id) else State("late", "no heartbeat or step for a second")
+
+    def _links(self, known: Mapping[str, InstanceRecord]) -> dict[str, Fields]:
+        """By "prefill>decode". Both ends count a transfer: prefill's figures win, as it writes."""
+        links: dict[str, Fields] = {}
+        for instance_id, status in self._reports.statuses.items():
+            record = known.get(instance_id)
+            if record is None or record.role not in ("prefill", "decode"):
+                continue
+            for link in status.links:
+                if link.peer not in known:
+                    continue
+                is_sender = record.role == "prefill"
+                ends = (instance_id, link.peer) if is_sender else (link.peer, instance_id)
+                key = ">".join(ends)
+                mine: Fields = {
+                    "from": ends[0],
+                    "to": ends[1],
+                    "transfers": link.transfers,
+                    "failures": link.failures,
+                    "bytes": link.bytes,
+                    "bytes_per_s": round(link.bytes_per_s),
+                    "seconds": round(link.seconds, 3),
+                }
+                if is_sender or key not in links:
+                    links[key] = mine
+        return links
+
+
+def _load(beat: Heartbeat) -> dict[str, Any]:
+    return {
+        "running": beat.num_running,
+        "waiting": beat.num_waiting,
+        "reserved": beat.num_reserved,
+        "finished_held": beat.num_held,
+        "free": beat.free_pages,
+        "cached": beat.cached_pages,
+        "held": beat.held_pages,
+        "total": beat.total_pages,
+        "queued_tokens": beat.queued_tokens,
+        "accepted": beat.accepted,
+    }
+
+
+def _reported(status: Status, *, with_load: bool) -> dict[str, Any]:
+    shown: dict[str, Any] = {
+        "tps": round(status.tokens_per_s, 1),
+        "rooms": status.num_rooms,
+        "queues": {name: count for name, count in status.queues.items() if count},
+        "oldest": {name: round(age, 1) for name, age in status.oldest_queued_s.items() if age >= 0.1},
+        "lag_ms": round(1000 * status.event_loop_lag_s),
+        "etcd_age": round(status.etcd_contact_age_s),
+        "nats_age": round(status.nats_contact_age_s),
+        "version": status.version,
+        "layout": status.layout,
+        "kv": " ".join(filter(None, (status.kv_transfer, status.kv_transport))),
+    }
+    if status.pages is not None:
+        shown["exposed"] = status.pages.exposed
+    if with_load:
+        shown |= {"running": status.running, "waiting": status.waiting}
+    if open_breakers := {i: state for i, state in status.breakers.items() if state != "closed"}:
+        shown["breakers"] = dict(sorted(open_breakers.items())[:MOST_BREAKERS])
+    return {name: value for name, value in shown.items() if value not in ("", {})}
+
+
+def about_mesh(namespace: str, model: str, instance_id: str) -> Fields:
+    return {"namespace": namespace, "model": model, "frontend": instance_id, "version": VERSION}

@@ -1,0 +1,75 @@
+"""The parts of `/ui`, and the tasks behind it."""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from components.aio import background
+from components.discovery.book import InstanceBook
+from components.messaging.bus import Bus
+from components.messaging.liveness import Liveness
+from components.messaging.roll_call import RollCall
+from services.frontend.config import FrontendSettings
+from services.frontend.ui.api import Ui
+from services.frontend.ui.control import LocalControl
+from services.frontend.ui.feed import Feed
+from services.frontend.ui.load_history import LoadHistory
+from services.frontend.ui.mesh_load import MeshLoad
+from services.frontend.ui.mesh_view import MeshView, Reports, about_mesh
+from services.frontend.ui.status_poll import StatusPoll
+from services.frontend.ui.traces import Traces
+
+log = logging.getLogger(__name__)
+
+RETRY_S: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class MeshSources:
+    """Where the page's picture of the mesh comes from."""
+
+    me: str  # instance id of this frontend
+    model: str
+    bus: Bus
+    book: InstanceBook
+    decodes: Liveness
+    prefills: RollCall
+
+
+def make_ui(settings: FrontendSettings, sources: MeshSources, is_over: Callable[[], bool]) -> tuple[Ui, StatusPoll]:
+    """Return the page and what asks the mesh for it. When `is_over`, the live feeds end."""
+    history, reports = LoadHistory(), Reports()
+    load = MeshLoad(history)
+    about = about_mesh(settings.namespace, sources.model, sources.me)
+    view = MeshView(sources.book, sources.decodes, reports, about)
+    poll = StatusPoll(sources.me, sources.bus, sources.book, sources.prefills, reports=reports, load=load)
+    ui = Ui(
+        Feed(lambda: view.look(load.samples()), is_over),
+        history,
+        Traces(settings, shows_content=settings.ui_content),
+        LocalControl(sources.bus, settings.ui_control) if settings.ui_control else None,
+    )
+    return ui, poll
+
+
+@asynccontextmanager
+async def run_ui(ui: Ui, poll: StatusPoll) -> AsyncIterator[None]:
+    async with (
+        background(_kept_running(ui.feed.run), "ui-feed"),
+        background(_kept_running(ui.history.run), "ui-history"),
+        background(_kept_running(lambda: poll.run(ui.feed)), "ui-status"),
+    ):
+        yield
+
+
+async def _kept_running(work: Callable[[], Awaitable[None]]) -> None:
+    """Start `work` again after an error: a fault of the page must not end the frontend."""
+    while True:
+        try:
+            await work()
+        except Exception:
+            log.exception("the page at /ui has a fault")
+        await asyncio.sleep(RETRY_S)

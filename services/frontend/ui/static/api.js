@@ -1,0 +1,74 @@
+// Requests to this frontend, with the API key if one was given. The key lives as long as this tab.
+
+const KEY = "kvmesh.key";
+let onRefused = () => {};
+
+export const apiKey = () => sessionStorage.getItem(KEY) || "";
+
+export function setApiKey(key) {
+  if (key) sessionStorage.setItem(KEY, key);
+  else sessionStorage.removeItem(KEY);
+}
+
+// Called with a message when the server wants a key.
+export function whenRefused(callback) {
+  onRefused = callback;
+}
+
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+export async function call(path, options = {}) {
+  const headers = { ...options.headers };
+  if (apiKey()) headers.authorization = `Bearer ${apiKey()}`;
+  const answer = await fetch(path, { ...options, headers, credentials: "omit" });
+  if (answer.ok) return answer;
+  const message = await messageOf(answer);
+  if (answer.status === 401) onRefused(apiKey() ? "This key is not accepted." : "");
+  throw new ApiError(answer.status, message);
+}
+
+export async function callJson(path, options) {
+  return (await call(path, options)).json();
+}
+
+async function messageOf(answer) {
+  try {
+    return (await answer.json()).error.message;
+  } catch {
+    return `${answer.status} ${answer.statusText}`.trim();
+  }
+}
+
+// Server-sent events of an answer: [event, data] pairs.
+export async function* events(answer) {
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let text = "";
+  while (true) {
+    const { value, done } = await reader.read();
+    if (done) return;
+    text += value;
+    let end = text.indexOf("\n\n");
+    let from = 0;
+    while (end >= 0) {
+      yield parsed(text.slice(from, end));
+      from = end + 2;
+      end = text.indexOf("\n\n", from);
+    }
+    text = text.slice(from);
+  }
+}
+
+function parsed(block) {
+  let event = "message";
+  let data = "";
+  for (const line of block.split("\n")) {
+    if (line.startsWith("event: ")) event = line.slice(7);
+    else if (line.startsWith("data: ")) data += line.slice(6);
+  }
+  return [event, data];
+}

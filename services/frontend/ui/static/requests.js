@@ -1,0 +1,117 @@
+// Requests: recent, slow, failed; and the trace of one.
+import { useEffect, useState } from "preact/hooks";
+import { callJson } from "./api.js";
+import { clock, ms } from "./format.js";
+import { html } from "./html.js";
+import { Waterfall } from "./waterfall.js";
+
+const LISTS = [
+  ["recent", "Recent"],
+  ["slow", "Slow"],
+  ["failed", "Failed"],
+];
+const EVERY_MS = 2000;
+const NONE = {
+  recent: "No request has been traced yet. Send one, for example under Chat.",
+  slow: "No slow request is kept.",
+  failed: "No failed request is kept.",
+};
+
+function usePolled(path, everyMs) {
+  const [found, setFound] = useState({ data: null, fault: "" });
+  useEffect(() => {
+    let timer = 0;
+    const stop = new AbortController();
+    const ask = async () => {
+      try {
+        if (!document.hidden) setFound({ data: await callJson(path, { signal: stop.signal }), fault: "" });
+      } catch (error) {
+        if (stop.signal.aborted) return;
+        setFound((was) => ({ ...was, fault: error.message }));
+      }
+      if (!stop.signal.aborted) timer = setTimeout(ask, everyMs);
+    };
+    setFound({ data: null, fault: "" });
+    ask();
+    return () => {
+      stop.abort();
+      clearTimeout(timer);
+    };
+  }, [path]);
+  return found;
+}
+
+// A request without its first span has not ended: that span is written last.
+function Row({ trace, isSelected }) {
+  const name = trace.request_id ? trace.name : "in progress";
+  const instances = [trace.prefill_ids.join(", ") || "–", trace.decode_ids.join(" → ") || "–"];
+  return html`<tr class=${`${trace.status} ${isSelected ? "selected" : ""}`}>
+    <td class="time"><a href=${`#/requests/${trace.trace_id}`} aria-current=${isSelected ? "true" : null}
+      aria-label=${`${name} at ${clock(trace.started_unix_s)}, ${trace.status}`}>${clock(trace.started_unix_s)}</a></td>
+    <td class="request">${name}<span class="tags">
+      ${trace.moved && html`<em class="moved">moved</em>`}${trace.slow && html`<em class="slow">slow</em>`}
+      ${trace.status !== "ok" && html`<em class=${trace.status}>${trace.status === "error" ? trace.error || "failed" : trace.status}</em>`}
+    </span></td>
+    <td class="n ttft" data-label="TTFT">${ms(trace.ttft_s)}</td>
+    <td class="n total" data-label="total">${trace.request_id ? ms(trace.duration_s) : "–"}</td>
+    <td class="id prefill" data-label="prefill">${instances[0]}</td>
+    <td class="id decode" data-label="decode">${instances[1]}</td>
+  </tr>`;
+}
+
+function useTrace(id) {
+  const [found, setFound] = useState({ id: "", trace: null, fault: "" });
+  useEffect(() => {
+    if (!id) return undefined;
+    let isCurrent = true;
+    callJson(`ui/api/traces/${encodeURIComponent(id)}`).then(
+      (trace) => isCurrent && setFound({ id, trace, fault: "" }),
+      (error) => isCurrent && setFound({ id, trace: null, fault: error.message }),
+    );
+    return () => {
+      isCurrent = false;
+    };
+  }, [id]);
+  return found.id === id ? found : { trace: null, fault: "" };
+}
+
+export function Requests({ selected }) {
+  const [which, setWhich] = useState("recent");
+  const { data, fault } = usePolled(`ui/api/requests?which=${which}`, EVERY_MS);
+  const opened = useTrace(selected);
+  return html`<div class=${`requests ${selected ? "with-trace" : ""}`}>
+    <section class="list" aria-label="Requests">
+      <div class="bar-of-lists">
+        <h1>Requests</h1>
+        <div role="group" aria-label="Which requests" class="switch">
+          ${LISTS.map(
+            ([name, title]) =>
+              html`<button key=${name} aria-pressed=${which === name} onClick=${() => setWhich(name)}>${title}</button>`,
+          )}
+        </div>
+        ${data && html`<span class="soft" title=${data.place}>${data.traces.length} kept traces</span>`}
+      </div>
+      ${fault && html`<p class="fault" role="alert">${fault}</p>`}
+      ${data && data.traces.length === 0 && html`<p class="none">${NONE[which]}</p>`}
+      ${data &&
+      data.traces.length > 0 &&
+      html`<table class="traces">
+        <thead>
+          <tr>
+            <th scope="col">began</th><th scope="col">request</th><th scope="col" class="n">TTFT</th>
+            <th scope="col" class="n">total</th><th scope="col">prefill</th><th scope="col">decode</th>
+          </tr>
+        </thead>
+        <tbody>
+          ${data.traces.map((trace) => html`<${Row} key=${trace.trace_id} trace=${trace} isSelected=${trace.trace_id === selected} />`)}
+        </tbody>
+      </table>`}
+    </section>
+    ${selected &&
+    html`<section class="one" aria-label="Trace">
+      <a class="back" href="#/requests">← All requests</a>
+      ${opened.fault && html`<p class="fault" role="alert">${opened.fault}</p>`}
+      ${opened.trace && html`<${Waterfall} key=${selected} trace=${opened.trace} />`}
+    </section>`}
+  </div>`;
+}

@@ -1,0 +1,118 @@
+"""Traces for `/ui`: lists of requests and the spans of one, without clients' data unless it is opted in."""
+
+import asyncio
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Literal, get_args
+
+from components.settings import MeshSettings
+from components.telemetry.trace_reader import TraceReader, fields_of, open_trace_reader
+from components.telemetry.trace_store import Span
+
+Which = Literal["recent", "slow", "failed"]
+WHICH: Final[tuple[Which, ...]] = get_args(Which)
+LISTED: Final = 100
+LIST_KEPT_S: Final = 1.0  # a list is read once a second, however many viewers there are
+# Attributes without a client's data. Others are shown only if that is opted in.
+SHOWN: Final = (
+    "kvmesh.",
+    "gen_ai.operation.",
+    "gen_ai.usage.",
+    "gen_ai.response.",
+    "gen_ai.request.model",
+    "gen_ai.request.max_tokens",
+    "gen_ai.request.temperature",
+    "gen_ai.request.top_p",
+    "gen_ai.request.choice.count",
+    "gen_ai.request.seed",
+    "error.type",
+    "http.response.",
+    "messaging.",
+)
+QUOTED: Final = re.compile(r"'[^']*'|\"[^\"]*\"")
+
+
+class Traces:
+    def __init__(
+        self, settings: MeshSettings, *, shows_content: bool = False, reader: TraceReader | None = None
+    ) -> None:
+        """`reader`: None opens the one that the settings name, at the first use."""
+        self._settings = settings
+        self._shows_content = shows_content
+        self._reader = reader
+        self._lists: dict[Which, tuple[float, dict[str, Any]]] = {}
+        self._turn = asyncio.Lock()
+
+    async def listed(self, which: Which) -> Mapping[str, Any]:
+        """Return summaries of requests, the latest first. Raises: TracesUnavailable."""
+        async with self._turn:
+            at_s, found = self._lists.get(which, (-LIST_KEPT_S, {}))
+            if time.monotonic() - at_s >= LIST_KEPT_S:
+                reader = await self._open()
+                summaries = await asyncio.to_thread(getattr(reader, which), LISTED)
+                traces = [{**fields_of(summary), "error": self._message(summary.error)} for summary in summaries]
+                found = {"place": reader.place, "traces": traces}
+                self._lists[which] = time.monotonic(), found
+            return found
+
+    async def spans(self, trace_id: str) -> list[Span]:
+        """Return the spans of a trace by start time; none if there is no such trace. Raises: TracesUnavailable."""
+        async with self._turn:
+            reader = await self._open()
+        return [self.shown(span) for span in await asyncio.to_thread(reader.spans, trace_id)]
+
+    def shown(self, span: Span) -> Span:
+        """Return `span` without what clients sent, unless that is opted in."""
+        if self._shows_content:
+            return span
+        events = tuple(type(event)(event.name, event.at_ns, self._facts(event.attributes)) for event in span.events)
+        attributes = {name: value for name, value in span.attributes.items() if name.startswith(SHOWN)}
+        return Span(
+            span.trace_id,
+            span.span_id,
+            span.parent_id,
+            span.service,
+            span.name,
+            span.start_ns,
+            span.end_ns,
+            span.status,
+            attributes,
+            self._message(span.error),
+            events,
+        )
+
+    def _facts(self, attributes: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: self._message(value) if isinstance(value, str) else value for name, value in attributes.items()}
+
+    def _message(self, text: str) -> str:
+        """Return an error message, which may quote what a client sent."""
+        return text if self._shows_content else QUOTED.sub("'…'", text)
+
+    async def _open(self) -> TraceReader:
+        if self._reader is None:
+            self._reader = await asyncio.to_thread(open_trace_reader, self._settings)
+        return self._reader
+
+
+def span_fields(spans: Sequence[Span]) -> list[dict[str, Any]]:
+    """As JSON. Times are microseconds since the first span's start: JavaScript has no integers of 64 bits."""
+    if not spans:
+        return []
+    zero_ns = min(span.start_ns for span in spans)
+    return [
+        {
+            "id": span.span_id,
+            "parent": span.parent_id,
+            "service": span.service,
+            "name": span.name,
+            "start_us": (span.start_ns - zero_ns) / 1000,
+            "end_us": (span.end_ns - zero_ns) / 1000,
+            "error": span.error or ("failed" if span.status == "ERROR" else ""),
+            "attributes": span.attributes,
+            "events": [
+                {"name": e.name, "at_us": (e.at_ns - zero_ns) / 1000, "attributes": e.attributes} for e in span.events
+            ],
+        }
+        for span in spans
+    ]
