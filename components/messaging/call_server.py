@@ -23,12 +23,12 @@ from components.messaging.bus import Bus, nats_errors
 from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import BAD_TRACEPARENT, Refusals
 from components.telemetry.spans import trace_context, tracer
+from components.version import VERSION
 from components.wire.codec import Dated, Struct, UnknownMessage, pack, unpack
 from components.wire.refused import refusal
 
 log = logging.getLogger(__name__)
 
-VERSION: Final = "0.1.0"
 STOP_S: Final = 2.0  # for NATS to process our leaving
 KEPT_S: Final = 30.0  # answers, for repeated calls
 KEPT_BYTES: Final = 32 << 20  # of all kept answers

@@ -17,7 +17,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from components.anthropic.messages import CountRequest, MessageObject, MessagesRequest, TokenCountAnswer
 from components.errors import MeshError
-from components.messaging.call_server import VERSION
 from components.openai.chat import ChatCompletion, ChatRequest
 from components.openai.completions import Completion, CompletionRequest
 from components.openai.embeddings import EmbeddingList, EmbeddingRequest
@@ -30,6 +29,7 @@ from components.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, 
 from components.structured.checker import ConstraintChecker
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
+from components.version import VERSION
 from services.frontend.admission import Admission
 from services.frontend.config import FrontendSettings
 from services.frontend.dialects.chat import ChatDialect

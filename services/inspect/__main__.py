@@ -17,6 +17,7 @@ from rich.console import Console
 
 from components.discovery.etcd import endpoints
 from components.local_mesh import beside_local_mesh
+from components.program import program
 from components.settings import MeshSettings
 from components.telemetry.trace_store import FILE_NAME, TraceStore
 from components.urls import without_password
@@ -188,4 +189,5 @@ def _readable(home: Path) -> Iterator[None]:
 
 if __name__ == "__main__":
     # The other commands of kvmesh have a longer help; here every option is in the help.
-    app(["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]])
+    arguments = ["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]]
+    app(arguments, prog_name=program("python -m services.inspect"))
