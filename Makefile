@@ -52,7 +52,7 @@ check: $(SETUP)  ## format, lint, strict types, direction of imports
 	@$(BIN)/python -m pytest -q tests/test_import_direction.py
 
 docs: $(SETUP)  ## the documentation as a site, in build/site; a link to nowhere is an error
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict -f docs/site/mkdocs.yml
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/site/mkdocs.yml
 
 dist: $(SETUP)  ## sdist and wheel, in dist/
 	@rm -rf dist

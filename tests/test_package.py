@@ -69,7 +69,8 @@ class Installed(NamedTuple):
 
     def environ(self) -> dict[str, str]:
         left_out = ("MESH_", "PYTHON", "COV_")
-        return {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+        env = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+        return {**env, "PATH": f"{sysconfig.get_path('scripts')}:{env['PATH']}"}  # nats-server is there
 
 
 @pytest.fixture(scope="module")
