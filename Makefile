@@ -66,7 +66,7 @@ clean:  ## remove the virtual environment and tool caches
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
-	  { echo "kvmesh needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1 || true). Try: make PYTHON=python3.12" >&2; exit 1; }
+	  { echo "kvmesh needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1 || true). Try: make up PYTHON=python3.12" >&2; exit 1; }
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "$(PYTHON) cannot make a virtual environment; on Debian: apt install python3-venv" >&2; exit 1; }

@@ -12,7 +12,7 @@ BLOCK: Final = re.compile(r"^```(\w*)\n(.*?)^```$|((?:^    [^\n]*\n|^[ ]*\n)+)",
 PROMPT: Final = "$ "
 SHELL: Final = ("", "bash", "sh", "console", "shell")
 ASSIGNMENT: Final = re.compile(r"[A-Z]\w*=")
-PLACEHOLDER: Final = re.compile(r"…|\.\.\. |<\w+>")
+PLACEHOLDER: Final = re.compile(r"…|\.\.\. |<\w+>")  # of a command that is a form
 
 
 class Command(NamedTuple):

@@ -9,6 +9,7 @@ import io
 import re
 import shlex
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from importlib import import_module
@@ -26,7 +27,7 @@ from components.settings_help import HELP, settings_in
 from components.version import VERSION
 from services.command.__main__ import COMMANDS, app
 from services.local.options import adapters, assigned, device_settings, settable
-from tests.docs.pages import PAGES, REPO, Command, commands
+from tests.docs.pages import PAGES, PLACEHOLDER, REPO, Command, commands
 
 MAKEFILE: Final = (REPO / "Makefile").read_text()
 COMPOSE_OPTIONS: Final = {"--build", "--wait", "--detach", "--no-deps", "--no-recreate", "--profile", "--scale"}
@@ -38,6 +39,10 @@ FOREIGN: Final = {  # options of other programs that the pages name
     "--vllm-as-shipped",  # bench.peers, made from a function
 }
 SECRETS: Final = {"MESH_FRONTEND_API_KEYS"}  # no option, so not in a help text
+COMPLETE_ENOUGH: Final = (
+    "MissingParameter",
+    "NoArgsIsHelpError",
+)  # a text may name a command without all that it needs
 INLINE: Final = re.compile(r"`([^`\n]+)`")
 
 
@@ -91,6 +96,8 @@ def parse(command: Any, arguments: Sequence[str]) -> dict[str, Any]:
     except (typer.Exit, SystemExit):
         return {}  # --help, --version
     except Exception as exc:
+        if type(exc).__name__ in COMPLETE_ENOUGH:
+            return {}
         raise Wrong(f"{arguments}: {getattr(exc, 'message', exc)}") from exc
     parameters: dict[str, Any] = context.params
     return parameters
@@ -138,7 +145,7 @@ def check_make(arguments: Sequence[str]) -> None:
 
 
 def check_python(arguments: Sequence[str]) -> None:
-    must(arguments[:1] == ["-m"], f"python {arguments}: only modules are run")
+    must(arguments[:1] == ["-m"] and len(arguments) > 1, f"python {arguments}: only modules are run")
     if arguments[1] not in sys.stdlib_module_names:
         check_module(arguments[1], arguments[2:])
 
@@ -177,10 +184,13 @@ def check_docker(arguments: Sequence[str]) -> None:
 
 
 def check_pip(arguments: Sequence[str]) -> None:
-    """What is installed is ours, or pinned in deploy/."""
+    """What is installed is our wheel, with or without an extra, or pinned in deploy/."""
     pins = (REPO / "deploy/model-requirements.txt").read_text()
+    extras = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     for word in (word for word in arguments if not word.startswith("-") and word != "install"):
-        must(word.startswith((f"kvmesh-{VERSION}-", ".[")) or word in pins, f"pip install {word}")
+        extra = re.fullmatch(r"(?:kvmesh|\.)\[(\w+)\]", word)
+        ours = extra[1] in extras if extra else word.startswith(f"kvmesh-{VERSION}-")
+        must(ours or word in pins, f"pip install {word}")
 
 
 def nothing(_: Sequence[str]) -> None:
@@ -216,19 +226,18 @@ def faults(text: str) -> Iterator[str]:
 
 
 def inline_commands(text: str) -> Iterator[Command]:
-    """Commands between backticks, `bench.NAME` among them. What is in brackets may be left out; those with "…" are."""
+    """Commands between backticks, `bench.NAME` among them, but none with a placeholder. [Brackets] are removed."""
     names = {name for name, _ in benchmarks()}
     for code in INLINE.findall(text):
         first, _, rest = code.partition(" ")
-        if "…" in code or (not rest and first not in CHECKS):
+        if first.startswith("bench.") and first.removeprefix("bench.") in names:
+            line = f"python -m {code}"
+        elif first in CHECKS and rest:
+            line = code
+        else:
             continue
-        if first.removeprefix("bench.") in names and first.startswith("bench."):
-            code = f"python -m {code}"
-        elif first not in CHECKS:
-            continue
-        with contextlib.suppress(ValueError):  # a shell's quotation that ends elsewhere
-            if words := shlex.split(re.sub(r"\[(.*?)\]", r"\1", code)):
-                yield Command({}, words)
+        if not PLACEHOLDER.search(line):
+            yield Command({}, shlex.split(re.sub(r"(?<= )\[(.*?)\]", r"\1", line)))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -252,7 +261,7 @@ def test_the_pages_have_commands_of_each_kind() -> None:
         "make up ARGS='--nothing 1'",
         "make up ARGS='--port 99999'",
         "make up ARGS='--set decode.nothing=1'",
-        "make up ARGS='--device tpu'",
+        "make up ARGS='--device both=cuda'",
         "python -m services.nothing",
         "python -m services.inspect nothing",
         "python -m services.inspect trace last --nothing",
