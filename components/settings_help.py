@@ -10,6 +10,8 @@ from typing import Any, Final, Literal, NamedTuple, get_args, get_origin
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings
 
+from components.program import program
+
 HELP_ALL: Final = "--help-all"
 HELP: Final = ("--help", "-h", HELP_ALL)
 OFTEN: Final = frozenset({
@@ -42,7 +44,8 @@ def help_text(settings: type[BaseSettings], shared: frozenset[str], *, everythin
     role = role_of(settings)
     listed = list(settings_in(settings))
     shown = [s for s in listed if everything or s.path in OFTEN]
-    lines = [f"usage: {settings.model_config.get('cli_prog_name')} [--SETTING VALUE ...]", ""]
+    typed = program(str(settings.model_config.get("cli_prog_name")))
+    lines = [f"usage: {typed} [--SETTING VALUE ...]", ""]
     lines += [*textwrap.wrap(settings.__doc__ or "", columns()), ""]
     lines += [*textwrap.wrap(_about_variables(role), columns()), ""]
     for setting in shown:

@@ -24,8 +24,8 @@ from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import BAD_TRACEPARENT, Refusals
 from components.telemetry.request_ids import request_id
 from components.telemetry.spans import trace_context, tracer
+from components.version import VERSION
 from components.wire.codec import Dated, Struct, UnknownMessage, pack, unpack
-from components.wire.protocol import VERSION
 from components.wire.refused import refusal
 
 log = logging.getLogger(__name__)

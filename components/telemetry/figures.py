@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from components.lifecycle import Lifecycle, S
 from components.telemetry.links import Links
 from components.telemetry.recent import LoopProbe
-from components.wire.protocol import VERSION
+from components.version import VERSION
 from components.wire.status import PageStatus, RoomStatus, Status
 
 MAX_ROOMS: Final = 200  # in a status

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 
 from components.telemetry.figures import Figures
 from components.telemetry.on_demand import ByLabel, OnDemand
-from components.wire.protocol import VERSION
+from components.version import VERSION
 
 LAG_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 BREAKER_STATES: Final = ("closed", "open", "half_open")

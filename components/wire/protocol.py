@@ -6,7 +6,6 @@ older form. A field with a default changes neither.
 
 from typing import Final
 
-VERSION: Final = "0.1.0"  # of the package
 PROTOCOL: Final = 3
 OLDEST: Final = 3  # earlier requests have other sampling parameters
 UNNAMED: Final = 1  # of records without a version

@@ -32,7 +32,7 @@ from components.telemetry.figures import Figures
 from components.telemetry.metrics_page import metrics_response
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
-from components.wire.protocol import VERSION
+from components.version import VERSION
 from services.frontend.admission import Admission
 from services.frontend.config import FrontendSettings
 from services.frontend.dialects.chat import ChatDialect

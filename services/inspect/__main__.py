@@ -16,6 +16,7 @@ from rich.console import Console
 
 from components.discovery.etcd import endpoints
 from components.local_mesh import beside_local_mesh
+from components.program import program
 from components.settings import MeshSettings
 from components.urls import without_password
 from components.wire.control import Control, LogLevel, Work
@@ -314,4 +315,5 @@ def _run(work: Coroutine[Any, Any, R]) -> R:
 
 if __name__ == "__main__":
     # The other commands of kvmesh have a longer help; here every option is in the help.
-    app(["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]])
+    arguments = ["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]]
+    app(arguments, prog_name=program("python -m services.inspect"))

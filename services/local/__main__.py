@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from components.program import program
 from components.settings_help import columns
 from services.local.child_process import CannotStart
 from services.local.options import adapters, assigned, device_settings, setting_lines
@@ -110,4 +111,4 @@ def main(
 
 
 if __name__ == "__main__":
-    app(prog_name="python -m services.local")
+    app(prog_name=program("python -m services.local"))

@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import shlex
+import shutil
 import sys
 import time
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from types import MappingProxyType
 from typing import Final
 from urllib.parse import urlsplit
 
+from components.program import program
 from components.settings import MeshSettings
 from services.local.children import Child
 from services.local.output import Output
@@ -56,7 +58,7 @@ def _models(page: str) -> list[str]:
 def greeting(plan: Plan, model: str, pages: Mapping[str, str] = NO_PAGES) -> list[str]:
     """Lines to print. `pages` are metrics URLs by child."""
     frontends = plan.counts["frontend"] if plan.shared else 1
-    inspect = [_python(), "-m", "services.inspect"]
+    inspect = _command("inspect")
     state_dir: list[str] = []
     if plan.settings.state_dir != MeshSettings.model_fields["state_dir"].default:
         state_dir = ["--state-dir", str(plan.settings.home)]
@@ -89,7 +91,7 @@ def _planner(plan: Plan, state_dir: list[str]) -> list[str]:
     if not plan.counts["prefill"]:
         return []
     ranges = [f"--{role}={plan.counts[role]}..{plan.counts[role] + 1}" for role in ("prefill", "decode")]
-    command = [_python(), "-m", "services.planner", "--connector", "local", *ranges, *state_dir]
+    command = [*_command("planner"), "--connector", "local", *ranges, *state_dir]
     return [f"  planner:  {shlex.join(command)}"]
 
 
@@ -99,7 +101,15 @@ def _metrics(pages: Mapping[str, str]) -> list[str]:
     return [f"  {'metrics:' if not number else '':<10}{line}" for number, line in enumerate(lines)]
 
 
-def _python() -> str:
-    """Relative to the working directory if possible, like .venv/bin/python."""
-    here, path = Path.cwd(), Path(sys.executable)
+def _command(name: str) -> list[str]:
+    """Start `name` as this mesh was started. Paths are relative to the working directory if possible."""
+    python = Path(sys.executable)
+    if program(""):
+        kvmesh = python.with_name("kvmesh")
+        return ["kvmesh" if shutil.which("kvmesh") == str(kvmesh) else _shown(kvmesh), name]
+    return [_shown(python), "-m", f"services.{name}"]
+
+
+def _shown(path: Path) -> str:
+    here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

@@ -117,6 +117,8 @@ class Server:
             return False
 
     def _last_lines(self) -> str:
+        if not self.log_file.exists():  # no process was started
+            return ""
         lines = self.log_file.read_text(errors="replace").splitlines()
         return "\n  ".join([*lines[-5:], f"(whole log: {self.log_file})"])
 

