@@ -22,7 +22,7 @@ import typer
 import yaml
 
 from bench.__main__ import benchmarks
-from components.settings import WITH_SETTINGS, MeshSettings
+from components.settings import SHARED, WITH_SETTINGS, MeshSettings
 from components.settings_help import HELP, settings_in
 from components.version import VERSION
 from services.command.__main__ import COMMANDS, app
@@ -63,7 +63,7 @@ def settings_of(role: str) -> type[MeshSettings]:
 
 @cache
 def variables() -> frozenset[str]:
-    named = {variable for _, variable, _ in settable()} | SECRETS
+    named = {variable for _, variable, _ in settable()} | {f"MESH_{name.upper()}" for name in SHARED} | SECRETS
     for role in WITH_SETTINGS:
         cls = settings_of(role)
         prefix = str(cls.model_config["env_prefix"])
