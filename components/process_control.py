@@ -62,8 +62,8 @@ class ProcessControl:
             self._stop.set()
         elif wanted.work is not None and service is not None:
             self._set_draining(service, draining=wanted.work == "drain")
-        facts = {name: getattr(wanted, name) for name in wanted.__struct_fields__ if getattr(wanted, name)}
-        log.warning("changed by an operator", extra=facts)
+        facts = {"log_level": wanted.log_level, "of": wanted.logger, "traces_per_s": rate, "work": wanted.work}
+        log.warning("changed by an operator", extra={k: v for k, v in facts.items() if v not in (None, "")})
         return Controlled(
             log_level=logging.getLevelName(logger.getEffectiveLevel()).lower(),
             traces_per_s=self._figures.traces_per_s,

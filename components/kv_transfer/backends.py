@@ -3,6 +3,7 @@
 A name is `<backend>` or `<backend>/<plugin>`. Only the chosen backend's library is imported.
 """
 
+import os
 import socket
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager
@@ -46,6 +47,11 @@ def kv_opener(setting: str) -> Callable[[PageRegion, str, str, int], AbstractAsy
     return lambda region, agent_name, host, pages: opener(
         region, agent_name, plugin=plugin, host=host, max_request_pages=pages
     )
+
+
+def known_transport(backend: str) -> str:
+    """What moves the bytes of a backend. Empty if it is not known: UCX chooses for each pair of processes."""
+    return {"mooncake": "tcp", "fake": "none", "nixl/UCX": os.environ.get("UCX_TLS", "")}.get(backend, "")
 
 
 def own_address(etcd_url: str) -> str:

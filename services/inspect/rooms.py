@@ -72,7 +72,7 @@ async def show_rooms(settings: MeshSettings, console: Console, *, as_json: bool)
 def room_table(rooms: Sequence[Room]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in ("room", "age", "request", "decode", "bootstrap", "prefill"):
-        table.add_column(name, no_wrap=True, justify="right" if name == "age" else "left")
+        table.add_column(name, overflow="fold", justify="right" if name == "age" else "left")
     for room in rooms:
         old = "yellow" if room.age_s > OLD_S else ""
         table.add_row(

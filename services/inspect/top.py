@@ -3,7 +3,7 @@
 import asyncio
 import json
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -28,7 +28,13 @@ STYLES: Final = {
     "silent": "bold red",
     "no answer": "bold red",
 }
-FRAME_LINES: Final = 5  # beside the two tables' rows
+COLUMNS: Final = (
+    *("role", "instance", "state", "up", "run", "wait", "oldest", "rooms"),
+    *("KV", "cached", "tokens/s", "heartbeat", "loop lag"),
+)
+LEFT_OUT: Final = frozenset({"up", "rooms", "cached", "loop lag"})  # of a narrow screen
+ALL_COLUMNS_WIDTH: Final = 106
+FRAME_LINES: Final = 6  # beside the two tables' rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +114,14 @@ def links_of(seen: Sequence[Seen]) -> list[Link]:
     return sorted(links, key=lambda link: (-link.bytes_per_s, -link.bytes, link.prefill, link.decode))
 
 
-def drawn(frame: Frame, height: int | None = None) -> Group:
-    """`height`: lines of the screen; rows beyond it are counted, those in trouble come first."""
+def drawn(frame: Frame, width: int, height: int | None = None) -> Group:
+    """`width`, `height`: columns and lines of the screen; rows beyond it are counted, those in trouble come first."""
     rows = sorted(frame.rows, key=lambda row: row.state == "ok")
     links = list(frame.links)
     room = len(rows) + len(links) if height is None else max(2, height - FRAME_LINES - bool(links) * 2)
     shown_links = links[: max(room - len(rows), min(len(links), room // 4))]
     shown = rows[: max(1, room - len(shown_links))]
-    parts: list[Any] = [_summary(frame), _table(shown)]
+    parts: list[Any] = [_summary(frame), _table(shown, width)]
     if len(rows) > len(shown):
         parts.append(Text(f"… and {len(rows) - len(shown)} more instances", style="dim"))
     if shown_links:
@@ -134,12 +140,12 @@ async def show_top(settings: MeshSettings, console: Console, *, once: bool, as_j
                     return
                 await asyncio.sleep(EVERY_S)
         if once or not console.is_terminal:
-            console.print(drawn(await _frame(mesh)))
+            console.print(drawn(await _frame(mesh), console.width))
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 began_s = time.monotonic()
-                live.update(drawn(await _frame(mesh), console.height), refresh=True)
+                live.update(drawn(await _frame(mesh), console.width, console.height), refresh=True)
                 await asyncio.sleep(max(0.0, EVERY_S - (time.monotonic() - began_s)))
 
 
@@ -184,30 +190,34 @@ def _summary(frame: Frame) -> Text:
     return text.append(f"  {bad} in trouble", style="bold red") if bad else text
 
 
-def _table(rows: Iterable[Row]) -> Table:
+def _table(rows: Iterable[Row], width: int) -> Table:
+    names = COLUMNS if width >= ALL_COLUMNS_WIDTH else [name for name in COLUMNS if name not in LEFT_OUT]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("role", "instance", "state"):
-        table.add_column(name, no_wrap=True)
-    for name in ("up", "run", "wait", "oldest", "rooms", "KV", "cached", "tokens/s", "heartbeat", "loop lag"):
-        table.add_column(name, no_wrap=True, justify="right")
+    for name in names:
+        table.add_column(name, no_wrap=True, justify="left" if name in ("role", "instance", "state") else "right")
     for row in rows:
-        beat_s, lag_s = row.heartbeat_age_s, row.event_loop_lag_s
-        table.add_row(
-            row.role,
-            row.instance,
-            Text(row.state, STYLES[row.state]),
-            age(row.up_s),
-            str(row.running),
-            str(row.waiting),
-            f"{row.oldest_queued_s:.1f} s" if row.oldest_queued_s else "",
-            str(row.rooms or ""),
-            _percent(row.kv_used),
-            _percent(row.kv_cached),
-            f"{row.tokens_per_s:.0f}",
-            "" if beat_s is None else Text(f"{beat_s:.1f} s", "bold red" if beat_s > SILENT_AFTER_S else ""),
-            Text(f"{lag_s * 1000:.0f} ms", "yellow" if lag_s > LAG_S else ""),
-        )
+        cells = _cells(row)
+        table.add_row(*(cells[name] for name in names))
     return table
+
+
+def _cells(row: Row) -> Mapping[str, str | Text]:
+    beat_s, lag_s = row.heartbeat_age_s, row.event_loop_lag_s
+    return {
+        "role": row.role,
+        "instance": row.instance,
+        "state": Text(row.state, STYLES[row.state]),
+        "up": age(row.up_s),
+        "run": str(row.running),
+        "wait": str(row.waiting),
+        "oldest": f"{row.oldest_queued_s:.1f} s" if row.oldest_queued_s else "",
+        "rooms": str(row.rooms or ""),
+        "KV": _percent(row.kv_used),
+        "cached": _percent(row.kv_cached),
+        "tokens/s": f"{row.tokens_per_s:.0f}",
+        "heartbeat": "" if beat_s is None else Text(f"{beat_s:.1f} s", "bold red" if beat_s > SILENT_AFTER_S else ""),
+        "loop lag": Text(f"{lag_s * 1000:.0f} ms", "yellow" if lag_s > LAG_S else ""),
+    }
 
 
 def _links(links: Iterable[Link]) -> Table:

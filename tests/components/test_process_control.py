@@ -66,6 +66,15 @@ async def test_levels_are_set_for_all_or_for_a_logger_and_a_logger_can_be_set_ba
     assert (await control.control(Control(log_level="default", logger=__name__))).log_level == "warning"
 
 
+async def test_each_change_is_a_line_in_the_log_of_the_process(caplog: pytest.LogCaptureFixture) -> None:
+    await Worker().control.control(Control(traces_per_s=0.0))
+    await Worker().control.control(Control(log_level="info", logger=__name__))
+    one, two = (vars(record) for record in caplog.records if record.message == "changed by an operator")
+    assert one["traces_per_s"] == 0.0
+    assert "log_level" not in one
+    assert (two["log_level"], two["of"]) == ("info", __name__)
+
+
 async def test_the_trace_rate_is_in_force_at_once_and_shown_in_the_status() -> None:
     worker = Worker()
     assert (await worker.control.control(Control(traces_per_s=math.inf))).traces_per_s == math.inf

@@ -173,7 +173,7 @@ async def _each_status_is_told(client: Client) -> None:
     assert out.bytes > 0
     assert decode.layout == prefill.layout != ""
     assert decode.kv_transfer == prefill.kv_transfer == "nixl/UCX"
-    assert decode.queues == {"accepted": 0, "waiting": 0, "prealloc": 0, "transfer": 0, "pinned": 0}
+    assert decode.queues == dict.fromkeys(("accepted", "waiting", "running", "prealloc", "transfer", "pinned"), 0)
     assert decode.pages is not None
     assert decode.pages.total == decode.pages.free + decode.pages.cached + decode.pages.held
     assert decode.pages.exposed == 0

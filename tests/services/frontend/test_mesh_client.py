@@ -1,4 +1,5 @@
 import asyncio
+import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import replace
@@ -29,7 +30,8 @@ from components.messaging.fleet import Fleet
 from components.messaging.inbox import StreamInbox
 from components.messaging.liveness import Liveness, Loss
 from components.messaging.outbox import OutStream
-from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem
+from components.telemetry.request_ids import RequestIds
+from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, PromptOrigin, StreamItem
 from components.wire.heartbeat import Heartbeat
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
@@ -38,6 +40,7 @@ from engine.sampling.branches import branch_seed
 from services.frontend.decode_choice import MOVES
 from services.frontend.mesh_client import MeshClient
 from services.frontend.ports import Prompt
+from services.frontend.request_log import RequestLog
 from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
 from tests.components.messaging.frames import nothing_lost
@@ -179,6 +182,30 @@ async def test_a_stream_moves_with_the_tokens_it_has_the_rest_to_make_and_the_sa
     assert shown.get_sample_value("kvmesh_streams_moved_total", {"reason": "DecodeLost"}) == 1
     assert shown.get_sample_value("kvmesh_tokens_computed_again_total") == 3 + count
     assert shown.get_sample_value("kvmesh_requests_retried_total", {"reason": "DecodeLost"}) == 0
+
+
+async def test_the_log_of_a_request_has_its_instances_its_moves_and_where_prompts_were_computed(
+    mesh: Mesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A move runs in a task that no request has begun."""
+
+    def dies(decode: Decode, stream: OutStream, _: GenerateRequest) -> None:
+        decode.send(stream.tokens([103])._replace(origin=PromptOrigin("p1", "")), stream.error(DecodeLost("a broke")))
+
+    Decode(mesh, "a", dies)
+    second = Decode(mesh, "b", answers)
+    caplog.handler.addFilter(RequestIds())
+    caplog.set_level(logging.INFO)
+    line = RequestLog()
+    with line.current("r"):
+        assert tokens(await mesh.ask()) == WHOLE
+        line.write("/route", "m", 200)
+    assert second.requests[0].wants_origin
+    facts = {record.message: vars(record) for record in caplog.records}
+    assert facts["stream moves"]["request_id"] == "r"
+    told = facts["request"]
+    assert (told["decode"], told["prefill"], told["moves"]) == ("a,b", "p1", 1)
+    assert told["moved_because"] == "a broke"
 
 
 @pytest.mark.parametrize("lost", ["gap", "silent", "error", "before the answer"])

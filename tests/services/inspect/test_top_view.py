@@ -35,7 +35,7 @@ def test_a_row_shows_load_kv_usage_and_the_age_of_the_latest_heartbeat() -> None
     assert (decode.state, decode.running, decode.waiting, decode.oldest_queued_s) == ("ok", 2, 1, 1.25)
     assert (decode.kv_used, decode.kv_cached) == (0.2, 0.3)
     assert decode.heartbeat_age_s == 0.2, "of whoever heard it last"
-    lines = rendered(drawn(frame))
+    lines = rendered(drawn(frame, 160))
     assert "3 instances  87 tokens/s generated  900 tokens/s of prompts  2 running  1 queued" in lines[0]
     [row] = [line for line in lines if line.startswith("decode")]
     cells = ("20", "%", "30", "%", "87", "0.2", "s", "0", "ms")
@@ -53,7 +53,7 @@ def test_states_tell_silent_unanswering_draining_and_drained_apart() -> None:
     ]
     states = [row.state for row in frame_of(mesh, "ns", 0.0).rows]
     assert states == ["ok", "no answer", "silent", "draining", "drained", "draining"]
-    assert "2 in trouble" in rendered(drawn(frame_of(mesh, "ns", 0.0)))[0]
+    assert "2 in trouble" in rendered(drawn(frame_of(mesh, "ns", 0.0), 160))[0]
 
 
 def test_a_link_has_one_line_though_both_ends_report_it_and_none_after_one_has_gone() -> None:
@@ -63,17 +63,30 @@ def test_a_link_has_one_line_though_both_ends_report_it_and_none_after_one_has_g
     ]
     [link] = links_of(mesh)
     assert (link.prefill, link.decode, link.transfers, link.failures, link.bytes) == ("p1", "d1", 5, 1, 100)
-    assert any("p1 → d1" in line for line in rendered(drawn(frame_of(mesh, "ns", 0.0))))
+    assert any("p1 → d1" in line for line in rendered(drawn(frame_of(mesh, "ns", 0.0), 160)))
 
 
 def test_200_instances_fit_on_a_screen_and_those_in_trouble_are_on_it() -> None:
     links = [LinkStatus(peer=f"d{n}") for n in range(100)]
     mesh = [seen("decode", n, answers=n != 150) for n in range(200)] + [seen("prefill", links=links)]
-    lines = rendered(drawn(frame_of(mesh, "ns", 0.0), height=40))
+    lines = rendered(drawn(frame_of(mesh, "ns", 0.0), 160, height=40))
     assert len(lines) <= 40
     assert any("d150" in line and "no answer" in line for line in lines)
     assert any("more instances" in line for line in lines)
     assert any("more links" in line for line in lines)
+
+
+def test_80_columns_show_the_state_the_load_and_the_heartbeat_of_each_instance_whole() -> None:
+    mesh = [
+        seen("frontend", heartbeat_ages_s={"d1": 12.3}),
+        seen("bootstrap"),
+        seen("decode", running=200, waiting=100, tokens_per_s=12345.0, oldest_queued_s={"waiting": 12.5}),
+        seen("prefill", answers=False, num_rooms=4),
+    ]
+    lines = rendered(drawn(frame_of(mesh, "ns", 0.0), 80), 80)
+    assert not any("…" in line for line in lines)
+    [row] = [line for line in lines if line.startswith("decode")]
+    assert row.split() == ["decode", "d1", "silent", "200", "100", "12.5", "s", "20", "%", "12345", "12.3", "s"]
 
 
 def test_a_frame_for_programs_has_rows_links_and_totals() -> None:
