@@ -60,7 +60,7 @@ class OtlpSender:
         """`last`: this process ends. Try once, then drop the spans that still wait."""
         if last or time.monotonic() >= self._not_before:
             until = time.monotonic() + TIMEOUT_S
-            while self._waiting and self._sent(self._waiting[0][0]) and not (last and time.monotonic() > until):
+            while self._waiting and not (last and time.monotonic() > until) and self._sent(self._waiting[0][0]):
                 body, _ = self._waiting.popleft()
                 self._waiting_bytes -= len(body)
         while last and self._waiting:
