@@ -49,3 +49,12 @@ def test_a_page_that_names_nothing_real_is_found(tmp_path: Path) -> None:
         "[a](nowhere.md) `docs/nowhere.md` [b](#nothing)\n\n    make nothing\n    python -m bench.nothing\n"
     )
     assert len(list(missing(page))) == 5
+
+
+def test_the_spans_that_the_readme_shows_are_recorded() -> None:
+    shown = set(
+        re.findall(r"^ +((?:frontend|decode|prefill)\.\w+) +[\d.]+ ", (REPO / "README.md").read_text(), re.MULTILINE)
+    )
+    sources = "\n".join(path.read_text() for top in ("components", "services") for path in (REPO / top).rglob("*.py"))
+    assert len(shown) > 5
+    assert {name for name in shown if f'"{name}"' not in sources} == set()
