@@ -57,3 +57,12 @@ def test_the_nouns_of_the_tour_are_classes() -> None:
     classes = {name for path in sources for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)}
     assert named
     assert named <= classes
+
+
+def test_the_spans_that_the_readme_shows_are_recorded() -> None:
+    shown = set(
+        re.findall(r"^ +((?:frontend|decode|prefill)\.\w+) +[\d.]+ ", (REPO / "README.md").read_text(), re.MULTILINE)
+    )
+    sources = "\n".join(path.read_text() for top in ("components", "services") for path in (REPO / top).rglob("*.py"))
+    assert len(shown) > 5
+    assert {name for name in shown if f'"{name}"' not in sources} == set()
