@@ -256,3 +256,13 @@ def _quietly(follow: Callable[[Any, Backoff], None], client: Any) -> None:
 
 def _json(instance_id: str) -> str:
     return dump_record(record(instance_id)).decode()
+
+
+async def test_each_renewal_of_the_lease_is_a_contact_with_etcd(etcd_url: str, namespace: str) -> None:
+    async with (
+        join_registry(etcd_url, namespace, SHORT_TTL_S) as mine,
+        mine.advertise(Registration("one"), lambda epoch: record("one", epoch)),
+    ):
+        mine._contacted_s -= 1000
+        assert mine.contact_age_s() > 999
+        await until(lambda: mine.contact_age_s() < 500, "a renewal")
