@@ -105,8 +105,9 @@ class WorkerMetrics:
             "outcome",
             "cause",
         )
-        for outcome in ("completed", "failed", "cancelled"):
-            self._transfers.labels(outcome, "")
+        self._completed, _, self._cancelled = (
+            self._transfers.labels(outcome, "") for outcome in ("completed", "failed", "cancelled")
+        )
 
     def record(self, figures: StepFigures) -> None:
         """Other figures are read on demand."""
@@ -151,13 +152,13 @@ class WorkerMetrics:
     ) -> None:
         """Count a completed transfer. `exemplar`: labels of its trace."""
         self.links.transferred(peer, num_bytes, duration_s)
-        self._transfers.labels("completed", "").inc()
+        self._completed.inc()
         self._transfer_bytes.inc(num_bytes)
         self._transfer_s.observe(duration_s, None if exemplar is None else dict(exemplar))
 
     def transfer_failed(self, peer: str, error: MeshError) -> None:
         if isinstance(error, Cancelled):
-            self._transfers.labels("cancelled", "").inc()
+            self._cancelled.inc()
         else:
             self.links.failed(peer)
             self._transfers.labels("failed", type(error).__name__).inc()
