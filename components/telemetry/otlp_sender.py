@@ -57,10 +57,10 @@ class OtlpSender:
         self.send_waiting()
 
     def send_waiting(self, *, last: bool = False) -> None:
-        """`last`: this process ends, so try once at once, and drop what is left."""
+        """`last`: this process ends. Try once, then drop the spans that still wait."""
         if last or time.monotonic() >= self._not_before:
             until = time.monotonic() + TIMEOUT_S
-            while self._waiting and self._sent(self._waiting[0][0]) and not (last and time.monotonic() > until):
+            while self._waiting and not (last and time.monotonic() > until) and self._sent(self._waiting[0][0]):
                 body, _ = self._waiting.popleft()
                 self._waiting_bytes -= len(body)
         while last and self._waiting:

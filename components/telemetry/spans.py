@@ -5,6 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from contextvars import Token
+from dataclasses import dataclass
 from hashlib import blake2b
 from math import isinf
 from random import getrandbits
@@ -198,12 +199,12 @@ class _Provider(trace.TracerProvider):
         return tracer
 
 
+@dataclass(frozen=True, slots=True)
 class Telemetry:
     """The traces of this process."""
 
-    def __init__(self, held: HeldTraces, export: SpanExport) -> None:
-        self.held = held
-        self.export = export
+    held: HeldTraces
+    export: SpanExport
 
 
 @asynccontextmanager

@@ -55,8 +55,8 @@ async def _serve(plan: Plan, supervision: Supervision) -> CannotStart:
     async with AsyncExitStack() as stack:
         stack.enter_context(own_ports(plan))
         backends = await stack.enter_async_context(_backends(plan, supervision))
-        await stack.enter_async_context(running_observer(observer, supervision))
         await prepare_model(plan.settings.model, plan.model_command(), supervision.output)
+        await stack.enter_async_context(running_observer(observer, supervision))
         announce = _announcer(plan, backends, supervision.output)
         tiers = {
             role: await stack.enter_async_context(running_children(specs, supervision, announce))

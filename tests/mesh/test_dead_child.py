@@ -1,4 +1,4 @@
-"""A child of `services.local` that dies is announced to the mesh at once."""
+"""A child of `services.local` that dies is announced to the mesh at once; the observer shows the stream that moved."""
 
 import asyncio
 import itertools
@@ -13,6 +13,7 @@ import pytest
 
 from bench.processes import free_port
 from components.discovery.registry import join_registry
+from components.telemetry.trace_reader import ObserverTraceReader
 from tests.conftest import RunService
 from tests.mesh.mocks import MOCK_ENV
 
@@ -27,9 +28,10 @@ def test_a_stream_whose_decode_is_killed_stands_still_for_less_than_its_silence_
     run_service: RunService, etcd_url: str, nats_url: str, namespace: str, tmp_path: Path
 ) -> None:
     """It stood still for 2.1 to 2.9 s: `services.local` knew that the process had died, and kept it to itself."""
-    port = free_port()
+    port, observer_port = free_port(), free_port()
     env = {**MOCK_ENV, **PACE, "MESH_LEASE_TTL_S": "10", "MESH_NAMESPACE": namespace, "MESH_STATE_DIR": str(tmp_path)}
     env |= {"MESH_ETCD_URL": etcd_url, "MESH_NATS_URL": nats_url}
+    env |= {"MESH_OBSERVER_PORT": str(observer_port), "MESH_OBSERVER_TOKEN": "t0ken"}
     process = run_service(
         "services.local", "--model", "mock", "--port", str(port), "--prefill", "0", "--decode", "2", env=env
     )
@@ -63,4 +65,9 @@ def test_a_stream_whose_decode_is_killed_stands_still_for_less_than_its_silence_
     assert process.logged().count("died (SIGKILL)") == 1
     frontend = [line for line in process.logged().splitlines() if "frontend-0" in line]
     assert any("moves" in line or "moved" in line for line in frontend), "the kill hit no stream"
+    observer = ObserverTraceReader(f"http://any:t0ken@127.0.0.1:{observer_port}")
+    deadline = time.monotonic() + 20
+    while not any(trace.moved and len(trace.decode_ids) == 2 for trace in observer.recent()):
+        assert time.monotonic() < deadline, observer.recent()
+        time.sleep(0.1)
     assert process.terminate(30) == 0, process.logged()

@@ -39,6 +39,7 @@ STEPS: Final = (  # of a request that takes the whole way, each exactly once
     "decode.first_token",
     "frontend.receive",
     "frontend.first_token",
+    "frontend.stream",
     "decode.generate",
 )
 
@@ -134,7 +135,7 @@ def _kept(home: Path, request_id: str) -> list[Span]:
     deadline = time.monotonic() + 10
     while True:
         spans = TraceStore(home).trace(request_id)
-        if {"decode.generate", "frontend.first_token", "prefill.request"} <= {s.name for s in spans}:
+        if {"decode.generate", "frontend.stream", "prefill.request"} <= {s.name for s in spans}:
             return spans
         assert time.monotonic() < deadline, sorted(s.name for s in spans)
         time.sleep(0.1)
