@@ -20,8 +20,8 @@ from components.routing.kv_index import MAX_BLOCKS, KvIndex
 from components.routing.policies import Phase, parse_policy
 from components.routing.policy import RouteRequest
 from components.routing.router import Router
-from components.wire.block_hash import PromptBlocks
 from components.wire.instances import InstanceRecord
+from components.wire.tokens import PromptBlocks
 
 
 class Fleet:

@@ -1,12 +1,14 @@
-"""The interface of routing policies, and the loads that they compare. No I/O."""
+"""The interface of routing policies, and the loads that they and decode compare. No I/O."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
 from typing import Final, NamedTuple, Protocol
 
 REQUEST_TOKENS: Final = 64  # fixed cost of a request, such as its transfer
 NO_ROOM: Final = 10  # cost factor of a token without a free page
+SMOOTHING: Final = 0.2  # weight of the latest step in a speed of prompts
+MARGIN_S: Final = 0.5  # interval between heartbeats
 
 
 class HasInstanceId(Protocol):
@@ -88,3 +90,34 @@ def is_unbalanced(loads: Sequence[float], absolute: float, relative: float) -> b
     """Source: the SGLang router's `cache_aware`."""
     most, least = max(loads), min(loads)
     return most - least > absolute and most > relative * least
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLoad:
+    queued_tokens: int
+    tokens_per_s: float  # of prompts; 0: unknown
+    age_s: float = 0.0  # of the report
+
+    def seconds_for(self, tokens: int, usual: float) -> float:
+        return max(0.0, (self.queued_tokens + tokens) / (self.tokens_per_s or usual) - self.age_s)
+
+
+class PromptRate:
+    def __init__(self) -> None:
+        self.tokens_per_s = 0.0
+
+    def stepped(self, prompt_tokens: int, step_s: float) -> None:
+        if not prompt_tokens or step_s <= 0:
+            return
+        now = prompt_tokens / step_s
+        self.tokens_per_s += SMOOTHING * (now - self.tokens_per_s) if self.tokens_per_s else now
+
+
+def sooner_here(tokens: int, here: PromptLoad, there: Iterable[PromptLoad]) -> bool:
+    """Whether `tokens` end here before any worker `there` begins them. False if no speed is known."""
+    others = list(there)
+    speeds = [load.tokens_per_s for load in (here, *others) if load.tokens_per_s]
+    if not others or not speeds:
+        return False
+    usual = max(speeds)
+    return min(load.seconds_for(0, usual) for load in others) > here.seconds_for(tokens, usual) + MARGIN_S

@@ -18,9 +18,8 @@ from engine.model.pooling import Pooling
 from engine.runner.pooled_step import PooledStep
 from engine.runner.step_runner import StepFailed
 from engine.runner.torch_profile import Profile, Recording
-from engine.sampling.logprobs import PromptLogprobs
 from engine.sampling.row import NO_TOKEN, Row
-from engine.sampling.sampler import Draw, Sampler
+from engine.sampling.sampler import Draw, PromptLogprobs, Sampler
 from engine.scheduler.request import Chunk, Request
 
 DROPPED: Final = Row(SamplingParams(max_tokens=1, temperature=0), [], 0)  # for a request that has ended

@@ -7,9 +7,8 @@ from typing import Any, Final
 import msgspec
 
 from components.lifecycle import Lifecycle
-from components.wire.sampling import SamplingParams
+from components.wire.sampling import SamplingParams, branch_seed
 from engine.ports import Phase, TokenMask
-from engine.sampling.branches import branch_seed
 from engine.sampling.row import Row
 
 

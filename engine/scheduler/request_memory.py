@@ -3,9 +3,8 @@
 from collections.abc import Collection
 from typing import Final
 
-from components.wire.block_hash import block_hashes
-from engine.kv.page_pool import PagePool
-from engine.kv.prefix_cache import PrefixCache
+from components.wire.tokens import block_hashes
+from engine.kv.page_pool import PagePool, PrefixCache
 from engine.scheduler.request import ENDS_WITH_PROMPT, Request
 
 LEAST_COMPUTED: Final = 2  # last prompt tokens, always computed for their logits; `chunk_length` says why two

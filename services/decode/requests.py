@@ -12,8 +12,8 @@ from components.errors import MeshError
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.outbox import OutStream, StreamOutbox
 from components.telemetry.spans import mark_outcome, record_span
-from components.wire.block_hash import PromptBlocks
 from components.wire.generate import GenerateRequest
+from components.wire.tokens import PromptBlocks
 from engine.ports import TokenMask, TokenOutput
 from services.decode.inbound import InboundState
 

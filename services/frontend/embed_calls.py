@@ -7,7 +7,7 @@ from typing import Final
 
 from components.errors import MalformedMessage
 from components.messaging.bus import Bus
-from components.messaging.deadline import now_ms, remaining_s
+from components.messaging.clocks import now_ms, remaining_s
 from components.messaging.inbox import InStream, StreamInbox
 from components.wire.codec import Struct
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors

@@ -21,7 +21,7 @@ from components.wire.inspection import Candidate
 from components.wire.instances import InstanceRecord, KvEndpoint, dump_record, load_record
 from components.wire.layout import KvLayout
 from components.wire.plans import RolePlan
-from components.wire.rooms import PagesOffered, RoomOk
+from components.wire.prefill import PagesOffered, RoomOk
 from components.wire.sampling import Constraint, SamplingParams
 
 for module in pkgutil.iter_modules(components.wire.__path__):
@@ -67,7 +67,6 @@ def test_every_conversation_is_registered() -> None:
         "heartbeat",
         "prefill",
         "refused",
-        "rooms",
     }
     assert all(tag.rpartition(".v")[2].isdigit() for tag in codec._tags.values())
 
