@@ -146,7 +146,7 @@ def fault(importer: str, imported: str) -> str | None:
         ("services.local.plan", "services.decode.service", False),
         ("services.planner.config", "services.decode.config", False),
         ("services.decode.service", "engine.core.engine_core", True),
-        ("components.routing.load_policies", "engine.ports", False),
+        ("components.routing.policy", "engine.ports", False),
         ("components.wire.prefill", "services.bootstrap.service", False),
         ("engine.core.engine_core", "components.errors", True),
         ("engine.core.engine_core", "components.discovery.registry", False),

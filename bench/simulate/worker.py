@@ -18,7 +18,7 @@ from bench.simulate.traffic import Request
 from components.routing.policy import SMOOTHING
 from components.turns import turn
 from engine.config import MockConfig, attended
-from engine.scheduler.request_memory import usable_pages
+from engine.scheduler.request import usable_pages
 from engine.scheduler.scheduler import chunk_length
 
 by_turn: Final = attrgetter("turn")

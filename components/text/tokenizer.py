@@ -16,9 +16,16 @@ from components.errors import Rejected
 from components.output.formats import FormatOptions, OutputFormats
 from components.output.template_names import variables_of
 from components.text.chat_template import NEXT_TURN, Ending, instructed
-from components.text.detokenizer import ByteDetokenizer, Detokenizer, Pieces, SelectiveDetokenizer, StreamDetokenizer
+from components.text.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    Pieces,
+    SelectiveDetokenizer,
+    StreamDetokenizer,
+    TokenBytes,
+    is_byte_level,
+)
 from components.text.encoder import Encoder, LongPrompts
-from components.text.token_bytes import TokenBytes, is_byte_level
 
 T = TypeVar("T")
 

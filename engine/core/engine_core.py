@@ -33,8 +33,7 @@ from engine.ports import (
     TokenOutput,
 )
 from engine.runner.step_runner import Launched, Runner, StepFailed
-from engine.scheduler.request import Chunk, Request
-from engine.scheduler.request_memory import RequestMemory, usable_pages
+from engine.scheduler.request import Chunk, Request, RequestMemory, usable_pages
 from engine.scheduler.scheduler import ChunkLimit, Scheduler
 
 log = logging.getLogger(__name__)

@@ -6,8 +6,7 @@ from dataclasses import dataclass, replace
 from components.errors import PromptTooLong, Rejected
 from engine.ports import EngineRequest, Phase
 from engine.sampling.bounds import check_sampling, check_token_ids
-from engine.scheduler.request import Chunk, Request, RequestState
-from engine.scheduler.request_memory import RequestMemory
+from engine.scheduler.request import Chunk, Request, RequestMemory, RequestState
 from engine.scheduler.scheduler import Scheduler
 
 

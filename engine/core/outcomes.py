@@ -10,8 +10,7 @@ from engine.core.open_requests import Limits, Requests
 from engine.ports import Embedded, Exposed, Failed, FinishReason, Phase, StepOutput, TokenMask, TokenOutput
 from engine.sampling.bounds import check_token_ids
 from engine.sampling.row import NO_TOKEN
-from engine.scheduler.request import Chunk, Request
-from engine.scheduler.request_memory import RequestMemory
+from engine.scheduler.request import Chunk, Request, RequestMemory
 from engine.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)

@@ -14,8 +14,7 @@ from typing import Final
 
 from components.turns import turn
 from engine.ports import Phase
-from engine.scheduler.request import Chunk, Request, RequestState
-from engine.scheduler.request_memory import RequestMemory
+from engine.scheduler.request import Chunk, Request, RequestMemory, RequestState
 
 BESIDE_S: Final = 0.1  # target delay of decodes
 FEWEST: Final = 32  # tokens; each step has a fixed cost

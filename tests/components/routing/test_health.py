@@ -20,8 +20,7 @@ from components.routing.health import (
     BreakerState,
     Health,
 )
-from components.routing.load_policies import LeastLoad
-from components.routing.policy import Member, RouteRequest, prompt_load
+from components.routing.policy import LeastLoad, Member, RouteRequest, prompt_load
 
 B = BreakerState
 
