@@ -15,8 +15,7 @@ from torch.nn.functional import linear
 
 from engine.device.copies import to_device
 from engine.errors import ModelUnavailable, UnsupportedModel
-from engine.lora.adapter_config import AdapterConfig, read_adapter_config
-from engine.lora.adapter_identity import ADAPTER_WEIGHTS, adapter_identity
+from engine.lora.adapter_config import ADAPTER_WEIGHTS, AdapterConfig, adapter_identity, read_adapter_config
 
 TENSOR: Final = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 
