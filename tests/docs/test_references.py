@@ -62,7 +62,7 @@ def test_the_nouns_of_the_tour_are_classes() -> None:
 def files_on_the_way() -> list[str]:
     """Of the tour's table, where a folder stands before the names of its modules."""
     table = (REPO / "docs/tour.md").read_text().partition("## All files on the way")[2].partition("## ")[0]
-    found = []
+    found: list[str] = []
     for group in re.split(r"[;|\n]", table):
         first, *modules = re.findall(r"`([^`]+)`", group) or [""]
         found += [f"{first}{module}.py" for module in modules] if first.endswith("/") else [first][: bool(first)]
