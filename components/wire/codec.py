@@ -12,19 +12,9 @@ from msgspec.msgpack import Decoder, Encoder
 
 from components.errors import MalformedMessage
 
-# Raise PROTOCOL for what older processes cannot read, such as a new tag. Raise OLDEST if this process cannot read the
-# older form. A field with a default changes neither.
-PROTOCOL: Final = 3  # version of all messages
-OLDEST: Final = 3  # earlier requests have other sampling parameters
-UNNAMED: Final = 1  # of records without a version
-
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 MAX_ITEMS: Final = 1 << 20
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-
-
-def understood(protocol: int, oldest: int) -> bool:
-    return oldest <= PROTOCOL and protocol >= OLDEST
 
 
 class UnknownMessage(MalformedMessage):

@@ -6,9 +6,10 @@ import msgspec
 from msgspec import field
 
 from components.errors import MalformedMessage
-from components.wire.codec import MALFORMED, UNNAMED, Struct, message, understood
+from components.wire.codec import MALFORMED, Struct, message
 from components.wire.embed import EmbeddingModel
 from components.wire.layout import KvLayout
+from components.wire.protocol import UNNAMED, understood
 
 Role = Literal["frontend", "decode", "prefill", "bootstrap"]
 

@@ -11,9 +11,9 @@ from components.messaging.fan_out import LONGEST_S, SOONEST_S
 from components.messaging.heartbeat_sender import HeartbeatSender, heartbeat_of, send_heartbeats
 from components.messaging.liveness import EVERY_S, HUNG_AFTER_S, LATE_S, SILENT_AFTER_S, Liveness, watch_heartbeats
 from components.routing.policy import PromptLoad
-from components.wire.codec import PROTOCOL, UNNAMED
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
+from components.wire.protocol import PROTOCOL, UNNAMED
 from engine.ports import StepStats
 from tests.components.discovery.records import record
 from tests.faults.virtual_loop import run_virtually

@@ -28,7 +28,6 @@ from components.messaging.liveness import STILL_AFTER_S, Liveness
 from components.messaging.outbox import open_outbox
 from components.routing.health import USUAL, BreakerState
 from components.telemetry.worker_metrics import WorkerMetrics
-from components.wire.codec import UNNAMED
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem, unpack_frame
 from components.wire.heartbeat import Heartbeat
 from components.wire.prefill import (
@@ -41,6 +40,7 @@ from components.wire.prefill import (
     RoomFailed,
     RoomOk,
 )
+from components.wire.protocol import UNNAMED
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
 from engine.ports import Exposed, Failed, FinishReason, Phase, StepStats, TokenOutput
