@@ -36,14 +36,12 @@ from components.messaging.heartbeat_sender import HeartbeatSender, heartbeat_of,
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.liveness import OnLost, watch_heartbeats
 from components.process import subject_of
-from components.routing.local_prefill import PromptLoad
 from components.routing.policies import DEFAULT
-from components.routing.policy import RouteRequest
-from components.wire.block_hash import PromptBlocks
+from components.routing.policy import PromptLoad, RouteRequest
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
 from components.wire.protocol import OLDEST, PROTOCOL
-from components.wire.tokens import pack_tokens
+from components.wire.tokens import PromptBlocks, pack_tokens
 from engine.ports import StepStats
 from services.local.servers import NATS, running
 

@@ -23,7 +23,7 @@ import typer
 
 from components.routing.approximate_index import ApproximateIndex
 from components.routing.kv_index import KvIndex
-from components.wire.block_hash import HASH_BYTES, block_hashes, seed_hash
+from components.wire.tokens import HASH_BYTES, block_hashes, seed_hash
 
 PROMPT_TOKENS: Final = 10_000
 PAGE_SIZE: Final = 16

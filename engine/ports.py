@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import msgspec
 
 from components.errors import MeshError
-from components.wire.block_hash import PromptBlocks
 from components.wire.embed import EmbeddingModel
 from components.wire.layout import KvLayout
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
+from components.wire.tokens import PromptBlocks
 
 if TYPE_CHECKING:  # the mock engine starts without numpy
     import numpy as np

@@ -13,7 +13,7 @@ from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import known_transport, kv_opener, own_address
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
-from components.messaging.deadline import remaining_s
+from components.messaging.clocks import remaining_s
 from components.messaging.fan_out import FleetSizes
 from components.messaging.heartbeat_sender import NumCached, send_heartbeats
 from components.messaging.kept_traces import follow_kept

@@ -17,13 +17,12 @@ FOR_THE_ENGINE: Final = {
     "components.startup",
     "components.text.byte_letters",
     "components.turns",
-    "components.wire.block_hash",
+    "components.wire.tokens",
     "components.wire.codec",
     "components.wire.embed",
     "components.wire.layout",
     "components.wire.logprobs",
     "components.wire.sampling",
-    "components.wire.tokens",
 }
 SHARED_BY_WORKERS: Final = "services.worker"  # a module, no service
 # None of these comes with a package's __init__ (importing any submodule runs it), nor into the engine.
@@ -150,8 +149,8 @@ def fault(importer: str, imported: str) -> str | None:
         ("services.local.plan", "services.decode.service", False),
         ("services.planner.config", "services.decode.config", False),
         ("services.decode.service", "engine.core.engine_core", True),
-        ("components.routing.load_policies", "engine.ports", False),
-        ("components.wire.rooms", "services.bootstrap.service", False),
+        ("components.routing.policy", "engine.ports", False),
+        ("components.wire.prefill", "services.bootstrap.service", False),
         ("engine.core.engine_core", "components.errors", True),
         ("engine.core.engine_core", "components.discovery.registry", False),
         ("engine.core.engine_core", "services.decode.config", False),

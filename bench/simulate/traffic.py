@@ -10,7 +10,7 @@ from pathlib import Path
 
 from bench.load.replay import BLOCK, read_trace
 from bench.load.workloads import lognormal, poisson_times_s
-from components.wire.block_hash import HASH_BYTES
+from components.wire.tokens import HASH_BYTES
 
 
 @dataclass(slots=True, eq=False)

@@ -15,10 +15,10 @@ from bench.simulate.clock import Clock
 from bench.simulate.prefix import PagePool
 from bench.simulate.steps import Part, Progress, Run, Stay
 from bench.simulate.traffic import Request
-from components.routing.local_prefill import SMOOTHING
+from components.routing.policy import SMOOTHING
 from components.turns import turn
 from engine.config import MockConfig, attended
-from engine.scheduler.request_memory import usable_pages
+from engine.scheduler.request import usable_pages
 from engine.scheduler.scheduler import chunk_length
 
 by_turn: Final = attrgetter("turn")

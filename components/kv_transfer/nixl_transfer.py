@@ -17,9 +17,8 @@ from typing import Any, Final
 import numpy as np
 
 from components.errors import TransferFailed
-from components.kv_transfer.aux import HEAD, AuxBuffer
+from components.kv_transfer.aux import HEAD, Arrivals, AuxBuffer
 from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
-from components.kv_transfer.landings import Arrivals
 from components.kv_transfer.network import choose_devices, drop_dead_connections, leave_out_rdma, listeners_told
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.own_thread import OwnThread

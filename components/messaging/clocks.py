@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from components.messaging.deadline import now_ms
+from components.errors import DeadlineExceeded
 from components.wire.codec import Dated
 
 log = logging.getLogger(__name__)
@@ -25,6 +25,18 @@ FORGET_S: Final = 600.0  # without messages of the peer
 MIN_MESSAGES: Final = 3  # before a positive skew is reported: fewer may all be late
 
 D = TypeVar("D", bound=Dated)
+
+
+def now_ms() -> int:
+    """Deadlines on the wire are of the wall clock: monotonic times differ between processes."""
+    return time.time_ns() // 1_000_000
+
+
+def remaining_s(deadline_unix_ms: int) -> float:
+    left_s = deadline_unix_ms / 1000 - time.time()
+    if left_s <= 0:
+        raise DeadlineExceeded(f"the deadline passed {-left_s:.1f} s ago")
+    return left_s
 
 
 @dataclass(slots=True)

@@ -21,8 +21,8 @@ from components.routing.policies import Phase, parse_policy
 from components.routing.policy import RouteRequest
 from components.routing.router import Router
 from components.telemetry.on_demand import OnDemand
-from components.wire.block_hash import PromptBlocks
 from components.wire.instances import InstanceRecord
+from components.wire.tokens import PromptBlocks
 
 
 class Fleet:

@@ -14,7 +14,7 @@ from components.aio import background
 from components.errors import MalformedMessage, MeshError
 from components.messaging.bus import Bus
 from components.messaging.liveness import EVERY_S
-from components.routing.local_prefill import PromptLoad
+from components.routing.policy import PromptLoad
 from components.wire.codec import unpack
 from components.wire.heartbeat import AskHeartbeat, Heartbeat
 from components.wire.kv_events import unpack_hashes

@@ -13,7 +13,6 @@ from components.aio import background
 from components.errors import MeshError, Overloaded, Rejected, StaleInstance
 from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
-from components.wire.block_hash import HASH_BYTES
 from components.wire.kv_events import (
     DUMP_PART_BLOCKS,
     MAX_BATCH_BLOCKS,
@@ -23,6 +22,7 @@ from components.wire.kv_events import (
     pack_batch,
     pack_hashes,
 )
+from components.wire.tokens import HASH_BYTES
 
 EVERY_S: Final = 0.05  # between two batches; longer in a large fleet
 MAX_WAITING_BLOCKS: Final = 65_536  # about 1 MB; more are dropped while NATS is away

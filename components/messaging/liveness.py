@@ -19,7 +19,7 @@ from components.messaging.bus import Bus
 from components.messaging.fan_out import LONGEST_S, Following
 from components.messaging.following import subscribed
 from components.messaging.refusals import STRANGER
-from components.routing.local_prefill import PromptLoad
+from components.routing.policy import PromptLoad
 from components.wire.codec import unpack
 from components.wire.heartbeat import USUAL_NEXT_S, Heartbeat
 from components.wire.instances import InstanceRecord, Role

@@ -1,12 +1,12 @@
-"""`/v1/chat/completions`: request and answer."""
+"""`/v1/chat/completions`: request and answer, and the conversation that requests of all dialects become."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, Literal, Self
 
 from pydantic import BaseModel, Field, JsonValue, PlainValidator
 
 from components.errors import Rejected
-from components.openai.conversation import Conversation, Effort, name_answers
 from components.openai.fields import (
     MAX_LOGPROBS,
     FinishReason,
@@ -21,10 +21,37 @@ from components.openai.logprobs import ChatLogprobs, PromptLogprobs
 from components.openai.structured import ConstrainedFields
 from components.openai.tools import MAX_CALLS, MAX_TOOLS, CalledTool, Tool, ToolChoice, ToolChoiceField
 from components.output.calls import Call
-from components.text.ending import Ending
+from components.text.chat_template import Ending
 
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 MAX_MESSAGES: Final = 4096
 MAX_PARTS: Final = 1024  # of one message
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    messages: list[dict[str, Any]]  # in the form of chat templates
+    tools: Sequence[Tool] = ()
+    choice: ToolChoice = ToolChoice("auto")  # noqa: RUF009  # a tuple
+    parallel: bool = True  # several calls in one answer
+    effort: Effort | None = None  # None: the model's default
+    variables: Mapping[str, JsonValue] = field(default_factory=dict)  # of the template, set by the client
+    ending: Ending = Ending()  # noqa: RUF009  # a tuple
+
+    @property
+    def begun(self) -> str:
+        """The text that the answer continues."""
+        return str(self.messages[-1]["content"]) if self.ending.continue_last else ""
+
+
+def name_answers(messages: Sequence[dict[str, Any]]) -> None:
+    """Set the tool name of tool messages: some templates need it, and clients omit it."""
+    names: dict[str, str] = {}
+    for message in messages:
+        for call in message.get("tool_calls", ()):
+            names[call["id"]] = call["function"]["name"]
+        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
+            message["name"] = names[message["tool_call_id"]]
 
 
 class TextPart(Strict):

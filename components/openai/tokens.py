@@ -5,9 +5,17 @@ from typing import Annotated, Final
 from pydantic import BaseModel, Field, JsonValue, PlainValidator
 
 from components.errors import Rejected
-from components.openai.chat import MAX_MESSAGES, Message, check_ending, check_messages, check_tools, ending_of
+from components.openai.chat import (
+    MAX_MESSAGES,
+    Conversation,
+    Message,
+    check_ending,
+    check_messages,
+    check_tools,
+    ending_of,
+    name_answers,
+)
 from components.openai.completions import token_ids
-from components.openai.conversation import Conversation, name_answers
 from components.openai.fields import Strict
 from components.openai.tools import MAX_TOOLS, Tool
 

@@ -7,8 +7,18 @@ from typing import Final, Literal, get_args
 
 from components.routing.affinity import BoundedHashing, SessionAffinity, prefix_only, session_or_prefix
 from components.routing.cache_policies import CacheAware, CacheAwareThresholds, KvAware, KvWeights
-from components.routing.load_policies import Bucket, LeastLoad, PowerOfTwo, RandomChoice, RoundRobin
-from components.routing.policy import Load, Policy, RouteRequest, memory_load, prompt_load
+from components.routing.policy import (
+    Bucket,
+    LeastLoad,
+    Load,
+    Policy,
+    PowerOfTwo,
+    RandomChoice,
+    RoundRobin,
+    RouteRequest,
+    memory_load,
+    prompt_load,
+)
 
 Phase = Literal["prefill", "decode"]
 PolicyName = Literal[

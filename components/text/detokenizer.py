@@ -1,17 +1,135 @@
-"""Token ids to text, incrementally, without incomplete characters."""
+"""Token ids to text: incrementally, without incomplete characters, up to a stop string; and the bytes of each token."""
 
+import json
+import re
 from codecs import utf_8_decode
-from collections.abc import Sequence, Set
-from typing import Final, Protocol
+from collections.abc import Callable, Iterator, Sequence, Set
+from typing import Any, Final, Protocol
 
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from components.text.token_bytes import read_byte_level
+from components.text.byte_letters import byte_letters
 
+BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
+WORD_BEGINS: Final = "\u2581"  # SentencePiece's space
 REPLACEMENT: Final = "\ufffd"
 LOOK_AFTER: Final = 8  # held tokens: some characters must be complete
 GIVE_UP_AFTER: Final = 64  # held tokens: this is no text, and each look reads all
+
+
+class TokenBytes:
+    """The bytes of each token, which may be part of a character."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._added = {token_id: token.content for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        self._read = _reader(tokenizer)
+
+    def of(self, token_id: int) -> bytes:
+        """Empty for an id without a token."""
+        if (name := self._added.get(token_id)) is not None:
+            return name.encode()
+        piece: str | None = self._tokenizer.id_to_token(token_id)
+        return b"" if piece is None else self._read(piece)
+
+
+def _reader(tokenizer: Tokenizer) -> Callable[[str], bytes]:
+    kinds = set(_kinds(tokenizer.decoder))
+    if "ByteLevel" in kinds:
+        return read_byte_level
+    if kinds & {"ByteFallback", "Metaspace", "Replace"}:
+        return _read_sentence_piece
+    return lambda piece: str(tokenizer.decoder.decode([piece])).encode() if tokenizer.decoder else piece.encode()
+
+
+def _kinds(decoder: Any) -> Iterator[str]:
+    """Types of a decoder and its parts, which only its pickle shows."""
+    if decoder is not None:
+        state = json.loads(decoder.__getstate__())
+        for part in (state, *state.get("decoders", ())):
+            yield part["type"]
+
+
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    return list(_kinds(tokenizer.decoder)) == ["ByteLevel"]
+
+
+def read_byte_level(piece: str) -> bytes:
+    """Other letters, as in an added token, are text."""
+    try:
+        return bytes([_BYTES[letter] for letter in piece])
+    except KeyError:
+        return piece.encode()
+
+
+def _read_sentence_piece(piece: str) -> bytes:
+    if (match := BYTE_TOKEN.fullmatch(piece)) is not None:
+        return bytes.fromhex(match[1])
+    return piece.replace(WORD_BEGINS, " ").encode()
+
+
+_BYTES: Final = {letter: byte for byte, letter in enumerate(byte_letters())}
+
+
+class StopStrings:
+    """Finds stop strings across token boundaries.
+
+    The result does not depend on how the text is cut. The longest of several stop strings with one end counts.
+    """
+
+    __slots__ = ("_failure", "_held", "_included", "_matched", "_stops", "found")
+
+    def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
+        """`included`: show the stop string that ends the text."""
+        self._included = included
+        self._stops = sorted(stops, key=len, reverse=True)  # longest first: it begins earliest
+        self._failure = [_failure_table(stop) for stop in self._stops]
+        self._matched = [0] * len(self._stops)  # for each, its longest prefix that ends the text so far
+        self._held = ""
+        self.found: str | None = None  # the one that ended the text
+
+    def feed(self, text: str) -> tuple[str, bool]:
+        """The text that is safe to show, and whether a stop string is complete."""
+        unseen = len(self._held)
+        self._held += text
+        for position in range(unseen, len(self._held)):
+            length = self._step(self._held[position])
+            if length:
+                return self._held[: position + 1 - (0 if self._included else length)], True
+        safe = len(self._held) - max(self._matched, default=0)
+        shown, self._held = self._held[:safe], self._held[safe:]
+        return shown, False
+
+    def flush(self) -> str:
+        held, self._held = self._held, ""
+        return held
+
+    def _step(self, char: str) -> int:
+        """The length of the completed stop string, or 0. Source: Knuth, Morris and Pratt, 1977."""
+        for i, stop in enumerate(self._stops):
+            length = self._matched[i]
+            while length and stop[length] != char:
+                length = self._failure[i][length - 1]
+            if stop[length] == char:
+                length += 1
+            if length == len(stop):
+                self.found = stop
+                return length
+            self._matched[i] = length
+        return 0
+
+
+def _failure_table(stop: str) -> list[int]:
+    table = [0] * len(stop)
+    length = 0
+    for i in range(1, len(stop)):
+        while length and stop[length] != stop[i]:
+            length = table[length - 1]
+        if stop[length] == stop[i]:
+            length += 1
+        table[i] = length
+    return table
 
 
 class Detokenizer(Protocol):

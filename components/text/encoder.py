@@ -1,10 +1,19 @@
-"""Text to token ids, by `fastokens` if its ids equal those of `tokenizers`, in a tenth of the time."""
+"""Text to token ids, fast, and in threads if it is long."""
 
+import asyncio
 import logging
-from typing import Any, Final
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from heapq import heappop, heappush
+from itertools import count
+from typing import Any, Final, TypeVar
 
 import fastokens
 from tokenizers import Tokenizer
+
+from components.errors import QueueFull
 
 log = logging.getLogger(__name__)
 
@@ -24,10 +33,19 @@ PROBES: Final = (
 )
 
 LONG: Final = 100  # repetitions of the probes: 150 kB
+T = TypeVar("T")
+
+MAX_THREADS: Final = 4
+S_PER_CHAR: Final = 2.5e-7  # of `tokenizers`
+OVERTAKEN_S_PER_CHAR: Final = 20 * S_PER_CHAR  # 1 s for 200,000 characters
+MAX_WAITING_CHARS: Final = 32 << 20  # about eight million tokens
 
 
 class Encoder:
-    """Shared by all threads. Encoding releases the GIL."""
+    """Encodes by `fastokens` if its ids equal those of `tokenizers`, in a tenth of the time.
+
+    Shared by all threads. Encoding releases the GIL.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         """`tokenizer` must neither truncate nor pad."""
@@ -85,3 +103,65 @@ def _check_is_its_own(exc: BaseException) -> None:
     """Raises: `exc`, unless it is an error or a Rust panic."""
     if not isinstance(exc, Exception) and type(exc).__name__ != "PanicException":
         raise exc
+
+
+class LongPrompts:
+    """Renders and tokenises long prompts in threads.
+
+    Shorter prompts overtake a longer one only if they arrive soon after it: no prompt starves.
+
+    It belongs to the event loop.
+    """
+
+    def __init__(self, threads: int | None = None, max_waiting_chars: int = MAX_WAITING_CHARS) -> None:
+        """`threads` None: half of this process's cores, at most `MAX_THREADS`."""
+        self._free = threads or max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
+        self._executor = ThreadPoolExecutor(self._free, "tokenize")
+        self._threads = self._free
+        self._max_chars = max_waiting_chars
+        self._chars = 0  # waiting
+        self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._numbers = count()
+
+    async def run(self, chars: int, work: Callable[[], T]) -> T:
+        """Run `work` on a prompt of `chars` characters. Raises: QueueFull."""
+        await self._turn(chars)
+        loop = asyncio.get_running_loop()
+        job = self._executor.submit(work)
+        job.add_done_callback(lambda _: _tell(loop, self._pass_on))  # the thread is busy until then
+        return await asyncio.wrap_future(job)
+
+    async def _turn(self, chars: int) -> None:
+        if self._free:
+            self._free -= 1
+            return
+        if self._chars and self._chars + chars > self._max_chars:
+            raise QueueFull(
+                "too much waits to be tokenised",
+                retry_after_s=1 + self._chars * S_PER_CHAR / self._threads,
+                waiting_chars=self._chars,
+            )
+        turn = asyncio.get_running_loop().create_future()
+        heappush(self._waiting, (time.monotonic() + chars * OVERTAKEN_S_PER_CHAR, next(self._numbers), turn))
+        self._chars += chars
+        try:
+            await turn
+        except asyncio.CancelledError:
+            if not turn.cancelled():  # its turn came, so another prompt may have it
+                self._pass_on()
+            raise
+        finally:
+            self._chars -= chars
+
+    def _pass_on(self) -> None:
+        while self._waiting:
+            turn = heappop(self._waiting)[-1]
+            if not turn.done():
+                turn.set_result(None)
+                return
+        self._free += 1
+
+
+def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+    if not loop.is_closed():
+        loop.call_soon_threadsafe(callback)

@@ -15,12 +15,17 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from components.errors import Rejected
 from components.output.formats import FormatOptions, OutputFormats
 from components.output.template_names import variables_of
-from components.text.detokenizer import ByteDetokenizer, Detokenizer, Pieces, SelectiveDetokenizer, StreamDetokenizer
-from components.text.encoder import Encoder
-from components.text.ending import NEXT_TURN, Ending
-from components.text.long_prompts import LongPrompts
-from components.text.token_bytes import TokenBytes, is_byte_level
-from components.text.tool_prompt import instructed
+from components.text.chat_template import NEXT_TURN, Ending, instructed
+from components.text.detokenizer import (
+    ByteDetokenizer,
+    Detokenizer,
+    Pieces,
+    SelectiveDetokenizer,
+    StreamDetokenizer,
+    TokenBytes,
+    is_byte_level,
+)
+from components.text.encoder import Encoder, LongPrompts
 
 T = TypeVar("T")
 

@@ -10,8 +10,8 @@ from typing import Final
 import msgpack
 
 from components.errors import MalformedMessage
-from components.wire.block_hash import HASH_BYTES
 from components.wire.codec import Struct, message, unpack_plain
+from components.wire.tokens import HASH_BYTES
 
 BATCH_VERSION: Final = 1
 MAX_BATCH_BLOCKS: Final = 8192  # 128 KiB

@@ -1,5 +1,6 @@
 """Sampling parameters, the same for frontend, decode, prefill and engine."""
 
+from hashlib import blake2b
 from typing import Literal
 
 from components.wire.codec import Struct
@@ -34,3 +35,11 @@ class SamplingParams(Struct):
     prompt_logprobs: int | None = None  # the same for the prompt, which decode then computes
     n: int = 1  # branches; branch 0 uses `seed` itself
     constraint: Constraint | None = None  # services compile it to `EngineRequest.mask`
+
+
+def branch_seed(seed: int, branch: int) -> int:
+    """A single request with this seed gives the same text."""
+    if branch == 0:
+        return seed
+    digest = blake2b(f"{seed}/{branch}".encode(), digest_size=8, person=b"kvmesh.n").digest()
+    return int.from_bytes(digest, "little")

@@ -18,7 +18,7 @@ from engine.compilation.forward import EagerForward, Forward, padded
 from engine.compilation.graphs import CaptureFailed, Compute, CudaRecorder, DecodeGraphs, Recordable, Recorder
 from engine.config import EngineConfig
 from engine.kernels.shared_linear import merge_products, share_linears
-from engine.lora.apply import any_adapted
+from engine.lora.adapters import any_adapted
 from engine.model.load import LoadedModel
 from engine.model.progress import Progress
 

@@ -14,15 +14,12 @@ from types import MappingProxyType
 from typing import Final
 
 from components.errors import InvariantBroken, UnknownModel
-from components.wire.block_hash import PromptBlocks, seed_hash
 from components.wire.embed import EmbeddingModel
 from components.wire.logprobs import TokenLogprobs
+from components.wire.tokens import PromptBlocks, seed_hash
 from engine.config import EngineConfig
-from engine.core.chunk_limit import ChunkLimit
-from engine.core.failed_steps import FailedSteps
-from engine.core.limits import Limits
-from engine.core.open_requests import Requests
-from engine.core.outcomes import Outcomes
+from engine.core.open_requests import Limits, Requests
+from engine.core.outcomes import FailedSteps, Outcomes
 from engine.model.pooling import Pooling
 from engine.ports import (
     EngineRequest,
@@ -36,9 +33,8 @@ from engine.ports import (
     TokenOutput,
 )
 from engine.runner.step_runner import Launched, Runner, StepFailed
-from engine.scheduler.request import Chunk, Request
-from engine.scheduler.request_memory import RequestMemory, usable_pages
-from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.request import Chunk, Request, RequestMemory, usable_pages
+from engine.scheduler.scheduler import ChunkLimit, Scheduler
 
 log = logging.getLogger(__name__)
 

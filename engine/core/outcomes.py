@@ -1,23 +1,51 @@
-"""Apply the results of steps and transfers to requests."""
+"""Apply the results of steps and transfers to requests, and detect an engine that cannot compute any more."""
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
-from components.errors import NonFiniteLogits, Rejected
+from components.errors import InvariantBroken, NonFiniteLogits, Rejected
 from components.wire.logprobs import TokenLogprobs
-from engine.core.limits import Limits
-from engine.core.open_requests import Requests
+from engine.core.open_requests import Limits, Requests
 from engine.ports import Embedded, Exposed, Failed, FinishReason, Phase, StepOutput, TokenMask, TokenOutput
 from engine.sampling.bounds import check_token_ids
 from engine.sampling.row import NO_TOKEN
-from engine.scheduler.request import Chunk, Request
-from engine.scheduler.request_memory import RequestMemory
+from engine.scheduler.request import Chunk, Request, RequestMemory
 from engine.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
+MOST_FAILED: Final = 5  # steps in a row
 FULL: Final = Phase.FULL  # enum attributes are slow
+
+
+class EngineBroken(InvariantBroken):
+    pass
+
+
+class FailedSteps:
+    """Counts failed steps with a new prompt, so that retries of one request cannot end the process."""
+
+    def __init__(self) -> None:
+        self._prompts: set[int] = set()  # hashes
+        self._count = 0
+        self._cause = ""
+
+    def failed(self, requests: Iterable[Request], cause: str) -> None:
+        prompts = {hash(tuple(r.tokens[: r.prompt_len])) for r in requests}
+        self._count += not prompts <= self._prompts
+        self._prompts |= prompts
+        self._cause = cause
+
+    def landed(self) -> None:
+        if self._prompts:
+            self._prompts.clear()
+            self._count = 0
+
+    def check(self) -> None:
+        if self._count >= MOST_FAILED:
+            log.critical("every step fails: the engine ends", extra={"steps": self._count, "cause": self._cause})
+            raise EngineBroken(f"{self._count} steps in a row failed, the last one with: {self._cause}")
 
 
 class Outcomes:

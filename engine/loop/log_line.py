@@ -1,16 +1,99 @@
-"""The engine's log: one line a second under load, with SGLang's names."""
+"""The engine's log: one line a second under load, with SGLang's names, and warnings of slow steps."""
 
 import logging
+import resource
 import time
 from collections.abc import Callable, Mapping
-from typing import Final
+from typing import Final, NamedTuple
 
-from engine.loop.slow_steps import SlowSteps
-from engine.ports import StepOutput
+from engine.cpu.cpu_time import CpuQuota, run_delay_s
+from engine.ports import StepOutput, StepStats
 
 log = logging.getLogger(__name__)
 
+SLOW: Final = 4  # factor over the usual time
+SLOW_S: Final = 0.1  # shorter steps are ignored
+KNOWN: Final = 20  # steps of a kind before its usual time is known
+LEARN: Final = 0.05  # weight of one step
+CAUSE: Final = 0.25  # share of a step that identifies a cause
+FAULTS_S: Final = 100  # major page faults per second
+WARN_EVERY_S: Final = 30.0
+READ_EVERY_S: Final = 1.0
+
 EVERY_S: Final = 1.0
+
+
+class Held(NamedTuple):
+    """Total delays of this process's threads."""
+
+    cores_s: float = 0.0  # ready without a core
+    quota_s: float = 0.0  # throttled by the CPU quota
+    faults: int = 0
+
+
+class SlowSteps:
+    """Warns about steps that take far longer than usual, with the likely cause.
+
+    Pass every step to `stepped`, on one thread.
+    """
+
+    def __init__(self, held: Callable[[], Held] | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._held = held or _reader(CpuQuota())
+        self._clock = clock
+        self._usual: dict[tuple[str, int], tuple[int, float]] = {}  # kind: (steps, usual seconds)
+        self._read = clock()
+        self._before = self._held()
+        self._warned = float("-inf")
+
+    def stepped(self, stats: StepStats) -> None:
+        if not stats.prompt_tokens and not stats.decode_tokens:
+            return
+        now, step_s = self._clock(), stats.step_s
+        # tokens of one kind differ by less than a factor of two
+        tokens = stats.prompt_tokens or stats.decode_tokens
+        kind = ("prompt" if stats.prompt_tokens else "decode", tokens.bit_length())
+        count, usual_s = self._usual.get(kind, (0, step_s))
+        slow = count >= KNOWN and step_s > max(SLOW_S, SLOW * usual_s)
+        if slow and now - self._warned >= WARN_EVERY_S:
+            self._warn(kind[0], step_s, usual_s)
+            self._warned = now
+        if slow or now - self._read >= READ_EVERY_S:
+            self._before, self._read = self._held(), now
+        if count < KNOWN:
+            usual_s = min(usual_s, step_s)  # the first steps touch new memory
+        else:  # one slow step counts little
+            usual_s += LEARN * (min(step_s, 2 * usual_s) - usual_s)
+        self._usual[kind] = (count + 1, usual_s)
+
+    def _warn(self, kind: str, step_s: float, usual_s: float) -> None:
+        now, before = self._held(), self._before
+        held = Held(now.cores_s - before.cores_s, now.quota_s - before.quota_s, now.faults - before.faults)
+        log.warning(
+            "slow step",
+            extra={
+                "kind": kind,
+                "step_ms": round(1000 * step_s, 1),
+                "usual_ms": round(1000 * usual_s, 1),
+                "likely_cause": likely_cause(held, step_s),
+                "cores_waited_for_ms": round(1000 * held.cores_s),
+                "quota_waited_for_ms": round(1000 * held.quota_s),
+                "pages_read_from_disk": held.faults,
+            },
+        )
+
+
+def likely_cause(held: Held, step_s: float) -> str:
+    if held.quota_s > CAUSE * step_s:
+        return "the cgroup's CPU quota is used up"
+    if held.cores_s > CAUSE * step_s:
+        return "other processes use these cores"
+    if held.faults > FAULTS_S * step_s:
+        return "memory is read back from disk"
+    return "unknown: the process waited neither for cores, for its CPU quota nor for the disk"
+
+
+def _reader(quota: CpuQuota) -> Callable[[], Held]:
+    return lambda: Held(run_delay_s(), quota.throttled_s(), resource.getrusage(resource.RUSAGE_SELF).ru_majflt)
 
 
 class BatchLog:

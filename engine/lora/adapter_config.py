@@ -1,5 +1,6 @@
-"""PEFT's adapter_config.json: what the engine computes and refuses."""
+"""PEFT's adapter_config.json: what the engine computes and refuses, and the adapter's identity."""
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -9,8 +10,10 @@ from pathlib import Path
 from typing import Any, Final
 
 from engine.errors import ModelUnavailable, UnsupportedModel
-from engine.lora.adapter_identity import ADAPTER_CONFIG
 
+ADAPTER_CONFIG: Final = "adapter_config.json"
+ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
+INCIDENTAL: Final = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "task_type")
 ALL_LINEAR: Final = "all-linear"
 PLAIN_STARTS: Final = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the model's own weights
 USED: Final = frozenset({
@@ -32,6 +35,20 @@ REFUSED: Final = {
     "trainable_token_indices": "it changes embeddings (trainable_token_indices)",
     "target_parameters": "it changes parameters that are no linear layer's (target_parameters)",
 }
+
+
+def adapter_identity(directory: Path) -> str:
+    """16 hex digits over configuration and all weights: KV is shared only between equal adapters.
+
+    Checkpoints of one training may differ little.
+    """
+    config = json.loads((directory / ADAPTER_CONFIG).read_text())
+    for key in INCIDENTAL:
+        config.pop(key, None)
+    digest = hashlib.sha256(json.dumps(config, sort_keys=True).encode())
+    with (directory / ADAPTER_WEIGHTS).open("rb") as file:
+        weights = hashlib.file_digest(file, "sha256").digest()
+    return hashlib.sha256(digest.digest() + weights).hexdigest()[:16]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,9 @@
-"""Load adapters from PEFT's directories into a model."""
+"""Adapters: loaded from PEFT's directories into a model, and applied by its linear layers to their rows of a step."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -10,14 +11,91 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
+from torch.nn.functional import linear
 
 from engine.device.copies import to_device
 from engine.errors import ModelUnavailable, UnsupportedModel
-from engine.lora.adapter_config import AdapterConfig, read_adapter_config
-from engine.lora.adapter_identity import ADAPTER_WEIGHTS, adapter_identity
-from engine.lora.apply import AdaptedLinear, LowRank, RowGroup, adapted
+from engine.lora.adapter_config import ADAPTER_WEIGHTS, AdapterConfig, adapter_identity, read_adapter_config
 
 TENSOR: Final = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """Change of one layer by one adapter: up (down x).
+
+    Source: LoRA, Hu et al. 2021, arXiv:2106.09685.
+    """
+
+    down: torch.Tensor  # [rank, in], PEFT's lora_A
+    up: torch.Tensor  # [out, rank], PEFT's lora_B times the scale
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    rows: slice | torch.Tensor  # int64 [N], or a slice of neighbours
+    changes: Sequence[LowRank | None]  # by site
+
+
+_groups: ContextVar[Sequence[RowGroup]] = ContextVar("kvmesh_lora", default=())
+
+
+@contextmanager
+def adapted(groups: Sequence[RowGroup]) -> Iterator[None]:
+    """Apply disjoint groups to forwards on this thread."""
+    token = _groups.set(groups)
+    try:
+        yield
+    finally:
+        _groups.reset(token)
+
+
+def any_adapted() -> bool:
+    return bool(_groups.get())
+
+
+class AdaptedLinear(torch.nn.Module):
+    """A linear layer that changes each row of a step by its own adapter, or by none.
+
+    Adapters keep their changes by `site`. Row groups are set per thread, beside the forward, so one compiled forward
+    serves all steps. Rows without an adapter have the same bits as without any loaded.
+    """
+
+    def __init__(self, plain: torch.nn.Linear, site: int) -> None:
+        super().__init__()
+        self.plain = plain
+        self._site = site
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.plain(x)
+        if torch.compiler.is_compiling():
+            torch.ops.kvmesh.adapt(y, x, self._site)
+        else:
+            _adapt(y, x, self._site)
+        return y
+
+
+def _adapt(y: torch.Tensor, x: torch.Tensor, site: int) -> None:
+    for group in _groups.get():
+        change = group.changes[site]
+        if change is None:
+            continue
+        flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
+        if isinstance(group.rows, slice):
+            flat_y[group.rows].addmm_(linear(flat_x[group.rows], change.down), change.up.t())
+        else:
+            narrow = linear(flat_x.index_select(0, group.rows), change.down)
+            flat_y.index_add_(0, group.rows, linear(narrow, change.up))
+
+
+def _adapt_nothing(_y: torch.Tensor, _x: torch.Tensor, _site: int) -> None:
+    pass
+
+
+_LIBRARY: Final = torch.library.Library("kvmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("adapt(Tensor(a!) y, Tensor x, int site) -> ()")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("adapt", _adapt, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("kvmesh::adapt", _adapt_nothing, lib=_LIBRARY)
 
 
 @dataclass(frozen=True, slots=True)

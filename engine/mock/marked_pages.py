@@ -18,7 +18,7 @@ from components.wire.tokens import pack_tokens
 from engine.config import PAGE_SIZES
 from engine.ports import KvRegion
 from engine.runner.step_runner import StepFailed
-from engine.scheduler.request_memory import LEAST_COMPUTED
+from engine.scheduler.request import LEAST_COMPUTED
 
 MARK: Final = Struct("<II")  # tokens of the block with KV, checksum up to the last of them
 TOKEN: Final = Struct("<i")  # as in `pack_tokens`

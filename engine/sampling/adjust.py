@@ -9,10 +9,101 @@ import torch
 
 from engine.device.copies import to_device
 from engine.sampling.allowed import Words, allowed_words, bits_of
-from engine.sampling.penalties import Penalties
 from engine.sampling.row import Row
+from engine.sampling.seen import SeenTokens
 
+SPARE: Final = 32  # free entries per row until the table is rebuilt
+
+Floats = npt.NDArray[np.float32]
 Numbered = Sequence[tuple[int, Row]]  # rows with their indices in the batch
+
+
+class Penalties:
+    """Penalties, with a table of tokens on the device. A draw sends only changes.
+
+    Repetition comes first; presence and frequency count only generated tokens.
+
+    Negative logits are multiplied, since dividing would reward repetition.
+
+    Source: repetition, Keskar et al. 2019, arXiv:1909.05858; the others, OpenAI's API reference.
+    """
+
+    def __init__(self, rows: Sequence[tuple[int, Row]], vocab: int, device: torch.device) -> None:
+        self._rows = [row for _, row in rows]
+        self._firsts = [i * vocab for i, _ in rows]  # start of each row in flattened logits
+        self._device = device
+        params = [row.params for row in self._rows]
+        self._repetition = np.array([p.repetition_penalty for p in params], dtype=np.float32)
+        self._presence = np.array([p.presence_penalty for p in params], dtype=np.float32)
+        self._frequency = np.array([p.frequency_penalty for p in params], dtype=np.float32)
+        self._make_table()
+
+    def apply(self, logits: torch.Tensor) -> None:
+        self._update()
+        where = self._where[: self._size]
+        values = logits.view(-1).index_select(0, where)
+        repetition = self._repetitions[: self._size]
+        penalised = values.clamp(min=0).div_(repetition).add_(values.clamp_(max=0).mul_(repetition))
+        logits.view(-1).scatter_(0, where, penalised.sub_(self._subtracted[: self._size]))
+
+    def _make_table(self) -> None:
+        """An entry per row and seen token: place of the logit, repetition penalty, subtrahend."""
+        self._seen: list[SeenTokens] = [seen_by(row) for row in self._rows]
+        lengths = [len(seen.ids) for seen in self._seen]
+        self._size = sum(lengths)
+        # a row's known tokens have consecutive entries, later ones any
+        self._known = lengths
+        self._begins = [*map(int, np.cumsum([0, *lengths[:-1]]))]
+        self._later: list[list[int]] = [[] for _ in self._rows]
+        spare = SPARE * len(self._rows)
+        which = np.repeat(np.arange(len(self._rows)), lengths)
+        where = np.concatenate([seen.ids + first for seen, first in zip(self._seen, self._firsts, strict=True)])
+        counts = np.concatenate([seen.counts for seen in self._seen])
+        self._where = to_device(np.pad(where, (0, spare)), self._device)
+        self._repetitions = to_device(np.pad(self._repetition[which], (0, spare)), self._device)
+        self._subtracted = to_device(np.pad(self._subtractions(which, counts), (0, spare)), self._device)
+
+    def _update(self) -> None:
+        entries: list[int] = []
+        which: list[int] = []
+        counts: list[float] = []
+        ids: list[int] = []
+        for i, (seen, row) in enumerate(zip(self._seen, self._rows, strict=True)):
+            for at in seen.update(row.tokens):
+                entries.append(self._entry(i, at))
+                which.append(i)
+                counts.append(seen.counts[at])
+                ids.append(self._firsts[i] + seen.ids[at])
+        if self._size > len(self._where):
+            self._make_table()
+        elif entries:
+            index = to_device(entries, self._device, torch.int64)
+            rows = np.array(which)
+            subtracted = self._subtractions(rows, np.array(counts, dtype=np.float32))
+            self._where.index_copy_(0, index, to_device(ids, self._device, torch.int64))
+            self._repetitions.index_copy_(0, index, to_device(self._repetition[rows], self._device))
+            self._subtracted.index_copy_(0, index, to_device(subtracted, self._device))
+
+    def _entry(self, i: int, at: int) -> int:
+        """The entry of row i's token number `at`."""
+        if at < self._known[i]:
+            return self._begins[i] + at
+        later = self._later[i]
+        if at - self._known[i] == len(later):
+            later.append(self._size)
+            self._size += 1
+        return later[at - self._known[i]]
+
+    def _subtractions(self, rows: npt.NDArray[np.int64], counts: Floats) -> Floats:
+        return self._frequency[rows] * counts + self._presence[rows] * (counts > 0)
+
+
+def seen_by(row: Row) -> SeenTokens:
+    if row.seen is None:
+        prompt = row.tokens[: row.start] if row.params.repetition_penalty != 1 else ()
+        row.seen = SeenTokens(prompt, row.start)
+    row.seen.update(row.tokens)
+    return row.seen
 
 
 class Adjustments:

@@ -15,11 +15,11 @@ from components.discovery.registry import Registration
 from components.errors import MalformedMessage, MeshError
 from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
-from components.messaging.deadline import now_ms
+from components.messaging.clocks import now_ms
 from components.process import subject_of
 from components.telemetry.figures import Figures
 from components.telemetry.on_demand import OnDemand
-from components.wire.rooms import CloseRooms, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomsClosed
+from components.wire.prefill import CloseRooms, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomsClosed
 from components.wire.status import RoomStatus
 
 log = logging.getLogger(__name__)

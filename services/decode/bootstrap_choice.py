@@ -7,7 +7,7 @@ from random import Random
 from typing import Any, Final
 
 from components.errors import DeadlineExceeded, NoBootstrapInstance, PeerBroken, PeerLost
-from components.routing.breaker import Breaker, BreakerSettings
+from components.routing.health import Breaker, BreakerSettings
 from components.wire.instances import InstanceRecord
 
 LIMIT_S: Final = 1.5  # timeout of a call: opening a room only writes to memory

@@ -11,13 +11,12 @@ from components.errors import MeshError, UnknownModel
 from components.messaging.call_server import Endpoint
 from components.messaging.fleet import Fleet
 from components.routing.candidates import Inquiry
-from components.routing.local_prefill import PromptLoad, sooner_here
-from components.routing.policy import RouteRequest
+from components.routing.policy import PromptLoad, RouteRequest, sooner_here
 from components.routing.router import RouteChoice, explained
-from components.wire.block_hash import PromptBlocks
 from components.wire.inspection import ExplainRoute, RouteExplained
 from components.wire.instances import InstanceRecord
 from components.wire.layout import check_compatible, check_same_adapter
+from components.wire.tokens import PromptBlocks
 from engine.ports import Engine
 from services.decode.prefill_client import PrefillClient
 

@@ -29,15 +29,23 @@ from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.page_reader import check_readable
 from components.lifecycle import Tally
 from components.messaging.bus import Bus
-from components.messaging.deadline import now_ms, remaining_s
+from components.messaging.clocks import now_ms, remaining_s
 from components.messaging.liveness import warn_of_protocol
 from components.routing.router import Route
 from components.telemetry.figures import Queue, queues_of
 from components.telemetry.spans import record_span, tracer
 from components.wire.generate import GenerateRequest
 from components.wire.instances import InstanceRecord, KvEndpoint
-from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
-from components.wire.rooms import KvComing, OpenRoom, RoomFailed, RoomOk
+from components.wire.prefill import (
+    KvComing,
+    OpenRoom,
+    PrefillAccepted,
+    PrefillRequest,
+    Quiesce,
+    Quiet,
+    RoomFailed,
+    RoomOk,
+)
 from components.wire.status import RoomStatus
 from components.wire.tokens import num_tokens
 from engine.ports import Exposed

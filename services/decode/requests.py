@@ -13,8 +13,8 @@ from components.errors import MeshError
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.outbox import OutStream, StreamOutbox
 from components.telemetry.spans import mark_outcome, record_span, use_span
-from components.wire.block_hash import PromptBlocks
 from components.wire.generate import GenerateRequest, PromptOrigin
+from components.wire.tokens import PromptBlocks
 from engine.ports import TokenMask, TokenOutput
 
 log = logging.getLogger(__name__)

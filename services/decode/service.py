@@ -21,11 +21,11 @@ from components.errors import (
     UnknownModel,
 )
 from components.messaging.call_server import Endpoint
-from components.messaging.deadline import now_ms
+from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
 from components.messaging.heartbeat_sender import heartbeat_of
 from components.messaging.outbox import OutStream
-from components.routing.local_prefill import PromptLoad, PromptRate
+from components.routing.policy import PromptLoad, PromptRate
 from components.routing.router import Route, RouteChoice
 from components.structured.masks import MaskMaker
 from components.telemetry.exemplars import exemplar_of
@@ -36,7 +36,7 @@ from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import MAX_STREAM_ID, CancelStreams, GenerateAccepted, GenerateRequest, StreamsCancelled
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
-from components.wire.rooms import KvComing, RoomFailed, RoomOk
+from components.wire.prefill import KvComing, RoomFailed, RoomOk
 from components.wire.sampling import Constraint
 from components.wire.tokens import unpack_tokens
 from engine.loop.engine_loop import EngineLoop

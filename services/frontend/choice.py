@@ -7,8 +7,7 @@ from typing import NamedTuple, Self
 from components.openai.logprobs import ShownToken
 from components.output.calls import CallDelta
 from components.output.plan import OutputPlan
-from components.text.stop import StopStrings
-from components.text.token_bytes import TokenBytes
+from components.text.detokenizer import StopStrings, TokenBytes
 from components.text.tokenizer import TextModel
 from components.wire.generate import StreamItem
 from components.wire.logprobs import TokenLogprobs

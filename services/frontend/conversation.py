@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from components.errors import Rejected
-from components.openai.conversation import Conversation
+from components.openai.chat import Conversation
 from components.openai.fields import AskedConstraint
 from components.output.formats import PLAIN_JSON, ReasoningFormat, ToolFormat
 from components.output.grammar import (
@@ -23,8 +23,8 @@ from components.output.json_calls import PYTHON_TAG
 from components.output.plan import OutputPlan
 from components.output.reasoning import Reasoning
 from components.structured.schema import fault_in_schema
+from components.text.chat_template import template_variables
 from components.text.tokenizer import TextModel
-from components.text.variables import template_variables
 from components.wire.sampling import Constraint
 
 

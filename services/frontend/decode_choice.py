@@ -23,17 +23,16 @@ from components.errors import (
     PeerLost,
 )
 from components.messaging.call_server import Endpoint
-from components.messaging.deadline import now_ms, remaining_s
+from components.messaging.clocks import now_ms, remaining_s
 from components.messaging.fleet import Fleet
 from components.routing.policy import RouteRequest
 from components.routing.router import Route, explained
 from components.telemetry.spans import tracer
 from components.text.tokenizer import TextModel
-from components.wire.block_hash import PromptBlocks, seed_hash
 from components.wire.inspection import ExplainRoute, RouteExplained
 from components.wire.instances import InstanceRecord
 from components.wire.sampling import SamplingParams
-from components.wire.tokens import pack_tokens
+from components.wire.tokens import PromptBlocks, pack_tokens, seed_hash
 from services.frontend.ports import Prompt
 from services.frontend.request_log import request_log
 

@@ -9,7 +9,7 @@ from opentelemetry.trace import SpanKind
 
 from components.errors import MalformedMessage
 from components.messaging.bus import Bus
-from components.messaging.deadline import now_ms, remaining_s
+from components.messaging.clocks import now_ms, remaining_s
 from components.messaging.inbox import InStream, StreamInbox
 from components.telemetry.spans import tracer
 from components.wire.codec import Struct

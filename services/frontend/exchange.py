@@ -26,14 +26,13 @@ from components.text.tokenizer import TextModel
 from components.wire.sampling import Constraint
 from services.frontend import tracing
 from services.frontend.admission import Admission
-from services.frontend.body import Body, read_json_body
 from services.frontend.choice import Piece
 from services.frontend.config import FrontendSettings
 from services.frontend.dialects.dialect import Dialect, EventStream
-from services.frontend.disconnect import cancelled_on_disconnect
 from services.frontend.fair_queue import Place
 from services.frontend.gate import NOBODY, Caller, caller_of
 from services.frontend.generation import Generation
+from services.frontend.incoming import Body, cancelled_on_disconnect, read_json_body
 from services.frontend.metrics import NO_MODEL, FrontendMetrics
 from services.frontend.ports import Mesh, Prompt, ServedModel
 from services.frontend.prompts import check_token_fields, find_generator, make_prompt, token_budget

@@ -14,7 +14,7 @@ from opentelemetry.trace import SpanKind
 
 from components.errors import DecodeLost, FramesLost, MeshError, NobodyListens
 from components.messaging.bus import Bus
-from components.messaging.deadline import now_ms, remaining_s
+from components.messaging.clocks import now_ms, remaining_s
 from components.messaging.fleet import Fleet
 from components.messaging.inbox import InStream, StreamInbox
 from components.routing.router import Route
@@ -22,8 +22,8 @@ from components.telemetry.spans import record_lost, record_span, tracer, use_spa
 from components.wire.codec import Struct
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem
 from components.wire.instances import InstanceRecord
+from components.wire.sampling import branch_seed
 from components.wire.tokens import pack_tokens
-from engine.sampling.branches import branch_seed
 from services.frontend.decode_choice import MOVING, NO_WORKER_WAIT_S, Attempts, DecodeChoice
 from services.frontend.embed_calls import EmbedCalls
 from services.frontend.moves import Moves

@@ -26,12 +26,11 @@ from components.openai.fields import parse_body
 from components.openai.parts import AT_ONCE_BYTES, Parts, filled, items_of, some_of, text_filled
 from components.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from services.frontend import tracing
-from services.frontend.body import Body, read_json_body
 from services.frontend.conversation import encode_conversation
 from services.frontend.dialects.messages import MessagesDialect
-from services.frontend.disconnect import cancelled_on_disconnect
 from services.frontend.exchange import Frontend
 from services.frontend.gate import WriteError, caller_of
+from services.frontend.incoming import Body, cancelled_on_disconnect, read_json_body
 from services.frontend.metrics import NO_MODEL
 from services.frontend.ports import ServedModel
 from services.frontend.prompts import find_model

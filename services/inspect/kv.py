@@ -13,11 +13,10 @@ from rich.table import Table
 from components.errors import MeshError
 from components.messaging.bus import Bus
 from components.settings import MeshSettings
-from components.wire.block_hash import HASH_BYTES, block_hashes, seed_hash
 from components.wire.inspection import ExplainRoute
 from components.wire.instances import InstanceRecord
 from components.wire.kv_events import FetchKvDump, KvDumpPart, unpack_hashes
-from components.wire.tokens import unpack_tokens
+from components.wire.tokens import HASH_BYTES, block_hashes, seed_hash, unpack_tokens
 from services.inspect.mesh import Mesh, open_mesh
 from services.inspect.route import first_answer
 

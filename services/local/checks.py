@@ -15,8 +15,7 @@ from components.settings import WorkerSettings
 from components.startup import WrongSettings
 from engine.config import EngineConfig
 from engine.cpu.machine_memory import check_fits
-from engine.lora.adapter_config import read_adapter_config
-from engine.lora.adapter_identity import ADAPTER_WEIGHTS
+from engine.lora.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
 from engine.model.mock_model import is_mock
 from services.local.child_process import CannotStart, run
 from services.local.plan import Plan

@@ -16,11 +16,10 @@ from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import PageChecksums, TransferChecksums
 from components.kv_transfer.pieces import cut
 from components.lifecycle import Lifecycle, Tally
-from components.messaging.deadline import now_ms, remaining_s
+from components.messaging.clocks import now_ms, remaining_s
 from components.telemetry.spans import mark_outcome, record_span, tracer, use_span
 from components.wire.instances import KvEndpoint
-from components.wire.prefill import PrefillRequest
-from components.wire.rooms import PagesOffered
+from components.wire.prefill import PagesOffered, PrefillRequest
 from components.wire.tokens import num_tokens
 from engine.ports import Exposed
 

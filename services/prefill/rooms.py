@@ -11,8 +11,7 @@ from typing import Any, Final
 from components.discovery.registry import Registry
 from components.errors import MeshError, TransferFailed
 from components.messaging.bus import Bus
-from components.wire.prefill import PrefillRequest
-from components.wire.rooms import CloseRooms, PagesOffered, RoomFailed
+from components.wire.prefill import CloseRooms, PagesOffered, PrefillRequest, RoomFailed
 
 log = logging.getLogger(__name__)
 

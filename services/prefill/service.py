@@ -19,7 +19,7 @@ from components.lifecycle import Tally
 from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
 from components.messaging.heartbeat_sender import heartbeat_of
-from components.routing.local_prefill import PromptLoad, PromptRate
+from components.routing.policy import PromptLoad, PromptRate
 from components.structured.masks import MaskMaker
 from components.telemetry.exemplars import exemplar_of
 from components.telemetry.figures import Figures, queues_of
@@ -27,8 +27,7 @@ from components.telemetry.spans import tracer
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
-from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
-from components.wire.rooms import KvComing, PagesOffered, RoomOk
+from components.wire.prefill import KvComing, PagesOffered, PrefillAccepted, PrefillRequest, Quiesce, Quiet, RoomOk
 from components.wire.sampling import Constraint
 from components.wire.status import RoomStatus
 from components.wire.tokens import unpack_tokens

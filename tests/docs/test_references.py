@@ -66,3 +66,20 @@ def test_the_spans_that_the_readme_shows_are_recorded() -> None:
     sources = "\n".join(path.read_text() for top in ("components", "services") for path in (REPO / top).rglob("*.py"))
     assert len(shown) > 5
     assert {name for name in shown if f'"{name}"' not in sources} == set()
+
+
+def files_on_the_way() -> list[str]:
+    """Of the tour's table, where a folder stands before the names of its modules."""
+    table = (REPO / "docs/tour.md").read_text().partition("## All files on the way")[2].partition("## ")[0]
+    found: list[str] = []
+    for group in re.split(r"[;|\n]", table):
+        first, *modules = re.findall(r"`([^`]+)`", group) or [""]
+        found += [f"{first}{module}.py" for module in modules] if first.endswith("/") else [first][: bool(first)]
+    return found
+
+
+def test_the_way_of_a_chat_is_at_most_90_files_which_exist() -> None:
+    found = files_on_the_way()
+    assert [path for path in found if not (REPO / path).is_file()] == []
+    assert found.count("engine/sampling/row.py") == found.count("services/frontend/app.py") == 1
+    assert 80 <= len(set(found)) == len(found) <= 90

@@ -8,11 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from components.errors import Rejected
-from components.wire.sampling import SamplingParams
+from components.wire.sampling import SamplingParams, branch_seed
 from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, Phase
-from engine.sampling.branches import branch_seed
 from tests.engine.tiny_engine import (
     Seen,
     alone,

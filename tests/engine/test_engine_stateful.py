@@ -18,12 +18,11 @@ from hypothesis.stateful import (
 )
 from msgspec import structs
 
-from components.wire.sampling import SamplingParams
+from components.wire.sampling import SamplingParams, branch_seed
 from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Exposed, Phase, StepOutput
 from engine.runner.step_runner import Launched
-from engine.sampling.branches import branch_seed
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import (
     GENERATING,

@@ -8,7 +8,7 @@ from components.wire.tokens import pack_tokens
 from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Exposed, FinishReason, Phase, StepOutput
-from engine.scheduler import request_memory
+from engine.scheduler import request as scheduler_request
 from tests.engine.tiny_engine import (
     EOS,
     GENERATING,
@@ -286,7 +286,7 @@ def test_a_prompts_blocks_that_somebody_has_made_are_not_made_again(
     run(engine, [EngineRequest("r", prompt(32), greedy(1))])
     blocks = engine.prompt_blocks(pack_tokens(prompt(40)))
     assert engine.peek_prefix(blocks) == 32
-    monkeypatch.setattr(request_memory, "block_hashes", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(scheduler_request, "block_hashes", lambda *_: pytest.fail("made again"))
     seen = run(engine, [EngineRequest("s", prompt(40), greedy(2), blocks=blocks)])
     assert seen.cached["s"] == 32
     assert peek(engine, prompt(40)) == 32

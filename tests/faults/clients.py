@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from components.aio import time_limit
 from components.errors import InvariantBroken, KvUnavailable, MeshError
-from components.messaging.deadline import now_ms
+from components.messaging.clocks import now_ms
 from components.wire.sampling import SamplingParams
 from services.frontend.ports import Prompt
 from tests.faults.nodes import MODEL, Frontend

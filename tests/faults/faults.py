@@ -15,7 +15,7 @@ import nats.errors
 
 from components import lifecycle
 from components.errors import BY_NAME
-from components.messaging.deadline import now_ms
+from components.messaging.clocks import now_ms
 from components.wire import codec
 from components.wire.codec import pack, unpack, unpack_plain
 from components.wire.generate import unpack_frame

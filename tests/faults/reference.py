@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Final
 from zlib import crc32
 
-from components.wire.block_hash import block_hashes
-from components.wire.tokens import pack_tokens
+from components.wire.tokens import block_hashes, pack_tokens
 from engine.core.engine_core import EngineCore
 from engine.mock.marked_pages import BLOCK, MARK
 from engine.ports import EngineRequest

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from engine.core.failed_steps import EngineBroken
+from engine.core.outcomes import EngineBroken
 from engine.runner.step_runner import StepFailed
 from engine.scheduler.request import Chunk
 from tests.faults import nodes

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from components.wire.rooms import OpenRoom, RoomOk
+from components.wire.prefill import OpenRoom, RoomOk
 from services.bootstrap.service import BootstrapService
 from tests.faults import clients
 from tests.faults.mesh_run import run_faults

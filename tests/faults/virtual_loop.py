@@ -18,7 +18,6 @@ from weakref import WeakSet
 from components.messaging import (
     bus,
     clocks,
-    deadline,
     fleet,
     heartbeat_sender,
     kv_publisher,
@@ -216,7 +215,6 @@ def _clock(loop: VirtualLoop) -> Iterator[None]:
             super().__init__(book, role, clock.monotonic)
 
     with (
-        mock.patch.object(deadline, "time", clock),
         mock.patch.object(clocks, "time", clock),
         mock.patch.object(liveness, "time", clock),
         mock.patch.object(heartbeat_sender, "time", clock),

@@ -20,15 +20,14 @@ from msgspec.structs import replace
 
 from components.errors import DeadlineExceeded, MalformedMessage, MessageTooLarge, PeerLost
 from components.kv_transfer.network import listeners
-from components.messaging.deadline import now_ms
+from components.messaging.clocks import now_ms
 from components.wire.codec import UnknownMessage, pack, unpack
 from components.wire.generate import CancelStreams, GenerateRequest, StreamItem
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from components.wire.kv_events import FetchKvDump, KvEventBatch, pack_batch
-from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce
+from components.wire.prefill import OpenRoom, PagesOffered, PrefillAccepted, PrefillRequest, Quiesce, RoomOk
 from components.wire.refused import Refused
-from components.wire.rooms import OpenRoom, PagesOffered, RoomOk
 from components.wire.sampling import SamplingParams
 from tests.components.kv_transfer.test_network import own_address
 from tests.components.wire.frames import frame_of

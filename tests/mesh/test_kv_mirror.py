@@ -7,9 +7,9 @@ import pytest
 
 from components.messaging.kv_subscriber import KvMirror, follow_kv_events
 from components.routing.kv_index import KvIndex
-from components.wire.block_hash import block_hashes, seed_hash
 from components.wire.instances import InstanceRecord, Role
 from components.wire.kv_events import FetchKvDump, KvDumpPart, unpack_hashes
+from components.wire.tokens import block_hashes, seed_hash
 from tests.components.routing.test_kv_index import brute_force
 from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.mocks import MODEL, random_prompts

@@ -11,7 +11,7 @@ from uuid import uuid4
 import pytest
 from transformers import AutoTokenizer
 
-from components.messaging.deadline import now_ms
+from components.messaging.clocks import now_ms
 from components.wire.sampling import SamplingParams
 from services.frontend.ports import Prompt
 from tests.mesh.harness import Client, MeshProcesses, Worker, open_client, tracer

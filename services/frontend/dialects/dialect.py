@@ -14,9 +14,9 @@ from components.openai.logprobs import ChatLogprobs, CompletionLogprobs, prompt_
 from components.openai.parts import Items, Parts
 from components.output.plan import OutputPlan
 from components.text.tokenizer import TextModel
-from services.frontend.body import Body
 from services.frontend.choice import Piece
 from services.frontend.generation import Generation
+from services.frontend.incoming import Body
 from services.frontend.reply import Headers, Reply
 
 

@@ -21,11 +21,11 @@ from components.openai.fields import parse_body
 from components.openai.parts import Parts, filled
 from components.output.blocks import Blocks
 from components.output.calls import whole_calls
-from services.frontend.body import Body
 from services.frontend.choice import Piece
 from services.frontend.dialects.chat import ConversationDialect
 from services.frontend.dialects.dialect import EventStream
 from services.frontend.generation import Generation
+from services.frontend.incoming import Body
 from services.frontend.reply import Headers
 
 COUNT_ROUTE: Final = "/v1/messages/count_tokens"

@@ -29,12 +29,12 @@ from components.openai.responses import (
 from components.output.blocks import Block, Blocks
 from components.output.calls import whole_calls
 from services.frontend import tracing
-from services.frontend.body import Body
 from services.frontend.choice import Piece
 from services.frontend.dialects.chat import ConversationDialect
 from services.frontend.dialects.dialect import EventStream
 from services.frontend.gate import owner_of
 from services.frontend.generation import Generation
+from services.frontend.incoming import Body
 from services.frontend.reply import Reply
 from services.frontend.stored import Remembered, StoredResponses, items_before
 

@@ -15,9 +15,9 @@ from components.errors import KvCorrupt, TransferFailed
 from components.kv_transfer.aux import AuxBuffer, AuxRecord
 from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.pieces import Pieces
-from components.messaging.deadline import now_ms
+from components.messaging.clocks import now_ms
 from components.wire.layout import KvLayout
-from components.wire.rooms import PagesOffered
+from components.wire.prefill import PagesOffered
 from tests.components.kv_transfer.fake_transfer import FakeTransfer, endpoint
 from tests.components.kv_transfer.pools import LAYOUT, Pool, block_table, brute_force, copied, pool
 from tests.services.decode.inbound import inbound

@@ -9,8 +9,8 @@ import pytest
 from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.nixl_transfer import NixlTransfer, open_nixl
 from components.kv_transfer.pieces import Pieces
-from components.messaging.deadline import now_ms
-from components.wire.rooms import PagesOffered
+from components.messaging.clocks import now_ms
+from components.wire.prefill import PagesOffered
 from tests.components.kv_transfer.nixl_peer import NUM_PAGES, Pages, of_size
 from tests.components.kv_transfer.test_nixl_transfer import Peer, start_peer  # noqa: F401
 from tests.services.prefill.outbound import chunk, last_chunk, outbound, run

@@ -17,9 +17,8 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from components.errors import IncompatibleLayout, KvCorrupt, TransferFailed
-from components.kv_transfer import aux, landings, nixl_transfer
-from components.kv_transfer.aux import AuxRecord
-from components.kv_transfer.landings import POLL_COMING_S, POLL_EXPECTED_S
+from components.kv_transfer import aux, nixl_transfer
+from components.kv_transfer.aux import POLL_COMING_S, POLL_EXPECTED_S, AuxRecord
 from components.kv_transfer.nixl_api import nixl_agent_config
 from components.kv_transfer.nixl_transfer import (
     DESCRIPTOR_BYTES,
@@ -464,7 +463,7 @@ async def test_a_record_that_was_damaged_on_its_way_is_told_long_before_the_tran
 async def test_a_hint_that_comes_to_nothing_is_looked_after_for_a_while_only(
     transfer: NixlTransfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(landings, "COMING_S", 0.05)
+    monkeypatch.setattr(aux, "COMING_S", 0.05)
     expected = transfer.expect("boot/1", 3)
     transfer.hasten("boot/1")
     async with asyncio.timeout(FAILS_WITHIN_S):
@@ -497,7 +496,7 @@ async def test_of_an_aux_slot_without_checksums_its_head_alone_is_written() -> N
 async def test_who_has_received_goes_on_making_progress_for_a_while(
     transfer: NixlTransfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(landings, "LINGER_POLLS", 40)
+    monkeypatch.setattr(aux, "LINGER_POLLS", 40)
     expected = transfer.expect("boot/1", 3)
     transfer.aux.seal(3, "boot/1")
     await asyncio.wait_for(expected, FAILS_WITHIN_S)

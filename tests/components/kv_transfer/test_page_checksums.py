@@ -10,8 +10,8 @@ from components.errors import KvCorrupt, TransferFailed
 from components.kv_transfer.aux import AuxBuffer, AuxRecord, slot_bytes
 from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.nixl_transfer import open_nixl
-from components.messaging.deadline import now_ms
-from components.wire.rooms import PagesOffered
+from components.messaging.clocks import now_ms
+from components.wire.prefill import PagesOffered
 from services.decode.inbound import InboundState
 from services.prefill.outbound import OutboundState
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint

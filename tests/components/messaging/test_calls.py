@@ -30,8 +30,8 @@ from components.urls import without_password
 from components.wire.codec import unpack
 from components.wire.generate import CancelStreams, GenerateRequest, StreamsCancelled
 from components.wire.instances import AskPresent, Present
+from components.wire.prefill import KvComing, RoomOk
 from components.wire.refused import Refused, raised
-from components.wire.rooms import KvComing, RoomOk
 from components.wire.sampling import SamplingParams
 from services.local.child_process import kill
 from services.local.servers import NATS, running

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from components.messaging import clocks, deadline
+from components.messaging import clocks
 from components.messaging.clocks import FORGET_S, MIN_MESSAGES, WINDOW_S, PeerClocks
 from components.wire.codec import Dated
 
@@ -43,7 +43,6 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
     monkeypatch.setattr(clocks, "time", made)
-    monkeypatch.setattr(deadline, "time", made)
     return made
 
 

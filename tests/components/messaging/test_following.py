@@ -16,9 +16,8 @@ from components.messaging.heartbeat_sender import HeartbeatSender, send_heartbea
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.routing.candidates import Inquiry, depths
 from components.routing.policy import RouteRequest
-from components.wire.block_hash import PromptBlocks, seed_hash
 from components.wire.heartbeat import Heartbeat
-from components.wire.tokens import pack_tokens
+from components.wire.tokens import PromptBlocks, pack_tokens, seed_hash
 from tests.components.discovery.records import record
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]

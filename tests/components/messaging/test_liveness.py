@@ -20,7 +20,7 @@ from components.messaging.liveness import (
     Liveness,
     watch_heartbeats,
 )
-from components.routing.local_prefill import PromptLoad
+from components.routing.policy import PromptLoad
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from components.wire.protocol import PROTOCOL, UNNAMED

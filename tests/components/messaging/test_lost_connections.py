@@ -15,7 +15,7 @@ from nats.aio.msg import Msg
 from components.errors import BackendUnavailable, DeadlineExceeded
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
-from components.wire.rooms import KvComing, RoomOk
+from components.wire.prefill import KvComing, RoomOk
 
 pytestmark = pytest.mark.anyio
 

@@ -16,7 +16,7 @@ from components.messaging import replies
 from components.messaging.bus import Bus, connect_bus, nats_errors
 from components.messaging.call_server import KEPT_BYTES, KEPT_S, CallServer, Endpoint, SentAnswers, serve_calls
 from components.messaging.outbox import OutStream, SentFrames, open_outbox
-from components.wire.rooms import KvComing, RoomOk
+from components.wire.prefill import KvComing, RoomOk
 from tests.components.messaging.fake_bus import FakeBus
 
 pytestmark = pytest.mark.anyio

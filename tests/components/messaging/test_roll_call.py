@@ -9,7 +9,7 @@ from components.messaging.bus import connect_bus
 from components.messaging.heartbeat_sender import heartbeat_of, send_heartbeats
 from components.messaging.liveness import HUNG_AFTER_S
 from components.messaging.roll_call import KEPT_S, Answers, RollCall
-from components.routing.local_prefill import PromptLoad
+from components.routing.policy import PromptLoad
 from components.wire.heartbeat import Heartbeat
 from engine.ports import StepStats
 from tests.components.discovery.records import record

@@ -9,10 +9,18 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from components.errors import IllegalTransition
 from components.lifecycle import Lifecycle
-from components.routing.breaker import NEXT, USUAL, Breaker, BreakerSettings, BreakerState
-from components.routing.health import FIRST_SHARE, MOST_CREDIT, WARM_S, Health
-from components.routing.load_policies import LeastLoad
-from components.routing.policy import Member, RouteRequest, prompt_load
+from components.routing.health import (
+    FIRST_SHARE,
+    MOST_CREDIT,
+    NEXT,
+    USUAL,
+    WARM_S,
+    Breaker,
+    BreakerSettings,
+    BreakerState,
+    Health,
+)
+from components.routing.policy import LeastLoad, Member, RouteRequest, prompt_load
 
 B = BreakerState
 

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from components.routing import kv_index
 from components.routing.kv_index import KvIndex
-from components.wire.block_hash import block_hashes, seed_hash
+from components.wire.tokens import block_hashes, seed_hash
 
 SEED = seed_hash("m")
 

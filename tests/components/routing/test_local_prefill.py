@@ -1,6 +1,6 @@
 import pytest
 
-from components.routing.local_prefill import PromptLoad, PromptRate, sooner_here
+from components.routing.policy import PromptLoad, PromptRate, sooner_here
 
 IDLE = PromptLoad(0, 1000.0)
 

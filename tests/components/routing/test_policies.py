@@ -21,7 +21,6 @@ from components.routing.affinity import (
     session_or_prefix,
 )
 from components.routing.cache_policies import SPEED_RANGE, CacheAware, KvAware, KvWeights
-from components.routing.load_policies import LEARN_EVERY, Bucket, LeastLoad, PowerOfTwo, RandomChoice
 from components.routing.policies import (
     DEFAULT,
     LOADS,
@@ -31,10 +30,15 @@ from components.routing.policies import (
     parse_policy,
 )
 from components.routing.policy import (
+    LEARN_EVERY,
     REQUEST_TOKENS,
+    Bucket,
+    LeastLoad,
     Member,
     Policy,
     PolicyChoice,
+    PowerOfTwo,
+    RandomChoice,
     RouteRequest,
     memory_load,
     prompt_load,

@@ -4,8 +4,7 @@ from collections.abc import Iterable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.routing.load_policies import RoundRobin
-from components.routing.policy import Member, RouteRequest
+from components.routing.policy import Member, RoundRobin, RouteRequest
 
 
 def chosen(policy: RoundRobin, ids: Iterable[str]) -> str:

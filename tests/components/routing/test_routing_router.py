@@ -14,16 +14,14 @@ from components.errors import (
     PeerBroken,
     StaleInstance,
 )
-from components.routing.breaker import USUAL, BreakerState
 from components.routing.cache_policies import KvWeights
-from components.routing.health import WARM_S
+from components.routing.health import USUAL, WARM_S, BreakerState
 from components.routing.kv_index import KvIndex
 from components.routing.policies import PolicyName, parse_policy
 from components.routing.policy import Member, RouteRequest
 from components.routing.router import Route, RouteChoice, Router
-from components.wire.block_hash import PromptBlocks, block_hashes, seed_hash
 from components.wire.heartbeat import Heartbeat
-from components.wire.tokens import pack_tokens
+from components.wire.tokens import PromptBlocks, block_hashes, pack_tokens, seed_hash
 
 SEED = seed_hash("m")
 PROMPT = list(range(64))

@@ -5,8 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from components.text.detokenizer import GIVE_UP_AFTER, ByteDetokenizer, Detokenizer, Pieces, StreamDetokenizer
-from components.text.token_bytes import is_byte_level
+from components.text.detokenizer import (
+    GIVE_UP_AFTER,
+    ByteDetokenizer,
+    Detokenizer,
+    Pieces,
+    StreamDetokenizer,
+    is_byte_level,
+)
 from tests.components.text.tiny_model import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()

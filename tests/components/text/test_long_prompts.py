@@ -8,8 +8,8 @@ from collections.abc import Callable
 import pytest
 
 from components.errors import QueueFull
-from components.text import long_prompts as module
-from components.text.long_prompts import LongPrompts
+from components.text import encoder as module
+from components.text.encoder import LongPrompts
 
 
 class Gate:

@@ -3,7 +3,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from components.text.stop import StopStrings
+from components.text.detokenizer import StopStrings
 
 LETTERS = st.text(alphabet="ab", max_size=24)
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models
 
-from components.text.token_bytes import TokenBytes
+from components.text.detokenizer import TokenBytes
 from components.text.tokenizer import TextModel
 from engine.model.mock_model import mock_dir
 from tests.components.text.tiny_model import tiny_tokenizer

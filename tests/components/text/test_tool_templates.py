@@ -6,8 +6,8 @@ import pytest
 from components.errors import Rejected
 from components.output.formats import FormatOptions, OutputFormats
 from components.output.template_names import variables_of
+from components.text.chat_template import template_variables
 from components.text.tokenizer import TextModel
-from components.text.variables import template_variables
 from tests.components.text.tiny_model import TEMPLATE, tiny_text_model, tiny_tokenizer
 
 TOOL = {

@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.routing.kv_index import KvIndex
-from components.wire.block_hash import HASH_BYTES, PromptBlocks, block_hashes, seed_hash
-from components.wire.tokens import pack_tokens
+from components.wire.tokens import HASH_BYTES, PromptBlocks, block_hashes, pack_tokens, seed_hash
 
 tokens = st.lists(st.integers(0, 50_000), max_size=70)
 SEED = seed_hash("m", "l", "s")

@@ -22,7 +22,7 @@ from components.wire.instances import InstanceRecord, KvEndpoint, dump_record, l
 from components.wire.layout import KvLayout
 from components.wire.load import LoadSample
 from components.wire.plans import RolePlan
-from components.wire.rooms import PagesOffered, RoomOk
+from components.wire.prefill import PagesOffered, RoomOk
 from components.wire.sampling import Constraint, SamplingParams
 from components.wire.status import LinkStatus, PageStatus, RoomStatus
 
@@ -84,7 +84,6 @@ def test_every_conversation_is_registered() -> None:
         "heartbeat",
         "prefill",
         "refused",
-        "rooms",
     }
     assert all(tag.rpartition(".v")[2].isdigit() for tag in codec._tags.values())
 

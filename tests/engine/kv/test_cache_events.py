@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from components.wire.block_hash import block_hashes, seed_hash
+from components.wire.tokens import block_hashes, seed_hash
 from engine.core.engine_core import EngineCore
 from engine.ports import EngineRequest, Phase, StepOutput
 from tests.engine.mock_engine import make_mock

@@ -4,7 +4,7 @@ import logging
 
 import pytest
 
-from engine.loop.slow_steps import Held, SlowSteps, likely_cause
+from engine.loop.log_line import Held, SlowSteps, likely_cause
 from engine.ports import StepStats
 
 

@@ -9,8 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engine.errors import ModelUnavailable, UnsupportedModel
-from engine.lora.adapter_config import read_adapter_config
-from engine.lora.adapter_identity import adapter_identity
+from engine.lora.adapter_config import adapter_identity, read_adapter_config
 from tests.engine.lora.lora_files import save_adapter
 from tests.engine.tiny_engine import load_tiny, save_tiny
 

@@ -10,12 +10,11 @@ import pytest
 from msgspec.structs import replace
 
 from components.errors import UnknownModel
-from components.wire.sampling import SamplingParams
+from components.wire.sampling import SamplingParams, branch_seed
 from engine.core.engine_core import EngineCore
 from engine.model.mock_model import SPECIAL
 from engine.model.resolve import model_dir, served_name
 from engine.ports import EngineRequest, FinishReason, Phase
-from engine.sampling.branches import branch_seed
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import (
     GENERATING,

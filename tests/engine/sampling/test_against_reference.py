@@ -7,9 +7,8 @@ from hypothesis import strategies as st
 
 from components.wire.sampling import SamplingParams
 from engine.sampling.adjust import Adjustments
-from engine.sampling.cuts import Cuts
 from engine.sampling.row import Row
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import Cuts, Sampler
 from tests.engine.sampling.reference import adjusted, inverse_cdf, make_row, probabilities, sample, uniform
 
 VOCAB = 24

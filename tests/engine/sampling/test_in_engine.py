@@ -14,7 +14,7 @@ from engine.attention.backend import Scoring
 from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase, TokenMask
-from engine.sampling.penalties import seen_by
+from engine.sampling.adjust import seen_by
 from tests.engine.sampling.reference import make_row, sample
 from tests.engine.tiny_engine import (
     EOS,

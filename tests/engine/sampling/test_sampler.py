@@ -6,14 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from components.wire.sampling import SamplingParams
+from components.wire.sampling import SamplingParams, branch_seed
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest
 from engine.sampling.adjust import banned_tokens, unpacked
-from engine.sampling.branches import branch_seed
 from engine.sampling.row import Row
-from engine.sampling.sampler import Sampler
-from engine.sampling.seeds import stream_starts, uniforms
+from engine.sampling.sampler import Sampler, stream_starts, uniforms
 from tests.engine.sampling.reference import make_row, sample, uniform
 from tests.engine.tiny_engine import alone, make_engine, prompt, run
 

@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.wire.sampling import SamplingParams
-from engine.core.chunk_limit import UNKNOWN, ChunkLimit
 from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase
 from engine.runner.step_runner import Launched
 from engine.scheduler.request import Chunk
-from engine.scheduler.scheduler import chunk_length
+from engine.scheduler.scheduler import UNKNOWN, ChunkLimit, chunk_length
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import GENERATING, check_pages, greedy, make_engine, peek, prompt, run
 

@@ -9,8 +9,8 @@ from components.aio import background
 from components.discovery.registry import Registration
 from components.errors import MalformedMessage, MeshError, TransferFailed
 from components.messaging.call_server import Endpoint
-from components.messaging.deadline import now_ms
-from components.wire.rooms import CloseRooms, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomsClosed
+from components.messaging.clocks import now_ms
+from components.wire.prefill import CloseRooms, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomsClosed
 from services.bootstrap.service import BootstrapService
 from tests.components.messaging.fake_bus import FakeBus
 from tests.services.decode.fake_engine import turns

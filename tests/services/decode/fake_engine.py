@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from components.discovery.book import InstanceBook
-from components.wire.block_hash import PromptBlocks, seed_hash
 from components.wire.logprobs import TokenLogprobs
+from components.wire.tokens import PromptBlocks, seed_hash
 from engine.ports import EngineRequest, KvRegion, StepOutput, StepStats, TokenOutput
 from tests.components.kv_transfer.fake_transfer import LAYOUT
 

@@ -23,11 +23,11 @@ from components.errors import (
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.checksum import PageChecksums
 from components.messaging.call_server import Endpoint
-from components.messaging.deadline import now_ms
+from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
 from components.messaging.liveness import STILL_AFTER_S, Liveness, Loss
 from components.messaging.outbox import open_outbox
-from components.routing.breaker import USUAL, BreakerState
+from components.routing.health import USUAL, BreakerState
 from components.telemetry.figures import Figures
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import (
@@ -39,9 +39,17 @@ from components.wire.generate import (
     unpack_frame,
 )
 from components.wire.heartbeat import Heartbeat
-from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
+from components.wire.prefill import (
+    KvComing,
+    OpenRoom,
+    PrefillAccepted,
+    PrefillRequest,
+    Quiesce,
+    Quiet,
+    RoomFailed,
+    RoomOk,
+)
 from components.wire.protocol import UNNAMED
-from components.wire.rooms import KvComing, OpenRoom, RoomFailed, RoomOk
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
 from engine.ports import Exposed, Failed, FinishReason, Phase, StepStats, TokenOutput

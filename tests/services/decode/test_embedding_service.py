@@ -19,7 +19,7 @@ from components.errors import (
     StaleInstance,
     UnknownModel,
 )
-from components.messaging.deadline import now_ms
+from components.messaging.clocks import now_ms
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors
 from components.wire.tokens import pack_tokens
 from engine.ports import Embedded, Failed, Phase

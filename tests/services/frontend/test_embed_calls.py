@@ -9,7 +9,7 @@ import pytest
 from components.discovery.book import InstanceBook
 from components.errors import DecodeLost, MalformedMessage, MeshError, NoDecodeInstance, Overloaded, PromptTooLong
 from components.messaging.call_server import Endpoint
-from components.messaging.deadline import now_ms
+from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
 from components.messaging.inbox import StreamInbox
 from components.messaging.liveness import Liveness

@@ -25,7 +25,7 @@ from components.errors import (
     PromptTooLong,
 )
 from components.messaging.call_server import Endpoint
-from components.messaging.deadline import now_ms
+from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
 from components.messaging.inbox import StreamInbox
 from components.messaging.liveness import Liveness, Loss
@@ -34,9 +34,8 @@ from components.telemetry.request_ids import RequestIds
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, PromptOrigin, StreamItem
 from components.wire.heartbeat import Heartbeat
 from components.wire.logprobs import TokenLogprobs
-from components.wire.sampling import SamplingParams
+from components.wire.sampling import SamplingParams, branch_seed
 from components.wire.tokens import unpack_tokens
-from engine.sampling.branches import branch_seed
 from services.frontend.decode_choice import MOVES
 from services.frontend.mesh_client import MeshClient
 from services.frontend.ports import Prompt

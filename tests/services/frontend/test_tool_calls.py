@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
 from components.http.server import serve_http
-from components.openai.conversation import Conversation
+from components.openai.chat import Conversation
 from components.output.formats import FormatOptions
 from components.structured.checker import ConstraintChecker, open_checker
 from components.structured.metrics import ConstraintMetrics

@@ -2,7 +2,7 @@
 
 from msgspec.structs import replace
 
-from components.wire.block_hash import block_hashes, seed_hash
+from components.wire.tokens import block_hashes, seed_hash
 from services.inspect.kv import Cache, hits, holders, most_shared
 from tests.components.discovery.records import record
 from tests.services.inspect.meshes import nixl

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from components.kv_transfer.backend import KvTransfer
-from components.messaging.deadline import now_ms
+from components.messaging.clocks import now_ms
 from components.telemetry.spans import tracer
 from components.wire.logprobs import TokenLogprobs
 from components.wire.prefill import PrefillRequest

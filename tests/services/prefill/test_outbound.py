@@ -5,8 +5,8 @@ from msgspec.structs import replace
 
 from components.errors import DeadlineExceeded, IncompatibleLayout, TransferFailed
 from components.kv_transfer.aux import AuxRecord
-from components.messaging.deadline import now_ms
-from components.wire.rooms import PagesOffered
+from components.messaging.clocks import now_ms
+from components.wire.prefill import PagesOffered
 from services.prefill.outbound import OutboundState, OutboundTransfer
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
 from tests.services.prefill.outbound import ROOM, STAMP, chunk, last_chunk, outbound, run

@@ -7,8 +7,8 @@ import pytest
 from msgspec.structs import replace
 
 from components.kv_transfer.aux import AuxRecord
-from components.messaging.deadline import now_ms
-from components.wire.rooms import PagesOffered
+from components.messaging.clocks import now_ms
+from components.wire.prefill import PagesOffered
 from tests.components.kv_transfer.fake_transfer import FakeTransfer, endpoint
 from tests.components.kv_transfer.pools import LAYOUT, NUM_TOKENS, block_table, brute_force, copied, pool
 from tests.services.prefill.outbound import ROOM, STAMP, chunk, last_chunk, outbound, run

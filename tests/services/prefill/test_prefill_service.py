@@ -18,12 +18,21 @@ from components.errors import (
     UnknownModel,
 )
 from components.kv_transfer.aux import AuxBuffer
-from components.messaging.deadline import now_ms
+from components.messaging.clocks import now_ms
 from components.telemetry.figures import Figures
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.logprobs import TokenLogprobs
-from components.wire.prefill import PrefillAccepted, PrefillRequest, Quiesce, Quiet
-from components.wire.rooms import CloseRooms, KvComing, PagesOffered, RoomFailed, RoomOk
+from components.wire.prefill import (
+    CloseRooms,
+    KvComing,
+    PagesOffered,
+    PrefillAccepted,
+    PrefillRequest,
+    Quiesce,
+    Quiet,
+    RoomFailed,
+    RoomOk,
+)
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
 from engine.ports import Exposed, Failed, KvRegion, Phase

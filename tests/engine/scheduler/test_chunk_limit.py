@@ -2,9 +2,9 @@
 
 import pytest
 
-from engine.core.chunk_limit import BESIDE_S, FEWEST, UNKNOWN, ChunkLimit
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest
+from engine.scheduler.scheduler import BESIDE_S, FEWEST, UNKNOWN, ChunkLimit
 from tests.engine.tiny_engine import greedy, make_engine, prompt
 
 

@@ -1,7 +1,8 @@
-"""A request's body, limited before it is read."""
+"""What a client sends: a body, limited before it is read, and its disconnect."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Final, TypeVar
@@ -101,3 +102,33 @@ async def _discard(receive: Receive, max_bytes: int) -> bool:
 def _too_large(max_bytes: int, *, whole: bool) -> HTTPException:
     headers = None if whole else {"connection": "close"}  # the only way to stop a client from sending
     return HTTPException(413, f"The request body exceeds {max_bytes} bytes.", headers=headers)
+
+
+@asynccontextmanager
+async def cancelled_on_disconnect(receive: Receive, answered: Callable[[], bool]) -> AsyncGenerator[None, None]:
+    """Cancel the body if the client disconnects before `answered`.
+
+    Raises: Cancelled, in place of the asyncio.CancelledError that it caused.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    before = task.cancelling()
+    gone = False
+
+    async def watch() -> None:
+        nonlocal gone
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        if not answered():
+            gone = True
+            task.cancel()
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except (asyncio.CancelledError, Cancelled) as exc:
+        if gone and task.uncancel() <= before:
+            raise Cancelled("the client has gone") from exc
+        raise
+    finally:
+        watcher.cancel()

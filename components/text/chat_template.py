@@ -1,0 +1,122 @@
+"""What chat templates take: how a prompt ends, variables, and tools for templates without them."""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from components.errors import Rejected
+
+SWITCHES: Final = ("enable_thinking", "thinking")  # names in templates
+EFFORT: Final = "reasoning_effort"
+TOOLS_HEAD: Final = """\
+You can call functions to help with what the user asks. These are the functions, one JSON object in each line:
+<tools>
+"""
+TOOLS_TAIL: Final = """
+</tools>
+To call one, write its name and its arguments as a JSON object between these tags:
+<tool_call>
+{"name": "function name", "arguments": {"argument name": "value"}}
+</tool_call>"""
+
+
+class Ending(NamedTuple):
+    """How the prompt of a conversation ends."""
+
+    open_turn: bool = True
+    continue_last: bool = False  # continue the last message's text
+    add_special_tokens: bool = False  # the model's own, around the template's text
+
+
+NEXT_TURN = Ending()
+
+
+def template_variables(
+    effort: str | None, given: Mapping[str, Any], mentions: Callable[[str], bool], *, reasons: bool
+) -> dict[str, Any]:
+    """Variables for the template that a client may set.
+
+    Args:
+        effort: the request's `reasoning_effort`.
+        given: its `chat_template_kwargs`.
+        mentions: whether the template reads a variable.
+        reasons: whether the model reasons.
+    Raises: Rejected if the template would ignore one of them.
+    """
+    variables: dict[str, Any] = {name: _switch(name, value, mentions) for name, value in given.items()}
+    if effort is None:
+        return variables
+    switch = next((name for name in SWITCHES if mentions(name)), None)
+    if mentions(EFFORT) and not (effort == "none" and switch):
+        variables[EFFORT] = effort
+    elif switch:
+        if effort not in {"none", "medium"}:
+            raise _unsupported("this model's reasoning can only be 'none' or, by default, 'medium'")
+        if variables.setdefault(switch, effort != "none") != (effort != "none"):
+            raise Rejected(f"'{EFFORT}' contradicts 'chat_template_kwargs'; send one of them.", param=EFFORT)
+    elif effort != "none":
+        raise _unsupported("this model's reasoning cannot be set: leave it out")
+    elif reasons:
+        raise _unsupported("this model's reasoning cannot be switched off: leave it out")
+    return variables
+
+
+def _switch(name: str, value: Any, mentions: Callable[[str], bool]) -> bool:
+    param = f"chat_template_kwargs.{name[:64]}"
+    if name not in SWITCHES or not mentions(name):
+        known = [f"'{switch}'" for switch in SWITCHES if mentions(switch)]
+        hint = f"of this model's template only {' and '.join(known)} can be set" if known else "leave it out"
+        raise Rejected(f"'{param}' is not supported: {hint}.", param=param, code="unsupported_parameter")
+    if not isinstance(value, bool):
+        raise Rejected(f"'{param}' must be true or false.", param=param, code="invalid_value")
+    return value
+
+
+def _unsupported(hint: str) -> Rejected:
+    return Rejected(
+        f"'{EFFORT}' has a value that this model does not support: {hint}.", param=EFFORT, code="unsupported_parameter"
+    )
+
+
+def instructed(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
+) -> Sequence[Mapping[str, Any]]:
+    """Keep roles and content only, and describe `tools` in the system message.
+
+    For a template without tools, in Hermes' format, which most small models know.
+    """
+    told = tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)
+    if not told:
+        return messages
+    turns: list[dict[str, Any]] = []
+    for message in messages:
+        content = message["content"]
+        if message["role"] == "tool":
+            answer = f"<tool_response>\n{content}\n</tool_response>"
+            if turns and turns[-1].get("answers"):
+                turns[-1]["content"] += f"\n{answer}"
+            else:
+                turns.append({"role": "user", "content": answer, "answers": True})
+            continue
+        calls = [_written(call["function"]) for call in message.get("tool_calls", ())]
+        kept = {key: value for key, value in message.items() if key not in {"tool_calls", "tool_call_id"}}
+        turns.append({**kept, "content": "\n".join([content, *calls] if content else calls) if calls else content})
+    if tools:
+        _tell(
+            turns,
+            TOOLS_HEAD + "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools) + TOOLS_TAIL,
+        )
+    return [{key: value for key, value in turn.items() if key != "answers"} for turn in turns]
+
+
+def _tell(turns: list[dict[str, Any]], instruction: str) -> None:
+    if turns and turns[0]["role"] == "system":
+        turns[0]["content"] += f"\n\n{instruction}"
+    else:
+        turns.insert(0, {"role": "system", "content": instruction})
+
+
+def _written(function: Mapping[str, Any]) -> str:
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {json.dumps(function["name"])}, "arguments": {text}}}\n</tool_call>'
