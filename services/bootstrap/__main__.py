@@ -23,8 +23,8 @@ async def main(settings: BootstrapSettings) -> None:
     metrics = CollectorRegistry()
     async with (
         start_telemetry(settings, "bootstrap", me),
-        connect_bus(settings.nats_url, f"bootstrap-{me}") as bus,
-        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
+        connect_bus(settings.nats_url, f"bootstrap-{me}", settings.nats_access("bootstrap")) as bus,
+        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
         serve_health(settings, metrics, bus, registry, registration) as page,
         keep_present(bus, registry.book),
     ):

@@ -11,6 +11,7 @@ import nats.errors
 from components.errors import BackendUnavailable, Rejected
 from components.messaging.bus import connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
+from components.settings import MeshSettings
 from components.wire.plans import AskCounts, Counts, ScaleRole
 from services.local.children import ChildSpec, Tier
 from services.local.output import Output
@@ -69,10 +70,10 @@ class _Shown(logging.Handler):
         self._output.say("local", record.getMessage(), level=record.levelname.lower())
 
 
-async def answer_scaling(scaling: Scaling, nats_url: str, namespace: str, output: Output) -> None:
+async def answer_scaling(scaling: Scaling, settings: MeshSettings, output: Output) -> None:
     """Answer until cancelled; connect again whenever NATS fails."""
     me = token_hex(4)
-    subject = f"{namespace}.local.{me}"
+    subject = f"{settings.namespace}.local.{me}"
     logger = logging.getLogger("components")
     shown = _Shown(output)
     logger.addHandler(shown)
@@ -80,7 +81,7 @@ async def answer_scaling(scaling: Scaling, nats_url: str, namespace: str, output
         while True:
             try:
                 async with (
-                    connect_bus(nats_url, f"local-{me}") as bus,
+                    connect_bus(settings.nats_url, f"local-{me}", settings.nats_access("local")) as bus,
                     serve_calls(bus, "local", subject, scaling.endpoints(), {"instance_id": me}),
                 ):
                     await asyncio.Event().wait()

@@ -250,7 +250,7 @@ async def open_client(mesh: MeshProcesses, model: str) -> AsyncIterator[Client]:
         join_registry(mesh.etcd_url, mesh.namespace, 10.0) as registry,
         watch_fleet(bus, mesh.namespace, "decode", registry.book, "round_robin") as decodes,
         watch_heartbeats(bus, mesh.namespace, "prefill", registry.book) as prefills,
-        open_inbox(bus, f"{mesh.namespace}.frontend.test-{uuid4().hex[:8]}.tokens") as inbox,
+        open_inbox(bus, f"{mesh.namespace}.tokens.frontend.test-{uuid4().hex[:8]}") as inbox,
     ):
         client = Client(MeshClient(bus, inbox, decodes, model), bus, registry.book, prefills, decodes.alive)
         await client.until_usable("decode")
