@@ -1,10 +1,12 @@
 """nats-py's client with files that are read again at each connection, and without fallback from TLS to plain text."""
 
 import ssl
+import time
 from typing import Any, Final
 
 import nats.errors
-from nats.aio.client import Client
+from nats.aio.client import DEFAULT_BUFFER_SIZE, Client, Srv
+from nats.aio.transport import TcpTransport
 
 from components.credentials import NatsAccess
 from components.startup import WrongSettings
@@ -19,10 +21,18 @@ class TlsRefused(nats.errors.Error):  # type: ignore[misc]  # nats-py has no typ
     """The server does not offer TLS. Nothing was sent to it."""
 
 
+class _Transport(TcpTransport):  # type: ignore[misc]
+    async def connect_tls(self, *arguments: Any) -> None:
+        await super().connect_tls(*arguments)
+        assert self._io_writer is not None
+        self._io_writer._protocol._over_ssl = True  # else asyncio logs a warning at each end of a connection
+
+
 class SecureClient(Client):  # type: ignore[misc]
     def __init__(self, url: str, access: NatsAccess) -> None:
         """Raises: WrongSettings."""
         super().__init__()
+        self._transport: TcpTransport | None  # falsy before its first connection
         self._access = access
         self._in_url = login_of(url)
         try:
@@ -52,6 +62,13 @@ class SecureClient(Client):  # type: ignore[misc]
         if (key := self._access.key) is not None:
             return {**inbox, "signature_cb": lambda nonce: key.current().sign(nonce)}
         return inbox
+
+    async def _connect_to_server(self, s: Srv) -> None:
+        """As nats-py does it, for addresses that are no web sockets."""
+        s.last_attempt = time.monotonic()
+        if not self._transport:
+            self._transport = _Transport()
+        await self._transport.connect(s.uri, DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
 
     @property
     def ssl_context(self) -> ssl.SSLContext:
