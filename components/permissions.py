@@ -1,9 +1,11 @@
 """What each role may publish and subscribe to in NATS, and read and write in etcd.
 
 A new call or message is a line in `LINES`. A role has no other rights: `nats_users` writes them for NATS.
+`python -m components.permissions [NAMESPACE]` prints users whose certificates have their role as common name.
 """
 
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from typing import Final, NamedTuple
 
@@ -159,3 +161,14 @@ def etcd_rights(namespace: str, role: str) -> list[EtcdRight]:
     if role in ("planner", "inspect"):
         rights.append(EtcdRight(writes=role == "planner", prefix=planner))
     return rights
+
+
+def certified_users(namespace: str, administrator: str = "root") -> str:
+    """A user for each role, by its certificate, for a nats.conf with `verify_and_map`."""
+    return nats_users(
+        namespace, [User(role, role, f'user: "CN={role}"') for role in ROLES], f'user: "CN={administrator}"'
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(certified_users(sys.argv[1] if len(sys.argv) > 1 else "kvmesh"))

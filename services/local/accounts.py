@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 from components.certificates import TlsFiles
+from components.discovery.etcd_users import ADMINISTRATOR
 from components.permissions import ROLES
 from components.settings import MeshSettings
 from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
@@ -14,7 +15,6 @@ from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 S = TypeVar("S", bound=MeshSettings)
 
 GATEWAY: Final = "gateway"  # a certificate of no user: etcd's JSON gateway refuses those of users
-ADMINISTRATOR: Final = "root"  # etcd requires this user
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,10 @@
-"""A throw-away certificate authority for `--secure`. Its key stays in memory, so nobody can sign more later."""
+"""A throw-away certificate authority for `--secure`. Its key stays in memory, so nobody can sign more later.
+
+`python -m services.local.authority FOLDER` makes one for docker-compose.secure.yml: a certificate for each role.
+"""
 
 import os
+import sys
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -14,6 +18,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from components.certificates import TlsFiles
+from components.discovery.etcd_users import ADMINISTRATOR
+from components.permissions import ROLES
 
 LIFE: Final = timedelta(days=365)
 CLOCKS_DIFFER_BY: Final = timedelta(minutes=5)
@@ -87,3 +93,17 @@ def _host(host: str) -> x509.GeneralName:
         return x509.IPAddress(ip_address(host))
     except ValueError:
         return x509.DNSName(host)
+
+
+def main(folder: Path) -> None:
+    authority = Authority(folder)
+    for role in (*ROLES, ADMINISTRATOR):
+        authority.issue(role)
+    for server in ("etcd", "nats"):
+        authority.issue(server, (server, *NAMES_OF_THIS_MACHINE))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: python -m services.local.authority FOLDER")
+    main(Path(sys.argv[1]))

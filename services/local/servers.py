@@ -15,17 +15,20 @@ import ssl
 import sysconfig
 import time
 from asyncio.subprocess import Process
-from base64 import b64encode
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from components.certificates import Certificates
-from components.permissions import ROLES, User, etcd_rights, nats_users
+from components.certificates import Certificates, TlsFiles
+from components.credentials import EtcdAccess
+from components.discovery.etcd import etcd_client
+from components.discovery.etcd_users import ADMINISTRATOR, admit
+from components.errors import BackendUnavailable
+from components.permissions import User, nats_users
 from components.urls import without_password
-from services.local.accounts import ADMINISTRATOR, GATEWAY, Accounts
+from services.local.accounts import GATEWAY, Accounts
 from services.local.child_process import CannotStart, describe_exit, kill, spawn, stop
 
 HOST: Final = "127.0.0.1"
@@ -165,9 +168,7 @@ def _binary(name: str, beside: Path | None, package: str) -> str:
     return found
 
 
-def _ask(
-    port: int, method: str, path: str, body: Mapping[str, Any] | None = None, context: ssl.SSLContext | None = None
-) -> bytes:
+def _ask(port: int, method: str, path: str, context: ssl.SSLContext | None = None) -> bytes:
     # urllib would use a proxy from the environment.
     connection = (
         http.client.HTTPConnection(HOST, port, timeout=1.0)
@@ -175,7 +176,7 @@ def _ask(
         else http.client.HTTPSConnection(HOST, port, timeout=1.0, context=context)
     )
     try:
-        connection.request(method, path, body=json.dumps(body or {}) if method == "POST" else None)
+        connection.request(method, path, body="{}" if method == "POST" else None)
         answer = connection.getresponse()
         content = answer.read()
     finally:
@@ -263,33 +264,20 @@ def _etcd_tls(accounts: Accounts) -> list[str]:
 
 def _etcd_identity(site: Site) -> str:
     # A linearizable read, which needs a leader.
-    return str(json.loads(_ask_etcd(site, "cluster/member/list"))["members"][0]["name"])
-
-
-def _ask_etcd(site: Site, call: str, body: Mapping[str, Any] | None = None) -> bytes:
     certificates = site.accounts.certificates
     context = Certificates(certificates[GATEWAY]).current().context if certificates else None
-    return _ask(site.port, "POST", f"/v3/{call}", body, context)
+    return str(json.loads(_ask(site.port, "POST", "/v3/cluster/member/list", context))["members"][0]["name"])
 
 
 def _lock_etcd(site: Site) -> None:
-    """etcd takes a certificate's common name for the user."""
     accounts = site.accounts
-    for role in ROLES if accounts.roles else ():
-        _ask_etcd(site, "auth/role/add", {"name": role})
-        for right in etcd_rights(accounts.namespace, role):
-            permission = {"permType": "READWRITE" if right.writes else "READ", **_etcd_prefix(right.prefix)}
-            _ask_etcd(site, "auth/role/grant", {"name": role, "perm": permission})
-    for user, role in {**accounts.roles, ADMINISTRATOR: "root"}.items():
-        login = {"options": {"no_password": True}} if accounts.are_secure else {"password": accounts.passwords[user]}
-        _ask_etcd(site, "auth/user/add", {"name": user, **login})
-        _ask_etcd(site, "auth/user/grant", {"user": user, "role": role})
-    _ask_etcd(site, "auth/enable")
-
-
-def _etcd_prefix(prefix: str) -> dict[str, str]:
-    end = prefix[:-1] + chr(ord(prefix[-1]) + 1)
-    return {"key": b64encode(prefix.encode()).decode(), "range_end": b64encode(end.encode()).decode()}
+    scheme = "https" if accounts.are_secure else "http"
+    access = EtcdAccess(Certificates(accounts.certificates.get(ADMINISTRATOR, TlsFiles())))
+    try:
+        with etcd_client(f"{scheme}://{HOST}:{site.port}", access) as client:
+            admit(client, accounts.namespace, accounts.roles, accounts.passwords)
+    except BackendUnavailable as exc:
+        raise CannotStart(exc.message) from exc
 
 
 NATS: Final = Kind("nats", "nats", "tls", _nats_command, _nats_identity)

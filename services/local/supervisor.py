@@ -12,10 +12,11 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import IO, Any, Final
 
+from components.discovery.etcd_users import ADMINISTRATOR
 from components.discovery.registry import remove_record
 from components.errors import BackendUnavailable
 from components.urls import without_password
-from services.local.accounts import ADMINISTRATOR, Accounts, Backends, Reach
+from services.local.accounts import Accounts, Backends, Reach
 from services.local.checks import check_plan, own_ports
 from services.local.child_process import CannotStart, describe_exit, kill, run
 from services.local.children import Announce, Backoff, Child, Supervision, running_children

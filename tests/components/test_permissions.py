@@ -13,9 +13,10 @@ import pytest
 from nats.aio.client import Client
 
 from components.discovery.etcd import etcd_client
+from components.discovery.etcd_users import ADMINISTRATOR
 from components.errors import BackendUnavailable
 from components.permissions import LINES, ROLES, EtcdRight, etcd_rights, nats_rights
-from services.local.accounts import ADMINISTRATOR, Accounts
+from services.local.accounts import Accounts
 from services.local.servers import ETCD, NATS, Server, running
 
 REPO: Final = Path(__file__).resolve().parents[2]

@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import quote, urlsplit
 
-from services.local.accounts import ADMINISTRATOR, Accounts
+from components.discovery.etcd_users import ADMINISTRATOR
+from services.local.accounts import Accounts
 from services.local.child_process import tethered
 from services.local.servers import ETCD, HOST, NATS, Kind, Site, _ask
 

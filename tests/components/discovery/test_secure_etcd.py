@@ -12,10 +12,11 @@ import pytest
 from components.certificates import Certificates, TlsFiles
 from components.credentials import ETCD_LOGIN, EtcdAccess, login_file
 from components.discovery.etcd import etcd_client
+from components.discovery.etcd_users import ADMINISTRATOR
 from components.discovery.registry import Registration, Registry, join_registry
 from components.errors import BackendUnavailable
 from components.startup import WrongSettings
-from services.local.accounts import ADMINISTRATOR, GATEWAY, Accounts
+from services.local.accounts import GATEWAY, Accounts
 from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 from services.local.servers import ETCD, Server, running
 from tests.components.discovery.records import record
