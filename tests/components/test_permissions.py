@@ -130,6 +130,9 @@ async def test_each_role_may_use_its_own_subjects_and_no_others(tmp_path: Path) 
         ("inspect", "mesh.decode.*.generate"),
         ("inspect", "$SYS.>"),
         ("planner", "mesh.responses.records.>"),
+        ("planner", "mesh.decode.*.generate"),
+        ("bootstrap", "mesh.tokens.>"),
+        ("local", "mesh.decode.*.generate"),
     ],
 )
 async def test_what_a_role_may_not_read(tmp_path: Path, user: str, subject: str) -> None:
@@ -155,6 +158,7 @@ async def test_what_a_role_may_not_read(tmp_path: Path, user: str, subject: str)
         ("prefill", "mesh.tokens.frontend-0.f1"),
         ("prefill", "mesh.bootstrap.b1.open"),
         ("bootstrap", "mesh.decode.d1.generate"),
+        ("local", "mesh.decode.d1.generate"),
         ("decode", "_INBOX.mesh.frontend-0.abc.1"),  # an answer to a call that it did not get
         ("decode", "mesh.local.l1.scale"),
         ("inspect", "mesh.local.l1.scale"),
@@ -172,6 +176,43 @@ async def test_what_a_role_may_not_send(tmp_path: Path, user: str, subject: str)
         await peer.client.publish(subject, b"x")
         assert await peer.refusals() == [f"publish {subject.lower()}"]
         await peer.client.close()
+
+
+@pytest.mark.mesh
+@pytest.mark.anyio
+async def test_what_a_stolen_credential_can_do(tmp_path: Path) -> None:
+    """As docs/security.md says: it must not promise more than this."""
+    sends = {
+        "frontend-0": [
+            "mesh.decode.d1.generate",
+            "mesh.decode.d1.cancel",
+            "$JS.API.DIRECT.GET.mesh-responses.mesh.responses.records.r",
+        ],
+        "decode": [
+            "mesh.tokens.frontend-0.f1",
+            "mesh.decode.d2.heartbeat",
+            "mesh.prefill.p1.prefill",
+            "mesh.bootstrap.b1.open",
+        ],
+        "prefill": ["mesh.prefill.p2.heartbeat", "mesh.decode.d1.room_failed"],
+        "bootstrap": ["mesh.prefill.p1.pages"],
+        "planner": ["mesh.local.l1.scale"],
+        "inspect": ["mesh.decode.d1.profile", "mesh.frontend.f1.explain_route", "$SRV.STATS"],
+    }
+    reads = {
+        "decode": ["mesh.decode.*.generate"],
+        "prefill": ["mesh.prefill.*.prefill"],
+        "bootstrap": ["mesh.bootstrap.*.open"],
+        "planner": ["mesh.decode.*.heartbeat", "mesh.prefill.*.heartbeat"],
+        "local": ["mesh.local.*.scale"],
+    }
+    async with peers(tmp_path) as found:
+        for user in USERS:
+            for subject in sends.get(user, ()):
+                await found[user].client.publish(subject)
+            for subject in reads.get(user, ()):
+                await found[user].client.subscribe(subject)
+            assert await found[user].refusals() == [], user
 
 
 @pytest.mark.mesh
