@@ -30,8 +30,6 @@ _CHANNEL: Final = (
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", -1),  # a watch event may carry the records of a whole fleet
 )
-
-
 ANYONE: Final = EtcdAccess()
 
 
@@ -150,6 +148,11 @@ def unreachable(url: str, cause: str) -> str:
 
 def refused(url: str, cause: str) -> str:
     where = without_password(url)
+    if "permission denied" in cause:
+        return (
+            f"etcd at {where} refuses this user a key ({cause}): `python -m components.discovery.etcd_users`, with the access "
+            "of root, gives each role its rights"
+        )
     return (
         f"etcd at {where} refuses us ({cause}): name user and password, MESH_ETCD_URL=http://user:password@host:port or a "
         "file user:password as MESH_ETCD_LOGIN_FILE"

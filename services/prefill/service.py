@@ -97,7 +97,7 @@ class PrefillService:
             if request.request_id not in self._outbound:
                 self._rooms.end(request.request_id)
             raise
-        if (offer := self._rooms.take(request.request_id)) is not None:
+        if (offer := self._rooms.take(request.request_id, request.room)) is not None:
             with suppress(TransferFailed):  # `pages` has notified decode
                 await self.pages(offer)
         return accepted

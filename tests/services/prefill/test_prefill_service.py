@@ -362,6 +362,20 @@ async def test_pages_that_come_before_the_question_are_used_with_it(prefill: Pre
     assert not prefill.failures
 
 
+async def test_an_offer_that_guesses_the_room_does_not_take_the_place_of_the_right_one(prefill: Prefill) -> None:
+    """Offers that came before their request were kept by its id alone, which other decode instances may read."""
+    await prefill.offer()
+    await prefill.offer(room="guessed")
+    await prefill.ask()
+    prefill.computed()
+    await turns()
+    assert prefill.transfer.writes
+    prefill.assert_nothing_is_kept()
+    assert not prefill.service._rooms._early
+    assert not prefill.failures
+    assert "guessed" in await prefill.closed()
+
+
 async def test_pages_that_do_not_fit_are_refused_also_when_they_come_first(prefill: Prefill) -> None:
     await prefill.offer(pages=[20, 10])
     assert (await prefill.ask()).number == 1
