@@ -5,11 +5,14 @@ import os
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from components.certificates import TlsFiles
 from components.settings import MeshSettings
 
 S = TypeVar("S", bound=MeshSettings)
 
-FOUND: Final = ("etcd_url", "nats_url", "namespace", "otlp_endpoint")
+ADDRESSES: Final = frozenset({"etcd_url", "nats_url"})
+FOUND: Final = (*ADDRESSES, "namespace", "otlp_endpoint")
+PROOFS: Final = ("nats_name", "tls")
 
 
 def local_mesh(home: Path) -> dict[str, Any]:
@@ -22,11 +25,15 @@ def local_mesh(home: Path) -> dict[str, Any]:
     return dict(facts)
 
 
-def beside_local_mesh(settings: S) -> S:
+def beside_local_mesh(settings: S, user: str = "") -> S:
+    """Settings completed with those of `user` in a mesh that runs here; by default the administrator's."""
     facts = local_mesh(settings.home)
-    missing: dict[str, Any] = {
-        name: facts[name] for name in FOUND if name in facts and name not in settings.model_fields_set
-    }
+    facts |= facts.get("users", {}).get(user, {})
+    given = settings.model_fields_set
+    wanted = FOUND if ADDRESSES & given else (*FOUND, *PROOFS)
+    missing = {name: facts[name] for name in wanted if name in facts and name not in given}
+    if "tls" in missing:
+        missing["tls"] = TlsFiles.model_validate(missing["tls"])
     return settings.model_copy(update=missing)
 
 

@@ -21,6 +21,17 @@ from pydantic_settings import (
     SettingsError,
 )
 
+from components.certificates import Certificates, TlsFiles
+from components.credentials import (
+    ETCD_LOGIN,
+    INBOX,
+    NATS_LOGIN,
+    EtcdAccess,
+    NatsAccess,
+    credentials_file,
+    login_file,
+    nkey_file,
+)
 from components.settings_help import HELP, HELP_ALL, help_text
 from components.startup import refuse
 
@@ -47,6 +58,24 @@ class MeshSettings(BaseSettings):
     ] = "kvmesh"
     etcd_url: Annotated[str, Field(description="etcd endpoints, comma-separated")] = "http://127.0.0.1:2379"
     nats_url: Annotated[str, Field(description="NATS servers, comma-separated")] = "nats://127.0.0.1:4222"
+    tls: TlsFiles = TlsFiles()
+    etcd_login_file: Annotated[
+        Path | None, Field(description="file with a line user:password for etcd; default: as the certificate says")
+    ] = None
+    nats_login_file: Annotated[
+        Path | None, Field(description="file with a line user:password for NATS; default: as the certificate says")
+    ] = None
+    nats_nkey_file: Annotated[Path | None, Field(description="file with the seed of a NATS user's nkey")] = None
+    nats_credentials_file: Annotated[
+        Path | None, Field(description="file with a NATS user's JWT and seed, as nsc writes it")
+    ] = None
+    nats_name: Annotated[
+        str | None,
+        Field(
+            pattern=r"^[A-Za-z0-9_-]+$",
+            description="name under which NATS allows this process's answers and tokens; default: the role",
+        ),
+    ] = None
     lease_ttl_s: Annotated[
         float, Field(ge=2.0, description="seconds without contact after which etcd drops a process's record")
     ] = 10.0
@@ -86,6 +115,18 @@ class MeshSettings(BaseSettings):
     def home(self) -> Path:
         """Absolute, since servers run in other directories."""
         return self.state_dir.expanduser().absolute()
+
+    def etcd_access(self) -> EtcdAccess:
+        return EtcdAccess(Certificates(self.tls), login_file(self.etcd_login_file, ETCD_LOGIN))
+
+    def nats_access(self, role: str) -> NatsAccess:
+        return NatsAccess(
+            Certificates(self.tls),
+            login_file(self.nats_login_file, NATS_LOGIN),
+            nkey_file(self.nats_nkey_file),
+            credentials_file(self.nats_credentials_file),
+            f"{INBOX}.{self.namespace}.{self.nats_name or role}",
+        )
 
     @classmethod
     def settings_customise_sources(

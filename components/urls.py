@@ -24,3 +24,19 @@ def login_of(urls: str) -> Login:
 def without_password(urls: str) -> str:
     """Remove users and passwords from a comma-separated list."""
     return _USER_INFO.sub(r"\1", urls)
+
+
+def wants_tls(urls: str, plain: str, secure: str, variable: str) -> bool:
+    """Whether the addresses, comma-separated, have the scheme `secure`; none stands for `plain`.
+
+    Raises: ValueError, for another scheme, or for both: a process would use the unprotected one after a failure.
+    """
+    schemes = {url.strip().partition("://")[0] if "://" in url else plain for url in urls.split(",")}
+    shown = without_password(urls)
+    if wrong := schemes - {plain, secure}:
+        raise ValueError(f"{shown}: {min(wrong)}:// is not {plain}:// or {secure}:// ({variable})")
+    if len(schemes) > 1:
+        raise ValueError(
+            f"{shown}: some addresses are {plain}:// and some {secure}://; use {secure}:// for all ({variable})"
+        )
+    return schemes == {secure}

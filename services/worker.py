@@ -151,9 +151,9 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
     metrics = WorkerMetrics()
     async with (
         start_telemetry(settings, role, me) as telemetry,
-        connect_bus(settings.nats_url, f"{role}-{me}") as bus,
+        connect_bus(settings.nats_url, f"{role}-{me}", settings.nats_access(role)) as bus,
         follow_kept(bus, settings.namespace, telemetry.held),
-        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
+        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
         start_engine(settings.model, config, settings.home, log_progress) as engine,
         open_masks(
             lambda: model_dir(settings.model, settings.home),

@@ -10,10 +10,12 @@ from urllib.parse import unquote, urlsplit
 
 import grpc
 
+from components.certificates import Pem
+from components.credentials import EtcdAccess
 from components.discovery.etcd_stubs import etcd3, etcdrpc
 from components.errors import BackendUnavailable
 from components.startup import WrongSettings
-from components.urls import without_password
+from components.urls import Login, wants_tls, without_password
 
 CALL_TIMEOUT_S: Final = 3.0
 PROBE_TIMEOUT_S: Final = 1.0  # for one member to prove a quorum
@@ -28,6 +30,7 @@ _CHANNEL: Final = (
     ("grpc.enable_retries", 0),
     ("grpc.max_receive_message_length", -1),  # a watch event may carry the records of a whole fleet
 )
+ANYONE: Final = EtcdAccess()
 
 
 class Endpoint(NamedTuple):
@@ -35,10 +38,25 @@ class Endpoint(NamedTuple):
     port: int
     user: str | None
     password: str | None
+    secure: bool = False
 
 
 def endpoints(url: str) -> list[Endpoint]:
-    return [_endpoint(one.strip()) for one in url.split(",")]
+    """Raises: WrongSettings."""
+    members = [_endpoint(one.strip()) for one in url.split(",")]
+    try:
+        secure = wants_tls(url, "http", "https", "MESH_ETCD_URL")
+    except ValueError as exc:
+        raise WrongSettings(f"etcd endpoints {exc}") from exc
+    return [member._replace(secure=secure) for member in members]
+
+
+def check_access(url: str, access: EtcdAccess) -> None:
+    """Raises: WrongSettings, here and not in a thread."""
+    if endpoints(url)[0].secure:
+        access.certificates.current()
+    if access.login is not None:
+        access.login.current()
 
 
 def _endpoint(url: str) -> Endpoint:
@@ -50,8 +68,6 @@ def _endpoint(url: str) -> Endpoint:
         host = port = None
     if not host:
         raise WrongSettings(f"etcd endpoint {shown!r} is not http://host:port (MESH_ETCD_URL)")
-    if parts.scheme not in ("", "http"):
-        raise WrongSettings(f"etcd endpoint {shown}: TLS is not supported yet, use http:// (MESH_ETCD_URL)")
     if (parts.username is None) != (parts.password is None):
         raise WrongSettings(
             f"etcd endpoint {shown}: give user and password, http://user:password@host:port (MESH_ETCD_URL)"
@@ -61,10 +77,10 @@ def _endpoint(url: str) -> Endpoint:
 
 
 @contextmanager
-def etcd_client(url: str) -> Iterator[Any]:
-    """A client of a member with a quorum."""
+def etcd_client(url: str, access: EtcdAccess = ANYONE) -> Iterator[Any]:
+    """A client of a member with a quorum. Each reads changed files of `access`."""
     with etcd_errors(url):
-        client = _open_any(url)
+        client = _open_any(url, access)
         try:
             yield client
         finally:
@@ -90,6 +106,7 @@ def keep_lease(
     ttl_s: float,
     stop: threading.Event,
     *,
+    access: EtcdAccess = ANYONE,
     renewed: Callable[[float], object] = lambda _: None,
     failed: Callable[[BackendUnavailable, "Backoff"], object] = lambda *_: None,
 ) -> None:
@@ -104,7 +121,7 @@ def keep_lease(
     backoff = Backoff(last_s=ttl_s / 3)  # after an outage, each lease must be refreshed in time
     while not stop.is_set():
         try:
-            with etcd_client(url) as client:
+            with etcd_client(url, access) as client:
                 while True:
                     asked = time.monotonic()
                     if _refresh(client, lease_id) <= 0:
@@ -120,12 +137,26 @@ def keep_lease(
 
 
 def unreachable(url: str, cause: str) -> str:
+    if any(word in cause.lower() for word in ("ssl", "handshake", "certificate")):
+        return (
+            f"etcd at {without_password(url)} and this process do not agree on TLS ({cause}): the address must begin with "
+            "https:// if etcd uses TLS; MESH_TLS__CA must have signed etcd's certificate, which must name this host; "
+            "MESH_TLS__CERTIFICATE must be one that etcd accepts"
+        )
     return f"etcd at {without_password(url)} cannot be reached ({cause}): start it (`make up` starts one) or set MESH_ETCD_URL"
 
 
 def refused(url: str, cause: str) -> str:
     where = without_password(url)
-    return f"etcd at {where} refuses us ({cause}): name user and password, MESH_ETCD_URL=http://user:password@host:port"
+    if "permission denied" in cause:
+        return (
+            f"etcd at {where} refuses this user a key ({cause}): `python -m components.discovery.etcd_users`, with the access "
+            "of root, gives each role its rights"
+        )
+    return (
+        f"etcd at {where} refuses us ({cause}): name user and password, MESH_ETCD_URL=http://user:password@host:port or a "
+        "file user:password as MESH_ETCD_LOGIN_FILE"
+    )
 
 
 def _refresh(client: Any, lease_id: int) -> int:
@@ -135,18 +166,17 @@ def _refresh(client: Any, lease_id: int) -> int:
     return int(next(iter(answers)).TTL)
 
 
-def _open_any(url: str) -> Any:
+def _open_any(url: str, access: EtcdAccess) -> Any:
     members = endpoints(url)
     random.shuffle(members)  # or all processes would use the first one
     last: Exception | None = None
     for member in members:
-        client = etcd3.client(host=member.host, port=member.port, timeout=CALL_TIMEOUT_S, grpc_options=list(_CHANNEL))
+        client = _open(member, access)
         timeout_s = PROBE_TIMEOUT_S if len(members) > 1 else CALL_TIMEOUT_S
         try:
-            if member.user is not None:
-                _log_in(client, member, timeout_s)
-            # a linearizable read needs a quorum, `status` does not
-            client.kvstub.Range(etcdrpc.RangeRequest(key=b"\0", count_only=True), timeout_s)
+            if (login := _login(member, access)).user is not None:
+                _log_in(client, login, timeout_s)
+            _prove_quorum(client, timeout_s)
         except grpc.RpcError as exc:
             client.close()
             last = exc
@@ -156,9 +186,43 @@ def _open_any(url: str) -> Any:
     raise last
 
 
-def _log_in(client: Any, member: Endpoint, timeout_s: float) -> None:
+def _open(member: Endpoint, access: EtcdAccess) -> Any:
+    options = {"timeout": CALL_TIMEOUT_S, "grpc_options": list(_CHANNEL)}
+    if member.secure:
+        return _SecureClient(access.certificates.current().pem, host=member.host, port=member.port, **options)
+    return etcd3.client(host=member.host, port=member.port, **options)
+
+
+class _SecureClient(etcd3.Etcd3Client):  # type: ignore[misc]
+    def __init__(self, pem: Pem, **options: Any) -> None:
+        self._pem = pem
+        super().__init__(ca_cert="", **options)  # not None: a secure channel
+
+    def _get_secure_creds(self, *_: object) -> Any:
+        """Instead of reading files by name, which may change between certificate and key."""
+        return grpc.ssl_channel_credentials(*self._pem)
+
+
+def _prove_quorum(client: Any, timeout_s: float) -> None:
+    """Raises: grpc.RpcError."""
+    try:
+        # a linearizable read needs a quorum, `status` does not
+        client.kvstub.Range(etcdrpc.RangeRequest(key=b"\0", count_only=True), timeout_s)
+    except grpc.RpcError as exc:
+        # etcd checks rights after it has asked the quorum
+        if exc.code() is not grpc.StatusCode.PERMISSION_DENIED:
+            raise
+
+
+def _login(member: Endpoint, access: EtcdAccess) -> Login:
+    if member.user is not None or access.login is None:
+        return Login(member.user, member.password)
+    return access.login.current()
+
+
+def _log_in(client: Any, login: Login, timeout_s: float) -> None:
     """Add a token to all calls: gRPC refuses etcd3's call credentials without TLS."""
-    asked = etcdrpc.AuthenticateRequest(name=member.user, password=member.password)
+    asked = etcdrpc.AuthenticateRequest(name=login.user, password=login.password)
     token = etcdrpc.AuthStub(client.channel).Authenticate(asked, timeout_s).token
     client.channel = grpc.intercept_channel(client.channel, _Token(token))
     client.kvstub = etcdrpc.KVStub(client.channel)

@@ -45,5 +45,6 @@ _install()
 
 import etcd3  # noqa: E402  the message modules must be in sys.modules first
 from etcd3 import etcdrpc  # noqa: E402
+from etcd3.etcdrpc import auth_pb2  # noqa: E402
 
-__all__ = ["etcd3", "etcdrpc"]
+__all__ = ["auth_pb2", "etcd3", "etcdrpc"]

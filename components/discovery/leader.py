@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
-from components.discovery.etcd import Backoff, etcd_client, keep_lease
+from components.credentials import EtcdAccess
+from components.discovery.etcd import ANYONE, Backoff, etcd_client, keep_lease
 from components.errors import BackendUnavailable
 
 log = logging.getLogger(__name__)
@@ -44,10 +45,11 @@ class Leadership:
 class _Campaign:
     """Runs in a thread: etcd3 blocks."""
 
-    def __init__(self, url: str, key: str, facts: Mapping[str, str | int], ttl_s: float) -> None:
+    def __init__(self, url: str, key: str, facts: Mapping[str, str | int], ttl_s: float, access: EtcdAccess) -> None:
         self.leadership = Leadership()
         self.stop = threading.Event()
         self._url = url
+        self._access = access
         self._key = key
         self._value = json.dumps(facts)
         self._ttl_s = math.ceil(ttl_s)
@@ -56,7 +58,7 @@ class _Campaign:
         backoff = Backoff()
         while not self.stop.is_set():
             try:
-                with etcd_client(self._url) as client:
+                with etcd_client(self._url, self._access) as client:
                     self._run_for_leader(client, backoff)
             except BackendUnavailable as exc:
                 wait_s = backoff.failed()
@@ -90,7 +92,15 @@ class _Campaign:
             self.leadership.held_until(asked + self._ttl_s)
             try:
                 held_until = self.leadership.held_until
-                keep_lease(self._url, lease.id, self._ttl_s, self.stop, renewed=held_until, failed=_report)
+                keep_lease(
+                    self._url,
+                    lease.id,
+                    self._ttl_s,
+                    self.stop,
+                    access=self._access,
+                    renewed=held_until,
+                    failed=_report,
+                )
             finally:
                 self.leadership.held_until(0.0)
                 if not self.stop.is_set():
@@ -105,7 +115,9 @@ def _report(exc: BackendUnavailable, backoff: Backoff) -> None:
 
 
 @asynccontextmanager
-async def lead(url: str, key: str, facts: Mapping[str, str | int], ttl_s: float) -> AsyncIterator[Leadership]:
+async def lead(
+    url: str, key: str, facts: Mapping[str, str | int], ttl_s: float, access: EtcdAccess = ANYONE
+) -> AsyncIterator[Leadership]:
     """Take part in the election; yield at once.
 
     Args:
@@ -113,7 +125,7 @@ async def lead(url: str, key: str, facts: Mapping[str, str | int], ttl_s: float)
         facts: its value, for people.
         ttl_s: until a silent leader is replaced.
     """
-    campaign = _Campaign(url, key, facts, ttl_s)
+    campaign = _Campaign(url, key, facts, ttl_s, access)
     thread = threading.Thread(target=campaign.run, name="etcd-leader")
     thread.start()
     try:

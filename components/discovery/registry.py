@@ -16,12 +16,14 @@ from functools import partial
 from secrets import token_hex
 from typing import Any, Final
 
+from components.credentials import EtcdAccess
 from components.discovery.book import InstanceBook
 from components.discovery.etcd import (
+    ANYONE,
     CALL_TIMEOUT_S,
     HAS_LEADER,
     Backoff,
-    endpoints,
+    check_access,
     etcd_client,
     keep_lease,
 )
@@ -58,12 +60,13 @@ class Registration:
 
 
 class Registry:
-    def __init__(self, url: str, namespace: str, ttl_s: float) -> None:
-        endpoints(url)  # raises here, not in a thread
+    def __init__(self, url: str, namespace: str, ttl_s: float, access: EtcdAccess = ANYONE) -> None:
+        check_access(url, access)
         self.book = InstanceBook()
         self.connected = False  # the mirror follows etcd; readable from any thread
         self._contacted_s = time.monotonic()  # latest answer of etcd; written by both threads
         self._url = url
+        self._access = access
         self._prefix = _prefix(namespace)
         self._ttl_s = math.ceil(ttl_s)
         self._loop = asyncio.get_running_loop()
@@ -108,7 +111,9 @@ class Registry:
                 backoff.reset()
                 self._loop.call_soon_threadsafe(registered.set)
                 renewed = partial(self._renewed, registration, record, lease_id)
-                keep_lease(self._url, lease_id, self._ttl_s, stop, renewed=renewed, failed=self._report)
+                keep_lease(
+                    self._url, lease_id, self._ttl_s, stop, access=self._access, renewed=renewed, failed=self._report
+                )
                 if stop.is_set():
                     self._revoke(lease_id)
                     return
@@ -123,7 +128,7 @@ class Registry:
                 stop.wait(backoff.failed())
 
     def _register(self, registration: Registration, record: InstanceRecord) -> int:
-        with etcd_client(self._url) as client:
+        with etcd_client(self._url, self._access) as client:
             asked = time.monotonic()  # etcd's time to live begins later
             lease_id = int(client.lease(self._ttl_s).id)
             self._write(client, registration, record, lease_id)
@@ -143,18 +148,18 @@ class Registry:
             return
         if self.connected and (self.book.at(key) is None or key in self.book.doubted):
             log.warning("the record has vanished from etcd, writing it again", extra={"epoch": record.epoch})
-            with etcd_client(self._url) as client:
+            with etcd_client(self._url, self._access) as client:
                 self._write(client, registration, record, lease_id)
 
     def _revoke(self, lease_id: int) -> None:
-        with suppress(BackendUnavailable), etcd_client(self._url) as client:
+        with suppress(BackendUnavailable), etcd_client(self._url, self._access) as client:
             client.revoke_lease(lease_id)
 
     def _mirror(self) -> None:
         backoff = Backoff()
         while not self._stop.is_set():
             try:
-                with etcd_client(self._url) as client:
+                with etcd_client(self._url, self._access) as client:
                     self._follow(client, backoff)
             except BackendUnavailable as exc:
                 if not self._stop.is_set():
@@ -238,9 +243,9 @@ class Registry:
 
 
 @asynccontextmanager
-async def join_registry(url: str, namespace: str, ttl_s: float) -> AsyncIterator[Registry]:
+async def join_registry(url: str, namespace: str, ttl_s: float, access: EtcdAccess = ANYONE) -> AsyncIterator[Registry]:
     """Wait for etcd and fill the mirror."""
-    registry = Registry(url, namespace, ttl_s)
+    registry = Registry(url, namespace, ttl_s, access)
     thread = threading.Thread(target=registry._mirror, name="etcd-mirror")
     thread.start()
     try:
@@ -252,12 +257,12 @@ async def join_registry(url: str, namespace: str, ttl_s: float) -> AsyncIterator
         await asyncio.to_thread(thread.join)
 
 
-def remove_record(url: str, namespace: str, role: str, instance_id: str) -> None:
+def remove_record(url: str, namespace: str, role: str, instance_id: str, access: EtcdAccess = ANYONE) -> None:
     """Remove an ended process's record before its lease expires. Blocks.
 
     Raises: BackendUnavailable.
     """
-    with etcd_client(url) as client:
+    with etcd_client(url, access) as client:
         client.delete(_key(_prefix(namespace), role, instance_id))
 
 

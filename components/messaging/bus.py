@@ -4,6 +4,7 @@ import asyncio
 import logging
 import math
 import random
+import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -16,6 +17,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from components.aio import background, exact_cancellation
+from components.credentials import NatsAccess
 from components.errors import (
     BackendUnavailable,
     DeadlineExceeded,
@@ -27,9 +29,10 @@ from components.errors import (
 from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import Refusals
 from components.messaging.replies import Replies, publish
+from components.messaging.secure_client import ANYONE, SecureClient, TlsRefused
 from components.telemetry.spans import trace_headers
 from components.telemetry.waiting import tells_of_waiting
-from components.urls import login_of, without_password
+from components.urls import without_password
 from components.wire.codec import Struct, pack, unpack
 from components.wire.refused import Refused, raised
 
@@ -190,25 +193,38 @@ def _ours(error: BaseException, subject: str, url: str) -> MeshError | None:
 
 def unreachable(url: str, exc: BaseException) -> str:
     cause = str(exc) or type(exc).__name__
+    where = without_password(url)
     if "authorization" in cause.lower():
-        where = without_password(url)
-        return f"NATS at {where} refuses us ({cause}): name user and password, MESH_NATS_URL=nats://user:password@host:port"
-    return f"NATS at {without_password(url)} cannot be reached ({cause}): start it (`make up` starts one) or set MESH_NATS_URL"
+        return (
+            f"NATS at {where} refuses us ({cause}): name user and password, MESH_NATS_URL=nats://user:password@host:port or "
+            "a file user:password as MESH_NATS_LOGIN_FILE"
+        )
+    if isinstance(exc, TlsRefused):
+        return f"NATS at {where} is not used: {cause}"
+    if isinstance(exc, ssl.SSLError):
+        return (
+            f"NATS at {where} and this process do not agree on TLS ({cause}): MESH_TLS__CA must have signed NATS's "
+            "certificate, which must name this host; MESH_TLS__CERTIFICATE must be one that NATS accepts"
+        )
+    # with TLS 1.3 a server refuses a client's certificate after the handshake, by closing
+    tls = "; if it runs, MESH_TLS__CERTIFICATE must be one that it accepts" if "tls://" in url else ""
+    return f"NATS at {where} cannot be reached ({cause}): start it (`make up` starts one) or set MESH_NATS_URL{tls}"
 
 
 @asynccontextmanager
-async def connect_bus(url: str, name: str) -> AsyncIterator[Bus]:
+async def connect_bus(url: str, name: str, access: NatsAccess = ANYONE) -> AsyncIterator[Bus]:
     """Connect, and reconnect automatically. While NATS is away at the start, wait and log.
 
-    Raises: BackendUnavailable, also within the body, if the connection cannot come back.
+    Raises: WrongSettings; BackendUnavailable, also within the body, if the connection cannot come back.
 
     Args:
         url: server addresses, comma-separated.
         name: shown by NATS's monitoring.
+        access: each connection uses what its files hold then.
     """
     reports = _ConnectionReports(url)
     async with tells_of_waiting("NATS", url):
-        client = await _connect(url, name, reports)
+        client = await _connect(url, name, access, reports)
     bus = reports.bus = Bus(client, url)
     try:
         async with background(_watch(client, url), "nats-watch"), bus.answers():
@@ -268,20 +284,16 @@ class _ServerChoice:
         return server, wait_s
 
 
-async def _connect(url: str, name: str, reports: "_ConnectionReports") -> Client:
-    choice, login = _ServerChoice(), login_of(url)
-    # separate from the addresses: nats-py drops a login from servers that it discovers
-    options: dict[str, str | None] = {"user": login.user, "password": login.password}
-    if login.password is None:
-        options = {"token": login.user}
+async def _connect(url: str, name: str, access: NatsAccess, reports: "_ConnectionReports") -> Client:
+    choice = _ServerChoice()
     while True:
-        client = Client()
+        client = SecureClient(url, access)
         connected = partial(_connected, client, choice, reports)
         try:
             await client.connect(
                 without_password(url).split(","),
                 name=name,
-                **options,
+                **client.login_options(),
                 connect_timeout=CONNECT_TIMEOUT_S,
                 ping_interval=PING_EVERY_S,
                 max_outstanding_pings=MOST_PINGS,

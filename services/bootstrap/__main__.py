@@ -25,9 +25,9 @@ async def main(settings: BootstrapSettings) -> None:
     metrics = CollectorRegistry()
     async with (
         start_telemetry(settings, "bootstrap", me) as telemetry,
-        connect_bus(settings.nats_url, f"bootstrap-{me}") as bus,
+        connect_bus(settings.nats_url, f"bootstrap-{me}", settings.nats_access("bootstrap")) as bus,
         follow_kept(bus, settings.namespace, telemetry.held),
-        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
+        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
         serve_health(settings, metrics, bus, registry, registration) as page,
         measure(
             settings, "bootstrap", me, bus, registry.contact_age_s, metrics=metrics, epoch=lambda: registration.epoch

@@ -7,7 +7,6 @@ from collections.abc import Coroutine
 from contextlib import suppress
 from functools import partial
 from random import Random
-from random import getrandbits as randbits
 from typing import Any, Final, TypeVar
 
 from opentelemetry.trace import SpanKind
@@ -51,8 +50,11 @@ from components.wire.tokens import num_tokens
 from engine.ports import Exposed
 from services.decode.bootstrap_choice import LIMIT_S, BootstrapChoice
 from services.decode.inbound import NEXT, InboundState, InboundTransfer
+from services.decode.unpredictable import Unpredictable
 
 log = logging.getLogger(__name__)
+
+randbits: Final = Unpredictable()
 
 S = InboundState
 T = TypeVar("T")
@@ -147,7 +149,7 @@ class PrefillClient:
 
     def begin(self, engine_id: str, prefill: InstanceRecord) -> InboundTransfer:
         """Raises: QueueFull, if no aux slot is free."""
-        # Unique, not secret. The kernel's random numbers release the GIL, and the engine's thread would take it.
+        # Whoever knows a room may offer pages for it, so it must not follow from earlier ones.
         room, stamp = f"{randbits(63):x}", randbits(62) + 1
         transfer = InboundTransfer(
             self._transfer,

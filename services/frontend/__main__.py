@@ -75,6 +75,11 @@ def warn_if_exposed(settings: FrontendSettings, keys: KeyRing | None) -> None:
         log.warning("API keys are sent unencrypted: set --tls-cert and --tls-key", extra={"host": settings.host})
 
 
+def tokens_subject(settings: FrontendSettings, instance_id: str) -> str:
+    """In a part that NATS may reserve for one frontend's user: no other then reads the answers to its clients."""
+    return f"{settings.namespace}.tokens.{settings.nats_name or 'frontend'}.{instance_id}"
+
+
 async def main(settings: FrontendSettings) -> None:
     me = new_instance_id()
     subject = subject_of(settings.namespace, "frontend", me)
@@ -87,9 +92,9 @@ async def main(settings: FrontendSettings) -> None:
     async with (
         start_telemetry(settings, "frontend", me) as telemetry,
         follow_keys(keys, given_keys, settings.api_keys_file),
-        connect_bus(settings.nats_url, f"frontend-{me}") as bus,
+        connect_bus(settings.nats_url, f"frontend-{me}", settings.nats_access("frontend")) as bus,
         announce_kept(bus, settings.namespace, telemetry.held),
-        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
+        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
         watch_fleet(
             bus,
             settings.namespace,
@@ -99,7 +104,7 @@ async def main(settings: FrontendSettings) -> None:
             kv_index_blocks=settings.kv_index_blocks,
             metrics=metrics,
         ) as decodes,
-        open_inbox(bus, f"{subject}.tokens", writes) as inbox,
+        open_inbox(bus, tokens_subject(settings, me), writes) as inbox,
         measure(
             settings,
             "frontend",

@@ -60,17 +60,17 @@ MESH: Final = {
 AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
 
 
-def command(options: dict[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(options: dict[str, Any], user: str = "inspect") -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command whose first argument is settings made of `options`.
 
-    These come first, then the environment, then what a `services.local` here wrote.
+    These come first, then the environment, then what a `services.local` here wrote for `user`.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(function)
         def run(**given: Any) -> None:
             values = {name: value for name in options if (value := given.pop(name)) is not None}
-            function(beside_local_mesh(MeshSettings(**values)), **given)
+            function(beside_local_mesh(MeshSettings(**values), user), **given)
 
         own = list(inspect.signature(function).parameters.values())[1:]
         keyword = inspect.Parameter.KEYWORD_ONLY
@@ -273,7 +273,7 @@ def route(
     asyncio.run(show_route(settings, console, asked))
 
 
-@command(MESH)
+@command(MESH, user="")
 def env(settings: MeshSettings) -> None:
     """Print addresses and passwords as shell variables.
 
@@ -295,6 +295,10 @@ def shell_variables(settings: MeshSettings) -> dict[str, str]:
     }
     if members[0].user is not None:
         variables["ETCDCTL_USER"] = f"{members[0].user}:{members[0].password}"
+    for name, of_etcdctl, of_nats in (("ca", "CACERT", "CA"), ("certificate", "CERT", "CERT"), ("key", "KEY", "KEY")):
+        if (path := getattr(settings.tls, name)) is not None:
+            variables |= {f"MESH_TLS__{name.upper()}": str(path)}
+            variables |= {f"ETCDCTL_{of_etcdctl}": str(path), f"NATS_{of_nats}": str(path)}
     return variables
 
 

@@ -16,17 +16,18 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-import nats
 import nats.errors
 
+from components.credentials import EtcdAccess, NatsAccess
 from components.discovery.etcd import CALL_TIMEOUT_S, etcd_client
 from components.discovery.etcd_stubs import etcdrpc
 from components.errors import MeshError
 from components.kv_transfer.network import listeners
 from components.messaging.bus import unreachable
+from components.messaging.secure_client import SecureClient
 from components.settings import MeshSettings
 from components.startup import WrongSettings
-from components.urls import login_of, without_password
+from components.urls import without_password
 from services.inspect.mesh import Seen, heartbeat_ages_s, open_mesh
 
 NATS_S: Final = 3.0
@@ -104,11 +105,11 @@ async def gather_facts(settings: MeshSettings) -> Facts:
     etcd, bus, nixl, shm = await asyncio.gather(
         asyncio.gather(
             *(
-                asyncio.to_thread(_etcd_member, one.strip(), f"{settings.namespace}/doctor")
+                asyncio.to_thread(_etcd_member, one.strip(), settings.etcd_access(), f"{settings.namespace}/doctor")
                 for one in settings.etcd_url.split(",")
             )
         ),
-        _nats(settings.nats_url),
+        _nats(settings.nats_url, settings.nats_access("inspect")),
         _nixl(),
         asyncio.to_thread(shared_memory),
     )
@@ -135,11 +136,11 @@ async def gather_facts(settings: MeshSettings) -> Facts:
     )
 
 
-def _etcd_member(url: str, key: str) -> Server:
+def _etcd_member(url: str, access: EtcdAccess, key: str) -> Server:
     """Read with a quorum, and write `key`: a full etcd still reads."""
     began_s, shown = time.monotonic(), without_password(url)
     try:
-        with etcd_client(url) as client:
+        with etcd_client(url, access) as client:
             told = etcdrpc.MaintenanceStub(client.channel).Status(etcdrpc.StatusRequest(), CALL_TIMEOUT_S)
             client.put(key, "")
             client.delete(key)
@@ -151,18 +152,19 @@ def _etcd_member(url: str, key: str) -> Server:
     )
 
 
-async def _nats(url: str) -> Server:
-    login, shown = login_of(url), without_password(url)
-    options: dict[str, Any] = {"user": login.user, "password": login.password}
-    if login.password is None:
-        options = {"token": login.user}
+async def _nats(url: str, access: NatsAccess) -> Server:
+    shown = without_password(url)
+    try:
+        client = SecureClient(url, access)
+    except WrongSettings as exc:
+        return Server(shown, str(exc))
 
     async def ignore(_: Exception) -> None:
         """Its message comes with the exception of `connect`."""
 
     try:
         async with asyncio.timeout(NATS_S):
-            client = await nats.connect(shown.split(","), allow_reconnect=False, error_cb=ignore, **options)
+            await client.connect(shown.split(","), allow_reconnect=False, error_cb=ignore, **client.login_options())
     except (nats.errors.Error, OSError, TimeoutError) as exc:
         return Server(shown, unreachable(url, exc))
     try:

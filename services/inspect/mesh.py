@@ -86,8 +86,10 @@ async def open_mesh(settings: MeshSettings) -> AsyncIterator[Mesh]:
         limit = asyncio.timeout(CONNECT_S)
         async with (
             limit,
-            connect_bus(settings.nats_url, "inspect") as bus,
-            join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
+            connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")) as bus,
+            join_registry(
+                settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()
+            ) as registry,
         ):
             limit.reschedule(None)
             yield Mesh(bus, registry, settings.namespace)

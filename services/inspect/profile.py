@@ -107,7 +107,9 @@ def join_segments(text: str) -> dict[str, Any]:
 
 
 async def _choose(settings: MeshSettings, role: Role, instance: str | None) -> InstanceRecord:
-    async with join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry:
+    async with join_registry(
+        settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()
+    ) as registry:
         records = registry.book.of_role(role)
     found = [r for r in records if r.instance_id.startswith(instance or "")]
     if len(found) == 1:
@@ -126,7 +128,9 @@ async def _fetch(
     async with AsyncExitStack() as stack:
         with one_line_errors(settings, "NATS"):
             async with asyncio.timeout(CONNECT_S):
-                bus = await stack.enter_async_context(connect_bus(settings.nats_url, "inspect"))
+                bus = await stack.enter_async_context(
+                    connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect"))
+                )
         order = StartProfile(seconds=seconds)
         profile = await bus.call(f"{subject}.profile", order, ProfileStarted, timeout_s=START_S)
         started()

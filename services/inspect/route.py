@@ -28,8 +28,8 @@ async def show_route(settings: MeshSettings, console: Console, asked: ExplainRou
 
 async def _show(settings: MeshSettings, console: Console, asked: ExplainRoute) -> None:
     async with (
-        connect_bus(settings.nats_url, "inspect") as bus,
-        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
+        connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")) as bus,
+        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
     ):
         frontends = registry.book.of_role("frontend")
         if not frontends:

@@ -37,8 +37,8 @@ async def show_workers(settings: MeshSettings, console: Console, *, wide: bool =
 
 async def _show(settings: MeshSettings, console: Console, *, wide: bool) -> None:
     async with (
-        connect_bus(settings.nats_url, "inspect") as bus,
-        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
+        connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")) as bus,
+        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
     ):
         calls = [RollCall(bus, settings.namespace, role, registry.book).answers() for role in WORKERS]
         answers, services = await asyncio.gather(asyncio.gather(*calls), _services(bus, settings.namespace))
@@ -137,7 +137,10 @@ def _more(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any
 
 async def show_planners(settings: MeshSettings, console: Console) -> None:
     with one_line_errors(settings, "NATS"):
-        async with asyncio.timeout(CONNECT_S), connect_bus(settings.nats_url, "inspect") as bus:
+        async with (
+            asyncio.timeout(CONNECT_S),
+            connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")) as bus,
+        ):
             services = await srv_answers(bus, "$SRV.PING.kvmesh-planner", settings.namespace, PING_S)
             subjects = sorted({service["metadata"]["subject"] for service in services})
             plans = [(s, await bus.call(f"{s}.plan", AskPlan(), PlanTold, timeout_s=ANSWER_S)) for s in subjects]

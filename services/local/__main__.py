@@ -67,6 +67,13 @@ def main(
         list[str] | None,
         typer.Option(metavar="NAME=DIR", help="LoRA adapter that clients ask for as model NAME; may be repeated"),
     ] = None,
+    secure: Annotated[
+        bool,
+        typer.Option(
+            "--secure",
+            help="TLS and a certificate for each role between the processes, made for this run; docs/security.md",
+        ),
+    ] = False,
     state_dir: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="directory of converted models, traces, the servers' data [~/.cache/kvmesh]"),
@@ -104,7 +111,7 @@ def main(
     os.environ.update(given | assignments)  # read below, and inherited by the services
     counts = {"bootstrap": min(prefill, 1), "prefill": prefill, "decode": decode, "frontend": frontend}
     try:
-        plan = Plan.read(counts)
+        plan = Plan.read(counts, secure=secure)
     except CannotStart as exc:
         sys.exit(f"error: {exc.message}")
     sys.exit(asyncio.run(run_mesh(plan)))

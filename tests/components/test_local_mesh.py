@@ -58,3 +58,23 @@ def test_a_mesh_that_has_ended_is_not_found(tmp_path: Path) -> None:
     assert local_mesh(tmp_path) == {}
     (tmp_path / "local" / "running.json").write_text("")
     assert local_mesh(tmp_path) == {}
+
+
+def test_a_user_finds_its_own_access_and_the_administrators_is_for_those_that_name_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("ETCD_URL", "NATS_URL", "NAMESPACE"):
+        monkeypatch.delenv(f"MESH_{name}", raising=False)
+    running(tmp_path, os.getpid())
+    file = tmp_path / "local" / "running.json"
+    facts = json.loads(file.read_text())
+    mine = {"nats_url": "tls://n:3", "nats_name": "planner", "tls": {"ca": "ca.pem", "certificate": "planner.pem"}}
+    file.write_text(json.dumps({**facts, "users": {"planner": mine}}))
+    settings = PlannerSettings.read(["--state-dir", str(tmp_path)])
+    planner, administrator = beside_local_mesh(settings, "planner"), beside_local_mesh(settings)
+    assert (planner.etcd_url, planner.nats_url, planner.nats_name) == ("http://e:1", "tls://n:3", "planner")
+    assert planner.tls.given == [Path("ca.pem"), Path("planner.pem")]
+    assert (administrator.nats_url, administrator.nats_name, administrator.tls.given) == ("nats://n:2", None, [])
+    monkeypatch.setenv("MESH_NATS_URL", "nats://given:4")
+    given = beside_local_mesh(PlannerSettings.read(["--state-dir", str(tmp_path)]), "planner")
+    assert (given.nats_url, given.nats_name, given.tls.given) == ("nats://given:4", None, [])

@@ -172,7 +172,7 @@ def test_help_lists_common_settings_and_help_all_those_of_the_service(
     short, full = (helped(settings, option, capsys) for option in ("--help", "--help-all"))
     assert len(short.splitlines()) <= 60
     role = role_of(settings)
-    for name in set(settings.model_fields) - {"api_keys", "engine"}:
+    for name in set(settings.model_fields) - {"api_keys", "engine", "tls"}:
         name_of_variable = f"MESH_{name.upper()}" if name in SHARED else f"MESH_{role.upper()}_{name.upper()}"
         assert re.search(rf"^  --{name.replace('_', '-')} .* {name_of_variable}$", full, re.MULTILINE), name
     others = {name for other in ALL for name in other.model_fields} - set(settings.model_fields)

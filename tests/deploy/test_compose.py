@@ -17,6 +17,7 @@ from services.local.servers import MAX_PAYLOAD_BYTES
 COMPOSE: Final = Path(__file__).resolve().parents[2] / "deploy" / "compose"
 BASE: Final = COMPOSE / "docker-compose.yml"
 GPU: Final = COMPOSE / "docker-compose.gpu.yml"
+SECURE: Final = COMPOSE / "docker-compose.secure.yml"
 BACKENDS: Final = {"etcd", "nats", "jaeger"}
 MONITORS: Final = {"prometheus", "grafana"}
 OURS: Final = (*ROLES, "planner")
@@ -156,7 +157,7 @@ def test_compose_accepts_the_files() -> None:
     command = _compose()
     if not command:
         pytest.skip("neither docker-compose nor docker's compose plugin is installed")
-    for files in ([BASE], [BASE, GPU]):
+    for files in ([BASE], [BASE, GPU], [BASE, SECURE]):
         flags = [flag for file in files for flag in ("-f", str(file))]
         done = subprocess.run(
             [*command, *flags, "config", "-q"], capture_output=True, text=True, check=False, timeout=60

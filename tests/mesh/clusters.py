@@ -19,8 +19,10 @@ from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import quote, urlsplit
 
+from components.discovery.etcd_users import ADMINISTRATOR
+from services.local.accounts import Accounts
 from services.local.child_process import tethered
-from services.local.servers import ETCD, HOST, NATS, NATS_USER, Kind, Site, _ask
+from services.local.servers import ETCD, HOST, NATS, Kind, Site, _ask
 
 MEMBERS: Final = 3
 START_TIMEOUT_S: Final = 30.0
@@ -40,9 +42,10 @@ class Member:
     route_port: int  # NATS: for its peers
     popen: "subprocess.Popen[bytes] | None" = None
 
-    def site(self, password: str = "") -> Site:
-        """As one server; without `password` its clients need none."""
-        return Site(self.name, self.home, self.port, self.second_port, password)
+    def site(self) -> Site:
+        """As one server."""
+        accounts = Accounts(passwords={ADMINISTRATOR: PASSWORD})
+        return Site(self.name, self.home, self.port, self.second_port, accounts)
 
     @property
     def is_running(self) -> bool:
@@ -198,14 +201,14 @@ class NatsCluster(ServerCluster):
 
     def url_of(self, member: Member) -> str:
         """The client address of one member, with user and password."""
-        return f"nats://{NATS_USER}:{quote(PASSWORD, safe='')}@{HOST}:{member.port}"
+        return f"nats://{ADMINISTRATOR}:{quote(PASSWORD, safe='')}@{HOST}:{member.port}"
 
     def busiest(self) -> Member:
         """The member with the most clients: who has lost a server stays where it went."""
         return max(self.members, key=lambda member: _asked(member.second_port, "/connz", method="GET")["total"])
 
     def _command(self, member: Member) -> list[str]:
-        command = NATS.command(member.site(PASSWORD))
+        command = NATS.command(member.site())
         config = member.home / "nats.conf"
         lines = [line for line in config.read_text().splitlines() if not line.startswith("jetstream")]
         routes = ", ".join(f'"nats://{HOST}:{m.route_port}"' for m in self.members if m is not member)

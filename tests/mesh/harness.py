@@ -18,12 +18,14 @@ from uuid import uuid4
 from opentelemetry.sdk.trace import TracerProvider
 
 from components.discovery.book import InstanceBook
+from components.discovery.etcd_users import ADMINISTRATOR
 from components.discovery.registry import join_registry
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.clocks import now_ms
 from components.messaging.fleet import watch_fleet
 from components.messaging.inbox import open_inbox
 from components.messaging.liveness import Liveness, watch_heartbeats
+from components.settings import MeshSettings
 from components.wire.generate import StreamItem
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
@@ -32,6 +34,7 @@ from components.wire.sampling import SamplingParams
 from engine.model.mock_model import is_mock
 from services.frontend.mesh_client import MeshClient
 from services.frontend.ports import Prompt
+from services.local.accounts import Reach, user_of
 from tests.mesh.preloaded import MOCK, TORCH, Fork, Preloaded
 from tests.services.frontend.reading import reading
 
@@ -87,6 +90,7 @@ class MeshProcesses:
     preloaded: Preloaded | None = None  # who forks them; without one, commands are run
     workers: list[Worker] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)  # what is run for a role, where it is not the service itself
+    reach: Reach | None = None  # users of the servers, where each role has its own
 
     def __post_init__(self) -> None:
         """What is compiled for this machine is shared with the user's own meshes: only the first run compiles it."""
@@ -105,6 +109,15 @@ class MeshProcesses:
         """Start one process; returns when it is ready."""
         return self.start(role, **env)[0]
 
+    def settings(self) -> MeshSettings:
+        """Of the test itself, which may do everything."""
+        settings = MeshSettings(etcd_url=self.etcd_url, nats_url=self.nats_url, namespace=self.namespace)
+        return settings if self.reach is None else self.reach(ADMINISTRATOR).applied(settings)
+
+    def _access(self, role: str) -> Mapping[str, str]:
+        number = sum(worker.role == role for worker in self.workers)
+        return {} if self.reach is None else self.reach(user_of(role, number)).variables()
+
     def one(self, role: str) -> Worker:
         """The running process of a role."""
         return next(w for w in self.workers if w.role == role and w.popen.poll() is None)
@@ -114,6 +127,7 @@ class MeshProcesses:
         settings = {
             "MESH_ETCD_URL": self.etcd_url,
             "MESH_NATS_URL": self.nats_url,
+            **self._access(role),
             "MESH_NAMESPACE": self.namespace,
             "MESH_STATE_DIR": str(self.home),
             "MESH_MODEL": self.model,
@@ -245,12 +259,13 @@ class Client:
 @asynccontextmanager
 async def open_client(mesh: MeshProcesses, model: str) -> AsyncIterator[Client]:
     """A client inside the test's own event loop."""
+    mine = mesh.settings()
     async with (
-        connect_bus(mesh.nats_url, "test") as bus,
-        join_registry(mesh.etcd_url, mesh.namespace, 10.0) as registry,
+        connect_bus(mine.nats_url, "test", mine.nats_access("test")) as bus,
+        join_registry(mine.etcd_url, mesh.namespace, 10.0, mine.etcd_access()) as registry,
         watch_fleet(bus, mesh.namespace, "decode", registry.book, "round_robin") as decodes,
         watch_heartbeats(bus, mesh.namespace, "prefill", registry.book) as prefills,
-        open_inbox(bus, f"{mesh.namespace}.frontend.test-{uuid4().hex[:8]}.tokens") as inbox,
+        open_inbox(bus, f"{mesh.namespace}.tokens.frontend.test-{uuid4().hex[:8]}") as inbox,
     ):
         client = Client(MeshClient(bus, inbox, decodes, model), bus, registry.book, prefills, decodes.alive)
         await client.until_usable("decode")

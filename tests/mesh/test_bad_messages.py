@@ -127,10 +127,14 @@ async def every_call_refuses_garbage(client: Client, record: InstanceRecord) -> 
         await until_counted(record, call, "BadTraceparent")
 
 
+def namespace_of(record: InstanceRecord) -> str:
+    return record.subject.partition(".")[0]
+
+
 async def published_garbage_is_counted(client: Client, by_role: dict[str, InstanceRecord]) -> None:
     frontend, decode, prefill = by_role["frontend"], by_role["decode"], by_role["prefill"]
     for subject, reader, name in (
-        (f"{frontend.subject}.tokens", frontend, "tokens"),
+        (f"{namespace_of(frontend)}.tokens.frontend.{frontend.instance_id}", frontend, "tokens"),
         (f"{decode.subject}.heartbeat", frontend, "heartbeat"),
         (f"{prefill.subject}.heartbeat", decode, "heartbeat"),
         (f"{prefill.subject}.kv_events", decode, "kv_events"),

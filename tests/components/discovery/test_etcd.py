@@ -22,7 +22,7 @@ from components.startup import WrongSettings
     ],
 )
 def test_endpoints_are_read_from_one_comma_separated_list(url: str, expected: list[tuple[str, int]]) -> None:
-    assert [(host, port) for host, port, _, _ in endpoints(url)] == expected
+    assert [(host, port) for host, port, *_ in endpoints(url)] == expected
 
 
 @pytest.mark.parametrize("bad", ["", "http://", "http://:2379", "a:port", "a:99999", "http://[::1"])
@@ -65,8 +65,8 @@ def test_waits_double_to_a_limit_with_jitter_and_start_over_after_success() -> N
     assert len({Backoff().failed() for _ in range(10)}) > 1
 
 
-@pytest.mark.parametrize("bad", ["https://etcd:2379", "https://user:secret@etcd", "http://secret@etcd"])
-def test_an_endpoint_that_wants_tls_or_half_a_login_is_refused_instead_of_used_in_the_clear(bad: str) -> None:
+@pytest.mark.parametrize("bad", ["https://etcd:2379", "https://user:secret@etcd", "http://secret@etcd", "grpc://etcd"])
+def test_an_endpoint_that_alone_wants_tls_or_half_a_login_is_refused_instead_of_used_in_the_clear(bad: str) -> None:
     with pytest.raises(WrongSettings, match="MESH_ETCD_URL") as raised:
         endpoints(f"http://good:1,{bad}")
     assert "secret" not in str(raised.value)

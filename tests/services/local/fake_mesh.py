@@ -8,6 +8,7 @@ import os
 import sys
 from pathlib import Path
 
+from services.local.accounts import Reach
 from services.local.children import ChildSpec
 from services.local.plan import TIERS, Plan
 from services.local.supervisor import run_mesh
@@ -19,7 +20,7 @@ class FakePlan(Plan):
     def model_command(self) -> list[str]:
         return [sys.executable, "-c", ""]
 
-    def children(self, etcd_url: str, nats_url: str) -> list[list[ChildSpec]]:
+    def children(self, reach: Reach) -> list[list[ChildSpec]]:
         tiers = []
         for role in TIERS:
             http = ["--http", str(self.frontend.port)] if role == "frontend" else []

@@ -11,12 +11,25 @@ import typer
 
 from components.settings import misspelled
 from services.decode.config import DecodeSettings
+from services.local.accounts import Backends
 from services.local.options import adapters, assigned, device_settings, settable
 from services.local.plan import SETTINGS, Plan
 from services.prefill.config import PrefillSettings
 
 OPTIONS = (
-    *("model", "prefill", "decode", "frontend", "host", "port", "api-keys-file", "device", "lora", "state-dir"),
+    *(
+        "model",
+        "prefill",
+        "decode",
+        "frontend",
+        "host",
+        "port",
+        "api-keys-file",
+        "device",
+        "lora",
+        "secure",
+        "state-dir",
+    ),
     *("log-level", "set", "help-all", "help"),
 )
 
@@ -154,7 +167,7 @@ def test_devices_are_for_all_workers_or_for_those_of_a_role(
     for name, value in settings.items():
         monkeypatch.setenv(name, value)
     plan = Plan.read(dict.fromkeys(["bootstrap", "prefill", "decode", "frontend"], 1))
-    tiers = plan.children("http://e:1", "nats://n:2")
+    tiers = plan.children(lambda _: Backends("http://e:1", "nats://n:2"))
     for role, read in (("prefill", PrefillSettings), ("decode", DecodeSettings)):
         (env,) = [spec.env for tier in tiers for spec in tier if spec.name == f"{role}-0"]
         wanted = settings.get(f"MESH_{role.upper()}_ENGINE__DEVICE", settings.get("MESH_ENGINE__DEVICE", "auto"))

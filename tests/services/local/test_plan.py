@@ -10,6 +10,7 @@ import pytest
 from components.settings import misspelled
 from components.urls import login_of, without_password
 from engine.config import EngineConfig
+from services.local.accounts import Backends
 from services.local.child_process import CannotStart
 from services.local.observer import with_observer
 from services.local.options import assigned
@@ -26,7 +27,7 @@ def _clean_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def env_of(plan: Plan) -> dict[str, dict[str, str]]:
-    tiers = plan.children("http://e:1", "nats://n:2")
+    tiers = plan.children(lambda _: Backends("http://e:1", "nats://n:2"))
     return {spec.name: dict(spec.env) for tier in tiers for spec in tier}
 
 

@@ -343,6 +343,20 @@ async def test_an_offer_that_does_not_fit_is_refused_nothing_is_written_and_deco
     prefill.assert_nothing_is_kept()
 
 
+async def test_another_decode_instance_cannot_have_a_prompt_written_into_its_memory(prefill: Prefill) -> None:
+    """An offer for a known room was taken from any registered instance: it got the prompt's KV."""
+    prefill.registry.book.put("e", record("e", "1", kv=endpoint("decode-e")))
+    await prefill.ask()
+    prefill.computed()
+    with pytest.raises(TransferFailed, match="decode instance e offers pages for a request of another instance"):
+        await prefill.offer(decode_id="e")
+    await turns()
+    assert not prefill.transfer.writes
+    await prefill.offer()
+    await turns()
+    assert prefill.transfer.writes
+
+
 async def test_pages_that_come_before_the_question_are_used_with_it(prefill: Prefill) -> None:
     """They go by another way, over bootstrap, and decode does not wait for an answer before it offers them."""
     assert await prefill.offer() == RoomOk(room=ROOM)
@@ -353,6 +367,20 @@ async def test_pages_that_come_before_the_question_are_used_with_it(prefill: Pre
     prefill.assert_nothing_is_kept()
     assert not prefill.service._rooms._early
     assert not prefill.failures
+
+
+async def test_an_offer_that_guesses_the_room_does_not_take_the_place_of_the_right_one(prefill: Prefill) -> None:
+    """Offers that came before their request were kept by its id alone, which other decode instances may read."""
+    await prefill.offer()
+    await prefill.offer(room="guessed")
+    await prefill.ask()
+    prefill.computed()
+    await turns()
+    assert prefill.transfer.writes
+    prefill.assert_nothing_is_kept()
+    assert not prefill.service._rooms._early
+    assert not prefill.failures
+    assert "guessed" in await prefill.closed()
 
 
 async def test_pages_that_do_not_fit_are_refused_also_when_they_come_first(prefill: Prefill) -> None:

@@ -1,0 +1,95 @@
+"""nats-py's client with files that are read again at each connection, and without fallback from TLS to plain text."""
+
+import ssl
+import time
+from typing import Any, Final
+
+import nats.errors
+from nats.aio.client import DEFAULT_BUFFER_SIZE, Client, Srv
+from nats.aio.transport import TcpTransport
+
+from components.credentials import NatsAccess
+from components.startup import WrongSettings
+from components.urls import Login, login_of, wants_tls
+
+# NATS ends a connection with one of these when its user was changed, removed, or has expired.
+_LOGIN_OVER: Final = ("authorization violation", "authentication expired", "authentication revoked")
+ANYONE: Final = NatsAccess()
+
+
+class TlsRefused(nats.errors.Error):  # type: ignore[misc]  # nats-py has no types
+    """The server does not offer TLS. Nothing was sent to it."""
+
+
+class _Transport(TcpTransport):  # type: ignore[misc]
+    async def connect_tls(self, *arguments: Any) -> None:
+        await super().connect_tls(*arguments)
+        assert self._io_writer is not None
+        self._io_writer._protocol._over_ssl = True  # else asyncio logs a warning at each end of a connection
+
+
+class SecureClient(Client):  # type: ignore[misc]
+    def __init__(self, url: str, access: NatsAccess) -> None:
+        """Raises: WrongSettings."""
+        super().__init__()
+        self._transport: TcpTransport | None  # falsy before its first connection
+        self._access = access
+        self._in_url = login_of(url)
+        try:
+            self._wants_tls = wants_tls(url, "nats", "tls", "MESH_NATS_URL")
+        except ValueError as exc:
+            raise WrongSettings(f"NATS servers {exc}") from exc
+        access.check()
+        if self._wants_tls:
+            access.certificates.current()
+
+    def login_options(self) -> dict[str, Any]:
+        """Arguments of `connect`. A login in the address is kept apart: nats-py drops it for servers it discovers."""
+        inbox = {"inbox_prefix": self._access.inbox}
+        given = self._in_url
+        if given.password is not None:
+            return {**inbox, "user": given.user, "password": given.password}
+        if given.user is not None:
+            return {**inbox, "token": given.user}
+        if (login := self._access.login) is not None:
+            return {**inbox, "user": lambda: login.current().user, "password": lambda: login.current().password}
+        if (credentials := self._access.credentials) is not None:
+            return {
+                **inbox,
+                "user_jwt_cb": lambda: credentials.current().jwt,
+                "signature_cb": lambda nonce: credentials.current().key.sign(nonce),  # noqa: PLW0108 - read at each call
+            }
+        if (key := self._access.key) is not None:
+            return {**inbox, "signature_cb": lambda nonce: key.current().sign(nonce)}
+        return inbox
+
+    async def _connect_to_server(self, s: Srv) -> None:
+        """As nats-py does it, for addresses that are no web sockets."""
+        s.last_attempt = time.monotonic()
+        if not self._transport:
+            self._transport = _Transport()
+        await self._transport.connect(s.uri, DEFAULT_BUFFER_SIZE, self.options["connect_timeout"])
+
+    @property
+    def ssl_context(self) -> ssl.SSLContext:
+        return self._access.certificates.current().context
+
+    def _connect_command(self) -> bytes:
+        if self._access.key is not None and self._in_url == Login(None, None):
+            self._public_nkey = self._access.key.current().public
+        command: bytes = super()._connect_command()
+        return command
+
+    async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
+        """Raises: TlsRefused: nats-py would go on in plain text, with the login."""
+        if initial_connection and self._wants_tls and not info.get("tls_required"):
+            raise TlsRefused("the server offers no TLS, but its address begins with tls://")
+        await super()._process_info(info, initial_connection)
+
+    async def _process_err(self, err_msg: str) -> None:
+        """Connect again with what the files now hold; nats-py would close itself for good."""
+        if self._access.may_change and any(words in err_msg.lower() for words in _LOGIN_OVER):
+            await self._error_cb(nats.errors.AuthorizationError())
+            await self._process_op_err(nats.errors.AuthorizationError())
+        else:
+            await super()._process_err(err_msg)

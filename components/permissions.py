@@ -1,0 +1,181 @@
+"""What each role may publish and subscribe to in NATS, and read and write in etcd.
+
+A new call or message is a line in `LINES`. A role has no other rights: `nats_users` writes them for NATS.
+`python -m components.permissions [NAMESPACE]` prints users whose certificates have their role as common name.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Final, NamedTuple
+
+from components.credentials import INBOX
+
+ROLES: Final = ("frontend", "decode", "prefill", "bootstrap", "planner", "local", "inspect")
+REGISTERED: Final = "frontend decode prefill bootstrap"  # in etcd
+WORKERS: Final = "prefill decode"
+SERVING: Final = "frontend decode prefill bootstrap planner local"  # as NATS micro services
+# Longer than any call takes; a repeated call begins it again. A call has one answer.
+ANSWERS: Final = 'allow_responses: { max: 1, expires: "15m" }'
+
+
+class Line(NamedTuple):
+    """Subjects after the namespace that `senders` publish to and `receivers` subscribe to; see `_subjects`."""
+
+    subject: str
+    senders: tuple[str, ...]
+    receivers: tuple[str, ...]
+
+
+def call(verb: str, of: str, by: str) -> Iterator[Line]:
+    """Calls of instances on `<namespace>.<role>.<instance>.<verb>`; answers go to the caller's inbox."""
+    for role in of.split():
+        yield Line(f"{role}.*.{verb}", tuple(by.split()), (role,))
+
+
+def news(verb: str, of: str, to: str) -> Iterator[Line]:
+    """What instances publish on their own subjects."""
+    for role in of.split():
+        yield Line(f"{role}.*.{verb}", (role,), tuple(to.split()))
+
+
+LINES: Final = (
+    # a request
+    *call("generate", of="decode", by="frontend"),
+    *call("cancel", of="decode", by="frontend"),
+    *call("resend", of="decode", by="frontend"),
+    *call("embed", of="decode", by="frontend"),
+    *call("cancel_embed", of="decode", by="frontend"),
+    *call("cancel_response", of="frontend", by="frontend"),
+    Line("tokens.{name}.*", ("decode",), ("frontend",)),
+    # a transfer: only bootstrap passes offers of pages to prefill
+    *call("prefill", of="prefill", by="decode"),
+    *call("quiesce", of="prefill", by="decode"),
+    *call("open", of="bootstrap", by="decode"),
+    *call("pages", of="prefill", by="bootstrap"),
+    *call("close", of="bootstrap", by="prefill"),
+    *call("kv_coming", of="decode", by="prefill"),
+    *call("room_failed", of="decode", by="prefill bootstrap"),
+    # load and caches
+    *news("heartbeat", of="decode", to="frontend planner inspect"),
+    *news("heartbeat", of="prefill", to="decode planner inspect"),
+    *news("kv_events", of="decode", to="frontend"),
+    *news("kv_events", of="prefill", to="decode"),
+    *call("kv_dump", of="decode", by="frontend inspect"),
+    *call("kv_dump", of="prefill", by="decode inspect"),
+    *call("ask_heartbeat", of="decode", by="frontend"),
+    *call("ask_heartbeat", of="prefill", by="decode"),
+    Line("decode.ask_heartbeat", ("frontend", "inspect"), ("decode",)),
+    Line("prefill.ask_heartbeat", ("frontend", "inspect"), ("prefill",)),
+    *call("present", of=REGISTERED, by=REGISTERED),
+    # operation
+    *call("explain_route", of="frontend decode", by="inspect"),
+    *call("profile", of=WORKERS, by="inspect"),
+    *call("profile_part", of=WORKERS, by="inspect"),
+    *call("status", of="frontend decode prefill bootstrap planner", by="frontend inspect"),
+    *call("control", of="frontend decode prefill bootstrap planner", by="inspect"),
+    *call("load", of="frontend", by="frontend"),
+    *call("kill", of="local", by="frontend"),  # the page at /ui; services.local refuses all but its own workers
+    Line("traces.keep", ("frontend",), ("frontend", "decode", "prefill", "bootstrap")),
+    *call("plan", of="planner", by="inspect"),
+    *call("count", of="local", by="planner"),
+    *call("scale", of="local", by="planner"),
+)
+# micro services that a role looks for, after `$SRV.`
+SEARCHES: Final = {
+    "inspect": ("PING", "PING.*", "INFO", "INFO.*", "STATS", "STATS.*"),
+    "planner": ("PING.kvmesh-local",),
+}
+
+
+class NatsRights(NamedTuple):
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+
+
+class User(NamedTuple):
+    """A user of NATS. `name` is what its processes have as MESH_NATS_NAME, by default their role."""
+
+    name: str
+    role: str
+    proof: str  # of nats.conf: `user: "decode", password: "…"`, `nkey: U…`, `user: "CN=decode"`
+
+
+def nats_rights(namespace: str, role: str, name: str) -> NatsRights:
+    """The rights of a role in a mesh; `name` is the user's."""
+    publish = [f"{namespace}.{_subject(line, '*')}" for line in LINES if role in line.senders]
+    publish += [f"$SRV.{search}" for search in SEARCHES.get(role, ())]
+    subscribe = [f"{namespace}.{_subject(line, name)}" for line in LINES if role in line.receivers]
+    subscribe.append(f"{INBOX}.{namespace}.{name}.>")
+    if role in SERVING.split():
+        service = f"kvmesh-{role}"
+        for verb in ("PING", "INFO", "STATS"):
+            subscribe += [f"$SRV.{verb}", f"$SRV.{verb}.{service}", f"$SRV.{verb}.{service}.*"]
+    if role == "frontend":
+        publish += _stored_responses(namespace)
+    if role == "inspect":
+        publish.append("$JS.API.INFO")
+    return NatsRights(tuple(dict.fromkeys(publish)), tuple(dict.fromkeys(subscribe)))
+
+
+def _subject(line: Line, name: str) -> str:
+    return line.subject.replace("{name}", name)
+
+
+def _stored_responses(namespace: str) -> list[str]:
+    stream = f"{namespace}-responses"
+    calls = ("STREAM.CREATE", "STREAM.UPDATE", "STREAM.PURGE")
+    return [
+        f"{namespace}.responses.records.*",
+        *(f"$JS.API.{call}.{stream}" for call in calls),
+        f"$JS.API.DIRECT.GET.{stream}.>",
+    ]
+
+
+def nats_users(namespace: str, users: Sequence[User], administrator: str = "") -> str:
+    """The `authorization` block of a nats.conf. `administrator`: the proof of a user with all rights."""
+    lines = ["authorization {", "  users: ["]
+    if administrator:
+        lines.append(f"    {{ {administrator} }}")
+    for user in users:
+        rights = nats_rights(namespace, user.role, user.name)
+        answers = [f"      {ANSWERS}"] if user.role in SERVING.split() else []
+        lines += [
+            f"    {{ {user.proof}, permissions: {{  # {user.role}",
+            f"      publish: {{ allow: {json.dumps(rights.publish)} }}",
+            f"      subscribe: {{ allow: {json.dumps(rights.subscribe)} }}",
+            *answers,
+            "    } }",
+        ]
+    return "\n".join([*lines, "  ]", "}", ""])
+
+
+class EtcdRight(NamedTuple):
+    writes: bool  # else it only reads
+    prefix: str
+
+
+def etcd_rights(namespace: str, role: str) -> list[EtcdRight]:
+    """The keys of a role in a mesh: its own records, and all records to read."""
+    instances, planner = f"{namespace}/instances/", f"{namespace}/planner"
+    if role == "local":  # removes the records of its dead children
+        return [EtcdRight(writes=True, prefix=instances)]
+    rights = [EtcdRight(writes=False, prefix=instances)]
+    if role in REGISTERED.split():
+        rights.append(EtcdRight(writes=True, prefix=f"{instances}{role}/"))
+    if role in ("planner", "inspect"):
+        rights.append(EtcdRight(writes=role == "planner", prefix=planner))
+    if role == "inspect":  # `doctor` tries whether etcd can be written
+        rights.append(EtcdRight(writes=True, prefix=f"{namespace}/doctor"))
+    return rights
+
+
+def certified_users(namespace: str, administrator: str = "root") -> str:
+    """A user for each role, by its certificate, for a nats.conf with `verify_and_map`."""
+    return nats_users(
+        namespace, [User(role, role, f'user: "CN={role}"') for role in ROLES], f'user: "CN={administrator}"'
+    )
+
+
+if __name__ == "__main__":
+    sys.stdout.write(certified_users(sys.argv[1] if len(sys.argv) > 1 else "kvmesh"))

@@ -1,0 +1,305 @@
+"""The rights of each role, on a real NATS server and a real etcd."""
+
+import ast
+import asyncio
+import json
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+import pytest
+from nats.aio.client import Client
+
+from components.discovery.etcd import etcd_client
+from components.discovery.etcd_users import ADMINISTRATOR
+from components.errors import BackendUnavailable
+from components.permissions import LINES, ROLES, EtcdRight, etcd_rights, nats_rights
+from services.local.accounts import Accounts
+from services.local.servers import ETCD, NATS, Server, running
+
+REPO: Final = Path(__file__).resolve().parents[2]
+NAMESPACE: Final = "mesh"
+USERS: Final = {
+    **{role: role for role in ROLES if role != "frontend"},
+    "frontend-0": "frontend",
+    "frontend-1": "frontend",
+}
+# The verbs of no instance: the names of parts of a subject.
+NO_VERBS: Final = {"decode", "prefill", "bootstrap", "planner", "local", "records"}
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Peer:
+    """A user of NATS that counts what it was refused."""
+
+    def __init__(self) -> None:
+        self.client = Client()
+        self.errors: list[str] = []
+
+    async def _error(self, error: Exception) -> None:
+        self.errors.append(str(error))
+
+    async def connect(self, url: str, user: str) -> None:
+        await self.client.connect(url, error_cb=self._error, inbox_prefix=f"_INBOX.{NAMESPACE}.{user}")
+
+    async def refusals(self) -> list[str]:
+        """Since the last call. The answer to a ping follows all errors; nats-py sends the first before what is queued."""
+        await self.client.flush()
+        await self.client.flush()
+        found, self.errors = self.errors, []
+        return [re.sub(r".*violation for (\w+).*?\"(.*)\".*", r"\1 \2", error.lower()) for error in found]
+
+
+@asynccontextmanager
+async def nats(home: Path) -> AsyncIterator[Server]:
+    async with running(NATS, home, accounts=Accounts.make(NAMESPACE, 2)) as server:
+        yield server
+
+
+@asynccontextmanager
+async def peers(home: Path) -> AsyncIterator[dict[str, Peer]]:
+    async with nats(home) as server:
+        found = {user: Peer() for user in (*USERS, ADMINISTRATOR)}
+        for user, peer in found.items():
+            await peer.connect(server.url_of(user), user)
+        try:
+            yield found
+        finally:
+            for peer in found.values():
+                await peer.client.close()
+
+
+def every_subject() -> Iterator[str]:
+    """One subject of each kind that any role may use."""
+    for user, role in USERS.items():
+        for subject in (part for rights in nats_rights(NAMESPACE, role, user) for part in rights):
+            yield subject.replace(".>", ".a.b").replace("*", "x")
+
+
+def covers(pattern: str, subject: str) -> bool:
+    parts = {"*": "[^.]+", ">": ".+"}
+    return (
+        re.fullmatch(r"\.".join(parts.get(part, re.escape(part)) for part in pattern.split(".")), subject) is not None
+    )
+
+
+@pytest.mark.mesh
+@pytest.mark.anyio
+async def test_each_role_may_use_its_own_subjects_and_no_others(tmp_path: Path) -> None:
+    """Asked of the server, for each role and each subject of the mesh."""
+    subjects = sorted(set(every_subject()))
+    async with peers(tmp_path) as found:
+        for user, role in USERS.items():
+            peer, rights = found[user], nats_rights(NAMESPACE, role, user)
+            for subject in subjects:
+                await peer.client.publish(subject)
+            allowed = {s for s in subjects if any(covers(p, s) for p in rights.publish)}
+            refused = {f"publish to {s}".lower().replace("to ", "") for s in subjects if s not in allowed}
+            assert set(await peer.refusals()) == refused, user
+            for subject in subjects:
+                await peer.client.subscribe(subject)
+            allowed = {s for s in subjects if any(covers(p, s) for p in rights.subscribe)}
+            assert set(await peer.refusals()) == {f"subscription {s.lower()}" for s in subjects if s not in allowed}, (
+                user
+            )
+
+
+@pytest.mark.mesh
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("user", "subject"),
+    [
+        ("frontend-0", "mesh.>"),
+        ("frontend-0", "mesh.tokens.>"),
+        ("frontend-0", "mesh.tokens.frontend-1.*"),
+        ("frontend-0", "_INBOX.>"),
+        ("frontend-0", "_INBOX.mesh.frontend-1.>"),
+        ("frontend-0", "mesh.decode.*.generate"),
+        ("decode", "mesh.prefill.*.prefill"),
+        ("decode", "mesh.bootstrap.*.open"),
+        ("decode", "mesh.frontend.*.present"),
+        ("prefill", "mesh.decode.*.generate"),
+        ("bootstrap", "mesh.prefill.*.prefill"),
+        ("planner", "mesh.local.*.scale"),
+        ("inspect", "mesh.decode.*.generate"),
+        ("inspect", "$SYS.>"),
+        ("planner", "mesh.responses.records.>"),
+        ("planner", "mesh.decode.*.generate"),
+        ("bootstrap", "mesh.tokens.>"),
+        ("local", "mesh.decode.*.generate"),
+    ],
+)
+async def test_what_a_role_may_not_read(tmp_path: Path, user: str, subject: str) -> None:
+    async with nats(tmp_path) as server:
+        peer = Peer()
+        await peer.connect(server.url_of(user), user)
+        await peer.client.subscribe(subject)
+        assert await peer.refusals() == [f"subscription {subject.lower()}"]
+        await peer.client.close()
+
+
+@pytest.mark.mesh
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("user", "subject"),
+    [
+        ("decode", "mesh.prefill.p1.pages"),  # only bootstrap offers pages
+        ("frontend-0", "mesh.prefill.p1.pages"),
+        ("frontend-0", "mesh.bootstrap.b1.open"),
+        ("frontend-0", "mesh.prefill.p1.prefill"),
+        ("frontend-0", "mesh.decode.d1.heartbeat"),
+        ("prefill", "mesh.decode.d1.heartbeat"),
+        ("prefill", "mesh.tokens.frontend-0.f1"),
+        ("prefill", "mesh.bootstrap.b1.open"),
+        ("bootstrap", "mesh.decode.d1.generate"),
+        ("local", "mesh.decode.d1.generate"),
+        ("decode", "_INBOX.mesh.frontend-0.abc.1"),  # an answer to a call that it did not get
+        ("decode", "mesh.local.l1.scale"),
+        ("inspect", "mesh.local.l1.scale"),
+        ("inspect", "mesh.decode.d1.generate"),
+        ("planner", "mesh.decode.d1.generate"),
+        ("decode", "$JS.API.STREAM.DELETE.mesh-responses"),
+        ("decode", "$JS.API.DIRECT.GET.mesh-responses.mesh.responses.records.resp_1"),
+        ("frontend-0", "$JS.API.STREAM.DELETE.mesh-responses"),
+    ],
+)
+async def test_what_a_role_may_not_send(tmp_path: Path, user: str, subject: str) -> None:
+    async with nats(tmp_path) as server:
+        peer = Peer()
+        await peer.connect(server.url_of(user), user)
+        await peer.client.publish(subject, b"x")
+        assert await peer.refusals() == [f"publish {subject.lower()}"]
+        await peer.client.close()
+
+
+@pytest.mark.mesh
+@pytest.mark.anyio
+async def test_what_a_stolen_credential_can_do(tmp_path: Path) -> None:
+    """As docs/security.md says: it must not promise more than this."""
+    sends = {
+        "frontend-0": [
+            "mesh.decode.d1.generate",
+            "mesh.decode.d1.cancel",
+            "mesh.local.l1.kill",
+            "$JS.API.DIRECT.GET.mesh-responses.mesh.responses.records.r",
+        ],
+        "decode": [
+            "mesh.tokens.frontend-0.f1",
+            "mesh.decode.d2.heartbeat",
+            "mesh.prefill.p1.prefill",
+            "mesh.bootstrap.b1.open",
+        ],
+        "prefill": ["mesh.prefill.p2.heartbeat", "mesh.decode.d1.room_failed"],
+        "bootstrap": ["mesh.prefill.p1.pages"],
+        "planner": ["mesh.local.l1.scale"],
+        "inspect": ["mesh.decode.d1.profile", "mesh.decode.d1.control", "mesh.frontend.f1.explain_route", "$SRV.STATS"],
+    }
+    reads = {
+        "decode": ["mesh.decode.*.generate"],
+        "prefill": ["mesh.prefill.*.prefill"],
+        "bootstrap": ["mesh.bootstrap.*.open"],
+        "planner": ["mesh.decode.*.heartbeat", "mesh.prefill.*.heartbeat"],
+        "local": ["mesh.local.*.scale"],
+    }
+    async with peers(tmp_path) as found:
+        for user in USERS:
+            for subject in sends.get(user, ()):
+                await found[user].client.publish(subject)
+            for subject in reads.get(user, ()):
+                await found[user].client.subscribe(subject)
+            assert await found[user].refusals() == [], user
+
+
+@pytest.mark.mesh
+@pytest.mark.anyio
+async def test_a_call_is_answered_once_to_its_caller_alone(tmp_path: Path) -> None:
+    async with peers(tmp_path) as found:
+        frontend, decode = found["frontend-0"], found["decode"]
+        inbox = frontend.client.new_inbox()
+        answers = await frontend.client.subscribe(inbox)
+        calls = await decode.client.subscribe("mesh.decode.d1.generate")
+        await decode.client.flush()
+        await frontend.client.publish("mesh.decode.d1.generate", b"call", reply=inbox)
+        call = await calls.next_msg(timeout=2)
+        await call.respond(b"answer")
+        assert (await answers.next_msg(timeout=2)).data == b"answer"
+        await call.respond(b"another")
+        assert await decode.refusals() == [f"publish {inbox.lower()}"]
+
+
+def verbs_in_code() -> set[str]:
+    """What processes serve as an endpoint, or publish on a subject of an instance."""
+    found: set[str] = set()
+    for path in (*(REPO / "components").rglob("*.py"), *(REPO / "services").rglob("*.py")):
+        text = path.read_text()
+        found |= set(re.findall(r"\bEndpoint\(\s*\"(\w+)\"", text))
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.JoinedStr):
+                last = node.values[-1]
+                before = node.values[-2] if len(node.values) > 1 else None
+                if isinstance(last, ast.Constant) and isinstance(before, ast.FormattedValue):
+                    is_subject = "subject" in ast.unparse(before) or "of_role" in ast.unparse(before)
+                    if is_subject and (verb := re.fullmatch(r"\.(\w+)", str(last.value))):
+                        found.add(verb[1])
+    return found - NO_VERBS
+
+
+def test_each_call_and_message_in_the_code_has_a_line() -> None:
+    """A call without one is refused by NATS, and its caller waits for its time-out."""
+    listed = {line.subject.rpartition(".")[2] for line in LINES}
+    assert len(verbs_in_code()) > 20
+    assert verbs_in_code() <= listed
+
+
+@pytest.mark.mesh
+@pytest.mark.anyio
+async def test_etcd_lets_each_role_write_its_own_records_and_read_all(tmp_path: Path) -> None:
+    async with running(ETCD, tmp_path, accounts=Accounts.make(NAMESPACE, 1)) as server:
+        keys = [f"{NAMESPACE}/instances/{role}/x" for role in ("frontend", "decode", "prefill", "bootstrap")]
+        keys += [f"{NAMESPACE}/planner", "other/instances/decode/x"]
+        for user in (user for user in USERS if user != "frontend-1"):
+            rights = etcd_rights(NAMESPACE, USERS[user])
+            may = await asyncio.to_thread(asked, server.url_of(user), keys)
+            assert may == {key: wanted(key, rights) for key in keys}, user
+
+
+def wanted(key: str, rights: list[EtcdRight]) -> tuple[bool, bool]:
+    """Whether it may be read and written."""
+    of_key = [right for right in rights if key.startswith(right.prefix)]
+    return bool(of_key), any(right.writes for right in of_key)
+
+
+def asked(url: str, keys: list[str]) -> dict[str, tuple[bool, bool]]:
+    def reads(key: str) -> bool:
+        with etcd_client(url) as client:
+            client.get(key)
+        return True
+
+    def writes(key: str) -> bool:
+        with etcd_client(url) as client:
+            client.put(key, "x")
+        return True
+
+    return {key: (allowed(reads, key), allowed(writes, key)) for key in keys}
+
+
+def allowed(call: Callable[[str], bool], key: str) -> bool:
+    try:
+        return call(key)
+    except BackendUnavailable as exc:
+        return "permission denied" not in exc.message
+
+
+def test_rights_name_no_other_mesh() -> None:
+    for user, role in USERS.items():
+        text = json.dumps(nats_rights(NAMESPACE, role, user))
+        for subject in re.findall(r'"([^"]+)"', text):
+            assert subject.startswith((f"{NAMESPACE}.", f"_INBOX.{NAMESPACE}.{user}.", "$SRV.", "$JS.API.")), subject
+            if subject.startswith("$JS.API."):  # INFO: how many streams and bytes an account has
+                assert f".{NAMESPACE}-responses" in subject or (role, subject) == ("inspect", "$JS.API.INFO")
