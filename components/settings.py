@@ -95,6 +95,14 @@ class MeshSettings(BaseSettings):
     trace_tail: Annotated[
         bool, Field(description="also keep the traces of requests that failed, moved or were slow, whatever the rate")
     ] = True
+    traces_held_per_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="requests a second whose spans are held for that, on average; beyond it only sampled requests have "
+            "traces; inf: all",
+        ),
+    ] = 50.0
     trace_slow_s: Annotated[
         PositiveFloat | None,
         Field(

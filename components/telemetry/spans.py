@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, asynccontextmanager, contextmanag
 from contextvars import Token
 from dataclasses import dataclass
 from hashlib import blake2b
-from math import isinf
+from math import inf, isinf
 from random import getrandbits
 from types import TracebackType
 from typing import Any, Final
@@ -69,13 +69,15 @@ class Spans(trace.Tracer):
         """
         self._sink = sink
         self._rate = rate
+        self._held = TraceRate(inf)
         self.holds = holds
 
     def limit(self, rate: TraceRate) -> None:
         self._rate = rate
 
-    def record_to(self, sink: Sink | None, *, holds: bool) -> None:
-        self._sink, self.holds = sink, holds
+    def record_to(self, sink: Sink | None, *, holds: bool, held_per_s: float = inf) -> None:
+        """`held_per_s` bounds new traces that are held: their spans cost the same as those of sampled ones."""
+        self._sink, self.holds, self._held = sink, holds, TraceRate(held_per_s)
 
     def continue_trace(self, headers: Mapping[str, str]) -> Context:
         """The client's `traceparent` sets the trace id. Our rate decides whether the trace is sampled."""
@@ -85,7 +87,7 @@ class Spans(trace.Tracer):
             return context
         if of_client.trace_flags.sampled and (self._rate is None or self._rate.take()):
             return context
-        return _remote(of_client, trace.TraceFlags(0)) if self.holds else _IN_NOT_KEPT
+        return _remote(of_client, trace.TraceFlags(0)) if self.holds and self._held.take() else _IN_NOT_KEPT
 
     def start_span(  # type: ignore[override]  # links are not recorded
         self,
@@ -109,6 +111,8 @@ class Spans(trace.Tracer):
         else:
             trace_id, parent_id, remote, state = getrandbits(128) or 1, 0, False, None
             flags = SAMPLED if self._rate is None or self._rate.take() else 0
+            if not flags and not self._held.take():
+                return NOT_KEPT
         if not flags and not self.holds:
             return NOT_KEPT
         return LightSpan(name, trace_id, parent_id, flags, sink, kind, attributes, start_time, remote, state)
@@ -217,7 +221,7 @@ async def start_telemetry(settings: MeshSettings, role: str, instance_id: str) -
     trace.set_tracer_provider(_Provider())
     tracer.limit(TraceRate(settings.traces_per_s))
     export.start()
-    with _recording(held.take, holds=settings.trace_tail):
+    with _recording(held.take, holds=settings.trace_tail, held_per_s=settings.traces_held_per_s):
         try:
             yield Telemetry(held, export)
         finally:
@@ -225,8 +229,8 @@ async def start_telemetry(settings: MeshSettings, role: str, instance_id: str) -
 
 
 @contextmanager
-def _recording(sink: Sink, *, holds: bool) -> Iterator[None]:
-    tracer.record_to(sink, holds=holds)
+def _recording(sink: Sink, *, holds: bool, held_per_s: float) -> Iterator[None]:
+    tracer.record_to(sink, holds=holds, held_per_s=held_per_s)
     try:
         yield
     finally:

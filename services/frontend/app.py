@@ -49,6 +49,7 @@ from services.frontend.openapi import PostRoute, add_post_routes
 from services.frontend.operations import Operations
 from services.frontend.ports import Mesh, ServedModel
 from services.frontend.prompts import find_model
+from services.frontend.request_log import LineLimit
 from services.frontend.response_routes import add_response_routes
 from services.frontend.server_metrics import ServerMetrics
 from services.frontend.sites import Sites
@@ -112,7 +113,8 @@ def create_app(
         figures.queues = lambda: {"admission": admission.queue()}
         figures.batch = admission.batch
         figures.loop.total = lambda: metrics.gaps.num_tokens
-    frontend = Frontend(mesh, text, settings, defaults or SamplingDefaults(), metrics, admission, checker)
+    lines = LineLimit(settings.request_lines_per_s)
+    frontend = Frontend(mesh, text, settings, defaults or SamplingDefaults(), metrics, admission, checker, lines)
     generating = _generating_routes(frontend, stored)
     add_post_routes(app, [*generating, *_unary_routes(frontend)])
     add_response_routes(app, stored)

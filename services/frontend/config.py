@@ -20,6 +20,14 @@ class FrontendSettings(ModelSettings):
 
     host: Annotated[str, Field(description="address to listen on")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="port to listen on; 0: any free one")] = 8000
+    request_lines_per_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="log lines of ordinary requests a second, on average; slow, failed and moved requests always have "
+            "one; inf: all",
+        ),
+    ] = 50.0
     share_port: Annotated[
         bool,
         Field(description="share the port with other frontends of this mesh, all started with this; Linux distributes"),

@@ -4,7 +4,7 @@ import logging
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from uuid import uuid4
@@ -37,7 +37,7 @@ from services.frontend.metrics import NO_MODEL, FrontendMetrics
 from services.frontend.ports import Mesh, Prompt, ServedModel
 from services.frontend.prompts import check_token_fields, find_generator, make_prompt, token_budget
 from services.frontend.reply import Reply
-from services.frontend.request_log import RequestLog
+from services.frontend.request_log import LineLimit, RequestLog
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class Frontend:
     metrics: FrontendMetrics
     admission: Admission
     checker: ConstraintChecker | None = None
+    lines: LineLimit = field(default_factory=LineLimit)  # of the log
 
 
 class Exchange:
@@ -305,7 +306,8 @@ class Exchange:
             tokens = {"prompt_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
             tokens["cached_tokens"] = usage.prompt_tokens_details.cached_tokens
         status = reply.status if reply.answered else 503
-        self._log.write(self._dialect.route, self._model, status, label=self._caller.label, **tokens)
+        label, limit = self._caller.label, self._frontend.lines
+        self._log.write(self._dialect.route, self._model, status, label=label, limit=limit, **tokens)
 
 
 def _detail(exc: HTTPException) -> str | None:

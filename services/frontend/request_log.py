@@ -1,6 +1,6 @@
 """One log line per request, at its end: what it was, where its time went, and why it was slow. No content.
 
-Every request gets its line: the logger's lines are not counted together as others are.
+The logger's lines are not counted together as others are. `LineLimit` bounds those of ordinary requests.
 """
 
 import logging
@@ -8,15 +8,34 @@ import time
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
+from math import inf
 from typing import Final
 
 from components.errors import MeshError
 from components.telemetry.repeated_lines import requests as log
 from components.telemetry.request_ids import of_request
+from components.telemetry.spans import TraceRate
 from components.wire.generate import PromptOrigin
 
 SLOW_TTFT_S: Final = 2.0
 SLOW_TPOT_S: Final = 0.25  # per output token after the first
+
+
+class LineLimit:
+    """Lines of ordinary requests: further ones are counted, and the next line says how many were left out."""
+
+    def __init__(self, per_s: float = inf) -> None:
+        self._rate = TraceRate(per_s)
+        self._left_out = 0
+
+    def passes(self) -> bool:
+        passes = self._rate.take()
+        self._left_out += not passes
+        return passes
+
+    def take_left_out(self) -> int:
+        left_out, self._left_out = self._left_out, 0
+        return left_out
 
 
 class RequestLog:
@@ -70,13 +89,15 @@ class RequestLog:
         prompt_tokens: int = 0,
         cached_tokens: int = 0,
         output_tokens: int = 0,
+        limit: LineLimit,
     ) -> None:
-        """`label`: the client's own name of the request."""
+        """`label`: the client's own name of the request. Slow, failed and moved requests pass any `limit`."""
         ended_s = time.perf_counter()
         spent_s, total_s = self._spent_s(ended_s), ended_s - self.began_s
         slow = self._why_slow(spent_s, ended_s, output_tokens)
         level = logging.WARNING if slow or status >= 500 else logging.INFO
-        if not log.isEnabledFor(level):
+        is_ordinary = level == logging.INFO and not self._moves
+        if not log.isEnabledFor(level) or (is_ordinary and not limit.passes()):
             return
         facts: dict[str, object] = {"route": route, "model": model, "status": status}
         facts |= {"prompt_tokens": prompt_tokens, "cached_tokens": cached_tokens, "output_tokens": output_tokens}
@@ -91,6 +112,8 @@ class RequestLog:
             facts |= {"moves": len(self._moves), "moved_because": self._moves[-1]}
         texts = {"error": self.error, "reason": self.reason, "slow": slow, "client_request_id": label}
         facts |= {name: text for name, text in texts.items() if text}
+        if left_out := limit.take_left_out():
+            facts["left_out"] = left_out
         log.log(level, "request", extra=facts)
 
     def _spent_s(self, ended_s: float) -> dict[str, float]:

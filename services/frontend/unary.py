@@ -94,7 +94,14 @@ async def answered(
             log.exception("request failed")
             response = _refused(call, internal(call.id), exc)
         response.headers["x-request-id"] = label or call.id
-        call.log.write(route, call.model, response.status_code, label=label, prompt_tokens=call.prompt_tokens)
+        call.log.write(
+            route,
+            call.model,
+            response.status_code,
+            label=label,
+            prompt_tokens=call.prompt_tokens,
+            limit=frontend.lines,
+        )
     frontend.metrics.requests.labels(call.model, route, str(response.status_code)).inc()
     return response
 

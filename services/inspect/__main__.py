@@ -310,11 +310,15 @@ def _console(*, wide: bool) -> Console:
 
 def _run(work: Coroutine[Any, Any, R]) -> R:
     """Without log lines: what they say is shown otherwise. Ctrl-C is a usual end."""
-    logging.getLogger("components").setLevel(logging.CRITICAL)
+    logger = logging.getLogger("components")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
     try:
         return asyncio.run(work)
     except KeyboardInterrupt:
         sys.exit(130)
+    finally:
+        logger.setLevel(level)
 
 
 if __name__ == "__main__":

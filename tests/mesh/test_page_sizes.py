@@ -58,7 +58,7 @@ def test_tokens_are_those_of_aggregated_serving(tiny_mesh: MeshProcesses) -> Non
                 for beat in await client.until_quiet():
                     assert beat.free_pages + beat.cached_pages == beat.total_pages
                 metrics = httpx.get(f"{worker.http}/metrics").text
-                assert f"\nkv_transfer_seconds_count {2 * len(prompts)}.0\n" in metrics
+                assert f"\nkvmesh_kv_transfer_seconds_count {2 * len(prompts)}.0\n" in metrics
                 prefill.popen.terminate()
                 assert await asyncio.to_thread(prefill.popen.wait, 20) == 0
                 async with asyncio.timeout(10):

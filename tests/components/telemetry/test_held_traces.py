@@ -8,7 +8,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from components.telemetry import held_traces
 from components.telemetry.held_traces import ENOUGH, HELD_NS, HeldTraces, SlowRequests
 from components.telemetry.light_span import LightSpan
-from components.telemetry.spans import Spans, TraceRate
+from components.telemetry.spans import NOT_KEPT, Spans, TraceRate
 
 S = 10**9
 
@@ -45,6 +45,17 @@ class Process:
         root.set_attributes(attributes)
         root.end(S + int(seconds * S))
         return root
+
+
+def test_beyond_the_limit_of_held_traces_requests_have_no_spans_and_calls_of_held_ones_have() -> None:
+    process = Process()
+    process.tracer.record_to(process.held.take, holds=True, held_per_s=0.1)  # and one at once
+    root = process.begin()
+    assert process.tracer.start_span("request", kind=SpanKind.SERVER) is NOT_KEPT
+    process.step(root)
+    root.set_status(StatusCode.ERROR)
+    root.end(S + S)
+    assert process.names == ["step", "request"]
 
 
 def test_a_request_that_nothing_befell_is_not_exported() -> None:

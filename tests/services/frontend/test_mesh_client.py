@@ -39,7 +39,7 @@ from components.wire.tokens import unpack_tokens
 from services.frontend.decode_choice import MOVES
 from services.frontend.mesh_client import MeshClient
 from services.frontend.ports import Prompt
-from services.frontend.request_log import RequestLog
+from services.frontend.request_log import LineLimit, RequestLog
 from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
 from tests.components.messaging.frames import nothing_lost
@@ -198,7 +198,7 @@ async def test_the_log_of_a_request_has_its_instances_its_moves_and_where_prompt
     line = RequestLog()
     with line.current("r"):
         assert tokens(await mesh.ask()) == WHOLE
-        line.write("/route", "m", 200)
+        line.write("/route", "m", 200, limit=LineLimit())
     assert second.requests[0].wants_origin
     facts = {record.message: vars(record) for record in caplog.records}
     assert facts["stream moves"]["request_id"] == "r"

@@ -11,7 +11,7 @@ from components.errors import PeerLost, QueueFull
 from components.telemetry.request_ids import RequestIds
 from components.wire.generate import PromptOrigin
 from services.frontend import request_log as module
-from services.frontend.request_log import RequestLog, request_log
+from services.frontend.request_log import LineLimit, RequestLog, request_log
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 
 SECRET = "my-secret-prompt"
@@ -58,7 +58,7 @@ def test_the_phases_of_a_request_add_up_to_its_time(clock: Clock, caplog: pytest
     run(log, clock, read=0.01, tokenize=0.02, queue=0.3, route=0.04, prefill=0.5, generate=1.0)
     log.sent_to("d1")
     log.prompt_computed(PromptOrigin(prefill="p1"))
-    log.write("/v1/completions", "m", 200, prompt_tokens=7, cached_tokens=2, output_tokens=11)
+    log.write("/v1/completions", "m", 200, prompt_tokens=7, cached_tokens=2, output_tokens=11, limit=LineLimit())
     [line] = written(caplog)
     phases = {name: line[f"{name}_s"] for name in ("read", "tokenize", "queue", "route", "prefill", "generate")}
     assert phases == {"read": 0.01, "tokenize": 0.02, "queue": 0.3, "route": 0.04, "prefill": 0.5, "generate": 1.0}
@@ -80,7 +80,7 @@ def test_a_slow_request_tells_its_longest_phase_its_moves_and_where_its_prompt_w
     log.moved("decode d1: silent for 2 s")
     log.prompt_computed(PromptOrigin(prefill="p1", why_local="no answer in 6 s"))
     log.prompt_computed(PromptOrigin(why_local="no prefill instance is alive"))
-    log.write("/v1/completions", "m", 200, output_tokens=11)
+    log.write("/v1/completions", "m", 200, output_tokens=11, limit=LineLimit())
     [line] = written(caplog)
     assert line["slow"] == (
         "4.0 s of 5.2 s until the first token were queue; 0.50 s per output token; moved 1 times; "
@@ -98,7 +98,7 @@ def test_a_request_that_fails_before_its_first_token_is_slow_where_it_waited(
     log = RequestLog()
     run(log, clock, read=0.0, tokenize=0.0, queue=30.0)
     log.failed(QueueFull("the queue is full"), 503)
-    log.write("/v1/completions", "m", 503)
+    log.write("/v1/completions", "m", 503, limit=LineLimit())
     [line] = written(caplog)
     assert line["slow"] == "30.0 s of 30.0 s until the first token were queue"
     assert (line["error"], line["reason"]) == ("QueueFull", "the queue is full")
@@ -168,3 +168,16 @@ async def test_failed_and_refused_requests_have_a_line_each_and_a_client_error_q
     assert "reason" not in refused
     assert (tokenized["route"], tokenized["status"]) == ("/tokenize", 200)
     assert not any(SECRET in str(vars(record)) for record in caplog.records)
+
+
+def test_ordinary_lines_beyond_the_limit_are_counted_and_others_are_always_written(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit = LineLimit(0.1)  # and one at once
+    for _ in range(3):
+        RequestLog().write("/v1/completions", "m", 200, limit=limit)
+    moved = RequestLog()
+    moved.moved("decode d1: silent for 2 s")
+    moved.write("/v1/completions", "m", 200, limit=limit)
+    RequestLog().write("/v1/completions", "m", 503, limit=limit)
+    assert [(line["status"], line.get("left_out")) for line in written(caplog)] == [(200, None), (200, 2), (503, None)]
