@@ -41,7 +41,7 @@ def completed(line: str) -> list[str]:
         ("kvmesh up --mod", ["--model"]),
         ("kvmesh inspect work", ["workers"]),
         ("kvmesh inspect trace --wi", ["--wide"]),
-        ("kvmesh frontend --tls", ["--tls-cert", "--tls-key"]),
+        ("kvmesh frontend --tls-", ["--tls-cert", "--tls-key"]),
         ("kvmesh decode --log-format j", ["json"]),
         ("kvmesh bench tr", ["transfer"]),
     ],
