@@ -142,7 +142,7 @@ def test_the_installed_command_runs_a_mesh_whatever_lies_in_the_working_director
     ):
         try:
             address = until_ready(mesh, log)
-            body = {"model": "mock", "prompt": "hello", "max_tokens": 3}
+            body = {"model": "mock", "prompt": "hello", "max_tokens": 3, "ignore_eos": True}
             assert httpx.post(f"{address}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
             assert f"{installed.bin}/kvmesh inspect workers" in log.read_text()
             seen = installed.run("kvmesh", "inspect", "workers", "--state-dir", str(tmp_path))

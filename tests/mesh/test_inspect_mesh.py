@@ -77,7 +77,13 @@ def shown(mesh: MeshProcesses, *command: str) -> Any:
 
 
 def ask(mesh: MeshProcesses, number: int = 0) -> dict[str, Any]:
-    body = {"model": MODEL, "prompt": f"{number} {SECRET} " + "word " * 60, "max_tokens": 8}
+    body = {
+        "model": MODEL,
+        "prompt": f"{number} {SECRET} " + "word " * 60,
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     answer = httpx.post(f"{mesh.one('frontend').url}/v1/completions", json=body, timeout=60)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
