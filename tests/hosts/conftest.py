@@ -5,8 +5,9 @@ from typing import Final
 
 import pytest
 
+from components.discovery.etcd_users import ADMINISTRATOR
 from tests.hosts.hosts import Hosts, cannot_run
-from tests.hosts.mesh import ETCD_PORT, NAMES, NATS_PORT, HostMesh, servers
+from tests.hosts.mesh import ETCD_PORT, NAMES, NATS_PORT, PASSWORD, HostMesh, servers
 from tests.mesh.outage_mesh import ENV
 
 NAMESPACE: Final = "outages"
@@ -25,7 +26,7 @@ def server_urls(hosts: Hosts, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """Of etcd and NATS, on the host `core`."""
     core = hosts["core"]
     with servers(core, tmp_path_factory.mktemp("core")):
-        yield f"http://{core.address}:{ETCD_PORT}", f"nats://{core.address}:{NATS_PORT}"
+        yield f"http://{core.address}:{ETCD_PORT}", f"nats://{ADMINISTRATOR}:{PASSWORD}@{core.address}:{NATS_PORT}"
 
 
 @pytest.fixture(scope="session")

@@ -12,6 +12,8 @@ from typing import Final
 
 import httpx
 
+from components.discovery.etcd_users import ADMINISTRATOR
+from services.local.accounts import Accounts
 from services.local.child_process import tethered
 from services.local.servers import MAX_PAYLOAD_BYTES, Site, _etcd_command, _nats_command
 from tests.hosts.hosts import DEVICE, IP, Host, Hosts
@@ -21,6 +23,7 @@ NAMES: Final = ("core", "frontend", "prefill", "decode", "decode2", "client")
 FAULTY: Final = ("core", "frontend", "prefill", "decode")
 ETCD_PORT: Final = 2379
 NATS_PORT: Final = 4222
+PASSWORD: Final = "hosts"  # of NATS
 SERVERS_READY_S: Final = 20.0
 
 
@@ -71,7 +74,7 @@ def servers(host: Host, home: Path) -> Iterator[None]:
 
 
 def _site(name: str, home: Path, port: int) -> Site:
-    return Site(f"hosts-{name}", home, port, port + 1)
+    return Site(f"hosts-{name}", home, port, port + 1, Accounts(passwords={ADMINISTRATOR: PASSWORD}))
 
 
 def _on(host: Host, command: list[str]) -> list[str]:
