@@ -51,7 +51,7 @@ def _kv_gb_s(hosts: Hosts) -> float:
 
 def _iperf_gb_s(hosts: Hosts) -> float:
     server = subprocess.Popen(
-        hosts["decode"].command("iperf3", "--server", "--one-off", "--port", str(PORT)),
+        hosts["decode"].command("iperf3", "--server", "--one-off", "--forceflush", "--port", str(PORT)),
         stdout=subprocess.PIPE,
         text=True,
     )
