@@ -24,7 +24,7 @@ def running(home: Path, pid: int) -> None:
 def test_a_planner_finds_the_mesh_by_its_state_directory_and_set_values_win(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It waited for ever at etcd's usual port, where nobody was."""
+    """It never stopped waiting at etcd's usual port, where no server listened."""
     for name in ("ETCD_URL", "NATS_URL", "NAMESPACE"):
         monkeypatch.delenv(f"MESH_{name}", raising=False)
     read = ["--state-dir", str(tmp_path)]

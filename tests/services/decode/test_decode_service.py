@@ -1054,7 +1054,7 @@ async def test_prefill_is_blamed_for_its_own_faults_and_not_for_those_of_bootstr
 
 
 async def test_a_prefill_whose_steps_fail_is_blamed_though_our_own_pages_are_what_is_waited_for(decode: Decode) -> None:
-    """It was asked for ever: a failed step was no failure of the instance."""
+    """Decode kept asking the instance: a failed step did not count as its failure."""
     for number in range(1, USUAL.failures + 1):
         await decode.ask(stream_id=number)
         failed = RoomFailed(request_id=f"r.{number}", room=ROOM, error="InvariantBroken", cause="out of memory")

@@ -127,7 +127,7 @@ class Prefill:
         return [failed.error for failed in self.bus.of(RoomFailed)]
 
     async def closed(self) -> list[str]:
-        """The rooms that bootstrap was told of, which may be a little later."""
+        """The rooms that prefill reported to bootstrap; the report may come a little later."""
         self.service._rooms.send_closes()
         await turns()
         return [room for closing in self.bus.of(CloseRooms) for room in closing.rooms]
