@@ -153,6 +153,28 @@ def test_doctor_finds_nothing_wrong_in_a_mesh_that_works_and_names_its_transport
     assert any("plugins on this host" in one["what"] and "UCX" in one["what"] for one in found)
 
 
+def test_workers_routes_planners_profiles_and_addresses_are_json_too(mesh: MeshProcesses) -> None:
+    found = shown(mesh, "workers")
+    assert found["not_in_etcd"] == []
+    assert sorted(one["role"] for one in found["instances"]) == [
+        "bootstrap", "decode", "decode", "frontend", "prefill",
+    ]  # fmt: skip
+    assert {one["state"] for one in found["instances"]} == {"ok"}
+    assert all(one["load"]["total_pages"] > 0 for one in found["instances"] if one["kv"] is not None)
+    assert sum((one["calls"] or {}).get("generate", 0) for one in found["instances"]) >= 4
+    route = shown(mesh, "route", "--prompt", "word " * 60, "--no-chat")
+    assert (route["tokens"], [one["role"] for one in route["choices"]]) == (300, ["frontend", "decode"])
+    assert route["choices"][0]["chosen"] in ids(mesh, "decode")
+    assert [one["instance_id"] for one in route["choices"][1]["candidates"]] == ids(mesh, "prefill")
+    assert shown(mesh, "env")["MESH_NAMESPACE"] == mesh.namespace
+    code, text = inspected(mesh, "planner", "--json")
+    assert (code, "no planner answers" in text) == (1, True)
+    file = mesh.home / "p.json.gz"
+    profile = shown(mesh, "profile", "prefill", "--seconds", "0.2", "--out", str(file))
+    assert (profile["file"], profile["role"], [profile["instance"]]) == (str(file), "prefill", ids(mesh, "prefill"))
+    assert file.stat().st_size > 0
+
+
 def test_lines_of_one_request_have_one_id_in_all_processes_and_none_of_its_content(mesh: MeshProcesses) -> None:
     code, text = inspected(mesh, "set", "all", "--log-level", "debug", "--traces-per-s", "inf")
     assert code == 0, text
