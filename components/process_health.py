@@ -1,6 +1,6 @@
 """Probes, health metrics and status of a process."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 
@@ -16,6 +16,7 @@ from components.telemetry.figures import Figures
 from components.telemetry.metrics_page import serve_metrics
 from components.telemetry.on_demand import OnDemand
 from components.telemetry.process_metrics import show_process
+from components.telemetry.spans import Telemetry
 from components.wire.status import Status, StatusRequest
 
 
@@ -55,15 +56,16 @@ async def serve_health(
     registration: Registration,
     *,
     facts: Callable[[], Mapping[str, object]] = dict,
+    reasons: Callable[[], Sequence[str]] = tuple,
 ) -> AsyncIterator[str]:
-    """Yields the URL of the probes."""
+    """Yields the URL of the probes. `reasons`: more, for which `/ready` answers 503."""
     health = ProcessHealth(bus, registry, registration, metrics)
     async with serve_metrics(
         metrics,
         settings.metrics_host,
         settings.metrics_port,
         health.started,
-        reasons=health.reasons,
+        reasons=lambda: [*health.reasons(), *reasons()],
         facts=facts,
         targets=lambda host: [asdict(one) for one in scrape_targets(registry.book, settings.namespace, host)],
     ) as url:
@@ -79,6 +81,7 @@ async def measure(
     etcd_contact_age_s: Callable[[], float],
     *,
     metrics: CollectorRegistry,
+    telemetry: Telemetry,
     epoch: Callable[[], str] = str,
     model: str = "",
 ) -> AsyncIterator[Figures]:
@@ -93,6 +96,12 @@ async def measure(
         nats_contact_age_s=bus.contact_age_s,
     )
     show_process(figures, metrics)
+    OnDemand(metrics).counter(
+        "kvmesh_spans_dropped",
+        "Spans of traces that this process dropped, by cause.",
+        lambda: {(cause,): count for cause, count in telemetry.export.dropped.items()},
+        ["cause"],
+    )
     metrics.register(bus.refusals)
     metrics.register(bus.clocks)
     async with background(figures.loop.run(), "loop-probe"):

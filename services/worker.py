@@ -21,7 +21,7 @@ from components.messaging.kv_publisher import KvEventPublisher, publish_kv_event
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import Profiles, keep_profiles
 from components.process import Draining, drain, new_instance_id, record_maker, settle, stop_signal, subject_of
-from components.process_control import ProcessControl
+from components.process_control import Limit, ProcessControl
 from components.process_health import measure, serve_health, status_endpoint
 from components.routing.policies import Phase
 from components.settings import WorkerSettings
@@ -131,7 +131,7 @@ class Worker:
             self.registry.advertise(self.registration, record),
         ):
             engine.on_output(lambda output: heart.stepped(output.stats.step))
-            control.serves(service, drain_timeout_s, heart.at_once)
+            control.serves(service, heart.at_once, Limit(drain_timeout_s, service.stop_all))
             settle()
             log_ready(instance=self.instance_id, model=model, metrics=self.page)
             await first(stop_signal(), control.stopped(), raises(engine.failed()))
@@ -184,6 +184,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
             bus,
             registry.contact_age_s,
             metrics=metrics.registry,
+            telemetry=telemetry,
             epoch=lambda: registration.epoch,
             model=model_name(settings),
         ) as figures,

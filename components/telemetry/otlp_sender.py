@@ -46,7 +46,8 @@ class OtlpSender:
         self._wait_s = FIRST_WAIT_S
         self._not_before = 0.0  # monotonic
         self.is_observer = False  # whether the receiver has said so
-        self.dropped = 0  # spans
+        self.dropped = 0  # spans that the receiver was away for
+        self.refused = 0  # spans that it refused
 
     def send(self, request: bytes, num_spans: int) -> None:
         """Send now, or keep it for later."""
@@ -96,7 +97,7 @@ class OtlpSender:
         if status in RETRIED:
             return self._failed(f"status {status}: {reason}")
         if status >= 300:
-            self.dropped += self._waiting[0][1]
+            self.refused += self._waiting[0][1]
             facts = {"receiver": self._place, "status": status, "reason": reason, "count": self._waiting[0][1]}
             log.warning("spans refused by the OTLP receiver", extra=facts)
         self._wait_s, self._not_before = FIRST_WAIT_S, 0.0

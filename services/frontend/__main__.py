@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import logging
 from pathlib import Path
+from typing import Final
 
 from prometheus_client import CollectorRegistry
 
@@ -41,12 +42,17 @@ from services.frontend.config import FrontendSettings
 from services.frontend.decode_choice import explain_endpoint
 from services.frontend.keys import KeyRing, follow_keys
 from services.frontend.mesh_client import MeshClient
-from services.frontend.operations import Operations, workers_of
+from services.frontend.operations import DRAINING, Operations, workers_of
 from services.frontend.server_metrics import send_server_metrics
 from services.frontend.stored import open_stored
 from services.frontend.ui.run_ui import MeshSources, make_ui, run_ui
 
 log = logging.getLogger(__name__)
+
+SHARED_PORT: Final = (
+    "it shares its port with other frontends of this host, and the kernel would go on giving it connections; with --stop "
+    "it finishes its requests and ends"
+)
 
 
 def key_ring(given: str | None, file: Path | None) -> KeyRing | None:
@@ -112,6 +118,7 @@ async def main(settings: FrontendSettings) -> None:
             bus,
             registry.contact_age_s,
             metrics=metrics,
+            telemetry=telemetry,
             epoch=lambda: registration.epoch,
             model=model,
         ) as figures,
@@ -126,7 +133,7 @@ async def main(settings: FrontendSettings) -> None:
         mesh.moves.show(metrics)
         inbox.show(metrics)
         stored = await open_stored(bus, settings, subject)
-        control = ProcessControl(figures)
+        control = ProcessControl(figures, SHARED_PORT)
         calls = [
             explain_endpoint(mesh.choice, text, model),
             present_endpoint(registration),
@@ -154,11 +161,13 @@ async def main(settings: FrontendSettings) -> None:
             workers,
             lambda host: scrape_targets(registry.book, settings.namespace, host),
         )
-        figures.is_draining = lambda: operations.draining
+        figures.is_draining = lambda: operations.is_draining
+        if not settings.share_port:
+            control.serves(operations)
         figures.heartbeat_ages_s = decodes.alive.ages_s
         figures.breakers = decodes.router.health.states
         sources = MeshSources(me, model, bus, registry.book, decodes.alive, prefills)
-        ui, poll = make_ui(settings, sources, lambda: operations.draining)
+        ui, poll = make_ui(settings, sources, lambda: operations.stopping)
         calls.append(ui.history.endpoint())
         async with (
             send_server_metrics(settings, me) as server_metrics,
@@ -171,6 +180,7 @@ async def main(settings: FrontendSettings) -> None:
                 registry,
                 registration,
                 facts=lambda: {"models": [model.name for model in mesh.models()]},
+                reasons=lambda: [DRAINING] if operations.draining else [],
             ) as page,
             keep_present(bus, registry.book),
             # outside serve_http, which drains: background requests can be cancelled until then
@@ -205,7 +215,7 @@ async def main(settings: FrontendSettings) -> None:
                 warn_if_exposed(settings, keys)
                 log_ready(instance=me, url=url, metrics=page)
                 await first(stop_signal(), control.stopped())
-                operations.draining = True
+                operations.stopping = True
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """What operators ask a frontend: is it alive, is it ready, which workers are there."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Final, Protocol
 
 from components.discovery.book import InstanceBook
 from components.discovery.pages import ScrapeTarget
@@ -12,6 +12,7 @@ from services.frontend.ports import Mesh
 
 ROLES: tuple[Role, ...] = ("frontend", "bootstrap", "decode", "prefill")
 
+DRAINING: Final = "this frontend is draining"
 Condition = Callable[[], str | None]  # returns why a request would fail now, or None
 
 
@@ -40,7 +41,8 @@ class Operations:
         targets: Callable[[str], list[ScrapeTarget]] = lambda _: [],
     ) -> None:
         """`conditions` are checked besides draining and available models. `workers` may use NATS. `targets`: by Host."""
-        self.draining = False  # set when this process stops
+        self.stopping = False  # this process ends
+        self.draining = False  # by an operator's order: new requests are refused, and this process goes on running
         self.workers = workers
         self.targets = targets
         self._mesh = mesh
@@ -50,8 +52,12 @@ class Operations:
         """Return why a request would fail now."""
         return [reason for condition in self._conditions if (reason := condition()) is not None]
 
+    @property
+    def is_draining(self) -> bool:
+        return self.draining or self.stopping
+
     def _draining(self) -> str | None:
-        return "this frontend is draining" if self.draining else None
+        return DRAINING if self.is_draining else None
 
     def _no_models(self) -> str | None:
         return None if self._mesh.models() else "no decode instance is usable"

@@ -190,14 +190,14 @@ def set(  # noqa: A001 - the name of the command
 @command(MESH)
 def drain(
     settings: MeshSettings,
-    instance: Annotated[str, typer.Argument(help="beginning of the id of a prefill or decode instance")],
+    instance: Annotated[str, typer.Argument(help="beginning of the id of an instance")],
     *,
-    stop: Annotated[bool, typer.Option("--stop", help="end it, as SIGTERM does; also other roles")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="end it, as SIGTERM does")] = False,
     undo: Annotated[bool, typer.Option("--undo", help="let it take work again")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="until it has no work left")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Let a worker finish its requests and take no new ones.
+    """Let an instance finish its requests and take no new ones.
 
     It keeps running, unless --stop is given.
     """

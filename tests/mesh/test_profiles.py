@@ -76,16 +76,18 @@ async def test_each_worker_gives_a_trace_of_its_own_forwards_while_it_serves(
         records = {role: (await client.until_usable(role))[0] for role in WORKERS}
         stop = asyncio.Event()
         load = asyncio.create_task(keep_busy(client, stop))
-        asked = ("--seconds", "2", "--instance")
+        asked = ("--json", "--seconds", "2", "--instance")
         ended = await asyncio.gather(
             *(inspect.run(role, *asked, records[role].instance_id, "--out", str(outs[role])) for role in WORKERS)
         )
         stop.set()
         assert await load > 2, "it served meanwhile"
         await client.until_quiet()
-    for code, said in ended:
+    for role, (code, said) in zip(WORKERS, ended, strict=True):
         assert code == 0, said
-        assert "idle" not in said
+        facts = json.loads(said)
+        assert facts["steps"] > 0, "it was not idle"
+        assert (facts["file"], facts["role"], facts["instance"]) == (str(outs[role]), role, records[role].instance_id)
     traces = {role: read(out) for role, out in outs.items()}
     for role, trace in traces.items():
         assert trace["role"] == role
