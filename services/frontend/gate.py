@@ -60,6 +60,11 @@ class Caller:
     account: Account | None = None  # None without API keys
     stranger: bool = False  # API keys are set, and the request has no valid one; only on open paths
 
+    @property
+    def sees_tenant(self) -> str | None:
+        """The tenant whose requests this client may look at; None: all requests."""
+        return None if self.account is None or self.account.is_operator else self.account.tenant
+
     def share(self, scope: Scope) -> bytes:
         return key_of(scope["headers"]) if self.account is None else self.account.name.encode()
 

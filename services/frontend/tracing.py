@@ -14,7 +14,8 @@ from components.openai.errors import ApiError
 from components.openai.fields import GenerationFields
 from components.telemetry import spans
 from components.telemetry.light_span import LightSpan
-from components.telemetry.trace_store import TTFT
+from components.telemetry.trace_store import TENANT, TTFT
+from services.frontend.gate import caller_of
 from services.frontend.generation import Generation
 
 tracer: Final = spans.tracer
@@ -32,6 +33,7 @@ def request_span(scope: Scope, operation: str, request_id: str, label: str = "")
         "gen_ai.provider.name": "kvmesh",
         "kvmesh.request_id": request_id,
         **({"kvmesh.client_request_id": label} if label else {}),
+        **({TENANT: account.tenant} if (account := caller_of(scope).account) is not None else {}),
     }
     return tracer.start_as_current_span(
         operation,

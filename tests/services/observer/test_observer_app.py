@@ -100,6 +100,19 @@ async def test_traces_are_listed_newest_first_and_by_what_befell_them(url: str, 
     assert await asyncio.to_thread(reader.recent, 1) == recent[:1]
 
 
+async def test_a_tenants_traces_are_listed_alone(url: str, http: httpx.AsyncClient) -> None:
+    for body in (
+        request_of("one", **{"kvmesh.tenant": "acme"}),
+        request_of("two", **{"kvmesh.tenant": "o'neill & sons"}),
+        request_of("three"),
+    ):
+        assert (await http.post(TRACES, content=body, headers=PROTOBUF)).status_code == 200
+    reader = ObserverTraceReader(url)
+    for tenant, names in (("acme", ["one"]), ("o'neill & sons", ["two"]), ("nobody", [])):
+        assert [trace.name for trace in await asyncio.to_thread(reader.recent, 9, tenant)] == names
+    assert len(await asyncio.to_thread(reader.recent, 9)) == 3
+
+
 async def test_the_exporter_of_the_sdk_is_taken_as_it_is(url: str) -> None:
     exporter = InMemorySpanExporter()
     resource = Resource.create({"service.name": "shop"})
