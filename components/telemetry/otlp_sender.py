@@ -11,6 +11,7 @@ import ssl
 import time
 from base64 import b64encode
 from collections import deque
+from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
@@ -29,7 +30,9 @@ OBSERVER: Final = "kvmesh-observer"  # the observer's Server header
 
 
 class OtlpSender:
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, ca: Path | None = None) -> None:
+        """`ca`: PEM file of the authorities that sign the receiver's certificate; None: the system's."""
+        self._ca = ca
         address = urlsplit(endpoint)
         self._place = without_password(endpoint)  # for messages
         self._secure = address.scheme == "https"
@@ -116,7 +119,7 @@ class OtlpSender:
     def _connect(self) -> http.client.HTTPConnection:
         if not self._secure:
             return http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
-        context = ssl.create_default_context(cafile=os.environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE"))
+        context = trusting(self._ca)  # read at each connection: the file may have been replaced
         return http.client.HTTPSConnection(self._host, self._port, timeout=TIMEOUT_S, context=context)
 
     def _failed(self, cause: str) -> bool:
@@ -131,6 +134,20 @@ class OtlpSender:
         self._waiting_bytes -= len(body)
         self.dropped += num_spans
         log.warning("spans dropped", extra={"receiver": self._place, "cause": cause, "count": num_spans})
+
+
+def trusted(ca: Path | None) -> str | None:
+    """The PEM file of the authorities that may sign a receiver's certificate; None: the system's."""
+    return os.environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE") or (None if ca is None else str(ca))
+
+
+def trusting(ca: Path | None) -> ssl.SSLContext:
+    """Raises: OSError, with the file's name."""
+    path = trusted(ca)
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as exc:  # of a missing file OpenSSL does not give the name
+        raise OSError(f"{path}: no PEM certificates can be read there ({exc.strerror or exc})") from exc
 
 
 def login_header(endpoint: str) -> dict[str, str]:

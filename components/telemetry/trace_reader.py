@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 
 from components.errors import BackendUnavailable
 from components.settings import MeshSettings
-from components.telemetry.otlp_sender import OBSERVER, login_header
+from components.telemetry.otlp_sender import OBSERVER, login_header, trusting
 from components.telemetry.trace_store import FILE_NAME, Event, Span, TraceStore
 from components.telemetry.trace_summary import TraceSummary, of_tenant, summary_of
 from components.urls import without_password
@@ -101,8 +101,9 @@ class LocalTraceReader:
 class ObserverTraceReader:
     """`TraceReader` over the HTTP API of `services.observer`."""
 
-    def __init__(self, url: str) -> None:
-        """`url`: may hold the observer's token as a password."""
+    def __init__(self, url: str, ca: Path | None = None) -> None:
+        """`url`: may hold the observer's token as a password. `ca`: as for `OtlpSender`."""
+        self._ca = ca
         self.place = without_password(url).rstrip("/")
         self._headers = login_header(url)
 
@@ -133,7 +134,9 @@ class ObserverTraceReader:
 
     def _get(self, path: str) -> dict[str, Any]:
         try:
-            with urlopen(Request(self.place + path, headers=self._headers), timeout=TIMEOUT_S) as answer:  # noqa: S310
+            context = trusting(self._ca) if self.place.startswith("https:") else None
+            asked = Request(self.place + path, headers=self._headers)  # noqa: S310 - the operator's URL
+            with urlopen(asked, timeout=TIMEOUT_S, context=context) as answer:  # noqa: S310
                 if answer.headers.get("Server") != OBSERVER:
                     raise TracesUnavailable(f"{self.place} is no kvmesh observer: use its own page")
                 return dict(json.load(answer))
@@ -148,7 +151,7 @@ class ObserverTraceReader:
 def open_trace_reader(settings: MeshSettings) -> TraceReader:
     """The observer that `otlp_endpoint` names, else this host's file. Asks the endpoint: it may block for TIMEOUT_S."""
     if settings.otlp_endpoint:
-        reader = ObserverTraceReader(settings.otlp_endpoint)
+        reader = ObserverTraceReader(settings.otlp_endpoint, settings.tls.ca)
         if reader.answers():
             return reader
     return LocalTraceReader(settings.home)

@@ -14,6 +14,7 @@ from opentelemetry.sdk.metrics.export import MetricExporter, PeriodicExportingMe
 from opentelemetry.sdk.resources import Resource
 
 from components.settings import MeshSettings
+from components.telemetry.otlp_sender import trusted
 
 OTLP: Final = "opentelemetry.exporter.otlp.proto.http.metric_exporter"  # imported only with a collector
 OTLP_TIMEOUT_S: Final = 2  # an unreachable collector must not delay a stop
@@ -75,7 +76,9 @@ async def send_server_metrics(settings: MeshSettings, instance_id: str) -> Async
         yield None
         return
     endpoint = f"{settings.otlp_endpoint.rstrip('/')}/v1/metrics"
-    exporter: MetricExporter = import_module(OTLP).OTLPMetricExporter(endpoint=endpoint, timeout=OTLP_TIMEOUT_S)
+    exporter: MetricExporter = import_module(OTLP).OTLPMetricExporter(
+        endpoint=endpoint, timeout=OTLP_TIMEOUT_S, certificate_file=trusted(settings.tls.ca)
+    )
     reader = PeriodicExportingMetricReader(exporter, EXPORT_EVERY_MS, OTLP_TIMEOUT_S * 1000)
     about = Resource.create({"service.name": "kvmesh-frontend", "service.instance.id": instance_id})
     provider = MeterProvider([reader], about, shutdown_on_exit=False)

@@ -67,6 +67,8 @@ class Plan:
                 "name your certificates (docs/security.md)"
             )
         frontend, observer = _read(FrontendSettings, "frontend"), _read(ObserverSettings, "observer")
+        if secure and observer.tls_cert is not None:
+            raise CannotStart("--secure makes a certificate for the observer: unset MESH_OBSERVER_TLS_CERT and its key")
         return cls(counts, settings, frontend, workers, observer, stop_timeout_s, secure=secure)
 
     @property
