@@ -136,14 +136,12 @@ class OtlpSender:
         log.warning("spans dropped", extra={"receiver": self._place, "cause": cause, "count": num_spans})
 
 
-def trusted(ca: Path | None) -> str | None:
-    """The PEM file of the authorities that may sign a receiver's certificate; None: the system's."""
-    return os.environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE") or (None if ca is None else str(ca))
-
-
 def trusting(ca: Path | None) -> ssl.SSLContext:
-    """Raises: OSError, with the file's name."""
-    path = trusted(ca)
+    """Trusts certificates that `ca` has signed, or the authorities that OpenTelemetry's variable names.
+
+    Raises: OSError, with the file's name.
+    """
+    path = os.environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE") or (None if ca is None else str(ca))
     try:
         return ssl.create_default_context(cafile=path)
     except OSError as exc:  # of a missing file OpenSSL does not give the name

@@ -6,15 +6,18 @@ Source: OpenTelemetry's semantic conventions for generative AI, "Metrics: model 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from importlib import import_module
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from opentelemetry.metrics import Histogram, Meter
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricExporter, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 
+from components.certificates import CA
 from components.settings import MeshSettings
-from components.telemetry.otlp_sender import trusted
+from components.startup import WrongSettings
+from components.telemetry.otlp_sender import trusting
 
 OTLP: Final = "opentelemetry.exporter.otlp.proto.http.metric_exporter"  # imported only with a collector
 OTLP_TIMEOUT_S: Final = 2  # an unreachable collector must not delay a stop
@@ -69,6 +72,22 @@ class ServerMetrics:
             self._each.record((duration_s - first_s) / (num_tokens - 1), about)
 
 
+def _session(ca: Path | None) -> Any:
+    """A session of `requests` that trusts whom the sender of spans trusts, whatever REQUESTS_CA_BUNDLE says.
+
+    Raises: WrongSettings.
+    """
+    requests = import_module("requests")
+    adapter = requests.adapters.HTTPAdapter()
+    try:
+        adapter.init_poolmanager(1, 1, ssl_context=trusting(ca))
+    except OSError as exc:
+        raise WrongSettings(f"{CA} {exc}") from exc
+    session = requests.Session()
+    session.mount("https://", adapter)
+    return session
+
+
 @asynccontextmanager
 async def send_server_metrics(settings: MeshSettings, instance_id: str) -> AsyncIterator[ServerMetrics | None]:
     """Yields None without a collector."""
@@ -76,8 +95,9 @@ async def send_server_metrics(settings: MeshSettings, instance_id: str) -> Async
         yield None
         return
     endpoint = f"{settings.otlp_endpoint.rstrip('/')}/v1/metrics"
+    session = _session(settings.tls.ca) if endpoint.startswith("https:") else None
     exporter: MetricExporter = import_module(OTLP).OTLPMetricExporter(
-        endpoint=endpoint, timeout=OTLP_TIMEOUT_S, certificate_file=trusted(settings.tls.ca)
+        endpoint=endpoint, timeout=OTLP_TIMEOUT_S, session=session
     )
     reader = PeriodicExportingMetricReader(exporter, EXPORT_EVERY_MS, OTLP_TIMEOUT_S * 1000)
     about = Resource.create({"service.name": "kvmesh-frontend", "service.instance.id": instance_id})

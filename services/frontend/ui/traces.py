@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
 from components.settings import MeshSettings
+from components.telemetry.clock_skew import corrected
 from components.telemetry.trace_reader import TraceReader, fields_of, open_trace_reader
 from components.telemetry.trace_store import Span
 from components.telemetry.trace_summary import of_tenant
@@ -66,7 +67,7 @@ class Traces:
         async with self._turn:
             reader = await self._open()
         found = await asyncio.to_thread(reader.spans, trace_id)
-        return [self.shown(span) for span in (found if tenant is None else of_tenant(found, tenant))]
+        return [self.shown(span) for span in corrected(found if tenant is None else of_tenant(found, tenant))]
 
     def shown(self, span: Span) -> Span:
         """Return `span` without what clients sent, unless that is opted in."""
