@@ -59,7 +59,7 @@ async def _serve(plan: Plan, supervision: Supervision) -> CannotStart:
         stack.enter_context(own_ports(plan))
         reach = await stack.enter_async_context(_backends(plan, supervision))
         await prepare_model(plan.settings.model, plan.model_command(), supervision.output)
-        if observer is not None:
+        if observer is not None and plan.secure:
             observer = with_certificate(observer, reach(OBSERVER_USER).tls)
         await stack.enter_async_context(running_observer(observer, supervision))
         announce = _announcer(plan, reach, supervision.output)
