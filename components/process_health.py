@@ -1,9 +1,11 @@
 """Probes, health metrics and status of a process."""
 
+import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from components.aio import background
@@ -109,7 +111,13 @@ async def measure(
 
 
 def status_endpoint(figures: Figures) -> Endpoint:
-    async def status(_: StatusRequest) -> Status:
-        return figures.status()
+    async def status(asked: StatusRequest) -> Status:
+        found = figures.status()
+        if not asked.transport or figures.transport is None:
+            return found
+        try:
+            return replace(found, transport=await asyncio.to_thread(figures.transport))
+        except OSError:  # no /proc, or one without our files
+            return found
 
     return Endpoint("status", StatusRequest, status, immediate=True)

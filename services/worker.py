@@ -11,6 +11,7 @@ from components.discovery.registry import Registration, Registry, join_registry
 from components.errors import Overloaded, UnknownModel
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import known_transport, kv_opener, own_address
+from components.kv_transfer.transport import observed_transport
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
 from components.messaging.clocks import remaining_s
@@ -193,6 +194,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
         figures.layout = transfer.endpoint.layout.text
         figures.kv_transfer = transfer.endpoint.backend
         figures.kv_transport = known_transport(transfer.endpoint.backend)
+        figures.transport = observed_transport
         yield Worker(
             role=role,
             instance_id=me,

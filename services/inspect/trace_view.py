@@ -9,7 +9,7 @@ from typing import Final, Literal
 from rich.table import Table
 from rich.text import Text
 
-from components.telemetry.clock_skew import shift_of
+from components.telemetry.clock_skew import SHIFT, shift_of
 from components.telemetry.trace_store import REQUEST_ID, Span
 from components.telemetry.trace_summary import TraceSummary, root_of
 from services.inspect.ages import age
@@ -94,7 +94,7 @@ def _bar(span: Span, start_ns: int, end_ns: int, width: int) -> str:
 
 def _facts(span: Span, *, wide: bool) -> str:
     ours = {k.removeprefix("kvmesh."): v for k, v in span.attributes.items() if k.startswith("kvmesh.")}
-    hidden = {"request_id"} if wide else {"request_id", "route.compared"}
+    hidden = {"request_id"} if wide else {"request_id", "route.compared", SHIFT.removeprefix("kvmesh.")}
     return " ".join(f"{name}={value}" for name, value in ours.items() if name not in hidden)
 
 
