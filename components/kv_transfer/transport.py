@@ -17,7 +17,7 @@ SELF: Final = Path("/proc/self")
 
 
 def observed_transport() -> TransportStatus:
-    """Reads files of /proc for some milliseconds. Raises: OSError."""
+    """Reads files of /proc, which takes some 20 ms. Raises: OSError."""
     maps = (SELF / "maps").read_text(errors="replace")
     files = _open_files()
     return TransportStatus(

@@ -11,7 +11,7 @@ import shutil
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -170,17 +170,25 @@ async def check_dashboard(seen: Watched, namespace: str) -> None:
     """Each query has data, but for those that must have none, and series have the labels that their legends name."""
     asked = queries(namespace)
     assert len(asked) > 30
-    quiet, unlabelled = set(), set()
+    with suppress(TimeoutError):
+        async with asyncio.timeout(20):  # a rate needs two samples
+            while await _quiet(seen, asked) != QUIET.keys():
+                await asyncio.sleep(0.5)
+    assert sorted(await _quiet(seen, asked)) == sorted(QUIET)
     for one in asked:
-        answers = (await seen.ask("query", query=one.expression))["result"]
-        if not [answer for answer in answers if answer["value"][1] != "NaN"]:
-            quiet.add((one.panel, one.letter))
-        if any(not one.labels <= answer["metric"].keys() for answer in answers):
-            unlabelled.add((one.panel, one.letter))
-    assert quiet == QUIET.keys()
-    assert unlabelled == set()
-    [names] = [await seen.ask("label/namespace/values", **{"match[]": "kvmesh_build_info"})]
-    assert names == [namespace], "the list from which the dashboard's mesh is chosen"
+        for answer in await _series(seen, one):
+            assert one.labels <= answer["metric"].keys(), (one, answer)
+    assert await seen.ask("label/namespace/values", **{"match[]": "kvmesh_build_info"}) == [namespace]  # of the menu
+
+
+async def _quiet(seen: Watched, asked: list[Query]) -> set[tuple[str, str]]:
+    """Queries without data."""
+    return {(one.panel, one.letter) for one in asked if not await _series(seen, one)}
+
+
+async def _series(seen: Watched, asked: Query) -> list[Any]:
+    found = (await seen.ask("query", query=asked.expression))["result"]
+    return [one for one in found if one["value"][1] != "NaN"]
 
 
 @needs_prometheus
