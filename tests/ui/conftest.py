@@ -1,6 +1,7 @@
 """A browser for the tests of the page at /ui: Debian's Chromium, one a file."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -55,6 +56,17 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
 
 def go(page: Page, part: str) -> None:
     page.evaluate("part => { location.hash = `#/${part}`; }", part)
+
+
+def until(page: Page, expression: str, value: object = True) -> None:
+    """Wait until `expression` is `value`: the page draws, and moves its focus, a moment after the event.
+
+    Playwright's own wait_for_function calls eval() in the page, which the page's security policy forbids.
+    """
+    ends_s = time.monotonic() + 20
+    while (found := page.evaluate(expression)) != value:
+        assert time.monotonic() < ends_s, f"{expression} is {found!r} instead of {value!r}"
+        page.wait_for_timeout(20)
 
 
 def picture(page: Page, name: str) -> None:
