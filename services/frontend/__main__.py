@@ -163,11 +163,11 @@ async def main(settings: FrontendSettings) -> None:
         )
         figures.is_draining = lambda: operations.is_draining
         if not settings.share_port:
-            control.serves(operations)
+            control.serves(operations.order)
         figures.heartbeat_ages_s = decodes.alive.ages_s
         figures.breakers = decodes.router.health.states
         sources = MeshSources(me, model, bus, registry.book, decodes.alive, prefills)
-        ui, poll = make_ui(settings, sources, lambda: operations.stopping)
+        ui, poll = make_ui(settings, sources, lambda: operations.draining)
         calls.append(ui.history.endpoint())
         async with (
             send_server_metrics(settings, me) as server_metrics,
@@ -180,7 +180,7 @@ async def main(settings: FrontendSettings) -> None:
                 registry,
                 registration,
                 facts=lambda: {"models": [model.name for model in mesh.models()]},
-                reasons=lambda: [DRAINING] if operations.draining else [],
+                reasons=lambda: [DRAINING] if operations.is_draining else [],
             ) as page,
             keep_present(bus, registry.book),
             # outside serve_http, which drains: background requests can be cancelled until then
@@ -215,7 +215,7 @@ async def main(settings: FrontendSettings) -> None:
                 warn_if_exposed(settings, keys)
                 log_ready(instance=me, url=url, metrics=page)
                 await first(stop_signal(), control.stopped())
-                operations.stopping = True
+                operations.draining = True
 
 
 if __name__ == "__main__":

@@ -174,7 +174,7 @@ class Gate:
         if refusal is not None:
             await self._refuse(scope, send, refusal, label or uuid4().hex, [])
             return
-        if self._operations.draining and _asks_for_work(scope):
+        if self._operations.order.draining and _asks_for_work(scope):
             self._metrics.refused.labels("draining").inc()
             await self._refuse(scope, send, LEAVING, label or uuid4().hex, [(b"connection", b"close")])
             return

@@ -1,6 +1,7 @@
 """What operators ask a frontend: is it alive, is it ready, which workers are there."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol
 
 from components.discovery.book import InstanceBook
@@ -30,6 +31,13 @@ async def _no_workers() -> WorkerList:
     return WorkerList()
 
 
+@dataclass(slots=True)
+class DrainOrder:
+    """An operator's order: new requests are refused, and this process goes on running."""
+
+    draining: bool = False
+
+
 class Operations:
     """Only `workers` does I/O."""
 
@@ -41,8 +49,8 @@ class Operations:
         targets: Callable[[str], list[ScrapeTarget]] = lambda _: [],
     ) -> None:
         """`conditions` are checked besides draining and available models. `workers` may use NATS. `targets`: by Host."""
-        self.stopping = False  # this process ends
-        self.draining = False  # by an operator's order: new requests are refused, and this process goes on running
+        self.draining = False  # set when this process stops
+        self.order = DrainOrder()
         self.workers = workers
         self.targets = targets
         self._mesh = mesh
@@ -54,7 +62,7 @@ class Operations:
 
     @property
     def is_draining(self) -> bool:
-        return self.draining or self.stopping
+        return self.draining or self.order.draining
 
     def _draining(self) -> str | None:
         return DRAINING if self.is_draining else None

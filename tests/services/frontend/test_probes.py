@@ -42,7 +42,7 @@ async def test_ready_only_when_a_request_would_succeed(
         assert await reasons() == [*outages, "no decode instance is usable"]
         outages.clear()
         mesh.served = served
-        operations.stopping = True
+        operations.draining = True
         assert await reasons() == ["this frontend is draining"]
         assert (await http.head("/ready")).status_code == 503
         assert (await http.get("/live")).json() == {"status": "ok"}
@@ -56,7 +56,7 @@ async def test_a_drained_frontend_refuses_what_asks_for_work_and_answers_all_els
     async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
         body = {"prompt": "Hello", "model": mesh.served[0].name}
         assert (await http.post("/tokenize", json=body)).status_code == 200
-        operations.draining = True
+        operations.order.draining = True
         for path in ("/tokenize", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
             refused = await http.post(path, json=body)
             status = 529 if path == "/v1/messages" else 503  # Anthropic's for an overload
@@ -67,7 +67,7 @@ async def test_a_drained_frontend_refuses_what_asks_for_work_and_answers_all_els
         assert 'kvmesh_requests_refused_total{reason="draining"} 4.0' in metrics
         assert (await http.get("/v1/models")).status_code == 200
         assert (await http.post("/v1/responses/resp_0/cancel")).json()["error"]["code"] != "draining"
-        operations.draining = False
+        operations.order.draining = False
         assert (await http.post("/tokenize", json=body)).status_code == 200
 
 
