@@ -14,7 +14,7 @@ workers ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test secure-test faults soak outages multihost-test fuzz clients check docs dist setup clean
+.PHONY: help up test secure-test faults soak outages upgrade-test multihost-test fuzz clients check docs dist setup clean
 
 help:  ## this list
 	@echo "make up [ARGS='--decode 2 --port 8001']    (python -m services.local --help lists them)"
@@ -43,6 +43,9 @@ soak: $(SETUP)  ## ten minutes of load with clients that leave: nothing may hang
 
 outages: $(SETUP)  ## seventeen minutes in which etcd is away, in parts or as a whole: clients may not notice
 	@$(BIN)/python -m pytest -m outages -s tests/mesh/test_outages_long.py $(ARGS)
+
+upgrade-test: $(SETUP)  ## three minutes: upgrades from earlier commits (EARLIER=tag: from that), restarts of etcd and NATS
+	@$(BIN)/python -m pytest -m upgrades -s tests/operations $(ARGS)
 
 multihost-test: $(SETUP)  ## several hosts as network namespaces, each link faulty in turn; as root, eight minutes
 	@$(BIN)/python -m pytest -m hosts -s tests/hosts $(ARGS)

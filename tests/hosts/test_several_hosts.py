@@ -2,8 +2,8 @@
 
 import time
 from collections.abc import Iterator
-from itertools import repeat
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Final
 
 import pytest

@@ -1,4 +1,7 @@
-"""A load balancer as clients see it: each request goes to the next frontend whose /ready says yes."""
+"""A load balancer as clients see it: each request goes to the next frontend whose /ready says yes.
+
+If none is ready, as while NATS is away, it takes all of them: they let requests wait.
+"""
 
 import threading
 import time
@@ -37,8 +40,7 @@ class Balancer:
         return self
 
     def __next__(self) -> str:
-        ready = self._ready
-        assert ready, "no frontend is ready"
+        ready = self._ready or self._urls
         return ready[next(self._turn) % len(ready)]
 
     def __enter__(self) -> Self:
