@@ -71,7 +71,7 @@ class Stored:
         async def look() -> dict[str, set[int]]:
             access = settings.etcd_access()
             async with join_registry(settings.etcd_url, NAMESPACE, 2.0, access) as registry:
-                return {role: {record.pid for record in registry.book.of_role(role)} for role in ROLES}  # type: ignore[arg-type]
+                return {role: {record.pid for record in registry.book.of_role(role)} for role in ROLES}
 
         return asyncio.run(look())
 

@@ -108,8 +108,9 @@ class SecureMesh:
         self.servers.kill(self.servers.etcd)
         self.servers.start(self.servers.etcd)
 
-    def reconnects(self) -> int:
-        return sum(worker.logged().count("NATS is back") for worker in self.mesh.processes.workers)
+    def connections(self) -> int:
+        """To NATS, of all processes so far."""
+        return sum(worker.logged().count('"event": "NATS connected"') for worker in self.mesh.processes.workers)
 
 
 @pytest.fixture
@@ -142,6 +143,8 @@ def test_certificates_and_their_authority_are_replaced_while_streams_run(
     first: Authority, secure: SecureMesh, tmp_path: Path
 ) -> None:
     live, nats = secure.live, secure.servers.nats
+    processes = len(secure.mesh.processes.workers)
+    assert secure.connections() == processes
     with secure.nothing_fails("renewed, and the old ones have expired"):
         old = Live(tmp_path / "old")
         shutil.copytree(live.home, old.home)
@@ -149,6 +152,7 @@ def test_certificates_and_their_authority_are_replaced_while_streams_run(
         live.renew(first)
         secure.servers.reload(nats)
         old.until_expired("nats")
+        assert secure.connections() == processes, "a renewal ends no connection"
         secure.cut_all()
     second = Authority(tmp_path / "second")
     with secure.nothing_fails("both authorities trusted"):
@@ -164,3 +168,4 @@ def test_certificates_and_their_authority_are_replaced_while_streams_run(
         secure.servers.reload(nats)
         secure.restart_etcd()
         secure.cut_all()
+    assert secure.connections() == 4 * processes
