@@ -100,7 +100,7 @@ def earlier_mesh(
 def commits(find: str) -> list[str]:
     """Of this protocol ("same") or another one ("other"), as far as there are such to test."""
     given = os.environ.get("EARLIER")
-    if given is None:
+    if not given:
         return [earlier.oldest_of_this_protocol() if find == "same" else earlier.newest_of_another_protocol()]
     is_same = earlier.protocol_of(given) == earlier.protocol_of("HEAD")
     return [given] if is_same == (find == "same") else []

@@ -71,7 +71,7 @@ async def test_a_nats_without_jetstream_keeps_nothing(bare_nats: str) -> None:
 
 
 async def test_records_that_nats_has_lost_are_gone_and_new_ones_are_stored(nats_url: str, namespace: str) -> None:
-    """Each request that stores its response failed until the frontends were restarted."""
+    """No response was stored until the frontends were restarted."""
     async with connect_bus(nats_url, "one") as bus:
         records = await open_records(bus, namespace, BOUNDS)
         for lost in ("get", "put", "delete"):
