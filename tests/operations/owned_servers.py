@@ -30,10 +30,6 @@ class OwnedServers:
         """With the data that it has. Returns when it answers."""
         self._runner.run(server.restart())
 
-    def admit_users(self) -> None:
-        """Create etcd's users, as `python -m components.discovery.etcd_users` does."""
-        ETCD.lock(self.etcd._site)
-
     def reload(self, server: Server) -> None:
         """SIGHUP."""
         assert server.process is not None

@@ -6,6 +6,7 @@ No request fails. Processes register again by themselves; of the users of etcd, 
 import asyncio
 import os
 import subprocess
+import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ import pytest
 
 from components.discovery.registry import join_registry
 from services.local.accounts import Accounts, Backends
+from services.local.servers import Server
+from tests.conftest import REPO
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MODEL
 from tests.mesh.outage_load import Window
@@ -99,7 +102,7 @@ def test_etcd_starts_anew_without_data_and_all_register_again_once_its_users_are
         time.sleep(AWAY_S)
         stored.servers.start(stored.servers.etcd)
         time.sleep(AWAY_S)  # running, but without users: it refuses every login
-        stored.servers.admit_users()
+        create_users(stored.servers.etcd)
         stored.until_registered(stored.running)
 
 
@@ -134,6 +137,23 @@ def test_nats_starts_anew_without_data_and_only_stored_responses_are_lost(stored
             assert http.get(f"/v1/responses/{before}").status_code == 404
             after = ask(http)
             assert http.get(f"/v1/responses/{after}").status_code == 200
+
+
+def create_users(etcd: Server) -> None:
+    """As docs/operations.md says: with their passwords, then their rights."""
+    accounts, address = etcd._site.accounts, f"http://127.0.0.1:{etcd._site.port}"
+    for user, password in accounts.passwords.items():
+        tool("etcdctl", f"--endpoints={address}", "user", "add", f"{user}:{password}")
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
+    subprocess.run(
+        [sys.executable, "-m", "components.discovery.etcd_users"],
+        cwd=REPO,
+        env={**env, "MESH_ETCD_URL": address, "MESH_NAMESPACE": NAMESPACE},
+        check=True,
+        timeout=30,
+    )
+    for user in (user for user, role in accounts.roles.items() if user != role):  # frontends with users of their own
+        tool("etcdctl", *etcdctl_options(etcd.url), "user", "grant-role", user, accounts.roles[user])
 
 
 def ask(http: httpx.Client) -> str:
