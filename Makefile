@@ -14,7 +14,7 @@ workers ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test secure-test faults soak outages multihost-test fuzz clients check docs dist setup clean
+.PHONY: help up test secure-test faults soak outages upgrade-test multihost-test fuzz clients check docs dist setup clean
 
 help:  ## this list
 	@echo "make up [ARGS='--decode 2 --port 8001']    (python -m services.local --help lists them)"
@@ -33,16 +33,20 @@ endif
 faults: $(SETUP)  ## every fault at every message, write and state; make test tries four in ten of them
 	@$(BIN)/python -m pytest -n $(workers) -m 'faults or not faults' tests/faults $(ARGS)
 
-secure-test: $(SETUP)  ## two minutes: meshes with users, rights and TLS; what a stolen credential cannot do
+secure-test: $(SETUP)  ## three minutes: meshes with users, rights and TLS; what a stolen credential cannot do
 	@$(BIN)/python -m pytest -m 'secure or not secure' tests/secure tests/components/test_permissions.py \
 	  tests/components/messaging/test_secure_nats.py tests/components/discovery/test_secure_etcd.py \
-	  tests/components/test_certificates.py tests/components/test_credentials.py tests/services/test_secrets.py $(ARGS)
+	  tests/components/test_certificates.py tests/components/test_credentials.py tests/services/test_secrets.py \
+	  tests/operations/test_renewed_certificates.py $(ARGS)
 
 soak: $(SETUP)  ## ten minutes of load with clients that leave: nothing may hang, leak or grow
 	@$(BIN)/python -m pytest -m soak -s tests/soak $(ARGS)
 
 outages: $(SETUP)  ## seventeen minutes in which etcd is away, in parts or as a whole: clients may not notice
 	@$(BIN)/python -m pytest -m outages -s tests/mesh/test_outages_long.py $(ARGS)
+
+upgrade-test: $(SETUP)  ## three minutes: upgrades from earlier commits (EARLIER=tag: from that), restarts of etcd and NATS
+	@EARLIER="$(EARLIER)" $(BIN)/python -m pytest -m upgrades -s tests/operations $(ARGS)
 
 multihost-test: $(SETUP)  ## several hosts as network namespaces, each link faulty in turn; as root, eight minutes
 	@$(BIN)/python -m pytest -m hosts -s tests/hosts $(ARGS)

@@ -1,4 +1,4 @@
-"""TLS certificates, and handshakes that count as connections.
+"""TLS certificates, read again when their files change, and handshakes that count as connections.
 
 `create_server(ssl=…)` reports a connection only after its handshake: silent clients could take all file descriptors.
 """
@@ -8,8 +8,10 @@ import socket
 import ssl
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from components.followed_files import FollowedFiles
 from components.http.limits import ClientLimits, CloseCounter, Closed, OpenConnections
 from components.startup import WrongSettings
 
@@ -22,6 +24,13 @@ RETRY_ACCEPT_S: Final = 0.1  # after accept fails for lack of files
 class Tls(NamedTuple):
     certificate: str  # with its chain
     key: str
+
+
+def followed_context(tls: Tls) -> FollowedFiles[ssl.SSLContext]:
+    """Raises: WrongSettings, if the files cannot be used now."""
+    followed = FollowedFiles([Path(tls.certificate), Path(tls.key)], lambda: tls_context(tls))
+    followed.current()
+    return followed
 
 
 def tls_context(tls: Tls) -> ssl.SSLContext:
@@ -51,9 +60,13 @@ def _swapped(tls: Tls) -> str:
 
 class TlsListener:
     def __init__(
-        self, context: ssl.SSLContext, limits: ClientLimits, connections: OpenConnections, closed: CloseCounter
+        self,
+        contexts: FollowedFiles[ssl.SSLContext],
+        limits: ClientLimits,
+        connections: OpenConnections,
+        closed: CloseCounter,
     ) -> None:
-        self._context = context
+        self._contexts = contexts
         self._limits = limits
         self._connections = connections
         self._closed = closed
@@ -93,7 +106,10 @@ class TlsListener:
     async def _shake_hands(self, client: socket.socket, connection: "Connection") -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: connection, client, ssl=self._context, ssl_handshake_timeout=self._limits.handshake_s
+                lambda: connection,
+                client,
+                ssl=self._contexts.current(),
+                ssl_handshake_timeout=self._limits.handshake_s,
             )
         except ConnectionAbortedError:
             self._closed.count(Closed.HANDSHAKE_LATE)

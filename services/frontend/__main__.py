@@ -216,6 +216,7 @@ async def main(settings: FrontendSettings) -> None:
                 log_ready(instance=me, url=url, metrics=page)
                 await first(stop_signal(), control.stopped())
                 operations.draining = True
+                await asyncio.sleep(settings.unready_s)  # a load balancer sees it, and sends requests elsewhere
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ FOREIGN: Final = {  # options of other programs that the pages name
     *COMPOSE_OPTIONS,
     "--prefix",  # etcdctl
     "--keys-only",  # the same
+    *("--data-dir", "--initial-cluster", "--initial-advertise-peer-urls", "--name"),  # etcdutl
     "--tokenizer",  # aiperf
     "--use-server-token-count",  # the same
     "--vllm-as-shipped",  # bench.peers, made from a function
