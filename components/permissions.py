@@ -123,7 +123,8 @@ def _subject(line: Line, name: str) -> str:
 
 
 def _stored_responses(namespace: str) -> list[str]:
-    stream = f"{namespace}-responses"
+    # A wildcard stands for a whole part: a mesh called `*` is any mesh of these servers.
+    stream = "*" if namespace == "*" else f"{namespace}-responses"
     calls = ("STREAM.CREATE", "STREAM.UPDATE", "STREAM.PURGE")
     return [
         f"{namespace}.responses.records.*",

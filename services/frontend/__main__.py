@@ -136,7 +136,7 @@ async def main(settings: FrontendSettings) -> None:
         if stored is not None:
             calls.append(stored.endpoint())
         files = (settings.tls_cert, settings.tls_key)
-        tls = Tls(*map(str, files)) if all(files) else None
+        tls = Tls(str(files[0]), str(files[1])) if all(files) else None
         timeout_s = settings.client_timeout_s
         limits = ClientLimits(head_s=timeout_s, body_s=timeout_s, unread_s=timeout_s)
         prefills = RollCall(bus, settings.namespace, "prefill", registry.book)

@@ -184,7 +184,7 @@ def _announcer(plan: Plan, reach: Reach, output: Output) -> Announce:
 
 
 async def _greet(children: list[Child], plan: Plan, output: Output) -> None:
-    models = await until_ready(children, plan.settings.served_model_name, output)
+    models = await until_ready(children, plan.settings.served_model_name, output, plan.settings.page_access())
     pages = {child.spec.name: child.metrics_url for child in children if child.metrics_url}
     output.print(*greeting(plan, models[0], pages))
 

@@ -22,6 +22,7 @@ from components.local_mesh import beside_local_mesh, local_mesh
 from components.messaging.bus import connect_bus
 from components.settings import MeshSettings
 from components.telemetry.trace_store import FILE_NAME
+from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 from services.local.child_process import tethered
 from tests.conftest import REPO, ServiceProcess
 from tests.mesh.mocks import MOCK_ENV
@@ -54,6 +55,7 @@ class Mesh:
     process: ServiceProcess
     url: str
     home: Path
+    pages: dict[str, str]  # variables of a reader of metrics pages
 
     def client(self) -> httpx.Client:
         """On a connection of its own: the kernel gives each to one of the frontends."""
@@ -64,7 +66,9 @@ class Mesh:
 
     def inspect(self, *command: str, code: int = 0) -> str:
         run = [sys.executable, "-m", "services.inspect", *command, "--state-dir", str(self.home)]
-        ended = subprocess.run(run, cwd=REPO, env=clean(), capture_output=True, text=True, check=False, timeout=60)
+        ended = subprocess.run(
+            run, cwd=REPO, env=clean(**self.pages), capture_output=True, text=True, check=False, timeout=60
+        )
         assert ended.returncode == code, ended.stdout + ended.stderr
         return ended.stdout + ended.stderr
 
@@ -73,18 +77,32 @@ def clean(**env: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("MESH_")} | env
 
 
+def protected_pages(home: Path) -> dict[str, str]:
+    """Metrics pages with TLS and a password, which the planner reads all the same."""
+    files = Authority(home / "pages").issue("page", NAMES_OF_THIS_MACHINE)
+    login = home / "pages" / "login"
+    login.write_text("prometheus:pages-0123456789abcdef")
+    return {
+        "MESH_METRICS_TLS_CERT": str(files.certificate),
+        "MESH_METRICS_TLS_KEY": str(files.key),
+        "MESH_METRICS_LOGIN_FILE": str(login),
+        "MESH_TLS__CA": str(files.ca),
+    }
+
+
 @pytest.fixture(scope="module", params=["certificates", pytest.param("passwords", marks=pytest.mark.secure)])
 def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     home = tmp_path_factory.mktemp("secure")
     port = free_port()
     options = ["--model", "mock", "--port", str(port), "--state-dir", str(home), "--frontend", "2", "--decode", "2"]
     options += ["--secure"] if request.param == "certificates" else []
+    pages = {} if request.param == "certificates" else protected_pages(home)
     log = home / "output"
     with log.open("wb") as stream:
         popen = subprocess.Popen(
             [*tethered(), sys.executable, "-m", "services.local", *options],
             cwd=REPO,
-            env=clean(**ENV),
+            env=clean(**ENV, **pages),
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
@@ -93,7 +111,7 @@ def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     process = ServiceProcess(popen, log)
     try:
         process.wait_for_log("Ready:", 60)
-        yield Mesh(process, f"http://127.0.0.1:{port}", home)
+        yield Mesh(process, f"http://127.0.0.1:{port}", home, pages)
         assert process.terminate(30) == 0, process.logged()
     finally:
         process.kill()
@@ -156,7 +174,7 @@ def operation(mesh: Mesh) -> None:
         planner = subprocess.Popen(
             [*command, "--every-s", "0.5", "--settle-s", "1", "--up-after-s", "0.5", "--state-dir", str(mesh.home)],
             cwd=REPO,
-            env=clean(),
+            env=clean(**mesh.pages),
             stdout=out,
             stderr=out,
         )
@@ -224,6 +242,8 @@ def secrets_of(mesh: Mesh) -> dict[str, bytes]:
         found[key.name] = key.read_bytes().splitlines()[1]
     config = (mesh.home / "local" / "nats" / "nats.conf").read_text().split('password: "')[1:]
     found |= {f"password {number}": text.partition('"')[0].encode() for number, text in enumerate(config)}
+    if mesh.pages:
+        found["password of metrics pages"] = b"pages-0123456789abcdef"
     assert len(found) > 8
     return found
 
@@ -235,7 +255,7 @@ def test_secrets_are_in_no_command_line_log_trace_nor_in_etcd(mesh: Mesh) -> Non
     places = {f"command line of {pid}": text for pid, text in command_lines()}
     may_hold = {"running.json", "nats.conf"}  # for their user alone
     for path in mesh.home.rglob("*"):
-        if path.is_file() and path.name not in may_hold and path.parent.name != "tls":
+        if path.is_file() and path.name not in may_hold and path.parent.name not in {"tls", "pages"}:
             places[str(path.relative_to(mesh.home))] = path.read_bytes()
     for path in (mesh.home / "local").rglob("*"):
         if path.is_file() and (path.name in may_hold or path.parent.name == "tls"):
