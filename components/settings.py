@@ -80,6 +80,14 @@ class MeshSettings(BaseSettings):
             description="name under which NATS allows this process's answers and tokens; default: the role",
         ),
     ] = None
+    instance_id: Annotated[
+        str | None,
+        Field(
+            pattern=r"^[a-z0-9-]+$",
+            max_length=63,
+            description="name of this process among those of its role, for rights of its own; default: random",
+        ),
+    ] = None
     lease_ttl_s: Annotated[
         float, Field(ge=2.0, description="seconds without contact after which etcd drops a process's record")
     ] = 10.0

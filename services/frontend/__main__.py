@@ -81,7 +81,7 @@ def tokens_subject(settings: FrontendSettings, instance_id: str) -> str:
 
 
 async def main(settings: FrontendSettings) -> None:
-    me = new_instance_id()
+    me = new_instance_id(settings.instance_id)
     subject = subject_of(settings.namespace, "frontend", me)
     model = settings.served_model_name or served_name(settings.model)
     given_keys = None if settings.api_keys is None else settings.api_keys.get_secret_value()

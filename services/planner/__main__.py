@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 async def main(settings: PlannerSettings) -> None:
     """Plan until a signal. The workers stay as they are."""
-    me = new_instance_id()
+    me = new_instance_id(settings.instance_id)
     subject = f"{settings.namespace}.planner.{me}"
     metrics = PlannerMetrics()
     facts: dict[str, str | int] = {

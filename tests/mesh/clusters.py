@@ -81,16 +81,10 @@ class ServerCluster(ABC):
     def __init__(self, home: Path, accounts: Accounts | None = None) -> None:
         """With certificates in `accounts`, members prove themselves to each other, and clients to them."""
         self.accounts = accounts or Accounts(passwords={ADMINISTRATOR: PASSWORD})
-        ports = _free_ports(3 * MEMBERS)
-        self.members = [
-            Member(
-                f"{self.kind.name}-{i}",
-                home / f"{self.kind.name}-{i}",
-                *ports[3 * i : 3 * i + 3],
-                accounts=self.accounts,
-            )
-            for i in range(MEMBERS)
-        ]
+        self.members: list[Member] = []
+        for i, (port, second, route) in enumerate(zip(*[iter(_free_ports(3 * MEMBERS))] * 3, strict=True)):
+            name = f"{self.kind.name}-{i}"
+            self.members.append(Member(name, home / name, port, second, route, self.accounts))
 
     @property
     def url(self) -> str:
