@@ -33,10 +33,11 @@ endif
 faults: $(SETUP)  ## every fault at every message, write and state; make test tries four in ten of them
 	@$(BIN)/python -m pytest -n $(workers) -m 'faults or not faults' tests/faults $(ARGS)
 
-secure-test: $(SETUP)  ## two minutes: meshes with users, rights and TLS; what a stolen credential cannot do
+secure-test: $(SETUP)  ## three minutes: meshes with users, rights and TLS; what a stolen credential cannot do
 	@$(BIN)/python -m pytest -m 'secure or not secure' tests/secure tests/components/test_permissions.py \
 	  tests/components/messaging/test_secure_nats.py tests/components/discovery/test_secure_etcd.py \
-	  tests/components/test_certificates.py tests/components/test_credentials.py tests/services/test_secrets.py $(ARGS)
+	  tests/components/test_certificates.py tests/components/test_credentials.py tests/services/test_secrets.py \
+	  tests/components/telemetry/test_protected_pages.py $(ARGS)
 
 soak: $(SETUP)  ## ten minutes of load with clients that leave: nothing may hang, leak or grow
 	@$(BIN)/python -m pytest -m soak -s tests/soak $(ARGS)

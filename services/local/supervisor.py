@@ -123,10 +123,7 @@ def _own_folder(path: Path) -> Iterator[Path]:
 @asynccontextmanager
 async def _embedded(kind: Kind, home: Path, supervision: Supervision, accounts: Accounts) -> AsyncIterator[Server]:
     async with running(kind, home, supervision.hurry, accounts) as server:
-        monitor = {"monitor": server.monitor_url} if kind is NATS else {}
-        supervision.output.say(
-            kind.name, "ready", url=without_password(server.url), **monitor, log=str(server.log_file)
-        )
+        supervision.output.say(kind.name, "ready", url=without_password(server.url), log=str(server.log_file))
         keeper = asyncio.create_task(_keep(server, supervision.output))
         try:
             yield server

@@ -47,7 +47,7 @@ class Member:
 
     def site(self) -> Site:
         """As one server."""
-        return Site(self.name, self.home, self.port, self.second_port, self.accounts)
+        return Site(self.name, self.home, self.port, self.second_port, self.accounts, is_monitored=True)
 
     @property
     def is_running(self) -> bool:

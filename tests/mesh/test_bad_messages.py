@@ -291,9 +291,13 @@ async def over_max_payload(client: Client, by_role: dict[str, InstanceRecord], n
 
 def test_a_packet_from_the_network_reaches_no_worker(mock_mesh: MeshProcesses) -> None:
     """UCX's port was open on each interface, and 21 bytes sent to it ended decode with SIGSEGV at its next transfer."""
-    for worker in mock_mesh.start("bootstrap", "prefill", "decode", "frontend"):
+    low, high = 21_000, 21_099  # below the ports that the kernel gives out
+    for worker in mock_mesh.start("bootstrap", "prefill", "decode", "frontend", UCX_TCP_PORT_RANGE=f"{low}-{high}"):
         ports = listeners(worker.popen.pid)
         assert ports
+        of_ucx = [listener.port for listener in ports if low <= listener.port <= high]
+        assert len(of_ucx) == (worker.role in {"prefill", "decode"}), "the firewall has one range for KV"
+        assert len(ports) - len(of_ucx) == (2 if worker.role == "frontend" else 1)  # metrics; requests
         assert all(listener.address.is_loopback for listener in ports), worker.role
         if worker.role == "decode" and (address := own_address()) is not None:
             for listener in ports:

@@ -4,6 +4,7 @@ import socket
 import ssl
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 from unittest import mock
@@ -115,7 +116,7 @@ def test_nats_peers_want_a_certificate_of_the_same_authority(
     wanted = {"stranger": (stranger, 0), "friend": (accounts, 3)}
     for name, (its, routes) in wanted.items():
         other = NatsCluster(tmp_path / name, its)
-        member = other.members[0]
+        member = replace(other.members[0], name="fourth", home=tmp_path / name / "fourth")  # names are unique
         other.members = [member, *nats.members]
         try:
             start_alone(other, member)

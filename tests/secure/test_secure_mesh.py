@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,6 +19,7 @@ import pytest
 
 from bench.processes import free_port
 from components.discovery.etcd import etcd_client
+from components.kv_transfer.network import Listener, _listener, listeners
 from components.local_mesh import beside_local_mesh, local_mesh
 from components.messaging.bus import connect_bus
 from components.settings import MeshSettings
@@ -280,6 +282,58 @@ def etcd_content(mesh: Mesh) -> bytes:
     settings = mesh.settings()
     with etcd_client(settings.etcd_url, settings.etcd_access()) as client:
         return b"\n".join(meta.key + b" " + value for value, meta in client.get_all())
+
+
+def test_every_process_of_a_mesh_on_one_machine_listens_on_loopback_alone(mesh: Mesh) -> None:
+    """services.local, the servers, the observer, all roles and NIXL's ports; over TCP and UDP."""
+    with mesh.client() as client:
+        ask(client, "/v1/chat/completions", messages=MESSAGES, max_tokens=4)  # connections for KV exist
+    ports: dict[str, set[int]] = {}
+    for pid, name in family(mesh.process.popen.pid):
+        found = sockets(pid)
+        assert [str(one.address) for one in found if not one.address.is_loopback] == [], name
+        ports.setdefault(name, set()).update(one.port for one in found)
+    listening = {name for name, found in ports.items() if found}
+    roles = {"services.frontend", "services.decode", "services.prefill", "services.bootstrap", "services.observer"}
+    assert listening == roles | {"etcd", "nats-server"}
+    assert len(ports["nats-server"]) == 1, "its monitoring page would show names to everyone"
+    assert len(ports["etcd"]) == 2  # for clients and for peers
+    assert len(ports["services.bootstrap"]) == 1  # metrics
+
+
+def family(root: int) -> list[tuple[int, str]]:
+    """A process and its descendants, by the name of what they run."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found = {root}
+    while grown := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= grown
+    return [(pid, program_of(pid)) for pid in sorted(found)]
+
+
+def program_of(pid: int) -> str:
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return next((word for word in words if word.startswith("services.")), Path(words[0]).name)
+
+
+def sockets(pid: int) -> list[Listener]:
+    """TCP listeners, and UDP sockets that are bound and not connected."""
+    process = Path("/proc") / str(pid)
+    own = set()
+    for entry in (process / "fd").iterdir():
+        with suppress(OSError):
+            own.add(str(entry.readlink()))
+    found = list(listeners(pid))
+    for table in ("udp", "udp6"):
+        for line in (process / "net" / table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if f"socket:[{fields[9]}]" in own and fields[2].endswith(":0000"):
+                found.append(_listener(fields[1]))
+    return found
 
 
 def test_the_credential_of_one_role_does_not_open_another_ones_subjects(mesh: Mesh) -> None:
