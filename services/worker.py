@@ -145,7 +145,7 @@ class Worker:
 
 @asynccontextmanager
 async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phase) -> AsyncIterator[Worker]:
-    me = new_instance_id()
+    me = new_instance_id(settings.instance_id)
     subject = subject_of(settings.namespace, role, me)
     open_transfer = kv_opener(settings.kv_transfer)  # first: a wrong name must not cost the start of a model
     registration = Registration(me)
@@ -164,7 +164,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
         ) as masks,
         open_transfer(
             engine.engine.kv_region,
-            f"{role}-{me}",
+            f"{role}-{me}-{registration.epoch}",  # peers keep agents by name, and an instance may start again
             settings.kv_transfer_host or own_address(settings.etcd_url),
             max_request_pages(engine.engine),
         ) as transfer,

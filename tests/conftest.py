@@ -26,6 +26,7 @@ from components.process import GC_THRESHOLDS
 from engine.model.resolve import model_dir
 from services.local.child_process import tethered
 from services.local.servers import ETCD, NATS, Kind, running
+from tests.secured import SECURED, secured
 
 # Where processes share the tests, each computes on one core: threads of two would wait for each other at every barrier.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -82,7 +83,11 @@ def _server(tmp_path_factory: pytest.TempPathFactory, nothing_left_behind: None)
         stack = AsyncExitStack()
 
         def start(kind: Kind) -> str:
-            return runner.run(stack.enter_async_context(running(kind, home))).url
+            if not SECURED:
+                return runner.run(stack.enter_async_context(running(kind, home))).url
+            run = secured(home / "certificates")
+            server = running(run.kind(kind), home, accounts=run.accounts)
+            return runner.run(stack.enter_async_context(server)).url
 
         try:
             yield start

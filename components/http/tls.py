@@ -24,6 +24,7 @@ RETRY_ACCEPT_S: Final = 0.1  # after accept fails for lack of files
 class Tls(NamedTuple):
     certificate: str  # with its chain
     key: str
+    options: tuple[str, str] = ("--tls-cert", "--tls-key")  # for errors
 
 
 def followed_context(tls: Tls) -> FollowedFiles[ssl.SSLContext]:
@@ -34,7 +35,7 @@ def followed_context(tls: Tls) -> FollowedFiles[ssl.SSLContext]:
 
 
 def tls_context(tls: Tls) -> ssl.SSLContext:
-    for option, path in (("--tls-cert", tls.certificate), ("--tls-key", tls.key)):
+    for option, path in zip(tls.options, (tls.certificate, tls.key), strict=True):
         try:
             with open(path, "rb"):  # noqa: PTH123 - only to see whether it can be read
                 pass
@@ -45,8 +46,8 @@ def tls_context(tls: Tls) -> ssl.SSLContext:
         context.load_cert_chain(tls.certificate, tls.key)
     except (OSError, ValueError) as exc:  # OpenSSL reports swapped files only as "[SSL] PEM lib"
         raise WrongSettings(
-            f"cannot serve TLS with {tls.certificate} and {tls.key}: --tls-cert must be a PEM certificate, --tls-key its "
-            f"private key without a password ({_swapped(tls) or exc})"
+            f"cannot serve TLS with {tls.certificate} and {tls.key}: {tls.options[0]} must be a PEM certificate, "
+            f"{tls.options[1]} its private key without a password ({_swapped(tls) or exc})"
         ) from exc
     return context
 

@@ -19,7 +19,7 @@ from services.bootstrap.service import BootstrapService
 
 async def main(settings: BootstrapSettings) -> None:
     """Serve until a stop signal."""
-    me = new_instance_id()
+    me = new_instance_id(settings.instance_id)
     subject = subject_of(settings.namespace, "bootstrap", me)
     registration = Registration(me)
     metrics = CollectorRegistry()

@@ -87,7 +87,7 @@ def tokens_subject(settings: FrontendSettings, instance_id: str) -> str:
 
 
 async def main(settings: FrontendSettings) -> None:
-    me = new_instance_id()
+    me = new_instance_id(settings.instance_id)
     subject = subject_of(settings.namespace, "frontend", me)
     model = settings.served_model_name or served_name(settings.model)
     given_keys = None if settings.api_keys is None else settings.api_keys.get_secret_value()
@@ -143,7 +143,7 @@ async def main(settings: FrontendSettings) -> None:
         if stored is not None:
             calls.append(stored.endpoint())
         files = (settings.tls_cert, settings.tls_key)
-        tls = Tls(*map(str, files)) if all(files) else None
+        tls = Tls(str(files[0]), str(files[1])) if all(files) else None
         timeout_s = settings.client_timeout_s
         limits = ClientLimits(head_s=timeout_s, body_s=timeout_s, unread_s=timeout_s)
         prefills = RollCall(bus, settings.namespace, "prefill", registry.book)

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 import nats.errors
 
-from components.credentials import EtcdAccess, NatsAccess
+from components.credentials import EtcdAccess, NatsAccess, PageAccess
 from components.discovery.etcd import CALL_TIMEOUT_S, etcd_client
 from components.discovery.etcd_stubs import etcdrpc
 from components.errors import MeshError
@@ -108,7 +108,7 @@ async def gather_facts(settings: MeshSettings) -> Facts:
         return facts
     async with open_mesh(settings) as mesh:
         seen = await mesh.look(transport=True)
-    pages, ports = await asyncio.gather(_pages(seen), _ports(seen))
+    pages, ports = await asyncio.gather(_pages(seen, settings.page_access()), _ports(seen))
     return Facts(
         settings.namespace,
         here,
@@ -191,18 +191,23 @@ async def _nixl() -> Nixl:
     return Nixl(err.decode(errors="replace").strip().splitlines()[-1] if err.strip() else "it printed nothing")
 
 
-async def _pages(seen: Sequence[Seen]) -> dict[str, str]:
+async def _pages(seen: Sequence[Seen], access: PageAccess) -> dict[str, str]:
     found = {one.instance_id: one.record.metrics or one.record.http for one in seen if one.record is not None}
     names = [name for name, url in found.items() if url]
-    errors = await asyncio.gather(*(asyncio.to_thread(_page_error, found[name] or "") for name in names))
+    errors = await asyncio.gather(*(asyncio.to_thread(_page_error, found[name] or "", access) for name in names))
     return dict(zip(names, errors, strict=True))
 
 
-def _page_error(url: str) -> str:
-    address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=PAGE_S)
+def _page_error(url: str, access: PageAccess) -> str:
+    address, context = urlsplit(url), access.context(url)
+    host = address.hostname or ""
+    connection = (
+        http.client.HTTPConnection(host, address.port, timeout=PAGE_S)
+        if context is None
+        else http.client.HTTPSConnection(host, address.port, timeout=PAGE_S, context=context)
+    )
     try:
-        connection.request("GET", "/metrics")
+        connection.request("GET", "/metrics", headers=access.headers())
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException) as exc:
         return f"{url}/metrics: {str(exc) or type(exc).__name__}"

@@ -126,10 +126,7 @@ def _own_folder(path: Path) -> Iterator[Path]:
 @asynccontextmanager
 async def _embedded(kind: Kind, home: Path, supervision: Supervision, accounts: Accounts) -> AsyncIterator[Server]:
     async with running(kind, home, supervision.hurry, accounts) as server:
-        monitor = {"monitor": server.monitor_url} if kind is NATS else {}
-        supervision.output.say(
-            kind.name, "ready", url=without_password(server.url), **monitor, log=str(server.log_file)
-        )
+        supervision.output.say(kind.name, "ready", url=without_password(server.url), log=str(server.log_file))
         keeper = asyncio.create_task(_keep(server, supervision.output))
         try:
             yield server
@@ -187,7 +184,7 @@ def _announcer(plan: Plan, reach: Reach, output: Output) -> Announce:
 
 
 async def _greet(children: list[Child], plan: Plan, output: Output) -> None:
-    models = await until_ready(children, plan.settings.served_model_name, output)
+    models = await until_ready(children, plan.settings.served_model_name, output, plan.settings.page_access())
     pages = {child.spec.name: child.metrics_url for child in children if child.metrics_url}
     output.print(*greeting(plan, models[0], pages))
 

@@ -33,6 +33,7 @@ MAKEFILE: Final = (REPO / "Makefile").read_text()
 COMPOSE_OPTIONS: Final = {"--build", "--wait", "--detach", "--no-deps", "--no-recreate", "--profile", "--scale"}
 FOREIGN: Final = {  # options of other programs that the pages name
     *COMPOSE_OPTIONS,
+    "--database",  # make audit
     "--prefix",  # etcdctl
     "--keys-only",  # the same
     *("--data-dir", "--initial-cluster", "--initial-advertise-peer-urls", "--name"),  # etcdutl

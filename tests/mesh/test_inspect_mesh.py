@@ -59,7 +59,8 @@ def _until(holds: Callable[[], object], what: str, timeout_s: float = 20.0) -> N
 
 
 def _options(mesh: MeshProcesses) -> list[str]:
-    urls = ["--etcd-url", mesh.etcd_url, "--nats-url", mesh.nats_url]
+    user = mesh.as_user("inspect")
+    urls = ["--etcd-url", user.etcd_url, "--nats-url", user.nats_url]
     return [*urls, "--namespace", mesh.namespace, "--state-dir", str(mesh.home)]
 
 

@@ -26,7 +26,8 @@ class Inspect:
 
     def __init__(self, run_service: RunService, mesh: MeshProcesses, home: Path) -> None:
         self._run_service = run_service
-        self._where = ["--etcd-url", mesh.etcd_url, "--nats-url", mesh.nats_url, "--namespace", mesh.namespace]
+        user = mesh.as_user("inspect")
+        self._where = ["--etcd-url", user.etcd_url, "--nats-url", user.nats_url, "--namespace", mesh.namespace]
         self._where += ["--state-dir", str(home)]
 
     def start(self, *args: str) -> Any:
