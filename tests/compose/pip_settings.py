@@ -19,7 +19,7 @@ FILES: Final = {"cert": "pip_ca", "constraint": "pip_constraints"}  # the secret
 
 @contextmanager
 def pip_secrets(home: Path) -> Iterator[dict[str, Path]]:
-    """A file for each secret of the Dockerfile. While inside, packages on disk are served over HTTP, since builds mount none."""
+    """A file for each secret of the Dockerfile. Packages on disk are served over HTTP while inside."""
     secrets: dict[str, Path] = {}
     written = configparser.RawConfigParser()
     written["global"] = {}
