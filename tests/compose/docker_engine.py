@@ -121,7 +121,7 @@ def running_engine(home: Path) -> Iterator[DockerEngine]:
     # Without the default bridge, which a Docker of the machine may have: projects have bridges of their own.
     command = [
         *tethered(),
-        "dockerd",
+        shutil.which("dockerd") or "",  # a tether needs the whole path
         *places,
         "--host",
         engine.socket,

