@@ -127,7 +127,7 @@ def undisturbed(stack: Project) -> list[str]:
 
 
 def test_the_readmes_request_is_answered(stack: Project) -> None:
-    found = re.search(r"\$ (curl .*?max_tokens.*?'|curl .*?}')\n", (REPO / "README.md").read_text(), re.DOTALL)
+    found = re.search(r"\$ (curl -s \S+/v1/chat/completions .*?\n.*?')\n", (REPO / "README.md").read_text())
     assert found is not None
     command = found[1].replace("http://127.0.0.1:8000", url_of(stack))
     assert url_of(stack) in command
