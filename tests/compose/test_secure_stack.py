@@ -37,6 +37,17 @@ def secure(engine: DockerEngine, build: Build, tmp_path_factory: pytest.TempPath
         yield running
 
 
+def in_container(secure: Project, service: str, code: str) -> "subprocess.CompletedProcess[str]":
+    return subprocess.run(
+        ["docker", "exec", secure.containers(service)[0], "python", "-c", code],
+        env={**os.environ, **secure.engine.env},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=30,
+    )
+
+
 def test_requests_are_answered_over_tls(secure: Project) -> None:
     body = {"model": "mock", "prompt": "x" * 200, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
     answer = httpx.post(f"{secure.url('frontend', 8000)}/v1/completions", json=body, timeout=60, trust_env=False)
@@ -44,23 +55,31 @@ def test_requests_are_answered_over_tls(secure: Project) -> None:
     assert answer.json()["usage"]["completion_tokens"] == TOKENS
 
 
-@pytest.mark.parametrize(
-    ("url", "refusal"),
-    [("http://etcd:2379", "etcd"), ("https://etcd:2379", "etcd")],
-)
-def test_etcd_refuses_a_client_without_a_certificate(url: str, refusal: str, secure: Project) -> None:
+@pytest.mark.parametrize("has_certificate", [True, False])
+def test_etcd_answers_only_those_with_a_certificate(has_certificate: bool, secure: Project) -> None:
     """From inside the project's network, where everything can be reached."""
-    command = ["python", "-c", f"import urllib.request as u; u.urlopen('{url}/health', timeout=5)"]
-    done = subprocess.run(
-        ["docker", "exec", secure.containers("bootstrap")[0], *command],
-        env={**os.environ, **secure.engine.env},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
+    own = "context.load_cert_chain('/run/secrets/bootstrap-certificate', '/run/secrets/bootstrap-key')\n"
+    code = (
+        "import ssl, urllib.request as u\n"
+        "context = ssl.create_default_context(cafile='/run/secrets/ca')\n"
+        f"{own if has_certificate else ''}"
+        "print(u.urlopen('https://etcd:2379/health', timeout=5, context=context).read())\n"
     )
-    assert done.returncode == 1, refusal
-    assert "Error" in done.stderr
+    done = in_container(secure, "bootstrap", code)
+    assert (done.returncode == 0) == has_certificate, done.stderr
+    assert ("true" in done.stdout) == has_certificate
+    if not has_certificate:
+        assert "certificate required" in done.stderr.lower() or "alert" in done.stderr.lower(), done.stderr
+
+
+def test_nats_asks_for_a_certificate(secure: Project) -> None:
+    code = (
+        "import socket, json\n"
+        "line = socket.create_connection(('nats', 4222), 5).makefile().readline()\n"
+        "facts = json.loads(line.removeprefix('INFO '))\n"
+        "print(facts['tls_required'], facts['tls_verify'])\n"
+    )
+    assert in_container(secure, "bootstrap", code).stdout.split() == ["True", "True"]
 
 
 def test_a_role_may_not_register_as_another(secure: Project) -> None:
@@ -74,14 +93,7 @@ def test_a_role_may_not_register_as_another(secure: Project) -> None:
         "with etcd_client('https://etcd:2379', EtcdAccess(Certificates(files))) as client:\n"
         "    client.put('kvmesh/instances/decode/x', '{}')\n"
     )
-    done = subprocess.run(
-        ["docker", "exec", secure.containers("frontend")[0], "python", "-c", code],
-        env={**os.environ, **secure.engine.env},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=30,
-    )
+    done = in_container(secure, "frontend", code)
     assert done.returncode == 1
     assert "permission denied" in done.stderr
 
