@@ -14,7 +14,7 @@ workers ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test secure-test faults soak outages upgrade-test multihost-test fuzz clients check audit docs dist setup clean
+.PHONY: help up test secure-test faults soak outages upgrade-test multihost-test compose-test fuzz clients check audit docs dist setup clean
 
 help:  ## this list
 	@echo "make up [ARGS='--decode 2 --port 8001']    (python -m services.local --help lists them)"
@@ -50,6 +50,10 @@ upgrade-test: $(SETUP)  ## three minutes: upgrades from earlier commits (EARLIER
 
 multihost-test: $(SETUP)  ## several hosts as network namespaces, each link faulty in turn; as root, eight minutes
 	@$(BIN)/python -m pytest -m hosts -s tests/hosts $(ARGS)
+
+compose-test: $(SETUP)  ## images and containers by Docker Compose, under load; as root, twenty minutes (docs/compose.md)
+	@docker compose version > /dev/null 2>&1 || $(PIP) -c $(constraints) -e '.[compose]'
+	@$(BIN)/python -m pytest -m compose -s tests/compose $(ARGS)
 
 fuzz: $(SETUP)  ## ten minutes of made-up messages and requests, ten thousand of them to a running mesh
 	@$(BIN)/python -m pytest -m 'not soak' --hypothesis-profile=fuzz --timeout=1800 -s tests/fuzz $(ARGS)
