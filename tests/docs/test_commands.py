@@ -35,6 +35,9 @@ FOREIGN: Final = {  # options of other programs that the pages name
     *COMPOSE_OPTIONS,
     "--prefix",  # etcdctl
     "--keys-only",  # the same
+    "--from-file",  # kubectl
+    "--reuse-values",  # Helm
+    "--values",  # the same
     "--tokenizer",  # aiperf
     "--use-server-token-count",  # the same
     "--vllm-as-shipped",  # bench.peers, made from a function
