@@ -316,6 +316,7 @@ state = "/run/containerd"
 address = "/run/containerd/containerd.sock"
 [plugins."io.containerd.grpc.v1.cri"]
 sandbox_image = "{PAUSE}"
+restrict_oom_score_adj = true  # without CAP_SYS_RESOURCE nothing may be below the score of its parent
 [plugins."io.containerd.grpc.v1.cri".cni]
 bin_dir = "{PLUGINS}"
 conf_dir = "{work}/net"
