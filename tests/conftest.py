@@ -34,6 +34,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Kernels for CUDA run in Triton's interpreter. Triton looks at this when it is imported, and other packages import it too.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 hypothesis_settings.register_profile("fuzz", max_examples=3_000, deadline=None)  # make fuzz
+hypothesis_settings.register_profile("untimed", deadline=None)  # a busy machine fails no test
+if hypothesis_settings.get_current_profile_name() == "default":
+    hypothesis_settings.load_profile("untimed")
 
 REPO: Final = Path(__file__).resolve().parents[1]
 ENDS_WITH_US: Final = re.compile(r"multiprocessing[. ]resource_tracker|torch/_inductor/compile_worker")
