@@ -203,11 +203,6 @@ def test_the_planner_may_scale_the_two_deployments_that_it_is_told_to_and_nothin
     assert of_kind(rendered(), "Role") == {}
 
 
-def test_an_upgrade_leaves_the_number_of_workers_to_the_planner() -> None:
-    for role, one in deployments("planner").items():
-        assert ("replicas" in one["spec"]) == (role not in {"prefill", "decode"})
-
-
 @pytest.mark.parametrize("role", [*ROLES, "planner"])
 def test_each_role_has_the_certificate_of_its_own_secret(role: str) -> None:
     deployment = deployments("secure", "planner.enabled=true")[role]

@@ -187,6 +187,7 @@ def _start(cluster: Cluster) -> None:
         f"--service-account-signing-key-file={work}/accounts.key",
         f"--advertise-address={NODE_IP}",
         "--allow-privileged=false",
+        "--kubelet-preferred-address-types=InternalIP",
         f"--cert-dir={work}/certs",
     )
     config = f"--kubeconfig={work}/admin.json"

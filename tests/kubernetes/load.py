@@ -5,6 +5,7 @@ Prints a line once the first stream is complete, and at the end a JSON object: h
 
 import asyncio
 import json
+import os
 import sys
 from contextlib import suppress
 from typing import Any, Final
@@ -12,6 +13,7 @@ from typing import Any, Final
 import httpx
 
 TOKENS: Final = 40
+HOPELESS: Final = 20
 PROMPT: Final = "kvmesh moves the pages of a prompt from one worker to another one. " * 3
 
 
@@ -26,7 +28,6 @@ async def ask(url: str, number: int) -> str:
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    events: list[Any] = []
     try:
         async with (
             httpx.AsyncClient(trust_env=False, timeout=60.0) as client,
@@ -37,7 +38,7 @@ async def ask(url: str, number: int) -> str:
             lines = [line async for line in answer.aiter_lines() if line.startswith("data: ")]
     except httpx.HTTPError as exc:
         return repr(exc)
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
+    events: list[Any] = [json.loads(line.removeprefix("data: ")) for line in lines if line != "data: [DONE]"]
     if lines[-1:] != ["data: [DONE]"]:
         return f"cut off after {len(lines)} events"
     usage = [event["usage"] for event in events if event.get("usage")]
@@ -56,6 +57,9 @@ async def main(url: str, streams: int) -> None:
             fault = await ask(url, number)
             if fault:
                 failed.append(fault)
+                if not done and len(failed) > HOPELESS:
+                    print(f"no stream is complete: {fault}", flush=True)  # noqa: T201
+                    os._exit(1)  # a thread waits for the standard input
             elif not done:
                 print("begun", flush=True)  # noqa: T201
             done += not fault

@@ -1,6 +1,7 @@
 """The chart on a Kubernetes: it becomes ready, answers, and loses no request while its pods change."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,8 +16,10 @@ from tests.kubernetes.cluster import Cluster
 
 pytestmark = [pytest.mark.kubernetes, pytest.mark.timeout(600)]
 
+PLANNED: Final = ("planner.enabled=true", 'planner.decode="3..3"')
 INSPECT: Final = ("python", "-m", "services.inspect")
-ROLES: Final = ("bootstrap", "prefill", "decode", "frontend", "observer")
+SERVING: Final = ("bootstrap", "prefill", "decode", "frontend")
+ROLES: Final = (*SERVING, "observer")
 SMALL: Final = {"requests": {"cpu": "10m", "memory": "64Mi"}, "limits": {"memory": "2Gi"}}
 VALUES: Final[dict[str, Any]] = {
     "image": {"pullPolicy": "Never"},
@@ -24,7 +27,7 @@ VALUES: Final[dict[str, Any]] = {
     "settings": {"MESH_ENGINE__MOCK__ANSWER_TOKENS": "0", "MESH_ENGINE__NUM_PAGES": "256", "OMP_NUM_THREADS": "1"},
     "frontend": {"resources": SMALL, "drainTimeoutSeconds": 20},
     "prefill": {"resources": SMALL, "drainTimeoutSeconds": 20, "sharedMemory": "64Mi"},
-    "decode": {"resources": SMALL, "drainTimeoutSeconds": 20, "sharedMemory": "64Mi", "replicas": 1},
+    "decode": {"resources": SMALL, "drainTimeoutSeconds": 20, "sharedMemory": "64Mi"},
     "bootstrap": {"resources": SMALL},
     "observer": {"resources": SMALL},
     "planner": {
@@ -53,7 +56,7 @@ def settled(cluster: Cluster, role: str) -> None:
 def all_ready(cluster: Cluster, role: str) -> bool:
     found = pods(cluster, role)
     ready = [one["status"]["containerStatuses"][0]["ready"] for one in found]
-    return all(ready) and len(ready) == ordered(cluster, role) and not any(map(is_leaving, found))
+    return all(ready) and len(ready) == replicas(cluster, role) and not any(map(is_leaving, found))
 
 
 def is_leaving(one: Any) -> bool:
@@ -84,7 +87,12 @@ def load(cluster: Cluster, streams: int = 3) -> Iterator[None]:
     """Streams in the background, none of which may fail."""
     command = cluster.inside(sys.executable, "-m", "tests.kubernetes.load", address(cluster), str(streams))
     with subprocess.Popen(
-        command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
+        command,
+        env={**os.environ, "PYTHONPATH": str(REPO)},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        bufsize=1,
     ) as process:
         assert process.stdin is not None
         assert process.stdout is not None
@@ -127,27 +135,32 @@ def transfers(cluster: Cluster) -> float:
 
 
 def test_traces_reach_the_observer(release: Cluster) -> None:
-    shown = release.kubectl("exec", "deploy/mesh-kvmesh-frontend", "--", *INSPECT, "traces", timeout_s=60)
-    assert "mock" in shown or "chat" in shown, shown
+    def kept() -> int:
+        shown = release.kubectl("exec", "deploy/mesh-kvmesh-frontend", "--", *INSPECT, "traces", "--json")
+        return len(json.loads(shown)["traces"])
+
+    with load(release):
+        release.until("traces are listed", kept)
 
 
 def test_decode_is_scaled(release: Cluster) -> None:
     with load(release):
-        for replicas in (3, 2):
-            release.kubectl("scale", "deployment/mesh-kvmesh-decode", f"--replicas={replicas}")
+        for number in (3, 2):
+            release.kubectl("scale", "deployment/mesh-kvmesh-decode", f"--replicas={number}")
             settled(release, "decode")
-            release.until(f"frontends see {replicas}", lambda: seen(release, "decode") == replicas)  # noqa: B023
+            release.until(f"frontends see {number}", lambda: seen(release, "decode") == number)  # noqa: B023
 
 
 def seen(cluster: Cluster, role: str) -> int:
     return sum(one["role"] == role for one in fetched(cluster, f"{address(cluster)}/workers")["data"])
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill", "bootstrap", "frontend"])
-def test_a_pod_is_deleted_under_load_and_no_request_fails(release: Cluster, role: str) -> None:
+def test_a_pod_of_each_role_is_deleted_under_load_and_no_request_fails(release: Cluster) -> None:
     with load(release):
-        release.kubectl("delete", "pod", pods(release, role)[0]["metadata"]["name"], "--wait=false")
-        settled(release, role)
+        for role in SERVING:
+            release.kubectl("delete", "pod", pods(release, role)[0]["metadata"]["name"], "--wait=false")
+        for role in SERVING:
+            settled(release, role)
 
 
 def test_a_decode_pod_is_killed_under_load_and_its_streams_continue(release: Cluster) -> None:
@@ -157,17 +170,18 @@ def test_a_decode_pod_is_killed_under_load_and_its_streams_continue(release: Clu
         settled(release, "decode")
 
 
-@pytest.mark.parametrize("role", ["decode", "prefill", "bootstrap", "frontend", "observer"])
-def test_a_rolling_restart_under_load_fails_no_request(release: Cluster, role: str) -> None:
-    before = {one["metadata"]["uid"] for one in pods(release, role)}
+def test_a_rolling_restart_of_all_under_load_fails_no_request(release: Cluster) -> None:
+    before = {one["metadata"]["uid"] for role in ROLES for one in pods(release, role)}
     with load(release):
-        release.kubectl("rollout", "restart", f"deployment/mesh-kvmesh-{role}")
-        settled(release, role)
-    assert not before & {one["metadata"]["uid"] for one in pods(release, role)}
+        for role in ROLES:
+            release.kubectl("rollout", "restart", f"deployment/mesh-kvmesh-{role}")
+        for role in ROLES:
+            settled(release, role)
+    assert not before & {one["metadata"]["uid"] for role in ROLES for one in pods(release, role)}
 
 
 def test_the_planner_scales_with_its_own_rights_and_has_no_others(release: Cluster) -> None:
-    install(release, "planner.enabled=true", 'planner.decode="3..3"')
+    install(release, *PLANNED)
     account = "--as=system:serviceaccount:default:mesh-kvmesh-planner"
 
     def may(verb: str, what: str, *more: str) -> bool:
@@ -183,33 +197,36 @@ def test_the_planner_scales_with_its_own_rights_and_has_no_others(release: Clust
     for what in ("deployments/mesh-kvmesh-frontend", "deployments/etcd"):
         assert not may("patch", what, "--subresource=scale")
     assert not any(may(verb, what) for verb in ("get", "list", "create", "delete") for what in ("pods", "secrets"))
-    release.until("the planner has ordered three", lambda: ordered(release, "decode") == 3, 120)
+    release.until("the planner has ordered three", lambda: replicas(release, "decode") == 3, 120)
     settled(release, "decode")
     release.until("frontends see 3", lambda: seen(release, "decode") == 3)
 
 
-def ordered(cluster: Cluster, role: str) -> int:
+def replicas(cluster: Cluster, role: str) -> int:
     return int(cluster.get("deployment", f"mesh-kvmesh-{role}")["spec"]["replicas"])
 
 
 def test_an_upgrade_keeps_the_planners_number_and_fails_no_request(release: Cluster) -> None:
     with load(release):
-        install(release, "planner.enabled=true", 'planner.decode="3..3"', 'logLevel="warning"')
-    assert ordered(release, "decode") == 3
+        install(release, *PLANNED, 'decode.podAnnotations={"changed":"yes"}')
+    assert replicas(release, "decode") == 3
 
 
 @pytest.mark.parametrize("values", ["secure", "gpu", "planner", "cluster"])
 def test_the_api_server_accepts_every_form(release: Cluster, values: str) -> None:
     """It checks more than the schemas: names of ports, volumes and mounts, selectors, quantities."""
-    text = release.helm("template", "other", str(CHART), "--values", str(EXAMPLES / f"{values}.yaml"))
+    flags = ("--kube-version=1.20.2", "--values", str(EXAMPLES / f"{values}.yaml"))
+    text = release.helm("template", "other", str(CHART), *flags)
     documents = [one for one in text.split("\n---\n") if "monitoring.coreos.com" not in one]  # the operator's kinds
-    accepted = release.kubectl("apply", "--dry-run=server", "-f", "-", stdin="\n---\n".join(documents))
+    accepted = release.kubectl(
+        "apply", "--dry-run=server", "--validate=false", "-f", "-", stdin="\n---\n".join(documents)
+    )
     assert accepted.count("(server dry run)") == accepted.count("\n") > 15
 
 
 def test_nothing_is_left_after_it_is_removed(release: Cluster) -> None:
-    release.helm("uninstall", "mesh", "--wait", "--timeout=120s", timeout_s=130)
+    release.helm("uninstall", "mesh")
     kinds = "deployments,replicasets,pods,services,secrets,configmaps,serviceaccounts,roles,rolebindings"
     kinds += ",networkpolicies,poddisruptionbudgets,jobs,persistentvolumeclaims"
     mine = "--selector=app.kubernetes.io/instance=mesh"
-    release.until("all is gone", lambda: release.get(kinds, mine)["items"] == [], 60)
+    release.until("all is gone", lambda: release.get(kinds, mine)["items"] == [], 120)

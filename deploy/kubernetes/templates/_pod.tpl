@@ -16,9 +16,13 @@ spec:
   replicas: 1
   strategy: {type: Recreate}  # one process writes the file of traces
   {{- else }}
-  {{- if not (and $isWorker $root.Values.planner.enabled) }}
-  replicas: {{ $own.replicas }}
+  {{- $replicas := $own.replicas }}
+  {{- if and $isWorker $root.Values.planner.enabled }}
+  {{- /* The planner's number stays as it is; without a cluster to ask, as in `helm template`, it is the value's. */}}
+  {{- $name := printf "%s-%s" (include "kvmesh.fullname" $root) $role }}
+  {{- $replicas = dig "spec" "replicas" $replicas (lookup "apps/v1" "Deployment" $root.Release.Namespace $name) }}
   {{- end }}
+  replicas: {{ $replicas }}
   strategy:
     type: RollingUpdate
     rollingUpdate:
@@ -118,12 +122,12 @@ containers:
       {{- include "kvmesh.env" . | nindent 6 }}
     ports:
       {{- if eq $role "frontend" }}
-      - {name: http, containerPort: 8000}
+      - {name: http, containerPort: 8000, protocol: TCP}
       {{- end }}
       {{- if eq $role "observer" }}
-      - {name: otlp, containerPort: 4318}
+      - {name: otlp, containerPort: 4318, protocol: TCP}
       {{- else }}
-      - {name: metrics, containerPort: 9100}
+      - {name: metrics, containerPort: 9100, protocol: TCP}
       {{- end }}
     {{- $port := "metrics" }}
     {{- $scheme := "HTTP" }}
