@@ -14,7 +14,7 @@ from tests.operations.balancer import Balancer
 
 STEP_S: Final = 0.04  # a stream's usual silence
 ENDS_WITHIN_S: Final = 60.0
-STAYS_UNREADY_S: Final = 1.5  # the balancer sees it in 0.1 s, idle connections of the load end after 1 s
+STAYS_UNREADY_S: Final = 2.5  # the balancer sees it in 0.1 s, idle connections of the load end after 1 s
 ENV: Final = {
     **MOCK_ENV,
     **NO_COST,
