@@ -15,7 +15,7 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from components.telemetry.held_traces import HeldTraces, SlowRequests
+from components.telemetry.held_traces import HeldTraces
 from components.telemetry.light_span import LightSpan
 from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_span, span_field
 from components.telemetry.spans import Spans, TraceRate
@@ -39,7 +39,7 @@ def made(tracer: trace.Tracer, count: int) -> None:
 
 def held(count: int) -> None:
     """Unsampled requests: their spans are made, held, and dropped with the root."""
-    traces = HeldTraces(lambda _: None, SlowRequests(1e9))
+    traces = HeldTraces(lambda _: None)
     tracer = Spans(traces.take, TraceRate(0), holds=True)
     root: dict[str, Any] = {"kind": trace.SpanKind.SERVER, "attributes": {"kvmesh.request_id": "x"}}
     for _ in range(count // A_REQUEST):

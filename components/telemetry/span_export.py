@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from components.telemetry.light_span import LightSpan
-from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_span, span_field
-from components.telemetry.otlp_sender import OtlpSender
-from components.telemetry.trace_store import REQUEST_ID, Piece, Root, TraceWriter
+from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_whole
+from components.telemetry.otlp_sender import OTLP, OtlpSender
+from components.telemetry.trace_pieces import PIECES, REQUEST_ID, Piece, Pieces, Root, pack_pieces
+from components.telemetry.trace_store import TraceWriter
 
 log = logging.getLogger(__name__)
 
 EVERY_S: Final = 0.5  # so that `inspect trace last` shows the latest request
-BATCH: Final = 2048  # spans in one request: some 400 KB
-MOST_WAITING: Final = 16_384  # spans; more are dropped and counted
+BATCH: Final = 256  # spans of requests that are sent together, each with all below it: some 400 KB
+MOST_WAITING: Final = 4096  # spans of requests; more are dropped and counted
 STOP_S: Final = 5.0  # for the last export
 
 
@@ -55,7 +56,7 @@ class SpanExport:
         if len(self._waiting) < MOST_WAITING:
             self._waiting.append(span)
         else:
-            self._dropped += 1
+            self._dropped += 1 + len(span.steps)
 
     def _run(self) -> None:
         dropped = 0
@@ -80,32 +81,31 @@ class SpanExport:
 
     def _export(self) -> None:
         while batch := [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]:
-            pieces = pieces_of(batch)
-            sender = self._sender
-            if sender is not None:
-                sender.send(encode_request(self._resource, [piece.spans for piece in pieces]), len(batch))
+            pieces, sender = pieces_of(batch), self._sender
+            num_spans = sum(piece.num_spans for piece in pieces)
+            if sender is not None and sender.takes_pieces:
+                sender.send(pack_pieces(Pieces(self._service, pieces)), PIECES, num_spans)
+            elif sender is not None:
+                sender.send(encode_request(self._resource, [piece.spans for piece in pieces]), OTLP, num_spans)
             if (sender is None or not sender.is_observer) and not self._file.write(self._service, pieces):
-                self._dropped += len(batch)
+                self._dropped += num_spans
         if self._sender is not None:
             self._sender.send_waiting()
 
 
 def pieces_of(spans: Sequence[LightSpan]) -> list[Piece]:
-    """The spans by trace: the store keeps a row of each, and the observer need not sort them."""
+    """The spans by trace, with all below them: the store keeps a row of each, and the observer need not sort them."""
     by_trace: dict[int, list[LightSpan]] = defaultdict(list)
     for span in spans:
         by_trace[span.trace_id].append(span)
-    return [
-        Piece(
-            f"{trace_id:032x}",
-            min(span.start_time for span in found),
-            len(found),
-            b"".join([span_field(encode_span(span)) for span in found]),
-            [
-                Root(span.start_time, not span.status.is_ok, span.attributes)
-                for span in found
-                if REQUEST_ID in span.attributes
-            ],
-        )
-        for trace_id, found in by_trace.items()
-    ]
+    pieces = []
+    for trace_id, found in by_trace.items():
+        encoded = [each for span in found for each in encode_whole(span)]
+        roots = [
+            Root.of(span.start_time, span.attributes, failed=not span.status.is_ok)
+            for span in found
+            if REQUEST_ID in span.attributes
+        ]
+        start_ns = min(span.start_time for span in found)
+        pieces.append(Piece(f"{trace_id:032x}", start_ns, len(encoded), b"".join(encoded), roots))
+    return pieces

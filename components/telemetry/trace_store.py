@@ -7,15 +7,18 @@ decoding, and a trace of a request is about five rows.
 import logging
 import sqlite3
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any, Final, TypeVar
 
+from google.protobuf.message import DecodeError
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
+
+from components.telemetry.trace_pieces import Piece, Root
 
 log = logging.getLogger(__name__)
 
@@ -28,11 +31,6 @@ SEEN: Final = 2000  # traces that a writer remembers, so that it need not add th
 FILE_NAME: Final = "traces.sqlite"
 TABLES: Final = ("pieces", "traces", "requests")
 STATUS: Final = ("UNSET", "OK", "ERROR")
-REQUEST_ID: Final = "kvmesh.request_id"
-CLIENT_REQUEST_ID: Final = "kvmesh.client_request_id"
-SLOW: Final = "kvmesh.slow"
-MOVED: Final = "kvmesh.moved"
-TTFT: Final = "kvmesh.ttft_s"
 LOST: Final = "kvmesh.lost"  # of a span that its caller recorded, as the process died
 
 _SCHEMA: Final = """
@@ -98,26 +96,6 @@ class Span:
     attributes: dict[str, Any]
     error: str = ""  # why the status is ERROR
     events: tuple[Event, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Root:
-    """The span of a whole request, as an index has it."""
-
-    start_ns: int
-    failed: bool
-    attributes: Mapping[str, Any]  # among them REQUEST_ID
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Spans of one trace as they are written."""
-
-    trace_id: str
-    start_ns: int  # of the first
-    num_spans: int
-    spans: bytes  # elements of OTLP's `ScopeSpans.spans`, each with its tag
-    roots: Sequence[Root] = ()
 
 
 class TraceStore:
@@ -205,7 +183,11 @@ class TraceWriter:
             self._connection = None
 
     def _write(self, service: str, pieces: Sequence[Piece]) -> None:
-        requests = [_request_row(piece.trace_id, root) for piece in pieces for root in piece.roots]
+        requests = [
+            (root.request_id, root.client_request_id, piece.trace_id, root.start_ns, root.failed, root.slow)
+            for piece in pieces
+            for root in piece.roots
+        ]
         try:
             connection = self._open()
             with connection:
@@ -256,8 +238,13 @@ class TraceWriter:
 
 
 def decode_spans(service: str, data: bytes) -> list[Span]:
-    """`data`: elements of OTLP's `ScopeSpans.spans`."""
-    return [_decoded(service, span) for span in trace_pb2.ScopeSpans.FromString(data).spans]
+    """`data`: elements of OTLP's `ScopeSpans.spans`. None of these if a sender wrote something else."""
+    try:
+        spans = trace_pb2.ScopeSpans.FromString(data).spans
+    except DecodeError:
+        log.warning("spans that are no OTLP were left out", extra={"service": service})
+        return []
+    return [_decoded(service, span) for span in spans]
 
 
 def _decoded(service: str, span: trace_pb2.Span) -> Span:
@@ -293,20 +280,7 @@ def plain(value: AnyValue) -> Any:
 
 
 def _is_special(root: Root) -> bool:
-    return root.failed or SLOW in root.attributes or MOVED in root.attributes
-
-
-def _request_row(trace_id: str, root: Root) -> tuple[Any, ...]:
-    facts = root.attributes
-    label = facts.get(CLIENT_REQUEST_ID)
-    return (
-        str(facts[REQUEST_ID]),
-        None if label is None else str(label),
-        trace_id,
-        root.start_ns,
-        root.failed,
-        SLOW in facts,
-    )
+    return root.failed or root.slow or root.moved
 
 
 def _trim_pieces(connection: sqlite3.Connection, limits: Limits) -> None:

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, Final
 
-from opentelemetry import trace
 from prometheus_client import Counter
 
 from components.discovery.registry import Registration
@@ -30,8 +29,9 @@ from components.routing.router import Route, RouteChoice
 from components.structured.masks import MaskMaker
 from components.telemetry.exemplars import exemplar_of
 from components.telemetry.figures import Figures, Queue, queues_of
+from components.telemetry.light_span import Step
 from components.telemetry.on_demand import OnDemand
-from components.telemetry.spans import record_lost, tracer, use_span
+from components.telemetry.spans import NO_STEP, record_lost, step, tracer, use_span
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import MAX_STREAM_ID, CancelStreams, GenerateAccepted, GenerateRequest, StreamsCancelled
 from components.wire.heartbeat import Heartbeat
@@ -153,8 +153,9 @@ class DecodeService:
             span=tracer.start_called_span("decode.request", self._registration.instance_id),
             lifecycle=self._active.lifecycle(engine_id),
         )
-        active.span.set_attribute("kvmesh.decode.instance", self._registration.instance_id)
-        active.span.set_attribute("kvmesh.prompt_tokens", len(active.token_ids))
+        active.span.set_attributes(
+            {"kvmesh.decode.instance": self._registration.instance_id, "kvmesh.prompt_tokens": len(active.token_ids)}
+        )
         # A frontend that is gone cancels nothing.
         expired = DeadlineExceeded("the request's deadline passed")
         active.expiry = asyncio.get_running_loop().call_later(left_s, self._stop, active, expired)
@@ -275,38 +276,37 @@ class DecodeService:
         """
         if self._masks is None:
             raise Rejected("this instance has no masks for constraints")
-        with tracer.start_as_current_span("decode.compile"):
+        with step("decode.compile", active.span):
             return await self._masks.mask_of(constraint, active.token_ids, active.request.num_generated)
 
     async def _choose(self, active: ActiveRequest) -> tuple[InstanceRecord, RouteChoice] | None:
         """Choose a prefill instance. Returns None if the prompt should be computed here."""
         request = active.request
-        with tracer.start_as_current_span("decode.lookup") as span:
+        with step("decode.lookup", active.span) as lookup:
             hit = self._engine.engine.peek_prefix(active.blocks)
-            span.set_attribute("kvmesh.cached_tokens", hit)
+            lookup.note({"kvmesh.cached_tokens": hit})
         active.num_cached = hit
-        with tracer.start_as_current_span("decode.choose_prefill") as span:
+        with step("decode.choose_prefill", active.span) as choosing:
             if active.request.sampling.prompt_logprobs is not None:
-                self._locally(PROMPT_LOGPROBS, active, span)
+                self._locally(PROMPT_LOGPROBS, active, choosing)
                 return None
             chosen = await self._choice.choose(
                 active.blocks,
                 len(active.token_ids) - hit,
                 adapter=request.adapter,
                 session=request.session,
-                explain=span.is_recording(),
+                explain=choosing is not NO_STEP,
             )
             if isinstance(chosen, Local):
-                self._locally(chosen, active, span)
+                self._locally(chosen, active, choosing)
                 return None
             active.prefill = chosen.instance_id
-            span.set_attribute("kvmesh.prefill.instance", chosen.instance_id)
-            span.set_attributes(chosen.facts())
+            choosing.note({"kvmesh.prefill.instance": chosen.instance_id, **chosen.facts()})
             return self._choice.record_of(chosen), chosen
 
-    def _locally(self, choice: Local, active: ActiveRequest, span: trace.Span) -> None:
+    def _locally(self, choice: Local, active: ActiveRequest, choosing: Step) -> None:
         active.why_local = choice.why
-        span.set_attribute("kvmesh.prefill.why_local", choice.why)
+        choosing.note({"kvmesh.prefill.why_local": choice.why})
         self._local.labels(choice.reason).inc()
 
     def _transfers_to_log(self) -> dict[str, float]:

@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -17,7 +18,8 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from components.errors import Rejected
 from components.telemetry.otlp_encoder import span_field
-from components.telemetry.trace_store import REQUEST_ID, Piece, Root, plain
+from components.telemetry.trace_pieces import LATEST_NS, PIECES, REQUEST_ID, Piece, Root, unpack_pieces
+from components.telemetry.trace_store import plain
 from services.observer.scopes import Unusual, scan_scope
 
 PROTOBUF: Final = "application/x-protobuf"
@@ -26,7 +28,6 @@ GZIP: Final = 31  # zlib's window bits for gzip
 IDS: Final = ("traceId", "spanId", "parentSpanId")  # hex in OTLP's JSON, unlike protobuf's
 ANONYMOUS: Final = "unknown"
 ROOT: Final = REQUEST_ID.encode()
-LATEST_NS: Final = (1 << 63) - 1  # SQLite has no larger integers
 
 
 class TooLarge(Rejected):
@@ -60,6 +61,12 @@ def unzipped(body: bytes, encoding: str, most_bytes: int) -> bytes:
 def read_request(body: bytes, content_type: str) -> Received:
     """Raises: Rejected, with what is wrong."""
     kind = content_type.partition(";")[0].strip().lower()
+    if kind == PIECES:
+        try:
+            ours = unpack_pieces(body)
+        except msgspec.DecodeError as exc:
+            raise Rejected(f"the body is no {PIECES}: {exc}") from exc
+        return Received({ours.service: ours.pieces})
     if kind == JSON:
         request = _from_json(body)
     elif kind == PROTOBUF:
@@ -114,7 +121,7 @@ def _root(span: trace_pb2.Span) -> Root | None:
     if REQUEST_ID not in attributes:
         return None
     failed = span.status.code == trace_pb2.Status.STATUS_CODE_ERROR
-    return Root(min(span.start_time_unix_nano, LATEST_NS), failed, attributes)
+    return Root.of(min(span.start_time_unix_nano, LATEST_NS), attributes, failed=failed)
 
 
 def _service(attributes: Iterable[KeyValue]) -> str:

@@ -23,7 +23,7 @@ from components.http.server import serve_http
 from components.settings import MeshSettings
 from components.telemetry.light_span import LightSpan
 from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_span, span_field
-from components.telemetry.otlp_sender import OtlpSender
+from components.telemetry.otlp_sender import OTLP, OtlpSender
 from components.telemetry.span_export import SpanExport
 from components.telemetry.spans import Spans
 from components.telemetry.trace_reader import (
@@ -240,7 +240,7 @@ async def test_spans_wait_for_an_observer_that_is_away_and_what_is_too_much_is_c
         port = httpx.URL(url).port
     sender = OtlpSender(url)
     for number in range(15):
-        await asyncio.to_thread(sender.send, request_of(f"n{number:02}"), 1)
+        await asyncio.to_thread(sender.send, request_of(f"n{number:02}"), OTLP, 1)
     assert sender.dropped >= 5
     dropped = sender.dropped
     read = ObserverSettings(port=port, state_dir=tmp_path / "second")

@@ -6,12 +6,18 @@ from typing import Any
 
 import httpx
 import pytest
+from opentelemetry.trace import StatusCode
+from prometheus_client import Counter
 
 from components.errors import PeerLost, QueueFull
+from components.telemetry import light_span
 from components.telemetry.request_ids import RequestIds
+from components.telemetry.spans import NOT_KEPT
 from components.wire.generate import PromptOrigin
-from services.frontend import request_log as module
-from services.frontend.request_log import LineLimit, RequestLog, request_log
+from services.frontend import request_lines, request_record
+from services.frontend.config import SlowLimits
+from services.frontend.request_lines import RequestLines
+from services.frontend.request_record import RequestRecord, unkept
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 
 SECRET = "my-secret-prompt"
@@ -20,17 +26,25 @@ BODY = {"model": MODEL, "messages": [{"role": "user", "content": SECRET}]}
 
 class Clock:
     def __init__(self) -> None:
-        self.now_s = 100.0
+        self.now_ns = 10**18
 
-    def perf_counter(self) -> float:
-        return self.now_s
+    def __call__(self) -> int:
+        return self.now_ns
+
+    def wait(self, seconds: float) -> None:
+        self.now_ns += round(seconds * 1e9)
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(module, "time", made)
+    for module in (light_span, request_record, request_lines):
+        monkeypatch.setattr(module, "time_ns", made)
     return made
+
+
+def record_of() -> RequestRecord:
+    return unkept(NOT_KEPT, "chat", phase="frontend.validate")
 
 
 @pytest.fixture(autouse=True)
@@ -43,27 +57,37 @@ def written(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [vars(record) for record in caplog.records if record.name == "kvmesh.requests"]
 
 
-def run(log: RequestLog, clock: Clock, **seconds: float) -> None:
-    """Let the phases last so long; "generate" begins with the first token."""
+def run(record: RequestRecord, clock: Clock, **seconds: float) -> None:
+    """Let the phases last so long."""
     for name, lasts_s in seconds.items():
-        if name == "generate":
-            log.first_token_s = clock.now_s
-        elif name != "read":
-            log.begin(name)
-        clock.now_s += lasts_s
+        if name in {"route", "dispatch"}:
+            record.pause()
+            with record.step("frontend.route") if name == "route" else record.dispatching():
+                clock.wait(lasts_s)
+        elif name == "prefill":
+            clock.wait(lasts_s)
+            record.first_ns = clock.now_ns
+            record.begin("frontend.first_token", clock.now_ns)
+            record.first_token_sent()
+        else:
+            if name not in {"validate", "stream"}:
+                record.begin(f"frontend.{name}")
+            clock.wait(lasts_s)
 
 
 def test_the_phases_of_a_request_add_up_to_its_time(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    log = RequestLog()
-    run(log, clock, read=0.01, tokenize=0.02, queue=0.3, route=0.04, prefill=0.5, generate=1.0)
-    log.sent_to("d1")
-    log.prompt_computed(PromptOrigin(prefill="p1"))
-    log.write("/v1/completions", "m", 200, prompt_tokens=7, cached_tokens=2, output_tokens=11, limit=LineLimit())
+    record = record_of()
+    wanted = {
+        "validate": 0.01, "tokenize": 0.02, "admit": 0.3, "route": 0.04, "dispatch": 0.01, "prefill": 0.5, "stream": 1.0,
+    }  # fmt: skip
+    run(record, clock, **wanted)
+    record.sent_to("d1")
+    record.prompt_computed(PromptOrigin(prefill="p1"))
+    RequestLines().end(record, "/v1/completions", "m", 200, prompt_tokens=7, cached_tokens=2, output_tokens=11)
     [line] = written(caplog)
-    phases = {name: line[f"{name}_s"] for name in ("read", "tokenize", "queue", "route", "prefill", "generate")}
-    assert phases == {"read": 0.01, "tokenize": 0.02, "queue": 0.3, "route": 0.04, "prefill": 0.5, "generate": 1.0}
-    assert line["total_s"] == pytest.approx(sum(phases.values()))
-    assert line["ttft_s"] == 0.87
+    assert {name: line[f"{name}_s"] for name in wanted} == wanted
+    assert line["total_s"] == pytest.approx(sum(wanted.values()))
+    assert line["ttft_s"] == 0.88
     assert (line["decode"], line["prefill"], line["status"]) == ("d1", "p1", 200)
     assert (line["prompt_tokens"], line["cached_tokens"], line["output_tokens"]) == (7, 2, 11)
     assert not {"slow", "error", "moves", "local_prefill"} & line.keys()
@@ -73,19 +97,23 @@ def test_the_phases_of_a_request_add_up_to_its_time(clock: Clock, caplog: pytest
 def test_a_slow_request_tells_its_longest_phase_its_moves_and_where_its_prompt_was_computed(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = RequestLog()
-    run(log, clock, read=0.0, tokenize=0.1, queue=4.0, route=0.1, prefill=1.0, generate=5.0)
+    record = record_of()
+    run(record, clock, tokenize=0.1, admit=4.0, route=0.1, dispatch=0.0, prefill=1.0, stream=5.0)
     for decode in ("d1", "d2"):
-        log.sent_to(decode)
-    log.moved("decode d1: silent for 2 s")
-    log.prompt_computed(PromptOrigin(prefill="p1", why_local="no answer in 6 s"))
-    log.prompt_computed(PromptOrigin(why_local="no prefill instance is alive"))
-    log.write("/v1/completions", "m", 200, output_tokens=11, limit=LineLimit())
+        record.sent_to(decode)
+    record.moved("decode d1: silent for 2 s")
+    record.prompt_computed(PromptOrigin(prefill="p1", why_local="no answer in 6 s"))
+    record.prompt_computed(PromptOrigin(why_local="no prefill instance is alive"))
+    slow = Counter("slow", "by reason", ["reason"], registry=None)
+    RequestLines(slow=slow).end(record, "/v1/completions", "m", 200, output_tokens=11)
     [line] = written(caplog)
     assert line["slow"] == (
-        "4.0 s of 5.2 s until the first token were queue; 0.50 s per output token; moved 1 times; "
+        "4.0 s of 5.2 s until the first token were admit; 0.50 s per output token; moved 1 times; "
         "its prompt was computed on decode"
     )
+    counted = {s.labels["reason"]: s.value for metric in slow.collect() for s in metric.samples if s.value == 1}
+    assert counted == {"ttft": 1, "tpot": 1}
+    assert (record.root.attributes["kvmesh.slow"], record.root.attributes["kvmesh.moved"]) == (True, True)
     assert (line["decode"], line["prefill"]) == ("d1,d2", "p1")
     assert line["local_prefill"] == "no answer in 6 s; no prefill instance is alive"
     assert (line["moves"], line["moved_because"]) == (1, "decode d1: silent for 2 s")
@@ -95,19 +123,40 @@ def test_a_slow_request_tells_its_longest_phase_its_moves_and_where_its_prompt_w
 def test_a_request_that_fails_before_its_first_token_is_slow_where_it_waited(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    log = RequestLog()
-    run(log, clock, read=0.0, tokenize=0.0, queue=30.0)
-    log.failed(QueueFull("the queue is full"), 503)
-    log.write("/v1/completions", "m", 503, limit=LineLimit())
+    record = record_of()
+    run(record, clock, tokenize=0.0, admit=30.0)
+    record.failed(QueueFull("the queue is full"), 503)
+    RequestLines().end(record, "/v1/completions", "m", 503)
     [line] = written(caplog)
-    assert line["slow"] == "30.0 s of 30.0 s until the first token were queue"
+    assert line["slow"] == "30.0 s of 30.0 s until the first token were admit"
+    failed = [step.name for step in record.root.steps if step.status.status_code is StatusCode.ERROR]
+    assert failed == ["frontend.admit"]
     assert (line["error"], line["reason"]) == ("QueueFull", "the queue is full")
     assert "ttft_s" not in line
 
 
+def test_a_stream_that_stalls_after_its_first_token_is_slow(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    for gap_s in (4.9, 5.0):
+        record = record_of()
+        run(record, clock, route=0.1, dispatch=0.0, prefill=0.1, stream=20.0)
+        record.longest_gap_s = gap_s
+        RequestLines(limits=SlowLimits(stall_s=5.0)).end(record, "/v1/completions", "m", 200, output_tokens=1000)
+    assert [line.get("slow") for line in written(caplog)] == [None, "no token for 5.0 s"]
+
+
+def test_steps_of_several_prompts_at_once_count_once(clock: Clock) -> None:
+    record = record_of()
+    record.pause()
+    with record.step("frontend.route"):
+        clock.wait(1)
+        with record.step("frontend.route"):
+            clock.wait(2)
+    assert record.spent_s(clock.now_ns)["route"] == 3
+
+
 def test_outside_a_request_facts_go_nowhere(caplog: pytest.LogCaptureFixture) -> None:
-    request_log().moved("nobody's")
-    assert request_log() is not request_log()
+    request_record.request_record().moved("nobody's")
+    assert request_record.request_record() is not request_record.request_record()
     assert not written(caplog)
 
 
@@ -173,11 +222,11 @@ async def test_failed_and_refused_requests_have_a_line_each_and_a_client_error_q
 def test_ordinary_lines_beyond_the_limit_are_counted_and_others_are_always_written(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    limit = LineLimit(0.1)  # and one at once
+    lines = RequestLines(0.1)  # and one at once
     for _ in range(3):
-        RequestLog().write("/v1/completions", "m", 200, limit=limit)
-    moved = RequestLog()
+        lines.end(record_of(), "/v1/completions", "m", 200)
+    moved = record_of()
     moved.moved("decode d1: silent for 2 s")
-    moved.write("/v1/completions", "m", 200, limit=limit)
-    RequestLog().write("/v1/completions", "m", 503, limit=limit)
+    lines.end(moved, "/v1/completions", "m", 200)
+    lines.end(record_of(), "/v1/completions", "m", 503)
     assert [(line["status"], line.get("left_out")) for line in written(caplog)] == [(200, None), (200, 2), (503, None)]
