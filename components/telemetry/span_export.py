@@ -39,6 +39,10 @@ class SpanExport:
         self._dropped = 0
         self._thread = threading.Thread(target=self._run, name="span-export", daemon=True)
 
+    def is_observed(self) -> bool:
+        """Whether an observer takes the spans. It takes no metrics."""
+        return self._sender is not None and self._sender.is_observer
+
     @property
     def dropped(self) -> int:
         """Spans that no file and no receiver got."""
@@ -75,11 +79,12 @@ class SpanExport:
 
     def _export_safely(self) -> None:
         try:
-            self._export()
+            self.export()
         except Exception:
             log.exception("spans not exported")  # the next batch may succeed
 
-    def _export(self) -> None:
+    def export(self) -> None:
+        """Export the spans that wait. For the thread of the export."""
         while batch := [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]:
             pieces, sender = pieces_of(batch), self._sender
             num_spans = sum(piece.num_spans for piece in pieces)
@@ -87,7 +92,7 @@ class SpanExport:
                 sender.send(pack_pieces(Pieces(self._service, pieces)), PIECES, num_spans)
             elif sender is not None:
                 sender.send(encode_request(self._resource, [piece.spans for piece in pieces]), OTLP, num_spans)
-            if (sender is None or not sender.is_observer) and not self._file.write(self._service, pieces):
+            if not self.is_observed() and not self._file.write(self._service, pieces):
                 self._dropped += num_spans
         if self._sender is not None:
             self._sender.send_waiting()

@@ -9,13 +9,17 @@ import pytest
 from opentelemetry.trace import StatusCode
 from prometheus_client import Counter
 
+from components.api_keys import parse_file
 from components.errors import PeerLost, QueueFull
+from components.http.server import serve_http
 from components.telemetry import light_span
 from components.telemetry.request_ids import RequestIds
 from components.telemetry.spans import NOT_KEPT
 from components.wire.generate import PromptOrigin
 from services.frontend import request_lines, request_record
-from services.frontend.config import SlowLimits
+from services.frontend.app import create_app
+from services.frontend.config import FrontendSettings, SlowLimits
+from services.frontend.keys import KeyRing
 from services.frontend.request_lines import RequestLines
 from services.frontend.request_record import RequestRecord, unkept
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
@@ -230,3 +234,39 @@ def test_ordinary_lines_beyond_the_limit_are_counted_and_others_are_always_writt
     lines.end(moved, "/v1/completions", "m", 200)
     lines.end(record_of(), "/v1/completions", "m", 503)
     assert [(line["status"], line.get("left_out")) for line in written(caplog)] == [(200, None), (200, 2), (503, None)]
+
+
+@pytest.mark.anyio
+async def test_requests_that_the_gate_refuses_have_a_line_within_the_limit(
+    mesh: FakeMesh, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = KeyRing(parse_file('[alice]\nkey = "sk-alice-0123456789"\nrequests_per_minute = 1\n'))
+    settings = FrontendSettings(port=0, drain_timeout_s=2, request_lines_per_s=0.4)  # four at once
+    alice = {"authorization": "Bearer sk-alice-0123456789", "x-request-id": "mine"}
+    async with (
+        serve_http(create_app(mesh, mesh.text, settings, keys=keys), settings) as url,
+        httpx.AsyncClient(base_url=url, timeout=10) as http,
+    ):
+        assert (await http.post("/v1/chat/completions", json=BODY)).status_code == 401
+        assert (await http.post("/v1/chat/completions", json=BODY, headers=alice)).status_code == 200
+        limited = await http.post("/v1/chat/completions", json=BODY, headers=alice)
+        assert limited.status_code == 429
+        for _ in range(3):
+            await http.get("/x" * 500, headers={"authorization": f"Bearer {SECRET}"})
+    missing, _, over, wrong = written(caplog)
+    assert (missing["route"], missing["status"]) == ("/v1/chat/completions", 401)
+    assert (over["status"], over["api_key"], over["client_request_id"]) == (429, "alice", "mine")
+    assert (wrong["status"], len(wrong["route"])) == (401, 128)
+    assert all(line["request_id"] and line["error"] for line in (missing, over, wrong))
+    assert len({line["request_id"] for line in (missing, over, wrong)}) == 3
+    assert not any(SECRET in str(vars(record)) for record in caplog.records)
+
+
+@pytest.mark.anyio
+async def test_a_page_of_another_site_is_refused_with_a_line(
+    http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    answer = await http.post("/v1/chat/completions", json=BODY, headers={"origin": "https://evil.example"})
+    assert answer.status_code == 403
+    [line] = written(caplog)
+    assert (line["status"], line["request_id"]) == (403, answer.headers["x-request-id"])

@@ -72,7 +72,7 @@ async def test_requests_reach_a_collector_under_the_names_of_the_conventions(
     async def ask(http: httpx.AsyncClient, **changes: Any) -> int:
         return (await http.post(CHAT, json={**HELLO, **changes})).status_code
 
-    async with send_server_metrics(settings, "f1") as server:
+    async with send_server_metrics(settings, "f1", lambda: True) as server:
         app = create_app(mesh, text, settings, server_metrics=server)
         async with serve_http(app, settings) as url, httpx.AsyncClient(base_url=url, timeout=10) as http:
             assert await ask(http) == 200
@@ -102,5 +102,13 @@ async def test_requests_reach_a_collector_under_the_names_of_the_conventions(
 
 
 async def test_without_a_collector_nothing_is_recorded() -> None:
-    async with send_server_metrics(FrontendSettings(), "f1") as server:
+    async with send_server_metrics(FrontendSettings(), "f1", lambda: True) as server:
         assert server is None
+
+
+async def test_an_observer_gets_no_metrics(collector: tuple[str, Received]) -> None:
+    endpoint, received = collector
+    async with send_server_metrics(FrontendSettings(otlp_endpoint=endpoint), "f1", lambda: False) as server:
+        assert server is not None
+        server.served("chat", "m", duration_s=1.0, first_s=0.5, num_tokens=3, error=None)
+    assert not received
