@@ -15,8 +15,7 @@ from opentelemetry.trace import StatusCode
 from components.telemetry.light_span import LightSpan, SpanEvent, Step
 
 ATTRIBUTE_CHARS: Final = 8192  # some attributes hold clients' data
-NAMES: Final = 4096  # distinct names, keys and attributes whose bytes are kept
-REPEATED_CHARS: Final = 20  # of a text that is expected again; ids of requests are longer
+NAMES: Final = 4096  # distinct names and keys whose bytes are kept
 
 # A tag is (field number << 3) | wire type; wire types: 0 varint, 1 eight bytes, 2 length and bytes, 5 four bytes.
 _START_AND_END: Final = Struct("<BQBQ").pack  # fields 7 and 8 of Span
@@ -30,26 +29,9 @@ _MASK: Final = (1 << 64) - 1
 SCOPE: Final = b"\x0a\x08\x0a\x06kvmesh"  # field 1 of ScopeSpans: an InstrumentationScope with its name
 
 
-def encode_whole(span: LightSpan) -> list[bytes]:
-    """A span and all below it, as elements of `ScopeSpans.spans`; such elements are joined as they are."""
-    if span.state:  # rare, and in each span
-        return [span_field(encode_span(each)) for each in span.whole()]
-    ids = b"\x0a\x10" + span.trace_id.to_bytes(16, "big") + b"\x12\x08"
-    parent = b"\x22\x08" + span.span_id.to_bytes(8, "big")
-    encoded = []
-    for step in span.steps:
-        if isinstance(step, LightSpan):
-            encoded += encode_whole(step)
-        elif step.error:
-            encoded.append(span_field(encode_span(step)))
-        else:
-            name = _name(step.name, step.kind._value_ + 1)
-            times = _START_AND_END(_START_TAG, step.start_time, _END_TAG, step.end_time)
-            facts = b"".join([_fact(key, value) for key, value in step.attributes.items()])
-            body = ids + step.span_id.to_bytes(8, "big") + parent + name + times + facts + _LOCAL_PARENT
-            encoded.append(span_field(body))
-    encoded.append(span_field(encode_span(span)))
-    return encoded
+def encode_whole(span: LightSpan) -> bytes:
+    """A span and all below it, as elements of `ScopeSpans.spans`."""
+    return b"".join([span_field(encode_span(each)) for each in span.whole()])
 
 
 def encode_span(span: LightSpan | Step) -> bytes:
@@ -64,9 +46,25 @@ def encode_span(span: LightSpan | Step) -> bytes:
         parts.append(_text(0x1A, span.state.to_header()))
     if span.parent_id:
         parts += (b"\x22\x08", span.parent_id.to_bytes(8, "big"))
-    parts.append(_name(span.name, span.kind._value_ + 1))
+    parts.append(_name(span.name, span.kind.value + 1))
     parts.append(_START_AND_END(_START_TAG, span.start_time, _END_TAG, span.end_time or 0))
-    parts += [_fact(key, value) for key, value in span.attributes.items()]
+    for key, value in span.attributes.items():
+        if value.__class__ is str and len(value) < 100 and value.isascii():  # the common case, written out
+            value_bytes = value.encode()
+            size = len(value_bytes)
+            head = _key(key)
+            parts += (
+                b"\x4a",
+                _varint(len(head) + size + 4),
+                head,
+                b"\x12",
+                _LENGTHS[size + 2],
+                b"\x0a",
+                _LENGTHS[size],
+                value_bytes,
+            )
+        else:
+            parts.append(_attribute(b"\x4a", key, value))
     parts += [_event(event) for event in span.events]
     if span.status.status_code is not StatusCode.UNSET:
         parts.append(_status(span.status.status_code, span.status.description))
@@ -124,23 +122,6 @@ def _key(key: str) -> bytes:
 
 def _attribute(tag: bytes, key: str, value: Any) -> bytes:
     return _field(tag, _key(key) + _field(b"\x12", _value(value)))
-
-
-def _fact(key: str, value: Any) -> bytes:
-    """An attribute of a span. Small numbers and short texts, such as an instance's id, are those of other requests, too."""
-    kind = value.__class__
-    if kind is int or (kind is str and len(value) <= REPEATED_CHARS):
-        return _kept_fact(key, value)
-    if kind is str and len(value) < 100 and value.isascii():
-        size, head = len(value), _key(key)
-        about = (b"\x4a", _varint(len(head) + size + 4), head, b"\x12", _LENGTHS[size + 2], b"\x0a", _LENGTHS[size])
-        return b"".join((*about, value.encode()))
-    return _attribute(b"\x4a", key, value)
-
-
-@lru_cache(NAMES)
-def _kept_fact(key: str, value: str | int) -> bytes:
-    return _attribute(b"\x4a", key, value)
 
 
 def _value(value: Any) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any, Final
 from components.telemetry.light_span import LightSpan
 from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_whole
 from components.telemetry.otlp_sender import OTLP, OtlpSender
+from components.telemetry.packed_spans import pack_spans
 from components.telemetry.trace_pieces import PIECES, REQUEST_ID, Piece, Pieces, Root, pack_pieces
 from components.telemetry.trace_store import TraceWriter
 
@@ -86,31 +87,37 @@ class SpanExport:
     def export(self) -> None:
         """Export the spans that wait. For the thread of the export."""
         while batch := [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]:
-            pieces, sender = pieces_of(batch), self._sender
-            num_spans = sum(piece.num_spans for piece in pieces)
+            sender, traces = self._sender, by_trace(batch)
+            num_spans = sum(1 + len(span.steps) for span in batch)
             if sender is not None and sender.takes_pieces:
-                sender.send(pack_pieces(Pieces(self._service, pieces)), PIECES, num_spans)
+                sender.send(pack_pieces(Pieces(self._service, pieces_of(traces))), PIECES, num_spans)
             elif sender is not None:
-                sender.send(encode_request(self._resource, [piece.spans for piece in pieces]), OTLP, num_spans)
-            if not self.is_observed() and not self._file.write(self._service, pieces):
+                scopes = (b"".join([encode_whole(span) for span in found]) for found in traces)
+                sender.send(encode_request(self._resource, scopes), OTLP, num_spans)
+            if not self.is_observed() and not self._file.write(self._service, pieces_of(traces)):
                 self._dropped += num_spans
         if self._sender is not None:
             self._sender.send_waiting()
 
 
-def pieces_of(spans: Sequence[LightSpan]) -> list[Piece]:
-    """The spans by trace, with all below them: the store keeps a row of each, and the observer need not sort them."""
-    by_trace: dict[int, list[LightSpan]] = defaultdict(list)
+def by_trace(spans: Sequence[LightSpan]) -> list[list[LightSpan]]:
+    """The observer need not sort them, and the store keeps a row of each."""
+    found: dict[int, list[LightSpan]] = defaultdict(list)
     for span in spans:
-        by_trace[span.trace_id].append(span)
+        found[span.trace_id].append(span)
+    return list(found.values())
+
+
+def pieces_of(traces: Sequence[Sequence[LightSpan]]) -> list[Piece]:
+    """`traces`: the spans of each, with all below them."""
     pieces = []
-    for trace_id, found in by_trace.items():
-        encoded = [each for span in found for each in encode_whole(span)]
+    for found in traces:
+        num_spans, packed = pack_spans(found)
         roots = [
             Root.of(span.start_time, span.attributes, failed=not span.status.is_ok)
             for span in found
             if REQUEST_ID in span.attributes
         ]
-        start_ns = min(span.start_time for span in found)
-        pieces.append(Piece(f"{trace_id:032x}", start_ns, len(encoded), b"".join(encoded), roots))
+        start_ns = min([span.start_time for span in found])
+        pieces.append(Piece(f"{found[0].trace_id:032x}", start_ns, num_spans, packed, roots))
     return pieces

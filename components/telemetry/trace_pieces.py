@@ -43,7 +43,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     trace_id: TraceId
     start_ns: Nanoseconds  # of the first
     num_spans: Annotated[int, Meta(ge=1)]
-    spans: bytes  # elements of OTLP's `ScopeSpans.spans`, each with its tag
+    spans: bytes  # packed (components.telemetry.packed_spans), or elements of OTLP's `ScopeSpans.spans` with their tags
     roots: Sequence[Root] = ()
 
 

@@ -5,7 +5,6 @@ import zlib
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -20,7 +19,6 @@ from components.errors import Rejected
 from components.telemetry.otlp_encoder import span_field
 from components.telemetry.trace_pieces import LATEST_NS, PIECES, REQUEST_ID, Piece, Root, unpack_pieces
 from components.telemetry.trace_store import plain
-from services.observer.scopes import Unusual, scan_scope
 
 PROTOBUF: Final = "application/x-protobuf"
 JSON: Final = "application/json"
@@ -88,20 +86,15 @@ def read_request(body: bytes, content_type: str) -> Received:
 
 
 def _pieces(scope: trace_pb2.ScopeSpans) -> tuple[list[Piece], int]:
-    """The pieces, and the number of spans that are no good. Our own senders put each trace into a scope of its own."""
-    data, spans = scope.SerializeToString(), scope.spans
-    with suppress(Unusual):
-        trace_id, start_ns, count = scan_scope(data)
-        roots = [root for span in spans if (root := _root(span)) is not None] if ROOT in data else []
-        return [Piece(trace_id.hex(), min(start_ns, LATEST_NS), count, data, roots)], 0
+    """The pieces, and the number of spans that are no good."""
     by_trace: dict[bytes, list[trace_pb2.Span]] = defaultdict(list)
-    for span in filter(_is_good, spans):
+    for span in filter(_is_good, scope.spans):
         by_trace[span.trace_id].append(span)
     pieces = [
         _piece(id_, found, b"".join([span_field(span.SerializeToString()) for span in found]))
         for id_, found in by_trace.items()
     ]
-    return pieces, len(spans) - sum(piece.num_spans for piece in pieces)
+    return pieces, len(scope.spans) - sum(piece.num_spans for piece in pieces)
 
 
 def _is_good(span: trace_pb2.Span) -> bool:
