@@ -5,7 +5,6 @@ The logger's lines are not counted together as others are. `RequestLines` bounds
 
 import logging
 from math import inf
-from time import time_ns
 from typing import Final
 
 from prometheus_client import Counter
@@ -57,13 +56,12 @@ class RequestLines:
         level = logging.WARNING if late or status >= 500 else logging.INFO
         if not self._passes(level, is_ordinary=level == logging.INFO and not moves):
             return
-        end_ns = time_ns()
         facts: dict[str, object] = {"route": route, "model": model, "status": status}
         facts |= {"prompt_tokens": prompt_tokens, "cached_tokens": cached_tokens, "output_tokens": output_tokens}
-        facts["total_s"] = round((end_ns - record.root.start_time) / 1e9, 4)
+        facts["total_s"] = round((record.end_ns - record.root.start_time) / 1e9, 4)
         if record.ttft_s is not None:
             facts["ttft_s"] = round(record.ttft_s, 4)
-        facts |= {f"{name}_s": round(seconds, 4) for name, seconds in record.spent_s(end_ns).items()}
+        facts |= {f"{name}_s": round(seconds, 4) for name, seconds in record.spent_s(record.end_ns).items()}
         origins = [origin for origin in record.all_of("origin") if isinstance(origin, PromptOrigin)]
         local = "; ".join(dict.fromkeys(origin.why_local for origin in origins if origin.why_local))
         if moves:

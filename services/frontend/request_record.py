@@ -29,19 +29,21 @@ class RequestRecord:
     request's id.
     """
 
-    __slots__ = ("_current", "_end_ns", "_in_trace", "_phase", "_phase_ns", "_request_id", "_span", "_where", "error", "first_ns",
-                 "longest_gap_s", "reason", "root", "ttft_s")  # fmt: skip
+    __slots__ = (
+        "_current", "_in_trace", "_phase", "_phase_ns", "_request_id", "_span", "_where", "end_ns", "error", "first_ns",
+        "longest_gap_s", "reason", "root", "ttft_s",
+    )  # fmt: skip
 
     def __init__(self, span: Span, root: LightSpan, phase: str = "") -> None:
         """`span`: the current one inside. It is `root` if the trace is kept."""
         self.root = root
+        self.end_ns = 0
         self.first_ns = 0  # when the first token arrived; 0: not yet
         self.ttft_s: float | None = None  # until it was sent
         self.longest_gap_s = 0.0  # between two pieces of a stream
         self.error = ""  # name of the class
         self.reason = ""  # of an error of ours; a client's own may quote the request
         self._span = span
-        self._end_ns = 0
         self._phase, self._phase_ns = phase, root.start_time
         self._where: list[tuple[str, str | PromptOrigin]] = []  # what the mesh did with it
 
@@ -60,7 +62,7 @@ class RequestRecord:
         self._in_trace.__exit__(None, None, None)
         request_id.reset(self._request_id)
         _current.reset(self._current)
-        self.root.end(self._end_ns or None)
+        self.root.end(self.end_ns or None)
 
     def seconds(self) -> float:
         """Since it began."""
@@ -118,7 +120,7 @@ class RequestRecord:
 
     def close(self, limits: SlowLimits, num_tokens: int) -> dict[str, str]:
         """End the last phase, and mark the trace. Returns why the request was slow, by limit."""
-        end_ns = self._end_ns = time_ns()
+        end_ns = self.end_ns = time_ns()
         self.pause(end_ns)
         late = self._late(limits, end_ns, num_tokens)
         if late:

@@ -16,7 +16,7 @@ from components.telemetry import light_span
 from components.telemetry.request_ids import RequestIds
 from components.telemetry.spans import NOT_KEPT
 from components.wire.generate import PromptOrigin
-from services.frontend import request_lines, request_record
+from services.frontend import request_record
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings, SlowLimits
 from services.frontend.keys import KeyRing
@@ -42,7 +42,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (light_span, request_record, request_lines):
+    for module in (light_span, request_record):
         monkeypatch.setattr(module, "time_ns", made)
     return made
 
