@@ -155,7 +155,9 @@ class DecodeChoice:
         """Choose one of `usable`, and count the request there in the load book."""
         blocks = self._blocks(prompt, usable)
         num_tokens = len(prompt.token_ids)
-        ask = RouteRequest(num_tokens, session=prompt.session, prefix=blocks.prefix(), explain=of.is_kept)
+        ask = RouteRequest(
+            num_tokens, session=prompt.session, prefix=blocks.prefix(), explain=of.is_kept and len(usable) > 1
+        )
         chosen = self._router.choose(ask, blocks, usable)
         record = None if chosen is None else self._decodes.find(chosen.instance_id)
         if chosen is None or record is None:
