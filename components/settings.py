@@ -115,13 +115,6 @@ class MeshSettings(BaseSettings):
             "traces; inf: all",
         ),
     ] = 50.0
-    trace_slow_s: Annotated[
-        PositiveFloat | None,
-        Field(
-            description="seconds to the first token from which a request was slow; default: slower than 99 % of the "
-            "latest 1000"
-        ),
-    ] = None
     metrics_host: Annotated[str, Field(description="address of this process's /metrics and /health")] = "127.0.0.1"
     metrics_port: Annotated[int, Field(ge=0, le=65535, description="port of /metrics and /health; 0: any free one")] = 0
     metrics_tls_cert: Annotated[

@@ -170,7 +170,7 @@ async def main(settings: FrontendSettings) -> None:
         ui, poll = make_ui(settings, sources, lambda: operations.draining)
         calls.append(ui.history.endpoint())
         async with (
-            send_server_metrics(settings, me) as server_metrics,
+            send_server_metrics(settings, me, lambda: not telemetry.export.is_observed()) as server_metrics,
             run_ui(ui, poll),
             open_checker(folder, settings.compile_budget_s, ConstraintMetrics(metrics)) as checker,
             serve_health(

@@ -21,12 +21,14 @@ from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.operations import Operations
 from services.frontend.quota import Account
+from services.frontend.request_lines import RequestLines
 from services.frontend.sites import Sites
 from services.frontend.ui.page import PATHS, ROOT
 
 # For load balancers: without a key, only the status is shown. And the page at /ui, without its API.
 OPEN: Final = frozenset({"/health", "/live", "/ready"}) | PATHS
 CALLER: Final = "kvmesh.caller"  # key of a Caller in an ASGI scope
+ROUTE_CHARS: Final = 128  # of a path that a stranger chose, in its log line
 LABEL: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # a client's X-Request-Id
 MISSING: Final = from_status(401)
 WRONG: Final = from_status(401, "Incorrect API key provided.")
@@ -146,12 +148,14 @@ class Gate:
         sites: Sites,
         error_forms: Mapping[str, WriteError],
         operations: Operations,
+        lines: RequestLines,
     ) -> None:
         """`sites` checks requests if there is no `ring`; `error_forms` has the form of errors by path prefix.
 
         While an operator's drain lasts, `operations` says so, and requests to the model are refused.
         """
         self._operations = operations
+        self._lines = lines
         self._error_forms = error_forms
         self._app = app
         self._ring = ring
@@ -172,11 +176,11 @@ class Gate:
                 SEVERAL if credentials.several else None if ring is not None else self._sites.refusal(scope["headers"])
             )
         if refusal is not None:
-            await self._refuse(scope, send, refusal, label or uuid4().hex, [])
+            await self._refuse(scope, send, refusal, label)
             return
         if self._operations.order.draining and _asks_for_work(scope):
             self._metrics.refused.labels("draining").inc()
-            await self._refuse(scope, send, LEAVING, label or uuid4().hex, [(b"connection", b"close")])
+            await self._refuse(scope, send, LEAVING, label, headers=[(b"connection", b"close")])
             return
         if ring is None:
             scope[CALLER] = Caller(label) if label else NOBODY
@@ -191,7 +195,7 @@ class Gate:
             return
         if account is None:
             headers = [(b"www-authenticate", b"Bearer")]
-            await self._refuse(scope, send, MISSING if key is None else WRONG, label or uuid4().hex, headers)
+            await self._refuse(scope, send, MISSING if key is None else WRONG, label, headers=headers)
             return
         scope[CALLER] = Caller(label, account)
         if scope["method"] == "POST":
@@ -205,7 +209,10 @@ class Gate:
         except KeyLimited as exc:
             request_id = uuid4().hex
             self._metrics.limited.labels(account.name).inc()
-            await self._refuse(scope, send, from_mesh(exc, request_id), label or request_id, account.headers())
+            error = from_mesh(exc, request_id)
+            await self._refuse(
+                scope, send, error, label, headers=account.headers(), request_id=request_id, api_key=account.name
+            )
             return
         self._metrics.key_requests.labels(account.name).inc()
         try:
@@ -214,14 +221,26 @@ class Gate:
             account.leave()
 
     async def _refuse(
-        self, scope: Scope, send: Send, error: ApiError, request_id: str, headers: list[tuple[bytes, bytes]]
+        self,
+        scope: Scope,
+        send: Send,
+        error: ApiError,
+        label: str,
+        *,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        request_id: str = "",
+        api_key: str = "",  # its name
     ) -> None:
-        status, body = error_writer(self._error_forms, scope["path"])(error, request_id)
+        request_id = request_id or uuid4().hex
+        shown = label or request_id
+        status, body = error_writer(self._error_forms, scope["path"])(error, shown)
+        route = scope["path"][:ROUTE_CHARS]
+        self._lines.refused(route, status, error.message, request_id=request_id, label=label, api_key=api_key)
         own = [(name.encode(), value.encode()) for name, value in error.headers().items()]
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
-            (b"x-request-id", request_id.encode()),
+            (b"x-request-id", shown.encode()),
             *own,
             *headers,
         ]

@@ -3,7 +3,7 @@
 Source: OpenTelemetry's semantic conventions for generative AI, "Metrics: model server".
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +28,9 @@ TOKEN_BUCKETS: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
 
 
 class ServerMetrics:
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, are_wanted: Callable[[], bool] = lambda: True) -> None:
+        self._are_wanted = are_wanted
+
         def seconds(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
             return meter.create_histogram(name, "s", text, explicit_bucket_boundaries_advisory=bounds)
 
@@ -62,6 +64,8 @@ class ServerMetrics:
             num_tokens: generated.
             error: class of the error; None for a success.
         """
+        if not self._are_wanted():
+            return
         about = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "kvmesh"}
         about |= {"gen_ai.request.model": model, "gen_ai.response.model": model} if model else {}
         self._duration.record(duration_s, about | ({"error.type": error} if error else {}))
@@ -89,8 +93,10 @@ def _session(ca: Path | None) -> Any:
 
 
 @asynccontextmanager
-async def send_server_metrics(settings: MeshSettings, instance_id: str) -> AsyncIterator[ServerMetrics | None]:
-    """Yields None without a collector."""
+async def send_server_metrics(
+    settings: MeshSettings, instance_id: str, are_wanted: Callable[[], bool]
+) -> AsyncIterator[ServerMetrics | None]:
+    """Yields None without a collector. `are_wanted`: whether it takes metrics, which an observer does not."""
     if not settings.otlp_endpoint:
         yield None
         return
@@ -103,6 +109,6 @@ async def send_server_metrics(settings: MeshSettings, instance_id: str) -> Async
     about = Resource.create({"service.name": "kvmesh-frontend", "service.instance.id": instance_id})
     provider = MeterProvider([reader], about, shutdown_on_exit=False)
     try:
-        yield ServerMetrics(provider.get_meter("kvmesh"))
+        yield ServerMetrics(provider.get_meter("kvmesh"), are_wanted)
     finally:
         provider.shutdown(OTLP_TIMEOUT_S * 1000)

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from components.errors import MeshError, Overloaded, Rejected
 from components.telemetry.otlp_sender import OBSERVER, PATH
+from components.telemetry.trace_pieces import PIECES
 from components.telemetry.trace_reader import API, LocalTraceReader, fields_of
 from components.telemetry.trace_store import TraceWriter
 from services.observer.config import ObserverSettings
@@ -67,6 +68,7 @@ class ObserverApp:
             log.exception("request failed", extra={"path": request.url.path})
             response = _text(HTTPStatus.INTERNAL_SERVER_ERROR, "the observer failed; its log says why")
         response.headers["server"] = OBSERVER
+        response.headers["accept-post"] = PIECES
         await response(scope, receive, send)
 
     async def _answer(self, request: Request) -> Response:

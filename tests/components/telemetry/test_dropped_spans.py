@@ -47,7 +47,7 @@ def exported(home: Path, endpoint: str | None, *batches: int) -> dict[str, int]:
     for count in batches:
         for number in range(count):
             tracer.start_span(f"span {number}").end()
-        export._export()
+        export.export()
     return dict(export.dropped)
 
 

@@ -89,7 +89,7 @@ async def test_requests_reach_a_collector_under_the_names_of_the_conventions(
     async def ask(http: httpx.AsyncClient, **changes: Any) -> int:
         return (await http.post(CHAT, json={**HELLO, **changes})).status_code
 
-    async with send_server_metrics(settings, "f1") as server:
+    async with send_server_metrics(settings, "f1", lambda: True) as server:
         app = create_app(mesh, text, settings, server_metrics=server)
         async with serve_http(app, settings) as url, httpx.AsyncClient(base_url=url, timeout=10) as http:
             assert await ask(http) == 200
@@ -119,7 +119,7 @@ async def test_requests_reach_a_collector_under_the_names_of_the_conventions(
 
 
 async def test_without_a_collector_nothing_is_recorded() -> None:
-    async with send_server_metrics(FrontendSettings(), "f1") as server:
+    async with send_server_metrics(FrontendSettings(), "f1", lambda: True) as server:
         assert server is None
 
 
@@ -131,11 +131,19 @@ async def test_a_collector_behind_the_authority_of_the_mesh_is_trusted_whatever_
     monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(stranger.ca))
     with collecting(authority.issue("collector", NAMES_OF_THIS_MACHINE)) as (url, received):
         settings = FrontendSettings(otlp_endpoint=url, tls=TlsFiles(ca=authority.ca))
-        async with send_server_metrics(settings, "f1") as metrics:
+        async with send_server_metrics(settings, "f1", lambda: True) as metrics:
             assert metrics is not None
             metrics.served("chat", "m", duration_s=1.0, first_s=0.5, num_tokens=3, error=None)
     assert "gen_ai.server.request.duration" in points(received)
     wrong = FrontendSettings(otlp_endpoint=url, tls=TlsFiles(ca=tmp_path / "none.pem"))
     with pytest.raises(WrongSettings, match=r"MESH_TLS__CA .*none\.pem: no PEM certificates"):
-        async with send_server_metrics(wrong, "f1"):
+        async with send_server_metrics(wrong, "f1", lambda: True):
             pass
+
+
+async def test_an_observer_gets_no_metrics(collector: tuple[str, Received]) -> None:
+    endpoint, received = collector
+    async with send_server_metrics(FrontendSettings(otlp_endpoint=endpoint), "f1", lambda: False) as server:
+        assert server is not None
+        server.served("chat", "m", duration_s=1.0, first_s=0.5, num_tokens=3, error=None)
+    assert not received
