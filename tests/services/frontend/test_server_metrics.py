@@ -1,6 +1,7 @@
 """OpenTelemetry's metrics of a server: a collector of ours receives and parses what is sent over OTLP."""
 
 import threading
+import tomllib
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
@@ -15,6 +16,7 @@ from components.text.tokenizer import TextModel
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.server_metrics import send_server_metrics
+from tests.conftest import REPO
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 from tests.services.frontend.test_operations import CHAT, HELLO
 
@@ -104,3 +106,9 @@ async def test_requests_reach_a_collector_under_the_names_of_the_conventions(
 async def test_without_a_collector_nothing_is_recorded() -> None:
     async with send_server_metrics(FrontendSettings(), "f1") as server:
         assert server is None
+
+
+def test_the_exporter_is_a_dependency_of_the_project() -> None:
+    """It was one of `dev` alone, so in an image a frontend with a collector ended at its start."""
+    dependencies = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert [name for name in dependencies if name.startswith("opentelemetry-exporter-otlp-proto-http")]
