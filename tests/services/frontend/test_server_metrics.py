@@ -2,6 +2,7 @@
 
 import ssl
 import threading
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
@@ -21,6 +22,7 @@ from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.server_metrics import send_server_metrics
 from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
+from tests.conftest import REPO
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 from tests.services.frontend.test_operations import CHAT, HELLO
 
@@ -147,3 +149,9 @@ async def test_an_observer_gets_no_metrics(collector: tuple[str, Received]) -> N
         assert server is not None
         server.served("chat", "m", duration_s=1.0, first_s=0.5, num_tokens=3, error=None)
     assert not received
+
+
+def test_the_exporter_is_a_dependency_of_the_project() -> None:
+    """It was one of `dev` alone, so in an image a frontend with a collector ended at its start."""
+    dependencies = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert [name for name in dependencies if name.startswith("opentelemetry-exporter-otlp-proto-http")]
