@@ -257,7 +257,7 @@ def test_prompts_are_computed_on_decode_while_the_only_bootstrap_replica_drains(
 
 def test_events_show_a_stop_and_a_kill_as_they_happen_and_doctor_fails_meanwhile(mesh: MeshProcesses) -> None:
     stopped, killed = ids(mesh, "decode")
-    command = [sys.executable, "-m", "services.inspect", "events", "--json", *_options(mesh)]
+    command = [sys.executable, "-X", "faulthandler", "-m", "services.inspect", "events", "--json", *_options(mesh)]
     out = mesh.home / "events.jsonl"
     with out.open("wb") as stream:
         events = subprocess.Popen(command, cwd=REPO, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
@@ -275,10 +275,12 @@ def test_events_show_a_stop_and_a_kill_as_they_happen_and_doctor_fails_meanwhile
         assert "no decode instance answers" in text
         _until(lambda: killed in _events(out, "left etcd"), "its lease expires")
         events.send_signal(signal.SIGINT)
-        assert events.wait(10) == 130
+        _until(lambda: events.poll() is not None, "it ends")
+        assert events.poll() == 130
     finally:
-        events.kill()
+        events.send_signal(signal.SIGABRT)  # if it still runs, pytest shows where its threads stand
         events.wait(10)
+        print("\n".join(line for line in out.read_text().splitlines() if not line.startswith("{")))
     assert stopped in _events(out, "left etcd")
     assert all(line.startswith("{") for line in out.read_text().splitlines()), "nothing but objects"
 
