@@ -11,6 +11,7 @@ from components.discovery.registry import Registration, Registry, join_registry
 from components.errors import Overloaded, UnknownModel
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import known_transport, kv_opener, own_address
+from components.kv_transfer.transport import observed_transport
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
 from components.messaging.clocks import remaining_s
@@ -21,7 +22,7 @@ from components.messaging.kv_publisher import KvEventPublisher, publish_kv_event
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import Profiles, keep_profiles
 from components.process import Draining, drain, new_instance_id, record_maker, settle, stop_signal, subject_of
-from components.process_control import ProcessControl
+from components.process_control import Limit, ProcessControl
 from components.process_health import measure, serve_health, status_endpoint
 from components.routing.policies import Phase
 from components.settings import WorkerSettings
@@ -131,7 +132,7 @@ class Worker:
             self.registry.advertise(self.registration, record),
         ):
             engine.on_output(lambda output: heart.stepped(output.stats.step))
-            control.serves(service, drain_timeout_s, heart.at_once)
+            control.serves(service, heart.at_once, Limit(drain_timeout_s, service.stop_all))
             settle()
             log_ready(instance=self.instance_id, model=model, metrics=self.page)
             await first(stop_signal(), control.stopped(), raises(engine.failed()))
@@ -144,7 +145,7 @@ class Worker:
 
 @asynccontextmanager
 async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phase) -> AsyncIterator[Worker]:
-    me = new_instance_id()
+    me = new_instance_id(settings.instance_id)
     subject = subject_of(settings.namespace, role, me)
     open_transfer = kv_opener(settings.kv_transfer)  # first: a wrong name must not cost the start of a model
     registration = Registration(me)
@@ -163,7 +164,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
         ) as masks,
         open_transfer(
             engine.engine.kv_region,
-            f"{role}-{me}",
+            f"{role}-{me}-{registration.epoch}",  # peers keep agents by name, and an instance may start again
             settings.kv_transfer_host or own_address(settings.etcd_url),
             max_request_pages(engine.engine),
         ) as transfer,
@@ -184,6 +185,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
             bus,
             registry.contact_age_s,
             metrics=metrics.registry,
+            telemetry=telemetry,
             epoch=lambda: registration.epoch,
             model=model_name(settings),
         ) as figures,
@@ -192,6 +194,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
         figures.layout = transfer.endpoint.layout.text
         figures.kv_transfer = transfer.endpoint.backend
         figures.kv_transport = known_transport(transfer.endpoint.backend)
+        figures.transport = observed_transport
         yield Worker(
             role=role,
             instance_id=me,

@@ -11,6 +11,7 @@ import ssl
 import time
 from base64 import b64encode
 from collections import deque
+from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
@@ -31,7 +32,9 @@ OTLP: Final = "application/x-protobuf"
 
 
 class OtlpSender:
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, ca: Path | None = None) -> None:
+        """`ca`: PEM file of the authorities that sign the receiver's certificate; None: the system's."""
+        self._ca = ca
         address = urlsplit(endpoint)
         self._place = without_password(endpoint)  # for messages
         self._secure = address.scheme == "https"
@@ -49,7 +52,8 @@ class OtlpSender:
         self._not_before = 0.0  # monotonic
         self.is_observer = False  # whether the receiver has said so
         self.takes_pieces = False  # likewise
-        self.dropped = 0  # spans
+        self.dropped = 0  # spans that the receiver was away for
+        self.refused = 0  # spans that it refused
 
     def send(self, request: bytes, kind: str, num_spans: int) -> None:
         """Send now, or keep it for later. `kind`: its content type."""
@@ -100,7 +104,7 @@ class OtlpSender:
             return self._failed(f"status {status}: {reason}")
         if status >= 300:
             count = self._waiting[0][2]
-            self.dropped += count
+            self.refused += count
             facts = {"receiver": self._place, "status": status, "reason": reason, "count": count}
             log.warning("spans refused by the OTLP receiver", extra=facts)
         self._wait_s, self._not_before = FIRST_WAIT_S, 0.0
@@ -120,7 +124,7 @@ class OtlpSender:
     def _connect(self) -> http.client.HTTPConnection:
         if not self._secure:
             return http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
-        context = ssl.create_default_context(cafile=os.environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE"))
+        context = trusting(self._ca)  # read at each connection: the file may have been replaced
         return http.client.HTTPSConnection(self._host, self._port, timeout=TIMEOUT_S, context=context)
 
     def _failed(self, cause: str) -> bool:
@@ -135,6 +139,18 @@ class OtlpSender:
         self._waiting_bytes -= len(body)
         self.dropped += num_spans
         log.warning("spans dropped", extra={"receiver": self._place, "cause": cause, "count": num_spans})
+
+
+def trusting(ca: Path | None) -> ssl.SSLContext:
+    """Trusts certificates that `ca` has signed, or the authorities that OpenTelemetry's variable names.
+
+    Raises: OSError, with the file's name.
+    """
+    path = os.environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE") or (None if ca is None else str(ca))
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as exc:  # of a missing file OpenSSL does not give the name
+        raise OSError(f"{path}: no PEM certificates can be read there ({exc.strerror or exc})") from exc
 
 
 def login_header(endpoint: str) -> dict[str, str]:

@@ -37,7 +37,8 @@ class SpanExport:
         self._sender = sender
         self._waiting: deque[LightSpan] = deque()
         self._stopping = threading.Event()
-        self._dropped = 0
+        self._too_many = 0  # spans for which there was no room here
+        self._unwritten = 0  # spans that the file did not take
         self._thread = threading.Thread(target=self._run, name="span-export", daemon=True)
 
     def is_observed(self) -> bool:
@@ -45,9 +46,15 @@ class SpanExport:
         return self._sender is not None and self._sender.is_observer
 
     @property
-    def dropped(self) -> int:
-        """Spans that no file and no receiver got."""
-        return self._dropped + (0 if self._sender is None else self._sender.dropped)
+    def dropped(self) -> Mapping[str, int]:
+        """Spans that this process dropped, by cause. With `receiver_*` the file may still have them."""
+        sender = self._sender
+        return {
+            "export_slow": self._too_many,
+            "file": self._unwritten,
+            "receiver_away": 0 if sender is None else sender.dropped,
+            "receiver_refused": 0 if sender is None else sender.refused,
+        }
 
     def start(self) -> None:
         self._thread.start()
@@ -61,17 +68,17 @@ class SpanExport:
         if len(self._waiting) < MOST_WAITING:
             self._waiting.append(span)
         else:
-            self._dropped += 1 + len(span.steps)
+            self._too_many += 1 + len(span.steps)
 
     def _run(self) -> None:
         dropped = 0
         while not self._stopping.wait(EVERY_S):
             self._export_safely()
-            if self._dropped > dropped:
+            if self._too_many > dropped:
                 log.warning(
-                    "spans dropped", extra={"cause": "the export is too slow", "count": self._dropped - dropped}
+                    "spans dropped", extra={"cause": "the export is too slow", "count": self._too_many - dropped}
                 )
-                dropped = self._dropped
+                dropped = self._too_many
         self._export_safely()
         if self._sender is not None:
             self._sender.send_waiting(last=True)
@@ -95,7 +102,7 @@ class SpanExport:
                 scopes = (b"".join([encode_whole(span) for span in found]) for found in traces)
                 sender.send(encode_request(self._resource, scopes), OTLP, num_spans)
             if not self.is_observed() and not self._file.write(self._service, pieces_of(traces)):
-                self._dropped += num_spans
+                self._unwritten += num_spans
         if self._sender is not None:
             self._sender.send_waiting()
 

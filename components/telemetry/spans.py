@@ -202,7 +202,7 @@ class Telemetry:
 async def start_telemetry(settings: MeshSettings, role: str, instance_id: str) -> AsyncIterator[Telemetry]:
     configure_logs(settings.log_level, settings.log_format)
     resource = Resource.create({"service.name": f"kvmesh-{role}", "service.instance.id": instance_id})
-    sender = OtlpSender(settings.otlp_endpoint) if settings.otlp_endpoint else None
+    sender = OtlpSender(settings.otlp_endpoint, settings.tls.ca) if settings.otlp_endpoint else None
     export = SpanExport(f"{role}-{instance_id}", resource.attributes, TraceWriter(settings.home), sender)
     held = HeldTraces(export.put, TraceRate(KEPT_PER_S))
     trace.set_tracer_provider(_Provider())

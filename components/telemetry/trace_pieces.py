@@ -11,6 +11,7 @@ CLIENT_REQUEST_ID: Final = "kvmesh.client_request_id"
 SLOW: Final = "kvmesh.slow"
 MOVED: Final = "kvmesh.moved"
 TTFT: Final = "kvmesh.ttft_s"
+TENANT: Final = "kvmesh.tenant"  # of the API key that a request came with
 
 PIECES: Final = "application/x-kvmesh-pieces"  # content type, which an observer names in `Accept-Post`
 LATEST_NS: Final = (1 << 63) - 1  # SQLite has no larger integers
@@ -28,13 +29,25 @@ class Root(msgspec.Struct, frozen=True, array_like=True):
     client_request_id: str | None
     slow: bool
     moved: bool
+    tenant: str | None = None
 
     @classmethod
     def of(cls, start_ns: int, attributes: Mapping[str, Any], *, failed: bool) -> "Root":
         """`attributes`: of the span, among them REQUEST_ID."""
-        label = attributes.get(CLIENT_REQUEST_ID)
-        label = None if label is None else str(label)
-        return cls(start_ns, failed, str(attributes[REQUEST_ID]), label, SLOW in attributes, MOVED in attributes)
+
+        def text(name: str) -> str | None:
+            value = attributes.get(name)
+            return None if value is None else str(value)
+
+        return cls(
+            start_ns,
+            failed,
+            str(attributes[REQUEST_ID]),
+            text(CLIENT_REQUEST_ID),
+            SLOW in attributes,
+            MOVED in attributes,
+            text(TENANT),
+        )
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):

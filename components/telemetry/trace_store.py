@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 from google.protobuf.message import DecodeError
@@ -31,7 +31,7 @@ BUSY_RETRY_S: Final = 0.01
 TRIM_EVERY: Final = 50  # writes; a trim reads an index
 SEEN: Final = 2000  # traces that a writer remembers, so that it need not add them again
 FILE_NAME: Final = "traces.sqlite"
-TABLES: Final = ("pieces", "traces", "requests")
+TABLES: Final = ("pieces", "traces", "requests", "tenants")
 STATUS: Final = ("UNSET", "OK", "ERROR")
 LOST: Final = "kvmesh.lost"  # of a span that its caller recorded, as the process died
 
@@ -51,11 +51,18 @@ create table if not exists requests (
 ) without rowid;
 create index if not exists requests_by_client on requests (client_request_id) where client_request_id is not null;
 create index if not exists requests_by_trace on requests (trace_id);
+create table if not exists tenants (request_id text primary key, tenant text not null, trace_id text not null) without rowid;
+create index if not exists tenants_by_trace on tenants (trace_id);
+create index if not exists tenants_by_tenant on tenants (tenant);
 """
 _ADD_TRACE: Final = """
 insert into traces values (?, ?, ?) on conflict (trace_id) do update
 set started_ns = min(started_ns, excluded.started_ns), special = max(special, excluded.special)
 """
+_OF_TENANT: Final = (
+    "select distinct trace_id from requests where request_id in (select request_id from tenants where tenant = ?) {}"
+    "order by started_ns desc limit ?"
+)
 _OLDEST: Final = "select trace_id from traces where special = ? order by started_ns desc limit -1 offset ?"
 _TRIM_PIECES: Final = """
 delete from pieces where rowid <= (select max(piece) from (
@@ -114,6 +121,11 @@ class TraceStore:
 
     def failed_trace_ids(self, count: int = 20) -> list[str]:
         return self._ids("select distinct trace_id from requests where failed order by started_ns desc limit ?", count)
+
+    def tenant_trace_ids(self, tenant: str, count: int = 20, only: Literal["", "failed", "slow"] = "") -> list[str]:
+        """The newest with a request of `tenant`."""
+        query = _OF_TENANT.format(f"and {only} " if only else "")
+        return self._ids(query, tenant, count)
 
     def trace(self, prefix: str) -> list[Span]:
         """Spans by start time of the trace whose id or request id starts with `prefix`.
@@ -185,11 +197,12 @@ class TraceWriter:
             self._connection = None
 
     def _write(self, service: str, pieces: Sequence[Piece]) -> None:
+        roots = [(piece.trace_id, root) for piece in pieces for root in piece.roots]
         requests = [
-            (root.request_id, root.client_request_id, piece.trace_id, root.start_ns, root.failed, root.slow)
-            for piece in pieces
-            for root in piece.roots
+            (root.request_id, root.client_request_id, trace_id, root.start_ns, root.failed, root.slow)
+            for trace_id, root in roots
         ]
+        tenants = [(root.request_id, root.tenant, trace_id) for trace_id, root in roots if root.tenant is not None]
         try:
             connection = self._open()
             with connection:
@@ -205,6 +218,7 @@ class TraceWriter:
                     ],
                 )
                 connection.executemany("insert or replace into requests values (?,?,?,?,?,?)", requests)
+                connection.executemany("insert or replace into tenants values (?,?,?)", tenants)
                 if (self._writes + 1) % TRIM_EVERY == 0:
                     self._trim(connection)
         except sqlite3.Error:

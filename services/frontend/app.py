@@ -119,14 +119,17 @@ def create_app(
     add_post_routes(app, [*generating, *_unary_routes(frontend)])
     add_response_routes(app, stored)
     _add_models(app, mesh)
-    _add_operations(app, mesh, operations or Operations(mesh), metrics.registry)
+    operations = operations or Operations(mesh)
+    _add_operations(app, mesh, operations, metrics.registry)
     if ui is not None:
         ui.history.measure(metrics, admission.batch)
         app.router.routes.extend(ui.routes())
     _add_error_handlers(app)
     sites = Sites(settings.allowed_hosts, settings.cors_origins, settings.host)
     app.add_middleware(_Shortcut, endpoints={route.path: route.endpoint for route in generating})
-    app.add_middleware(Gate, ring=keys, metrics=metrics, sites=sites, error_forms=ERROR_FORMS, lines=lines)
+    app.add_middleware(
+        Gate, ring=keys, metrics=metrics, sites=sites, error_forms=ERROR_FORMS, operations=operations, lines=lines
+    )
     _allow_origins(app, settings.cors_origins)  # outermost: a preflight request has no key
     return app
 

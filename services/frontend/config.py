@@ -120,6 +120,14 @@ class FrontendSettings(ModelSettings):
     drain_timeout_s: Annotated[
         PositiveFloat, Field(description="seconds that a stopping frontend may take to finish its requests")
     ] = 30.0
+    unready_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="seconds that a stopping frontend reports unready before it refuses connections, so that a load "
+            "balancer leaves it first; docs/operations.md",
+        ),
+    ] = 0.0
     compile_budget_s: Annotated[
         PositiveFloat,
         Field(description="CPU seconds for checking a schema, regex or grammar; one that takes longer is refused"),

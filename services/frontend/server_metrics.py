@@ -6,14 +6,18 @@ Source: OpenTelemetry's semantic conventions for generative AI, "Metrics: model 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib import import_module
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from opentelemetry.metrics import Histogram, Meter
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricExporter, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 
+from components.certificates import CA
 from components.settings import MeshSettings
+from components.startup import WrongSettings
+from components.telemetry.otlp_sender import trusting
 
 OTLP: Final = "opentelemetry.exporter.otlp.proto.http.metric_exporter"  # imported only with a collector
 OTLP_TIMEOUT_S: Final = 2  # an unreachable collector must not delay a stop
@@ -72,6 +76,22 @@ class ServerMetrics:
             self._each.record((duration_s - first_s) / (num_tokens - 1), about)
 
 
+def _session(ca: Path | None) -> Any:
+    """A session of `requests` that trusts whom the sender of spans trusts, whatever REQUESTS_CA_BUNDLE says.
+
+    Raises: WrongSettings.
+    """
+    requests = import_module("requests")
+    adapter = requests.adapters.HTTPAdapter()
+    try:
+        adapter.init_poolmanager(1, 1, ssl_context=trusting(ca))
+    except OSError as exc:
+        raise WrongSettings(f"{CA} {exc}") from exc
+    session = requests.Session()
+    session.mount("https://", adapter)
+    return session
+
+
 @asynccontextmanager
 async def send_server_metrics(
     settings: MeshSettings, instance_id: str, are_wanted: Callable[[], bool]
@@ -81,7 +101,10 @@ async def send_server_metrics(
         yield None
         return
     endpoint = f"{settings.otlp_endpoint.rstrip('/')}/v1/metrics"
-    exporter: MetricExporter = import_module(OTLP).OTLPMetricExporter(endpoint=endpoint, timeout=OTLP_TIMEOUT_S)
+    session = _session(settings.tls.ca) if endpoint.startswith("https:") else None
+    exporter: MetricExporter = import_module(OTLP).OTLPMetricExporter(
+        endpoint=endpoint, timeout=OTLP_TIMEOUT_S, session=session
+    )
     reader = PeriodicExportingMetricReader(exporter, EXPORT_EVERY_MS, OTLP_TIMEOUT_S * 1000)
     about = Resource.create({"service.name": "kvmesh-frontend", "service.instance.id": instance_id})
     provider = MeterProvider([reader], about, shutdown_on_exit=False)

@@ -11,7 +11,8 @@ from components.openai.errors import ApiError
 from components.openai.fields import GenerationFields
 from components.telemetry import spans
 from components.telemetry.light_span import LightSpan
-from components.telemetry.trace_pieces import CLIENT_REQUEST_ID, REQUEST_ID
+from components.telemetry.trace_pieces import CLIENT_REQUEST_ID, REQUEST_ID, TENANT
+from services.frontend.gate import caller_of
 from services.frontend.generation import Generation
 from services.frontend.request_record import RequestRecord, unkept
 
@@ -28,6 +29,8 @@ def begin_record(scope: Scope, operation: str, request_id: str, label: str, phas
     facts = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "kvmesh", REQUEST_ID: request_id}
     if label:
         facts[CLIENT_REQUEST_ID] = label
+    if (account := caller_of(scope).account) is not None:
+        facts[TENANT] = account.tenant
     # an empty context, not that of an earlier request
     context = tracer.continue_trace(carrier) if "traceparent" in carrier else Context()
     span = tracer.start_span(operation, context, SpanKind.SERVER, facts)

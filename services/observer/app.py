@@ -146,7 +146,8 @@ class ObserverApp:
         listed = {"recent": self._reader.recent, "slow": self._reader.slow, "failed": self._reader.failed}.get(which)
         if listed is None:
             raise Rejected(f"which={which!r} is none of recent, slow, failed")
-        traces = await self._on(self._reading, lambda: listed(limit))
+        tenant = asked.get("tenant", [None])[0]
+        traces = await self._on(self._reading, lambda: listed(limit, tenant))
         return _json({"traces": [fields_of(trace) for trace in traces]})
 
     @staticmethod
