@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What `make kubernetes-test` needs: Debian's packages, and Kubernetes 1.20 built from Debian's source, which is the only
-# Kubernetes that Debian has. As root, on Debian 12; half an hour on two cores, once. Everything else is in ~/.cache/kvmesh/kubernetes.
+# Kubernetes that Debian has. As root, on Debian 12; a quarter of an hour on two cores, once. Everything else is in ~/.cache/kvmesh/kubernetes.
 set -euo pipefail
 home=${XDG_CACHE_HOME:-$HOME/.cache}/kvmesh/kubernetes
 programs="kube-apiserver kube-controller-manager kube-scheduler kubelet kube-proxy"
