@@ -138,7 +138,10 @@ def running_engine(home: Path) -> Iterator[DockerEngine]:
         str(home / "none"),
     ]
     (home / "none").write_text("{}")  # and not the machine's
-    with (home / "dockerd.log").open("wb") as log, subprocess.Popen(command, stdout=log, stderr=log) as dockerd:
+    with (
+        (home / "dockerd.log").open("wb") as log,
+        subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True) as dockerd,
+    ):
         try:
             _until_it_answers(engine, dockerd, home / "dockerd.log")
             yield engine
