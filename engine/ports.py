@@ -4,7 +4,7 @@ Pages are *exposed* while another process may access them: PREFILL from the firs
 until `deliver`. They outlive the request until `release`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
 from pathlib import Path
@@ -275,3 +275,9 @@ class Engine(Protocol):
 
     def stop_profile(self) -> Recording:
         pass
+
+    def on_loss(self, callback: Callable[[Exception], None]) -> None:
+        """Call `callback` once, on any thread, if another process that computes for this engine is lost."""
+
+    def close(self) -> None:
+        """End the other processes. Call it last."""
