@@ -1,6 +1,7 @@
 """Build an engine for a model."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -28,7 +29,7 @@ from engine.model.probe import check_attention
 from engine.model.progress import Progress, silent
 from engine.parallel.followers import Followers
 from engine.parallel.led_model import LedModel
-from engine.ports import KvRegion
+from engine.ports import KvRegion, RankMemory
 from engine.runner.device_model import DeviceModel, StepModel
 from engine.runner.torch_runner import TorchRunner
 
@@ -166,9 +167,9 @@ def assemble_led(
     with followers.together():
         pool = make_pool(loaded, config)
         own = make_model(loaded, make_forward(loaded, config, pool, progress), pool)
-    followers.made()
+    ranks = [RankMemory(made.pid, made.device, made.address) for made in followers.made()]
     limit = ThreadLimit(torch.get_num_threads(), torch.get_num_threads())
-    return _engine(loaded, config, pool, LedModel(own, followers, number), None, limit)
+    return _engine(loaded, config, pool, LedModel(own, followers, number), None, limit, ranks)
 
 
 def _engine(  # noqa: PLR0917
@@ -178,13 +179,14 @@ def _engine(  # noqa: PLR0917
     model: StepModel,
     cores: SharedCores | None,
     limit: ThreadLimit,
+    ranks: Sequence[RankMemory] = (),
 ) -> EngineCore:
     on_cpu = loaded.device.type == "cpu"
     storage = pool.storage
     return EngineCore(
         runner=TorchRunner(model, pooling=loaded.pooling, cores=cores, limit=limit if on_cpu else None),
         config=config,
-        region=KvRegion(storage.data_ptr(), len(storage), loaded.layout, str(storage.device)),
+        region=KvRegion(storage.data_ptr(), len(storage), loaded.layout, str(storage.device), ranks),
         max_context=pool.max_context,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,

@@ -150,13 +150,23 @@ class StepOutput(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The page pool of a follower, with as many pages as the leader's."""
+
+    pid: int
+    device: str
+    address: int
+
+
+@dataclass(frozen=True, slots=True)
 class KvRegion:
     """The page pool's memory, as NIXL registers it."""
 
     address: int
     num_pages: int
-    layout: KvLayout
+    layout: KvLayout  # of this process's rank
     device: str  # "cpu" or "cuda:0"
+    followers: Sequence[RankMemory] = ()  # from rank 1 on
 
     @property
     def num_bytes(self) -> int:

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import msgspec
+
 from components.aio import first, raises
 from components.discovery.registry import Registration, Registry, join_registry
 from components.errors import Overloaded, UnknownModel
@@ -33,6 +35,7 @@ from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.embed import EmbeddingModel
 from components.wire.heartbeat import Heartbeat
+from components.wire.instances import KvEndpoint, RankEndpoint
 from engine.config import EngineConfig
 from engine.loop.engine_loop import EngineLoop
 from engine.loop.profiler import EngineProfiler
@@ -106,6 +109,7 @@ class Worker:
         """Answer and advertise until a stop signal, then drain. Raises: what the engine failed with."""
         model, engine = model_name(self.settings), self.engine
         self.metrics.show_kv_events(lambda: self.kv_events.log.number, lambda: self.kv_events.log.dropped)
+        self.metrics.show_ranks(self.config.tensor_parallel)
         self.metrics.show(self.figures)
         service.show(self.figures)
         engine.on_output(lambda output: self.kv_events.take(output.cache_events))
@@ -116,7 +120,7 @@ class Worker:
             model=model,
             adapters=engine.engine.adapters,
             max_context=max_context,
-            kv=self.transfer.endpoint,
+            kv=self._kv_endpoint(),
             http=self.page,
             kv_events=self.config.kv_events,
             embedding=embedding,
@@ -137,6 +141,11 @@ class Worker:
             await first(stop_signal(), control.stopped(), raises(engine.failed()))
             await drain(service, drain_timeout_s, heart.at_once)
 
+    def _kv_endpoint(self) -> KvEndpoint:
+        ranks = self.engine.engine.kv_region.followers
+        followers = [RankEndpoint(pid=r.pid, device=r.device, base_address=r.address) for r in ranks]
+        return msgspec.structs.replace(self.transfer.endpoint, followers=followers)
+
     def _endpoints(self, service: WorkerService) -> Sequence[Endpoint]:
         own = [present_endpoint(self.registration), status_endpoint(self.figures)]
         return [*service.endpoints(), *self.profiles.endpoints(), *self.kv_events.endpoints(), *own]
@@ -150,7 +159,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
     registration = Registration(me)
     metrics = WorkerMetrics()
     async with (
-        start_telemetry(settings, role, me) as telemetry,
+        start_telemetry(settings, role, me, config.tensor_parallel) as telemetry,
         connect_bus(settings.nats_url, f"{role}-{me}", settings.nats_access(role)) as bus,
         follow_kept(bus, settings.namespace, telemetry.held),
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,

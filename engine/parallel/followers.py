@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 
 END_S: Final = 10.0  # for a follower to end by itself
 LOST_S: Final = 2.0  # for the end of a follower to become known, when a step has failed
+DONE_LOOK_S: Final = 1e-4
 FOLLOWER: Final = "engine.follower"
 
 
@@ -52,9 +53,10 @@ class Follower:
     def _read(self, lose: Callable[[str], None]) -> None:
         assert self.process.stdout is not None
         last = Report(self.process.pid)
-        for line in self.process.stdout:
-            last = msgspec.json.decode(line, type=Report)
-            self.reports.put(last)
+        with self.process.stdout as lines:
+            for line in lines:
+                last = msgspec.json.decode(line, type=Report)
+                self.reports.put(last)
         why = last.failure or f"it ended with {self.process.wait()}"
         if not last.failure:
             self.reports.put(Report(self.process.pid, failure=why))
@@ -120,6 +122,12 @@ class Followers:
             self._line.send(encoder.encode(order), self._is_over)
         except LineBroken as exc:
             raise self._lost or RankLost(str(exc)) from exc
+
+    def wait_done(self) -> None:
+        """Wait until the followers have done what was sent. Raises: RankLost."""
+        while not self._line.is_done():
+            if self._is_over.wait(DONE_LOOK_S):
+                raise self._lost or RankLost("the followers have ended")
 
     @contextmanager
     def together(self) -> Iterator[None]:

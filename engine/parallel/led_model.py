@@ -36,6 +36,7 @@ class LedModel:
         with self._followers.together():
             self._followers.send(CopyPage(self._number, source, target))
             self._own.copy_page(source, target)
+            self._followers.wait_done()  # a page may be offered to a peer before the next step
 
     def on_loss(self, callback: Callable[[Exception], None]) -> None:
         self._followers.on_loss(callback)

@@ -1,6 +1,6 @@
 """A queue in shared memory from the leader to the followers: bytes of messages, in one ring.
 
-The leader alone writes `written`, each follower its own `read`; both only grow. A message has a checksum, because
+The leader alone writes `written`, each follower its own `done`; both only grow. A message has a checksum, because
 a processor may show the bytes of one store later than those of the next.
 """
 
@@ -32,8 +32,9 @@ class StepLine:
         self.memory = memory
         self.wakers = wakers  # an eventfd a follower
         self._size = size
-        self._start = LINE_BYTES * (1 + 2 * (size - 1))  # written; read and asleep of each follower
+        self._start = LINE_BYTES * (1 + 2 * (size - 1))  # written; done and asleep of each follower
         self._num_bytes = num_bytes
+        self._position = 0  # of a follower's next message
         self._map = mmap.mmap(memory, self._start + num_bytes)
 
     @classmethod
@@ -58,9 +59,7 @@ class StepLine:
         if needed > self._num_bytes:
             raise LineBroken(f"a step of {len(message)} bytes is too long for followers: at most {self._num_bytes}")
         written = self._counter(0)
-        while (
-            written + needed - min(self._counter(self._read(rank)) for rank in range(1, self._size)) > self._num_bytes
-        ):
+        while written + needed - self._least_done() > self._num_bytes:
             if is_over.is_set():
                 raise LineBroken("the followers have ended")
             sleep(FULL_LOOK_S)
@@ -70,11 +69,16 @@ class StepLine:
             if self._map[self._asleep(rank)]:
                 os.eventfd_write(waker, 1)
 
+    def is_done(self) -> bool:
+        """Whether the followers have done what all messages ask for."""
+        return self._counter(0) == self._least_done()
+
     # A follower's end.
 
     def receive(self, rank: int, spin_s: float) -> bytes:
-        """Wait for the next message: poll for `spin_s`, then sleep."""
-        read = self._counter(self._read(rank))
+        """Wait for the next message: poll for `spin_s`, then sleep. What the one before asks for is done."""
+        read = self._position
+        COUNTER.pack_into(self._map, self._done(rank), read)
         self._wait(rank, read, spin_s)
         while True:
             length, checksum = HEAD.unpack(self._get(read, HEAD.size))
@@ -82,7 +86,7 @@ class StepLine:
                 message = self._get(read + HEAD.size, length)
                 if crc32(message) == checksum:
                     break
-        COUNTER.pack_into(self._map, self._read(rank), read + HEAD.size + length)
+        self._position = read + HEAD.size + length
         return message
 
     def _wait(self, rank: int, read: int, spin_s: float) -> None:
@@ -96,7 +100,10 @@ class StepLine:
                 os.eventfd_read(waker)
             self._map[self._asleep(rank)] = 0
 
-    def _read(self, rank: int) -> int:
+    def _least_done(self) -> int:
+        return min(self._counter(self._done(rank)) for rank in range(1, self._size))
+
+    def _done(self, rank: int) -> int:
         return LINE_BYTES * (2 * rank - 1)
 
     def _asleep(self, rank: int) -> int:

@@ -25,7 +25,7 @@ class CutTensor:
 
     def __getitem__(self, _index: Any) -> torch.Tensor:
         part: torch.Tensor = self._stored[self._part]
-        return part
+        return part.contiguous()  # columns of a mapped file would keep the whole in memory
 
     def get_dtype(self) -> Any:
         return self._stored.get_dtype()

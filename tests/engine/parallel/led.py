@@ -11,6 +11,8 @@ from engine.model.load import LoadedModel
 from engine.parallel.followers import Followers
 from tests.engine.tiny_engine import small
 
+HOME = Path("~/.cache/kvmesh").expanduser()
+
 
 @dataclass(frozen=True)
 class Led:
@@ -19,18 +21,16 @@ class Led:
 
     def make(self, **changes: object) -> EngineCore:
         """A new engine: its own pages on each rank, the same weights."""
-        return assemble_led(self.loaded, small(**self._settings(changes)), self.followers)
-
-    def _settings(self, changes: dict[str, object]) -> dict[str, object]:
-        return {"tensor_parallel": self.loaded.layout.shards, **changes}
+        config = small(**{"tensor_parallel": self.loaded.layout.shards, **changes})
+        return assemble_led(self.loaded, config, self.followers)
 
 
 @contextmanager
 def led(directory: Path, size: int, **changes: object) -> Iterator[Led]:
     config = small(tensor_parallel=size, **changes)
-    followers = Followers(str(directory), config, Path("~/.cache/kvmesh").expanduser())
+    followers = Followers(str(directory), config, HOME)
     try:
-        loaded = prepare_model(str(directory), config, Path("~/.cache/kvmesh").expanduser())
+        loaded = prepare_model(str(directory), config, HOME)
         followers.join(loaded.device)
         yield Led(loaded, followers)
     finally:
