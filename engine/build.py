@@ -15,7 +15,7 @@ from engine.attention.step_tables import StepLimits
 from engine.compilation.device import choose_device_forward
 from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import CompiledWhenReady, choose_forward
-from engine.config import EngineConfig
+from engine.config import FOLLOWER, EngineConfig
 from engine.core.engine_core import PACK_TOKENS, EngineCore
 from engine.cpu.cpu_time import cores_for_a_while, usable_cores
 from engine.cpu.machine import keep_compiled
@@ -29,6 +29,7 @@ from engine.model.probe import check_attention
 from engine.model.progress import Progress, silent
 from engine.parallel.followers import Followers
 from engine.parallel.led_model import LedModel
+from engine.parallel.orders import line_of
 from engine.ports import KvRegion, RankMemory
 from engine.runner.device_model import DeviceModel, StepModel
 from engine.runner.torch_runner import TorchRunner
@@ -45,13 +46,15 @@ class Pool:
     max_context: int
 
 
-def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> EngineCore:
-    """Load `model`, on the thread that will step the engine.
+def build_engine(
+    model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent, follower: str = FOLLOWER
+) -> EngineCore:
+    """Load `model`, on the thread that will step the engine. `follower` is the module of the other ranks.
 
     Raises: ModelUnavailable, UnsupportedModel, AttentionUnavailable, RankLost.
     """
     if config.tensor_parallel > 1:
-        return _build_with_followers(model, config, state_dir, progress)
+        return _build_with_followers(model, config, state_dir, progress, follower)
     loaded = prepare_model(model, config, state_dir, progress)
     if loaded.device.type != "cuda":
         forward = choose_forward(model, loaded, config, state_dir, progress)
@@ -60,9 +63,11 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
     return assemble(loaded, config, make_forward(loaded, config, pool, progress), pool)
 
 
-def _build_with_followers(model: str, config: EngineConfig, state_dir: Path, progress: Progress) -> EngineCore:
+def _build_with_followers(
+    model: str, config: EngineConfig, state_dir: Path, progress: Progress, follower: str
+) -> EngineCore:
     pick_device(config.device, config.tensor_parallel - 1)  # before any process loads
-    followers = Followers(model, config, state_dir)
+    followers = Followers(model, config, state_dir, follower)
     try:
         loaded = prepare_model(model, config, state_dir, progress)
         followers.join(loaded.device)
@@ -167,7 +172,10 @@ def assemble_led(
     with followers.together():
         pool = make_pool(loaded, config)
         own = make_model(loaded, make_forward(loaded, config, pool, progress), pool)
-    ranks = [RankMemory(made.pid, made.device, made.address) for made in followers.made()]
+    ranks = [
+        RankMemory(made.pid, made.device, made.address, str(line_of(followers.directory, rank)))
+        for rank, made in enumerate(followers.made(), 1)
+    ]
     limit = ThreadLimit(torch.get_num_threads(), torch.get_num_threads())
     return _engine(loaded, config, pool, LedModel(own, followers, number), None, limit, ranks)
 

@@ -21,7 +21,7 @@ from components.startup import WrongSettings
 from engine.build import make_forward, make_model, make_pool, prepare_model
 from engine.config import EngineConfig
 from engine.model.progress import silent
-from engine.parallel.orders import Compute, CopyPage, MakeModel, Report, Start, decoder
+from engine.parallel.orders import Compute, CopyPage, MakeModel, Report, Start, decoder, line_of
 from engine.parallel.step_line import StepLine
 from engine.runner.device_model import DeviceModel
 from engine.sharding.group import from_leader, join_group
@@ -31,7 +31,8 @@ log = logging.getLogger(__name__)
 SPIN_S: Final = 2e-3  # on a device: a wake-up costs more than a launch
 
 
-def main() -> None:
+def main(serve: Callable[[Path], None] | None = None) -> None:
+    """`serve` starts a transfer end that listens at a path."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the leader decides when to end
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
@@ -39,6 +40,8 @@ def main() -> None:
     start = TypeAdapter(Start).validate_json(sys.stdin.buffer.readline())
     threading.Thread(target=_end_with_leader, daemon=True).start()
     try:
+        if serve is not None:
+            serve(line_of(Path(start.store).parent, start.rank))
         follow(start, say)
     except Exception as exc:
         message = exc.message if isinstance(exc, MeshError) else f"{type(exc).__name__}: {exc}"

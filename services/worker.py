@@ -4,15 +4,15 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
-
-import msgspec
+from typing import Final, Protocol
 
 from components.aio import first, raises
 from components.discovery.registry import Registration, Registry, join_registry
 from components.errors import Overloaded, UnknownModel
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import known_transport, kv_opener, own_address
+from components.kv_transfer.led_transfer import open_transfer
+from components.kv_transfer.writes import Writes
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
 from components.messaging.clocks import remaining_s
@@ -35,13 +35,14 @@ from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.embed import EmbeddingModel
 from components.wire.heartbeat import Heartbeat
-from components.wire.instances import KvEndpoint, RankEndpoint
 from engine.config import EngineConfig
 from engine.loop.engine_loop import EngineLoop
 from engine.loop.profiler import EngineProfiler
 from engine.model.resolve import model_dir, served_name
 from engine.ports import max_request_pages
 from engine.start import start_engine
+
+RANK: Final = "services.rank"
 
 
 class Addressed(Protocol):
@@ -93,6 +94,7 @@ class Worker:
     engine: EngineLoop
     masks: MaskMaker
     transfer: KvTransfer
+    writes: Writes
     kv_events: KvEventPublisher
     profiles: Profiles
     page: str  # URL of its metrics
@@ -120,7 +122,7 @@ class Worker:
             model=model,
             adapters=engine.engine.adapters,
             max_context=max_context,
-            kv=self._kv_endpoint(),
+            kv=self.transfer.endpoint,
             http=self.page,
             kv_events=self.config.kv_events,
             embedding=embedding,
@@ -141,11 +143,6 @@ class Worker:
             await first(stop_signal(), control.stopped(), raises(engine.failed()))
             await drain(service, drain_timeout_s, heart.at_once)
 
-    def _kv_endpoint(self) -> KvEndpoint:
-        ranks = self.engine.engine.kv_region.followers
-        followers = [RankEndpoint(pid=r.pid, device=r.device, base_address=r.address) for r in ranks]
-        return msgspec.structs.replace(self.transfer.endpoint, followers=followers)
-
     def _endpoints(self, service: WorkerService) -> Sequence[Endpoint]:
         own = [present_endpoint(self.registration), status_endpoint(self.figures)]
         return [*service.endpoints(), *self.profiles.endpoints(), *self.kv_events.endpoints(), *own]
@@ -155,7 +152,7 @@ class Worker:
 async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phase) -> AsyncIterator[Worker]:
     me = new_instance_id()
     subject = subject_of(settings.namespace, role, me)
-    open_transfer = kv_opener(settings.kv_transfer)  # first: a wrong name must not cost the start of a model
+    kv_opener(settings.kv_transfer)  # first: a wrong name must not cost the start of a model
     registration = Registration(me)
     metrics = WorkerMetrics()
     async with (
@@ -163,7 +160,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
         connect_bus(settings.nats_url, f"{role}-{me}", settings.nats_access(role)) as bus,
         follow_kept(bus, settings.namespace, telemetry.held),
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
-        start_engine(settings.model, config, settings.home, log_progress) as engine,
+        start_engine(settings.model, config, settings.home, log_progress, follower=RANK) as engine,
         open_masks(
             lambda: model_dir(settings.model, settings.home),
             engine.engine.vocab_size,
@@ -171,11 +168,12 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
             ConstraintMetrics(metrics.registry),
         ) as masks,
         open_transfer(
+            settings.kv_transfer,
             engine.engine.kv_region,
             f"{role}-{me}",
             settings.kv_transfer_host or own_address(settings.etcd_url),
             max_request_pages(engine.engine),
-        ) as transfer,
+        ) as opened,
         keep_profiles(f"{role} {me}", EngineProfiler(engine, {"role": role, "instance": me})) as profiles,
         publish_kv_events(
             bus,
@@ -198,6 +196,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
         ) as figures,
         keep_present(bus, registry.book),
     ):
+        transfer = opened.transfer
         figures.layout = transfer.endpoint.layout.text
         figures.kv_transfer = transfer.endpoint.backend
         figures.kv_transport = known_transport(transfer.endpoint.backend)
@@ -215,6 +214,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
             engine=engine,
             masks=masks,
             transfer=transfer,
+            writes=opened.writes,
             kv_events=kv_events,
             profiles=profiles,
             page=page,

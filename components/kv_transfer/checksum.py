@@ -12,14 +12,25 @@ from zlib import crc32
 import numpy as np
 
 from components.aio import ended
+from components.errors import Rejected
 from components.kv_transfer.backend import PageRegion
 from components.kv_transfer.page_reader import PageArray, PageReader, open_reader
+from components.wire.layout import KvLayout
+
+
+def check_whole(layout: KvLayout) -> None:
+    """Raises: Rejected."""
+    if layout.shards > 1:
+        raise Rejected(
+            f"KV cannot be verified: these pages are on {layout.shards} devices, and checksums are of whole pages"
+        )
 
 
 class PageChecksums:
-    """Reads one pool, which must outlive it."""
+    """Reads one pool, which must outlive it. Raises: Rejected, if it cannot be read."""
 
     def __init__(self, region: PageRegion) -> None:
+        check_whole(region.layout)
         self._reader = open_reader(region)
         self._page_size = region.layout.page_size
 

@@ -22,6 +22,7 @@ class RankEndpoint(Struct):
     base_address: int
     agent: str = ""
     agent_metadata: str = ""
+    aux_address: int = 0  # of as many slots as the first rank's
 
 
 class KvEndpoint(Struct):
@@ -36,6 +37,11 @@ class KvEndpoint(Struct):
     aux_slot_bytes: int
     layout: KvLayout
     followers: list[RankEndpoint] = field(default_factory=list)  # from rank 1 on
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page on all ranks."""
+        return self.layout.page_bytes * (1 + len(self.followers))
 
     @property
     def devices(self) -> list[str]:

@@ -9,6 +9,7 @@ from components.wire.codec import Struct
 
 LAYOUT_VERSION: Final = 1
 SHARDED_VERSION: Final = 2  # of a layout with shards; older processes refuse it
+UNDERSTOOD: Final = (LAYOUT_VERSION, SHARDED_VERSION)
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
@@ -75,14 +76,18 @@ def can_shard(kv_heads: int, shards: int) -> bool:
 
 
 def check_compatible(ours: KvLayout, theirs: KvLayout) -> None:
-    """One page size must divide the other; all else must be equal. Raises: IncompatibleLayout."""
-    if (ours.shards, theirs.shards) != (1, 1):
-        raise IncompatibleLayout(
-            f"KV moves only between instances on one device (ranks: {ours.shards} here, {theirs.shards} there)"
-        )
+    """One page size must divide the other, and the ranks of each must divide the KV heads or be divided by them.
+
+    All else must be equal.
+    Raises: IncompatibleLayout.
+    """
     if ours == theirs:
         return
-    different = [n for n in KvLayout.__struct_fields__ if getattr(ours, n) != getattr(theirs, n)]
+    different = [n for n in KvLayout.__struct_fields__ if getattr(ours, n) != getattr(theirs, n) and n != "shard"]
+    if ours.version in UNDERSTOOD and theirs.version in UNDERSTOOD:
+        different = [n for n in different if n != "version"]
+    if all(layout.shards > 0 and can_shard(layout.kv_heads, layout.shards) for layout in (ours, theirs)):
+        different = [n for n in different if n != "shards"]
     small, large = sorted((ours.page_size, theirs.page_size))
     if small > 0 and large % small == 0:
         different = [n for n in different if n != "page_size"]

@@ -19,7 +19,9 @@ from engine.model.progress import Progress, silent
 from engine.model.resolve import model_dir, served_name
 
 
-def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> EngineCore:
+def build_engine(
+    model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent, _follower: str = ""
+) -> EngineCore:
     """Build from a model's configuration, without torch or weights.
 
     Raises: ModelUnavailable, UnsupportedModel.

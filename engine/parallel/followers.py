@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from components.errors import InvariantBroken
 from components.startup import WrongSettings
-from engine.config import EngineConfig
+from engine.config import FOLLOWER, EngineConfig
 from engine.parallel.orders import MakeModel, Order, Report, Start, encoder
 from engine.parallel.step_line import LineBroken, StepLine
 from engine.sharding.group import abort_group, join_group, leave_group
@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 END_S: Final = 10.0  # for a follower to end by itself
 LOST_S: Final = 2.0  # for the end of a follower to become known, when a step has failed
 DONE_LOOK_S: Final = 1e-4
-FOLLOWER: Final = "engine.follower"
 
 
 class RankLost(InvariantBroken):
@@ -37,12 +36,12 @@ class RankLost(InvariantBroken):
 class Follower:
     """One process. A thread reads its reports."""
 
-    def __init__(self, rank: int, start: Start, lose: Callable[[str], None]) -> None:
+    def __init__(self, rank: int, start: Start, module: str, lose: Callable[[str], None]) -> None:
         self.rank = rank
         self.reports: Queue[Report] = Queue()
         inherited = (start.memory, *start.wakers)
         self.process = subprocess.Popen(
-            [sys.executable, "-m", FOLLOWER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=inherited
+            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=inherited
         )
         assert self.process.stdin is not None
         with suppress(BrokenPipeError):  # it has ended; its reports say so
@@ -80,10 +79,11 @@ class Follower:
 class Followers:
     """All followers of this process. Other methods than `on_loss` belong to the engine's thread."""
 
-    def __init__(self, model: str, config: EngineConfig, state_dir: Path) -> None:
+    def __init__(self, model: str, config: EngineConfig, state_dir: Path, module: str = FOLLOWER) -> None:
         self._size = config.tensor_parallel
         self._directory = tempfile.TemporaryDirectory(prefix="kvmesh-ranks-")
-        self._store = Path(self._directory.name) / "store"
+        self.directory = Path(self._directory.name)  # private
+        self._store = self.directory / "store"
         self._line = StepLine.make(self._size)
         self._is_over = threading.Event()  # a follower is lost, or `close` was called
         self._lock = threading.Lock()
@@ -91,12 +91,12 @@ class Followers:
         self._callbacks: list[Callable[[Exception], None]] = []
         self._closing = False
         self._made = 0
-        self._all = [self._started(rank, model, config, state_dir) for rank in range(1, self._size)]
+        self._all = [self._started(rank, model, config, state_dir, module) for rank in range(1, self._size)]
 
-    def _started(self, rank: int, model: str, config: EngineConfig, state_dir: Path) -> Follower:
+    def _started(self, rank: int, model: str, config: EngineConfig, state_dir: Path, module: str) -> Follower:
         line = self._line
         start = Start(model, str(state_dir), config, rank, str(self._store), line.memory, line.wakers)
-        return Follower(rank, start, self._lose)
+        return Follower(rank, start, module, self._lose)
 
     def join(self, device: torch.device) -> None:
         """Wait until all have loaded their part, then form the group.

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Final
 
 import msgspec
@@ -24,6 +25,11 @@ class Start:
 
     def dump(self) -> str:
         return json.dumps(asdict(self), default=str)
+
+
+def line_of(directory: Path, rank: int) -> Path:
+    """Where a follower's transfer end listens."""
+    return directory / f"rank-{rank}"
 
 
 class MakeModel(msgspec.Struct, frozen=True, array_like=True, tag=True):

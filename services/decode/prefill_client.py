@@ -24,7 +24,7 @@ from components.errors import (
 )
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer, check_same_backend
-from components.kv_transfer.checksum import PageChecksums
+from components.kv_transfer.checksum import PageChecksums, check_whole
 from components.kv_transfer.page_reader import check_readable
 from components.lifecycle import Tally
 from components.messaging.bus import Bus
@@ -117,7 +117,7 @@ class PrefillClient:
 
     def num_bytes(self, transfer: InboundTransfer) -> int:
         """Bytes that prefill wrote, once they have landed."""
-        return self._num_exposed(transfer.reserved.result()) * self._transfer.endpoint.layout.page_bytes
+        return self._num_exposed(transfer.reserved.result()) * self._transfer.endpoint.page_bytes
 
     def _num_exposed(self, reserved: Exposed) -> int:
         return len(reserved.pages) - reserved.num_computed // self._transfer.endpoint.layout.page_size
@@ -146,6 +146,7 @@ class PrefillClient:
         check_same_backend(self._transfer.endpoint.backend, endpoint.backend)
         if self._checksums is not None:
             check_readable(endpoint.device)
+            check_whole(endpoint.layout)
 
     def begin(self, engine_id: str, prefill: InstanceRecord) -> InboundTransfer:
         """Raises: QueueFull, if no aux slot is free."""

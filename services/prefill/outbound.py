@@ -14,7 +14,7 @@ from components.errors import Cancelled, DeadlineExceeded, InvariantBroken, Mesh
 from components.kv_transfer.aux import AuxRecord, room_for_checksums
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import PageChecksums, TransferChecksums
-from components.kv_transfer.pieces import cut
+from components.kv_transfer.writes import Writes
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.clocks import now_ms, remaining_s
 from components.telemetry.spans import mark_outcome, record_span, tracer, use_span
@@ -62,6 +62,7 @@ class OutboundTransfer:
         span: Span,
         *,
         tally: Tally[OutboundState] | None = None,
+        writes: Writes | None = None,  # of all ranks; default: of `transfer`
         checksums: PageChecksums | None = None,  # if decode verifies
         bootstrap_timeout_s: float | None = None,  # until decode's offer
         announce: Callable[[PagesOffered], Awaitable[None]] = _announce_nothing,  # before the last write
@@ -76,6 +77,7 @@ class OutboundTransfer:
         self.duration_s = 0.0  # from the offer to the aux slot
         self.lifecycle = Lifecycle(f"prefill {request.request_id}", NEXT, S.BOOTSTRAPPING, tally)
         self._transfer = transfer
+        self._writes = writes or Writes(transfer)
         self._layout = transfer.endpoint.layout
         self.span = span
         self._checksums = checksums
@@ -213,7 +215,7 @@ class OutboundTransfer:
             span.set_attribute("kvmesh.transfer.backend", peer.backend)
             started = time.monotonic()
             self._sums = self._begin_checksums(offer, peer)
-            await self._transfer.connect(peer)
+            await self._writes.connect(peer)
             last = await self._send_pages(offer, peer)
             span.set_attribute("kvmesh.transfer.bytes", self.num_bytes)
             await self._send_aux(offer, peer, last)
@@ -251,11 +253,7 @@ class OutboundTransfer:
         The timer is not enough: a process that was stopped may get here before it.
         """
         remaining_s(offer.deadline_unix_ms)
-        if peer.layout.page_size != self._layout.page_size:
-            return self._transfer.write_pieces(peer.agent, cut(self._layout, peer.layout, tokens, ours, offer.pages))
-        # With the unused rows of the last page: a whole page is one piece.
-        pages = slice(tokens.start // self._layout.page_size, self._layout.pages_for(tokens.stop))
-        return self._transfer.write_pages(peer.agent, ours[pages], offer.pages[pages])
+        return self._writes.write(peer, tokens, ours, offer.pages)
 
     def _begin_checksums(self, offer: PagesOffered, peer: KvEndpoint) -> TransferChecksums | None:
         """Raises: TransferFailed, if the aux slot is too small."""
