@@ -11,6 +11,7 @@ from engine.ports import KvRegion
 from services.decode.config import DecodeSettings
 from services.decode.prefill_client import PrefillClient
 from services.decode.requests import ActiveRequests
+from services.decode.runner import RequestRunner
 from services.decode.service import DecodeService
 from services.worker import model_name, open_worker
 
@@ -59,8 +60,7 @@ async def main(settings: DecodeSettings) -> None:
             checksums=page_checksums(engine.kv_region) if settings.verify_kv else None,
             recomputes=settings.on_transfer_failure == "recompute",
         )
-        service = DecodeService(
-            worker.registration,
+        runner = RequestRunner(
             worker.engine,
             prefill,
             prefills,
@@ -72,6 +72,7 @@ async def main(settings: DecodeSettings) -> None:
             on_transfer_failure=settings.on_transfer_failure,
             masks=worker.masks,
         )
+        service = DecodeService(worker.registration, runner, model=model, metrics=worker.metrics)
         await worker.serve(
             service, settings.drain_timeout_s, max_context=engine.max_context, embedding=engine.embedding
         )

@@ -41,6 +41,7 @@ from engine.scheduler.request import Request, RequestState
 from services.bootstrap.service import BootstrapService
 from services.decode.prefill_client import PrefillClient
 from services.decode.requests import ActiveRequests
+from services.decode.runner import RequestRunner
 from services.decode.service import DecodeService
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
@@ -378,8 +379,7 @@ class Decode(Worker):
             recomputes=setup.on_transfer_failure == "recompute",
         )
         self.active = ActiveRequests(outbox)
-        self.service = DecodeService(
-            self.registration,
+        self.runner = RequestRunner(
             self.engine,
             self.prefill_client,
             prefills,
@@ -390,6 +390,7 @@ class Decode(Worker):
             on_transfer_failure=setup.on_transfer_failure,
             local_prefill_on_queue=setup.local_prefill_on_queue,
         )
+        self.service = DecodeService(self.registration, self.runner, model=MODEL, metrics=self.metrics)
         record = self._record(self.transfer.endpoint, self.engine.engine.max_context)
         await stack.enter_async_context(
             self._advertised([*self.service.endpoints(), *self.kv_events.endpoints()], record)
@@ -402,7 +403,7 @@ class Decode(Worker):
         counts = {
             "streams": len(self.active),
             "transfers": len(self.prefill_client),
-            "tasks of requests": len(self.service._tasks),
+            "tasks of requests": len(self.runner._tasks),
         }
         return [*super()._kept(), *(f"{count} {what}" for what, count in counts.items() if count)]
 

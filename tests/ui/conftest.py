@@ -1,6 +1,7 @@
 """A browser for the tests of the page at /ui: Debian's Chromium, one a file."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -12,6 +13,8 @@ IMAGES: Final = Path(__file__).resolve().parents[2] / "docs" / "images"
 PICTURES: Final = "KVMESH_SCREENSHOTS"  # set: tests write the pictures of docs/ui.md
 WIDE: Final = {"width": 1280, "height": 800}
 PHONE: Final = {"width": 375, "height": 740}
+
+WAIT_S: Final = 45  # Chromium, a mesh and another process's tests share two cores
 
 Browser = Any  # types of playwright, which may be missing
 Page = Any
@@ -39,7 +42,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
         context = browser.new_context(viewport=viewport, reduced_motion="reduce", **options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(WAIT_S * 1000)
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
         page.on("request", lambda asked: faults.append(asked.url) if not asked.url.startswith((url, "blob:")) else None)
@@ -55,6 +58,17 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
 
 def go(page: Page, part: str) -> None:
     page.evaluate("part => { location.hash = `#/${part}`; }", part)
+
+
+def until(page: Page, expression: str, value: object = True) -> None:
+    """Wait until `expression` is `value`: the page draws, and moves its focus, a moment after the event.
+
+    Playwright's own wait_for_function calls eval() in the page, which the page's security policy forbids.
+    """
+    ends_s = time.monotonic() + WAIT_S
+    while (found := page.evaluate(expression)) != value:
+        assert time.monotonic() < ends_s, f"{expression} is {found!r} instead of {value!r}"
+        page.wait_for_timeout(20)
 
 
 def picture(page: Page, name: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.conftest import running_services
 from tests.services.frontend.ui.parts import SECRET, TRACE_ID
-from tests.ui.conftest import PHONE, Browser, OpenPage, go, picture, width_of
+from tests.ui.conftest import PHONE, Browser, OpenPage, go, picture, until, width_of
 
 pytestmark = pytest.mark.mesh
 KEY: Final = "sk-one-0123456789"
@@ -80,9 +80,8 @@ def test_200_instances_fit_on_a_phone_and_into_one_stop_of_tab_a_role(
     assert page.locator(".cell.decode[tabindex='0']").count() == 1
     page.locator(".cell.decode").first.focus()
     page.keyboard.press("End")
-    assert page.evaluate("document.activeElement.dataset.id") == page.locator(".cell.decode").last.get_attribute(
-        "data-id"
-    )
+    last = page.locator(".cell.decode").last.get_attribute("data-id")
+    until(page, "document.activeElement.dataset.id", last)
     assert "Decode" in page.evaluate("document.activeElement.getAttribute('aria-label')")
 
 
@@ -90,7 +89,7 @@ def test_with_keys_the_page_asks_for_one_and_keeps_it_in_this_tab(open_page: Ope
     page = open_page(urls["key"])
     field = page.get_by_label("Key")
     field.wait_for()
-    assert page.evaluate("document.activeElement.id") == "key"
+    until(page, "document.activeElement.id", "key")
     field.fill("sk-wrong-0123456789")
     page.keyboard.press("Enter")
     page.get_by_text("This key is not accepted.").wait_for()

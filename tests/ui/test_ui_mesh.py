@@ -17,7 +17,7 @@ import pytest
 from bench.processes import free_port
 from tests.conftest import RunService, ServiceProcess, running_services
 from tests.mesh.mocks import SHAPE
-from tests.ui.conftest import PHONE, PICTURES, Browser, OpenPage, Page, go, picture, width_of
+from tests.ui.conftest import PHONE, PICTURES, Browser, OpenPage, Page, go, picture, until, width_of
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -78,14 +78,14 @@ def mesh(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         process.wait_for_log("Ready:", 60)
         assert f"http://127.0.0.1:{port}/ui" in process.logged()
         url = f"http://127.0.0.1:{port}"
-        with requests_for_pictures(url):
+        with requests_to(url, 6 if PICTURES in os.environ else 0):
             yield Running(url, home / "state", start, process)
         assert process.terminate(20) == 0, process.logged()
 
 
 @contextmanager
-def requests_for_pictures(url: str) -> Iterator[None]:
-    """Keep the mesh busy while pictures are taken; else nothing."""
+def requests_to(url: str, clients: int) -> Iterator[None]:
+    """Keep the mesh busy meanwhile."""
     over = threading.Event()
 
     def send(number: int) -> None:
@@ -97,7 +97,7 @@ def requests_for_pictures(url: str) -> Iterator[None]:
                 client.post(f"{url}/v1/completions", json=body)
                 over.wait(draw.random())
 
-    senders = [threading.Thread(target=send, args=(i,)) for i in range(6 if PICTURES in os.environ else 0)]
+    senders = [threading.Thread(target=send, args=(i,)) for i in range(clients)]
     for sender in senders:
         sender.start()
     try:
@@ -198,9 +198,11 @@ def test_load_over_time_is_drawn(open_page: OpenPage, mesh: Running) -> None:
     page = open_page(mesh.url)
     go(page, "load")
     page.wait_for_selector(".chart canvas >> nth=5")
-    page.wait_for_function(
-        "[...document.querySelectorAll('.plot')].some(p => /generated [1-9]/.test(p.getAttribute('aria-label')))"
-    )
+    with requests_to(mesh.url, 2):
+        until(
+            page,
+            "[...document.querySelectorAll('.plot')].some(p => /generated [1-9]/.test(p.getAttribute('aria-label')))",
+        )
     assert len(page.locator(".chart").all()) == 6
     picture(page, "load")
 
@@ -270,13 +272,13 @@ def test_all_can_be_done_by_keyboard(open_page: OpenPage, mesh: Running) -> None
     assert focused("dataset.id") == second
     page.keyboard.press("Enter")
     page.wait_for_selector(".detail")
-    page.wait_for_function("document.activeElement.className === 'detail'")
+    until(page, "document.activeElement.className", "detail")
     assert f"Decode {second}" in focused("getAttribute('aria-label')")
     page.keyboard.press("Tab")
     assert focused("textContent").strip() == "Kill"
     page.keyboard.press("Escape")
     page.wait_for_selector(".detail", state="detached")
-    assert focused("dataset.id") == second
+    until(page, "document.activeElement.dataset.id", second)
     for part in PARTS:
         go(page, part)
         page.wait_for_timeout(100)

@@ -33,7 +33,7 @@ class Masks:
 @pytest.fixture
 async def masks(decode: Decode) -> Any:
     made: Any = Masks()
-    decode.service._masks = made
+    decode.runner._masks = made
     return made
 
 

@@ -55,6 +55,7 @@ from components.wire.tokens import pack_tokens
 from engine.ports import Exposed, Failed, FinishReason, Phase, StepStats, TokenOutput
 from services.decode.prefill_client import PrefillClient
 from services.decode.requests import ActiveRequests
+from services.decode.runner import RequestRunner
 from services.decode.service import DecodeService
 from tests.components.discovery.records import record
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
@@ -130,8 +131,7 @@ class Decode:
             30.0,
         )
         self.metrics = WorkerMetrics()
-        self.service = DecodeService(
-            self.registration,
+        self.runner = RequestRunner(
             self.engine,
             self.prefill_client,
             self.fleet,
@@ -141,6 +141,7 @@ class Decode:
             max_local_prefill=2,
             local_prefill_on_queue=True,
         )
+        self.service = DecodeService(self.registration, self.runner, model="m", metrics=self.metrics)
 
     async def ask(self, stream_id: int = 1, life_ms: int = 60_000, **changes: Any) -> GenerateAccepted:
         request = GenerateRequest(
@@ -177,7 +178,7 @@ class Decode:
     async def until_nothing_runs(self) -> None:
         """What prefill and bootstrap answer comes in several turns of the loop."""
         async with asyncio.timeout(5):
-            while self.service._tasks:
+            while self.runner._tasks:
                 await asyncio.sleep(0.005)
         await turns()
 
@@ -217,7 +218,7 @@ class Decode:
 
     def assert_nothing_is_kept(self) -> None:
         assert not self.queues()
-        assert not self.service._tasks
+        assert not self.runner._tasks
         assert not self.prefill_client._transfers
         assert not len(self.active)
         assert not self.active._by_stream
@@ -301,7 +302,7 @@ async def test_a_prompt_is_computed_here_while_the_queue_at_prefill_lasts_longer
     decode.beat(150, 100.0)  # one and a half: within the margin
     await decode.ask(2)
     assert decode.engine.engine.submitted["r.2"].phase is Phase.DECODE
-    decode.service._choice._overflow = False
+    decode.runner.choice._overflow = False
     decode.beat(1000, 100.0)
     await decode.ask(3)
     assert decode.engine.engine.submitted["r.3"].phase is Phase.DECODE
@@ -355,9 +356,9 @@ async def test_a_prefill_of_another_layout_is_passed_over_and_said_once_until_it
         await decode.ask(number)
     assert not decode.prefill.asked
     assert caplog.messages.count("prefill instance not used") == 1
-    assert len(decode.service._choice._refused) == 1
+    assert len(decode.runner.choice._refused) == 1
     decode.registry.book.remove("p")
-    assert not decode.service._choice._refused
+    assert not decode.runner.choice._refused
 
 
 async def test_a_prefill_with_another_transfer_backend_is_passed_over_with_both_named(
@@ -722,7 +723,7 @@ async def test_quiet_is_asked_for_until_it_is_told(decode: Decode, monkeypatch: 
 async def test_where_failures_are_asked_for_the_client_gets_one_and_every_page_comes_back(
     decode: Decode, stage: str
 ) -> None:
-    decode.service._on_transfer_failure = "fail"
+    decode.runner._on_transfer_failure = "fail"
     decode.prefill.quiets.clear()
     if stage == "refused":
         decode.prefill.refusal = Overloaded("full")
@@ -758,7 +759,7 @@ async def test_where_failures_are_asked_for_the_client_gets_one_and_every_page_c
 
 async def test_a_stream_that_has_begun_goes_on_where_failures_are_asked_for(decode: Decode) -> None:
     """It moved here from an instance that died: its client has tokens already."""
-    decode.service._on_transfer_failure = "fail"
+    decode.runner._on_transfer_failure = "fail"
     decode.prefill.refusal = Overloaded("full")
     await decode.ask(num_generated=2)
     assert decode.engine.did("recompute") == [ID]
@@ -768,7 +769,7 @@ async def test_a_stream_that_has_begun_goes_on_where_failures_are_asked_for(deco
 
 
 async def test_without_prefill_a_prompt_is_computed_here_where_failures_are_asked_for(decode: Decode) -> None:
-    decode.service._on_transfer_failure = "fail"
+    decode.runner._on_transfer_failure = "fail"
     decode.registry.book.remove("p")
     await decode.ask()
     assert decode.engine.engine.submitted[ID].phase is Phase.FULL
@@ -1018,7 +1019,7 @@ async def test_leaving_does_not_wait_for_pages_that_a_dead_or_hung_prefill_has_p
     decode: Decode, monkeypatch: pytest.MonkeyPatch, prefill: str
 ) -> None:
     """After a prefill's death decode did not stop for a minute: it waited for the end of the offer, and was killed."""
-    monkeypatch.setattr("services.decode.service.SETTLE_S", 0.05)
+    monkeypatch.setattr("services.decode.runner.SETTLE_S", 0.05)
     await decode.ask()
     await decode.reserve()
     if prefill == "dead":
