@@ -10,6 +10,8 @@ from pathlib import Path
 from components.errors import InvariantBroken, MeshError
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import kv_opener
+from components.kv_transfer.checksum import TransferChecksums, head_groups
+from components.kv_transfer.page_reader import open_reader
 from components.kv_transfer.rank_line import (
     Answer,
     CatchUp,
@@ -19,6 +21,7 @@ from components.kv_transfer.rank_line import (
     Open,
     Order,
     Receive,
+    Sum,
     Write,
     orders,
     rank_endpoint,
@@ -79,6 +82,7 @@ class RankEnd:
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
         self._transfer: KvTransfer | None = None
+        self._region: _Region | None = None
         self._peers: dict[str, KvEndpoint] = {}  # by the agent of the first rank
         self._receiving: asyncio.Future[None] | None = None
 
@@ -100,6 +104,14 @@ class RankEnd:
             case Write(agent, tokens, source, target):
                 moved = await write_ranks(transfer, self._peers[agent], Copy(range(*tokens), source, target))
                 return Answer(number, num_bytes=moved)
+            case Sum(pages, tokens, peer_page_size):
+                region = self._region
+                assert region is not None, "it is open"
+                sums = TransferChecksums(
+                    open_reader(region), region.layout.page_size, peer_page_size, head_groups(region.layout)
+                )
+                await sums.add(pages, range(*tokens))
+                return Answer(number, sums=sums.groups)
             case Receive(on):
                 self._receive(transfer, on=on)
             case Hasten():
@@ -110,6 +122,7 @@ class RankEnd:
 
     async def _open(self, number: int, order: Open) -> Answer:
         region = _Region(order.address, order.num_pages, order.layout, order.device)
+        self._region = region
         opening = kv_opener(order.setting)(region, order.agent, order.host, order.max_request_pages)
         self._transfer = await self._stack.enter_async_context(opening)
         return Answer(number, endpoint=rank_endpoint(os.getpid(), self._transfer.endpoint))

@@ -55,11 +55,19 @@ class Hasten(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
+class Sum(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Checksum the tokens of a block table, each head apart. Answer: the sums."""
+
+    pages: list[int]
+    tokens: tuple[int, int]
+    peer_page_size: int
+
+
 class CatchUp(msgspec.Struct, frozen=True, array_like=True, tag=True):
     pass
 
 
-Order = Open | Connect | Disconnect | Write | Receive | Hasten | CatchUp
+Order = Open | Connect | Disconnect | Write | Sum | Receive | Hasten | CatchUp
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -67,6 +75,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
     num_bytes: int = 0
     endpoint: RankEndpoint | None = None
+    sums: list[list[int]] = []  # by page of the larger size, then by head
 
 
 class Numbered(msgspec.Struct, frozen=True, array_like=True):

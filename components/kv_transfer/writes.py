@@ -87,19 +87,19 @@ class Writes:
 
     def __init__(self, transfer: KvTransfer, lines: Sequence[RankLine] = ()) -> None:
         self._transfer = transfer  # of rank 0
-        self._lines = lines
+        self.lines = lines
         self._agents: dict[str, list[str]] = {}  # of a peer's ranks, by the agent of its first
 
     async def connect(self, peer: KvEndpoint) -> None:
         """Raises: IncompatibleLayout, TransferFailed."""
         self._agents[peer.agent] = [peer.agent, *(rank.agent for rank in peer.followers)]
-        for line in self._lines:
+        for line in self.lines:
             await line.ask(Connect(peer))
         await connect_ranks(self._transfer, peer)
 
     async def disconnect(self, agent: str) -> None:
         agents = self._agents.pop(agent, [agent])
-        for line in self._lines:
+        for line in self.lines:
             await line.ask(Disconnect(agents))
         for one in agents:
             await self._transfer.disconnect(one)
@@ -111,8 +111,8 @@ class Writes:
         Raises: TransferFailed, when no byte is in flight any more but not all have landed.
         """
         copy = Copy(tokens, source, target)
-        if not self._lines and not peer.followers:
+        if not self.lines and not peer.followers:
             return write_rank(self._transfer, peer, copy)
         order = Write(peer.agent, (tokens.start, tokens.stop), list(source), list(target))
         own = write_ranks(self._transfer, peer, copy)
-        return all_ended([own, *(line.moved(order) for line in self._lines)])
+        return all_ended([own, *(line.moved(order) for line in self.lines)])

@@ -24,7 +24,7 @@ from components.errors import (
 )
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer, check_same_backend
-from components.kv_transfer.checksum import PageChecksums, check_whole
+from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.page_reader import check_readable
 from components.lifecycle import Tally
 from components.messaging.bus import Bus
@@ -146,7 +146,6 @@ class PrefillClient:
         check_same_backend(self._transfer.endpoint.backend, endpoint.backend)
         if self._checksums is not None:
             check_readable(endpoint.device)
-            check_whole(endpoint.layout)
 
     def begin(self, engine_id: str, prefill: InstanceRecord) -> InboundTransfer:
         """Raises: QueueFull, if no aux slot is free."""

@@ -13,7 +13,7 @@ from components.aio import Failure, ended
 from components.errors import Cancelled, DeadlineExceeded, InvariantBroken, MeshError, TransferFailed
 from components.kv_transfer.aux import AuxRecord, room_for_checksums
 from components.kv_transfer.backend import KvTransfer
-from components.kv_transfer.checksum import PageChecksums, TransferChecksums
+from components.kv_transfer.checksum import Checksums, PageChecksums
 from components.kv_transfer.writes import Writes
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.clocks import now_ms, remaining_s
@@ -91,7 +91,7 @@ class OutboundTransfer:
         self._computed_ns = 0
         self._peer: KvEndpoint | None = None
         self._computed: Exposed | None = None
-        self._sums: TransferChecksums | None = None
+        self._sums: Checksums | None = None
         self._changed = asyncio.Event()  # an offer, or a chunk
         self._limit: asyncio.TimerHandle | None = None
 
@@ -255,11 +255,11 @@ class OutboundTransfer:
         remaining_s(offer.deadline_unix_ms)
         return self._writes.write(peer, tokens, ours, offer.pages)
 
-    def _begin_checksums(self, offer: PagesOffered, peer: KvEndpoint) -> TransferChecksums | None:
+    def _begin_checksums(self, offer: PagesOffered, peer: KvEndpoint) -> Checksums | None:
         """Raises: TransferFailed, if the aux slot is too small."""
         if self._checksums is None:
             return None
-        sums = self._checksums.of_transfer(peer.layout.page_size)
+        sums = self._checksums.of_transfer(peer.layout.page_size, peer.layout.shards)
         needed = sums.num_sums(range(offer.num_cached_pages * peer.layout.page_size, self.num_tokens))
         room = room_for_checksums(min(self._transfer.aux.slot_bytes, peer.aux_slot_bytes))
         if needed > room:
@@ -275,7 +275,7 @@ class OutboundTransfer:
                 num_pages=peer.layout.pages_for(self.num_tokens),
                 first_token=last.first_token,
                 num_cached_tokens=last.num_cached_tokens,
-                checksums=None if self._sums is None else tuple(self._sums.sums),
+                checksums=None if self._sums is None else tuple(await self._sums.total()),
                 logprobs=last.logprobs,
             )
             self._transfer.aux.write(slot, record)

@@ -260,7 +260,7 @@ class PrefillService:
     @cached_property
     def _checksums(self) -> PageChecksums:
         """Raises: Rejected, if this instance's pages cannot be read."""
-        return PageChecksums(self._engine.engine.kv_region)
+        return PageChecksums(self._engine.engine.kv_region, self._writes.lines)
 
     async def _announce(self, offer: PagesOffered) -> None:
         """Let decode poll more often near the end: without this a transfer ends milliseconds later."""

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from components.errors import TransferFailed
 from components.kv_transfer.aux import AuxRecord
+from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.led_transfer import Opened, open_transfer
 from components.kv_transfer.rank_end import serve_rank
 from components.wire.layout import KvLayout, of_shard
@@ -72,6 +73,16 @@ async def instance(
         yield Instance(opened, pools)
 
 
+async def sums(side: Instance, layouts: Sequence[KvLayout], table: list[int], peer_shards: int) -> list[int]:
+    """Of all tokens: of prefill, or of every copy on decode."""
+    own = Region(side.pools[0].ctypes.data, PAGES, side.opened.transfer.endpoint.layout)
+    checksums = PageChecksums(own, side.opened.writes.lines)
+    one = checksums.of_transfer(layouts[1].page_size, peer_shards, every_copy=True)
+    for tokens in (range(32), range(32, TOKENS)):
+        await one.add(table, tokens)
+    return await one.total()
+
+
 @pytest.mark.parametrize(
     ("ranks", "sizes"),
     [((1, 2), (16, 16)), ((2, 1), (16, 16)), ((2, 2), (16, 16)), ((4, 2), (16, 32)), ((2, 8), (32, 16))],
@@ -109,6 +120,18 @@ async def test_pages_of_all_ranks_arrive_before_the_aux_slot(
                     there = written[tables[1][token // sizes[1]], ..., token % sizes[1], :]
                     here = whole[tables[0][token // sizes[0]], head, ..., token % sizes[0], :]
                     assert (there == here).all(), (rank, head, token)
+        sent, landed_sums = (
+            await sums(prefill, layouts, tables[0], ranks[1]),
+            await sums(decode, layouts[::-1], tables[1], ranks[0]),
+        )
+        assert sent == landed_sums
+        assert len(sent) == -(-TOKENS // max(sizes))
+        for rank in range(ranks[1]):  # a byte of token 70, which only one rank may have
+            broken = decode.pools[rank][tables[1][70 // sizes[1]], 0, 0, 0, 70 % sizes[1]]
+            broken[0] ^= 1
+            found = await sums(decode, layouts[::-1], tables[1], ranks[0])
+            broken[0] ^= 1
+            assert [i for i in range(len(sent)) if found[i] != sent[i]] == [70 // max(sizes)]
         if sizes[0] == sizes[1]:
             assert moved == len(tables[1]) * peer.page_bytes
         await theirs.transfer.catch_up()
