@@ -2,8 +2,9 @@
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Final
 
 import torch
@@ -112,6 +113,8 @@ def make_forward(loaded: LoadedModel, config: EngineConfig, pool: Pool, progress
     """The forward on a device; on a CPU an eager one."""
     if loaded.device.type != "cuda":
         return EagerForward(loaded.module)
+    if loaded.layout.shards > 1:  # ranks that stop waiting or recording at different times would wait for each other
+        config = replace(config, compile_timeout_s=TIMEOUT_MAX)
     return choose_device_forward(loaded, config, pool.attention, progress)
 
 

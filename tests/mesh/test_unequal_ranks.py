@@ -31,7 +31,7 @@ async def _ask(client: Client, salt: str) -> list[list[int]]:
 
 
 def test_tokens_are_those_of_one_device(tiny_mesh: MeshProcesses) -> None:
-    """From one rank to two and from four, which share two KV heads, to two; with pages of other sizes."""
+    """From one rank to two and from four, which share two KV heads, to two; with pages of other sizes, verified."""
 
     async def run() -> None:
         async with open_client(tiny_mesh, MODEL) as client:
@@ -39,7 +39,11 @@ def test_tokens_are_those_of_one_device(tiny_mesh: MeshProcesses) -> None:
             alone = tiny_mesh.one("decode")
             alone.popen.terminate()
             assert await asyncio.to_thread(alone.popen.wait, 20) == 0
-            ranks = {"MESH_ENGINE__TENSOR_PARALLEL": "2", "MESH_ENGINE__PAGE_SIZE": "32"}
+            ranks = {
+                "MESH_ENGINE__TENSOR_PARALLEL": "2",
+                "MESH_ENGINE__PAGE_SIZE": "32",
+                "MESH_DECODE_VERIFY_KV": "true",
+            }
             decode = await asyncio.to_thread(tiny_mesh.start_one, "decode", **ranks)
             [record] = await client.until_usable("decode")
             assert record.kv is not None
