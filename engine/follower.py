@@ -5,6 +5,7 @@ Standard input is a pipe from the leader: first the orders to start with, then n
 
 import logging
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -38,10 +39,11 @@ def main(serve: Callable[[Path], None] | None = None) -> None:
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     say = _reporter()
     start = TypeAdapter(Start).validate_json(sys.stdin.buffer.readline())
-    threading.Thread(target=_end_with_leader, daemon=True).start()
+    home = Path(start.store).parent
+    threading.Thread(target=_end_with_leader, args=(home,), daemon=True).start()
     try:
         if serve is not None:
-            serve(line_of(Path(start.store).parent, start.rank))
+            serve(line_of(home, start.rank))
         follow(start, say)
     except Exception as exc:
         message = exc.message if isinstance(exc, MeshError) else f"{type(exc).__name__}: {exc}"
@@ -92,9 +94,10 @@ def _write(descriptor: int, line: bytes) -> None:
         line = line[os.write(descriptor, line) :]
 
 
-def _end_with_leader() -> None:
-    """Exit at the end of standard input."""
+def _end_with_leader(home: Path) -> None:
+    """Exit at the end of standard input. A leader that was killed has left its directory behind."""
     os.read(sys.stdin.fileno(), 1)  # sys.stdin would hold its lock at exit
+    shutil.rmtree(home, ignore_errors=True)
     os._exit(0)
 
 

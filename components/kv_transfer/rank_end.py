@@ -46,7 +46,14 @@ class _Region:
 def serve_rank(path: Path) -> None:
     """Obey a leader that connects to `path`, until the process ends."""
     listening = threading.Event()
-    threading.Thread(target=lambda: asyncio.run(_serve(path, listening)), name="transfers", daemon=True).start()
+
+    def run() -> None:
+        try:
+            asyncio.run(_serve(path, listening))
+        finally:
+            listening.set()  # the leader finds nobody here
+
+    threading.Thread(target=run, name="transfers", daemon=True).start()
     listening.wait()
 
 

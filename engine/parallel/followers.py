@@ -1,6 +1,7 @@
 """The leader's side of the followers: it starts them, sends them orders, and notices when one ends."""
 
 import logging
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -81,8 +82,7 @@ class Followers:
 
     def __init__(self, model: str, config: EngineConfig, state_dir: Path, module: str = FOLLOWER) -> None:
         self._size = config.tensor_parallel
-        self._directory = tempfile.TemporaryDirectory(prefix="kvmesh-ranks-")
-        self.directory = Path(self._directory.name)  # private
+        self.directory = Path(tempfile.mkdtemp(prefix="kvmesh-ranks-"))  # private; followers remove it
         self._store = self.directory / "store"
         self._line = StepLine.make(self._size)
         self._is_over = threading.Event()  # a follower is lost, or `close` was called
@@ -161,7 +161,7 @@ class Followers:
             follower.wait()
         leave_group()
         self._line.close()
-        self._directory.cleanup()
+        shutil.rmtree(self.directory, ignore_errors=True)
 
     def _reports(self) -> list[Report]:
         reports = [follower.reports.get() for follower in self._all]

@@ -28,7 +28,7 @@ from pathlib import Path
 from tests.engine.parallel.led import HOME
 from tests.engine.tiny_engine import small
 engine = build_engine(sys.argv[1], small(tensor_parallel=2), HOME)
-print(json.dumps([rank.pid for rank in engine.kv_region.followers]), flush=True)
+print(json.dumps([(rank.pid, str(Path(rank.line).parent)) for rank in engine.kv_region.followers]), flush=True)
 time.sleep(100)
 """
 
@@ -77,10 +77,12 @@ def test_followers_do_not_outlive_a_leader_that_is_killed(tiny_dir: Path, kernel
         command = [sys.executable, "-c", LEADER, str(tiny_dir)]
         with subprocess.Popen(command, stdout=subprocess.PIPE) as leader:
             assert leader.stdout is not None
-            followers = json.loads(leader.stdout.readline())
-            assert [is_alive(pid) for pid in followers] == [True]
+            [(follower, home)] = json.loads(leader.stdout.readline())
+            assert is_alive(follower)
+            assert Path(home).is_dir()
             leader.kill()
-        await eventually(lambda: not any(map(is_alive, followers)))
+        await eventually(lambda: not is_alive(follower))
+        assert not Path(home).exists()
 
     asyncio.run(main())
 
