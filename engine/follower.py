@@ -54,7 +54,7 @@ def main(serve: Callable[[Path], None] | None = None) -> None:
 
 
 def follow(start: Start, say: Callable[[Report], None]) -> None:
-    """Load this rank's part, then obey for ever."""
+    """Load this rank's part, then follow orders until the leader ends."""
     config, state_dir = start.config, Path(start.state_dir)
     loaded = prepare_model(start.model, config, state_dir, silent, start.rank)
     about = Report(os.getpid(), str(loaded.device))

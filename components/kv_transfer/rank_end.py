@@ -51,7 +51,7 @@ def serve_rank(path: Path) -> None:
         try:
             asyncio.run(_serve(path, listening))
         finally:
-            listening.set()  # the leader finds nobody here
+            listening.set()  # even after an error: then the leader cannot connect
 
     threading.Thread(target=run, name="transfers", daemon=True).start()
     listening.wait()

@@ -83,7 +83,7 @@ async def all_ended(writes: Sequence[Awaitable[int]]) -> int:
 
 
 class Writes:
-    """Of this instance, from all of its ranks."""
+    """All ranks of this instance write through it."""
 
     def __init__(self, transfer: KvTransfer, lines: Sequence[RankLine] = ()) -> None:
         self._transfer = transfer  # of rank 0

@@ -131,7 +131,7 @@ class Followers:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """What all ranks do at the same time. Raises: RankLost, for any failure."""
+        """Guard a computation that all ranks do together. Raises: RankLost, for any failure."""
         if self._lost is not None:
             raise self._lost
         try:

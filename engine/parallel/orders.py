@@ -28,7 +28,7 @@ class Start:
 
 
 def line_of(directory: Path, rank: int) -> Path:
-    """Where a follower's transfer end listens."""
+    """Return the path at which a follower's transfer end listens."""
     return directory / f"rank-{rank}"
 
 

@@ -76,7 +76,7 @@ class StepLine:
     # A follower's end.
 
     def receive(self, rank: int, spin_s: float) -> bytes:
-        """Wait for the next message: poll for `spin_s`, then sleep. What the one before asks for is done."""
+        """Wait for the next message: poll for `spin_s`, then sleep. The call reports the message before as done."""
         read = self._position
         COUNTER.pack_into(self._map, self._done(rank), read)
         self._wait(rank, read, spin_s)
