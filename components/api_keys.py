@@ -9,6 +9,7 @@ The file is TOML, one table per key, with the key's name in metrics:
     tokens_per_minute = 100_000
     best_priority = 0              # lower goes first; default: the frontend's best_priority
     tenant = "acme"                # keys of one tenant share the prefix cache; default: a cache of its own
+    operator = true                # sees requests of all tenants at /ui; default: those of its own tenant
 """
 
 import tomllib
@@ -36,6 +37,7 @@ class _Entry(BaseModel):
     tokens_per_minute: PositiveInt | None = None
     best_priority: Priority | None = None
     tenant: KeyName | None = None
+    operator: bool = False
 
 
 _entries: Final = TypeAdapter(
@@ -65,6 +67,7 @@ class ApiKey:
     digest: bytes  # SHA-256; no salt, since keys are random
     limits: KeyLimits
     tenant: str
+    operator: bool = False
 
 
 def digest_of(key: bytes) -> bytes:
@@ -112,7 +115,7 @@ def _made(name: str, entry: _Entry) -> ApiKey:
         raise BadKeys(f"{name}: give either key or sha256")
     digest = bytes.fromhex(entry.sha256) if entry.key is None else digest_of(entry.key.encode())  # type: ignore[arg-type]
     limits = KeyLimits(entry.requests_at_once, entry.requests_per_minute, entry.tokens_per_minute, entry.best_priority)
-    return ApiKey(name, digest, limits, entry.tenant or name)
+    return ApiKey(name, digest, limits, entry.tenant or name, entry.operator)
 
 
 def read_keys(from_environment: str | None, file: Path | None) -> list[ApiKey]:

@@ -19,7 +19,10 @@ class TlsFiles(BaseModel):
 
     ca: Annotated[
         Path | None,
-        Field(description="PEM file of the authorities that sign certificates of etcd and NATS; default: the system's"),
+        Field(
+            description="PEM file of the authorities that sign certificates of etcd, NATS and the observer; default: "
+            "the system's"
+        ),
     ] = None
     certificate: Annotated[
         Path | None, Field(description="PEM file with this process's certificate, and its chain, for etcd and NATS")

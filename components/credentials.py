@@ -5,6 +5,7 @@ A login in an address wins over the files. Without any, the certificate alone na
 
 import base64
 import binascii
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,11 +17,12 @@ from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from components.certificates import Certificates, TlsFiles
 from components.followed_files import FollowedFiles, read_file
 from components.startup import WrongSettings
-from components.urls import Login
+from components.urls import Login, basic
 
 NATS_LOGIN: Final = "MESH_NATS_LOGIN_FILE"
 NATS_NKEY: Final = "MESH_NATS_NKEY_FILE"
 NATS_CREDENTIALS: Final = "MESH_NATS_CREDENTIALS_FILE"
+METRICS_LOGIN: Final = "MESH_METRICS_LOGIN_FILE"
 ETCD_LOGIN: Final = "MESH_ETCD_LOGIN_FILE"
 INBOX: Final = "_INBOX"  # NATS's default
 _USER: Final = 20 << 3  # type byte of a user's public key
@@ -66,6 +68,20 @@ class NatsAccess:
         for one in (self.login, self.key, self.credentials):
             if one is not None:
                 one.current()
+
+
+@dataclass(frozen=True, slots=True)
+class PageAccess:
+    """How a reader trusts metrics pages, and what it gives them."""
+
+    certificates: Certificates = field(default_factory=_no_certificates)
+    login: FollowedFiles[Login] | None = None
+
+    def headers(self) -> dict[str, str]:
+        return {} if self.login is None else {"Authorization": basic(self.login.current())}
+
+    def context(self, url: str) -> ssl.SSLContext | None:
+        return self.certificates.current().context if url.startswith("https:") else None
 
 
 def login_file(path: Path | None, variable: str) -> FollowedFiles[Login] | None:

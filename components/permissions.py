@@ -1,12 +1,14 @@
 """What each role may publish and subscribe to in NATS, and read and write in etcd.
 
 A new call or message is a line in `LINES`. A role has no other rights: `nats_users` writes them for NATS.
-`python -m components.permissions [NAMESPACE]` prints users whose certificates have their role as common name.
+`python -m components.permissions [NAMESPACE [ROLE/INSTANCE …]]` prints users by the common names of certificates: those of
+the roles, or of single instances.
 """
 
 import json
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from components.credentials import INBOX
@@ -14,6 +16,7 @@ from components.credentials import INBOX
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap", "planner", "local", "inspect")
 REGISTERED: Final = "frontend decode prefill bootstrap"  # in etcd
 WORKERS: Final = "prefill decode"
+INSTANCE: Final = re.compile(r"[a-z]+(/[a-z0-9-]+)?")
 SERVING: Final = "frontend decode prefill bootstrap planner local"  # as NATS micro services
 # Longer than any call takes; a repeated call begins it again. A call has one answer.
 ANSWERS: Final = 'allow_responses: { max: 1, expires: "15m" }'
@@ -25,6 +28,7 @@ class Line(NamedTuple):
     subject: str
     senders: tuple[str, ...]
     receivers: tuple[str, ...]
+    is_news: bool = False  # the sender's own subject; else the receiver's
 
 
 def call(verb: str, of: str, by: str) -> Iterator[Line]:
@@ -36,7 +40,7 @@ def call(verb: str, of: str, by: str) -> Iterator[Line]:
 def news(verb: str, of: str, to: str) -> Iterator[Line]:
     """What instances publish on their own subjects."""
     for role in of.split():
-        yield Line(f"{role}.*.{verb}", (role,), tuple(to.split()))
+        yield Line(f"{role}.*.{verb}", (role,), tuple(to.split()), is_news=True)
 
 
 LINES: Final = (
@@ -99,13 +103,24 @@ class User(NamedTuple):
     name: str
     role: str
     proof: str  # of nats.conf: `user: "decode", password: "…"`, `nkey: U…`, `user: "CN=decode"`
+    instance: str = ""  # MESH_INSTANCE_ID of its only process; empty: any instance of the role
 
 
-def nats_rights(namespace: str, role: str, name: str) -> NatsRights:
-    """The rights of a role in a mesh; `name` is the user's."""
-    publish = [f"{namespace}.{_subject(line, '*')}" for line in LINES if role in line.senders]
+def nats_rights(namespace: str, role: str, name: str, instance: str = "") -> NatsRights:
+    """The rights of a role in a mesh; `name` is the user's.
+
+    With `instance`, subjects of other instances of the role cannot be read, and nothing can be published as one of them.
+    """
+
+    def own(line: Line, *, is_mine: bool) -> str:
+        mine = f"{role}.{instance}." if instance and is_mine else f"{role}.*."
+        return line.subject.replace(f"{role}.*.", mine)
+
+    publish = [own(x, is_mine=x.is_news).replace("{name}", "*") for x in LINES if role in x.senders]
+    publish = [f"{namespace}.{subject}" for subject in publish]
     publish += [f"$SRV.{search}" for search in SEARCHES.get(role, ())]
-    subscribe = [f"{namespace}.{_subject(line, name)}" for line in LINES if role in line.receivers]
+    subscribe = [own(x, is_mine=not x.is_news).replace("{name}", name) for x in LINES if role in x.receivers]
+    subscribe = [f"{namespace}.{subject}" for subject in subscribe]
     subscribe.append(f"{INBOX}.{namespace}.{name}.>")
     if role in SERVING.split():
         service = f"kvmesh-{role}"
@@ -118,12 +133,9 @@ def nats_rights(namespace: str, role: str, name: str) -> NatsRights:
     return NatsRights(tuple(dict.fromkeys(publish)), tuple(dict.fromkeys(subscribe)))
 
 
-def _subject(line: Line, name: str) -> str:
-    return line.subject.replace("{name}", name)
-
-
 def _stored_responses(namespace: str) -> list[str]:
-    stream = f"{namespace}-responses"
+    # A wildcard stands for a whole part: a mesh called `*` is any mesh of these servers.
+    stream = "*" if namespace == "*" else f"{namespace}-responses"
     calls = ("STREAM.CREATE", "STREAM.UPDATE", "STREAM.PURGE")
     return [
         f"{namespace}.responses.records.*",
@@ -138,7 +150,7 @@ def nats_users(namespace: str, users: Sequence[User], administrator: str = "") -
     if administrator:
         lines.append(f"    {{ {administrator} }}")
     for user in users:
-        rights = nats_rights(namespace, user.role, user.name)
+        rights = nats_rights(namespace, user.role, user.name, user.instance)
         answers = [f"      {ANSWERS}"] if user.role in SERVING.split() else []
         lines += [
             f"    {{ {user.proof}, permissions: {{  # {user.role}",
@@ -153,16 +165,17 @@ def nats_users(namespace: str, users: Sequence[User], administrator: str = "") -
 class EtcdRight(NamedTuple):
     writes: bool  # else it only reads
     prefix: str
+    is_key: bool = False  # this key alone
 
 
-def etcd_rights(namespace: str, role: str) -> list[EtcdRight]:
-    """The keys of a role in a mesh: its own records, and all records to read."""
+def etcd_rights(namespace: str, role: str, instance: str = "") -> list[EtcdRight]:
+    """The keys of a role in a mesh: its own records, or that of one instance, and all records to read."""
     instances, planner = f"{namespace}/instances/", f"{namespace}/planner"
     if role == "local":  # removes the records of its dead children
         return [EtcdRight(writes=True, prefix=instances)]
     rights = [EtcdRight(writes=False, prefix=instances)]
     if role in REGISTERED.split():
-        rights.append(EtcdRight(writes=True, prefix=f"{instances}{role}/"))
+        rights.append(EtcdRight(writes=True, prefix=f"{instances}{role}/{instance}", is_key=bool(instance)))
     if role in ("planner", "inspect"):
         rights.append(EtcdRight(writes=role == "planner", prefix=planner))
     if role == "inspect":  # `doctor` tries whether etcd can be written
@@ -170,12 +183,29 @@ def etcd_rights(namespace: str, role: str) -> list[EtcdRight]:
     return rights
 
 
-def certified_users(namespace: str, administrator: str = "root") -> str:
-    """A user for each role, by its certificate, for a nats.conf with `verify_and_map`."""
-    return nats_users(
-        namespace, [User(role, role, f'user: "CN={role}"') for role in ROLES], f'user: "CN={administrator}"'
-    )
+def users_of(arguments: Sequence[str]) -> dict[str, str]:
+    """Users for `decode/d1 …`, by name; else one for each role. Their values are a role, or a role and an instance."""
+    if not arguments:
+        return {role: role for role in ROLES}
+    for argument in arguments:
+        if not INSTANCE.fullmatch(argument) or argument.partition("/")[0] not in ROLES:
+            sys.exit(f"{argument}: give ROLE or ROLE/INSTANCE, such as decode/d1; the roles are {', '.join(ROLES)}")
+    return {argument.rpartition("/")[2]: argument for argument in arguments}
+
+
+def certified_users(namespace: str, users: Mapping[str, str] | None = None, administrator: str = "root") -> str:
+    """Users by their certificates, for a nats.conf with `verify_and_map`; by default one for each role."""
+    found = users_of(()) if users is None else users
+    rights = [User(name, *_parted(of, f'user: "CN={name}"')) for name, of in found.items()]
+    return nats_users(namespace, rights, f'user: "CN={administrator}"')
+
+
+def _parted(of: str, proof: str) -> tuple[str, str, str]:
+    role, _, instance = of.partition("/")
+    return role, proof, instance
 
 
 if __name__ == "__main__":
-    sys.stdout.write(certified_users(sys.argv[1] if len(sys.argv) > 1 else "kvmesh"))
+    sys.stdout.write(
+        certified_users(sys.argv[1] if len(sys.argv) > 1 else "kvmesh", users_of(sys.argv[2:])),
+    )

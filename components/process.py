@@ -33,8 +33,8 @@ GIVE_UP_S: Final = 2.0  # after `drain_timeout_s`
 STARTED_UNIX_MS: Final = time.time_ns() // 1_000_000
 
 
-def new_instance_id() -> str:
-    return token_hex(4)
+def new_instance_id(chosen: str | None = None) -> str:
+    return chosen or token_hex(4)
 
 
 def subject_of(namespace: str, role: Role, instance_id: str) -> str:

@@ -5,11 +5,10 @@ import difflib
 import logging
 import math
 from collections.abc import Callable
-from typing import Final
+from typing import Final, NamedTuple, Protocol
 
 from components.errors import Rejected
 from components.messaging.call_server import Endpoint
-from components.process import Draining
 from components.telemetry.figures import Figures
 from components.telemetry.spans import TraceRate, tracer
 from components.wire.control import Control, Controlled
@@ -19,20 +18,33 @@ log = logging.getLogger(__name__)
 SHOWN: Final = 3  # names like an unknown one
 
 
+class Drains(Protocol):
+    draining: bool
+
+
+class Limit(NamedTuple):
+    """What happens to requests that outlast a drain."""
+
+    after_s: float
+    stop_all: Callable[[str], None]
+
+
 class ProcessControl:
     """Answers `control`. `stopped` returns when an operator wants the process to end."""
 
-    def __init__(self, figures: Figures) -> None:
+    def __init__(self, figures: Figures, why_no_drain: str = "it has not started yet") -> None:
+        """`why_no_drain`: the reason that an operator reads until `serves` is called."""
         self._figures = figures
+        self._why_no_drain = why_no_drain
         self._stop = asyncio.Event()
-        self._service: Draining | None = None
-        self._drain_timeout_s = 0.0
+        self._service: Drains | None = None
+        self._limit: Limit | None = None
         self._beat: Callable[[], None] = lambda: None
-        self._limit: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
-    def serves(self, service: Draining, drain_timeout_s: float, beat: Callable[[], None]) -> None:
-        """The process may drain without ending. `beat` sends a heartbeat at once."""
-        self._service, self._drain_timeout_s, self._beat = service, drain_timeout_s, beat
+    def serves(self, service: Drains, beat: Callable[[], None] = lambda: None, limit: Limit | None = None) -> None:
+        """The process may drain without ending. `beat` sends a heartbeat at once. No `limit`: its requests all finish."""
+        self._service, self._beat, self._limit = service, beat, limit
 
     async def stopped(self) -> None:
         await self._stop.wait()
@@ -48,11 +60,7 @@ class ProcessControl:
             raise Rejected(f"traces_per_s must be 0 or more, not {rate}", param="traces_per_s")
         service = self._service
         if wanted.work in ("drain", "go-on") and service is None:
-            raise Rejected(
-                f"a {self._figures.role} instance does not drain, only prefill and decode do; with --stop it finishes its "
-                "requests and ends",
-                param="work",
-            )
+            raise Rejected(f"this {self._figures.role} does not drain: {self._why_no_drain}", param="work")
         if wanted.log_level is not None:
             _set_level(logger, wanted.log_level)
         if rate is not None:
@@ -70,15 +78,15 @@ class ProcessControl:
             draining=self._figures.is_draining() or self._stop.is_set(),
         )
 
-    def _set_draining(self, service: Draining, *, draining: bool) -> None:
-        if self._limit is not None:
-            self._limit.cancel()
-            self._limit = None
+    def _set_draining(self, service: Drains, *, draining: bool) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
         service.draining = draining
         self._beat()
-        if draining:
+        if draining and (limit := self._limit) is not None:
             loop = asyncio.get_running_loop()
-            self._limit = loop.call_later(self._drain_timeout_s, service.stop_all, "this instance is draining")
+            self._timer = loop.call_later(limit.after_s, limit.stop_all, "this instance is draining")
 
 
 def _logger(name: str) -> logging.Logger:

@@ -1,21 +1,27 @@
 """Probes, health metrics and status of a process."""
 
-from collections.abc import AsyncIterator, Callable, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
+from typing import Final
 
+from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
 from components.aio import background
 from components.discovery.pages import scrape_targets
 from components.discovery.registry import Registration, Registry
+from components.http.tls import Tls
 from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
 from components.settings import MeshSettings
+from components.startup import WrongSettings
 from components.telemetry.figures import Figures
-from components.telemetry.metrics_page import serve_metrics
+from components.telemetry.metrics_page import Protection, serve_metrics
 from components.telemetry.on_demand import OnDemand
 from components.telemetry.process_metrics import show_process
+from components.telemetry.spans import Telemetry
 from components.wire.status import Status, StatusRequest
 
 
@@ -46,6 +52,18 @@ class ProcessHealth:
         return reasons
 
 
+METRICS_TLS: Final = ("MESH_METRICS_TLS_CERT", "MESH_METRICS_TLS_KEY")
+
+
+def protection_of(settings: MeshSettings) -> Protection:
+    """Raises: WrongSettings."""
+    certificate, key = settings.metrics_tls_cert, settings.metrics_tls_key
+    if (certificate is None) != (key is None):
+        raise WrongSettings(f"{' and '.join(METRICS_TLS)} belong together: set both or neither")
+    tls = None if certificate is None else Tls(str(certificate), str(key), METRICS_TLS)
+    return Protection(tls, settings.metrics_login())
+
+
 @asynccontextmanager
 async def serve_health(
     settings: MeshSettings,
@@ -55,17 +73,19 @@ async def serve_health(
     registration: Registration,
     *,
     facts: Callable[[], Mapping[str, object]] = dict,
+    reasons: Callable[[], Sequence[str]] = tuple,
 ) -> AsyncIterator[str]:
-    """Yields the URL of the probes."""
+    """Yields the URL of the probes. `reasons`: more, for which `/ready` answers 503."""
     health = ProcessHealth(bus, registry, registration, metrics)
     async with serve_metrics(
         metrics,
         settings.metrics_host,
         settings.metrics_port,
         health.started,
-        reasons=health.reasons,
+        reasons=lambda: [*health.reasons(), *reasons()],
         facts=facts,
         targets=lambda host: [asdict(one) for one in scrape_targets(registry.book, settings.namespace, host)],
+        protection=protection_of(settings),
     ) as url:
         yield url
 
@@ -79,6 +99,7 @@ async def measure(
     etcd_contact_age_s: Callable[[], float],
     *,
     metrics: CollectorRegistry,
+    telemetry: Telemetry,
     epoch: Callable[[], str] = str,
     model: str = "",
 ) -> AsyncIterator[Figures]:
@@ -93,6 +114,12 @@ async def measure(
         nats_contact_age_s=bus.contact_age_s,
     )
     show_process(figures, metrics)
+    OnDemand(metrics).counter(
+        "kvmesh_spans_dropped",
+        "Spans of traces that this process dropped, by cause.",
+        lambda: {(cause,): count for cause, count in telemetry.export.dropped.items()},
+        ["cause"],
+    )
     metrics.register(bus.refusals)
     metrics.register(bus.clocks)
     async with background(figures.loop.run(), "loop-probe"):
@@ -100,7 +127,13 @@ async def measure(
 
 
 def status_endpoint(figures: Figures) -> Endpoint:
-    async def status(_: StatusRequest) -> Status:
-        return figures.status()
+    async def status(asked: StatusRequest) -> Status:
+        found = figures.status()
+        if not asked.transport or figures.transport is None:
+            return found
+        try:
+            return replace(found, transport=await asyncio.to_thread(figures.transport))
+        except OSError:  # no /proc, or one without our files
+            return found
 
     return Endpoint("status", StatusRequest, status, immediate=True)

@@ -25,15 +25,19 @@ from components.certificates import Certificates, TlsFiles
 from components.credentials import (
     ETCD_LOGIN,
     INBOX,
+    METRICS_LOGIN,
     NATS_LOGIN,
     EtcdAccess,
     NatsAccess,
+    PageAccess,
     credentials_file,
     login_file,
     nkey_file,
 )
+from components.followed_files import FollowedFiles
 from components.settings_help import HELP, HELP_ALL, help_text
 from components.startup import refuse
+from components.urls import Login
 
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
 WITH_SETTINGS: Final = (*ROLES, "planner", "observer")
@@ -76,6 +80,14 @@ class MeshSettings(BaseSettings):
             description="name under which NATS allows this process's answers and tokens; default: the role",
         ),
     ] = None
+    instance_id: Annotated[
+        str | None,
+        Field(
+            pattern=r"^[a-z0-9-]+$",
+            max_length=63,
+            description="name of this process among those of its role, for rights of its own; default: random",
+        ),
+    ] = None
     lease_ttl_s: Annotated[
         float, Field(ge=2.0, description="seconds without contact after which etcd drops a process's record")
     ] = 10.0
@@ -103,15 +115,18 @@ class MeshSettings(BaseSettings):
             "traces; inf: all",
         ),
     ] = 50.0
-    trace_slow_s: Annotated[
-        PositiveFloat | None,
-        Field(
-            description="seconds to the first token from which a request was slow; default: slower than 99 % of the "
-            "latest 1000"
-        ),
-    ] = None
     metrics_host: Annotated[str, Field(description="address of this process's /metrics and /health")] = "127.0.0.1"
     metrics_port: Annotated[int, Field(ge=0, le=65535, description="port of /metrics and /health; 0: any free one")] = 0
+    metrics_tls_cert: Annotated[
+        Path | None, Field(description="PEM file with the certificate of the metrics page, which is https then")
+    ] = None
+    metrics_tls_key: Annotated[Path | None, Field(description="PEM file with the private key of that certificate")] = (
+        None
+    )
+    metrics_login_file: Annotated[
+        Path | None,
+        Field(description="file with a line user:password, which readers of metrics pages must give; default: none"),
+    ] = None
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"], Field(description="least severe messages to log")
     ] = "info"
@@ -126,6 +141,13 @@ class MeshSettings(BaseSettings):
 
     def etcd_access(self) -> EtcdAccess:
         return EtcdAccess(Certificates(self.tls), login_file(self.etcd_login_file, ETCD_LOGIN))
+
+    def page_access(self) -> PageAccess:
+        """As a reader of other processes' metrics pages."""
+        return PageAccess(Certificates(self.tls), self.metrics_login())
+
+    def metrics_login(self) -> FollowedFiles[Login] | None:
+        return login_file(self.metrics_login_file, METRICS_LOGIN)
 
     def nats_access(self, role: str) -> NatsAccess:
         return NatsAccess(

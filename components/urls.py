@@ -1,6 +1,7 @@
 """Users and passwords in URLs."""
 
 import re
+from base64 import b64encode
 from typing import Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -10,6 +11,11 @@ _USER_INFO: Final = re.compile(r"(?<![^,\s])(\w+://)?[^,\s]*@")
 class Login(NamedTuple):
     user: str | None
     password: str | None
+
+
+def basic(login: Login) -> str:
+    """The value of an Authorization header, RFC 7617."""
+    return f"Basic {b64encode(f'{login.user}:{login.password}'.encode()).decode()}"
 
 
 def login_of(urls: str) -> Login:

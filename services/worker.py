@@ -12,6 +12,7 @@ from components.errors import Overloaded, UnknownModel
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import known_transport, kv_opener, own_address
 from components.kv_transfer.led_transfer import open_transfer
+from components.kv_transfer.transport import observed_transport
 from components.kv_transfer.writes import Writes
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
@@ -23,7 +24,7 @@ from components.messaging.kv_publisher import KvEventPublisher, publish_kv_event
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import Profiles, keep_profiles
 from components.process import Draining, drain, new_instance_id, record_maker, settle, stop_signal, subject_of
-from components.process_control import ProcessControl
+from components.process_control import Limit, ProcessControl
 from components.process_health import measure, serve_health, status_endpoint
 from components.routing.policies import Phase
 from components.settings import WorkerSettings
@@ -137,7 +138,7 @@ class Worker:
             self.registry.advertise(self.registration, record),
         ):
             engine.on_output(lambda output: heart.stepped(output.stats.step))
-            control.serves(service, drain_timeout_s, heart.at_once)
+            control.serves(service, heart.at_once, Limit(drain_timeout_s, service.stop_all))
             settle()
             log_ready(instance=self.instance_id, model=model, metrics=self.page)
             await first(stop_signal(), control.stopped(), raises(engine.failed()))
@@ -150,7 +151,7 @@ class Worker:
 
 @asynccontextmanager
 async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phase) -> AsyncIterator[Worker]:
-    me = new_instance_id()
+    me = new_instance_id(settings.instance_id)
     subject = subject_of(settings.namespace, role, me)
     kv_opener(settings.kv_transfer)  # first: a wrong name must not cost the start of a model
     registration = Registration(me)
@@ -170,7 +171,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
         open_transfer(
             settings.kv_transfer,
             engine.engine.kv_region,
-            f"{role}-{me}",
+            f"{role}-{me}-{registration.epoch}",  # peers keep agents by name, and an instance may start again
             settings.kv_transfer_host or own_address(settings.etcd_url),
             max_request_pages(engine.engine),
         ) as opened,
@@ -191,6 +192,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
             bus,
             registry.contact_age_s,
             metrics=metrics.registry,
+            telemetry=telemetry,
             epoch=lambda: registration.epoch,
             model=model_name(settings),
         ) as figures,
@@ -200,6 +202,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
         figures.layout = transfer.endpoint.layout.text
         figures.kv_transfer = transfer.endpoint.backend
         figures.kv_transport = known_transport(transfer.endpoint.backend)
+        figures.transport = observed_transport
         yield Worker(
             role=role,
             instance_id=me,

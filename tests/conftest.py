@@ -26,6 +26,7 @@ from components.process import GC_THRESHOLDS
 from engine.model.resolve import model_dir
 from services.local.child_process import tethered
 from services.local.servers import ETCD, NATS, Kind, running
+from tests.secured import SECURED, secured
 
 # Where processes share the tests, each computes on one core: threads of two would wait for each other at every barrier.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -33,6 +34,9 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Kernels for CUDA run in Triton's interpreter. Triton looks at this when it is imported, and other packages import it too.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 hypothesis_settings.register_profile("fuzz", max_examples=3_000, deadline=None)  # make fuzz
+hypothesis_settings.register_profile("untimed", deadline=None)  # a busy machine fails no test
+if hypothesis_settings.get_current_profile_name() == "default":
+    hypothesis_settings.load_profile("untimed")
 
 REPO: Final = Path(__file__).resolve().parents[1]
 ENDS_WITH_US: Final = re.compile(r"multiprocessing[. ]resource_tracker|torch/_inductor/compile_worker")
@@ -82,7 +86,11 @@ def _server(tmp_path_factory: pytest.TempPathFactory, nothing_left_behind: None)
         stack = AsyncExitStack()
 
         def start(kind: Kind) -> str:
-            return runner.run(stack.enter_async_context(running(kind, home))).url
+            if not SECURED:
+                return runner.run(stack.enter_async_context(running(kind, home))).url
+            run = secured(home / "certificates")
+            server = running(run.kind(kind), home, accounts=run.accounts)
+            return runner.run(stack.enter_async_context(server)).url
 
         try:
             yield start

@@ -1,6 +1,7 @@
 """Users of etcd with the rights of their roles.
 
-`python -m components.discovery.etcd_users` admits a user for each role of a mesh, with certificates of these common names.
+`python -m components.discovery.etcd_users [ROLE/INSTANCE …]` admits users with certificates of these common names: one
+for each role of a mesh, or for single instances.
 """
 
 import secrets
@@ -13,7 +14,7 @@ import grpc
 from components.discovery.etcd import etcd_client
 from components.discovery.etcd_stubs import auth_pb2, etcdrpc
 from components.errors import BackendUnavailable
-from components.permissions import ROLES, etcd_rights
+from components.permissions import etcd_rights, users_of
 from components.settings import MeshSettings
 
 ADMINISTRATOR: Final = "root"  # etcd requires this user
@@ -24,15 +25,15 @@ def admit(client: Any, namespace: str, users: Mapping[str, str], passwords: Mapp
     """Create users, or renew the rights of those that exist, and refuse everyone else from now on.
 
     Args:
-        users: role by name.
+        users: role by name, or `role/instance`.
         passwords: by name; a user without one needs a certificate with its name.
     Raises: grpc.RpcError.
     """
     stub = etcdrpc.AuthStub(client.channel)
     for role in sorted(set(users.values())):
         _once(stub.RoleAdd, etcdrpc.AuthRoleAddRequest(name=role))
-        for right in etcd_rights(namespace, role):
-            end = right.prefix[:-1] + chr(ord(right.prefix[-1]) + 1)
+        for right in etcd_rights(namespace, *role.split("/")):
+            end = "" if right.is_key else right.prefix[:-1] + chr(ord(right.prefix[-1]) + 1)
             kind = auth_pb2.Permission.READWRITE if right.writes else auth_pb2.Permission.READ
             permission = auth_pb2.Permission(permType=kind, key=right.prefix.encode(), range_end=end.encode())
             stub.RoleGrantPermission(etcdrpc.AuthRoleGrantPermissionRequest(name=role, perm=permission), TIMEOUT_S)
@@ -52,10 +53,11 @@ def _once(call: Callable[..., object], request: object) -> None:
 
 
 def main() -> None:
-    settings = MeshSettings.read()
+    users = users_of(sys.argv[1:])
+    settings = MeshSettings.read([])
     try:
         with etcd_client(settings.etcd_url, settings.etcd_access()) as client:
-            admit(client, settings.namespace, {role: role for role in ROLES})
+            admit(client, settings.namespace, users)
     except BackendUnavailable as exc:
         sys.exit(exc.message)
 

@@ -27,7 +27,7 @@ def page_of(record: InstanceRecord, own_host: str = socket.gethostname()) -> str
         return None
     parts = urlsplit(url)
     if parts.hostname in LOOPBACK and record.host != own_host:
-        return f"http://{record.host}:{parts.port}/metrics"
+        return f"{parts.scheme}://{record.host}:{parts.port}/metrics"
     return f"{url}/metrics"
 
 

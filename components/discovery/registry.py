@@ -88,6 +88,11 @@ class Registry:
         registered = asyncio.Event()
         stop = threading.Event()
         record = make_record(registration.epoch)
+        if (other := self.book.at(_key(self._prefix, record.role, record.instance_id))) is not None:
+            log.warning(
+                "this instance id is registered already: if that process lives, give each its own MESH_INSTANCE_ID",
+                extra={"instance": record.instance_id, "host": other.host, "pid": other.pid},
+            )
         thread = threading.Thread(
             target=self._stay_registered, args=(registration, record, registered, stop), name="etcd-lease"
         )

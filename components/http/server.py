@@ -28,7 +28,7 @@ from components.http.limits import (
     plain_refusal,
 )
 from components.http.listening import BACKLOG, bind, has_connections, refuse_connections, url_of
-from components.http.tls import Tls, TlsListener, tls_context
+from components.http.tls import Tls, TlsListener, followed_context
 from components.http.writer import HeldWrites
 
 KEEP_ALIVE_S: Final = 75  # longer than clients do, so that no request meets a close
@@ -163,18 +163,18 @@ async def serve_http(
 
     Args:
         share_port: other processes of this user may listen on the port too; the kernel distributes connections.
-        tls: serve https with these.
+        tls: serve https with these; a new connection uses what the files then hold.
         refusal: writes the answers to requests that never reach `app`.
         registry: for a counter of closed connections by reason.
         writes: to hold writes during a turn of the loop.
     Raises: CannotServe, if the address cannot be bound; WrongSettings, if a file of `tls` cannot be used.
     """
-    context = None if tls is None else tls_context(tls)
+    contexts = None if tls is None else followed_context(tls)
     listener = bind(settings.host, settings.port, share_port=share_port)
     closed = CloseCounter(registry)
     connections = OpenConnections(limits.connections or max_connections(), closed)
     protocol = partial(Connection, limits, connections, closed, writes or HeldWrites(), refusal)
-    secured = None if context is None else TlsListener(context, limits, connections, closed)
+    secured = None if contexts is None else TlsListener(contexts, limits, connections, closed)
     config = uvicorn.Config(
         app,
         http=protocol,  # type: ignore[arg-type]  # uvicorn only calls it

@@ -1,4 +1,4 @@
-"""TLS certificates, and handshakes that count as connections.
+"""TLS certificates, read again when their files change, and handshakes that count as connections.
 
 `create_server(ssl=…)` reports a connection only after its handshake: silent clients could take all file descriptors.
 """
@@ -8,8 +8,10 @@ import socket
 import ssl
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from components.followed_files import FollowedFiles
 from components.http.limits import ClientLimits, CloseCounter, Closed, OpenConnections
 from components.startup import WrongSettings
 
@@ -22,10 +24,18 @@ RETRY_ACCEPT_S: Final = 0.1  # after accept fails for lack of files
 class Tls(NamedTuple):
     certificate: str  # with its chain
     key: str
+    options: tuple[str, str] = ("--tls-cert", "--tls-key")  # for errors
+
+
+def followed_context(tls: Tls) -> FollowedFiles[ssl.SSLContext]:
+    """Raises: WrongSettings, if the files cannot be used now."""
+    followed = FollowedFiles([Path(tls.certificate), Path(tls.key)], lambda: tls_context(tls))
+    followed.current()
+    return followed
 
 
 def tls_context(tls: Tls) -> ssl.SSLContext:
-    for option, path in (("--tls-cert", tls.certificate), ("--tls-key", tls.key)):
+    for option, path in zip(tls.options, (tls.certificate, tls.key), strict=True):
         try:
             with open(path, "rb"):  # noqa: PTH123 - only to see whether it can be read
                 pass
@@ -36,8 +46,8 @@ def tls_context(tls: Tls) -> ssl.SSLContext:
         context.load_cert_chain(tls.certificate, tls.key)
     except (OSError, ValueError) as exc:  # OpenSSL reports swapped files only as "[SSL] PEM lib"
         raise WrongSettings(
-            f"cannot serve TLS with {tls.certificate} and {tls.key}: --tls-cert must be a PEM certificate, --tls-key its "
-            f"private key without a password ({_swapped(tls) or exc})"
+            f"cannot serve TLS with {tls.certificate} and {tls.key}: {tls.options[0]} must be a PEM certificate, "
+            f"{tls.options[1]} its private key without a password ({_swapped(tls) or exc})"
         ) from exc
     return context
 
@@ -51,9 +61,13 @@ def _swapped(tls: Tls) -> str:
 
 class TlsListener:
     def __init__(
-        self, context: ssl.SSLContext, limits: ClientLimits, connections: OpenConnections, closed: CloseCounter
+        self,
+        contexts: FollowedFiles[ssl.SSLContext],
+        limits: ClientLimits,
+        connections: OpenConnections,
+        closed: CloseCounter,
     ) -> None:
-        self._context = context
+        self._contexts = contexts
         self._limits = limits
         self._connections = connections
         self._closed = closed
@@ -93,7 +107,10 @@ class TlsListener:
     async def _shake_hands(self, client: socket.socket, connection: "Connection") -> None:
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
-                lambda: connection, client, ssl=self._context, ssl_handshake_timeout=self._limits.handshake_s
+                lambda: connection,
+                client,
+                ssl=self._contexts.current(),
+                ssl_handshake_timeout=self._limits.handshake_s,
             )
         except ConnectionAbortedError:
             self._closed.count(Closed.HANDSHAKE_LATE)

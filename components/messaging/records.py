@@ -1,20 +1,23 @@
 """Records shared by all processes on a NATS: a JetStream stream with the last message of each key.
 
-They survive their writers and a restart of NATS.
+They survive their writers and a restart of NATS. If NATS loses its data, an empty stream takes the place of the lost one.
 """
 
+import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
 import nats.errors
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, StorageType, StreamConfig
-from nats.js.errors import BadRequestError, NotFoundError, ServiceUnavailableError
+from nats.js.errors import BadRequestError, NoStreamResponseError, NotFoundError, ServiceUnavailableError
 
 from components.errors import BackendUnavailable, MessageTooLarge
 from components.messaging.bus import HEADERS_BYTES, Bus, nats_errors
+
+log = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 2.0
 
@@ -27,9 +30,10 @@ class Bounds:
 
 
 class Records:
-    def __init__(self, bus: Bus, jetstream: JetStreamContext, name: str) -> None:
+    def __init__(self, bus: Bus, jetstream: JetStreamContext, name: str, bounds: Bounds) -> None:
         self._bus = bus
         self._jetstream = jetstream
+        self._name, self._bounds = name, bounds
         self._stream, self._prefix = _names(name)
 
     async def put(self, key: str, value: bytes) -> None:
@@ -41,7 +45,11 @@ class Records:
         if len(value) > most:
             raise MessageTooLarge(f"a record of {len(value)} bytes; NATS takes {most}", bytes=len(value))
         with _errors(self._prefix, self._bus.url):
-            await self._jetstream.publish(f"{self._prefix}.{key}", value, stream=self._stream, timeout=TIMEOUT_S)
+            try:
+                await self._publish(key, value)
+            except (NoStreamResponseError, NotFoundError):
+                await self._make_anew()
+                await self._publish(key, value)
 
     async def get(self, key: str) -> bytes | None:
         with _errors(self._prefix, self._bus.url):
@@ -49,12 +57,24 @@ class Records:
                 found = await self._jetstream.get_last_msg(self._stream, f"{self._prefix}.{key}", direct=True)
             except NotFoundError:
                 return None
+            except nats.errors.NoRespondersError:  # the stream is gone, with all records, or JetStream is away
+                await self._make_anew()
+                return None
         data: bytes | None = found.data
         return data
 
     async def delete(self, key: str) -> None:
-        with _errors(self._prefix, self._bus.url):
+        with _errors(self._prefix, self._bus.url), suppress(NotFoundError):  # the stream is gone
             await self._jetstream.purge_stream(self._stream, subject=f"{self._prefix}.{key}")
+
+    async def _publish(self, key: str, value: bytes) -> None:
+        await self._jetstream.publish(f"{self._prefix}.{key}", value, stream=self._stream, timeout=TIMEOUT_S)
+
+    async def _make_anew(self) -> None:
+        log.warning(
+            "NATS has lost the stored records, an empty stream takes their place", extra={"records": self._name}
+        )
+        await _make_stream(self._jetstream, self._name, self._bounds)
 
 
 async def open_records(bus: Bus, name: str, bounds: Bounds) -> Records:
@@ -62,6 +82,13 @@ async def open_records(bus: Bus, name: str, bounds: Bounds) -> Records:
 
     Raises: BackendUnavailable, also without JetStream; DeadlineExceeded.
     """
+    jetstream = bus.client.jetstream(timeout=TIMEOUT_S)
+    with _errors(_names(name)[1], bus.url):
+        await _make_stream(jetstream, name, bounds)
+    return Records(bus, jetstream, name, bounds)
+
+
+async def _make_stream(jetstream: JetStreamContext, name: str, bounds: Bounds) -> None:
     stream, prefix = _names(name)
     config = StreamConfig(
         name=stream,
@@ -75,13 +102,10 @@ async def open_records(bus: Bus, name: str, bounds: Bounds) -> Records:
         allow_direct=True,
         num_replicas=1,
     )
-    jetstream = bus.client.jetstream(timeout=TIMEOUT_S)
-    with _errors(prefix, bus.url):
-        try:
-            await jetstream.add_stream(config)
-        except BadRequestError:  # it exists with other bounds
-            await jetstream.update_stream(config)
-    return Records(bus, jetstream, name)
+    try:
+        await jetstream.add_stream(config)
+    except BadRequestError:  # it exists with other bounds
+        await jetstream.update_stream(config)
 
 
 def _names(name: str) -> tuple[str, str]:

@@ -34,11 +34,9 @@ class RouteChoice:
 
     def facts(self) -> dict[str, Any]:
         """For a span."""
-        facts: dict[str, Any] = {
-            "kvmesh.route.why": self.why,
-            "kvmesh.route.cached_tokens": self.cached_tokens,
-            "kvmesh.route.candidates": self.num_candidates,
-        }
+        facts: dict[str, Any] = {"kvmesh.route.why": self.why, "kvmesh.route.candidates": self.num_candidates}
+        if self.num_candidates > 1:  # else its cache is not looked up
+            facts["kvmesh.route.cached_tokens"] = self.cached_tokens
         if self.candidates:
             facts["kvmesh.route.compared"] = _Compared(self.candidates[:SHOWN])
         return facts

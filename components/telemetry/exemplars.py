@@ -2,8 +2,9 @@
 
 from opentelemetry.trace import Span, format_trace_id
 
+from components.telemetry.light_span import LightSpan
+
 
 def exemplar_of(span: Span) -> dict[str, str] | None:
-    """None if the trace is not kept."""
-    context = span.get_span_context()
-    return {"trace_id": format_trace_id(context.trace_id)} if context.is_valid and context.trace_flags.sampled else None
+    """None if the trace is not sampled."""
+    return {"trace_id": format_trace_id(span.trace_id)} if isinstance(span, LightSpan) and span.flags else None

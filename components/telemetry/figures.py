@@ -13,7 +13,7 @@ from components.lifecycle import Lifecycle, S
 from components.telemetry.links import Links
 from components.telemetry.recent import LoopProbe
 from components.version import VERSION
-from components.wire.status import PageStatus, RoomStatus, Status
+from components.wire.status import PageStatus, RoomStatus, Status, TransportStatus
 
 MAX_ROOMS: Final = 200  # in a status
 _STARTED_S: Final = time.monotonic()
@@ -65,6 +65,7 @@ class Figures:
     batch: Callable[[], Batch] = Batch
     breakers: Callable[[], Mapping[str, str]] | None = None  # state by instance id
     heartbeat_ages_s: Callable[[], Mapping[str, float]] | None = None  # by instance id
+    transport: Callable[[], TransportStatus] | None = None  # of a worker; it blocks, and may raise OSError
     links: Links = field(default_factory=Links)
     loop: LoopProbe = field(default_factory=LoopProbe)  # its total: tokens
 

@@ -3,6 +3,7 @@
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from secrets import compare_digest
 
 from prometheus_client import CollectorRegistry, disable_created_metrics
 from prometheus_client.exposition import choose_encoder
@@ -11,7 +12,10 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from components.followed_files import FollowedFiles
 from components.http.server import serve_http
+from components.http.tls import Tls
+from components.urls import Login, basic
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, which no dashboard reads
 
@@ -21,6 +25,17 @@ class _Page:
     host: str
     port: int
     drain_timeout_s: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Protection:
+    tls: Tls | None = None
+    login: FollowedFiles[Login] | None = None  # of readers of metrics; probes need none
+
+    def admits(self, authorization: str) -> bool:
+        if self.login is None:
+            return True
+        return compare_digest(authorization.encode(), basic(self.login.current()).encode())
 
 
 def metrics_response(registry: CollectorRegistry, accept: str) -> Response:
@@ -39,6 +54,7 @@ async def serve_metrics(
     reasons: Callable[[], Sequence[str]] = tuple,
     facts: Callable[[], Mapping[str, object]] = dict,
     targets: Callable[[str], Sequence[object]] = lambda _: (),
+    protection: Protection = Protection(),
 ) -> AsyncIterator[str]:
     """Serve `/metrics`, `/metrics/targets`, `/live`, `/ready` and `/health`; yields the URL.
 
@@ -48,13 +64,22 @@ async def serve_metrics(
         reasons: `/ready` answers 503 while there are any.
         facts: added to `/health`.
         targets: the mesh's metrics pages for Prometheus' HTTP service discovery, by the `Host` that it asked.
+        protection: TLS for all pages, and a password for those with metrics.
+    Raises: WrongSettings, if a file of `protection` cannot be used.
     """
+    if protection.login is not None:
+        protection.login.current()
+
+    def refused(request: Request) -> Response | None:
+        if protection.admits(request.headers.get("authorization", "")):
+            return None
+        return Response("a user and a password are needed\n", 401, {"www-authenticate": 'Basic realm="kvmesh"'})
 
     async def metrics(request: Request) -> Response:
-        return metrics_response(registry, request.headers.get("accept", ""))
+        return refused(request) or metrics_response(registry, request.headers.get("accept", ""))
 
     async def all_targets(request: Request) -> Response:
-        return JSONResponse(list(targets(request.headers.get("host", ""))))
+        return refused(request) or JSONResponse(list(targets(request.headers.get("host", ""))))
 
     async def live(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -70,5 +95,5 @@ async def serve_metrics(
     # fastapi takes half a second to load
     pages = {"/metrics": metrics, "/metrics/targets": all_targets, "/live": live, "/ready": ready, "/health": health}
     app = Starlette(routes=[Route(path, page) for path, page in pages.items()])
-    async with serve_http(app, _Page(host, port)) as url:
+    async with serve_http(app, _Page(host, port), tls=protection.tls) as url:
         yield url

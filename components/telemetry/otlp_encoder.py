@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from opentelemetry.trace import StatusCode
 
-from components.telemetry.light_span import LightSpan, SpanEvent
+from components.telemetry.light_span import LightSpan, SpanEvent, Step
 
 ATTRIBUTE_CHARS: Final = 8192  # some attributes hold clients' data
 NAMES: Final = 4096  # distinct names and keys whose bytes are kept
@@ -29,7 +29,12 @@ _MASK: Final = (1 << 64) - 1
 SCOPE: Final = b"\x0a\x08\x0a\x06kvmesh"  # field 1 of ScopeSpans: an InstrumentationScope with its name
 
 
-def encode_span(span: LightSpan) -> bytes:
+def encode_whole(span: LightSpan) -> bytes:
+    """A span and all below it, as elements of `ScopeSpans.spans`."""
+    return b"".join([span_field(encode_span(each)) for each in span.whole()])
+
+
+def encode_span(span: LightSpan | Step) -> bytes:
     """The fields of a `Span` message."""
     parts = [
         b"\x0a\x10",

@@ -11,9 +11,11 @@ import ssl
 import time
 from base64 import b64encode
 from collections import deque
+from pathlib import Path
 from typing import Final
 from urllib.parse import unquote, urlsplit
 
+from components.telemetry.trace_pieces import PIECES
 from components.urls import login_of, without_password
 
 log = logging.getLogger(__name__)
@@ -26,31 +28,36 @@ LONGEST_WAIT_S: Final = 10.0
 RETRIED: Final = frozenset({408, 429, 502, 503, 504})
 LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 OBSERVER: Final = "kvmesh-observer"  # the observer's Server header
+OTLP: Final = "application/x-protobuf"
 
 
 class OtlpSender:
-    def __init__(self, endpoint: str) -> None:
+    def __init__(self, endpoint: str, ca: Path | None = None) -> None:
+        """`ca`: PEM file of the authorities that sign the receiver's certificate; None: the system's."""
+        self._ca = ca
         address = urlsplit(endpoint)
         self._place = without_password(endpoint)  # for messages
         self._secure = address.scheme == "https"
         self._host = address.hostname or ""
         self._port = address.port or (443 if self._secure else 80)
         self._path = address.path.rstrip("/") + PATH
-        self._headers = {"Content-Type": "application/x-protobuf", **_given_headers(), **login_header(endpoint)}
+        self._headers = {**_given_headers(), **login_header(endpoint)}
         wanted = os.environ.get("OTEL_EXPORTER_OTLP_COMPRESSION")
         if wanted == "gzip" or (wanted is None and self._host not in LOOPBACK):
             self._headers["Content-Encoding"] = "gzip"
         self._connection: http.client.HTTPConnection | None = None
-        self._waiting: deque[tuple[bytes, int]] = deque()  # requests and their number of spans
+        self._waiting: deque[tuple[bytes, str, int]] = deque()  # requests, content types, numbers of spans
         self._waiting_bytes = 0
         self._wait_s = FIRST_WAIT_S
         self._not_before = 0.0  # monotonic
         self.is_observer = False  # whether the receiver has said so
-        self.dropped = 0  # spans
+        self.takes_pieces = False  # likewise
+        self.dropped = 0  # spans that the receiver was away for
+        self.refused = 0  # spans that it refused
 
-    def send(self, request: bytes, num_spans: int) -> None:
-        """Send now, or keep it for later."""
-        self._waiting.append((request, num_spans))
+    def send(self, request: bytes, kind: str, num_spans: int) -> None:
+        """Send now, or keep it for later. `kind`: its content type."""
+        self._waiting.append((request, kind, num_spans))
         self._waiting_bytes += len(request)
         while self._waiting_bytes > WAITING_BYTES and len(self._waiting) > 1:
             self._drop("the receiver is away and the queue is full")
@@ -60,8 +67,8 @@ class OtlpSender:
         """`last`: this process ends. Try once, then drop the spans that still wait."""
         if last or time.monotonic() >= self._not_before:
             until = time.monotonic() + TIMEOUT_S
-            while self._waiting and not (last and time.monotonic() > until) and self._sent(self._waiting[0][0]):
-                body, _ = self._waiting.popleft()
+            while self._waiting and not (last and time.monotonic() > until) and self._sent(*self._waiting[0][:2]):
+                body = self._waiting.popleft()[0]
                 self._waiting_bytes -= len(body)
         while last and self._waiting:
             self._drop("this process ends")
@@ -71,23 +78,23 @@ class OtlpSender:
             self._connection.close()
             self._connection = None
 
-    def _sent(self, body: bytes) -> bool:
+    def _sent(self, body: bytes, kind: str) -> bool:
         """Returns False if it must be sent again."""
         if "Content-Encoding" in self._headers:
             body = gzip.compress(body, 1)
         reused = self._connection is not None
         try:
-            status, reason = self._post(body)
+            status, reason = self._post(body, kind)
         except (OSError, http.client.HTTPException) as exc:
             self.close()
             if reused:  # the receiver may have closed an idle connection
-                return self._sent_anew(body)
+                return self._sent_anew(body, kind)
             return self._failed(str(exc) or type(exc).__name__)
         return self._judge(status, reason)
 
-    def _sent_anew(self, body: bytes) -> bool:
+    def _sent_anew(self, body: bytes, kind: str) -> bool:
         try:
-            return self._judge(*self._post(body))
+            return self._judge(*self._post(body, kind))
         except (OSError, http.client.HTTPException) as exc:
             self.close()
             return self._failed(str(exc) or type(exc).__name__)
@@ -96,26 +103,28 @@ class OtlpSender:
         if status in RETRIED:
             return self._failed(f"status {status}: {reason}")
         if status >= 300:
-            self.dropped += self._waiting[0][1]
-            facts = {"receiver": self._place, "status": status, "reason": reason, "count": self._waiting[0][1]}
+            count = self._waiting[0][2]
+            self.refused += count
+            facts = {"receiver": self._place, "status": status, "reason": reason, "count": count}
             log.warning("spans refused by the OTLP receiver", extra=facts)
         self._wait_s, self._not_before = FIRST_WAIT_S, 0.0
         return True
 
-    def _post(self, body: bytes) -> tuple[int, str]:
+    def _post(self, body: bytes, kind: str) -> tuple[int, str]:
         """Returns the status and the beginning of the answer's text."""
         if self._connection is None:
             self._connection = self._connect()
-        self._connection.request("POST", self._path, body, self._headers)
+        self._connection.request("POST", self._path, body, {"Content-Type": kind, **self._headers})
         with self._connection.getresponse() as answer:
             self.is_observer = self.is_observer or answer.headers.get("Server") == OBSERVER
+            self.takes_pieces = self.is_observer and PIECES in answer.headers.get("Accept-Post", "")
             text = answer.read().decode(errors="replace")
             return answer.status, text[:200] if text.isprintable() else ""
 
     def _connect(self) -> http.client.HTTPConnection:
         if not self._secure:
             return http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
-        context = ssl.create_default_context(cafile=os.environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE"))
+        context = trusting(self._ca)  # read at each connection: the file may have been replaced
         return http.client.HTTPSConnection(self._host, self._port, timeout=TIMEOUT_S, context=context)
 
     def _failed(self, cause: str) -> bool:
@@ -126,10 +135,22 @@ class OtlpSender:
         return False
 
     def _drop(self, cause: str) -> None:
-        body, num_spans = self._waiting.popleft()
+        body, _, num_spans = self._waiting.popleft()
         self._waiting_bytes -= len(body)
         self.dropped += num_spans
         log.warning("spans dropped", extra={"receiver": self._place, "cause": cause, "count": num_spans})
+
+
+def trusting(ca: Path | None) -> ssl.SSLContext:
+    """Trusts certificates that `ca` has signed, or the authorities that OpenTelemetry's variable names.
+
+    Raises: OSError, with the file's name.
+    """
+    path = os.environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE") or (None if ca is None else str(ca))
+    try:
+        return ssl.create_default_context(cafile=path)
+    except OSError as exc:  # of a missing file OpenSSL does not give the name
+        raise OSError(f"{path}: no PEM certificates can be read there ({exc.strerror or exc})") from exc
 
 
 def login_header(endpoint: str) -> dict[str, str]:

@@ -32,7 +32,7 @@ def show_process(figures: Figures, registry: CollectorRegistry) -> None:
     )
     shown.gauge(
         "kvmesh_draining",
-        "1 while this process finishes its requests and leaves.",
+        "1 while this process finishes its requests and takes no new ones.",
         lambda: float(figures.is_draining()),
     )
     shown.gauge("kvmesh_etcd_contact_age_seconds", "Time since etcd last answered.", figures.etcd_contact_age_s)

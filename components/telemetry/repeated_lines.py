@@ -6,18 +6,21 @@ of the rest with their number as `repeated`. Always written:
 - DEBUG lines;
 - a traceback that is new in this window: two with one message may be two defects;
 - `ready` and `progress`, which a supervisor waits for;
-- the line at the end of each request.
+- the line at the end of each request. Ordinary ones are gathered for GATHER_S: each write wakes the process that reads
+  them, and that interrupts ours.
 """
 
 import logging
 import threading
 import time
 from collections.abc import Callable, Hashable
+from contextlib import suppress
 from copy import copy
 from typing import Final, TextIO
 
 BURST: Final = 5  # equal lines
 WINDOW_S: Final = 10.0  # from the first line
+GATHER_S: Final = 0.2
 MOST_WINDOWS: Final = 1024  # bounds memory: some libraries put facts into their messages
 
 status = logging.getLogger("kvmesh.status")
@@ -44,9 +47,16 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         self._clock = clock
         self._window_s = window_s
         self._windows: dict[Hashable, _Window] = {}
-        self._timer: threading.Timer | None = None  # runs while a window holds a line
+        self._gathered: list[str] = []
+        self._timer: threading.Timer | None = None  # runs while a window holds a line, or some are gathered
 
     def emit(self, record: logging.LogRecord) -> None:
+        if record.name == requests.name and record.levelno == logging.INFO:
+            self._gathered.append(self.format(record))
+            if len(self._gathered) == 1:
+                self._start_timer(GATHER_S)
+            return
+        self._write_gathered()
         if record.levelno <= logging.DEBUG or record.name in UNCOUNTED:
             super().emit(record)
             return
@@ -82,10 +92,20 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         if self._timer is not None:
             self._timer.cancel()
         if self.stream is not None and not self.stream.closed:
+            self._write_gathered()
             self.sweep(all_of_them=True)
         super().close()
 
+    def _write_gathered(self) -> None:
+        if self._gathered:
+            gathered, self._gathered = self._gathered, []
+            with suppress(OSError, ValueError):  # the reader is gone
+                self.stream.write("".join([f"{line}{self.terminator}" for line in gathered]))
+                self.flush()
+
     def _start_timer(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         self._timer = threading.Timer(max(seconds, 0.0), self._timed)
         self._timer.daemon = True
         self._timer.start()
@@ -94,6 +114,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         self.acquire()
         try:
             self._timer = None
+            self._write_gathered()
             self.sweep()
             holding = [window.ends_s for window in self._windows.values() if window.held is not None]
             if holding:

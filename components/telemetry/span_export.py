@@ -11,15 +11,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from components.telemetry.light_span import LightSpan
-from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_span, span_field
-from components.telemetry.otlp_sender import OtlpSender
-from components.telemetry.trace_store import REQUEST_ID, Piece, Root, TraceWriter
+from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_whole
+from components.telemetry.otlp_sender import OTLP, OtlpSender
+from components.telemetry.packed_spans import pack_spans
+from components.telemetry.trace_pieces import PIECES, REQUEST_ID, Piece, Pieces, Root, pack_pieces
+from components.telemetry.trace_store import TraceWriter
 
 log = logging.getLogger(__name__)
 
 EVERY_S: Final = 0.5  # so that `inspect trace last` shows the latest request
-BATCH: Final = 2048  # spans in one request: some 400 KB
-MOST_WAITING: Final = 16_384  # spans; more are dropped and counted
+BATCH: Final = 256  # spans of requests that are sent together, each with all below it: some 400 KB
+MOST_WAITING: Final = 4096  # spans of requests; more are dropped and counted
 STOP_S: Final = 5.0  # for the last export
 
 
@@ -35,13 +37,24 @@ class SpanExport:
         self._sender = sender
         self._waiting: deque[LightSpan] = deque()
         self._stopping = threading.Event()
-        self._dropped = 0
+        self._too_many = 0  # spans for which there was no room here
+        self._unwritten = 0  # spans that the file did not take
         self._thread = threading.Thread(target=self._run, name="span-export", daemon=True)
 
+    def is_observed(self) -> bool:
+        """Whether an observer takes the spans. It takes no metrics."""
+        return self._sender is not None and self._sender.is_observer
+
     @property
-    def dropped(self) -> int:
-        """Spans that no file and no receiver got."""
-        return self._dropped + (0 if self._sender is None else self._sender.dropped)
+    def dropped(self) -> Mapping[str, int]:
+        """Spans that this process dropped, by cause. With `receiver_*` the file may still have them."""
+        sender = self._sender
+        return {
+            "export_slow": self._too_many,
+            "file": self._unwritten,
+            "receiver_away": 0 if sender is None else sender.dropped,
+            "receiver_refused": 0 if sender is None else sender.refused,
+        }
 
     def start(self) -> None:
         self._thread.start()
@@ -55,17 +68,17 @@ class SpanExport:
         if len(self._waiting) < MOST_WAITING:
             self._waiting.append(span)
         else:
-            self._dropped += 1
+            self._too_many += 1 + len(span.steps)
 
     def _run(self) -> None:
         dropped = 0
         while not self._stopping.wait(EVERY_S):
             self._export_safely()
-            if self._dropped > dropped:
+            if self._too_many > dropped:
                 log.warning(
-                    "spans dropped", extra={"cause": "the export is too slow", "count": self._dropped - dropped}
+                    "spans dropped", extra={"cause": "the export is too slow", "count": self._too_many - dropped}
                 )
-                dropped = self._dropped
+                dropped = self._too_many
         self._export_safely()
         if self._sender is not None:
             self._sender.send_waiting(last=True)
@@ -74,38 +87,44 @@ class SpanExport:
 
     def _export_safely(self) -> None:
         try:
-            self._export()
+            self.export()
         except Exception:
             log.exception("spans not exported")  # the next batch may succeed
 
-    def _export(self) -> None:
+    def export(self) -> None:
+        """Export the spans that wait. For the thread of the export."""
         while batch := [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]:
-            pieces = pieces_of(batch)
-            sender = self._sender
-            if sender is not None:
-                sender.send(encode_request(self._resource, [piece.spans for piece in pieces]), len(batch))
-            if (sender is None or not sender.is_observer) and not self._file.write(self._service, pieces):
-                self._dropped += len(batch)
+            sender, traces = self._sender, by_trace(batch)
+            num_spans = sum(1 + len(span.steps) for span in batch)
+            if sender is not None and sender.takes_pieces:
+                sender.send(pack_pieces(Pieces(self._service, pieces_of(traces))), PIECES, num_spans)
+            elif sender is not None:
+                scopes = (b"".join([encode_whole(span) for span in found]) for found in traces)
+                sender.send(encode_request(self._resource, scopes), OTLP, num_spans)
+            if not self.is_observed() and not self._file.write(self._service, pieces_of(traces)):
+                self._unwritten += num_spans
         if self._sender is not None:
             self._sender.send_waiting()
 
 
-def pieces_of(spans: Sequence[LightSpan]) -> list[Piece]:
-    """The spans by trace: the store keeps a row of each, and the observer need not sort them."""
-    by_trace: dict[int, list[LightSpan]] = defaultdict(list)
+def by_trace(spans: Sequence[LightSpan]) -> list[list[LightSpan]]:
+    """The observer need not sort them, and the store keeps a row of each."""
+    found: dict[int, list[LightSpan]] = defaultdict(list)
     for span in spans:
-        by_trace[span.trace_id].append(span)
-    return [
-        Piece(
-            f"{trace_id:032x}",
-            min(span.start_time for span in found),
-            len(found),
-            b"".join([span_field(encode_span(span)) for span in found]),
-            [
-                Root(span.start_time, not span.status.is_ok, span.attributes)
-                for span in found
-                if REQUEST_ID in span.attributes
-            ],
-        )
-        for trace_id, found in by_trace.items()
-    ]
+        found[span.trace_id].append(span)
+    return list(found.values())
+
+
+def pieces_of(traces: Sequence[Sequence[LightSpan]]) -> list[Piece]:
+    """`traces`: the spans of each, with all below them."""
+    pieces = []
+    for found in traces:
+        num_spans, packed = pack_spans(found)
+        roots = [
+            Root.of(span.start_time, span.attributes, failed=not span.status.is_ok)
+            for span in found
+            if REQUEST_ID in span.attributes
+        ]
+        start_ns = min([span.start_time for span in found])
+        pieces.append(Piece(f"{found[0].trace_id:032x}", start_ns, num_spans, packed, roots))
+    return pieces

@@ -19,8 +19,8 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 
 from components.errors import Cancelled, MeshError
 from components.settings import MeshSettings
-from components.telemetry.held_traces import KEPT_PER_S, HeldTraces, SlowRequests
-from components.telemetry.light_span import SAMPLED, LightSpan
+from components.telemetry.held_traces import KEPT_PER_S, HeldTraces
+from components.telemetry.light_span import SAMPLED, LightSpan, Step
 from components.telemetry.logs import configure_logs
 from components.telemetry.otlp_sender import OtlpSender
 from components.telemetry.span_export import SpanExport
@@ -63,7 +63,7 @@ class Spans(trace.Tracer):
     """A tracer with a limit of new traces a second."""
 
     def __init__(self, sink: Sink | None = None, rate: TraceRate | None = None, *, holds: bool = False) -> None:
-        """`sink` gets each span that has ended; without one, nothing is recorded.
+        """`sink` gets the span of each request that has ended, with all below it; without one, nothing is recorded.
 
         `holds`: whether it gets spans of traces that are not sampled, too. Their flag for "sampled" is not set.
         """
@@ -131,15 +131,11 @@ class Spans(trace.Tracer):
         span = self.start_span(name, context, **options)
         return CurrentSpan(span, True, record_exception, set_status_on_exception)
 
-    def measure(self, name: str, **options: Any) -> AbstractContextManager[trace.Span]:
-        """A span around the body that is not the current one: calls of the body have the same parent as it."""
-        return _Measured(self.start_span(name, **options), True, True, True)
-
     def start_called_span(self, name: str, instance_id: str) -> trace.Span:
         """The span of a request in this process, whose caller can record it if this process dies."""
         span = self.start_span(name, kind=trace.SpanKind.SERVER)
         if isinstance(span, LightSpan) and span.remote:
-            span.span_id = span.root_id = called_span_id(span.parent_id, instance_id)
+            span.span_id = called_span_id(span.parent_id, instance_id)
         return span
 
 
@@ -165,16 +161,13 @@ class CurrentSpan:
 
     def __enter__(self) -> trace.Span:
         span = self._span
-        self._token: Token[Context] | None = attach(
-            _IN_NOT_KEPT if span is NOT_KEPT else trace.set_span_in_context(span)
-        )
+        self._token: Token[Context] = attach(_IN_NOT_KEPT if span is NOT_KEPT else trace.set_span_in_context(span))
         return span
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._token is not None:
-            detach(self._token)
+        detach(self._token)
         span = self._span
         if span is NOT_KEPT:
             return
@@ -185,12 +178,6 @@ class CurrentSpan:
                 span.set_status(trace.Status(trace.StatusCode.ERROR, f"{type(error).__name__}: {error}"))
         if self._ends:
             span.end()
-
-
-class _Measured(CurrentSpan):
-    def __enter__(self) -> trace.Span:
-        self._token = None
-        return self._span
 
 
 tracer: Final = Spans()
@@ -221,9 +208,9 @@ async def start_telemetry(
     if ranks > 1:
         about["kvmesh.ranks"] = ranks
     resource = Resource.create(about)
-    sender = OtlpSender(settings.otlp_endpoint) if settings.otlp_endpoint else None
+    sender = OtlpSender(settings.otlp_endpoint, settings.tls.ca) if settings.otlp_endpoint else None
     export = SpanExport(f"{role}-{instance_id}", resource.attributes, TraceWriter(settings.home), sender)
-    held = HeldTraces(export.put, SlowRequests(settings.trace_slow_s), TraceRate(KEPT_PER_S))
+    held = HeldTraces(export.put, TraceRate(KEPT_PER_S))
     trace.set_tracer_provider(_Provider())
     tracer.limit(TraceRate(settings.traces_per_s))
     export.start()
@@ -289,7 +276,7 @@ def called_span_id(caller: int, instance_id: str) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "big") or 1
 
 
-def record_lost(name: str, caller: trace.Span, instance_id: str, why: str) -> None:
+def record_lost(name: str, caller: trace.Span | Step, instance_id: str, why: str) -> None:
     """Record the span of a process that died, which `caller` had called.
 
     Spans below it, which other processes have exported, would have no parent otherwise.
@@ -313,19 +300,40 @@ def mark_outcome(span: trace.Span, error: MeshError) -> None:
         span.set_status(trace.Status(trace.StatusCode.ERROR, error.message))
 
 
-def record_span(
+class _NoStep(Step):
+    """The step of a trace that is not kept."""
+
+    __slots__ = ()
+
+    def __init__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def note(self, attributes: Mapping[str, Any]) -> None:
+        pass
+
+
+NO_STEP: Final = _NoStep()
+
+
+def step(
+    name: str, of: trace.Span | None = None, start_ns: int = 0, kind: trace.SpanKind = trace.SpanKind.INTERNAL
+) -> Step:
+    """A step of `of`, or of the current span, that lasts as long as the body. It is not the parent of what it calls."""
+    span = of or trace.get_current_span()
+    return Step(span, name, start_ns or time.time_ns(), kind) if span.__class__ is LightSpan else NO_STEP
+
+
+def record_step(
     name: str,
     start_ns: int,
-    end_ns: int | None = None,
-    parent: trace.Span | None = None,
+    end_ns: int = 0,
+    of: trace.Span | None = None,
     attributes: Mapping[str, str | int | float] | None = None,
 ) -> None:
-    """Record a span that is over; times are wall-clock nanoseconds."""
-    parent = parent or trace.get_current_span()
-    if parent is NOT_KEPT:
-        return
-    if isinstance(parent, LightSpan):
-        span: trace.Span = parent.child(name, attributes=attributes, start_time=start_ns)
-    else:
-        span = tracer.start_span(name, trace.set_span_in_context(parent), start_time=start_ns, attributes=attributes)
-    span.end(end_ns or time.time_ns())
+    """Record a step that is over; times are wall-clock nanoseconds."""
+    span = of or trace.get_current_span()
+    if isinstance(span, LightSpan):
+        Step(span, name, start_ns, attributes=attributes).end(end_ns)

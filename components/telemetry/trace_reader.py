@@ -17,9 +17,9 @@ from urllib.request import Request, urlopen
 
 from components.errors import BackendUnavailable
 from components.settings import MeshSettings
-from components.telemetry.otlp_sender import OBSERVER, login_header
+from components.telemetry.otlp_sender import OBSERVER, login_header, trusting
 from components.telemetry.trace_store import FILE_NAME, Event, Span, TraceStore
-from components.telemetry.trace_summary import TraceSummary, summary_of
+from components.telemetry.trace_summary import TraceSummary, of_tenant, summary_of
 from components.urls import without_password
 
 API: Final = "/api/traces"
@@ -31,17 +31,19 @@ class TracesUnavailable(BackendUnavailable):
 
 
 class TraceReader(Protocol):
+    """With a `tenant`, only the requests of that tenant are listed, each as if it were alone in its trace."""
+
     place: str  # where the traces are, for people
 
-    def recent(self, limit: int = 50) -> list[TraceSummary]:
+    def recent(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
         """The newest traces, the latest first."""
         ...
 
-    def slow(self, limit: int = 50) -> list[TraceSummary]:
+    def slow(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
         """Those marked as slow, the latest first."""
         ...
 
-    def failed(self, limit: int = 50) -> list[TraceSummary]:
+    def failed(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
         """Those that ended with an error, the latest first. A request that its client cancelled did not fail."""
         ...
 
@@ -60,24 +62,32 @@ class LocalTraceReader:
         self._file = home / FILE_NAME
         self._store = TraceStore(home)
 
-    def recent(self, limit: int = 50) -> list[TraceSummary]:
+    def recent(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
         with self._readable():
+            if tenant is not None:
+                return self._summaries(self._store.tenant_trace_ids(tenant, limit), tenant)
             return self._summaries(self._store.last_trace_ids(limit))
 
-    def slow(self, limit: int = 50) -> list[TraceSummary]:
+    def slow(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
         with self._readable():
+            if tenant is not None:
+                return self._summaries(self._store.tenant_trace_ids(tenant, limit, "slow"), tenant)
             return self._summaries(self._store.slow_trace_ids(limit))
 
-    def failed(self, limit: int = 50) -> list[TraceSummary]:
+    def failed(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
         with self._readable():
+            if tenant is not None:
+                return self._summaries(self._store.tenant_trace_ids(tenant, limit, "failed"), tenant)
             return self._summaries(self._store.failed_trace_ids(limit))
 
     def spans(self, trace_id: str) -> list[Span]:
         with self._readable():
             return self._store.trace(trace_id)
 
-    def _summaries(self, trace_ids: list[str]) -> list[TraceSummary]:
+    def _summaries(self, trace_ids: list[str], tenant: str | None = None) -> list[TraceSummary]:
         traces = (self._store.trace(trace_id) for trace_id in trace_ids)
+        if tenant is not None:
+            traces = (of_tenant(spans, tenant) for spans in traces)
         return [summary_of(spans) for spans in traces if spans]  # one removed meanwhile has no spans
 
     @contextmanager
@@ -91,19 +101,20 @@ class LocalTraceReader:
 class ObserverTraceReader:
     """`TraceReader` over the HTTP API of `services.observer`."""
 
-    def __init__(self, url: str) -> None:
-        """`url`: may hold the observer's token as a password."""
+    def __init__(self, url: str, ca: Path | None = None) -> None:
+        """`url`: may hold the observer's token as a password. `ca`: as for `OtlpSender`."""
+        self._ca = ca
         self.place = without_password(url).rstrip("/")
         self._headers = login_header(url)
 
-    def recent(self, limit: int = 50) -> list[TraceSummary]:
-        return self._list("recent", limit)
+    def recent(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
+        return self._list("recent", limit, tenant)
 
-    def slow(self, limit: int = 50) -> list[TraceSummary]:
-        return self._list("slow", limit)
+    def slow(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
+        return self._list("slow", limit, tenant)
 
-    def failed(self, limit: int = 50) -> list[TraceSummary]:
-        return self._list("failed", limit)
+    def failed(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
+        return self._list("failed", limit, tenant)
 
     def spans(self, trace_id: str) -> list[Span]:
         return [span_from(fields) for fields in self._get(f"{API}/{quote(trace_id, safe='')}")["spans"]]
@@ -116,13 +127,16 @@ class ObserverTraceReader:
             return False
         return True
 
-    def _list(self, which: str, limit: int) -> list[TraceSummary]:
-        found = self._get(f"{API}?{urlencode({'which': which, 'limit': limit})}")["traces"]
-        return [summary_from(fields) for fields in found]
+    def _list(self, which: str, limit: int, tenant: str | None = None) -> list[TraceSummary]:
+        asked = {"which": which, "limit": limit, **({} if tenant is None else {"tenant": tenant})}
+        found = [summary_from(fields) for fields in self._get(f"{API}?{urlencode(asked)}")["traces"]]
+        return found if tenant is None else [one for one in found if one.tenant == tenant]  # an older one sends all
 
     def _get(self, path: str) -> dict[str, Any]:
         try:
-            with urlopen(Request(self.place + path, headers=self._headers), timeout=TIMEOUT_S) as answer:  # noqa: S310
+            context = trusting(self._ca) if self.place.startswith("https:") else None
+            asked = Request(self.place + path, headers=self._headers)  # noqa: S310 - the operator's URL
+            with urlopen(asked, timeout=TIMEOUT_S, context=context) as answer:  # noqa: S310
                 if answer.headers.get("Server") != OBSERVER:
                     raise TracesUnavailable(f"{self.place} is no kvmesh observer: use its own page")
                 return dict(json.load(answer))
@@ -137,7 +151,7 @@ class ObserverTraceReader:
 def open_trace_reader(settings: MeshSettings) -> TraceReader:
     """The observer that `otlp_endpoint` names, else this host's file. Asks the endpoint: it may block for TIMEOUT_S."""
     if settings.otlp_endpoint:
-        reader = ObserverTraceReader(settings.otlp_endpoint)
+        reader = ObserverTraceReader(settings.otlp_endpoint, settings.tls.ca)
         if reader.answers():
             return reader
     return LocalTraceReader(settings.home)

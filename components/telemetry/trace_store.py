@@ -1,21 +1,26 @@
 """Finished spans in one SQLite file: written by each process of a host, or by the observer for several hosts.
 
-A row of `pieces` holds the spans of one trace that one process exported together, as OTLP's bytes. So a write costs no
-decoding, and a trace of a request is about five rows.
+A row of `pieces` holds the spans of one trace that one process exported together, packed or as OTLP's bytes. So a write
+costs no decoding, and a trace of a request is about four rows.
 """
 
 import logging
 import sqlite3
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Literal, TypeVar
 
+import msgspec
+from google.protobuf.message import DecodeError
 from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
+
+from components.telemetry.packed_spans import PACKED_FIRST, PackedSpan, unpack_spans
+from components.telemetry.trace_pieces import Piece, Root
 
 log = logging.getLogger(__name__)
 
@@ -26,13 +31,8 @@ BUSY_RETRY_S: Final = 0.01
 TRIM_EVERY: Final = 50  # writes; a trim reads an index
 SEEN: Final = 2000  # traces that a writer remembers, so that it need not add them again
 FILE_NAME: Final = "traces.sqlite"
-TABLES: Final = ("pieces", "traces", "requests")
+TABLES: Final = ("pieces", "traces", "requests", "tenants")
 STATUS: Final = ("UNSET", "OK", "ERROR")
-REQUEST_ID: Final = "kvmesh.request_id"
-CLIENT_REQUEST_ID: Final = "kvmesh.client_request_id"
-SLOW: Final = "kvmesh.slow"
-MOVED: Final = "kvmesh.moved"
-TTFT: Final = "kvmesh.ttft_s"
 LOST: Final = "kvmesh.lost"  # of a span that its caller recorded, as the process died
 
 _SCHEMA: Final = """
@@ -51,11 +51,18 @@ create table if not exists requests (
 ) without rowid;
 create index if not exists requests_by_client on requests (client_request_id) where client_request_id is not null;
 create index if not exists requests_by_trace on requests (trace_id);
+create table if not exists tenants (request_id text primary key, tenant text not null, trace_id text not null) without rowid;
+create index if not exists tenants_by_trace on tenants (trace_id);
+create index if not exists tenants_by_tenant on tenants (tenant);
 """
 _ADD_TRACE: Final = """
 insert into traces values (?, ?, ?) on conflict (trace_id) do update
 set started_ns = min(started_ns, excluded.started_ns), special = max(special, excluded.special)
 """
+_OF_TENANT: Final = (
+    "select distinct trace_id from requests where request_id in (select request_id from tenants where tenant = ?) {}"
+    "order by started_ns desc limit ?"
+)
 _OLDEST: Final = "select trace_id from traces where special = ? order by started_ns desc limit -1 offset ?"
 _TRIM_PIECES: Final = """
 delete from pieces where rowid <= (select max(piece) from (
@@ -100,26 +107,6 @@ class Span:
     events: tuple[Event, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Root:
-    """The span of a whole request, as an index has it."""
-
-    start_ns: int
-    failed: bool
-    attributes: Mapping[str, Any]  # among them REQUEST_ID
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Spans of one trace as they are written."""
-
-    trace_id: str
-    start_ns: int  # of the first
-    num_spans: int
-    spans: bytes  # elements of OTLP's `ScopeSpans.spans`, each with its tag
-    roots: Sequence[Root] = ()
-
-
 class TraceStore:
     """Reads the file in `home`. Raises: sqlite3.Error."""
 
@@ -134,6 +121,11 @@ class TraceStore:
 
     def failed_trace_ids(self, count: int = 20) -> list[str]:
         return self._ids("select distinct trace_id from requests where failed order by started_ns desc limit ?", count)
+
+    def tenant_trace_ids(self, tenant: str, count: int = 20, only: Literal["", "failed", "slow"] = "") -> list[str]:
+        """The newest with a request of `tenant`."""
+        query = _OF_TENANT.format(f"and {only} " if only else "")
+        return self._ids(query, tenant, count)
 
     def trace(self, prefix: str) -> list[Span]:
         """Spans by start time of the trace whose id or request id starts with `prefix`.
@@ -151,7 +143,7 @@ class TraceStore:
             return []
         rows = self._rows("select service, spans from pieces where trace_id = ?", (found[0],))
         spans: dict[str, Span] = {}
-        for span in (span for service, data in rows for span in decode_spans(service, data)):
+        for span in (span for service, data in rows for span in read_piece(found[0], service, data)):
             if span.span_id not in spans or LOST not in span.attributes:  # the process may have lived
                 spans[span.span_id] = span
         return sorted(spans.values(), key=lambda span: (span.start_ns, -span.end_ns))
@@ -205,7 +197,12 @@ class TraceWriter:
             self._connection = None
 
     def _write(self, service: str, pieces: Sequence[Piece]) -> None:
-        requests = [_request_row(piece.trace_id, root) for piece in pieces for root in piece.roots]
+        roots = [(piece.trace_id, root) for piece in pieces for root in piece.roots]
+        requests = [
+            (root.request_id, root.client_request_id, trace_id, root.start_ns, root.failed, root.slow)
+            for trace_id, root in roots
+        ]
+        tenants = [(root.request_id, root.tenant, trace_id) for trace_id, root in roots if root.tenant is not None]
         try:
             connection = self._open()
             with connection:
@@ -221,6 +218,7 @@ class TraceWriter:
                     ],
                 )
                 connection.executemany("insert or replace into requests values (?,?,?,?,?,?)", requests)
+                connection.executemany("insert or replace into tenants values (?,?,?)", tenants)
                 if (self._writes + 1) % TRIM_EVERY == 0:
                     self._trim(connection)
         except sqlite3.Error:
@@ -253,6 +251,33 @@ class TraceWriter:
             self._connection = _connect(self._path)
             self._connection.executescript(_SCHEMA)
         return self._connection
+
+
+def read_piece(trace_id: str, service: str, data: bytes) -> list[Span]:
+    """The spans of a piece in either form. None if a sender wrote something else."""
+    try:
+        if data[:1] >= PACKED_FIRST:
+            return [_unpacked(trace_id, service, span) for span in unpack_spans(data)]
+        return decode_spans(service, data)
+    except (DecodeError, msgspec.DecodeError):
+        log.warning("spans that cannot be read were left out", extra={"service": service, "trace_id": trace_id})
+        return []
+
+
+def _unpacked(trace_id: str, service: str, span: PackedSpan) -> Span:
+    return Span(
+        trace_id=trace_id,
+        span_id=f"{span.span_id:016x}",
+        parent_id=f"{span.parent_id:016x}" if span.parent_id else None,
+        service=service,
+        name=span.name,
+        start_ns=span.start_ns,
+        end_ns=span.end_ns,
+        status=STATUS[span.status] if 0 <= span.status < len(STATUS) else "UNSET",
+        attributes=span.attributes,
+        error=span.error,
+        events=tuple(Event(*event) for event in span.events),
+    )
 
 
 def decode_spans(service: str, data: bytes) -> list[Span]:
@@ -293,20 +318,7 @@ def plain(value: AnyValue) -> Any:
 
 
 def _is_special(root: Root) -> bool:
-    return root.failed or SLOW in root.attributes or MOVED in root.attributes
-
-
-def _request_row(trace_id: str, root: Root) -> tuple[Any, ...]:
-    facts = root.attributes
-    label = facts.get(CLIENT_REQUEST_ID)
-    return (
-        str(facts[REQUEST_ID]),
-        None if label is None else str(label),
-        trace_id,
-        root.start_ns,
-        root.failed,
-        SLOW in facts,
-    )
+    return root.failed or root.slow or root.moved
 
 
 def _trim_pieces(connection: sqlite3.Connection, limits: Limits) -> None:

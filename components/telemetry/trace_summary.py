@@ -1,10 +1,11 @@
 """What one trace says about its request, for lists of requests."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from components.telemetry.trace_store import CLIENT_REQUEST_ID, MOVED, REQUEST_ID, SLOW, TTFT, Span
+from components.telemetry.trace_pieces import CLIENT_REQUEST_ID, MOVED, REQUEST_ID, SLOW, TENANT, TTFT
+from components.telemetry.trace_store import Span
 
 CANCELLED: Final = "kvmesh.cancelled"
 MODEL: Final = "gen_ai.request.model"
@@ -29,6 +30,7 @@ class TraceSummary:
     decode_ids: tuple[str, ...]  # instances in the order of their use; several if the request moved
     prefill_ids: tuple[str, ...]
     num_spans: int
+    tenant: str = ""  # of the API key; empty: the request came without one
 
 
 def root_of(spans: Sequence[Span]) -> Span:
@@ -36,6 +38,22 @@ def root_of(spans: Sequence[Span]) -> Span:
     known = {span.span_id for span in spans}
     tops = [span for span in spans if span.parent_id not in known] or list(spans)
     return next((span for span in tops if REQUEST_ID in span.attributes), tops[0])
+
+
+def of_tenant(spans: Sequence[Span], tenant: str) -> list[Span]:
+    """The spans of the tenant's own requests. A client may put requests of several tenants into one trace."""
+    by_id = {span.span_id: span for span in spans}
+    return [span for span in spans if _tenant_of(span, by_id) == tenant]
+
+
+def _tenant_of(span: Span, by_id: Mapping[str, Span]) -> str | None:
+    """That of the nearest request around `span`; None if that is not kept, or came without an API key."""
+    at: Span | None = span
+    for _ in range(len(by_id)):  # a receiver's spans may form a ring
+        if at is None or TENANT in at.attributes:
+            break
+        at = by_id.get(at.parent_id or "")
+    return None if at is None or TENANT not in at.attributes else str(at.attributes[TENANT])
 
 
 def summary_of(spans: Sequence[Span]) -> TraceSummary:
@@ -60,6 +78,7 @@ def summary_of(spans: Sequence[Span]) -> TraceSummary:
         decode_ids=_instances(spans, DECODE_INSTANCE),
         prefill_ids=_instances(spans, PREFILL_INSTANCE),
         num_spans=len(spans),
+        tenant=str(root.attributes.get(TENANT, "")),
     )
 
 

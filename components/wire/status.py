@@ -7,7 +7,7 @@ from components.wire.codec import Struct, message
 
 @message("status-ask.v1")
 class StatusRequest(Struct):
-    pass
+    transport: bool = False  # whether a worker looks into its process for `Status.transport`
 
 
 class RoomStatus(Struct):
@@ -37,6 +37,22 @@ class PageStatus(Struct):
     cached: int = 0  # by the prefix cache alone
     held: int = 0  # by requests
     exposed: int = 0  # of the held ones: a prefill instance may write into them
+
+
+class Connection(Struct):
+    """The ports of a TCP connection."""
+
+    local: int
+    remote: int
+
+
+class TransportStatus(Struct):
+    """What a worker's process has open towards its peers."""
+
+    ports: list[int] = field(default_factory=list)  # on which it listens, that of its metrics page too
+    connections: list[Connection] = field(default_factory=list)  # established, those of etcd and NATS too
+    shared_memory: bool = False  # a segment of UCX is mapped
+    rdma: bool = False  # an RDMA device is open
 
 
 @message("status.v1")
@@ -70,3 +86,4 @@ class Status(Struct):
     tokens_per_s: float = 0.0  # of the last seconds; a prefill instance: of prompts, else generated
     breakers: dict[str, str] = field(default_factory=dict)  # state by instance id
     heartbeat_ages_s: dict[str, float] = field(default_factory=dict)  # by instance id, as heard here
+    transport: TransportStatus | None = None  # None: not asked for, not a worker, or not to be seen

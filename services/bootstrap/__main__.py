@@ -19,7 +19,7 @@ from services.bootstrap.service import BootstrapService
 
 async def main(settings: BootstrapSettings) -> None:
     """Serve until a stop signal."""
-    me = new_instance_id()
+    me = new_instance_id(settings.instance_id)
     subject = subject_of(settings.namespace, "bootstrap", me)
     registration = Registration(me)
     metrics = CollectorRegistry()
@@ -30,13 +30,22 @@ async def main(settings: BootstrapSettings) -> None:
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
         serve_health(settings, metrics, bus, registry, registration) as page,
         measure(
-            settings, "bootstrap", me, bus, registry.contact_age_s, metrics=metrics, epoch=lambda: registration.epoch
+            settings,
+            "bootstrap",
+            me,
+            bus,
+            registry.contact_age_s,
+            metrics=metrics,
+            telemetry=telemetry,
+            epoch=lambda: registration.epoch,
         ) as figures,
         keep_present(bus, registry.book),
     ):
         service = BootstrapService(bus, settings.namespace, registration, metrics)
         service.show(figures)
+        figures.is_draining = lambda: service.draining
         control = ProcessControl(figures)
+        control.serves(service)
         own = [present_endpoint(registration), status_endpoint(figures), control.endpoint()]
         endpoints = [*service.endpoints(), *own]
         async with (

@@ -12,7 +12,7 @@ from typing import Final, NamedTuple
 from prometheus_client import CollectorRegistry, Counter
 
 from components.discovery.registry import Registration
-from components.errors import MalformedMessage, MeshError
+from components.errors import MalformedMessage, MeshError, Overloaded
 from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
 from components.messaging.clocks import now_ms
@@ -39,6 +39,7 @@ class BootstrapService:
         self._bus = bus
         self._namespace = namespace
         self._instance_id = registration.instance_id
+        self.draining = False  # by an operator's order
         self._open: dict[str, _Room] = {}  # by room
         self._forwarding: set[asyncio.Task[None]] = set()
         OnDemand(metrics).gauge("kvmesh_open_rooms", "Bootstrap rooms open in this replica.", lambda: len(self))
@@ -73,7 +74,9 @@ class BootstrapService:
         ]
 
     async def open(self, request: OpenRoom) -> RoomOk:
-        """Raises: MalformedMessage, if the room is open."""
+        """Raises: MalformedMessage, if the room is open; Overloaded, while this replica drains."""
+        if self.draining:
+            raise Overloaded("this bootstrap replica is draining")
         if request.room in self._open:
             raise MalformedMessage(f"room {request.room} is open already")
         self._open[request.room] = _Room(

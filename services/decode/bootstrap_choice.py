@@ -6,7 +6,7 @@ from itertools import count
 from random import Random
 from typing import Any, Final
 
-from components.errors import DeadlineExceeded, NoBootstrapInstance, PeerBroken, PeerLost
+from components.errors import DeadlineExceeded, NoBootstrapInstance, Overloaded, PeerBroken, PeerLost
 from components.routing.health import Breaker, BreakerSettings
 from components.wire.instances import InstanceRecord
 
@@ -35,7 +35,7 @@ class BootstrapChoice:
         """Return when a replica has opened the room. `ask` calls it, with a timeout of `LIMIT_S`.
 
         Several replicas may open the same room: prefill takes the first offer, and closes the other rooms.
-        Raises: NoBootstrapInstance; a replica's refusal.
+        Raises: NoBootstrapInstance; a replica's refusal, unless the replica drains.
         """
         cause = "every replica has failed to answer lately"
         waiting: set[asyncio.Task[None]] = set()
@@ -49,7 +49,7 @@ class BootstrapChoice:
                 error = call.exception()
                 if error is None:
                     return
-                if not isinstance(error, PeerLost | PeerBroken | DeadlineExceeded):
+                if not isinstance(error, PeerLost | PeerBroken | DeadlineExceeded | Overloaded):
                     raise error
                 cause = str(error)
         raise NoBootstrapInstance(f"no bootstrap instance opened a room: {cause}")

@@ -12,7 +12,7 @@ from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import Checksums, PageChecksums
 from components.lifecycle import Lifecycle, Tally
-from components.telemetry.spans import tracer
+from components.telemetry.spans import step
 from components.wire.instances import InstanceRecord
 from engine.ports import Exposed
 
@@ -101,7 +101,7 @@ class InboundTransfer:
                 f"the aux slot says stamp {found[0]}, {found[1]} pages; expected {expected[0]}, {expected[1]}"
             )
         if self._checksums is not None:
-            with tracer.start_as_current_span("decode.verify"):
+            with step("decode.verify"):
                 assert self.prefill.kv is not None, "an instance without KV is not chosen"
                 theirs = self.prefill.kv.layout
                 landed = self._checksums.of_transfer(theirs.page_size, theirs.shards, every_copy=True)

@@ -96,6 +96,7 @@ class PrefillChoice:
         if not self._prefill.has_room:
             return Local(Reason.NO_AUX_SLOT, "there are as many transfers as aux slots")
         usable = self._usable(adapter)
+        explain = explain and (dry or len(usable) > 1)  # else there is nothing to compare
         ask = RouteRequest(blocks.num_tokens, session=session, prefix=blocks.prefix(), explain=explain, dry=dry)
         inquiries = self._fleet.inquiries
         if inquiries is not None and inquiries.are_needed:

@@ -32,7 +32,7 @@ from components.messaging.clocks import now_ms, remaining_s
 from components.messaging.liveness import warn_of_protocol
 from components.routing.router import Route
 from components.telemetry.figures import Queue, queues_of
-from components.telemetry.spans import record_span, tracer
+from components.telemetry.spans import record_step, step
 from components.wire.generate import GenerateRequest
 from components.wire.instances import InstanceRecord, KvEndpoint
 from components.wire.prefill import (
@@ -226,8 +226,8 @@ class PrefillClient:
     ) -> AuxRecord:
         await self._offer(transfer, reserved, now_ms() + int(timeout_s * 1000))
         transfer.is_room_open = True
-        with tracer.start_as_current_span("decode.receive") as span:
-            span.set_attribute("kvmesh.transfer.backend", self._transfer.endpoint.backend)
+        with step("decode.receive") as receiving:
+            receiving.note({"kvmesh.transfer.backend": self._transfer.endpoint.backend})
             return await transfer.landed(reserved.pages, tokens)
 
     async def _ask(self, transfer: InboundTransfer, request: GenerateRequest, route: Route, began_ns: int) -> None:
@@ -253,9 +253,9 @@ class PrefillClient:
             layout=self._transfer.endpoint.layout,
             verify_kv=self._checksums is not None,
         )
-        # not the current span: prefill's span outlasts it
-        with tracer.measure("decode.call_prefill", kind=SpanKind.CLIENT, start_time=began_ns) as span:
-            span.set_attribute("kvmesh.prefill.instance", prefill.instance_id)
+        # a step: prefill's span outlasts it
+        with step("decode.call_prefill", start_ns=began_ns, kind=SpanKind.CLIENT) as calling:
+            calling.note({"kvmesh.prefill.instance": prefill.instance_id})
             subject = f"{prefill.subject}.prefill"
             accepted = await self._bus.call(subject, asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S)
         route.accepted(accepted.number)
@@ -285,7 +285,7 @@ class PrefillClient:
         async def ask(replica: InstanceRecord) -> None:
             await self._bus.call(f"{replica.subject}.open", opening, RoomOk, timeout_s=LIMIT_S)
 
-        with tracer.measure("decode.open_room", kind=SpanKind.CLIENT):
+        with step("decode.open_room", kind=SpanKind.CLIENT):
             await self._bootstraps.open(replicas, ask)
 
     async def _until_quiet(self, transfer: InboundTransfer, quiesce: Quiesce) -> None:
@@ -318,7 +318,7 @@ class PrefillClient:
 async def _pages_of(transfer: InboundTransfer) -> Exposed:
     asked_ns = time.time_ns()
     reserved = await transfer.reserved
-    record_span("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
+    record_step("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
     return reserved
 
 

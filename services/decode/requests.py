@@ -12,7 +12,7 @@ from opentelemetry.trace import Span
 from components.errors import MeshError
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.outbox import OutStream, StreamOutbox
-from components.telemetry.spans import mark_outcome, record_span, use_span
+from components.telemetry.spans import mark_outcome, record_step, use_span
 from components.wire.generate import GenerateRequest, PromptOrigin
 from components.wire.tokens import PromptBlocks
 from engine.ports import TokenMask, TokenOutput
@@ -156,10 +156,10 @@ class ActiveRequests:
         if not self._by_engine_id:
             self._idle.set()
         if active.first_token_ns:
-            record_span(
+            record_step(
                 "decode.generate",
                 active.first_token_ns,
-                parent=active.span,
+                of=active.span,
                 attributes={"kvmesh.generated_tokens": active.num_generated},
             )
         active.span.end()
@@ -185,5 +185,5 @@ class ActiveRequests:
     def _first_token(self, active: ActiveRequest) -> int:
         active.first_token_ns = time.time_ns()
         active.enter(S.RUNNING)
-        record_span(active.waiting_span, active.waiting_since_ns, active.first_token_ns, parent=active.span)
+        record_step(active.waiting_span, active.waiting_since_ns, active.first_token_ns, active.span)
         return active.first_token_ns

@@ -5,7 +5,6 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, Final
 
-from opentelemetry import trace
 from prometheus_client import Counter
 
 from components.errors import Cancelled, KvUnavailable, MeshError, PeerBroken, PeerLost, PrefillLost, Rejected
@@ -15,8 +14,9 @@ from components.routing.policy import PromptLoad, PromptRate
 from components.routing.router import Route, RouteChoice
 from components.structured.masks import MaskMaker
 from components.telemetry.exemplars import exemplar_of
+from components.telemetry.light_span import Step
 from components.telemetry.on_demand import OnDemand
-from components.telemetry.spans import record_lost, tracer, use_span
+from components.telemetry.spans import NO_STEP, record_lost, step, use_span
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.instances import InstanceRecord
 from components.wire.sampling import Constraint
@@ -151,38 +151,38 @@ class RequestRunner:
         """
         if self._masks is None:
             raise Rejected("this instance has no masks for constraints")
-        with tracer.start_as_current_span("decode.compile"):
+        with step("decode.compile", active.span):
             return await self._masks.mask_of(constraint, active.token_ids, active.request.num_generated)
 
     async def _choose(self, active: ActiveRequest) -> tuple[InstanceRecord, RouteChoice] | None:
         """Choose a prefill instance. Returns None if the prompt should be computed here."""
         request = active.request
-        with tracer.start_as_current_span("decode.lookup") as span:
+        with step("decode.lookup", active.span) as lookup:
             hit = self.engine.engine.peek_prefix(active.blocks)
-            span.set_attribute("kvmesh.cached_tokens", hit)
+            lookup.note({"kvmesh.cached_tokens": hit})
         active.num_cached = hit
-        with tracer.start_as_current_span("decode.choose_prefill") as span:
+        with step("decode.choose_prefill", active.span) as choosing:
             if active.request.sampling.prompt_logprobs is not None:
-                self._locally(PROMPT_LOGPROBS, active, span)
+                self._locally(PROMPT_LOGPROBS, active, choosing)
                 return None
             chosen = await self.choice.choose(
                 active.blocks,
                 len(active.token_ids) - hit,
                 adapter=request.adapter,
                 session=request.session,
-                explain=span.is_recording(),
+                explain=choosing is not NO_STEP,
             )
             if isinstance(chosen, Local):
-                self._locally(chosen, active, span)
+                self._locally(chosen, active, choosing)
                 return None
             active.prefill = chosen.instance_id
-            span.set_attribute("kvmesh.prefill.instance", chosen.instance_id)
-            span.set_attributes(chosen.facts())
+            if choosing is not NO_STEP:
+                choosing.note({"kvmesh.prefill.instance": chosen.instance_id, **chosen.facts()})
             return self.choice.record_of(chosen), chosen
 
-    def _locally(self, choice: Local, active: ActiveRequest, span: trace.Span) -> None:
+    def _locally(self, choice: Local, active: ActiveRequest, choosing: Step) -> None:
         active.why_local = choice.why
-        span.set_attribute("kvmesh.prefill.why_local", choice.why)
+        choosing.note({"kvmesh.prefill.why_local": choice.why})
         self._local.labels(choice.reason).inc()
 
     def _transfers_to_log(self) -> dict[str, float]:

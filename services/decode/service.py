@@ -74,8 +74,9 @@ class DecodeService:
             span=tracer.start_called_span("decode.request", self._registration.instance_id),
             lifecycle=self._active.lifecycle(engine_id),
         )
-        active.span.set_attribute("kvmesh.decode.instance", self._registration.instance_id)
-        active.span.set_attribute("kvmesh.prompt_tokens", len(active.token_ids))
+        active.span.set_attributes(
+            {"kvmesh.decode.instance": self._registration.instance_id, "kvmesh.prompt_tokens": len(active.token_ids)}
+        )
         # A frontend that is gone cancels nothing.
         expired = DeadlineExceeded("the request's deadline passed")
         active.expiry = asyncio.get_running_loop().call_later(left_s, self._runner.stop, active, expired)

@@ -4,6 +4,7 @@ import asyncio
 import ipaddress
 import logging
 from pathlib import Path
+from typing import Final
 
 from prometheus_client import CollectorRegistry
 
@@ -41,12 +42,17 @@ from services.frontend.config import FrontendSettings
 from services.frontend.decode_choice import explain_endpoint
 from services.frontend.keys import KeyRing, follow_keys
 from services.frontend.mesh_client import MeshClient
-from services.frontend.operations import Operations, workers_of
+from services.frontend.operations import DRAINING, Operations, workers_of
 from services.frontend.server_metrics import send_server_metrics
 from services.frontend.stored import open_stored
 from services.frontend.ui.run_ui import MeshSources, make_ui, run_ui
 
 log = logging.getLogger(__name__)
+
+SHARED_PORT: Final = (
+    "it shares its port with other frontends of this host, and the kernel would go on giving it connections; with --stop "
+    "it finishes its requests and ends"
+)
 
 
 def key_ring(given: str | None, file: Path | None) -> KeyRing | None:
@@ -81,7 +87,7 @@ def tokens_subject(settings: FrontendSettings, instance_id: str) -> str:
 
 
 async def main(settings: FrontendSettings) -> None:
-    me = new_instance_id()
+    me = new_instance_id(settings.instance_id)
     subject = subject_of(settings.namespace, "frontend", me)
     model = settings.served_model_name or served_name(settings.model)
     given_keys = None if settings.api_keys is None else settings.api_keys.get_secret_value()
@@ -112,6 +118,7 @@ async def main(settings: FrontendSettings) -> None:
             bus,
             registry.contact_age_s,
             metrics=metrics,
+            telemetry=telemetry,
             epoch=lambda: registration.epoch,
             model=model,
         ) as figures,
@@ -126,7 +133,7 @@ async def main(settings: FrontendSettings) -> None:
         mesh.moves.show(metrics)
         inbox.show(metrics)
         stored = await open_stored(bus, settings, subject)
-        control = ProcessControl(figures)
+        control = ProcessControl(figures, SHARED_PORT)
         calls = [
             explain_endpoint(mesh.choice, text, model),
             present_endpoint(registration),
@@ -136,7 +143,7 @@ async def main(settings: FrontendSettings) -> None:
         if stored is not None:
             calls.append(stored.endpoint())
         files = (settings.tls_cert, settings.tls_key)
-        tls = Tls(*map(str, files)) if all(files) else None
+        tls = Tls(str(files[0]), str(files[1])) if all(files) else None
         timeout_s = settings.client_timeout_s
         limits = ClientLimits(head_s=timeout_s, body_s=timeout_s, unread_s=timeout_s)
         prefills = RollCall(bus, settings.namespace, "prefill", registry.book)
@@ -154,14 +161,16 @@ async def main(settings: FrontendSettings) -> None:
             workers,
             lambda host: scrape_targets(registry.book, settings.namespace, host),
         )
-        figures.is_draining = lambda: operations.draining
+        figures.is_draining = lambda: operations.is_draining
+        if not settings.share_port:
+            control.serves(operations.order)
         figures.heartbeat_ages_s = decodes.alive.ages_s
         figures.breakers = decodes.router.health.states
         sources = MeshSources(me, model, bus, registry.book, decodes.alive, prefills)
         ui, poll = make_ui(settings, sources, lambda: operations.draining)
         calls.append(ui.history.endpoint())
         async with (
-            send_server_metrics(settings, me) as server_metrics,
+            send_server_metrics(settings, me, lambda: not telemetry.export.is_observed()) as server_metrics,
             run_ui(ui, poll),
             open_checker(folder, settings.compile_budget_s, ConstraintMetrics(metrics)) as checker,
             serve_health(
@@ -171,6 +180,7 @@ async def main(settings: FrontendSettings) -> None:
                 registry,
                 registration,
                 facts=lambda: {"models": [model.name for model in mesh.models()]},
+                reasons=lambda: [DRAINING] if operations.is_draining else [],
             ) as page,
             keep_present(bus, registry.book),
             # outside serve_http, which drains: background requests can be cancelled until then
@@ -206,6 +216,7 @@ async def main(settings: FrontendSettings) -> None:
                 log_ready(instance=me, url=url, metrics=page)
                 await first(stop_signal(), control.stopped())
                 operations.draining = True
+                await asyncio.sleep(settings.unready_s)  # a load balancer sees it, and sends requests elsewhere
 
 
 if __name__ == "__main__":

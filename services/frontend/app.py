@@ -49,7 +49,7 @@ from services.frontend.openapi import PostRoute, add_post_routes
 from services.frontend.operations import Operations
 from services.frontend.ports import Mesh, ServedModel
 from services.frontend.prompts import find_model
-from services.frontend.request_log import LineLimit
+from services.frontend.request_lines import RequestLines
 from services.frontend.response_routes import add_response_routes
 from services.frontend.server_metrics import ServerMetrics
 from services.frontend.sites import Sites
@@ -113,20 +113,23 @@ def create_app(
         figures.queues = lambda: {"admission": admission.queue()}
         figures.batch = admission.batch
         figures.loop.total = lambda: metrics.gaps.num_tokens
-    lines = LineLimit(settings.request_lines_per_s)
+    lines = RequestLines(settings.request_lines_per_s, settings.slow, metrics.slow)
     frontend = Frontend(mesh, text, settings, defaults or SamplingDefaults(), metrics, admission, checker, lines)
     generating = _generating_routes(frontend, stored)
     add_post_routes(app, [*generating, *_unary_routes(frontend)])
     add_response_routes(app, stored)
     _add_models(app, mesh)
-    _add_operations(app, mesh, operations or Operations(mesh), metrics.registry)
+    operations = operations or Operations(mesh)
+    _add_operations(app, mesh, operations, metrics.registry)
     if ui is not None:
         ui.history.measure(metrics, admission.batch)
         app.router.routes.extend(ui.routes())
     _add_error_handlers(app)
     sites = Sites(settings.allowed_hosts, settings.cors_origins, settings.host)
     app.add_middleware(_Shortcut, endpoints={route.path: route.endpoint for route in generating})
-    app.add_middleware(Gate, ring=keys, metrics=metrics, sites=sites, error_forms=ERROR_FORMS)
+    app.add_middleware(
+        Gate, ring=keys, metrics=metrics, sites=sites, error_forms=ERROR_FORMS, operations=operations, lines=lines
+    )
     _allow_origins(app, settings.cors_origins)  # outermost: a preflight request has no key
     return app
 

@@ -1,5 +1,6 @@
 """Settings of the frontend."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -11,6 +12,15 @@ from components.routing.kv_index import MAX_BLOCKS
 from components.routing.policies import DEFAULT
 from components.routing.setting_types import ABOUT_POLICIES, KvIndexBlocks, RoutingPolicy
 from components.settings import ModelSettings
+
+
+@dataclass(frozen=True, slots=True)
+class SlowLimits:
+    """A request that reaches one of these is slow: for its log line, its trace, the metrics and /ui."""
+
+    ttft_s: float = 2.0  # to the first token; the whole time of a request without tokens
+    tpot_s: float = 0.25  # per output token after the first
+    stall_s: float = 2.0  # without a token after the first
 
 
 class FrontendSettings(ModelSettings):
@@ -32,6 +42,18 @@ class FrontendSettings(ModelSettings):
         bool,
         Field(description="share the port with other frontends of this mesh, all started with this; Linux distributes"),
     ] = False
+    slow_ttft_s: Annotated[
+        PositiveFloat,
+        Field(
+            description="seconds to the first token from which a request is slow; its whole time if it has no tokens"
+        ),
+    ] = 2.0
+    slow_tpot_s: Annotated[
+        PositiveFloat, Field(description="seconds per output token after the first, from which a request is slow")
+    ] = 0.25
+    slow_stall_s: Annotated[
+        PositiveFloat, Field(description="seconds without a token after the first, from which a request is slow")
+    ] = 2.0
     tls_cert: Annotated[Path | None, Field(description="PEM file of a certificate and its chain: serve https")] = None
     tls_key: Annotated[Path | None, Field(description="PEM file of the certificate's private key")] = None
     # No option: everyone on the machine can read a command line.
@@ -98,6 +120,14 @@ class FrontendSettings(ModelSettings):
     drain_timeout_s: Annotated[
         PositiveFloat, Field(description="seconds that a stopping frontend may take to finish its requests")
     ] = 30.0
+    unready_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="seconds that a stopping frontend reports unready before it refuses connections, so that a load "
+            "balancer leaves it first; docs/operations.md",
+        ),
+    ] = 0.0
     compile_budget_s: Annotated[
         PositiveFloat,
         Field(description="CPU seconds for checking a schema, regex or grammar; one that takes longer is refused"),
@@ -138,6 +168,10 @@ class FrontendSettings(ModelSettings):
         str | None,
         Field(description="NATS subject of a services.local that may kill workers for /ui; services.local sets it"),
     ] = None
+
+    @property
+    def slow(self) -> SlowLimits:
+        return SlowLimits(self.slow_ttft_s, self.slow_tpot_s, self.slow_stall_s)
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:

@@ -27,14 +27,14 @@ from components.messaging.clocks import now_ms, remaining_s
 from components.messaging.fleet import Fleet
 from components.routing.policy import RouteRequest
 from components.routing.router import Route, explained
-from components.telemetry.spans import tracer
+from components.telemetry.light_span import Step
 from components.text.tokenizer import TextModel
 from components.wire.inspection import ExplainRoute, RouteExplained
 from components.wire.instances import InstanceRecord
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import PromptBlocks, pack_tokens, seed_hash
 from services.frontend.ports import Prompt
-from services.frontend.request_log import request_log
+from services.frontend.request_record import RequestRecord, request_record
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +86,8 @@ class DecodeChoice:
         """
         began, left_s = time.monotonic(), remaining_s(prompt.deadline_unix_ms)
         adapter = self.adapter(prompt)
-        with tracer.start_as_current_span("frontend.route") as span:
+        record = request_record()
+        with record.step("frontend.route") as step:
             while True:
                 usable = self.usable(adapter)
                 fresh = [r for r in usable if r.instance_id not in attempts.failed] if attempts.failed else usable
@@ -94,7 +95,7 @@ class DecodeChoice:
                     await asyncio.sleep(self._back_off_s(len(attempts.failed) - len(usable)))
                     usable = self.usable(adapter)
                     fresh = [r for r in usable if r.instance_id not in attempts.failed] or usable
-                found = self._route(prompt, fresh, span)
+                found = self._route(prompt, fresh, record, step)
                 if found is not None:
                     return found
                 waited_s = time.monotonic() - began
@@ -108,7 +109,7 @@ class DecodeChoice:
     def note_move(self, prompt: Prompt, route: Route, why: MeshError, attempts: Attempts) -> None:
         """Raises: `why`, if the request has moved too often; DeadlineExceeded."""
         attempts.moves += self._cost(why, attempts)
-        request_log().moved(why.message)
+        request_record().moved(why.message)
         if not isinstance(why, BLAMELESS):
             route.failed(why)
             attempts.failed.append(route.instance_id)
@@ -149,18 +150,20 @@ class DecodeChoice:
         return self._rng.uniform(0.5, 1.0) * min(MOST_BACK_OFF_S, FIRST_BACK_OFF_S * 2.0 ** min(tries, 10))
 
     def _route(
-        self, prompt: Prompt, usable: Sequence[InstanceRecord], span: trace.Span
+        self, prompt: Prompt, usable: Sequence[InstanceRecord], of: RequestRecord, step: Step
     ) -> tuple[InstanceRecord, Route] | None:
         """Choose one of `usable`, and count the request there in the load book."""
         blocks = self._blocks(prompt, usable)
         num_tokens = len(prompt.token_ids)
-        ask = RouteRequest(num_tokens, session=prompt.session, prefix=blocks.prefix(), explain=span.is_recording())
+        ask = RouteRequest(
+            num_tokens, session=prompt.session, prefix=blocks.prefix(), explain=of.is_kept and len(usable) > 1
+        )
         chosen = self._router.choose(ask, blocks, usable)
         record = None if chosen is None else self._decodes.find(chosen.instance_id)
         if chosen is None or record is None:
             return None
-        span.set_attribute("kvmesh.decode.instance", chosen.instance_id)
-        span.set_attributes(chosen.facts())
+        if of.is_kept:
+            step.note({"kvmesh.decode.instance": chosen.instance_id, **chosen.facts()})
         pages = self._router.pages_for(chosen.instance_id, num_tokens - chosen.cached_tokens)
         # no prompt tokens: decode chooses where the prompt is computed
         route = self._router.send(chosen, 0, pages, prompt.sampling.n)

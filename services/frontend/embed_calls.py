@@ -5,13 +5,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Final
 
-from opentelemetry.trace import SpanKind
-
 from components.errors import MalformedMessage
 from components.messaging.bus import Bus
 from components.messaging.clocks import now_ms, remaining_s
 from components.messaging.inbox import InStream, StreamInbox
-from components.telemetry.spans import tracer
 from components.wire.codec import Struct
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors
 from components.wire.instances import InstanceRecord
@@ -19,6 +16,7 @@ from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
 from services.frontend.decode_choice import MOVING, Attempts, DecodeChoice
 from services.frontend.ports import Prompt, Texts
+from services.frontend.request_record import request_record
 
 # of texts that go together, more only in a single text: large enough to batch, small enough to spread
 TOKENS_A_CALL: Final = 8192
@@ -64,7 +62,7 @@ class EmbedCalls:
             route.accepted(0)  # the next heartbeat counts it: its answer comes at its end
             stream = self._inbox.open(record.instance_id, record.epoch)  # only for its failure
             try:
-                with tracer.start_as_current_span("frontend.dispatch", kind=SpanKind.CLIENT):
+                with request_record().dispatching():
                     vectors = await self._call_embed(
                         replace(texts, request_id=f"{texts.request_id}-{attempts.moves}"), record, stream
                     )

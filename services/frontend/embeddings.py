@@ -10,7 +10,6 @@ from components.openai.embeddings import EmbeddingRequest, embedding_list
 from components.openai.parts import Parts
 from components.text.tokenizer import TextModel
 from components.wire.embed import EmbeddingModel
-from services.frontend import tracing
 from services.frontend.gate import caller_of
 from services.frontend.ports import ServedModel, Texts
 from services.frontend.prompts import find_model
@@ -26,13 +25,11 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     about = _embedding_of(model)
     request.check(about)
     call.model = model.name
-    call.span.update_name(f"embeddings {model.name}")
+    call.record.root.update_name(f"embeddings {model.name}")
     started = time.perf_counter()
-    call.log.begin("tokenize")
-    with tracing.phase("frontend.tokenize"):
-        inputs = await _encoded(frontend.text, request, model)
+    call.record.begin("frontend.tokenize")
+    inputs = await _encoded(frontend.text, request, model)
     call.prompt_tokens = num_tokens = sum(map(len, inputs))
-    call.log.begin("queue")
     caller = caller_of(call.scope)
     priority = caller.priority(request.priority, frontend.settings.best_priority)
     salt = caller.cache_salt(request.cache_salt, shared=frontend.settings.share_prefix_cache)
@@ -48,9 +45,9 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     running = frontend.metrics.running.labels(model.name)
     running.inc()
     try:
-        with tracing.phase("frontend.admit"):
-            await place.admitted()
-        call.log.begin("embed")
+        call.record.begin("frontend.admit")
+        await place.admitted()
+        call.record.pause()
         vectors = await frontend.mesh.embed(texts)
     finally:
         frontend.admission.leave(place)
@@ -58,7 +55,7 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     frontend.metrics.prompt_tokens.labels(model.name).inc(num_tokens)
     if caller.account is not None:
         frontend.metrics.key_tokens.labels(caller.account.name, "prompt").inc(num_tokens)
-    call.span.set_attribute("gen_ai.usage.input_tokens", num_tokens)
+    call.record.root.set_attribute("gen_ai.usage.input_tokens", num_tokens)
 
     def answer() -> Parts:
         yield from embedding_list(vectors, request, about, num_tokens)

@@ -2,14 +2,12 @@
 
 import logging
 import time
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from http import HTTPStatus
 from uuid import uuid4
 
-from opentelemetry.trace import Span, get_current_span
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
@@ -37,7 +35,8 @@ from services.frontend.metrics import NO_MODEL, FrontendMetrics
 from services.frontend.ports import Mesh, Prompt, ServedModel
 from services.frontend.prompts import check_token_fields, find_generator, make_prompt, token_budget
 from services.frontend.reply import Reply
-from services.frontend.request_log import LineLimit, RequestLog
+from services.frontend.request_lines import RequestLines
+from services.frontend.request_record import RequestRecord
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +50,11 @@ class Frontend:
     metrics: FrontendMetrics
     admission: Admission
     checker: ConstraintChecker | None = None
-    lines: LineLimit = field(default_factory=LineLimit)  # of the log
+    lines: RequestLines = field(default_factory=RequestLines)
 
 
 class Exchange:
-    """An ASGI application for one request. One coroutine has its span, its time limit and its edge for errors.
+    """An ASGI application for one request. One coroutine has its record, its time limit and its edge for errors.
 
     Errors before the first token have their HTTP status; later ones become the stream's last event.
     """
@@ -65,57 +64,48 @@ class Exchange:
         self._request_id = uuid4().hex  # ours: the client's X-Request-Id is never a key
         self._dialect = dialect(self._request_id)
         self._events: EventStream | None = None  # None: not a stream, or not begun
-        self._started = time.perf_counter()
-        self._log = RequestLog()
+        self._record: RequestRecord
         self._caller: Caller = NOBODY
         self._model = NO_MODEL
         self._generation: Generation | None = None
         self._awaits_first_token = True
-        self._first_token_s: float | None = None  # from acceptance
-        self._error: str | None = None  # class of the error that the request ended with
-        self._last_phase = ""  # it ends with the request
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._caller = caller_of(scope)
         headers = self._dialect.headers(self._caller.label or self._request_id)
         reply = Reply(send, headers, scope.get(PUSH))
-        with (
-            self._log.current(self._request_id),
-            tracing.request_span(scope, self._dialect.operation, self._request_id, self._caller.label) as span,
-        ):
+        self._record = tracing.begin_record(
+            scope, self._dialect.operation, self._request_id, self._caller.label, "frontend.validate"
+        )
+        with self._record:
             try:
                 # the mesh has the deadline, too; this covers a client that does not read as well
                 async with time_limit(self._frontend.settings.request_timeout_s, "the request took longer than"):
-                    await self._serve(scope, receive, reply, span)
+                    await self._serve(scope, receive, reply)
             except MeshError as exc:
-                await self._fail(reply, span, from_mesh(exc, self._request_id), exc)
+                await self._fail(reply, from_mesh(exc, self._request_id), exc)
             except HTTPException as exc:
-                await self._fail(reply, span, from_status(exc.status_code, _detail(exc)), exc)
+                await self._fail(reply, from_status(exc.status_code, _detail(exc)), exc)
             except Exception as exc:
                 log.exception("request failed")
-                await self._fail(reply, span, internal(self._request_id), exc)
+                await self._fail(reply, internal(self._request_id), exc)
             finally:
-                self._account(reply, span)
-                self._write_log(reply)
-                if self._last_phase:
-                    tracing.record_phase(span, self._last_phase)
+                self._account(reply)
 
-    async def _serve(self, scope: Scope, receive: Receive, reply: Reply, span: Span) -> None:
-        with tracing.phase("frontend.validate"):
-            data = await read_json_body(scope, receive, self._frontend.settings.max_body_bytes)
-            request = await self._dialect.read(Body(data, self._frontend.text), scope)
-            limit = self._dialect.token_limit()
-            check_token_fields(request, self._frontend.text.vocab_size)
-            model = find_generator(self._frontend.mesh, request.model)
+    async def _serve(self, scope: Scope, receive: Receive, reply: Reply) -> None:
+        data = await read_json_body(scope, receive, self._frontend.settings.max_body_bytes)
+        request = await self._dialect.read(Body(data, self._frontend.text), scope)
+        limit = self._dialect.token_limit()
+        check_token_fields(request, self._frontend.text.vocab_size)
+        model = find_generator(self._frontend.mesh, request.model)
         self._model = model.name
-        self._log.begin("tokenize")
-        tracing.describe_request(span, self._dialect.operation, request, limit)
+        self._record.begin("frontend.tokenize")
+        tracing.describe_request(self._record, self._dialect.operation, request, limit)
         running = self._frontend.metrics.running.labels(model.name)
         running.inc()
         try:
             async with cancelled_on_disconnect(receive, lambda: reply.answered):
                 prompts = await self._prepare(scope, request, model, limit)
-                self._log.begin("queue")
                 place = self._enter(scope, prompts)
                 try:
                     await self._generate(reply, request, prompts, place)
@@ -129,10 +119,10 @@ class Exchange:
         generation = Generation(frontend.mesh, frontend.text, prompts, gaps, partial(frontend.admission.began, place))
         async with self._dialect.underway(reply, generation):
             if place.turn is not None:
-                with tracing.phase("frontend.admit"):
-                    await place.admitted()
+                self._record.begin("frontend.admit")
+                await place.admitted()
             self._generation = generation
-            self._log.begin("route")
+            self._record.pause()
             if request.stream:
                 await self._stream(reply, generation)
             else:
@@ -145,12 +135,9 @@ class Exchange:
         deadline = int((time.time() + frontend.settings.request_timeout_s) * 1000)
         priority = self._caller.priority(request.priority, frontend.settings.best_priority)
         salt = self._caller.cache_salt(request.cache_salt, shared=frontend.settings.share_prefix_cache)
-        with tracing.phase("frontend.tokenize"):
-            encoded = await dialect.encode(frontend.text)
-            budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in encoded.prompts]
+        encoded = await dialect.encode(frontend.text)
+        budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in encoded.prompts]
         asked = encoded.asked or request.asked_constraint
-        if asked is not None:
-            self._log.begin("compile")
         constraint = None if asked is None else await self._checked(asked, scope)
         num = len(encoded.prompts)
         names = [self._request_id] if num == 1 else [f"{self._request_id}-{i}" for i in range(num)]
@@ -177,11 +164,11 @@ class Exchange:
         """Check that an answer can keep the constraint. Raises: Rejected, which names the field; TooManyChecks."""
         if self._frontend.checker is None:
             raise Rejected(f"'{asked.param}' is not supported by this server.", param=asked.param)
-        with tracing.phase("frontend.compile"):
-            try:
-                return await self._frontend.checker.check(asked.constraint, self._caller.share(scope))
-            except Unusable as exc:
-                raise Rejected(f"Invalid '{asked.param}': {exc}.", param=asked.param, code="invalid_value") from exc
+        self._record.begin("frontend.compile")
+        try:
+            return await self._frontend.checker.check(asked.constraint, self._caller.share(scope))
+        except Unusable as exc:
+            raise Rejected(f"Invalid '{asked.param}': {exc}.", param=asked.param, code="invalid_value") from exc
 
     def _enter(self, scope: Scope, prompts: list[Prompt]) -> Place:
         tokens, choices = sum(len(p.token_ids) for p in prompts), sum(p.sampling.n for p in prompts)
@@ -205,15 +192,16 @@ class Exchange:
             return not data or reply.write(data)
 
         async with generation.running(show):
-            self._log.begin("prefill")
             is_over = False
             while not is_over:
                 await generation.woken()
                 is_over = generation.is_over
                 if is_over:
                     reply.hold(await events.end())
-                with self._first_token(generation):
-                    await reply.flush(last=is_over)
+                is_first = self._begin_first_token(generation)
+                await reply.flush(last=is_over)
+                if is_first:
+                    self._first_token_sent()
 
     async def _collect(self, reply: Reply, request: GenerationFields, generation: Generation) -> None:
         parts: list[list[Piece]] = [[] for _ in generation.choices]
@@ -223,11 +211,10 @@ class Exchange:
             return not self._awaits_first_token
 
         async with generation.running(show):
-            self._log.begin("prefill")
             while not generation.is_over:
                 await generation.woken()
-                with self._first_token(generation):
-                    pass
+                if self._begin_first_token(generation):
+                    self._first_token_sent()
         choices = [Piece.joined(mine, has_logprobs=request.alternatives is not None) for mine in parts]
         answer = await self._dialect.answer(choices, generation)
         if not reply.answered:
@@ -237,77 +224,67 @@ class Exchange:
     def _num_generated(self) -> int:
         return 0 if self._generation is None else self._generation.num_generated
 
-    @contextmanager
-    def _first_token(self, generation: Generation) -> Generator[None, None, None]:
-        """Measure the body if it sends the first token, from the token's arrival on."""
-        if not self._awaits_first_token:
-            yield
-            return
-        self._awaits_first_token = False
-        ttft = self._frontend.metrics.time_to_first_token.labels(self._model, self._dialect.route)
-        with tracing.phase("frontend.first_token", generation.first_unix_ns):
-            yield
-        self._first_token_s = time.perf_counter() - self._started
-        ttft.observe(self._first_token_s, exemplar_of(get_current_span()))
-        self._last_phase = "frontend.stream"
-        tracing.describe_first_token(self._first_token_s)
+    def _begin_first_token(self, generation: Generation) -> bool:
+        """Begin the phase of the first token, at its arrival. Returns False if it was sent before."""
+        is_first, self._awaits_first_token = self._awaits_first_token, False
+        if is_first:
+            self._record.first_ns = generation.first_unix_ns
+            self._record.begin("frontend.first_token", generation.first_unix_ns)
+        return is_first
 
-    async def _fail(self, reply: Reply, span: Span, error: ApiError, exc: Exception) -> None:
-        self._error = type(exc).__name__
-        tracing.describe_error(span, error, self._error)
-        self._log.failed(exc, error.status)
+    def _first_token_sent(self) -> None:
+        ttft = self._frontend.metrics.time_to_first_token.labels(self._model, self._dialect.route)
+        ttft.observe(self._record.first_token_sent(), exemplar_of(self._record.root))
+
+    async def _fail(self, reply: Reply, error: ApiError, exc: Exception) -> None:
+        tracing.describe_error(self._record, error, exc)
+        self._record.failed(exc, error.status)
         if isinstance(exc, InvariantBroken):
             log.exception("request failed")
-        if self._last_phase:
-            tracing.record_phase(span, self._last_phase)
-        self._last_phase = "frontend.fail"
         extra = exc.headers or {} if isinstance(exc, HTTPException) else {}
         headers = [(name.encode(), value.encode()) for name, value in {**extra, **error.headers()}.items()]
         status, body = self._dialect.refusal(error)
         events = self._events.fail(error) if self._events is not None and reply.streaming else b""
         await reply.fail(status, body, headers, events)
 
-    def _account(self, reply: Reply, span: Span) -> None:
-        metrics, route = self._frontend.metrics, self._dialect.route
+    def _account(self, reply: Reply) -> None:
+        """Count the request, and end its record."""
+        record, metrics, route, generation = self._record, self._frontend.metrics, self._dialect.route, self._generation
         status = reply.status if reply.answered else 503  # not answered and not failed: this process is stopping
         metrics.requests.labels(self._model, route, str(status)).inc()
+        duration_s = record.seconds()
         if metrics.server is not None:
             metrics.server.served(
                 self._dialect.operation,
                 self._model,
-                duration_s=time.perf_counter() - self._started,
-                first_s=self._first_token_s,
+                duration_s=duration_s,
+                first_s=record.ttft_s,
                 num_tokens=self._num_generated,
-                error=self._error,
+                error=record.error or None,
             )
-        generation = self._generation
-        if generation is None:
-            return
-        tracing.describe_response(span, self._dialect.response_id, self._model, generation)
-        usage = generation.usage()
-        metrics.prompt_tokens.labels(self._model).inc(usage.prompt_tokens)
-        metrics.generation_tokens.labels(self._model).inc(usage.completion_tokens)
-        metrics.cached_tokens += usage.prompt_tokens_details.cached_tokens
-        if (account := self._caller.account) is not None:
-            account.take(usage.completion_tokens)
-            metrics.key_tokens.labels(account.name, "prompt").inc(usage.prompt_tokens)
-            metrics.key_tokens.labels(account.name, "answer").inc(usage.completion_tokens)
-        if status == 200:
-            metrics.e2e_latency.labels(self._model, route).observe(
-                time.perf_counter() - self._started, exemplar_of(span)
-            )
-            for choice in (choice for choice in generation.choices if choice.finish is not None):
-                metrics.success.labels(self._model, str(choice.finish)).inc()
-
-    def _write_log(self, reply: Reply) -> None:
-        generation, tokens = self._generation, {}
+        tokens: dict[str, int] = {}
         if generation is not None:
-            usage, self._log.first_token_s = generation.usage(), generation.first_s
-            tokens = {"prompt_tokens": usage.prompt_tokens, "output_tokens": usage.completion_tokens}
-            tokens["cached_tokens"] = usage.prompt_tokens_details.cached_tokens
-        status = reply.status if reply.answered else 503
-        label, limit = self._caller.label, self._frontend.lines
-        self._log.write(self._dialect.route, self._model, status, label=label, limit=limit, **tokens)
+            usage = generation.usage()
+            cached = usage.prompt_tokens_details.cached_tokens
+            tokens = {
+                "prompt_tokens": usage.prompt_tokens,
+                "output_tokens": usage.completion_tokens,
+                "cached_tokens": cached,
+            }
+            record.longest_gap_s = generation.longest_gap_s()
+            tracing.describe_response(record, self._dialect.response_id, self._model, generation)
+            metrics.prompt_tokens.labels(self._model).inc(usage.prompt_tokens)
+            metrics.generation_tokens.labels(self._model).inc(usage.completion_tokens)
+            metrics.cached_tokens += cached
+            if (account := self._caller.account) is not None:
+                account.take(usage.completion_tokens)
+                metrics.key_tokens.labels(account.name, "prompt").inc(usage.prompt_tokens)
+                metrics.key_tokens.labels(account.name, "answer").inc(usage.completion_tokens)
+            if status == 200:
+                metrics.e2e_latency.labels(self._model, route).observe(duration_s, exemplar_of(record.root))
+                for choice in (choice for choice in generation.choices if choice.finish is not None):
+                    metrics.success.labels(self._model, str(choice.finish)).inc()
+        self._frontend.lines.end(record, route, self._model, status, label=self._caller.label, **tokens)
 
 
 def _detail(exc: HTTPException) -> str | None:

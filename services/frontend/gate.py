@@ -19,16 +19,26 @@ from services.frontend.admission import Admission, key_of, token_of
 from services.frontend.fair_queue import Place
 from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
+from services.frontend.operations import Operations
 from services.frontend.quota import Account
+from services.frontend.request_lines import RequestLines
 from services.frontend.sites import Sites
-from services.frontend.ui.page import PATHS
+from services.frontend.ui.page import PATHS, ROOT
 
 # For load balancers: without a key, only the status is shown. And the page at /ui, without its API.
 OPEN: Final = frozenset({"/health", "/live", "/ready"}) | PATHS
 CALLER: Final = "kvmesh.caller"  # key of a Caller in an ASGI scope
+ROUTE_CHARS: Final = 128  # of a path that a stranger chose, in its log line
 LABEL: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # a client's X-Request-Id
 MISSING: Final = from_status(401)
 WRONG: Final = from_status(401, "Incorrect API key provided.")
+LEAVING: Final = ApiError(
+    503,
+    "This frontend takes no new requests, because an operator drains it. Send the request to another one, or try later.",
+    "service_unavailable_error",
+    code="draining",
+    retry_after_s=1.0,
+)
 SEVERAL: Final = from_status(
     400, "Send one API key: one 'Authorization' header, one 'x-api-key', or the same key in both."
 )
@@ -51,6 +61,11 @@ class Caller:
     label: str = ""  # the client's X-Request-Id if valid; shown only, never used as a key
     account: Account | None = None  # None without API keys
     stranger: bool = False  # API keys are set, and the request has no valid one; only on open paths
+
+    @property
+    def sees_tenant(self) -> str | None:
+        """The tenant whose requests this client may look at; None: all requests."""
+        return None if self.account is None or self.account.is_operator else self.account.tenant
 
     def share(self, scope: Scope) -> bytes:
         return key_of(scope["headers"]) if self.account is None else self.account.name.encode()
@@ -127,12 +142,20 @@ class Gate:
     def __init__(
         self,
         app: ASGIApp,
+        *,
         ring: KeyRing | None,
         metrics: FrontendMetrics,
         sites: Sites,
         error_forms: Mapping[str, WriteError],
+        operations: Operations,
+        lines: RequestLines,
     ) -> None:
-        """`sites` checks requests if there is no `ring`; `error_forms` has the form of errors by path prefix."""
+        """`sites` checks requests if there is no `ring`; `error_forms` has the form of errors by path prefix.
+
+        While an operator's drain lasts, `operations` says so, and requests to the model are refused.
+        """
+        self._operations = operations
+        self._lines = lines
         self._error_forms = error_forms
         self._app = app
         self._ring = ring
@@ -153,7 +176,11 @@ class Gate:
                 SEVERAL if credentials.several else None if ring is not None else self._sites.refusal(scope["headers"])
             )
         if refusal is not None:
-            await self._refuse(scope, send, refusal, label or uuid4().hex, [])
+            await self._refuse(scope, send, refusal, label)
+            return
+        if self._operations.order.draining and _asks_for_work(scope):
+            self._metrics.refused.labels("draining").inc()
+            await self._refuse(scope, send, LEAVING, label, headers=[(b"connection", b"close")])
             return
         if ring is None:
             scope[CALLER] = Caller(label) if label else NOBODY
@@ -168,7 +195,7 @@ class Gate:
             return
         if account is None:
             headers = [(b"www-authenticate", b"Bearer")]
-            await self._refuse(scope, send, MISSING if key is None else WRONG, label or uuid4().hex, headers)
+            await self._refuse(scope, send, MISSING if key is None else WRONG, label, headers=headers)
             return
         scope[CALLER] = Caller(label, account)
         if scope["method"] == "POST":
@@ -182,7 +209,10 @@ class Gate:
         except KeyLimited as exc:
             request_id = uuid4().hex
             self._metrics.limited.labels(account.name).inc()
-            await self._refuse(scope, send, from_mesh(exc, request_id), label or request_id, account.headers())
+            error = from_mesh(exc, request_id)
+            await self._refuse(
+                scope, send, error, label, headers=account.headers(), request_id=request_id, api_key=account.name
+            )
             return
         self._metrics.key_requests.labels(account.name).inc()
         try:
@@ -191,19 +221,37 @@ class Gate:
             account.leave()
 
     async def _refuse(
-        self, scope: Scope, send: Send, error: ApiError, request_id: str, headers: list[tuple[bytes, bytes]]
+        self,
+        scope: Scope,
+        send: Send,
+        error: ApiError,
+        label: str,
+        *,
+        headers: Iterable[tuple[bytes, bytes]] = (),
+        request_id: str = "",
+        api_key: str = "",  # its name
     ) -> None:
-        status, body = error_writer(self._error_forms, scope["path"])(error, request_id)
+        request_id = request_id or uuid4().hex
+        shown = label or request_id
+        status, body = error_writer(self._error_forms, scope["path"])(error, shown)
+        route = scope["path"][:ROUTE_CHARS]
+        self._lines.refused(route, status, error.message, request_id=request_id, label=label, api_key=api_key)
         own = [(name.encode(), value.encode()) for name, value in error.headers().items()]
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
-            (b"x-request-id", request_id.encode()),
+            (b"x-request-id", shown.encode()),
             *own,
             *headers,
         ]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
+
+
+def _asks_for_work(scope: Scope) -> bool:
+    """Whether it is a new request: not an order of the page, nor the cancel of a response that runs here."""
+    path: str = scope["path"]
+    return scope["method"] == "POST" and not path.startswith(f"{ROOT}/") and not path.endswith("/cancel")
 
 
 class _Credentials(NamedTuple):

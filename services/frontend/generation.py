@@ -91,7 +91,6 @@ class Generation:
             self._prompts.append(of_prompt)
             self.choices += of_prompt.choices
         self.first_unix_ns = 0  # when the first token arrived
-        self.first_s = 0.0  # the same, of perf_counter()
         self.text = text
         self.num_generated = 0  # tokens so far, over all choices
         self._num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
@@ -103,6 +102,7 @@ class Generation:
         self._show: Show | None = None
         self._error: Exception | None = None
         self._wake = asyncio.Event()
+        self._longest_gap_s = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -111,6 +111,12 @@ class Generation:
     def usage(self) -> Usage:
         """A prompt counts once, whatever the number of its choices."""
         return Usage.of(self._num_prompt, self.num_generated, self._num_cached)
+
+    def longest_gap_s(self) -> float:
+        """The longest time without a piece, in one choice; until now for those that never ended."""
+        now_s = time.perf_counter()
+        open_s = (now_s - choice.shown_s for choice in self.choices if choice.shown_s and choice.finish is None)
+        return max(self._longest_gap_s, *open_s, 0.0)
 
     @asynccontextmanager
     async def running(self, show: Show) -> AsyncIterator[None]:
@@ -136,7 +142,6 @@ class Generation:
 
     def begun(self, choice: Choice, item: StreamItem, *, is_first: bool) -> None:
         self.first_unix_ns = self.first_unix_ns or time.time_ns()
-        self.first_s = self.first_s or time.perf_counter()
         if is_first:
             self._num_cached += item.num_cached_tokens
         self._began(len(choice.prompt.token_ids) if is_first else 0)
@@ -179,7 +184,8 @@ class Generation:
     def _piece(self, choice: Choice, item: StreamItem) -> Piece:
         now = time.perf_counter()
         if choice.shown_s:
-            self._gaps.observe(now - choice.shown_s)
+            self._gaps.observe(gap_s := now - choice.shown_s)
+            self._longest_gap_s = max(self._longest_gap_s, gap_s)
         choice.shown_s = now
         piece = choice.take(item)
         self.num_generated += len(piece.token_ids)

@@ -40,6 +40,7 @@ class KeyRing:
         for key, known in zip(keys, self._known, strict=True):
             known.account.limits = key.limits
             known.account.tenant = key.tenant
+            known.account.is_operator = key.operator
 
     def find(self, key: bytes) -> Account | None:
         digest, found = digest_of(key), None

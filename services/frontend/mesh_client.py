@@ -10,7 +10,6 @@ from typing import Final
 
 from msgspec import structs
 from opentelemetry import trace
-from opentelemetry.trace import SpanKind
 
 from components.errors import DecodeLost, FramesLost, MeshError, NobodyListens
 from components.messaging.bus import Bus
@@ -18,7 +17,8 @@ from components.messaging.clocks import now_ms, remaining_s
 from components.messaging.fleet import Fleet
 from components.messaging.inbox import InStream, StreamInbox
 from components.routing.router import Route
-from components.telemetry.spans import record_lost, record_span, tracer, use_span
+from components.telemetry.light_span import Step
+from components.telemetry.spans import record_lost, record_step, use_span
 from components.wire.codec import Struct
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem
 from components.wire.instances import InstanceRecord
@@ -28,7 +28,7 @@ from services.frontend.decode_choice import MOVING, NO_WORKER_WAIT_S, Attempts, 
 from services.frontend.embed_calls import EmbedCalls
 from services.frontend.moves import Moves
 from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
-from services.frontend.request_log import request_log
+from services.frontend.request_record import request_record
 
 DISPATCH_TIMEOUT_S: Final = 10.0
 RECONNECT_S: Final = 2.0  # after our own reconnect others have reconnected, too
@@ -105,13 +105,13 @@ class MeshClient:
                 branch.attach(record, route, self._inbox.open(record.instance_id, record.epoch))
             accepted = False
             try:
-                with tracer.start_as_current_span("frontend.dispatch", kind=SpanKind.CLIENT) as span:
+                with request_record().dispatching() as span:
                     for branch in branches:
                         branch.dispatched = span
                     number = await self._send(prompt, record, branches[0].stream)
                 route.accepted(number)
                 accepted = True
-                request_log().sent_to(record.instance_id)
+                request_record().sent_to(record.instance_id)
             except MOVING as exc:
                 self.moves.request(exc)
                 branches[0].note_lost(exc)
@@ -189,10 +189,10 @@ class Branch:
         "_index",
         "_is_attached",
         "_is_over",
-        "_log",
         "_moving",
         "_prompt",
         "_record",
+        "_record_of_request",
         "_route",
         "_sink",
         "_span",
@@ -204,7 +204,7 @@ class Branch:
     _record: InstanceRecord
     _route: Route
     stream: InStream
-    dispatched: trace.Span  # of the call that the instance accepted
+    dispatched: trace.Span | Step  # of the call that the instance accepted
 
     def __init__(self, client: MeshClient, prompt: Prompt, *, index: int, sink: Sink) -> None:
         self._client = client
@@ -212,7 +212,7 @@ class Branch:
         self._index = index
         self._sink = sink
         self._span = trace.get_current_span()  # items come outside the request's task
-        self._context, self._log = contextvars.copy_context(), request_log()
+        self._context, self._record_of_request = contextvars.copy_context(), request_record()
         self._generated: list[int] = []
         self._moving: asyncio.Task[None] | None = None
         self._is_attached = False
@@ -243,9 +243,9 @@ class Branch:
             self._has_begun = True
             self._route.succeeded()
             if item.origin is not None:
-                self._log.prompt_computed(item.origin)
+                self._record_of_request.prompt_computed(item.origin)
             if item.sent_unix_ns and not self._generated:
-                record_span("frontend.receive", item.sent_unix_ns, parent=self._span)
+                record_step("frontend.receive", item.sent_unix_ns, of=self._span)
         self._is_over = item.finish is not None
         self._generated += item.token_ids
         if not self._sink.take(self._index, item) or self._is_over:

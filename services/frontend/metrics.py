@@ -14,7 +14,8 @@ from services.frontend.server_metrics import ServerMetrics
 NO_MODEL: Final = ""  # label of requests for unknown models
 TTFT_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 E2E_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
-REFUSED: Final = ("full", "shed", "age")
+REFUSED: Final = ("full", "shed", "age", "draining")
+SLOW: Final = ("ttft", "tpot", "stall")
 UNAUTHORIZED: Final = ("missing", "wrong")
 QUEUE_BUCKETS: Final = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 GAP_BUCKETS: Final = (
@@ -119,6 +120,14 @@ class FrontendMetrics:
         self.success = Counter(
             "kvmesh_request_success", "Choices by finish reason.", ["model_name", "finished_reason"], registry=registry
         )
+        self.slow = Counter(
+            "kvmesh_requests_slow",
+            "Slow requests: the first token was late (ttft), the others on average (tpot), or one of them (stall).",
+            ["reason"],
+            registry=registry,
+        )
+        for reason in SLOW:
+            self.slow.labels(reason)
         self.queue_time = Histogram(
             "kvmesh_request_queue_time_seconds",
             "Time that admitted requests waited for admission.",
@@ -127,7 +136,8 @@ class FrontendMetrics:
         )
         self.refused = Counter(
             "kvmesh_requests_refused",
-            "Requests not admitted: the queue was full, it was shed for a better one, or it waited too long (age).",
+            "Requests not admitted: the queue was full, it was shed for a better one, it waited too long (age), or this "
+            "frontend is draining.",
             ["reason"],
             registry=registry,
         )

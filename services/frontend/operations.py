@@ -1,7 +1,8 @@
 """What operators ask a frontend: is it alive, is it ready, which workers are there."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Final, Protocol
 
 from components.discovery.book import InstanceBook
 from components.discovery.pages import ScrapeTarget
@@ -12,6 +13,7 @@ from services.frontend.ports import Mesh
 
 ROLES: tuple[Role, ...] = ("frontend", "bootstrap", "decode", "prefill")
 
+DRAINING: Final = "this frontend is draining"
 Condition = Callable[[], str | None]  # returns why a request would fail now, or None
 
 
@@ -29,6 +31,13 @@ async def _no_workers() -> WorkerList:
     return WorkerList()
 
 
+@dataclass(slots=True)
+class DrainOrder:
+    """An operator's order: new requests are refused, and this process goes on running."""
+
+    draining: bool = False
+
+
 class Operations:
     """Only `workers` does I/O."""
 
@@ -41,6 +50,7 @@ class Operations:
     ) -> None:
         """`conditions` are checked besides draining and available models. `workers` may use NATS. `targets`: by Host."""
         self.draining = False  # set when this process stops
+        self.order = DrainOrder()
         self.workers = workers
         self.targets = targets
         self._mesh = mesh
@@ -50,8 +60,12 @@ class Operations:
         """Return why a request would fail now."""
         return [reason for condition in self._conditions if (reason := condition()) is not None]
 
+    @property
+    def is_draining(self) -> bool:
+        return self.draining or self.order.draining
+
     def _draining(self) -> str | None:
-        return "this frontend is draining" if self.draining else None
+        return DRAINING if self.is_draining else None
 
     def _no_models(self) -> str | None:
         return None if self._mesh.models() else "no decode instance is usable"

@@ -46,6 +46,7 @@ class Account:
     def __init__(self, name: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.name = name
         self.tenant = name  # whose prefix cache the key uses
+        self.is_operator = False  # may see requests of all tenants
         self.limits = KeyLimits()
         self._clock = clock
         self._at_once = 0

@@ -3,17 +3,21 @@
 Source: OpenTelemetry's semantic conventions for generative AI, "Metrics: model server".
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib import import_module
-from typing import Final
+from pathlib import Path
+from typing import Any, Final
 
 from opentelemetry.metrics import Histogram, Meter
 from opentelemetry.sdk.metrics import MeterProvider
 from opentelemetry.sdk.metrics.export import MetricExporter, PeriodicExportingMetricReader
 from opentelemetry.sdk.resources import Resource
 
+from components.certificates import CA
 from components.settings import MeshSettings
+from components.startup import WrongSettings
+from components.telemetry.otlp_sender import trusting
 
 OTLP: Final = "opentelemetry.exporter.otlp.proto.http.metric_exporter"  # imported only with a collector
 OTLP_TIMEOUT_S: Final = 2  # an unreachable collector must not delay a stop
@@ -24,7 +28,9 @@ TOKEN_BUCKETS: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
 
 
 class ServerMetrics:
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, are_wanted: Callable[[], bool] = lambda: True) -> None:
+        self._are_wanted = are_wanted
+
         def seconds(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
             return meter.create_histogram(name, "s", text, explicit_bucket_boundaries_advisory=bounds)
 
@@ -58,6 +64,8 @@ class ServerMetrics:
             num_tokens: generated.
             error: class of the error; None for a success.
         """
+        if not self._are_wanted():
+            return
         about = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "kvmesh"}
         about |= {"gen_ai.request.model": model, "gen_ai.response.model": model} if model else {}
         self._duration.record(duration_s, about | ({"error.type": error} if error else {}))
@@ -68,18 +76,39 @@ class ServerMetrics:
             self._each.record((duration_s - first_s) / (num_tokens - 1), about)
 
 
+def _session(ca: Path | None) -> Any:
+    """A session of `requests` that trusts whom the sender of spans trusts, whatever REQUESTS_CA_BUNDLE says.
+
+    Raises: WrongSettings.
+    """
+    requests = import_module("requests")
+    adapter = requests.adapters.HTTPAdapter()
+    try:
+        adapter.init_poolmanager(1, 1, ssl_context=trusting(ca))
+    except OSError as exc:
+        raise WrongSettings(f"{CA} {exc}") from exc
+    session = requests.Session()
+    session.mount("https://", adapter)
+    return session
+
+
 @asynccontextmanager
-async def send_server_metrics(settings: MeshSettings, instance_id: str) -> AsyncIterator[ServerMetrics | None]:
-    """Yields None without a collector."""
+async def send_server_metrics(
+    settings: MeshSettings, instance_id: str, are_wanted: Callable[[], bool]
+) -> AsyncIterator[ServerMetrics | None]:
+    """Yields None without a collector. `are_wanted`: whether it takes metrics, which an observer does not."""
     if not settings.otlp_endpoint:
         yield None
         return
     endpoint = f"{settings.otlp_endpoint.rstrip('/')}/v1/metrics"
-    exporter: MetricExporter = import_module(OTLP).OTLPMetricExporter(endpoint=endpoint, timeout=OTLP_TIMEOUT_S)
+    session = _session(settings.tls.ca) if endpoint.startswith("https:") else None
+    exporter: MetricExporter = import_module(OTLP).OTLPMetricExporter(
+        endpoint=endpoint, timeout=OTLP_TIMEOUT_S, session=session
+    )
     reader = PeriodicExportingMetricReader(exporter, EXPORT_EVERY_MS, OTLP_TIMEOUT_S * 1000)
     about = Resource.create({"service.name": "kvmesh-frontend", "service.instance.id": instance_id})
     provider = MeterProvider([reader], about, shutdown_on_exit=False)
     try:
-        yield ServerMetrics(provider.get_meter("kvmesh"))
+        yield ServerMetrics(provider.get_meter("kvmesh"), are_wanted)
     finally:
         provider.shutdown(OTLP_TIMEOUT_S * 1000)

@@ -10,7 +10,6 @@ from http import HTTPStatus
 from typing import TypeVar
 from uuid import uuid4
 
-from opentelemetry.trace import Span
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -34,7 +33,7 @@ from services.frontend.incoming import Body, cancelled_on_disconnect, read_json_
 from services.frontend.metrics import NO_MODEL
 from services.frontend.ports import ServedModel
 from services.frontend.prompts import find_model
-from services.frontend.request_log import RequestLog
+from services.frontend.request_record import RequestRecord
 
 R = TypeVar("R", bound=BaseModel)
 Refusal = Callable[[ApiError], tuple[int, bytes]]  # an error to status and JSON
@@ -44,15 +43,14 @@ log = logging.getLogger(__name__)
 
 class Call:
     def __init__(
-        self, frontend: Frontend, request: Request, span: Span, request_id: str, write_error: WriteError
+        self, frontend: Frontend, request: Request, record: RequestRecord, request_id: str, write_error: WriteError
     ) -> None:
         self.frontend = frontend
         self.scope = request.scope
         self.id = request_id
         self.model = NO_MODEL  # set once it is known to be ours
         self.deadline_unix_ms = int((time.time() + frontend.settings.request_timeout_s) * 1000)
-        self.span = span
-        self.log = RequestLog()
+        self.record = record
         self.prompt_tokens = 0
         self.refusal: Refusal = lambda error: write_error(error, request_id)
 
@@ -70,20 +68,17 @@ async def answered(
     route = request.url.path if request.scope.get("route") is None else request.scope["route"].path
     label = caller_of(request.scope).label
     request_id = uuid4().hex  # the client's own is never a key
-    with (
-        tracing.request_span(request.scope, operation, request_id, label) as span,
-        (call := Call(frontend, request, span, request_id, write_error)).log.current(request_id),
-    ):
+    with tracing.begin_record(request.scope, operation, request_id, label, "frontend.read") as record:
+        call = Call(frontend, request, record, request_id, write_error)
         try:
             async with time_limit(frontend.settings.request_timeout_s, "the request took longer than"):
-                with tracing.phase("frontend.read"):
-                    data = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
+                data = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
                 async with cancelled_on_disconnect(request.receive, lambda: False):
-                    with tracing.phase("frontend.validate"):
-                        parsed = await Body(data, frontend.text).made_into(partial(parse_body, body))
+                    record.begin("frontend.validate")
+                    parsed = await Body(data, frontend.text).made_into(partial(parse_body, body))
                     parts = await work(call, parsed)
-                    with tracing.phase("frontend.answer"):
-                        response = _response_of(parts)
+                    record.begin("frontend.answer")
+                    response = _response_of(parts)
         except MeshError as exc:
             response = _refused(call, from_mesh(exc, call.id), exc)
         except HTTPException as exc:
@@ -94,13 +89,8 @@ async def answered(
             log.exception("request failed")
             response = _refused(call, internal(call.id), exc)
         response.headers["x-request-id"] = label or call.id
-        call.log.write(
-            route,
-            call.model,
-            response.status_code,
-            label=label,
-            prompt_tokens=call.prompt_tokens,
-            limit=frontend.lines,
+        frontend.lines.end(
+            record, route, call.model, response.status_code, label=label, prompt_tokens=call.prompt_tokens
         )
     frontend.metrics.requests.labels(call.model, route, str(response.status_code)).inc()
     return response
@@ -138,13 +128,8 @@ async def _in_turns(first: bytes, parts: Parts) -> AsyncGenerator[bytes, None]:
 
 
 def _refused(call: Call, error: ApiError, exc: Exception) -> Response:
-    tracing.describe_error(call.span, error, type(exc).__name__)
-    call.log.failed(exc, error.status)
-    with tracing.phase("frontend.fail"):
-        return _written(call, error, exc)
-
-
-def _written(call: Call, error: ApiError, exc: Exception) -> Response:
+    tracing.describe_error(call.record, error, exc)
+    call.record.failed(exc, error.status)
     status, body = call.refusal(error)
     return Response(body, status, dict(error.headers()), media_type="application/json")
 

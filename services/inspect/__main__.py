@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import inspect
+import json
 import logging
 import os
 import shlex
@@ -87,9 +88,10 @@ def workers(
     settings: MeshSettings,
     *,
     wide: Annotated[bool, typer.Option("--wide", help="also epochs, hosts, pages and calls")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show all instances: what etcd holds and NATS answers."""
-    asyncio.run(show_workers(settings, _console(wide=wide), wide=wide))
+    asyncio.run(show_workers(settings, _console(wide=wide), wide=wide, as_json=as_json))
 
 
 @command(MESH)
@@ -188,14 +190,14 @@ def set(  # noqa: A001 - the name of the command
 @command(MESH)
 def drain(
     settings: MeshSettings,
-    instance: Annotated[str, typer.Argument(help="beginning of the id of a prefill or decode instance")],
+    instance: Annotated[str, typer.Argument(help="beginning of the id of an instance")],
     *,
-    stop: Annotated[bool, typer.Option("--stop", help="end it, as SIGTERM does; also other roles")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="end it, as SIGTERM does")] = False,
     undo: Annotated[bool, typer.Option("--undo", help="let it take work again")] = False,
     wait: Annotated[bool, typer.Option("--wait", help="until it has no work left")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Let a worker finish its requests and take no new ones.
+    """Let an instance finish its requests and take no new ones.
 
     It keeps running, unless --stop is given.
     """
@@ -207,9 +209,9 @@ def drain(
 
 
 @command(MESH)
-def planner(settings: MeshSettings) -> None:
+def planner(settings: MeshSettings, *, as_json: AsJson = False) -> None:
     """Show how many workers are needed, why, and latest changes."""
-    asyncio.run(show_planners(settings, console))
+    asyncio.run(show_planners(settings, console, as_json=as_json))
 
 
 @command(TRACES)
@@ -250,9 +252,10 @@ def profile(
     seconds: Annotated[float, typer.Option(help="how long to record, at most 60")] = 5.0,
     instance: Annotated[str | None, typer.Option(help="beginning of the instance id, if there are several")] = None,
     out: Annotated[Path | None, typer.Option(help="file to write [profile-ROLE-ID.json.gz]")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the file's name and facts for programs")] = False,
 ) -> None:
     """Record a torch trace of a worker at work, for Perfetto."""
-    asyncio.run(profile_worker(settings, console, role, instance, seconds=seconds, out=out))
+    asyncio.run(profile_worker(settings, console, role, instance, seconds=seconds, out=out, as_json=as_json))
 
 
 @command(MESH)
@@ -264,22 +267,27 @@ def route(
     adapter: Annotated[str, typer.Option(help="name of a LoRA adapter")] = "",
     session: Annotated[str, typer.Option(help="`prompt_cache_key` or `user` of the request")] = "",
     cache_salt: Annotated[str, typer.Option(help="`cache_salt` of the request")] = "",
+    as_json: AsJson = False,
 ) -> None:
     """Show which instances a prompt would go to, and why.
 
     The prompt is not computed.
     """
     asked = ExplainRoute(text=prompt, chat=chat, adapter=adapter, session=session, cache_salt=cache_salt)
-    asyncio.run(show_route(settings, console, asked))
+    asyncio.run(show_route(settings, console, asked, as_json=as_json))
 
 
 @command(MESH, user="")
-def env(settings: MeshSettings) -> None:
+def env(settings: MeshSettings, *, as_json: AsJson = False) -> None:
     """Print addresses and passwords as shell variables.
 
     They are for etcdctl, nats and services started by hand. Usage: eval "$(python -m services.inspect env)"
     """
-    for name, value in shell_variables(settings).items():
+    variables = shell_variables(settings)
+    if as_json:
+        print(json.dumps(variables))
+        return
+    for name, value in variables.items():
         print(f"export {name}={shlex.quote(value)}")  # rich would wrap it
 
 

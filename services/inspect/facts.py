@@ -18,11 +18,10 @@ from urllib.parse import urlsplit
 
 import nats.errors
 
-from components.credentials import EtcdAccess, NatsAccess
+from components.credentials import EtcdAccess, NatsAccess, PageAccess
 from components.discovery.etcd import CALL_TIMEOUT_S, etcd_client
 from components.discovery.etcd_stubs import etcdrpc
 from components.errors import MeshError
-from components.kv_transfer.network import listeners
 from components.messaging.bus import unreachable
 from components.messaging.secure_client import SecureClient
 from components.settings import MeshSettings
@@ -73,15 +72,6 @@ class Nixl:
 
 
 @dataclass(frozen=True, slots=True)
-class Transport:
-    """How the process of a worker on this machine reaches others."""
-
-    tcp_connections: int  # to ports on which workers listen
-    shared_memory: bool  # a segment of UCX is mapped
-    rdma: bool  # an RDMA device is open
-
-
-@dataclass(frozen=True, slots=True)
 class Facts:
     namespace: str
     host: str
@@ -92,7 +82,6 @@ class Facts:
     heartbeat_ages_s: Mapping[str, float] = field(default_factory=dict)
     pages: Mapping[str, str] = field(default_factory=dict)  # error by instance id; empty: its metrics page answers
     ports: Mapping[str, str] = field(default_factory=dict)  # error by instance id of a frontend
-    transports: Mapping[str, Transport] = field(default_factory=dict)  # by instance id
     shm: SharedMemory | None = None
     nixl: Nixl = Nixl()
 
@@ -118,8 +107,8 @@ async def gather_facts(settings: MeshSettings) -> Facts:
     if not facts.servers_work:
         return facts
     async with open_mesh(settings) as mesh:
-        seen = await mesh.look()
-    pages, ports = await asyncio.gather(_pages(seen), _ports(seen))
+        seen = await mesh.look(transport=True)
+    pages, ports = await asyncio.gather(_pages(seen, settings.page_access()), _ports(seen))
     return Facts(
         settings.namespace,
         here,
@@ -130,7 +119,6 @@ async def gather_facts(settings: MeshSettings) -> Facts:
         heartbeat_ages_s(seen),
         pages,
         ports,
-        await asyncio.to_thread(_transports, seen, here),
         shm,
         nixl,
     )
@@ -203,18 +191,23 @@ async def _nixl() -> Nixl:
     return Nixl(err.decode(errors="replace").strip().splitlines()[-1] if err.strip() else "it printed nothing")
 
 
-async def _pages(seen: Sequence[Seen]) -> dict[str, str]:
+async def _pages(seen: Sequence[Seen], access: PageAccess) -> dict[str, str]:
     found = {one.instance_id: one.record.metrics or one.record.http for one in seen if one.record is not None}
     names = [name for name, url in found.items() if url]
-    errors = await asyncio.gather(*(asyncio.to_thread(_page_error, found[name] or "") for name in names))
+    errors = await asyncio.gather(*(asyncio.to_thread(_page_error, found[name] or "", access) for name in names))
     return dict(zip(names, errors, strict=True))
 
 
-def _page_error(url: str) -> str:
-    address = urlsplit(url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=PAGE_S)
+def _page_error(url: str, access: PageAccess) -> str:
+    address, context = urlsplit(url), access.context(url)
+    host = address.hostname or ""
+    connection = (
+        http.client.HTTPConnection(host, address.port, timeout=PAGE_S)
+        if context is None
+        else http.client.HTTPSConnection(host, address.port, timeout=PAGE_S, context=context)
+    )
     try:
-        connection.request("GET", "/metrics")
+        connection.request("GET", "/metrics", headers=access.headers())
         status = connection.getresponse().status
     except (OSError, http.client.HTTPException) as exc:
         return f"{url}/metrics: {str(exc) or type(exc).__name__}"
@@ -266,37 +259,3 @@ def _mapped_paths() -> set[str]:
             lines = (process / "maps").read_text(errors="replace").splitlines()
             found |= {line.split(maxsplit=5)[-1] for line in lines if f" {SHM}/" in line}
     return found
-
-
-def _transports(seen: Sequence[Seen], here: str) -> dict[str, Transport]:
-    pids = {
-        one.instance_id: one.record.pid
-        for one in seen
-        if one.record is not None and one.record.kv is not None and one.record.host == here
-    }
-    ports: set[int] = set()
-    for pid in pids.values():
-        with suppress(OSError):
-            ports |= {listener.port for listener in listeners(pid)}
-    found = {}
-    for instance_id, pid in pids.items():
-        with suppress(OSError):  # another user's, or in a container
-            found[instance_id] = _transport(Path("/proc") / str(pid), ports)
-    return found
-
-
-def _transport(process: Path, ports: set[int]) -> Transport:
-    maps = (process / "maps").read_text(errors="replace")
-    opened = set()
-    for entry in (process / "fd").iterdir():
-        with suppress(OSError):
-            opened.add(str(entry.readlink()))
-    connections = 0
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in (process / "net" / table).read_text().splitlines()[1:]:
-                fields = line.split()
-                ends = {int(fields[side].rpartition(":")[2], 16) for side in (1, 2)}
-                connections += fields[3] == "01" and f"socket:[{fields[9]}]" in opened and bool(ends & ports)
-    segments = "/ucx_shm_" in maps or "/SYSV" in maps
-    return Transport(connections, segments, any(name.startswith("/dev/infiniband") for name in opened))

@@ -1,7 +1,8 @@
 """Checks of the instances: do they answer, do they fit together, can decode use prefill."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Final
+from urllib.parse import urlsplit
 
 from components.errors import IncompatibleLayout
 from components.kv_transfer.backend import check_same_backend
@@ -10,7 +11,7 @@ from components.wire.instances import InstanceRecord
 from components.wire.layout import check_compatible
 from components.wire.protocol import PROTOCOL
 from services.inspect.ages import age
-from services.inspect.facts import Facts, Transport
+from services.inspect.facts import Facts
 from services.inspect.findings import Finding, note, ok, wrong
 from services.inspect.mesh import Seen
 
@@ -215,7 +216,7 @@ def check_clocks(facts: Facts) -> Iterator[Finding]:
             yield wrong(
                 "clocks",
                 what,
-                "run NTP or chrony on both hosts. Deadlines are converted, but times in traces and logs mislead",
+                "run NTP or chrony on both hosts. Deadlines are converted and traces corrected, but times in logs mislead",
             )
     if measured:
         most = max(abs(clock.ahead_s) for _, clock in measured)
@@ -225,6 +226,7 @@ def check_clocks(facts: Facts) -> Iterator[Finding]:
 
 
 def check_transport(facts: Facts) -> Iterator[Finding]:
+    ports = _kv_ports(facts.seen)
     for one in facts.seen:
         if one.record is None or one.record.kv is None:
             continue
@@ -239,19 +241,34 @@ def check_transport(facts: Facts) -> Iterator[Finding]:
             continue
         yield ok(
             "KV transfer",
-            f"{one.role} {one.instance_id}: {backend}{told}{_seen_on(facts.transports.get(one.instance_id))}",
+            f"{one.role} {one.instance_id}: {backend}{told}{_in_use(one, ports)}",
         )
 
 
-def _seen_on(transport: Transport | None) -> str:
+def _in_use(one: Seen, ports: Set[int]) -> str:
+    """What the worker's process has open. `ports`: on which workers listen for KV."""
+    transport = None if one.status is None else one.status.transport
     if transport is None:
-        return "; its transport shows on its own host"
+        return "; its process does not say what it has open"
+    connections = sum(bool({c.local, c.remote} & ports) for c in transport.connections)
     ways = [
         *(["RDMA device open"] if transport.rdma else []),
         *(["UCX shared memory mapped"] if transport.shared_memory else []),
-        *([f"{transport.tcp_connections} TCP connections with workers"] if transport.tcp_connections else []),
+        *([f"{connections} TCP connections with workers"] if connections else []),
     ]
     return f"; in use: {', '.join(ways)}" if ways else "; no connection to a peer yet"
+
+
+def _kv_ports(seen: Sequence[Seen]) -> Set[int]:
+    """Without those of metrics pages, which others may read."""
+    found: set[int] = set()
+    for one in seen:
+        if one.status is not None and one.status.transport is not None:
+            pages = (
+                {urlsplit(url).port for url in (one.record.metrics, one.record.http) if url} if one.record else set()
+            )
+            found |= {port for port in one.status.transport.ports if port not in pages}
+    return found
 
 
 def _grouped(named: Iterator[tuple[str, Seen]]) -> dict[str, list[Seen]]:

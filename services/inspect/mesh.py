@@ -64,14 +64,15 @@ class Mesh:
         seen = [Seen(r.role, r.instance_id, r.subject, r) for r in self.records()]
         return seen + [Seen("planner", instance_id, subject) for instance_id, subject in self._planners.items()]
 
-    async def look(self) -> list[Seen]:
-        """All, with the status of those that answer within STATUS_S."""
-        return list(await asyncio.gather(*map(self._ask, await self.instances())))
+    async def look(self, *, transport: bool = False) -> list[Seen]:
+        """All, with the status of those that answer within STATUS_S. `transport`: also what their processes have open."""
+        asked = StatusRequest(transport=transport)
+        return list(await asyncio.gather(*(self._ask(one, asked) for one in await self.instances())))
 
-    async def _ask(self, one: Seen) -> Seen:
+    async def _ask(self, one: Seen, asked: StatusRequest) -> Seen:
         began_s, asked_s = time.time(), time.monotonic()
         try:
-            status = await self.bus.call(f"{one.subject}.status", StatusRequest(), Status, timeout_s=STATUS_S)
+            status = await self.bus.call(f"{one.subject}.status", asked, Status, timeout_s=STATUS_S)
         except MeshError:
             return one
         took_s = time.monotonic() - asked_s

@@ -32,7 +32,14 @@ WRITE_S: Final = 120.0  # from the end of the recording until the worker has its
 
 
 async def profile_worker(
-    settings: MeshSettings, console: Console, role: Role, instance: str | None, *, seconds: float, out: Path | None
+    settings: MeshSettings,
+    console: Console,
+    role: Role,
+    instance: str | None,
+    *,
+    seconds: float,
+    out: Path | None,
+    as_json: bool,
 ) -> None:
     logging.getLogger("components.messaging.bus").setLevel(logging.CRITICAL)  # errors are printed below
     with one_line_errors(settings, "etcd"):
@@ -47,7 +54,7 @@ async def profile_worker(
                 record.subject,
                 seconds,
                 file,
-                lambda: console.print(f"recording {who} for {seconds:g} s …"),
+                lambda: None if as_json else console.print(f"recording {who} for {seconds:g} s …"),
             )
     except PeerLost as exc:
         raise SystemExit(f"{who} on {record.host}:{record.pid} is gone: {exc.message}") from None
@@ -57,7 +64,12 @@ async def profile_worker(
         raise SystemExit(exc.message) from None
     except OSError as exc:
         raise SystemExit(f"{path} cannot be written: {exc.strerror}") from None
-    console.print(outcome(path, who, last))
+    if as_json:
+        facts = {"seconds": last.seconds, "steps": last.steps, "size_bytes": last.size_bytes}
+        shown = {"file": str(path), "role": role, "instance": record.instance_id, **facts}
+        console.out(json.dumps(shown), highlight=False)
+    else:
+        console.print(outcome(path, who, last))
 
 
 def outcome(path: Path, who: str, last: ProfilePart) -> str:

@@ -1,9 +1,14 @@
 """Where a prompt would go: a frontend chooses a decode instance, which then chooses a prefill instance."""
 
 import asyncio
+import json
 import math
+from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
 
+from msgspec.structs import asdict
 from rich.console import Console
 from rich.table import Table
 
@@ -20,13 +25,26 @@ CONNECT_S = 8.0
 ANSWER_S = 5.0
 
 
-async def show_route(settings: MeshSettings, console: Console, asked: ExplainRoute) -> None:
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one instance answered."""
+
+    by: InstanceRecord
+    answer: RouteExplained
+
+
+async def show_route(settings: MeshSettings, console: Console, asked: ExplainRoute, *, as_json: bool = False) -> None:
     with one_line_errors(settings, "etcd", "NATS"):
         async with asyncio.timeout(CONNECT_S + 2 * ANSWER_S):
-            await _show(settings, console, asked)
+            choices = await _ask(settings, asked)
+    if as_json:
+        console.out(json.dumps(as_fields(choices)), highlight=False)
+    else:
+        _print_choices(console, choices)
 
 
-async def _show(settings: MeshSettings, console: Console, asked: ExplainRoute) -> None:
+async def _ask(settings: MeshSettings, asked: ExplainRoute) -> list[Choice]:
+    """Returns a frontend's choice, and that of the decode instance that it would choose."""
     async with (
         connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")) as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
@@ -35,19 +53,45 @@ async def _show(settings: MeshSettings, console: Console, asked: ExplainRoute) -
         if not frontends:
             raise SystemExit("no frontend is registered, and only a frontend can tokenize the prompt")
         frontend, answer = await first_answer(bus, frontends, asked)
-        tokens = num_tokens(answer.token_ids)
-        title = f"frontend {frontend.instance_id}: a decode instance for {tokens} tokens"
-        _print(console, title, answer)
+        first = Choice(frontend, answer)
         decode = registry.book.find(answer.chosen)
         if decode is None:
-            return
+            return [first]
         follow = ExplainRoute(
             token_ids=answer.token_ids, adapter=asked.adapter, session=asked.session, cache_salt=asked.cache_salt
         )
-        answer = await _explain(bus, decode, follow)
-        _print(console, f"decode {decode.instance_id}: a prefill instance", answer)
-        if not answer.chosen:
-            console.print(f"Decode would compute the prompt itself: {answer.why}.")
+        return [first, Choice(decode, await _explain(bus, decode, follow))]
+
+
+def as_fields(choices: Sequence[Choice]) -> dict[str, Any]:
+    """An instance with an infinite cost is excluded: JSON has no infinity, so its cost is null."""
+    return {
+        "tokens": num_tokens(choices[0].answer.token_ids),
+        "choices": [
+            {
+                "role": choice.by.role,
+                "instance": choice.by.instance_id,
+                "policy": choice.answer.policy,
+                "chosen": choice.answer.chosen or None,
+                "why": choice.answer.why,
+                "candidates": [
+                    {**asdict(one), "cost": one.cost if one.cost is not None and math.isfinite(one.cost) else None}
+                    for one in choice.answer.candidates
+                ],
+            }
+            for choice in choices
+        ],
+    }
+
+
+def _print_choices(console: Console, choices: Sequence[Choice]) -> None:
+    frontend = choices[0]
+    tokens = num_tokens(frontend.answer.token_ids)
+    _print(console, f"frontend {frontend.by.instance_id}: a decode instance for {tokens} tokens", frontend.answer)
+    for decode in choices[1:]:
+        _print(console, f"decode {decode.by.instance_id}: a prefill instance", decode.answer)
+        if not decode.answer.chosen:
+            console.print(f"Decode would compute the prompt itself: {decode.answer.why}.")
 
 
 async def first_answer(

@@ -9,7 +9,9 @@ from typing import Final, Literal
 from rich.table import Table
 from rich.text import Text
 
-from components.telemetry.trace_store import REQUEST_ID, Span
+from components.telemetry.clock_skew import SHIFT, shift_of
+from components.telemetry.trace_pieces import REQUEST_ID
+from components.telemetry.trace_store import Span
 from components.telemetry.trace_summary import TraceSummary, root_of
 from services.inspect.ages import age
 
@@ -74,6 +76,9 @@ def _title(spans: Sequence[Span], root: Span, total_ns: int) -> Text:
     ago = f"; {age(old_s)} ago" if old_s > OLD_S else ""
     text = Text(f"{root.name}: {len(spans)} spans, {total_ns / 1e6:.1f} ms, at {clock(root.start_ns)}", style="bold")
     text.append(ago, style="yellow")
+    for service, ms in shift_of(spans).items():
+        way = "later" if ms > 0 else "earlier"
+        text.append(f"\nclocks differ: {service} is shown {abs(ms):.1f} ms {way}, to begin with its caller", "yellow")
     return text.append(f"\ntrace {root.trace_id}  request {request_id}", style="dim")
 
 
@@ -90,7 +95,7 @@ def _bar(span: Span, start_ns: int, end_ns: int, width: int) -> str:
 
 def _facts(span: Span, *, wide: bool) -> str:
     ours = {k.removeprefix("kvmesh."): v for k, v in span.attributes.items() if k.startswith("kvmesh.")}
-    hidden = {"request_id"} if wide else {"request_id", "route.compared"}
+    hidden = {"request_id"} if wide else {"request_id", "route.compared", SHIFT.removeprefix("kvmesh.")}
     return " ".join(f"{name}={value}" for name, value in ours.items() if name not in hidden)
 
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 from rich.console import Console
 
 from components.settings import MeshSettings
+from components.telemetry.clock_skew import corrected
 from components.telemetry.perfetto import trace_events
 from components.telemetry.trace_reader import TraceReader, TracesUnavailable, fields_of, open_trace_reader
 from components.telemetry.trace_store import Span
@@ -69,7 +70,7 @@ def _spans_of(reader: TraceReader, which: str) -> list[Span]:
         for prefix in ID_PREFIXES:
             wanted = wanted.removeprefix(prefix)
     if spans := reader.spans(wanted) if wanted else []:
-        return spans
+        return corrected(spans)
     what = f"no kept trace begins with {which!r}" if listed is None and reader.recent(1) else "no trace is kept"
     what = f"no {which} trace is kept" if which in LISTS else what
     sys.exit(f"{what} in {reader.place}: send a request first, or name the services' --state-dir")

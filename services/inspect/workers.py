@@ -3,11 +3,15 @@
 import asyncio
 import json
 import time
+from collections.abc import Collection
 from typing import Any, Final
 
+import msgspec
+from msgspec.structs import asdict
 from nats.aio.msg import Msg
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from components.discovery.registry import join_registry
 from components.messaging.bus import Bus, connect_bus
@@ -25,17 +29,27 @@ STATS_S: Final = 1.2  # wait for answers to $SRV.STATS
 PING_S: Final = 0.5  # wait for answers to $SRV.PING
 NOT_IN_ETCD: Final = ("kvmesh-planner", "kvmesh-local")  # they answer on NATS, but serve no requests
 NUMBERS: Final = ("pid", "up", "run", "wait", "held", "pages", "errors")
+LOAD: Final = (
+    "num_running",
+    "num_waiting",
+    "num_held",
+    "total_pages",
+    "free_pages",
+    "cached_pages",
+    "held_pages",
+    "draining",
+)  # of a heartbeat
 WORKERS: Final[tuple[Role, ...]] = ("decode", "prefill")
 ROLES: Final[tuple[Role, ...]] = ("frontend", "bootstrap", *WORKERS)
 
 
-async def show_workers(settings: MeshSettings, console: Console, *, wide: bool = False) -> None:
+async def show_workers(settings: MeshSettings, console: Console, *, wide: bool = False, as_json: bool = False) -> None:
     with one_line_errors(settings, "etcd", "NATS"):
         async with asyncio.timeout(CONNECT_S):
-            await _show(settings, console, wide=wide)
+            await _show(settings, console, wide=wide, as_json=as_json)
 
 
-async def _show(settings: MeshSettings, console: Console, *, wide: bool) -> None:
+async def _show(settings: MeshSettings, console: Console, *, wide: bool, as_json: bool) -> None:
     async with (
         connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")) as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
@@ -44,12 +58,14 @@ async def _show(settings: MeshSettings, console: Console, *, wide: bool) -> None
         answers, services = await asyncio.gather(asyncio.gather(*calls), _services(bus, settings.namespace))
         beats = {name: beat for of_role in answers for name, beat in of_role.beats.items()}
         records = [r for role in ROLES for r in registry.book.of_role(role)]
+        if as_json:
+            console.out(json.dumps(as_fields(records, beats, services, settings.namespace)), highlight=False)
+            return
         console.print(
             summary(records, settings.namespace), "", load_table(records, beats, services, wide=wide), sep="\n"
         )
         console.print("", address_table(records), sep="\n")
-        unregistered = services.keys() - {r.instance_id for r in records}
-        for instance_id in sorted(unregistered):
+        for instance_id in unregistered(records, services):
             console.print(f"[yellow]answers on NATS but is not in etcd: {services[instance_id]['name']} {instance_id}")
 
 
@@ -76,6 +92,27 @@ async def srv_answers(bus: Bus, subject: str, namespace: str, seconds: float) ->
         await bus.client.publish(subject, reply=inbox)
         await asyncio.sleep(seconds)
     return found
+
+
+def unregistered(records: list[InstanceRecord], services: Collection[str]) -> list[str]:
+    return sorted(set(services) - {record.instance_id for record in records})
+
+
+def as_fields(
+    records: list[InstanceRecord], beats: dict[str, Heartbeat], services: dict[str, dict[str, Any]], namespace: str
+) -> dict[str, Any]:
+    instances = []
+    for record in records:
+        beat, service = beats.get(record.instance_id), services.get(record.instance_id)
+        facts = {name: msgspec.to_builtins(value) for name, value in asdict(record).items()}
+        if (kv := record.kv) is not None:  # without its addresses, which are for peers
+            facts["kv"] = {"backend": kv.backend, "device": kv.device, "layout": kv.layout.text}
+        facts["state"] = Text.from_markup(_state(record, beat, service)).plain
+        facts["load"] = None if beat is None else {name: getattr(beat, name) for name in LOAD}
+        facts["calls"] = None if service is None else {e["name"]: e["num_requests"] for e in service["endpoints"]}
+        facts["errors"] = None if service is None else _errors(service)
+        instances.append(facts)
+    return {"namespace": namespace, "instances": instances, "not_in_etcd": unregistered(records, services)}
 
 
 def summary(records: list[InstanceRecord], namespace: str) -> str:
@@ -113,13 +150,17 @@ def address_table(records: list[InstanceRecord]) -> Table:
 
 def _row(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any] | None) -> list[str]:
     up_s = time.time() - record.started_unix_ms / 1000
-    errors = "" if service is None else str(sum((e.get("data") or {}).get("errors", 0) for e in service["endpoints"]))
+    errors = "" if service is None else str(_errors(service))
     about = [record.role, record.instance_id, str(record.pid), age(up_s), _state(record, beat, service)]
     if beat is None:
         return [*about, "", "", "", "", errors]
     used = beat.total_pages - beat.free_pages - beat.cached_pages
     counts = [str(count) for count in (beat.num_running, beat.num_waiting, beat.num_held)]
     return [*about, *counts, f"{100 * used / max(1, beat.total_pages):.0f} % of {beat.total_pages}", errors]
+
+
+def _errors(service: dict[str, Any]) -> int:
+    return sum((endpoint.get("data") or {}).get("errors", 0) for endpoint in service["endpoints"])
 
 
 def _state(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any] | None) -> str:
@@ -137,7 +178,7 @@ def _more(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any
     return [record.epoch, record.host, " ".join([record.model or "", *record.adapters]), pages, calls]
 
 
-async def show_planners(settings: MeshSettings, console: Console) -> None:
+async def show_planners(settings: MeshSettings, console: Console, *, as_json: bool = False) -> None:
     with one_line_errors(settings, "NATS"):
         async with (
             asyncio.timeout(CONNECT_S),
@@ -148,8 +189,16 @@ async def show_planners(settings: MeshSettings, console: Console) -> None:
             plans = [(s, await bus.call(f"{s}.plan", AskPlan(), PlanTold, timeout_s=ANSWER_S)) for s in subjects]
     if not plans:
         raise SystemExit(f"no planner answers in namespace {settings.namespace}: python -m services.planner starts one")
+    if as_json:
+        console.out(json.dumps([plan_fields(subject, plan) for subject, plan in plans]), highlight=False)
+        return
     for subject, plan in plans:
         show_plan(subject, plan, console)
+
+
+def plan_fields(subject: str, plan: PlanTold) -> dict[str, Any]:
+    roles = {"prefill": asdict(plan.prefill), "decode": asdict(plan.decode)}
+    return {"instance": subject.rpartition(".")[2], **asdict(plan), **roles}
 
 
 def show_plan(subject: str, plan: PlanTold, console: Console) -> None:

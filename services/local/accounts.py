@@ -14,6 +14,7 @@ from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 
 S = TypeVar("S", bound=MeshSettings)
 
+OBSERVER: Final = "observer"  # a server with a certificate, and no user of etcd or NATS
 GATEWAY: Final = "gateway"  # a certificate of no user: etcd's JSON gateway refuses those of users
 
 
@@ -31,7 +32,9 @@ class Accounts:
         return bool(self.certificates)
 
     @classmethod
-    def make(cls, namespace: str, frontends: int, authority_home: Path | None = None) -> Self:
+    def make(
+        cls, namespace: str, frontends: int, authority_home: Path | None = None, observer_host: str = "127.0.0.1"
+    ) -> Self:
         """`authority_home` is for certificates, whose users need no passwords."""
         roles = {role: role for role in ROLES if role != "frontend"}
         roles |= {f"frontend-{i}": "frontend" for i in range(frontends)}  # none may read another's answers
@@ -42,6 +45,8 @@ class Accounts:
         certificates = {user: authority.issue(user) for user in users}
         certificates[GATEWAY] = authority.issue(GATEWAY, is_user=False)
         certificates |= {server: authority.issue(server, NAMES_OF_THIS_MACHINE) for server in ("etcd", "nats")}
+        hosts = dict.fromkeys((*NAMES_OF_THIS_MACHINE, observer_host))
+        certificates[OBSERVER] = authority.issue(OBSERVER, tuple(hosts), is_user=False)
         return cls(namespace, roles, {}, certificates)
 
 

@@ -37,6 +37,8 @@ class Authority:
         home.mkdir(parents=True, exist_ok=True, mode=0o700)
         builder = self._builder(self._name, self._key.public_key())
         builder = builder.add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        of_key = x509.SubjectKeyIdentifier.from_public_key(self._key.public_key())
+        builder = builder.add_extension(of_key, critical=False)
         self._write(self.ca, self._signed(builder))
 
     def issue(self, name: str, hosts: Sequence[str] = (), *, is_user: bool = True) -> TlsFiles:
@@ -70,6 +72,8 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - CLOCKS_DIFFER_BY)
             .not_valid_after(now + self._life)
+            # tells authorities of one name apart, where two are trusted while one replaces the other
+            .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
         )
 
     def _signed(self, builder: x509.CertificateBuilder) -> bytes:

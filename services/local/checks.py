@@ -29,6 +29,8 @@ async def check_plan(plan: Plan) -> None:
     try:
         _check_memory(plan)
         _check_frontend(plan)
+        if plan.observer.https is not None:
+            tls_context(plan.observer.https)
         for worker in plan.workers.values():
             _check_adapters(worker, worker.engine)
             check_name(worker.kv_transfer)

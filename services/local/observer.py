@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Final
 
+from components.certificates import TlsFiles
 from services.local.children import ChildSpec, Supervision, running_children
 from services.local.plan import Plan, reachable
 
@@ -26,7 +27,8 @@ def with_observer(plan: Plan) -> tuple[Plan, ChildSpec | None]:
     settings = plan.observer
     port = settings.port if "port" in settings.model_fields_set else _free_port(settings.host)
     token = settings.token.get_secret_value() if settings.token is not None else secrets.token_urlsafe(24)
-    endpoint = f"http://{USER}:{token}@{reachable(settings.host)}:{port}"
+    scheme = "https" if plan.secure or settings.tls_cert is not None else "http"
+    endpoint = f"{scheme}://{USER}:{token}@{reachable(settings.host)}:{port}"
     env = {
         **os.environ,
         "MESH_STATE_DIR": str(plan.settings.home),
@@ -36,6 +38,13 @@ def with_observer(plan: Plan) -> tuple[Plan, ChildSpec | None]:
         "PYTHONUNBUFFERED": "1",
     }
     return replace(plan, otlp_endpoint=endpoint), ChildSpec(NAME, [sys.executable, "-m", "services.observer"], env)
+
+
+def with_certificate(spec: ChildSpec, tls: TlsFiles | None) -> ChildSpec:
+    """The observer with a server's certificate."""
+    assert tls is not None, "with --secure each server has one"
+    files = {"MESH_OBSERVER_TLS_CERT": str(tls.certificate), "MESH_OBSERVER_TLS_KEY": str(tls.key)}
+    return replace(spec, env={**spec.env, **files})
 
 
 @asynccontextmanager

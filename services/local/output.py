@@ -51,9 +51,13 @@ class Output:
             for key, value in shown.items():
                 text.append(f"  {key}=", style="dim").append(value)
             self._line(name, text, facts.get("ts"))
-        else:  # rich takes three times as long, and under load each request has a line
-            pairs = "".join(f"  {key}={value}" for key, value in shown.items())
-            self._console.out(f"{_clock(facts.get('ts'))}  {name:<{self._width}}  {event}{pairs}", highlight=False)
+        else:  # rich takes ten times as long, and under load many requests have a line
+            pairs = "".join([f"  {key}={value}" for key, value in shown.items()])
+            try:
+                self._console.file.write(f"{_clock(facts.get('ts'))}  {name:<{self._width}}  {event}{pairs}\n")
+                self._console.file.flush()
+            except BrokenPipeError:
+                self._console.on_broken_pipe()
         if facts.get("exception"):
             self._console.print(Text(_traceback(facts["exception"])))
         return event

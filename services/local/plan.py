@@ -66,7 +66,11 @@ class Plan:
                 f"--secure makes servers and certificates of its own: unset {', '.join(sorted(yours))}, or leave it out and "
                 "name your certificates (docs/security.md)"
             )
+        if settings.instance_id is not None:
+            raise CannotStart("MESH_INSTANCE_ID names one process, and this starts several: unset it")
         frontend, observer = _read(FrontendSettings, "frontend"), _read(ObserverSettings, "observer")
+        if secure and observer.tls_cert is not None:
+            raise CannotStart("--secure makes a certificate for the observer: unset MESH_OBSERVER_TLS_CERT and its key")
         return cls(counts, settings, frontend, workers, observer, stop_timeout_s, secure=secure)
 
     @property

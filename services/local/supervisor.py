@@ -16,12 +16,13 @@ from components.discovery.etcd_users import ADMINISTRATOR
 from components.discovery.registry import remove_record
 from components.errors import BackendUnavailable
 from components.urls import without_password
+from services.local.accounts import OBSERVER as OBSERVER_USER
 from services.local.accounts import Accounts, Backends, Reach
 from services.local.checks import check_plan, own_ports
 from services.local.child_process import CannotStart, describe_exit, kill, run
 from services.local.children import Announce, Backoff, Child, Supervision, running_children
 from services.local.observer import NAME as OBSERVER
-from services.local.observer import running_observer, with_observer
+from services.local.observer import running_observer, with_certificate, with_observer
 from services.local.output import Output
 from services.local.plan import TIERS, Plan
 from services.local.ready import greeting, until_ready
@@ -58,6 +59,8 @@ async def _serve(plan: Plan, supervision: Supervision) -> CannotStart:
         stack.enter_context(own_ports(plan))
         reach = await stack.enter_async_context(_backends(plan, supervision))
         await prepare_model(plan.settings.model, plan.model_command(), supervision.output)
+        if observer is not None and plan.secure:
+            observer = with_certificate(observer, reach(OBSERVER_USER).tls)
         await stack.enter_async_context(running_observer(observer, supervision))
         announce = _announcer(plan, reach, supervision.output)
         tiers = {
@@ -88,7 +91,7 @@ async def _backends(plan: Plan, supervision: Supervision) -> AsyncIterator[Reach
     async with AsyncExitStack() as stack:
         home, running_file = stack.enter_context(own_state(settings.home, plan.urls))
         certificates = stack.enter_context(_own_folder(home / "tls")) if plan.secure else None
-        accounts = Accounts.make(settings.namespace, plan.counts["frontend"], certificates)
+        accounts = Accounts.make(settings.namespace, plan.counts["frontend"], certificates, plan.observer.host)
         servers = {
             kind: await stack.enter_async_context(_embedded(kind, home, supervision, accounts))
             for kind, setting in ((ETCD, "etcd_url"), (NATS, "nats_url"))
@@ -123,10 +126,7 @@ def _own_folder(path: Path) -> Iterator[Path]:
 @asynccontextmanager
 async def _embedded(kind: Kind, home: Path, supervision: Supervision, accounts: Accounts) -> AsyncIterator[Server]:
     async with running(kind, home, supervision.hurry, accounts) as server:
-        monitor = {"monitor": server.monitor_url} if kind is NATS else {}
-        supervision.output.say(
-            kind.name, "ready", url=without_password(server.url), **monitor, log=str(server.log_file)
-        )
+        supervision.output.say(kind.name, "ready", url=without_password(server.url), log=str(server.log_file))
         keeper = asyncio.create_task(_keep(server, supervision.output))
         try:
             yield server
@@ -184,7 +184,7 @@ def _announcer(plan: Plan, reach: Reach, output: Output) -> Announce:
 
 
 async def _greet(children: list[Child], plan: Plan, output: Output) -> None:
-    models = await until_ready(children, plan.settings.served_model_name, output)
+    models = await until_ready(children, plan.settings.served_model_name, output, plan.settings.page_access())
     pages = {child.spec.name: child.metrics_url for child in children if child.metrics_url}
     output.print(*greeting(plan, models[0], pages))
 

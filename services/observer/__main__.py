@@ -18,7 +18,7 @@ async def main(settings: ObserverSettings) -> None:
     os.nice(NICE)
     configure_logs(settings.log_level, settings.log_format)
     with closing(ObserverApp(settings)) as app:
-        async with serve_http(app, settings) as url:
+        async with serve_http(app, settings, tls=settings.https) as url:
             settle()
             log_ready(url=url)
             await stop_signal()

@@ -19,6 +19,7 @@ from starlette.types import Receive, Scope, Send
 
 from components.errors import MeshError, Overloaded, Rejected
 from components.telemetry.otlp_sender import OBSERVER, PATH
+from components.telemetry.trace_pieces import PIECES
 from components.telemetry.trace_reader import API, LocalTraceReader, fields_of
 from components.telemetry.trace_store import TraceWriter
 from services.observer.config import ObserverSettings
@@ -67,6 +68,7 @@ class ObserverApp:
             log.exception("request failed", extra={"path": request.url.path})
             response = _text(HTTPStatus.INTERNAL_SERVER_ERROR, "the observer failed; its log says why")
         response.headers["server"] = OBSERVER
+        response.headers["accept-post"] = PIECES
         await response(scope, receive, send)
 
     async def _answer(self, request: Request) -> Response:
@@ -144,7 +146,8 @@ class ObserverApp:
         listed = {"recent": self._reader.recent, "slow": self._reader.slow, "failed": self._reader.failed}.get(which)
         if listed is None:
             raise Rejected(f"which={which!r} is none of recent, slow, failed")
-        traces = await self._on(self._reading, lambda: listed(limit))
+        tenant = asked.get("tenant", [None])[0]
+        traces = await self._on(self._reading, lambda: listed(limit, tenant))
         return _json({"traces": [fields_of(trace) for trace in traces]})
 
     @staticmethod

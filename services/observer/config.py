@@ -1,11 +1,13 @@
 """Settings of the observer."""
 
 import ipaddress
+from pathlib import Path
 from typing import Annotated, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from components.http.tls import Tls
 from components.settings import MeshSettings
 from components.telemetry.trace_store import Limits
 
@@ -25,6 +27,8 @@ class ObserverSettings(MeshSettings):
             description="secret that senders and readers give as the password of MESH_OTLP_ENDPOINT, or as a bearer token"
         ),
     ] = None
+    tls_cert: Annotated[Path | None, Field(description="PEM file of a certificate and its chain: serve https")] = None
+    tls_key: Annotated[Path | None, Field(description="PEM file of the certificate's private key")] = None
     max_traces: Annotated[
         PositiveInt, Field(description="traces to keep; failed, moved and slow ones are counted apart from the others")
     ] = 10_000
@@ -37,6 +41,17 @@ class ObserverSettings(MeshSettings):
     @property
     def limits(self) -> Limits:
         return Limits(self.max_traces, SPANS_EACH * self.max_traces, self.max_bytes)
+
+    @property
+    def https(self) -> Tls | None:
+        """The files to serve https with."""
+        return None if self.tls_cert is None or self.tls_key is None else Tls(str(self.tls_cert), str(self.tls_key))
+
+    @model_validator(mode="after")
+    def _tls_is_whole(self) -> Self:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together: set both")
+        return self
 
     @model_validator(mode="after")
     def _guarded(self) -> Self:

@@ -5,10 +5,10 @@ import zlib
 from base64 import b64encode
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+import msgspec
 from google.protobuf.json_format import ParseDict, ParseError
 from google.protobuf.message import DecodeError
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
@@ -17,8 +17,8 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from components.errors import Rejected
 from components.telemetry.otlp_encoder import span_field
-from components.telemetry.trace_store import REQUEST_ID, Piece, Root, plain
-from services.observer.scopes import Unusual, scan_scope
+from components.telemetry.trace_pieces import LATEST_NS, PIECES, REQUEST_ID, Piece, Root, unpack_pieces
+from components.telemetry.trace_store import plain
 
 PROTOBUF: Final = "application/x-protobuf"
 JSON: Final = "application/json"
@@ -26,7 +26,6 @@ GZIP: Final = 31  # zlib's window bits for gzip
 IDS: Final = ("traceId", "spanId", "parentSpanId")  # hex in OTLP's JSON, unlike protobuf's
 ANONYMOUS: Final = "unknown"
 ROOT: Final = REQUEST_ID.encode()
-LATEST_NS: Final = (1 << 63) - 1  # SQLite has no larger integers
 
 
 class TooLarge(Rejected):
@@ -60,6 +59,12 @@ def unzipped(body: bytes, encoding: str, most_bytes: int) -> bytes:
 def read_request(body: bytes, content_type: str) -> Received:
     """Raises: Rejected, with what is wrong."""
     kind = content_type.partition(";")[0].strip().lower()
+    if kind == PIECES:
+        try:
+            ours = unpack_pieces(body)
+        except msgspec.DecodeError as exc:
+            raise Rejected(f"the body is no {PIECES}: {exc}") from exc
+        return Received({ours.service: ours.pieces})
     if kind == JSON:
         request = _from_json(body)
     elif kind == PROTOBUF:
@@ -81,20 +86,15 @@ def read_request(body: bytes, content_type: str) -> Received:
 
 
 def _pieces(scope: trace_pb2.ScopeSpans) -> tuple[list[Piece], int]:
-    """The pieces, and the number of spans that are no good. Our own senders put each trace into a scope of its own."""
-    data, spans = scope.SerializeToString(), scope.spans
-    with suppress(Unusual):
-        trace_id, start_ns, count = scan_scope(data)
-        roots = [root for span in spans if (root := _root(span)) is not None] if ROOT in data else []
-        return [Piece(trace_id.hex(), min(start_ns, LATEST_NS), count, data, roots)], 0
+    """The pieces, and the number of spans that are no good."""
     by_trace: dict[bytes, list[trace_pb2.Span]] = defaultdict(list)
-    for span in filter(_is_good, spans):
+    for span in filter(_is_good, scope.spans):
         by_trace[span.trace_id].append(span)
     pieces = [
         _piece(id_, found, b"".join([span_field(span.SerializeToString()) for span in found]))
         for id_, found in by_trace.items()
     ]
-    return pieces, len(spans) - sum(piece.num_spans for piece in pieces)
+    return pieces, len(scope.spans) - sum(piece.num_spans for piece in pieces)
 
 
 def _is_good(span: trace_pb2.Span) -> bool:
@@ -114,7 +114,7 @@ def _root(span: trace_pb2.Span) -> Root | None:
     if REQUEST_ID not in attributes:
         return None
     failed = span.status.code == trace_pb2.Status.STATUS_CODE_ERROR
-    return Root(min(span.start_time_unix_nano, LATEST_NS), failed, attributes)
+    return Root.of(min(span.start_time_unix_nano, LATEST_NS), attributes, failed=failed)
 
 
 def _service(attributes: Iterable[KeyValue]) -> str:

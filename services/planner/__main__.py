@@ -4,6 +4,7 @@ import logging
 import os
 import socket
 from dataclasses import asdict
+from typing import Final
 
 from components.aio import first
 from components.discovery.leader import lead
@@ -14,7 +15,7 @@ from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
 from components.process import new_instance_id, run, stop_signal
 from components.process_control import ProcessControl
-from components.process_health import measure, status_endpoint
+from components.process_health import measure, protection_of, status_endpoint
 from components.telemetry.logs import log_ready
 from components.telemetry.metrics_page import serve_metrics
 from components.telemetry.spans import start_telemetry
@@ -26,10 +27,12 @@ from services.planner.planning import Planning
 
 log = logging.getLogger(__name__)
 
+NO_DRAIN: Final = "it holds no requests; --stop ends it at once, and another planner leads"
+
 
 async def main(settings: PlannerSettings) -> None:
     """Plan until a signal. The workers stay as they are."""
-    me = new_instance_id()
+    me = new_instance_id(settings.instance_id)
     subject = f"{settings.namespace}.planner.{me}"
     metrics = PlannerMetrics()
     facts: dict[str, str | int] = {
@@ -39,16 +42,17 @@ async def main(settings: PlannerSettings) -> None:
         "connector": settings.connector,
     }
     async with (
-        start_telemetry(settings, "planner", me),
+        start_telemetry(settings, "planner", me) as telemetry,
         connect_bus(settings.nats_url, f"planner-{me}", settings.nats_access("planner")) as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
-        open_observer(bus, settings.namespace, registry.book) as observer,
+        open_observer(bus, settings.namespace, registry.book, settings.page_access()) as observer,
         serve_metrics(
             metrics.registry,
             settings.metrics_host,
             settings.metrics_port,
             lambda: True,
             targets=lambda host: [asdict(one) for one in scrape_targets(registry.book, settings.namespace, host)],
+            protection=protection_of(settings),
         ) as page,
         lead(
             settings.etcd_url,
@@ -57,12 +61,14 @@ async def main(settings: PlannerSettings) -> None:
             settings.leader_ttl_s,
             settings.etcd_access(),
         ) as leader,
-        measure(settings, "planner", me, bus, leader.contact_age_s, metrics=metrics.registry) as figures,
+        measure(
+            settings, "planner", me, bus, leader.contact_age_s, metrics=metrics.registry, telemetry=telemetry
+        ) as figures,
     ):
         planning = Planning(settings, observer, open_connector(settings, bus), leader, metrics)
         figures.heartbeat_ages_s = observer.ages_s
         observer.show(metrics.registry)
-        control = ProcessControl(figures)
+        control = ProcessControl(figures, NO_DRAIN)
         endpoints = [*planning.endpoints(), status_endpoint(figures), control.endpoint()]
         async with serve_calls(bus, "planner", subject, endpoints, {"instance_id": me}):
             log_ready(instance=me, connector=settings.connector, metrics=page)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager
 
 from prometheus_client import CollectorRegistry
 
+from components.credentials import PageAccess
 from components.discovery.book import InstanceBook
 from components.discovery.pages import page_of
 from components.errors import MeshError
@@ -53,10 +54,12 @@ class Observer:
         book: InstanceBook,
         liveness: Mapping[Planned, Liveness],
         clock: Callable[[], float] = time.monotonic,
+        access: PageAccess = PageAccess(),  # noqa: B008 - a frozen value
     ) -> None:
         self._book = book
         self._liveness = liveness
         self._clock = clock
+        self._access = access
         self._heartbeats: dict[str, _Heartbeats] = {}
         for of_role in liveness.values():
             of_role.on_heard(self._hear)
@@ -109,7 +112,7 @@ class Observer:
             unknown.append(record.instance_id)
             return None
         try:
-            counters = read_worker(await get(url))
+            counters = read_worker(await get(url, self._access))
         except MeshError as exc:
             log.debug("cannot read metrics page", extra={"instance": record.instance_id, "cause": exc.message})
             unknown.append(record.instance_id)
@@ -132,7 +135,7 @@ class Observer:
 
     async def _frontend(self, record: InstanceRecord, unknown: list[str]) -> FrontendSample | None:
         try:
-            return read_frontend(record.instance_id, await get(page_of(record) or ""))
+            return read_frontend(record.instance_id, await get(page_of(record) or "", self._access))
         except MeshError as exc:
             log.debug("cannot read metrics page", extra={"instance": record.instance_id, "cause": exc.message})
             unknown.append(record.instance_id)
@@ -140,9 +143,9 @@ class Observer:
 
 
 @asynccontextmanager
-async def open_observer(bus: Bus, namespace: str, book: InstanceBook) -> AsyncIterator[Observer]:
+async def open_observer(bus: Bus, namespace: str, book: InstanceBook, access: PageAccess) -> AsyncIterator[Observer]:
     async with (
         watch_heartbeats(bus, namespace, "prefill", book) as prefills,
         watch_heartbeats(bus, namespace, "decode", book) as decodes,
     ):
-        yield Observer(book, {"prefill": prefills, "decode": decodes})
+        yield Observer(book, {"prefill": prefills, "decode": decodes}, access=access)

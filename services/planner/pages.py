@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from components.credentials import PageAccess
 from components.errors import MalformedMessage, PeerLost
 from components.planning.samples import FrontendSample, Histogram
 
@@ -26,16 +27,19 @@ class Counters:
     generated_tokens: int
 
 
-async def get(url: str) -> str:
-    """The body of `http://…`. Raises: PeerLost, unless the status is 200."""
+async def get(url: str, access: PageAccess = PageAccess()) -> str:  # noqa: B008 - a frozen value
+    """The body of `http://…` or `https://…`. Raises: PeerLost, unless the status is 200."""
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port or 80
+        context = access.context(url)
+        host, port = parts.hostname or "", parts.port or (80 if context is None else 443)
+        headers = {"Host": parts.netloc, **access.headers()}
+        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         async with asyncio.timeout(TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port)
+            reader, writer = await asyncio.open_connection(host, port, ssl=context)
             try:
                 # In HTTP/1.0 the body ends with the connection.
-                writer.write(f"GET {parts.path or '/'} HTTP/1.0\r\nHost: {parts.netloc}\r\n\r\n".encode("latin-1"))
+                writer.write(f"GET {parts.path or '/'} HTTP/1.0\r\n{lines}\r\n".encode("latin-1"))
                 head, _, body = (await _read_all(reader, url)).partition(b"\r\n\r\n")
             finally:
                 writer.close()

@@ -17,7 +17,7 @@ from components.kv_transfer.checksum import Checksums, PageChecksums
 from components.kv_transfer.writes import Writes
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.clocks import now_ms, remaining_s
-from components.telemetry.spans import mark_outcome, record_span, tracer, use_span
+from components.telemetry.spans import mark_outcome, record_step, step, use_span
 from components.wire.instances import KvEndpoint
 from components.wire.prefill import PagesOffered, PrefillRequest
 from components.wire.tokens import num_tokens
@@ -104,7 +104,7 @@ class OutboundTransfer:
         if self.lifecycle.state is not S.BOOTSTRAPPING:
             return
         self.offer, self._peer = offer, peer
-        record_span("prefill.bootstrap", self._submitted_ns, parent=self.span)
+        record_step("prefill.bootstrap", self._submitted_ns, of=self.span)
         self.lifecycle.advance(S.INFLIGHT if self._computed_ns else S.COMPUTING if self._started_ns else S.WAITING)
         self._changed.set()
 
@@ -128,7 +128,7 @@ class OutboundTransfer:
             try:
                 outcome = await self._outcome(before)
                 if outcome is None:
-                    record_span("prefill.inflight", self._computed_ns)
+                    record_step("prefill.inflight", self._computed_ns, of=self.span)
                     self.lifecycle.advance(S.DONE)
                 else:
                     self._report(outcome)
@@ -156,12 +156,12 @@ class OutboundTransfer:
         log.debug("request ended", extra=facts)
 
     def _record_computing(self, event: Exposed) -> None:
-        record_span("prefill.queue", self._submitted_ns, self._started_ns, parent=self.span)
-        record_span(
+        record_step("prefill.queue", self._submitted_ns, self._started_ns, self.span)
+        record_step(
             "prefill.compute",
             self._started_ns,
             self._computed_ns,
-            parent=self.span,
+            self.span,
             attributes={"kvmesh.prompt_tokens": event.num_computed, "kvmesh.cached_tokens": event.num_cached_tokens},
         )
 
@@ -211,13 +211,12 @@ class OutboundTransfer:
         await self._changed.wait()
 
     async def _send(self, offer: PagesOffered, peer: KvEndpoint) -> None:
-        with tracer.start_as_current_span("prefill.transfer") as span:
-            span.set_attribute("kvmesh.transfer.backend", peer.backend)
+        with step("prefill.transfer", self.span) as sending:
             started = time.monotonic()
             self._sums = self._begin_checksums(offer, peer)
             await self._writes.connect(peer)
             last = await self._send_pages(offer, peer)
-            span.set_attribute("kvmesh.transfer.bytes", self.num_bytes)
+            sending.note({"kvmesh.transfer.backend": peer.backend, "kvmesh.transfer.bytes": self.num_bytes})
             await self._send_aux(offer, peer, last)
             self.duration_s = time.monotonic() - started
 

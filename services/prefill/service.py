@@ -24,7 +24,7 @@ from components.routing.policy import PromptLoad, PromptRate
 from components.structured.masks import MaskMaker
 from components.telemetry.exemplars import exemplar_of
 from components.telemetry.figures import Figures, queues_of
-from components.telemetry.spans import tracer
+from components.telemetry.spans import step, tracer
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
@@ -254,7 +254,7 @@ class PrefillService:
     async def _mask_of(self, constraint: Constraint, prompt: EngineRequest) -> TokenMask:
         """The mask of the first token. Raises: Rejected."""
         assert self._masks is not None, "such a prompt was not accepted"
-        with tracer.start_as_current_span("prefill.compile"):
+        with step("prefill.compile"):
             return await self._masks.mask_of(constraint, prompt.token_ids, prompt.num_generated)
 
     @cached_property

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from components.errors import Rejected
-from components.process_control import ProcessControl
+from components.process_control import Limit, ProcessControl
 from components.telemetry.figures import Figures
 from components.telemetry.spans import tracer
 from components.wire.control import Control
@@ -50,7 +50,7 @@ class Worker:
         self.service, self.beats = Service(), 0
         self.figures.is_draining = lambda: self.service.draining
         self.control = ProcessControl(self.figures)
-        self.control.serves(self.service, drain_timeout_s, self.beat)
+        self.control.serves(self.service, self.beat, Limit(drain_timeout_s, self.service.stop_all))
 
     def beat(self) -> None:
         self.beats += 1
@@ -120,9 +120,17 @@ async def test_requests_that_outlast_the_draining_move_to_other_instances() -> N
     assert worker.service.stopped == ["this instance is draining"]
 
 
-async def test_a_stop_ends_the_process_and_other_roles_can_only_stop() -> None:
-    control = ProcessControl(Figures("bootstrap", "b1"))
-    with pytest.raises(Rejected, match="a bootstrap instance does not drain"):
+async def test_without_a_limit_the_requests_of_a_drained_process_all_finish() -> None:
+    worker = Worker()
+    worker.control.serves(worker.service)
+    assert (await worker.control.control(Control(work="drain"))).draining
+    assert worker.control._timer is None
+    assert not (await worker.control.control(Control(work="go-on"))).draining
+
+
+async def test_a_stop_ends_the_process_also_one_that_does_not_drain() -> None:
+    control = ProcessControl(Figures("planner", "p1"), "it holds no requests")
+    with pytest.raises(Rejected, match="this planner does not drain: it holds no requests"):
         await control.control(Control(work="drain"))
     assert (await control.control(Control(work="stop"))).draining
     async with asyncio.timeout(1):

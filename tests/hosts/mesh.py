@@ -74,7 +74,8 @@ def servers(host: Host, home: Path) -> Iterator[None]:
 
 
 def _site(name: str, home: Path, port: int) -> Site:
-    return Site(f"hosts-{name}", home, port, port + 1, Accounts(passwords={ADMINISTRATOR: PASSWORD}))
+    accounts = Accounts(passwords={ADMINISTRATOR: PASSWORD})
+    return Site(f"hosts-{name}", home, port, port + 1, accounts, is_monitored=True)
 
 
 def _on(host: Host, command: list[str]) -> list[str]:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Final
 
 import pytest
@@ -56,7 +57,7 @@ CASES: Final = [
 @pytest.fixture(scope="module")
 def load(host_mesh: HostMesh) -> Iterator[Load]:
     frontend = host_mesh.one("frontend")
-    under = Load(host_mesh.home, [frontend.url], [frontend.log], STREAM_TOKENS)
+    under = Load(host_mesh.home, repeat(frontend.url), [frontend.log], STREAM_TOKENS)
     under.prefills, under.decodes = (pages(host_mesh.etcd_url, role) for role in ("prefill", "decode"))
     with under:
         yield under

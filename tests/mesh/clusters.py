@@ -7,20 +7,22 @@ import os
 import shutil
 import signal
 import socket
+import ssl
 import subprocess
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, Final, Self
 from urllib.parse import quote, urlsplit
 
+from components.certificates import Certificates
 from components.discovery.etcd_users import ADMINISTRATOR
-from services.local.accounts import Accounts
+from services.local.accounts import GATEWAY, Accounts
 from services.local.child_process import tethered
 from services.local.servers import ETCD, HOST, NATS, Kind, Site, _ask
 
@@ -40,12 +42,12 @@ class Member:
     port: int
     second_port: int  # etcd: for its peers. NATS: monitoring
     route_port: int  # NATS: for its peers
+    accounts: Accounts = field(default_factory=lambda: Accounts(passwords={ADMINISTRATOR: PASSWORD}))
     popen: "subprocess.Popen[bytes] | None" = None
 
     def site(self) -> Site:
         """As one server."""
-        accounts = Accounts(passwords={ADMINISTRATOR: PASSWORD})
-        return Site(self.name, self.home, self.port, self.second_port, accounts)
+        return Site(self.name, self.home, self.port, self.second_port, self.accounts, is_monitored=True)
 
     @property
     def is_running(self) -> bool:
@@ -76,12 +78,13 @@ class ServerCluster(ABC):
 
     kind: Kind
 
-    def __init__(self, home: Path) -> None:
-        ports = _free_ports(3 * MEMBERS)
-        self.members = [
-            Member(f"{self.kind.name}-{i}", home / f"{self.kind.name}-{i}", *ports[3 * i : 3 * i + 3])
-            for i in range(MEMBERS)
-        ]
+    def __init__(self, home: Path, accounts: Accounts | None = None) -> None:
+        """With certificates in `accounts`, members prove themselves to each other, and clients to them."""
+        self.accounts = accounts or Accounts(passwords={ADMINISTRATOR: PASSWORD})
+        self.members: list[Member] = []
+        for i, (port, second, route) in enumerate(zip(*[iter(_free_ports(3 * MEMBERS))] * 3, strict=True)):
+            name = f"{self.kind.name}-{i}"
+            self.members.append(Member(name, home / name, port, second, route, self.accounts))
 
     @property
     def url(self) -> str:
@@ -90,7 +93,8 @@ class ServerCluster(ABC):
 
     def url_of(self, member: Member) -> str:
         """The client address of one member."""
-        return f"{self.kind.scheme}://{HOST}:{member.port}"
+        scheme = self.kind.secure_scheme if self.accounts.are_secure else self.kind.scheme
+        return f"{scheme}://{HOST}:{member.port}"
 
     def start(self, members: Sequence[Member] | None = None) -> None:
         """Start members, by default all that do not run, with the data that they have; returns when all answer."""
@@ -166,7 +170,7 @@ class EtcdCluster(ServerCluster):
         deadline = time.monotonic() + START_TIMEOUT_S
         while time.monotonic() < deadline:
             for member in self.members:
-                status = _asked(member.port, "/v3/maintenance/status")
+                status = self._ask(member, "/v3/maintenance/status")
                 if status and status.get("leader") == status["header"]["member_id"]:
                     return member
             time.sleep(0.05)
@@ -178,7 +182,8 @@ class EtcdCluster(ServerCluster):
         return [member for member in self.members if member is not leader]
 
     def _command(self, member: Member) -> list[str]:
-        peers = ",".join(f"{m.name}=http://{HOST}:{m.second_port}" for m in self.members)
+        scheme = "https" if self.accounts.are_secure else "http"
+        peers = ",".join(f"{m.name}={scheme}://{HOST}:{m.second_port}" for m in self.members)
         return [  # of an option that is given twice etcd takes the second one
             *ETCD.command(member.site()),
             f"--initial-cluster={peers}",
@@ -187,8 +192,13 @@ class EtcdCluster(ServerCluster):
 
     def _answers(self, member: Member) -> bool:
         """A list of members is a linearizable read: only a member that has a leader gives it."""
-        listed = _asked(member.port, "/v3/cluster/member/list")
+        listed = self._ask(member, "/v3/cluster/member/list")
         return listed is not None and len(listed["members"]) == MEMBERS
+
+    def _ask(self, member: Member, path: str) -> Any:
+        certificates = self.accounts.certificates
+        context = Certificates(certificates[GATEWAY]).current().context if certificates else None
+        return _asked(member.port, path, context=context)
 
 
 class NatsCluster(ServerCluster):
@@ -200,7 +210,9 @@ class NatsCluster(ServerCluster):
     kind = NATS
 
     def url_of(self, member: Member) -> str:
-        """The client address of one member, with user and password."""
+        """The client address of one member, with user and password unless a certificate stands for them."""
+        if self.accounts.are_secure:
+            return super().url_of(member)
         return f"nats://{ADMINISTRATOR}:{quote(PASSWORD, safe='')}@{HOST}:{member.port}"
 
     def busiest(self) -> Member:
@@ -212,9 +224,19 @@ class NatsCluster(ServerCluster):
         config = member.home / "nats.conf"
         lines = [line for line in config.read_text().splitlines() if not line.startswith("jetstream")]
         routes = ", ".join(f'"nats://{HOST}:{m.route_port}"' for m in self.members if m is not member)
-        lines.append(f'cluster {{ name: test, listen: "{HOST}:{member.route_port}", routes: [{routes}] }}')
+        lines.append(
+            f'cluster {{ name: test, listen: "{HOST}:{member.route_port}", routes: [{routes}]{self._peers()} }}'
+        )
         config.write_text("\n".join(lines))
         return command
+
+    def _peers(self) -> str:
+        """TLS between members. With `ca_file`, NATS asks each other member for a certificate, too."""
+        if not self.accounts.are_secure:
+            return ""
+        files = self.accounts.certificates["nats"]
+        paths = {"ca_file": files.ca, "cert_file": files.certificate, "key_file": files.key}
+        return f", tls {{ {', '.join(f'{name}: {json.dumps(str(path))}' for name, path in paths.items())} }}"
 
     def _answers(self, member: Member) -> bool:
         """Whether it has routes to all others."""
@@ -222,10 +244,10 @@ class NatsCluster(ServerCluster):
         return routes is not None and len({r["remote_id"] for r in routes["routes"]}) == MEMBERS - 1
 
 
-def _asked(port: int, path: str, method: str = "POST") -> Any:
+def _asked(port: int, path: str, method: str = "POST", context: ssl.SSLContext | None = None) -> Any:
     """A JSON answer; None: there is none."""
     try:
-        return json.loads(_ask(port, method, path))
+        return json.loads(_ask(port, method, path, context))
     except (OSError, http.client.HTTPException, ValueError):
         return None
 

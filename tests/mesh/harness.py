@@ -34,8 +34,9 @@ from components.wire.sampling import SamplingParams
 from engine.model.mock_model import is_mock
 from services.frontend.mesh_client import MeshClient
 from services.frontend.ports import Prompt
-from services.local.accounts import Reach, user_of
+from services.local.accounts import Backends, Reach, user_of
 from tests.mesh.preloaded import MOCK, TORCH, Fork, Preloaded
+from tests.secured import reach_of
 from tests.services.frontend.reading import reading
 
 REPO: Final = Path(__file__).resolve().parents[2]
@@ -97,6 +98,8 @@ class MeshProcesses:
         compiled = Path("~/.cache/kvmesh/compile").expanduser()
         compiled.mkdir(parents=True, exist_ok=True)
         (self.home / "compile").symlink_to(compiled, target_is_directory=True)
+        if self.reach is None:
+            self.reach = reach_of(self.etcd_url, self.nats_url, self.namespace)
 
     def start(self, *roles: str, **env: str) -> list[Worker]:
         """Start one process a role, side by side; returns when all are ready."""
@@ -113,6 +116,10 @@ class MeshProcesses:
         """Of the test itself, which may do everything."""
         settings = MeshSettings(etcd_url=self.etcd_url, nats_url=self.nats_url, namespace=self.namespace)
         return settings if self.reach is None else self.reach(ADMINISTRATOR).applied(settings)
+
+    def as_user(self, user: str) -> Backends:
+        """How a process of the test's own reaches the servers."""
+        return Backends(self.etcd_url, self.nats_url) if self.reach is None else self.reach(user)
 
     def _access(self, role: str) -> Mapping[str, str]:
         number = sum(worker.role == role for worker in self.workers)

@@ -6,7 +6,7 @@ import random
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count, cycle
@@ -63,12 +63,12 @@ class _Stream:
 class Load:
     """The clients, in a thread of their own, while inside."""
 
-    def __init__(self, home: Path, frontends: Sequence[str], logs: Sequence[Path], stream_tokens: int) -> None:
-        """`frontends`: base URLs. `logs`: their log files, as JSON."""
+    def __init__(self, home: Path, frontends: Iterator[str], logs: Iterable[Path], stream_tokens: int) -> None:
+        """`frontends`: the base URL for each next request. `logs`: their log files, as JSON."""
+        self.logs = list(logs)
         self.prefills: list[str] = []  # URLs of the workers' metrics
         self.decodes: list[str] = []
-        self._frontends = cycle(frontends)
-        self._logs = logs
+        self._frontends = frontends
         self._stream_tokens = stream_tokens
         self._salts = count()
         draw = random.Random(1)
@@ -97,7 +97,7 @@ class Load:
         """What is seen inside; the short requests that began inside are waited for. Filled in at its end."""
         window = Window()
         began = time.monotonic()
-        logged = [log.stat().st_size for log in self._logs]
+        logged = {log: log.stat().st_size for log in self.logs}
         before = self._computed()
         yield window
         ended = time.monotonic()
@@ -116,7 +116,7 @@ class Load:
         window.slowest_s = max([*answers, *unanswered], default=0.0)
         window.stream_events = len(silences)
         window.longest_silence_s = max([*silences, *going_on], default=0.0)
-        window.moves = [cause for log, start in zip(self._logs, logged, strict=True) for cause in _moves(log, start)]
+        window.moves = [cause for log in self.logs for cause in _moves(log, logged.get(log, 0))]
         window.at_prefill, window.at_decode = (now - then for now, then in zip(after, before, strict=True))
 
     def until_calm(self, timeout_s: float = 60.0) -> None:

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import cycle
 from pathlib import Path
 from typing import Final
 
@@ -56,7 +57,8 @@ def outage_mesh(preloaded: Preloaded, home: Path, stream_tokens: int) -> Iterato
         processes.start("bootstrap", "prefill", "prefill")
         decodes = [processes.start_one("decode", MESH_ETCD_URL=proxy.url), processes.start_one("decode")]
         frontends = processes.start("frontend", "frontend")
-        load = Load(home, [worker.url for worker in frontends], [worker.log for worker in frontends], stream_tokens)
+        urls = cycle([worker.url for worker in frontends])
+        load = Load(home, urls, [worker.log for worker in frontends], stream_tokens)
         load.prefills, load.decodes = (pages(etcd.url, role) for role in ("prefill", "decode"))
         with load:
             yield OutageMesh(etcd, nats, proxy, processes, load, decodes)

@@ -8,6 +8,7 @@ import os
 import pickle
 import re
 import socket
+import ssl
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -33,6 +34,7 @@ from tests.components.kv_transfer.test_network import own_address
 from tests.components.wire.frames import frame_of
 from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.mocks import MODEL, no_page_is_lost, one_engine, random_prompts
+from tests.secured import SECURED
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -133,8 +135,9 @@ def namespace_of(record: InstanceRecord) -> str:
 
 async def published_garbage_is_counted(client: Client, by_role: dict[str, InstanceRecord]) -> None:
     frontend, decode, prefill = by_role["frontend"], by_role["decode"], by_role["prefill"]
+    user = "frontend-0" if SECURED else "frontend"
     for subject, reader, name in (
-        (f"{namespace_of(frontend)}.tokens.frontend.{frontend.instance_id}", frontend, "tokens"),
+        (f"{namespace_of(frontend)}.tokens.{user}.{frontend.instance_id}", frontend, "tokens"),
         (f"{decode.subject}.heartbeat", frontend, "heartbeat"),
         (f"{prefill.subject}.heartbeat", decode, "heartbeat"),
         (f"{prefill.subject}.kv_events", decode, "kv_events"),
@@ -277,6 +280,8 @@ async def over_max_payload(client: Client, by_role: dict[str, InstanceRecord], n
     assert ("sent", "MessageTooLarge") in client.bus.refusals._counts
     reader, writer = await asyncio.open_connection(nats.hostname, nats.port)
     await reader.readline()  # its INFO
+    if nats.scheme == "tls":  # KVMESH_TEST_SECURE=1
+        await writer.start_tls(ssl.create_default_context(), server_hostname=nats.hostname)
     size = client.bus.client.max_payload + 1
     login = json.dumps({"verbose": False, "user": nats.username, "pass": nats.password})
     writer.write(b"CONNECT %b\r\nPUB %b.cancel %d\r\n" % (login.encode(), by_role["decode"].subject.encode(), size))
@@ -286,9 +291,13 @@ async def over_max_payload(client: Client, by_role: dict[str, InstanceRecord], n
 
 def test_a_packet_from_the_network_reaches_no_worker(mock_mesh: MeshProcesses) -> None:
     """UCX's port was open on each interface, and 21 bytes sent to it ended decode with SIGSEGV at its next transfer."""
-    for worker in mock_mesh.start("bootstrap", "prefill", "decode", "frontend"):
+    low, high = 21_000, 21_099  # below the ports that the kernel gives out
+    for worker in mock_mesh.start("bootstrap", "prefill", "decode", "frontend", UCX_TCP_PORT_RANGE=f"{low}-{high}"):
         ports = listeners(worker.popen.pid)
         assert ports
+        of_ucx = [listener.port for listener in ports if low <= listener.port <= high]
+        assert len(of_ucx) == (worker.role in {"prefill", "decode"}), "the firewall has one range for KV"
+        assert len(ports) - len(of_ucx) == (2 if worker.role == "frontend" else 1)  # metrics; requests
         assert all(listener.address.is_loopback for listener in ports), worker.role
         if worker.role == "decode" and (address := own_address()) is not None:
             for listener in ports:

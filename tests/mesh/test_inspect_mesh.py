@@ -59,7 +59,8 @@ def _until(holds: Callable[[], object], what: str, timeout_s: float = 20.0) -> N
 
 
 def _options(mesh: MeshProcesses) -> list[str]:
-    urls = ["--etcd-url", mesh.etcd_url, "--nats-url", mesh.nats_url]
+    user = mesh.as_user("inspect")
+    urls = ["--etcd-url", user.etcd_url, "--nats-url", user.nats_url]
     return [*urls, "--namespace", mesh.namespace, "--state-dir", str(mesh.home)]
 
 
@@ -153,6 +154,24 @@ def test_doctor_finds_nothing_wrong_in_a_mesh_that_works_and_names_its_transport
     assert any("plugins on this host" in one["what"] and "UCX" in one["what"] for one in found)
 
 
+def test_workers_routes_planners_and_addresses_are_json_too(mesh: MeshProcesses) -> None:
+    found = shown(mesh, "workers")
+    assert found["not_in_etcd"] == []
+    assert sorted(one["role"] for one in found["instances"]) == [
+        "bootstrap", "decode", "decode", "frontend", "prefill",
+    ]  # fmt: skip
+    assert {one["state"] for one in found["instances"]} == {"ok"}
+    assert all(one["load"]["total_pages"] > 0 for one in found["instances"] if one["kv"] is not None)
+    assert sum((one["calls"] or {}).get("generate", 0) for one in found["instances"]) >= 4
+    route = shown(mesh, "route", "--prompt", "word " * 60, "--no-chat")
+    assert (route["tokens"], [one["role"] for one in route["choices"]]) == (300, ["frontend", "decode"])
+    assert route["choices"][0]["chosen"] in ids(mesh, "decode")
+    assert [one["instance_id"] for one in route["choices"][1]["candidates"]] == ids(mesh, "prefill")
+    assert shown(mesh, "env")["MESH_NAMESPACE"] == mesh.namespace
+    code, text = inspected(mesh, "planner", "--json")
+    assert (code, "no planner answers" in text) == (1, True)
+
+
 def test_lines_of_one_request_have_one_id_in_all_processes_and_none_of_its_content(mesh: MeshProcesses) -> None:
     code, text = inspected(mesh, "set", "all", "--log-level", "debug", "--traces-per-s", "inf")
     assert code == 0, text
@@ -199,8 +218,41 @@ def test_a_drained_worker_gets_nothing_until_it_is_undone_and_unknown_ids_are_re
     _until(lambda: _state(mesh, one) == "ok", "it takes work again")
     code, text = inspected(mesh, "drain", "zzzz")
     assert (code, text.startswith("no instance id begins with 'zzzz'; there are")) == (1, True)
-    code, text = inspected(mesh, "drain", *ids(mesh, "bootstrap"))
-    assert (code, "a bootstrap instance does not drain" in text) == (1, True)
+
+
+def test_a_drained_frontend_refuses_requests_and_finishes_those_it_has_until_it_is_undone(mesh: MeshProcesses) -> None:
+    frontend = mesh.one("frontend")
+    [instance] = ids(mesh, "frontend")
+    long = {"model": MODEL, "prompt": "word " * 400, "max_tokens": 8, "ignore_eos": True, "stream": True}
+    with ThreadPoolExecutor() as asking:
+        begun = asking.submit(httpx.post, f"{frontend.url}/v1/completions", json=long, timeout=60)  # prefill takes 4 s
+        _until(lambda: shown(mesh, "rooms"), "it is underway")
+        code, text = inspected(mesh, "drain", instance)
+        assert (code, f"frontend {instance} drains" in text) == (0, True)
+        refused = httpx.post(f"{frontend.url}/v1/completions", json=long)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
+        assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
+        for url in (frontend.url, _metrics_of(frontend)):
+            ready = httpx.get(f"{url}/ready")
+            assert (ready.status_code, ready.json()["reasons"]) == (503, ["this frontend is draining"])
+        assert httpx.get(f"{frontend.url}/live").status_code == 200
+        assert _state(mesh, instance) == "draining"
+        assert not begun.done()
+        assert begun.result().text.endswith("data: [DONE]\n\n"), "its stream finishes"
+    _until(lambda: _state(mesh, instance) == "drained", "it has finished its stream")
+    assert inspected(mesh, "drain", instance, "--wait")[0] == 0
+    assert inspected(mesh, "drain", instance, "--undo")[0] == 0
+    assert httpx.get(f"{frontend.url}/ready").status_code == 200
+    ask(mesh, 300)
+
+
+def test_prompts_are_computed_on_decode_while_the_only_bootstrap_replica_drains(mesh: MeshProcesses) -> None:
+    [bootstrap] = ids(mesh, "bootstrap")
+    assert inspected(mesh, "drain", bootstrap, "--wait")[0] == 0
+    line = _asked(mesh, 400)
+    assert line["local_prefill"].endswith("this bootstrap replica is draining"), line
+    assert inspected(mesh, "drain", bootstrap, "--undo")[0] == 0
+    assert "local_prefill" not in _asked(mesh, 401)
 
 
 def test_events_show_a_stop_and_a_kill_as_they_happen_and_doctor_fails_meanwhile(mesh: MeshProcesses) -> None:
@@ -229,6 +281,19 @@ def test_events_show_a_stop_and_a_kill_as_they_happen_and_doctor_fails_meanwhile
         events.wait(10)
     assert stopped in _events(out, "left etcd")
     assert all(line.startswith("{") for line in out.read_text().splitlines()), "nothing but objects"
+
+
+def _metrics_of(worker: Worker) -> str:
+    return str(logged(worker, "ready")[0]["metrics"])
+
+
+def _asked(mesh: MeshProcesses, number: int) -> dict[str, Any]:
+    """The frontend's line of a new request."""
+    frontend = mesh.one("frontend")
+    before = len(logged(frontend, "request"))
+    ask(mesh, number)
+    _until(lambda: len(logged(frontend, "request")) > before, "a line per request")
+    return logged(frontend, "request")[-1]
 
 
 def _state(mesh: MeshProcesses, instance: str) -> str:

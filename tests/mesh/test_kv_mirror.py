@@ -5,6 +5,7 @@ from contextlib import AsyncExitStack
 
 import pytest
 
+from components.discovery.etcd_users import ADMINISTRATOR
 from components.messaging.kv_subscriber import KvMirror, follow_kv_events
 from components.routing.kv_index import KvIndex
 from components.wire.instances import InstanceRecord, Role
@@ -76,6 +77,7 @@ async def ask(client: Client, prompts: list[list[int]], salt: str) -> None:
 
 def test_a_mirror_is_what_the_engines_hold_after_load_loss_and_restart(mock_mesh: MeshProcesses) -> None:
     env = {"MESH_ENGINE__NUM_PAGES": str(NUM_PAGES), "MESH_ENGINE__KV_EVENTS": "true"}
+    env |= mock_mesh.as_user(ADMINISTRATOR).variables()  # no role may answer the calls that MODULE adds
     mock_mesh.modules |= dict.fromkeys(ROLES, MODULE)
     mock_mesh.start("bootstrap")
     first, _, _ = [mock_mesh._spawn(role, {**env, "ROLE": role}) for role in ("prefill", "prefill", "decode")]

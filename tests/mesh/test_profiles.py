@@ -26,7 +26,8 @@ class Inspect:
 
     def __init__(self, run_service: RunService, mesh: MeshProcesses, home: Path) -> None:
         self._run_service = run_service
-        self._where = ["--etcd-url", mesh.etcd_url, "--nats-url", mesh.nats_url, "--namespace", mesh.namespace]
+        user = mesh.as_user("inspect")
+        self._where = ["--etcd-url", user.etcd_url, "--nats-url", user.nats_url, "--namespace", mesh.namespace]
         self._where += ["--state-dir", str(home)]
 
     def start(self, *args: str) -> Any:
@@ -76,16 +77,18 @@ async def test_each_worker_gives_a_trace_of_its_own_forwards_while_it_serves(
         records = {role: (await client.until_usable(role))[0] for role in WORKERS}
         stop = asyncio.Event()
         load = asyncio.create_task(keep_busy(client, stop))
-        asked = ("--seconds", "2", "--instance")
+        asked = ("--json", "--seconds", "2", "--instance")
         ended = await asyncio.gather(
             *(inspect.run(role, *asked, records[role].instance_id, "--out", str(outs[role])) for role in WORKERS)
         )
         stop.set()
         assert await load > 2, "it served meanwhile"
         await client.until_quiet()
-    for code, said in ended:
+    for role, (code, said) in zip(WORKERS, ended, strict=True):
         assert code == 0, said
-        assert "idle" not in said
+        facts = json.loads(said)
+        assert facts["steps"] > 0, "it was not idle"
+        assert (facts["file"], facts["role"], facts["instance"]) == (str(outs[role]), role, records[role].instance_id)
     traces = {role: read(out) for role, out in outs.items()}
     for role, trace in traces.items():
         assert trace["role"] == role

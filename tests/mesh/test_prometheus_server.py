@@ -11,9 +11,9 @@ import shutil
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import httpx
 import pytest
@@ -26,6 +26,7 @@ from tests.mesh.mocks import MODEL
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
+DASHBOARD: Final = REPO / "deploy" / "compose" / "grafana" / "dashboards" / "kvmesh.json"
 RULES: Final = REPO / "deploy" / "compose" / "prometheus" / "rules.yml"
 QUICK: Final = {"5m": "6s", "10m": "10s", "15m": "10s", "1h": "60s"}  # windows of rates
 needs_prometheus = pytest.mark.skipif(
@@ -144,6 +145,50 @@ def check_pages(mesh: MeshProcesses) -> None:
     assert documented_rows() == expected, "docs/metrics.md should list:\n" + "\n".join(expected)
 
 
+class Query(NamedTuple):
+    panel: str
+    letter: str
+    expression: str
+    labels: frozenset[str]  # of a series, which its legend shows
+
+
+def queries(namespace: str) -> list[Query]:
+    """All of the dashboard, as Grafana asks them of this mesh; windows are short, as the mesh is young."""
+    found = []
+    for panel in json.loads(DASHBOARD.read_text())["panels"]:
+        for target in panel.get("targets", []):
+            expression = target["expr"].replace("$namespace", namespace).replace("$__rate_interval", "5s")
+            assert "$" not in expression, expression
+            labels = frozenset(re.findall(r"{{(\w+)}}", target.get("legendFormat", "")))
+            found.append(Query(panel["title"], target["refId"], expression, labels))
+    return found
+
+
+async def check_dashboard(seen: Watched, namespace: str) -> None:
+    """Each query has data in a mesh that works, failures as zeros; and series have the labels that their legends name."""
+    asked = queries(namespace)
+    assert len(asked) > 30
+    with suppress(TimeoutError):
+        async with asyncio.timeout(20):  # a rate needs two samples
+            while await _quiet(seen, asked):
+                await asyncio.sleep(0.5)
+    assert await _quiet(seen, asked) == set()
+    for one in asked:
+        for answer in await _series(seen, one):  # one at 0 may stand for what has no cause
+            assert one.labels <= answer["metric"].keys() or float(answer["value"][1]) == 0, (one, answer)
+    assert await seen.ask("label/namespace/values", **{"match[]": "kvmesh_build_info"}) == [namespace]  # of the menu
+
+
+async def _quiet(seen: Watched, asked: list[Query]) -> set[tuple[str, str]]:
+    """Queries without data."""
+    return {(one.panel, one.letter) for one in asked if not await _series(seen, one)}
+
+
+async def _series(seen: Watched, asked: Query) -> list[Any]:
+    found = (await seen.ask("query", query=asked.expression))["result"]
+    return [one for one in found if one["value"][1] != "NaN"]
+
+
 @needs_prometheus
 def test_alerts_stay_quiet_until_all_prefill_workers_are_refused(mock_mesh: MeshProcesses, tmp_path: Path) -> None:
     async def run() -> None:
@@ -156,6 +201,7 @@ def test_alerts_stay_quiet_until_all_prefill_workers_are_refused(mock_mesh: Mesh
             )
             assert len(exemplar["exemplars"][0]["labels"]["trace_id"]) == 32
             assert await seen.firing() == set()
+            await check_dashboard(seen, mock_mesh.namespace)
             mock_mesh.one("prefill").kill()
             await asyncio.to_thread(mock_mesh.start, "prefill", MESH_PREFILL_ENGINE__MOCK__LAYERS="5")
             await seen.until_firing("KvmeshDecodeOnly", "KvmeshPrefillIncompatible")

@@ -23,7 +23,7 @@ STORY = "There was a house by the sea, and in it lived a cat that knew the tides
 
 def _shown(mesh: MeshProcesses, text: str) -> str:
     console = Console(width=160, color_system=None)
-    settings = MeshSettings(etcd_url=mesh.etcd_url, nats_url=mesh.nats_url, namespace=mesh.namespace)
+    settings = mesh.as_user("inspect").applied(MeshSettings(namespace=mesh.namespace))
     with console.capture() as capture:
         asyncio.run(show_route(settings, console, ExplainRoute(text=text, chat=False)))
     return capture.get()

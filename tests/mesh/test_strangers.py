@@ -29,7 +29,7 @@ def http(mock_mesh: MeshProcesses) -> Iterator[httpx.Client]:
         "frontend",
         MESH_FRONTEND_API_KEYS=",".join(f"{name}:{key}" for name, key in KEYS.items()),
         MESH_TRACES_PER_S=str(TRACES_PER_S),
-        MESH_TRACE_SLOW_S="60",  # so that none is kept as slow
+        MESH_FRONTEND_SLOW_TTFT_S="60",  # so that none is kept as slow
         MESH_DECODE_MAX_LOCAL_PREFILL="4096",
         **{f"MESH_ENGINE__MOCK__{name}": value for name, value in pace.items()},
     )

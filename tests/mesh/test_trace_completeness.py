@@ -14,7 +14,6 @@ from typing import Any, Final
 import httpx
 import pytest
 
-from components.telemetry.trace_reader import LocalTraceReader
 from components.telemetry.trace_store import Span
 from components.telemetry.trace_summary import summary_of
 from tests.mesh.harness import MeshProcesses
@@ -53,7 +52,7 @@ def mesh(
 @pytest.fixture(scope="module")
 def http(mesh: MeshProcesses) -> Iterator[httpx.Client]:
     """A frontend that samples no request and keeps each as slow, so that others export what they held of it."""
-    yield from _frontend(mesh, MESH_TRACES_PER_S="0", MESH_TRACE_SLOW_S="0.000001")
+    yield from _frontend(mesh, MESH_TRACES_PER_S="0", MESH_FRONTEND_SLOW_TTFT_S="0.000001")
 
 
 @pytest.fixture(scope="module")
@@ -174,9 +173,9 @@ def test_a_stream_whose_decode_is_killed_is_covered(sampling: httpx.Client, mesh
     _until(lambda: "prefill.request" in _names(mesh, _ask(sampling)))
     with ThreadPoolExecutor() as threads:
         asked = threads.submit(_ask, sampling, tokens=250)
-        _until(lambda: bool(_running(mesh)))
+        _until(lambda: bool(_running(sampling)))
         time.sleep(0.5)
-        [killed] = [worker for worker in mesh.workers if f'"instance": "{_running(mesh)}"' in worker.logged()]
+        [killed] = [worker for worker in mesh.workers if f'"instance": "{_running(sampling)}"' in worker.logged()]
         killed.kill()
         spans = whole_trace(mesh.home, asked.result(), EVERY)
     summary = summary_of(spans)
@@ -186,10 +185,8 @@ def test_a_stream_whose_decode_is_killed_is_covered(sampling: httpx.Client, mesh
     assert not uncovered(spans), shown(spans)
 
 
-def _running(mesh: MeshProcesses) -> str:
-    """The decode instance of the newest request, if that has its first token and goes on."""
-    reader = LocalTraceReader(mesh.home)
-    [newest] = reader.recent(1)
-    spans = reader.spans(newest.trace_id)
-    names = {span.name for span in spans}
-    return newest.decode_ids[0] if "frontend.first_token" in names and "frontend.stream" not in names else ""
+def _running(http: httpx.Client) -> str:
+    """The decode instance of the only request, once that has its first token."""
+    workers = http.get("/workers").json()["data"]
+    busy = [w["id"] for w in workers if w["role"] == "decode" and w["load"] is not None and w["load"]["num_running"]]
+    return str(busy[0]) if busy else ""

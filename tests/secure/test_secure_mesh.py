@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -18,10 +19,12 @@ import pytest
 
 from bench.processes import free_port
 from components.discovery.etcd import etcd_client
+from components.kv_transfer.network import Listener, _listener, listeners
 from components.local_mesh import beside_local_mesh, local_mesh
 from components.messaging.bus import connect_bus
 from components.settings import MeshSettings
 from components.telemetry.trace_store import FILE_NAME
+from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 from services.local.child_process import tethered
 from tests.conftest import REPO, ServiceProcess
 from tests.mesh.mocks import MOCK_ENV
@@ -54,6 +57,7 @@ class Mesh:
     process: ServiceProcess
     url: str
     home: Path
+    pages: dict[str, str]  # variables of a reader of metrics pages
 
     def client(self) -> httpx.Client:
         """On a connection of its own: the kernel gives each to one of the frontends."""
@@ -64,7 +68,9 @@ class Mesh:
 
     def inspect(self, *command: str, code: int = 0) -> str:
         run = [sys.executable, "-m", "services.inspect", *command, "--state-dir", str(self.home)]
-        ended = subprocess.run(run, cwd=REPO, env=clean(), capture_output=True, text=True, check=False, timeout=60)
+        ended = subprocess.run(
+            run, cwd=REPO, env=clean(**self.pages), capture_output=True, text=True, check=False, timeout=60
+        )
         assert ended.returncode == code, ended.stdout + ended.stderr
         return ended.stdout + ended.stderr
 
@@ -73,18 +79,32 @@ def clean(**env: str) -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith("MESH_")} | env
 
 
+def protected_pages(home: Path) -> dict[str, str]:
+    """Metrics pages with TLS and a password, which the planner reads all the same."""
+    files = Authority(home / "pages").issue("page", NAMES_OF_THIS_MACHINE)
+    login = home / "pages" / "login"
+    login.write_text("prometheus:pages-0123456789abcdef")
+    return {
+        "MESH_METRICS_TLS_CERT": str(files.certificate),
+        "MESH_METRICS_TLS_KEY": str(files.key),
+        "MESH_METRICS_LOGIN_FILE": str(login),
+        "MESH_TLS__CA": str(files.ca),
+    }
+
+
 @pytest.fixture(scope="module", params=["certificates", pytest.param("passwords", marks=pytest.mark.secure)])
 def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mesh]:
     home = tmp_path_factory.mktemp("secure")
     port = free_port()
     options = ["--model", "mock", "--port", str(port), "--state-dir", str(home), "--frontend", "2", "--decode", "2"]
     options += ["--secure"] if request.param == "certificates" else []
+    pages = {} if request.param == "certificates" else protected_pages(home)
     log = home / "output"
     with log.open("wb") as stream:
         popen = subprocess.Popen(
             [*tethered(), sys.executable, "-m", "services.local", *options],
             cwd=REPO,
-            env=clean(**ENV),
+            env=clean(**ENV, **pages),
             stdin=subprocess.DEVNULL,
             stdout=stream,
             stderr=stream,
@@ -93,7 +113,7 @@ def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     process = ServiceProcess(popen, log)
     try:
         process.wait_for_log("Ready:", 60)
-        yield Mesh(process, f"http://127.0.0.1:{port}", home)
+        yield Mesh(process, f"http://127.0.0.1:{port}", home, pages)
         assert process.terminate(30) == 0, process.logged()
     finally:
         process.kill()
@@ -156,7 +176,7 @@ def operation(mesh: Mesh) -> None:
         planner = subprocess.Popen(
             [*command, "--every-s", "0.5", "--settle-s", "1", "--up-after-s", "0.5", "--state-dir", str(mesh.home)],
             cwd=REPO,
-            env=clean(),
+            env=clean(**mesh.pages),
             stdout=out,
             stderr=out,
         )
@@ -224,6 +244,8 @@ def secrets_of(mesh: Mesh) -> dict[str, bytes]:
         found[key.name] = key.read_bytes().splitlines()[1]
     config = (mesh.home / "local" / "nats" / "nats.conf").read_text().split('password: "')[1:]
     found |= {f"password {number}": text.partition('"')[0].encode() for number, text in enumerate(config)}
+    if mesh.pages:
+        found["password of metrics pages"] = b"pages-0123456789abcdef"
     assert len(found) > 8
     return found
 
@@ -235,7 +257,7 @@ def test_secrets_are_in_no_command_line_log_trace_nor_in_etcd(mesh: Mesh) -> Non
     places = {f"command line of {pid}": text for pid, text in command_lines()}
     may_hold = {"running.json", "nats.conf"}  # for their user alone
     for path in mesh.home.rglob("*"):
-        if path.is_file() and path.name not in may_hold and path.parent.name != "tls":
+        if path.is_file() and path.name not in may_hold and path.parent.name not in {"tls", "pages"}:
             places[str(path.relative_to(mesh.home))] = path.read_bytes()
     for path in (mesh.home / "local").rglob("*"):
         if path.is_file() and (path.name in may_hold or path.parent.name == "tls"):
@@ -260,6 +282,58 @@ def etcd_content(mesh: Mesh) -> bytes:
     settings = mesh.settings()
     with etcd_client(settings.etcd_url, settings.etcd_access()) as client:
         return b"\n".join(meta.key + b" " + value for value, meta in client.get_all())
+
+
+def test_every_process_of_a_mesh_on_one_machine_listens_on_loopback_alone(mesh: Mesh) -> None:
+    """services.local, the servers, the observer, all roles and NIXL's ports; over TCP and UDP."""
+    with mesh.client() as client:
+        ask(client, "/v1/chat/completions", messages=MESSAGES, max_tokens=4)  # connections for KV exist
+    ports: dict[str, set[int]] = {}
+    for pid, name in family(mesh.process.popen.pid):
+        found = sockets(pid)
+        assert [str(one.address) for one in found if not one.address.is_loopback] == [], name
+        ports.setdefault(name, set()).update(one.port for one in found)
+    listening = {name for name, found in ports.items() if found}
+    roles = {"services.frontend", "services.decode", "services.prefill", "services.bootstrap", "services.observer"}
+    assert listening == roles | {"etcd", "nats-server"}
+    assert len(ports["nats-server"]) == 1, "its monitoring page would show names to everyone"
+    assert len(ports["etcd"]) == 2  # for clients and for peers
+    assert len(ports["services.bootstrap"]) == 1  # metrics
+
+
+def family(root: int) -> list[tuple[int, str]]:
+    """A process and its descendants, by the name of what they run."""
+    parents = {}
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+    found = {root}
+    while grown := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= grown
+    return [(pid, program_of(pid)) for pid in sorted(found)]
+
+
+def program_of(pid: int) -> str:
+    words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+    return next((word for word in words if word.startswith("services.")), Path(words[0]).name)
+
+
+def sockets(pid: int) -> list[Listener]:
+    """TCP listeners, and UDP sockets that are bound and not connected."""
+    process = Path("/proc") / str(pid)
+    own = set()
+    for entry in (process / "fd").iterdir():
+        with suppress(OSError):
+            own.add(str(entry.readlink()))
+    found = list(listeners(pid))
+    for table in ("udp", "udp6"):
+        for line in (process / "net" / table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if f"socket:[{fields[9]}]" in own and fields[2].endswith(":0000"):
+                found.append(_listener(fields[1]))
+    return found
 
 
 def test_the_credential_of_one_role_does_not_open_another_ones_subjects(mesh: Mesh) -> None:

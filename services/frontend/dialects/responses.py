@@ -28,7 +28,6 @@ from components.openai.responses import (
 )
 from components.output.blocks import Block, Blocks
 from components.output.calls import whole_calls
-from services.frontend import tracing
 from services.frontend.choice import Piece
 from services.frontend.dialects.chat import ConversationDialect
 from services.frontend.dialects.dialect import EventStream
@@ -36,6 +35,7 @@ from services.frontend.gate import owner_of
 from services.frontend.generation import Generation
 from services.frontend.incoming import Body
 from services.frontend.reply import Reply
+from services.frontend.request_record import request_record
 from services.frontend.stored import Remembered, StoredResponses, items_before
 
 log = logging.getLogger(__name__)
@@ -98,9 +98,9 @@ class ResponsesDialect(ConversationDialect):
             return
         begun = self.begun(generation)
         with self._stored.underway(self.response_id) as mine:
-            with tracing.phase("frontend.store"):
-                await self._stored.put(begun, self._remembered)
-                await reply.json(begun.model_dump_json().encode())
+            request_record().begin("frontend.store")
+            await self._stored.put(begun, self._remembered)
+            await reply.json(begun.model_dump_json().encode())
             try:
                 with mine.cancellable():
                     yield

@@ -15,6 +15,7 @@ from components.errors import Rejected
 from components.telemetry.perfetto import trace_events
 from components.telemetry.trace_reader import TracesUnavailable
 from components.telemetry.trace_store import Span
+from services.frontend.gate import caller_of
 from services.frontend.ui.control import LocalControl, check_origin, is_from_this_machine
 from services.frontend.ui.feed import Feed
 from services.frontend.ui.load_history import LoadHistory
@@ -61,7 +62,7 @@ class Ui:
         if which is None:
             raise Rejected(f"unknown list {asked[:20]!r}: give which={', '.join(WHICH)}", param="which")
         try:
-            return JSONResponse(await self.traces.listed(which), headers=NO_STORE)
+            return JSONResponse(await self.traces.listed(which, caller_of(request.scope).sees_tenant), headers=NO_STORE)
         except TracesUnavailable as exc:
             return _unavailable(exc)
 
@@ -84,7 +85,7 @@ class Ui:
     async def _spans(self, request: Request) -> list[Span] | Response:
         """Return the spans of a trace, at least one, or why there are none."""
         try:
-            spans = await self.traces.spans(request.path_params["trace_id"])
+            spans = await self.traces.spans(request.path_params["trace_id"], caller_of(request.scope).sees_tenant)
         except TracesUnavailable as exc:
             return _unavailable(exc)
         return spans or _refusal(404, "no such trace: it was not kept, or newer ones have replaced it")

@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, Literal, get_args
 
 from components.settings import MeshSettings
+from components.telemetry.clock_skew import corrected
 from components.telemetry.trace_reader import TraceReader, fields_of, open_trace_reader
 from components.telemetry.trace_store import Span
+from components.telemetry.trace_summary import of_tenant
 
 Which = Literal["recent", "slow", "failed"]
 WHICH: Final[tuple[Which, ...]] = get_args(Which)
@@ -41,26 +43,31 @@ class Traces:
         self._settings = settings
         self._shows_content = shows_content
         self._reader = reader
-        self._lists: dict[Which, tuple[float, dict[str, Any]]] = {}
+        self._lists: dict[tuple[Which, str | None], tuple[float, dict[str, Any]]] = {}
         self._turn = asyncio.Lock()
 
-    async def listed(self, which: Which) -> Mapping[str, Any]:
-        """Return summaries of requests, the latest first. Raises: TracesUnavailable."""
+    async def listed(self, which: Which, tenant: str | None = None) -> Mapping[str, Any]:
+        """Return summaries of requests of `tenant`, or of all, the latest first. Raises: TracesUnavailable."""
         async with self._turn:
-            at_s, found = self._lists.get(which, (-LIST_KEPT_S, {}))
-            if time.monotonic() - at_s >= LIST_KEPT_S:
+            now_s = time.monotonic()
+            self._lists = {key: one for key, one in self._lists.items() if now_s - one[0] < LIST_KEPT_S}
+            if (which, tenant) not in self._lists:
                 reader = await self._open()
-                summaries = await asyncio.to_thread(getattr(reader, which), LISTED)
+                summaries = await asyncio.to_thread(getattr(reader, which), LISTED, tenant)
                 traces = [{**fields_of(summary), "error": self._message(summary.error)} for summary in summaries]
-                found = {"place": reader.place, "traces": traces}
-                self._lists[which] = time.monotonic(), found
-            return found
+                found = {"place": reader.place, "tenant": tenant, "traces": traces}
+                self._lists[which, tenant] = time.monotonic(), found
+            return self._lists[which, tenant][1]
 
-    async def spans(self, trace_id: str) -> list[Span]:
-        """Return the spans of a trace by start time; none if there is no such trace. Raises: TracesUnavailable."""
+    async def spans(self, trace_id: str, tenant: str | None = None) -> list[Span]:
+        """Return the spans of a trace by start time; with `tenant`, those of its requests; none if there is no such trace.
+
+        Raises: TracesUnavailable.
+        """
         async with self._turn:
             reader = await self._open()
-        return [self.shown(span) for span in await asyncio.to_thread(reader.spans, trace_id)]
+        found = await asyncio.to_thread(reader.spans, trace_id)
+        return [self.shown(span) for span in corrected(found if tenant is None else of_tenant(found, tenant))]
 
     def shown(self, span: Span) -> Span:
         """Return `span` without what clients sent, unless that is opted in."""

@@ -13,6 +13,7 @@ import pytest
 
 from components.http.limits import ClientLimits, Closed
 from components.http.tls import Tls
+from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 from tests.components.http.served import GET, LIMITS, Served, served
 
 pytestmark = pytest.mark.anyio
@@ -132,3 +133,35 @@ async def test_only_versions_that_are_safe_are_spoken() -> None:
             old.maximum_version = ssl.TLSVersion.TLSv1_1
         with pytest.raises((ssl.SSLError, ConnectionError)):
             await asyncio.open_connection("127.0.0.1", server.port, ssl=old, server_hostname="localhost")
+
+
+async def test_a_renewed_certificate_is_shown_to_new_connections_and_old_ones_live_on(tmp_path: Path) -> None:
+    old = Authority(tmp_path).issue("frontend", NAMES_OF_THIS_MACHINE)
+    trusted = (tmp_path / "ca.pem").read_text()
+    async with served(tls=Tls(str(old.certificate), str(old.key))) as server:
+        reader, writer = await connected(server, trusted)
+        Authority(tmp_path).issue("frontend", NAMES_OF_THIS_MACHINE)  # of another authority, in the same files
+        with pytest.raises(ssl.SSLCertVerificationError):
+            await connected(server, trusted)
+        for one in ((reader, writer), await connected(server, (tmp_path / "ca.pem").read_text())):
+            one[1].write(GET)
+            assert (await one[0].readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
+            one[1].close()
+
+
+async def test_a_certificate_that_cannot_be_used_leaves_the_earlier_one_in_use(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = Authority(tmp_path).issue("frontend", NAMES_OF_THIS_MACHINE)
+    trusted = (tmp_path / "ca.pem").read_text()
+    async with served(tls=Tls(str(files.certificate), str(files.key))) as server:
+        (tmp_path / "frontend.pem").write_text("half a file")
+        for _ in range(2):
+            _, writer = await connected(server, trusted)
+            writer.close()
+    assert [record.message for record in caplog.records] == ["changed file not used, the earlier one stays in use"]
+
+
+async def connected(server: Served, trusted: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    context = ssl.create_default_context(cadata=trusted)
+    return await asyncio.open_connection("127.0.0.1", server.port, ssl=context, server_hostname="localhost")

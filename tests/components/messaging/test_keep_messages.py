@@ -6,7 +6,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from components.messaging.bus import connect_bus
 from components.messaging.kept_traces import announce_kept, follow_kept, subject
-from components.telemetry.held_traces import HeldTraces, SlowRequests
+from components.telemetry.held_traces import HeldTraces
 from components.telemetry.light_span import LightSpan
 from components.telemetry.spans import Spans, TraceRate
 
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 async def test_the_frontends_decision_lets_another_process_export_what_it_holds(nats_url: str, namespace: str) -> None:
     own: list[LightSpan] = []
     others: list[LightSpan] = []
-    frontend, decode = (HeldTraces(sink.append, SlowRequests(None)) for sink in (own, others))
+    frontend, decode = (HeldTraces(sink.append) for sink in (own, others))
     async with (
         connect_bus(nats_url, "test") as bus,
         follow_kept(bus, namespace, decode),

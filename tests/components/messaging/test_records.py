@@ -68,3 +68,21 @@ async def test_a_nats_without_jetstream_keeps_nothing(bare_nats: str) -> None:
     async with connect_bus(bare_nats, "one") as bus:
         with pytest.raises(BackendUnavailable, match="no JetStream"):
             await open_records(bus, "any", BOUNDS)
+
+
+async def test_records_that_nats_has_lost_are_gone_and_new_ones_are_stored(nats_url: str, namespace: str) -> None:
+    """No response was stored until the frontends were restarted."""
+    async with connect_bus(nats_url, "one") as bus:
+        records = await open_records(bus, namespace, BOUNDS)
+        for lost in ("get", "put", "delete"):
+            await records.put("a", b"before")
+            await bus.client.jetstream().delete_stream(namespace)
+            match lost:
+                case "get":
+                    assert await records.get("a") is None
+                case "put":
+                    await records.put("b", b"after")
+                    assert await records.get("b") == b"after"
+                case "delete":
+                    await records.delete("a")
+            assert await records.get("a") is None

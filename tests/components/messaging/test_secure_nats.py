@@ -214,6 +214,19 @@ async def test_renewed_certificates_are_used_by_new_connections_and_old_ones_liv
         assert await answers(bus)
 
 
+async def test_certificates_of_both_authorities_are_accepted_while_one_replaces_the_other(tmp_path: Path) -> None:
+    """Both have one name: OpenSSL took the first one for the issuer, and every certificate of the second was refused."""
+    old, new = Authority(tmp_path / "old"), Authority(tmp_path / "new")
+    both = tmp_path / "both.pem"
+    both.write_bytes(old.ca.read_bytes() + new.ca.read_bytes())
+    server_files = new.issue("nats", NAMES_OF_THIS_MACHINE).model_copy(update={"ca": both})
+    async with nats(tmp_path, tls=server_files) as server:
+        for authority in (old, new):
+            mine = authority.issue("decode").model_copy(update={"ca": both})
+            async with connect_bus(address(server), "test", identity(mine)) as bus:
+                assert await answers(bus)
+
+
 async def test_a_key_in_a_file_proves_a_user(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     public, seed = key_pair(USER)
     file = tmp_path / "seed"

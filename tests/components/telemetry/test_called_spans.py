@@ -6,7 +6,7 @@ from opentelemetry import context, trace
 from opentelemetry.trace import StatusCode
 
 from components.telemetry.light_span import LightSpan
-from components.telemetry.spans import Spans, called_span_id, record_lost, trace_context, trace_headers
+from components.telemetry.spans import Spans, called_span_id, record_lost, step, trace_context, trace_headers
 from components.telemetry.trace_store import TraceStore
 from tests.components.telemetry.written import writing_tracer
 
@@ -56,7 +56,23 @@ def test_if_the_process_lived_its_own_span_is_shown(tmp_path: Path) -> None:
 def test_a_measured_call_is_not_the_parent_of_what_it_calls() -> None:
     spans: list[LightSpan] = []
     tracer = Spans(spans.append)
-    with tracer.start_as_current_span("decode.request") as request, tracer.measure("decode.call_prefill"):
+    with tracer.start_as_current_span("decode.request") as request, step("decode.call_prefill"):
         assert trace_headers() == {"traceparent": request.traceparent()}  # type: ignore[attr-defined]
-    assert [span.name for span in spans] == ["decode.call_prefill", "decode.request"]
-    assert spans[0].parent_id == spans[1].span_id
+    [whole] = spans
+    call, itself = whole.whole()
+    assert (call.name, itself, call.parent_id) == ("decode.call_prefill", whole, whole.span_id)
+
+
+def test_what_ends_after_its_request_is_recorded_by_itself() -> None:
+    """Decode may get prefill's answer after the last token."""
+    spans: list[LightSpan] = []
+    tracer = Spans(spans.append)
+    with tracer.start_as_current_span("decode.request"):
+        late, child = step("decode.call_prefill"), tracer.start_span("decode.other")
+    late.note({"a": 1})
+    late.error = "PeerLost: gone"
+    late.end()
+    child.end()
+    request, call, other = spans
+    assert (request.steps, [span.parent_id for span in (call, other)]) == ([], [request.span_id] * 2)
+    assert (call.span_id, call.attributes, call.status.description) == (late.span_id, {"a": 1}, "PeerLost: gone")

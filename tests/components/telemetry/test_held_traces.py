@@ -6,7 +6,7 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
 
 from components.telemetry import held_traces
-from components.telemetry.held_traces import ENOUGH, HELD_NS, HeldTraces, SlowRequests
+from components.telemetry.held_traces import HELD_NS, HeldTraces
 from components.telemetry.light_span import LightSpan
 from components.telemetry.spans import NOT_KEPT, Spans, TraceRate
 
@@ -16,16 +16,16 @@ S = 10**9
 class Process:
     """What it exports and announces; its clock is in the spans."""
 
-    def __init__(self, slow_s: float | None = None, kept: TraceRate | None = None) -> None:
+    def __init__(self, kept: TraceRate | None = None) -> None:
         self.exported: list[LightSpan] = []
         self.announced: list[int] = []
-        self.held = HeldTraces(self.exported.append, SlowRequests(slow_s), kept)
+        self.held = HeldTraces(self.exported.append, kept)
         self.held.announce_to(self.announced.append)
         self.tracer = Spans(self.held.take, TraceRate(0), holds=True)
 
     @property
     def names(self) -> list[str]:
-        return [span.name for span in self.exported]
+        return [step.name for span in self.exported for step in span.whole()]
 
     def begin(self, at_ns: int = S) -> LightSpan:
         root = self.tracer.start_span(
@@ -75,33 +75,11 @@ def test_a_failed_request_is_exported_whole_and_announced() -> None:
     assert process.announced == [root.trace_id]
 
 
-def test_a_moved_request_is_exported_and_marked() -> None:
+@pytest.mark.parametrize("mark", ["kvmesh.slow", "kvmesh.moved"])
+def test_a_request_that_moved_or_was_slow_is_exported(mark: str) -> None:
     process = Process()
-    root = process.begin()
-    root.add_event("moved", {"from": "d1"})
-    root.end()
-    assert process.exported == [root]
-    assert root.attributes["kvmesh.moved"] is True
-
-
-def test_a_request_is_slow_by_its_first_token_not_by_the_length_of_its_answer() -> None:
-    process = Process(slow_s=2.0)
-    process.request(seconds=60, **{"kvmesh.ttft_s": 0.3})
-    assert process.exported == []
-    root = process.request(seconds=60, **{"kvmesh.ttft_s": 2.5})
-    assert process.exported[-1] is root
-    assert root.attributes["kvmesh.slow"] is True
-    assert process.request(seconds=3) is process.exported[-1]  # without a token the whole time counts
-
-
-def test_without_a_setting_slow_is_slower_than_99_of_100() -> None:
-    slow = SlowRequests(None)
-    assert not any(slow.take(1 + number / 1000) for number in range(ENOUGH))
-    assert not slow.take(1.05)
-    assert slow.take(5.0)
-    for _ in range(2000):
-        slow.take(10.0)
-    assert not slow.take(5.0)  # the latest count
+    root = process.request(**{mark: True})
+    assert (process.names, process.announced) == (["step", "request"], [root.trace_id])
 
 
 def test_another_process_exports_what_it_holds_once_the_decision_arrives() -> None:
@@ -148,12 +126,11 @@ def test_a_decision_is_forgotten_after_a_while() -> None:
     assert process.names == ["step"]
 
 
-def test_a_sampled_trace_is_exported_at_once_and_marked_like_the_others() -> None:
-    process = Process(slow_s=1)
+def test_a_sampled_trace_is_exported_at_its_end() -> None:
+    process = Process()
     process.tracer.limit(TraceRate(float("inf")))
-    root = process.request(seconds=2)
+    process.request()
     assert process.names == ["step", "request"]
-    assert root.attributes["kvmesh.slow"] is True
     assert process.announced == []
 
 

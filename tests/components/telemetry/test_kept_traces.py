@@ -6,7 +6,7 @@ from opentelemetry import context, trace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from components.telemetry import spans
-from components.telemetry.spans import Spans, TraceRate, record_span, trace_context, trace_headers
+from components.telemetry.spans import Spans, TraceRate, record_step, trace_context, trace_headers
 
 Kept = tuple[Spans, InMemorySpanExporter]
 REMOTE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-"
@@ -16,7 +16,7 @@ REMOTE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-"
 def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
     """Spans of one trace, the first; later ones are not kept."""
     exporter = InMemorySpanExporter()
-    tracer = Spans(lambda span: exporter.export([span]), TraceRate(0.1, clock=lambda: 0.0))
+    tracer = Spans(lambda span: exporter.export(list(span.whole())), TraceRate(0.1, clock=lambda: 0.0))
     monkeypatch.setattr(spans, "tracer", tracer)
     return tracer, exporter
 
@@ -38,7 +38,7 @@ def request(tracer: Spans) -> dict[str, str] | None:
             headers = trace_headers()
         elsewhere = tracer.start_span("elsewhere", context=trace.set_span_in_context(root))
         with trace.use_span(elsewhere, end_on_exit=True):
-            record_span("over", 1)
+            record_step("over", 1)
         return headers
 
 

@@ -121,7 +121,26 @@ def test_the_line_at_the_end_of_a_request_is_always_written(lines: Lines, monkey
     requests.setLevel(logging.INFO)
     for n in range(3 * BURST):
         requests.info("request", extra={"n": n})
-    assert lines.take() == [("request", n, None) for n in range(3 * BURST)]
+    assert lines.take() == []  # they are gathered until the next line, for a moment at most
+    log.info("next")
+    assert lines.take() == [*(("request", n, None) for n in range(3 * BURST)), ("next", None, None)]
+
+
+def test_gathered_lines_are_written_soon_and_at_the_end(lines: Lines, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "handlers", [lines.handler])
+    monkeypatch.setattr(requests, "propagate", False)
+    requests.setLevel(logging.INFO)
+    requests.info("request", extra={"n": 1})
+    deadline = time.monotonic() + 10
+    while not (written := lines.take()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert written == [("request", 1, None)]
+    requests.info("request", extra={"n": 2})
+    requests.warning("request", extra={"n": 3})  # slow or failed: at once, and in order
+    requests.info("request", extra={"n": 4})
+    lines.handler.close()
+    assert lines.take() == [("request", n, None) for n in (2, 3, 4)]
 
 
 def test_debug_lines_are_all_written(lines: Lines) -> None:

@@ -12,6 +12,6 @@ def writing_tracer(home: Path, service: str = "test", limits: Limits | None = No
     writer = TraceWriter(home, limits or Limits())
 
     def write(span: LightSpan) -> None:
-        writer.write(service, pieces_of([span]))
+        writer.write(service, pieces_of([[span]]))
 
     return Spans(write), writer

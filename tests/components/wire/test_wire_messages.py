@@ -24,7 +24,7 @@ from components.wire.load import LoadSample
 from components.wire.plans import RolePlan
 from components.wire.prefill import PagesOffered, RoomOk
 from components.wire.sampling import Constraint, SamplingParams
-from components.wire.status import LinkStatus, PageStatus, RoomStatus
+from components.wire.status import Connection, LinkStatus, PageStatus, RoomStatus, TransportStatus
 
 for module in pkgutil.iter_modules(components.wire.__path__):
     importlib.import_module(f"components.wire.{module.name}")
@@ -32,6 +32,7 @@ for module in pkgutil.iter_modules(components.wire.__path__):
 NESTED = (
     *(
         Candidate,
+        Connection,
         Constraint,
         EmbeddingModel,
         KvEndpoint,
@@ -42,6 +43,7 @@ NESTED = (
         PageStatus,
         RolePlan,
         RoomStatus,
+        TransportStatus,
     ),
     SamplingParams,
 )

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 
 from components.aio import background
 from components.discovery.registry import Registration
-from components.errors import MalformedMessage, MeshError, TransferFailed
+from components.errors import MalformedMessage, MeshError, Overloaded, TransferFailed
 from components.messaging.call_server import Endpoint
 from components.messaging.clocks import now_ms
 from components.wire.prefill import CloseRooms, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomsClosed
@@ -73,6 +73,17 @@ async def test_pages_are_handed_on_and_a_room_lasts_until_it_is_closed(replica: 
     assert await replica.service.close(CloseRooms(rooms=["one", "two", "three"])) == RoomsClosed(count=2)
     assert replica.open_rooms == 0
     assert not replica.failures()
+
+
+async def test_a_replica_that_drains_opens_no_room_and_keeps_those_it_has(replica: Replica) -> None:
+    await replica.open("one")
+    replica.service.draining = True
+    with pytest.raises(Overloaded, match="this bootstrap replica is draining"):
+        await replica.open("two")
+    assert replica.open_rooms == 1
+    assert await replica.service.close(CloseRooms(rooms=["one"])) == RoomsClosed(count=1)
+    replica.service.draining = False
+    assert await replica.open("two") == RoomOk(room="two")
 
 
 async def test_the_offer_is_forwarded_as_decode_made_it(replica: Replica) -> None:

@@ -12,6 +12,7 @@ from components.errors import (
     MalformedMessage,
     MeshError,
     NoBootstrapInstance,
+    Overloaded,
     PeerBroken,
     PeerLost,
 )
@@ -131,7 +132,7 @@ async def test_where_a_prompt_cannot_be_computed_here_a_silent_replica_is_asked_
     assert await replicas.open() == pytest.approx(0.01)
 
 
-@pytest.mark.parametrize("error", [PeerLost("nobody listens"), PeerBroken("a defect")])
+@pytest.mark.parametrize("error", [PeerLost("nobody listens"), PeerBroken("a defect"), Overloaded("it drains")])
 def test_one_that_fails_at_once_costs_nothing_and_has_its_turn_again(error: MeshError) -> None:
     async def run() -> None:
         replicas = Replicas(a=0.0, b=0.01)

@@ -60,5 +60,5 @@ async def openai(url: str) -> AsyncIterator[AsyncOpenAI]:
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
     """Where the spans of requests go."""
     exporter = InMemorySpanExporter()
-    monkeypatch.setattr(tracing, "tracer", Spans(lambda span: exporter.export([span])))
+    monkeypatch.setattr(tracing, "tracer", Spans(lambda span: exporter.export(list(span.whole()))))
     return exporter

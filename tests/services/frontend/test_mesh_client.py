@@ -31,6 +31,7 @@ from components.messaging.inbox import StreamInbox
 from components.messaging.liveness import Liveness, Loss
 from components.messaging.outbox import OutStream
 from components.telemetry.request_ids import RequestIds
+from components.telemetry.spans import NOT_KEPT
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, PromptOrigin, StreamItem
 from components.wire.heartbeat import Heartbeat
 from components.wire.logprobs import TokenLogprobs
@@ -39,7 +40,8 @@ from components.wire.tokens import unpack_tokens
 from services.frontend.decode_choice import MOVES
 from services.frontend.mesh_client import MeshClient
 from services.frontend.ports import Prompt
-from services.frontend.request_log import LineLimit, RequestLog
+from services.frontend.request_lines import RequestLines
+from services.frontend.request_record import unkept
 from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
 from tests.components.messaging.frames import nothing_lost
@@ -195,10 +197,9 @@ async def test_the_log_of_a_request_has_its_instances_its_moves_and_where_prompt
     second = Decode(mesh, "b", answers)
     caplog.handler.addFilter(RequestIds())
     caplog.set_level(logging.INFO)
-    line = RequestLog()
-    with line.current("r"):
+    with unkept(NOT_KEPT, "chat", {"kvmesh.request_id": "r"}) as record:
         assert tokens(await mesh.ask()) == WHOLE
-        line.write("/route", "m", 200, limit=LineLimit())
+        RequestLines().end(record, "/route", "m", 200)
     assert second.requests[0].wants_origin
     facts = {record.message: vars(record) for record in caplog.records}
     assert facts["stream moves"]["request_id"] == "r"

@@ -48,6 +48,29 @@ async def test_ready_only_when_a_request_would_succeed(
         assert (await http.get("/live")).json() == {"status": "ok"}
 
 
+async def test_a_drained_frontend_refuses_what_asks_for_work_and_answers_all_else(
+    mesh: FakeMesh, text: TextModel, settings: FrontendSettings
+) -> None:
+    operations = Operations(mesh)
+    transport = httpx.ASGITransport(create_app(mesh, text, settings, operations=operations))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        body = {"prompt": "Hello", "model": mesh.served[0].name}
+        assert (await http.post("/tokenize", json=body)).status_code == 200
+        operations.order.draining = True
+        for path in ("/tokenize", "/v1/chat/completions", "/v1/responses", "/v1/messages"):
+            refused = await http.post(path, json=body)
+            status = 529 if path == "/v1/messages" else 503  # Anthropic's for an overload
+            assert (refused.status_code, refused.headers["retry-after"]) == (status, "1")
+            assert refused.headers["connection"] == "close", "the client's next connection may reach another frontend"
+            assert "Send the request to another one" in refused.text
+        metrics = (await http.get("/metrics")).text
+        assert 'kvmesh_requests_refused_total{reason="draining"} 4.0' in metrics
+        assert (await http.get("/v1/models")).status_code == 200
+        assert (await http.post("/v1/responses/resp_0/cancel")).json()["error"]["code"] != "draining"
+        operations.order.draining = False
+        assert (await http.post("/tokenize", json=body)).status_code == 200
+
+
 @pytest.mark.parametrize("path", PROBES)
 async def test_a_probe_may_ask_without_wanting_the_body(http: httpx.AsyncClient, path: str) -> None:
     asked, probed = await http.get(path), await http.head(path)

@@ -1,20 +1,28 @@
 """OpenTelemetry's metrics of a server: a collector of ours receives and parses what is sent over OTLP."""
 
+import ssl
 import threading
+import tomllib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportMetricsServiceRequest
 
+from components.certificates import TlsFiles
 from components.errors import DecodeLost
 from components.http.server import serve_http
+from components.startup import WrongSettings
 from components.text.tokenizer import TextModel
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.server_metrics import send_server_metrics
+from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
+from tests.conftest import REPO
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 from tests.services.frontend.test_operations import CHAT, HELLO
 
@@ -23,8 +31,9 @@ pytestmark = pytest.mark.anyio
 Received = list[ExportMetricsServiceRequest]
 
 
-@pytest.fixture
-def collector() -> Iterator[tuple[str, Received]]:
+@contextmanager
+def collecting(certificate: TlsFiles | None = None) -> Iterator[tuple[str, Received]]:
+    """A collector; with a `certificate`, over https."""
     received: Received = []
 
     class Collector(BaseHTTPRequestHandler):
@@ -39,11 +48,21 @@ def collector() -> Iterator[tuple[str, Received]]:
             pass
 
     with HTTPServer(("127.0.0.1", 0), Collector) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        if certificate is not None:
+            context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+            context.load_cert_chain(str(certificate.certificate), str(certificate.key))
+            server.socket = context.wrap_socket(server.socket, server_side=True)
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", received
+        yield f"http{'s' if certificate else ''}://127.0.0.1:{server.server_address[1]}", received
         server.shutdown()
         thread.join()
+
+
+@pytest.fixture
+def collector() -> Iterator[tuple[str, Received]]:
+    with collecting() as made:
+        yield made
 
 
 def points(received: Received) -> dict[str, list[tuple[dict[str, str], int, float]]]:
@@ -72,7 +91,7 @@ async def test_requests_reach_a_collector_under_the_names_of_the_conventions(
     async def ask(http: httpx.AsyncClient, **changes: Any) -> int:
         return (await http.post(CHAT, json={**HELLO, **changes})).status_code
 
-    async with send_server_metrics(settings, "f1") as server:
+    async with send_server_metrics(settings, "f1", lambda: True) as server:
         app = create_app(mesh, text, settings, server_metrics=server)
         async with serve_http(app, settings) as url, httpx.AsyncClient(base_url=url, timeout=10) as http:
             assert await ask(http) == 200
@@ -102,5 +121,37 @@ async def test_requests_reach_a_collector_under_the_names_of_the_conventions(
 
 
 async def test_without_a_collector_nothing_is_recorded() -> None:
-    async with send_server_metrics(FrontendSettings(), "f1") as server:
+    async with send_server_metrics(FrontendSettings(), "f1", lambda: True) as server:
         assert server is None
+
+
+async def test_a_collector_behind_the_authority_of_the_mesh_is_trusted_whatever_the_environment_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`requests` prefers REQUESTS_CA_BUNDLE to the file that OpenTelemetry's exporter gives it."""
+    authority, stranger = Authority(tmp_path / "tls"), Authority(tmp_path / "stranger")
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(stranger.ca))
+    with collecting(authority.issue("collector", NAMES_OF_THIS_MACHINE)) as (url, received):
+        settings = FrontendSettings(otlp_endpoint=url, tls=TlsFiles(ca=authority.ca))
+        async with send_server_metrics(settings, "f1", lambda: True) as metrics:
+            assert metrics is not None
+            metrics.served("chat", "m", duration_s=1.0, first_s=0.5, num_tokens=3, error=None)
+    assert "gen_ai.server.request.duration" in points(received)
+    wrong = FrontendSettings(otlp_endpoint=url, tls=TlsFiles(ca=tmp_path / "none.pem"))
+    with pytest.raises(WrongSettings, match=r"MESH_TLS__CA .*none\.pem: no PEM certificates"):
+        async with send_server_metrics(wrong, "f1", lambda: True):
+            pass
+
+
+async def test_an_observer_gets_no_metrics(collector: tuple[str, Received]) -> None:
+    endpoint, received = collector
+    async with send_server_metrics(FrontendSettings(otlp_endpoint=endpoint), "f1", lambda: False) as server:
+        assert server is not None
+        server.served("chat", "m", duration_s=1.0, first_s=0.5, num_tokens=3, error=None)
+    assert not received
+
+
+def test_the_exporter_is_a_dependency_of_the_project() -> None:
+    """It was one of `dev` alone, so in an image a frontend with a collector ended at its start."""
+    dependencies = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert [name for name in dependencies if name.startswith("opentelemetry-exporter-otlp-proto-http")]

@@ -19,19 +19,19 @@ def test_a_request_that_began_within_another_one_is_not_part_of_it(kept: Kept, m
     tracer.limit(TraceRate(math.inf))
     monkeypatch.setattr(tracing, "tracer", tracer)
     behind = []
-    with tracing.request_span(NO_HEADERS, "chat", "one"):
+    with tracing.begin_record(NO_HEADERS, "chat", "one", "", ""):
         behind.append(contextvars.copy_context())
-    with tracing.request_span(NO_HEADERS, "chat", "two"):
+    with tracing.begin_record(NO_HEADERS, "chat", "two", "", ""):
         behind.append(contextvars.copy_context())
 
     def begin(trace_id: str) -> trace.Span:
         caller = {"headers": [(b"traceparent", f"00-{trace_id}-00f067aa0ba902b7-01".encode())]}
-        with tracing.request_span(caller, "chat", "three") as span:
-            return span
+        with tracing.begin_record(caller, "chat", "three", "", "") as record:
+            return record.root
 
     def begin_one_more() -> trace.Span:
-        with tracing.request_span(NO_HEADERS, "chat", "four") as span:
-            return span
+        with tracing.begin_record(NO_HEADERS, "chat", "four", "", "") as record:
+            return record.root
 
     of_caller = REMOTE.split("-")[1]
     for context in behind:

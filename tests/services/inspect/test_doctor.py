@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as changed
 
+from components.wire.status import Connection, TransportStatus
 from services.inspect import facts as facts_module
 from services.inspect.doctor import findings, report
-from services.inspect.facts import Facts, Nixl, Segment, Server, SharedMemory, Transport, shared_memory
+from services.inspect.facts import Facts, Nixl, Segment, Server, SharedMemory, shared_memory
 from services.inspect.findings import Finding, Level
 from services.inspect.mesh import Seen
 from tests.services.inspect.meshes import nixl, seen
@@ -144,12 +145,28 @@ def test_without_servers_the_instances_are_not_judged() -> None:
 
 
 def test_the_transport_that_is_in_use_is_named() -> None:
-    told = Facts(
-        **{**{n: getattr(HEALTHY, n) for n in Facts.__slots__}, "transports": {"p1": Transport(2, True, False)}}
+    """Also of a worker on another host: each reports what its own process has open."""
+    to_decode = [Connection(local=50_001, remote=7001), Connection(local=50_002, remote=7001)]
+    nats = Connection(local=50_003, remote=4222)
+    page = Connection(local=9100, remote=50_004)
+    far = seen(
+        "prefill",
+        transport=TransportStatus(ports=[7002, 9100], connections=[*to_decode, nats, page], shared_memory=True),
     )
-    texts = [one.what for one in findings(told) if one.check == "KV transfer"]
-    assert "prefill p1: nixl/UCX; in use: UCX shared memory mapped, 2 TCP connections with workers" in texts
-    assert "decode d1: nixl/UCX; its transport shows on its own host" in texts
+    assert far.record is not None
+    far = replace(far, record=changed(far.record, host="far", http="http://10.0.0.2:9100"))
+    decode = seen("decode", transport=TransportStatus(ports=[7001], rdma=True))
+    idle = seen("decode", 2, transport=TransportStatus(ports=[7003], connections=[nats]))
+    older = seen("decode", 3)
+    texts = [
+        one.what for one in findings(replace(HEALTHY, seen=(far, decode, idle, older))) if one.check == "KV transfer"
+    ]
+    assert texts == [
+        "prefill p1: nixl/UCX; in use: UCX shared memory mapped, 2 TCP connections with workers",
+        "decode d1: nixl/UCX; in use: RDMA device open",
+        "decode d2: nixl/UCX; no connection to a peer yet",
+        "decode d3: nixl/UCX; its process does not say what it has open",
+    ]
 
 
 def test_a_report_has_the_advice_below_its_finding() -> None:

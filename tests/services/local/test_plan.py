@@ -3,16 +3,18 @@
 import importlib
 import os
 import re
+from ipaddress import ip_address
 from pathlib import Path
 
 import pytest
+from cryptography import x509
 
 from components.settings import misspelled
 from components.urls import login_of, without_password
 from engine.config import EngineConfig
-from services.local.accounts import Backends
+from services.local.accounts import OBSERVER, Accounts, Backends
 from services.local.child_process import CannotStart
-from services.local.observer import with_observer
+from services.local.observer import with_certificate, with_observer
 from services.local.options import assigned
 from services.local.plan import Plan, reachable
 from services.local.ready import greeting
@@ -206,6 +208,28 @@ def test_children_send_their_spans_to_an_observer_with_a_secret_of_this_run() ->
     assert where == f"http://127.0.0.1:{spec.env['MESH_OBSERVER_PORT']}"
     assert login.password == spec.env["MESH_OBSERVER_TOKEN"]
     assert with_observer(Plan.read(ONE_EACH))[0].otlp_endpoint != plan.otlp_endpoint
+
+
+def test_with_secure_the_observer_serves_https_with_a_certificate_of_this_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan, spec = with_observer(Plan.read(ONE_EACH, secure=True))
+    assert spec is not None
+    assert plan.otlp_endpoint is not None
+    assert plan.otlp_endpoint.startswith("https://kvmesh:")
+    files = Accounts.make("kvmesh", 1, tmp_path, "10.0.0.7").certificates[OBSERVER]
+    env = with_certificate(spec, files).env
+    assert (env["MESH_OBSERVER_TLS_CERT"], env["MESH_OBSERVER_TLS_KEY"]) == (str(files.certificate), str(files.key))
+    assert files.certificate is not None
+    names = x509.load_pem_x509_certificate(files.certificate.read_bytes()).extensions.get_extension_for_class(
+        x509.SubjectAlternativeName
+    )
+    assert ip_address("10.0.0.7") in names.value.get_values_for_type(x509.IPAddress)
+    monkeypatch.setenv("MESH_OBSERVER_TLS_CERT", "c.pem")
+    monkeypatch.setenv("MESH_OBSERVER_TLS_KEY", "k.pem")
+    with pytest.raises(CannotStart, match="unset MESH_OBSERVER_TLS_CERT"):
+        Plan.read(ONE_EACH, secure=True)
+    assert str(with_observer(Plan.read(ONE_EACH))[0].otlp_endpoint).startswith("https://"), "with yours"
 
 
 def test_the_observers_own_settings_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import gzip
 import json
 from base64 import b64encode
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, closing
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,10 @@ from components.http.server import serve_http
 from components.settings import MeshSettings
 from components.telemetry.light_span import LightSpan
 from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_span, span_field
-from components.telemetry.otlp_sender import OtlpSender
+from components.telemetry.otlp_sender import OTLP, OtlpSender
 from components.telemetry.span_export import SpanExport
-from components.telemetry.spans import Spans
+from components.telemetry.spans import Spans, step
+from components.telemetry.trace_pieces import PIECES, Piece, Pieces, pack_pieces
 from components.telemetry.trace_reader import (
     LocalTraceReader,
     ObserverTraceReader,
@@ -98,6 +99,19 @@ async def test_traces_are_listed_newest_first_and_by_what_befell_them(url: str, 
         assert (span.name, span.service) == ("three", "frontend-f1")
     assert await asyncio.to_thread(reader.spans, "nothing/begins so") == []
     assert await asyncio.to_thread(reader.recent, 1) == recent[:1]
+
+
+async def test_a_tenants_traces_are_listed_alone(url: str, http: httpx.AsyncClient) -> None:
+    for body in (
+        request_of("one", **{"kvmesh.tenant": "acme"}),
+        request_of("two", **{"kvmesh.tenant": "o'neill & sons"}),
+        request_of("three"),
+    ):
+        assert (await http.post(TRACES, content=body, headers=PROTOBUF)).status_code == 200
+    reader = ObserverTraceReader(url)
+    for tenant, names in (("acme", ["one"]), ("o'neill & sons", ["two"]), ("nobody", [])):
+        assert [trace.name for trace in await asyncio.to_thread(reader.recent, 9, tenant)] == names
+    assert len(await asyncio.to_thread(reader.recent, 9)) == 3
 
 
 async def test_the_exporter_of_the_sdk_is_taken_as_it_is(url: str) -> None:
@@ -218,7 +232,7 @@ async def test_another_receiver_is_no_observer_and_the_file_is_read(tmp_path: Pa
 
 
 async def test_a_process_that_an_observer_answers_writes_no_file_of_its_own(url: str, tmp_path: Path) -> None:
-    def export() -> int:
+    def export() -> Mapping[str, int]:
         exporting = SpanExport("frontend-f1", {"service.name": "kvmesh-frontend"}, TraceWriter(home), OtlpSender(url))
         exporting.start()
         Spans(exporting.put).start_span("chat", kind=SpanKind.SERVER).end()
@@ -226,7 +240,7 @@ async def test_a_process_that_an_observer_answers_writes_no_file_of_its_own(url:
         return exporting.dropped
 
     home = tmp_path / "of the process"
-    assert await asyncio.to_thread(export) == 0
+    assert set((await asyncio.to_thread(export)).values()) == {0}
     assert [trace.name for trace in await asyncio.to_thread(ObserverTraceReader(url).recent)] == ["chat"]
     assert LocalTraceReader(home).recent() == []
 
@@ -240,7 +254,7 @@ async def test_spans_wait_for_an_observer_that_is_away_and_what_is_too_much_is_c
         port = httpx.URL(url).port
     sender = OtlpSender(url)
     for number in range(15):
-        await asyncio.to_thread(sender.send, request_of(f"n{number:02}"), 1)
+        await asyncio.to_thread(sender.send, request_of(f"n{number:02}"), OTLP, 1)
     assert sender.dropped >= 5
     dropped = sender.dropped
     read = ObserverSettings(port=port, state_dir=tmp_path / "second")
@@ -254,3 +268,51 @@ async def test_spans_wait_for_an_observer_that_is_away_and_what_is_too_much_is_c
     assert [trace.name for trace in kept] == [f"n{number:02}" for number in reversed(range(dropped, 15))]
     assert sender.dropped == dropped
     sender.close()
+
+
+async def test_a_sender_that_knows_the_observer_sends_pieces_which_are_read_like_otlp(tmp_path: Path) -> None:
+    made: list[LightSpan] = []
+    tracer = Spans(made.append)
+    for name in ("first", "second"):
+        with tracer.start_as_current_span(name, kind=SpanKind.SERVER, attributes={"kvmesh.request_id": name}) as span:
+            step("step").end()
+            span.set_attribute("kvmesh.slow", True)
+    async with observer(tmp_path) as url:
+        sender = OtlpSender(url)
+        for span in made:
+            assert sender.takes_pieces is (span is made[1])
+            export = SpanExport("frontend-f1", {"service.name": "kvmesh-frontend", "service.instance.id": "f1"},
+                                TraceWriter(tmp_path / "own"), sender)  # fmt: skip
+            export.put(span)
+            await asyncio.to_thread(export.export)
+        found = [await asyncio.to_thread(ObserverTraceReader(url).spans, name) for name in ("first", "second")]
+        slow = await asyncio.to_thread(ObserverTraceReader(url).slow)
+    sender.close()
+    for name, spans in zip(("first", "second"), found, strict=True):
+        assert [(span.name, span.service) for span in spans] == [(name, "frontend-f1"), ("step", "frontend-f1")]
+    assert [trace.name for trace in slow] == ["second", "first"]
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (b"", "truncated"),
+        (b"\xc0", "Expected `array`"),
+        (pack_pieces(Pieces("d", [Piece("no hex", 1, 1, b"")])), "regex"),
+        (pack_pieces(Pieces("d", [Piece("0" * 32, 1 << 63, 1, b"")])), "<= 9223372036854775807"),
+    ],
+)
+async def test_pieces_that_are_none_are_refused_with_the_reason(http: httpx.AsyncClient, body: bytes, why: str) -> None:
+    answer = await http.post(TRACES, content=body, headers={"content-type": PIECES})
+    assert answer.status_code == 400
+    assert why in answer.text
+
+
+async def test_a_piece_whose_spans_are_no_otlp_does_not_hide_the_rest_of_its_trace(
+    url: str, http: httpx.AsyncClient
+) -> None:
+    assert (await http.post(TRACES, content=request_of("one"), headers=PROTOBUF)).is_success
+    [whole] = await asyncio.to_thread(ObserverTraceReader(url).recent)
+    bad = pack_pieces(Pieces("d", [Piece(whole.trace_id, 1, 1, b"\xff\xff")]))
+    assert (await http.post(TRACES, content=bad, headers={"content-type": PIECES})).is_success
+    assert [span.name for span in await asyncio.to_thread(ObserverTraceReader(url).spans, whole.trace_id)] == ["one"]

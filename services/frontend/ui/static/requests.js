@@ -89,7 +89,7 @@ export function Requests({ selected }) {
               html`<button key=${name} aria-pressed=${which === name} onClick=${() => setWhich(name)}>${title}</button>`,
           )}
         </div>
-        ${data && html`<span class="soft" title=${data.place}>${data.traces.length} kept traces</span>`}
+        ${data && html`<span class="soft" title=${data.place}>${data.traces.length} kept traces${data.tenant ? ` of ${data.tenant}` : ""}</span>`}
       </div>
       ${fault && html`<p class="fault" role="alert">${fault}</p>`}
       ${data && data.traces.length === 0 && html`<p class="none">${NONE[which]}</p>`}

@@ -8,6 +8,7 @@ const PERFETTO = "https://ui.perfetto.dev";
 const HIDDEN = new Set(["kvmesh.route.compared"]); // shown as a table
 const WHY = "kvmesh.route.why";
 const WHY_LOCAL = "kvmesh.prefill.why_local";
+const SHIFT = "kvmesh.clock_shift_ms";
 const COMPARED = { cached: "cached tokens", queued: "queued tokens", running: "running", pages: "pages used", cost: "cost" };
 
 // [depth, span] in the order of the tree, siblings by start.
@@ -68,6 +69,10 @@ function Compared({ rows, chosen }) {
     </tbody>
   </table></div>`;
 }
+
+// Milliseconds by which the spans of a process were shifted, because its clock contradicted its caller's.
+const shifts = (spans) =>
+  Object.fromEntries(spans.filter((span) => SHIFT in span.attributes).map((span) => [span.service, span.attributes[SHIFT]]));
 
 // Choices of instances in the order of time, and moves between them.
 function choices(spans) {
@@ -188,6 +193,11 @@ export function Waterfall({ trace }) {
       <span class="ids">trace <code>${id}</code>${requestId && html` request <code>${requestId}</code>`}</span>
     </p>
     ${root.error && html`<p class="fault">${root.error}</p>`}
+    ${Object.entries(shifts(spans)).map(
+      ([service, by]) => html`<p class="soft" key=${service}>
+        Clocks differ: ${service} is shown ${ms(Math.abs(by) / 1e3)} ${by > 0 ? "later" : "earlier"}, to begin with its caller.
+      </p>`,
+    )}
     <p class="actions">
       <button onClick=${() => openInPerfetto(id, `kvmesh ${id.slice(0, 12)}`, setFault)}>Open in Perfetto ↗</button>
       <button onClick=${() => download(id, setFault)}>Download trace</button>

@@ -9,9 +9,10 @@ import httpx
 
 from components.aio import background
 from components.http.server import serve_http
+from components.telemetry.trace_pieces import TENANT
 from components.telemetry.trace_reader import TracesUnavailable
 from components.telemetry.trace_store import Event, Span
-from components.telemetry.trace_summary import TraceSummary, summary_of
+from components.telemetry.trace_summary import TraceSummary, of_tenant, summary_of
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.keys import KeyRing
@@ -26,9 +27,10 @@ SECRET = "the moon is made of cheese"
 MS = 1_000_000
 
 
-def trace(trace_id: str = TRACE_ID, *, error: str = "") -> list[Span]:
+def trace(trace_id: str = TRACE_ID, *, error: str = "", tenant: str = "") -> list[Span]:
     """A request over two processes; its client's words are in a stop sequence and quoted in the error."""
     attributes = {
+        **({TENANT: tenant} if tenant else {}),
         "kvmesh.request_id": "r1",
         "gen_ai.request.model": "tiny",
         "gen_ai.request.stop_sequences": [SECRET],
@@ -59,17 +61,18 @@ class FakeReader:
     fails: bool = False
     reads: int = 0
 
-    def recent(self, limit: int = 50) -> list[TraceSummary]:
+    def recent(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
         self.reads += 1
         if self.fails:
             raise TracesUnavailable("memory cannot be read: it is gone")
-        return [summary_of(spans) for spans in self.traces][:limit]
+        traces = self.traces if tenant is None else [of_tenant(spans, tenant) for spans in self.traces]
+        return [summary_of(spans) for spans in traces if spans][:limit]
 
-    def slow(self, limit: int = 50) -> list[TraceSummary]:
-        return [one for one in self.recent(limit) if one.slow]
+    def slow(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
+        return [one for one in self.recent(limit, tenant) if one.slow]
 
-    def failed(self, limit: int = 50) -> list[TraceSummary]:
-        return [one for one in self.recent(limit) if one.status == "error"]
+    def failed(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
+        return [one for one in self.recent(limit, tenant) if one.status == "error"]
 
     def spans(self, trace_id: str) -> list[Span]:
         return next((spans for spans in self.traces if spans[0].trace_id == trace_id), [])

@@ -74,14 +74,14 @@ async def test_each_other_frontend_is_asked_for_its_new_samples() -> None:
 
 
 async def test_in_a_large_mesh_all_get_their_turn_a_few_at_a_time() -> None:
-    poll, bus, _, reports = polled(200)
+    poll, bus, _, reports = polled(4 * MOST_ASKED)
     await poll.once()
     assert bus.asked.total() == MOST_ASKED
     assert bus.most_at_once <= AT_ONCE
     for _ in range(3):
         await poll.once()
     assert set(bus.asked.values()) == {1}
-    assert len(bus.asked) == len(reports.statuses) == 200
+    assert len(bus.asked) == len(reports.statuses) == 4 * MOST_ASKED
 
 
 async def test_an_instance_that_does_not_answer_is_counted_until_it_does_or_is_gone() -> None:

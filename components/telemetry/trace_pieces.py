@@ -1,0 +1,74 @@
+"""Spans of one trace as they are written: by each process into its file, or sent to the observer, which need not parse them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Final
+
+import msgspec
+from msgspec import Meta
+
+REQUEST_ID: Final = "kvmesh.request_id"
+CLIENT_REQUEST_ID: Final = "kvmesh.client_request_id"
+SLOW: Final = "kvmesh.slow"
+MOVED: Final = "kvmesh.moved"
+TTFT: Final = "kvmesh.ttft_s"
+TENANT: Final = "kvmesh.tenant"  # of the API key that a request came with
+
+PIECES: Final = "application/x-kvmesh-pieces"  # content type, which an observer names in `Accept-Post`
+LATEST_NS: Final = (1 << 63) - 1  # SQLite has no larger integers
+
+TraceId = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Nanoseconds = Annotated[int, Meta(ge=0, le=LATEST_NS)]  # wall clock
+
+
+class Root(msgspec.Struct, frozen=True, array_like=True):
+    """The span of a whole request, as an index has it."""
+
+    start_ns: Nanoseconds
+    failed: bool
+    request_id: str
+    client_request_id: str | None
+    slow: bool
+    moved: bool
+    tenant: str | None = None
+
+    @classmethod
+    def of(cls, start_ns: int, attributes: Mapping[str, Any], *, failed: bool) -> "Root":
+        """`attributes`: of the span, among them REQUEST_ID."""
+
+        def text(name: str) -> str | None:
+            value = attributes.get(name)
+            return None if value is None else str(value)
+
+        return cls(
+            start_ns,
+            failed,
+            str(attributes[REQUEST_ID]),
+            text(CLIENT_REQUEST_ID),
+            SLOW in attributes,
+            MOVED in attributes,
+            text(TENANT),
+        )
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """Spans of one trace that one process exported together."""
+
+    trace_id: TraceId
+    start_ns: Nanoseconds  # of the first
+    num_spans: Annotated[int, Meta(ge=1)]
+    spans: bytes  # packed (components.telemetry.packed_spans), or elements of OTLP's `ScopeSpans.spans` with their tags
+    roots: Sequence[Root] = ()
+
+
+class Pieces(msgspec.Struct, frozen=True, array_like=True):
+    service: str  # role and instance id
+    pieces: list[Piece]
+
+
+pack_pieces: Final = msgspec.msgpack.Encoder().encode
+_decoder: Final = msgspec.msgpack.Decoder(Pieces)
+
+
+def unpack_pieces(body: bytes) -> Pieces:
+    """Raises: msgspec.ValidationError, msgspec.DecodeError."""
+    return _decoder.decode(body)

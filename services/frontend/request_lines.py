@@ -1,0 +1,93 @@
+"""One log line per request, at its end: what it was, where its time went, and why it was slow. No content.
+
+The logger's lines are not counted together as others are. `RequestLines` bounds those of ordinary requests.
+"""
+
+import logging
+from math import inf
+from typing import Final
+
+from prometheus_client import Counter
+
+from components.telemetry.repeated_lines import requests as log
+from components.telemetry.spans import TraceRate
+from components.wire.generate import PromptOrigin
+from services.frontend.config import SlowLimits
+from services.frontend.request_record import RequestRecord
+
+DEFAULT_LIMITS: Final = SlowLimits()
+
+
+class RequestLines:
+    """Ends records. Lines of ordinary requests beyond `per_s` are counted, and the next line says how many."""
+
+    def __init__(self, per_s: float = inf, limits: SlowLimits = DEFAULT_LIMITS, slow: Counter | None = None) -> None:
+        """`slow`: counts slow requests by reason."""
+        self._rate = TraceRate(per_s)
+        self._limits = limits
+        self._slow = slow
+        self._left_out = 0
+
+    def refused(self, route: str, status: int, error: str, *, request_id: str, label: str, api_key: str) -> None:
+        """The line of a request that the gate refused. `error`: why, in a word."""
+        if self._passes(logging.INFO, is_ordinary=True):
+            texts = {"error": error, "api_key": api_key, "client_request_id": label}
+            facts = {"route": route, "status": status, "request_id": request_id}
+            self._write(logging.INFO, facts | {name: text for name, text in texts.items() if text})
+
+    def end(
+        self,
+        record: RequestRecord,
+        route: str,
+        model: str,
+        status: int,
+        *,
+        label: str = "",
+        prompt_tokens: int = 0,
+        cached_tokens: int = 0,
+        output_tokens: int = 0,
+    ) -> None:
+        """`label`: the client's own name of the request. Slow, failed and moved requests always have a line."""
+        late = record.close(self._limits, output_tokens)
+        if late and self._slow is not None:
+            for reason in late:
+                self._slow.labels(reason).inc()
+        moves = record.all_of("moved")
+        level = logging.WARNING if late or status >= 500 else logging.INFO
+        if not self._passes(level, is_ordinary=level == logging.INFO and not moves):
+            return
+        facts: dict[str, object] = {"route": route, "model": model, "status": status}
+        facts |= {"prompt_tokens": prompt_tokens, "cached_tokens": cached_tokens, "output_tokens": output_tokens}
+        facts["total_s"] = round((record.end_ns - record.root.start_time) / 1e9, 4)
+        if record.ttft_s is not None:
+            facts["ttft_s"] = round(record.ttft_s, 4)
+        facts |= {f"{name}_s": round(seconds, 4) for name, seconds in record.spent_s(record.end_ns).items()}
+        origins = [origin for origin in record.all_of("origin") if isinstance(origin, PromptOrigin)]
+        local = "; ".join(dict.fromkeys(origin.why_local for origin in origins if origin.why_local))
+        if moves:
+            facts |= {"moves": len(moves), "moved_because": moves[-1]}
+        why = [*late.values()]
+        why += [f"moved {len(moves)} times"] if late and moves else []
+        why += ["its prompt was computed on decode"] if late and local else []
+        texts = {
+            "decode": ",".join(dict.fromkeys(map(str, record.all_of("decode")))),
+            "prefill": ",".join(dict.fromkeys(origin.prefill for origin in origins if origin.prefill)),
+            "local_prefill": local,
+            "error": record.error,
+            "reason": record.reason,
+            "slow": "; ".join(why),
+            "client_request_id": label,
+        }
+        self._write(level, facts | {name: text for name, text in texts.items() if text})
+
+    def _passes(self, level: int, *, is_ordinary: bool) -> bool:
+        if not log.isEnabledFor(level):
+            return False
+        passes = not is_ordinary or self._rate.take()
+        self._left_out += not passes
+        return passes
+
+    def _write(self, level: int, facts: dict[str, object]) -> None:
+        if self._left_out:
+            facts["left_out"], self._left_out = self._left_out, 0
+        log.log(level, "request", extra=facts)

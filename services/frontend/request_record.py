@@ -1,0 +1,181 @@
+"""What one request was, and where its time went: its spans, its log line and whether it was slow are read from here."""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from time import time_ns
+from types import TracebackType
+from typing import Final, Self
+
+from opentelemetry.trace import Span, SpanKind, get_current_span
+
+from components.errors import MeshError
+from components.telemetry.light_span import LightSpan, Step
+from components.telemetry.request_ids import request_id
+from components.telemetry.spans import NOT_KEPT, use_span
+from components.telemetry.trace_pieces import MOVED, REQUEST_ID, SLOW, TTFT
+from components.wire.generate import PromptOrigin
+from services.frontend.config import SlowLimits
+
+DISPATCH: Final = "frontend.dispatch"
+AFTER: Final = {"first_token", "stream", "receive"}  # phases that are not before the first token
+
+
+class RequestRecord:
+    """Its phases are steps of `root`, also if no trace is kept. Times are wall-clock nanoseconds.
+
+    As a context manager it is what `request_record` returns in the body and in tasks begun there, and log lines have the
+    request's id.
+    """
+
+    __slots__ = (
+        "_current", "_in_trace", "_phase", "_phase_ns", "_request_id", "_span", "_where", "end_ns", "error", "first_ns",
+        "longest_gap_s", "reason", "root", "ttft_s",
+    )  # fmt: skip
+
+    def __init__(self, span: Span, root: LightSpan, phase: str = "") -> None:
+        """`span`: the current one inside. It is `root` if the trace is kept."""
+        self.root = root
+        self.end_ns = 0
+        self.first_ns = 0  # when the first token arrived; 0: not yet
+        self.ttft_s: float | None = None  # until it was sent
+        self.longest_gap_s = 0.0  # between two pieces of a stream
+        self.error = ""  # name of the class
+        self.reason = ""  # of an error of ours; a client's own may quote the request
+        self._span = span
+        self._phase, self._phase_ns = phase, root.start_time
+        self._where: list[tuple[str, str | PromptOrigin]] = []  # what the mesh did with it
+
+    @property
+    def is_kept(self) -> bool:
+        return self._span is self.root
+
+    def __enter__(self) -> Self:
+        self._current = _current.set(self)
+        self._request_id = request_id.set(self.root.attributes.get(REQUEST_ID, ""))
+        self._in_trace = use_span(self._span, record_exception=False, set_status_on_exception=False)
+        self._in_trace.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._in_trace.__exit__(None, None, None)
+        request_id.reset(self._request_id)
+        _current.reset(self._current)
+        self.root.end(self.end_ns or None)
+
+    def seconds(self) -> float:
+        """Since it began."""
+        return max(0.0, (time_ns() - self.root.start_time) / 1e9)
+
+    def begin(self, phase: str, start_ns: int = 0) -> None:
+        """Begin a phase where the one before ends, so that no time is left out between two."""
+        now_ns = start_ns or time_ns()
+        self.pause(now_ns)
+        self._phase, self._phase_ns = phase, now_ns
+
+    def pause(self, now_ns: int = 0) -> Step | None:
+        """End the phase; what follows is measured by steps."""
+        if not self._phase:
+            return None
+        step = Step(self.root, self._phase, self._phase_ns)
+        step.end(now_ns)
+        self._phase = ""
+        return step
+
+    def step(self, name: str) -> Step:
+        return Step(self.root, name, time_ns())
+
+    def dispatching(self) -> AbstractContextManager[Span | Step]:
+        """Around a call to decode, whose spans hang below it."""
+        if self.is_kept:
+            return use_span(self.root.child(DISPATCH, SpanKind.CLIENT), end_on_exit=True)
+        return Step(self.root, DISPATCH, time_ns(), SpanKind.CLIENT)
+
+    def first_token_sent(self) -> float:
+        """Returns the time to first token."""
+        self.begin("frontend.stream")
+        self.ttft_s = max(0.0, (self._phase_ns - self.root.start_time) / 1e9)
+        self.root.attributes[TTFT] = round(self.ttft_s, 6)
+        return self.ttft_s
+
+    def failed(self, exc: Exception, status: int) -> None:
+        self.error = type(exc).__name__
+        self.reason = exc.message if isinstance(exc, MeshError) and status >= 500 else ""
+        if (step := self.pause()) is not None:
+            step.error = f"{self.error}: {exc}"
+        self.begin("frontend.fail")
+
+    def sent_to(self, decode: str) -> None:
+        self._where.append(("decode", decode))
+
+    def moved(self, cause: str) -> None:
+        self._where.append(("moved", cause))
+
+    def prompt_computed(self, origin: PromptOrigin) -> None:
+        self._where.append(("origin", origin))
+
+    def all_of(self, kind: str) -> list[str | PromptOrigin]:
+        return [what for name, what in self._where if name == kind]
+
+    def close(self, limits: SlowLimits, num_tokens: int) -> dict[str, str]:
+        """End the last phase, and mark the trace. Returns why the request was slow, by limit."""
+        end_ns = self.end_ns = time_ns()
+        self.pause(end_ns)
+        late = self._late(limits, end_ns, num_tokens)
+        if late:
+            self.root.attributes[SLOW] = True
+        if any(name == "moved" for name, _ in self._where):
+            self.root.attributes[MOVED] = True
+        return late
+
+    def _late(self, limits: SlowLimits, end_ns: int, num_tokens: int) -> dict[str, str]:
+        total_s, late = (end_ns - self.root.start_time) / 1e9, {}
+        ttft_s = total_s if self.ttft_s is None else self.ttft_s
+        if ttft_s >= limits.ttft_s:
+            before = {name: s for name, s in self.spent_s(end_ns).items() if name not in AFTER}
+            phase, seconds = max(before.items(), key=lambda one: one[1], default=("unknown", ttft_s))
+            late["ttft"] = f"{seconds:.1f} s of {ttft_s:.1f} s until the first token were {phase}"
+        if self.ttft_s is None:
+            return late
+        tpot_s = (total_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else 0.0
+        if tpot_s >= limits.tpot_s:
+            late["tpot"] = f"{tpot_s:.2f} s per output token"
+        if self.longest_gap_s >= limits.stall_s:
+            late["stall"] = f"no token for {self.longest_gap_s:.1f} s"
+        return late
+
+    def spent_s(self, end_ns: int) -> dict[str, float]:
+        """Seconds of each phase; those of one name that overlap count once. `prefill`: the wait for the first token."""
+        spent: dict[str, int] = defaultdict(int)
+        reached: dict[str, int] = defaultdict(int)
+        first_ns = self.first_ns or end_ns
+        for step in sorted(self.root.steps, key=lambda step: step.start_time):
+            name, step_ns = step.name.removeprefix("frontend."), step.end_time or end_ns
+            spent[name] += max(0, step_ns - max(step.start_time, reached[name]))
+            reached[name] = max(reached[name], step_ns)
+            if step.name == DISPATCH and step_ns <= first_ns:
+                spent["prefill"] = first_ns - step_ns
+        spent.pop("receive", None)  # the last part of that wait
+        return {name: ns / 1e9 for name, ns in spent.items()}
+
+
+_current: Final[ContextVar[RequestRecord | None]] = ContextVar("request_record", default=None)
+
+
+def request_record() -> RequestRecord:
+    """That of the current request; one that is never read if there is none."""
+    found = _current.get()
+    if found is not None:
+        return found
+    span = get_current_span()
+    return RequestRecord(span, span) if isinstance(span, LightSpan) else unkept(NOT_KEPT, "")
+
+
+def unkept(span: Span, name: str, facts: Mapping[str, str] | None = None, phase: str = "") -> RequestRecord:
+    """A record without a trace of ours. `span`: that of the caller, whose trace may be kept elsewhere."""
+    return RequestRecord(span, LightSpan(name, 0, 0, 0, _nowhere, SpanKind.SERVER, facts), phase)
+
+
+def _nowhere(_: LightSpan) -> None:
+    pass

@@ -1,0 +1,81 @@
+"""Spans that a process drops are counted by the cause, which has few values."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+
+import pytest
+
+from components.telemetry import otlp_sender, span_export
+from components.telemetry.otlp_sender import OtlpSender
+from components.telemetry.span_export import SpanExport
+from components.telemetry.spans import Spans
+from components.telemetry.trace_store import FILE_NAME, TraceWriter
+
+NOBODY = "http://127.0.0.1:1"
+NONE = {"export_slow": 0, "file": 0, "receiver_away": 0, "receiver_refused": 0}
+
+
+@contextmanager
+def receiver(status: int) -> Iterator[str]:
+    class Answer(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["content-length"]))
+            self.send_response(status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def exported(home: Path, endpoint: str | None, *batches: int) -> dict[str, int]:
+    """The drops of a process that exports so many spans at a time."""
+    export = SpanExport("a-1", {}, TraceWriter(home), None if endpoint is None else OtlpSender(endpoint))
+    tracer = Spans(export.put)
+    for count in batches:
+        for number in range(count):
+            tracer.start_span(f"span {number}").end()
+        export.export()
+    return dict(export.dropped)
+
+
+def test_none_is_dropped_while_all_works(tmp_path: Path) -> None:
+    with receiver(200) as endpoint:
+        assert exported(tmp_path, endpoint, 3) == NONE
+    assert exported(tmp_path, None, 3) == NONE
+
+
+def test_spans_beyond_what_waits_for_the_export_are_export_slow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(span_export, "MOST_WAITING", 10)
+    assert exported(tmp_path, None, 13) == {**NONE, "export_slow": 3}
+
+
+def test_spans_beyond_what_waits_for_a_receiver_that_is_away_are_receiver_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(otlp_sender, "WAITING_BYTES", 100)
+    assert exported(tmp_path, NOBODY, 2, 4, 1) == {**NONE, "receiver_away": 6}, "the latest request still waits"
+
+
+def test_spans_that_the_receiver_refuses_are_receiver_refused(tmp_path: Path) -> None:
+    with receiver(401) as endpoint:
+        assert exported(tmp_path, endpoint, 2, 3) == {**NONE, "receiver_refused": 5}
+
+
+def test_spans_that_the_file_does_not_take_are_file(tmp_path: Path) -> None:
+    (tmp_path / FILE_NAME).mkdir()
+    assert exported(tmp_path, None, 4) == {**NONE, "file": 4}

@@ -1,0 +1,55 @@
+"""An earlier commit of this repository, unpacked to be run."""
+
+import re
+import subprocess
+import tarfile
+from io import BytesIO
+from pathlib import Path
+from typing import Final
+
+REPO: Final = Path(__file__).resolve().parents[2]
+PROTOCOL_FILE: Final = "components/wire/protocol.py"
+PROTOCOL: Final = re.compile(r"^PROTOCOL: Final = (\d+)", re.MULTILINE)
+NO_HISTORY: Final = (
+    "needs the history of this repository: `git fetch --unshallow` brings it, or name a commit with EARLIER"
+)
+
+
+def newest_of_another_protocol() -> str:
+    """The last commit before PROTOCOL was raised to what it is here."""
+    return f"{_oldest_of_this_protocol()}^"
+
+
+def oldest_of_this_protocol() -> str:
+    """Or the newest release, if that speaks this protocol, too."""
+    tag = _git("describe", "--tags", "--abbrev=0", "HEAD^").decode().strip() if _git("tag") else ""
+    return tag if tag and protocol_of(tag) == protocol_of("HEAD") else _oldest_of_this_protocol()
+
+
+def protocol_of(commit: str) -> int:
+    found = PROTOCOL.search(_git("show", f"{commit}:{PROTOCOL_FILE}").decode())
+    assert found is not None, f"{PROTOCOL_FILE} of {commit} names no protocol"
+    return int(found[1])
+
+
+def unpack(commit: str, folder: Path) -> Path:
+    """The files of a commit. Returns `folder`."""
+    with tarfile.open(fileobj=BytesIO(_git("archive", "--format=tar", commit)), mode="r:") as files:
+        files.extractall(folder, filter="data")
+    return folder
+
+
+def _oldest_of_this_protocol() -> str:
+    oldest, here = "", protocol_of("HEAD")
+    for commit in _git("log", "--first-parent", "--format=%H", "HEAD", "--", PROTOCOL_FILE).decode().split():
+        if protocol_of(commit) != here:
+            break
+        oldest = commit
+    assert oldest, NO_HISTORY
+    return oldest
+
+
+def _git(*arguments: str) -> bytes:
+    ended = subprocess.run(["git", "-C", REPO, *arguments], capture_output=True, check=False, timeout=60)
+    assert ended.returncode == 0, f"git {' '.join(arguments)}: {ended.stderr.decode().strip()}; this {NO_HISTORY}"
+    return ended.stdout

@@ -1,0 +1,65 @@
+"""A mesh under load whose processes are replaced one after the other."""
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Final
+
+from tests.mesh.harness import MeshProcesses, Worker
+from tests.mesh.mocks import MOCK_ENV
+from tests.mesh.outage_load import Load
+from tests.mesh.outage_mesh import NO_COST
+from tests.operations.balancer import Balancer
+
+STEP_S: Final = 0.04  # a stream's usual silence
+ENDS_WITHIN_S: Final = 60.0
+STAYS_UNREADY_S: Final = 2.5  # the balancer sees it in 0.1 s, idle connections of the load end after 1 s
+ENV: Final = {
+    **MOCK_ENV,
+    **NO_COST,
+    "MESH_ENGINE__MOCK__SPEEDUP": "1",
+    "MESH_ENGINE__MOCK__STEP_S": str(STEP_S),
+    "MESH_LEASE_TTL_S": "2",
+    "MESH_FRONTEND_UNREADY_S": str(STAYS_UNREADY_S),
+}
+
+
+@dataclass(slots=True)
+class RollingMesh:
+    processes: MeshProcesses
+    load: Load
+    balancer: Balancer
+
+    def start(self, role: str, **env: str) -> Worker:
+        """Returns once it takes requests."""
+        worker = self.processes.start_one(role, **env)
+        if role == "frontend":
+            self.load.logs.append(worker.log)
+            self.balancer.add(worker.url)
+        return worker
+
+    def stop(self, worker: Worker) -> None:
+        """SIGTERM, as every supervisor sends it. Returns when it has ended well."""
+        worker.popen.send_signal(signal.SIGTERM)
+        assert worker.popen.wait(ENDS_WITHIN_S) == 0, worker.logged()
+        if worker.role == "frontend":
+            self.balancer.remove(worker.url)
+
+    def of_role(self, role: str) -> list[Worker]:
+        return [worker for worker in self.processes.workers if worker.role == role and worker.popen.poll() is None]
+
+
+@contextmanager
+def rolling_mesh(processes: MeshProcesses, stream_tokens: int) -> Iterator[RollingMesh]:
+    """Two of each role that requests pass, under load while inside. `processes` are those of an empty mesh."""
+    processes.modules["frontend"] = "tests.mesh.verbose_frontend"
+    processes.start("bootstrap", "bootstrap", "prefill", "prefill", "decode", "decode")
+    with Balancer() as balancer:
+        load = Load(processes.home, balancer, (), stream_tokens)
+        mesh = RollingMesh(processes, load, balancer)
+        for _ in range(2):
+            mesh.start("frontend")
+        with load:
+            load.until_calm()
+            yield mesh

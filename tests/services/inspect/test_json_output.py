@@ -1,0 +1,75 @@
+"""What `--json` prints, and that every command has it."""
+
+import json
+import math
+
+import typer
+
+from components.wire.heartbeat import Heartbeat
+from components.wire.inspection import Candidate, RouteExplained
+from components.wire.plans import PlanTold, RolePlan
+from services.inspect import __main__ as inspect
+from services.inspect import route, workers
+from tests.services.inspect.meshes import seen
+
+
+def test_every_command_has_json() -> None:
+    commands = typer.main.get_command(inspect.app).commands  # type: ignore[attr-defined]
+    assert len(commands) > 10
+    without = {name for name, one in commands.items() if "--json" not in {o for p in one.params for o in p.opts}}
+    assert without == set()
+
+
+def test_workers_are_objects_with_the_record_the_load_and_the_calls() -> None:
+    decode, prefill, frontend = (seen(role).record for role in ("decode", "prefill", "frontend"))
+    assert decode is not None
+    assert prefill is not None
+    assert frontend is not None
+    beat = Heartbeat(instance_id="d1", epoch="e", step=1, busy=True, draining=True, num_running=3, total_pages=10)
+    service = {"name": "kvmesh-decode", "endpoints": [{"name": "generate", "num_requests": 7, "data": {"errors": 2}}]}
+    answers = {"d1": service, "p1": service, "x9": service}
+    shown = json.loads(json.dumps(workers.as_fields([decode, prefill, frontend], {"d1": beat}, answers, "mesh")))
+    assert (shown["namespace"], shown["not_in_etcd"]) == ("mesh", ["x9"])
+    of = {one["instance_id"]: one for one in shown["instances"]}
+    assert {name: one["state"] for name, one in of.items()} == {"d1": "draining", "p1": "silent", "f1": "no answer"}
+    assert (of["d1"]["load"]["num_running"], of["d1"]["calls"], of["d1"]["errors"]) == (3, {"generate": 7}, 2)
+    assert (of["p1"]["load"], of["f1"]["calls"], of["f1"]["kv"]) == (None, None, None)
+    assert of["p1"]["kv"].keys() == {"backend", "device", "layout"}, "no addresses for peers"
+
+
+def test_a_plan_has_all_its_fields_also_those_that_are_unknown() -> None:
+    plan = PlanTold(
+        leading=True,
+        connector="local",
+        prefill=RolePlan(least=1, most=4, serving=2, wanted=3, needed=4, why="busy"),
+        decode=RolePlan(least=1, most=1, serving=1),
+    )
+    shown = json.loads(json.dumps(workers.plan_fields("mesh.planner.ab12", plan)))
+    assert (shown["instance"], shown["leading"], shown["hold"], shown["changes"]) == ("ab12", True, "", [])
+    assert (shown["prefill"]["needed"], shown["decode"]["needed"]) == (4, None)
+
+
+def test_a_route_is_json_also_with_an_instance_that_is_too_full() -> None:
+    """JSON has no infinity; Python would write one, which few parsers read."""
+    candidates = [
+        Candidate(
+            instance_id=name, cached_tokens=0, queued_tokens=0, running=0, used_pages=1, total_pages=2, breaker="closed",
+            cost=cost,
+        )
+        for name, cost in (("p1", 2.5), ("p2", math.inf))
+    ]  # fmt: skip
+    frontend, decode = seen("frontend").record, seen("decode").record
+    assert frontend is not None
+    assert decode is not None
+    choices = [
+        route.Choice(frontend, RouteExplained(policy="a", token_ids=b"\1\0\0\0", why="least", chosen="d1")),
+        route.Choice(
+            decode, RouteExplained(policy="b", token_ids=b"\1\0\0\0", why="few tokens", candidates=candidates)
+        ),
+    ]
+    text = json.dumps(route.as_fields(choices), allow_nan=False)
+    shown = json.loads(text)
+    assert shown["tokens"] == 1
+    first, second = shown["choices"]
+    assert (first["role"], first["instance"], first["chosen"], first["why"]) == ("frontend", "f1", "d1", "least")
+    assert (second["chosen"], [one["cost"] for one in second["candidates"]]) == (None, [2.5, None])
