@@ -280,7 +280,7 @@ def test_events_show_a_stop_and_a_kill_as_they_happen_and_doctor_fails_meanwhile
     finally:
         events.send_signal(signal.SIGABRT)  # if it still runs, pytest shows where its threads stand
         events.wait(10)
-        print("\n".join(line for line in out.read_text().splitlines() if not line.startswith("{")))
+        print("\n".join(line for line in out.read_text().splitlines() if not line.startswith("{")))  # noqa: T201 - pytest shows it if a check fails
     assert stopped in _events(out, "left etcd")
     assert all(line.startswith("{") for line in out.read_text().splitlines()), "nothing but objects"
 
