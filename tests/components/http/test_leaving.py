@@ -120,7 +120,18 @@ async def test_a_stream_that_began_before_may_be_followed_by_one_request(server:
         assert await client.is_closed()
 
 
-async def test_a_stop_lets_that_request_come_too(server: Leaving) -> None:
+async def test_a_stop_just_after_the_stream_lets_that_request_come(server: Leaving) -> None:
+    async with server.stream() as client:
+        await leave(server)
+        server.app.end.set()
+        await client.reader.readuntil(b"\r\n0\r\n\r\n")
+        server.stop.set()
+        await asyncio.sleep(0.3)
+        assert CLOSES in await client.ask()
+        assert await client.is_closed()
+
+
+async def test_a_stop_during_the_stream_lets_that_request_come(server: Leaving) -> None:
     async with server.stream() as client:
         server.stop.set()
         await asyncio.sleep(0.3)
