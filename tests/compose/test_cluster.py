@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
+from itertools import repeat
 from typing import Final
 
 import pytest
@@ -43,7 +44,7 @@ def balancer(cluster: Project) -> Iterator[Balancer]:
 @pytest.fixture(scope="module")
 def load(cluster: Project, balancer: Balancer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Load]:
     assert len(balancer.addresses) == 2
-    with Load(tmp_path_factory.mktemp("load"), [balancer.url], [], STREAM_TOKENS) as under:
+    with Load(tmp_path_factory.mktemp("load"), repeat(balancer.url), [], STREAM_TOKENS) as under:
         yield under
 
 
