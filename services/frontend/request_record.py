@@ -56,9 +56,12 @@ class RequestRecord:
         self._request_id = request_id.set(self.root.attributes.get(REQUEST_ID, ""))
         self._in_trace = use_span(self._span, record_exception=False, set_status_on_exception=False)
         self._in_trace.__enter__()
+        if self.is_kept:
+            _running[self.root.trace_id] = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        _running.pop(self.root.trace_id, None)
         self._in_trace.__exit__(None, None, None)
         request_id.reset(self._request_id)
         _current.reset(self._current)
