@@ -165,7 +165,6 @@ def test_outside_a_request_facts_go_nowhere(caplog: pytest.LogCaptureFixture) ->
     assert not written(caplog)
 
 
-@pytest.mark.anyio
 def test_the_decode_instance_of_a_running_request_is_known_to_its_own_tenant() -> None:
     root = light_span.LightSpan("chat", 0xAB, 0, 0, lambda _: None, attributes={TENANT: "acme"})
     trace_id = f"{0xAB:032x}"
@@ -178,6 +177,7 @@ def test_the_decode_instance_of_a_running_request_is_known_to_its_own_tenant() -
     assert decode_of(trace_id, None) == ""
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_request_writes_one_line_without_its_content(
     http: httpx.AsyncClient, mesh: FakeMesh, caplog: pytest.LogCaptureFixture, stream: bool
