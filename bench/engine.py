@@ -97,6 +97,12 @@ class TimedRunner:
     def stop_profile(self) -> Recording:
         return self._runner.stop_profile()
 
+    def on_loss(self, callback: Callable[[Exception], None]) -> None:
+        self._runner.on_loss(callback)
+
+    def close(self) -> None:
+        self._runner.close()
+
     @contextmanager
     def timed(self) -> Iterator[None]:
         started = time.perf_counter()

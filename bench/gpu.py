@@ -155,7 +155,7 @@ def check_checksums() -> bool:
             started = time.perf_counter()
             asyncio.run(checksums.add(table, tokens))
             spent_s = time.perf_counter() - started
-            sums.append(checksums.sums)
+            sums.append(asyncio.run(checksums.total()))
         wrong += sums[0] != sums[1]
         gb_s = round(len(tokens) // 64 * layout.page_bytes / spent_s / 1e9, 2)
         _tell("checksums of KV on the device", peer_page_size=peer_page_size, same=sums[0] == sums[1], gb_s=gb_s)

@@ -20,6 +20,7 @@ from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.lora.adapters import Adapters
 from engine.ports import EngineRequest, KvRegion
+from engine.runner.device_model import DeviceModel
 from engine.runner.torch_runner import TorchRunner
 
 VOCAB: Final = 64
@@ -71,8 +72,9 @@ def host_core(batch: int, vocab: int) -> EngineCore:
     config = EngineConfig(num_pages=pages, max_running=batch, max_step_tokens=max(8192, batch + 2), pipeline="on")
 
     tables = Tables(StepLimits(batch, config.max_step_tokens, context), layout.page_size)
+    model = DeviceModel(torch.device("cpu"), _NoForward(batch, vocab), tables, torch.zeros(1), Adapters())
     return EngineCore(
-        runner=Device(torch.device("cpu"), _NoForward(batch, vocab), tables, torch.zeros(1), Adapters()),
+        runner=Device(model),
         config=config,
         region=KvRegion(0, pages, layout, "cpu"),
         max_context=context,

@@ -1,8 +1,10 @@
 """Build an engine for a model."""
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Final
 
 import torch
@@ -14,7 +16,7 @@ from engine.attention.step_tables import StepLimits
 from engine.compilation.device import choose_device_forward
 from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import CompiledWhenReady, choose_forward
-from engine.config import EngineConfig
+from engine.config import FOLLOWER, EngineConfig
 from engine.core.engine_core import PACK_TOKENS, EngineCore
 from engine.cpu.cpu_time import cores_for_a_while, usable_cores
 from engine.cpu.machine import keep_compiled
@@ -23,10 +25,14 @@ from engine.cpu.thread_limit import ThreadLimit
 from engine.kernels.linear import pack_linears
 from engine.kv.count import count_pages
 from engine.kv.storage import allocate_storage
-from engine.model.load import LoadedModel, load_model
+from engine.model.load import LoadedModel, load_model, pick_device
 from engine.model.probe import check_attention
 from engine.model.progress import Progress, silent
-from engine.ports import KvRegion
+from engine.parallel.followers import Followers
+from engine.parallel.led_model import LedModel
+from engine.parallel.orders import line_of
+from engine.ports import KvRegion, RankMemory
+from engine.runner.device_model import DeviceModel, StepModel
 from engine.runner.torch_runner import TorchRunner
 
 log = logging.getLogger(__name__)
@@ -36,27 +42,55 @@ CPU_PACK_TOKENS: Final = 128  # enough to keep a CPU busy
 
 @dataclass(frozen=True, slots=True)
 class Pool:
-    storage: torch.Tensor  # [num_pages, kv_heads, layers, 2, page_size, head_dim]
+    storage: torch.Tensor  # [num_pages, heads, layers, 2, page_size, head_dim]
     attention: AttentionBackend
     max_context: int
 
 
-def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> EngineCore:
-    """Load `model`, on the thread that will step the engine.
+def build_engine(
+    model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent, follower: str = FOLLOWER
+) -> EngineCore:
+    """Load `model`, on the thread that will step the engine. `follower` is the module of the other ranks.
 
-    Raises: ModelUnavailable, UnsupportedModel, AttentionUnavailable.
+    Raises: ModelUnavailable, UnsupportedModel, AttentionUnavailable, RankLost.
     """
-    torch.set_num_threads(config.threads or min(torch.get_num_threads(), cores_for_a_while()))
-    loaded = load_model(model, config, state_dir, progress)
-    prepare_attention(config.attention, loaded.device, state_dir)
-    pack_linears(loaded.module)
+    if config.tensor_parallel > 1:
+        return _build_with_followers(model, config, state_dir, progress, follower)
+    loaded = prepare_model(model, config, state_dir, progress)
     if loaded.device.type != "cuda":
         forward = choose_forward(model, loaded, config, state_dir, progress)
         return assemble(loaded, config, forward, cores=_shared_cores(config, forward))
-    torch.cuda.set_device(loaded.device)  # kernels are launched on this thread's device
-    keep_compiled(state_dir)
     pool = make_pool(loaded, config)
-    return assemble(loaded, config, choose_device_forward(loaded, config, pool.attention, progress), pool)
+    return assemble(loaded, config, make_forward(loaded, config, pool, progress), pool)
+
+
+def _build_with_followers(
+    model: str, config: EngineConfig, state_dir: Path, progress: Progress, follower: str
+) -> EngineCore:
+    pick_device(config.device, config.tensor_parallel - 1)  # before any process loads
+    followers = Followers(model, config, state_dir, follower)
+    try:
+        loaded = prepare_model(model, config, state_dir, progress)
+        followers.join(loaded.device)
+        return assemble_led(loaded, config, followers, progress)
+    except BaseException:
+        followers.close()
+        raise
+
+
+def prepare_model(
+    model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent, rank: int = 0
+) -> LoadedModel:
+    """Load a rank's part of `model`, all of it by default, with the kernels that it needs."""
+    share = max(1, cores_for_a_while() // config.tensor_parallel)
+    torch.set_num_threads(config.threads or min(torch.get_num_threads(), share))
+    loaded = load_model(model, config, state_dir, progress, rank)
+    prepare_attention(config.attention, loaded.device, state_dir)
+    pack_linears(loaded.module)
+    if loaded.device.type == "cuda":
+        torch.cuda.set_device(loaded.device)  # kernels are launched on this thread's device
+        keep_compiled(state_dir)
+    return loaded
 
 
 def make_pool(loaded: LoadedModel, config: EngineConfig) -> Pool:
@@ -73,6 +107,19 @@ def make_pool(loaded: LoadedModel, config: EngineConfig) -> Pool:
     attention = make_attention(config.attention, storage, layout, loaded.query_group, limits)
     check_attention(loaded, attention)
     return Pool(storage, attention, max_context)
+
+
+def make_forward(loaded: LoadedModel, config: EngineConfig, pool: Pool, progress: Progress) -> Forward:
+    """The forward on a device; on a CPU an eager one."""
+    if loaded.device.type != "cuda":
+        return EagerForward(loaded.module)
+    if loaded.layout.shards > 1:  # ranks that stop waiting or recording at different times would wait for each other
+        config = replace(config, compile_timeout_s=TIMEOUT_MAX)
+    return choose_device_forward(loaded, config, pool.attention, progress)
+
+
+def make_model(loaded: LoadedModel, forward: Forward, pool: Pool) -> DeviceModel:
+    return DeviceModel(loaded.device, forward, pool.attention, pool.storage, loaded.adapters)
 
 
 def _shared_cores(config: EngineConfig, forward: Forward) -> SharedCores | None:
@@ -107,30 +154,54 @@ def assemble(
     Raises: UnsupportedModel, AttentionUnavailable.
     """
     pool = pool or make_pool(loaded, config)
-    storage = pool.storage
     if cores is not None and isinstance(pool.attention, CpuAttention):
         _adapt_threads(cores)
     # under a quota of 1.5 cores a second thread helps prompts, but not decodes
     is_fixed = config.threads is not None and cores is None
     threads = cores.cores if cores is not None else torch.get_num_threads()
     limit = ThreadLimit(threads, threads if is_fixed else usable_cores())
+    model = make_model(loaded, forward or EagerForward(loaded.module), pool)
+    return _engine(loaded, config, pool, model, cores, limit)
+
+
+def assemble_led(
+    loaded: LoadedModel, config: EngineConfig, followers: Followers, progress: Progress = silent
+) -> EngineCore:
+    """Create an engine whose model is on several ranks, each with its own pool.
+
+    Raises: UnsupportedModel, AttentionUnavailable, RankLost.
+    """
+    number = followers.make_models(config)
+    with followers.together():
+        pool = make_pool(loaded, config)
+        own = make_model(loaded, make_forward(loaded, config, pool, progress), pool)
+    ranks = [
+        RankMemory(made.pid, made.device, made.address, str(line_of(followers.directory, rank)))
+        for rank, made in enumerate(followers.made(), 1)
+    ]
+    limit = ThreadLimit(torch.get_num_threads(), torch.get_num_threads())
+    return _engine(loaded, config, pool, LedModel(own, followers, number), None, limit, ranks)
+
+
+def _engine(  # noqa: PLR0917
+    loaded: LoadedModel,
+    config: EngineConfig,
+    pool: Pool,
+    model: StepModel,
+    cores: SharedCores | None,
+    limit: ThreadLimit,
+    ranks: Sequence[RankMemory] = (),
+) -> EngineCore:
+    on_cpu = loaded.device.type == "cpu"
+    storage = pool.storage
     return EngineCore(
-        runner=TorchRunner(
-            loaded.device,
-            forward or EagerForward(loaded.module),
-            pool.attention,
-            storage,
-            loaded.adapters,
-            pooling=loaded.pooling,
-            cores=cores,
-            limit=limit if loaded.device.type == "cpu" else None,
-        ),
+        runner=TorchRunner(model, pooling=loaded.pooling, cores=cores, limit=limit if on_cpu else None),
         config=config,
-        region=KvRegion(storage.data_ptr(), len(storage), loaded.layout, str(storage.device)),
+        region=KvRegion(storage.data_ptr(), len(storage), loaded.layout, str(storage.device), ranks),
         max_context=pool.max_context,
         vocab_size=loaded.vocab_size,
         eos_token_ids=loaded.eos_token_ids,
         adapters=loaded.adapters.identities,
         pooling=loaded.pooling,
-        pack_tokens=CPU_PACK_TOKENS if loaded.device.type == "cpu" else PACK_TOKENS,
+        pack_tokens=CPU_PACK_TOKENS if on_cpu else PACK_TOKENS,
     )

@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
+FOLLOWER: Final = "engine.follower"  # module of ranks without a transfer end
 PAGE_SIZES: Final = (16, 32, 64, 128)
 AttentionKind = Literal["auto", "cpu", "torch", "triton", "flashinfer"]
 Seconds = Annotated[float, Field(ge=0)]
@@ -55,11 +56,14 @@ class MockConfig:
 class EngineConfig:
     page_size: Annotated[int, Field(description="tokens in a KV page: 16, 32, 64 or 128")] = 16
     num_pages: Annotated[int | None, Field(description="KV pages; default: as many as kv-memory-gb holds")] = None
-    kv_memory_gb: Annotated[float, Field(description="memory for KV pages, 10^9 bytes")] = 1.0
+    kv_memory_gb: Annotated[float, Field(description="memory for KV pages, 10^9 bytes, on each device")] = 1.0
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"], Field(description="of weights and KV; auto: bfloat16")
     ] = "auto"
     device: Annotated[str, Field(description="as torch names it; auto: the first CUDA device, else cpu")] = "auto"
+    tensor_parallel: Annotated[
+        int, Field(description="devices that hold the model together, of one machine, from `device` on; a process each")
+    ] = 1
     load_format: Annotated[
         Literal["auto", "dummy"], Field(description="dummy: random weights, the same in every process")
     ] = "auto"
@@ -127,6 +131,7 @@ class EngineConfig:
         for name in (
             "num_pages",
             "kv_memory_gb",
+            "tensor_parallel",
             "max_running",
             "max_step_tokens",
             "pack_tokens",

@@ -4,7 +4,7 @@ Pages are *exposed* while another process may access them: PREFILL from the firs
 until `deliver`. They outlive the request until `release`.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
 from pathlib import Path
@@ -150,13 +150,24 @@ class StepOutput(msgspec.Struct):
 
 
 @dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The page pool of a follower, with as many pages as the leader's."""
+
+    pid: int
+    device: str
+    address: int
+    line: str  # path of a Unix socket, if the follower has a transfer end
+
+
+@dataclass(frozen=True, slots=True)
 class KvRegion:
     """The page pool's memory, as NIXL registers it."""
 
     address: int
     num_pages: int
-    layout: KvLayout
+    layout: KvLayout  # of this process's rank
     device: str  # "cpu" or "cuda:0"
+    followers: Sequence[RankMemory] = ()  # from rank 1 on
 
     @property
     def num_bytes(self) -> int:
@@ -275,3 +286,9 @@ class Engine(Protocol):
 
     def stop_profile(self) -> Recording:
         pass
+
+    def on_loss(self, callback: Callable[[Exception], None]) -> None:
+        """Call `callback` once, on any thread, if another process that computes for this engine is lost."""
+
+    def close(self) -> None:
+        """End the other processes. Call it last."""

@@ -7,7 +7,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Final, Protocol, cast
 
-from engine.config import EngineConfig
+from engine.config import FOLLOWER, EngineConfig
 from engine.loop.engine_loop import EngineLoop, tell
 from engine.loop.inline_loop import InlineLoop
 from engine.loop.threaded_loop import ThreadedLoop
@@ -20,13 +20,15 @@ MOCK: Final = "engine.mock.mock_engine"
 
 
 class Builder(Protocol):
-    def __call__(self, model: str, config: EngineConfig, state_dir: Path, progress: Progress) -> Engine:
+    def __call__(self, model: str, config: EngineConfig, state_dir: Path, progress: Progress, follower: str) -> Engine:
         pass
 
 
-def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> Engine:
+def build_engine(
+    model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent, follower: str = FOLLOWER
+) -> Engine:
     build = cast("Builder", import_module(MOCK if is_mock(model) else TORCH).build_engine)
-    return build(model, config, state_dir, progress)
+    return build(model, config, state_dir, progress, follower)
 
 
 def has_thread(model: str, config: EngineConfig) -> bool:
@@ -36,9 +38,11 @@ def has_thread(model: str, config: EngineConfig) -> bool:
 
 @asynccontextmanager
 async def start_engine(
-    model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent
+    model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent, follower: str = FOLLOWER
 ) -> AsyncIterator[EngineLoop]:
     """Load `model` on a thread and run it. `progress` is called on the event loop's thread.
+
+    `follower` is the module of other ranks, which calls `engine.follower.main`.
 
     Raises: what `build_engine` raises.
     """
@@ -48,7 +52,7 @@ async def start_engine(
         tell(loop, progress, task, done, total)
 
     def build() -> Engine:
-        return build_engine(model, config, state_dir, report)
+        return build_engine(model, config, state_dir, report, follower)
 
     async with run_engine(build, thread=has_thread(model, config)) as engine:
         yield engine

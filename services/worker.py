@@ -4,14 +4,16 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Final, Protocol
 
 from components.aio import first, raises
 from components.discovery.registry import Registration, Registry, join_registry
 from components.errors import Overloaded, UnknownModel
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import known_transport, kv_opener, own_address
+from components.kv_transfer.led_transfer import open_transfer
 from components.kv_transfer.transport import observed_transport
+from components.kv_transfer.writes import Writes
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
 from components.messaging.clocks import remaining_s
@@ -40,6 +42,8 @@ from engine.loop.profiler import EngineProfiler
 from engine.model.resolve import model_dir, served_name
 from engine.ports import max_request_pages
 from engine.start import start_engine
+
+RANK: Final = "services.rank"
 
 
 class Addressed(Protocol):
@@ -91,6 +95,7 @@ class Worker:
     engine: EngineLoop
     masks: MaskMaker
     transfer: KvTransfer
+    writes: Writes
     kv_events: KvEventPublisher
     profiles: Profiles
     page: str  # URL of its metrics
@@ -107,6 +112,7 @@ class Worker:
         """Answer and advertise until a stop signal, then drain. Raises: what the engine failed with."""
         model, engine = model_name(self.settings), self.engine
         self.metrics.show_kv_events(lambda: self.kv_events.log.number, lambda: self.kv_events.log.dropped)
+        self.metrics.show_ranks(self.config.tensor_parallel)
         self.metrics.show(self.figures)
         service.show(self.figures)
         engine.on_output(lambda output: self.kv_events.take(output.cache_events))
@@ -147,15 +153,15 @@ class Worker:
 async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phase) -> AsyncIterator[Worker]:
     me = new_instance_id(settings.instance_id)
     subject = subject_of(settings.namespace, role, me)
-    open_transfer = kv_opener(settings.kv_transfer)  # first: a wrong name must not cost the start of a model
+    kv_opener(settings.kv_transfer)  # first: a wrong name must not cost the start of a model
     registration = Registration(me)
     metrics = WorkerMetrics()
     async with (
-        start_telemetry(settings, role, me) as telemetry,
+        start_telemetry(settings, role, me, config.tensor_parallel) as telemetry,
         connect_bus(settings.nats_url, f"{role}-{me}", settings.nats_access(role)) as bus,
         follow_kept(bus, settings.namespace, telemetry.held),
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
-        start_engine(settings.model, config, settings.home, log_progress) as engine,
+        start_engine(settings.model, config, settings.home, log_progress, follower=RANK) as engine,
         open_masks(
             lambda: model_dir(settings.model, settings.home),
             engine.engine.vocab_size,
@@ -163,11 +169,12 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
             ConstraintMetrics(metrics.registry),
         ) as masks,
         open_transfer(
+            settings.kv_transfer,
             engine.engine.kv_region,
             f"{role}-{me}-{registration.epoch}",  # peers keep agents by name, and an instance may start again
             settings.kv_transfer_host or own_address(settings.etcd_url),
             max_request_pages(engine.engine),
-        ) as transfer,
+        ) as opened,
         keep_profiles(f"{role} {me}", EngineProfiler(engine, {"role": role, "instance": me})) as profiles,
         publish_kv_events(
             bus,
@@ -191,6 +198,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
         ) as figures,
         keep_present(bus, registry.book),
     ):
+        transfer = opened.transfer
         figures.layout = transfer.endpoint.layout.text
         figures.kv_transfer = transfer.endpoint.backend
         figures.kv_transport = known_transport(transfer.endpoint.backend)
@@ -209,6 +217,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phas
             engine=engine,
             masks=masks,
             transfer=transfer,
+            writes=opened.writes,
             kv_events=kv_events,
             profiles=profiles,
             page=page,

@@ -89,8 +89,16 @@ ENGINE_ORDER: Final = (
     *("engine.config", "engine.errors", "engine.ports"),
     *("engine.cpu", "engine.device", "engine.loop"),
     *("engine.sampling", "engine.kv", "engine.scheduler"),
-    *("engine.kernels", "engine.lora", "engine.attention", "engine.model", "engine.compilation"),
-    *("engine.runner", "engine.core", "engine.build", "engine.mock", "engine.start"),
+    *("engine.kernels", "engine.attention", "engine.sharding", "engine.lora", "engine.model", "engine.compilation"),
+    *(
+        "engine.runner",
+        "engine.core",
+        "engine.parallel",
+        "engine.build",
+        "engine.follower",
+        "engine.mock",
+        "engine.start",
+    ),
 )
 
 

@@ -27,6 +27,8 @@ from components.http.writer import ConnectionWriter, HeldWrites
 PUSH: Final = "kvmesh.push"  # key of a BodyPush in an ASGI scope
 # Closing a socket that still receives loses the last answer.
 LINGER_S: Final = 2.0
+# While the server leaves: for the next request of a client that was not told of the close.
+LAST_REQUEST_S: Final = 1
 CHECKS_PER_TURN: Final = 512  # about 1 ms
 
 
@@ -64,6 +66,7 @@ class Connection(HttpToolsProtocol):
         self._fault = Closed.MALFORMED  # why the parser stopped
         self._unread_since_s = 0.0  # loop time since which unread bytes only decrease
         self._unread_bytes = 0  # at that time
+        self._spared = False  # a stop leaves this connection to its own timer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -110,6 +113,8 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
         self._writer.expect_head()
         self._cycles.append(self.cycle)
+        if self._connections.leaving:
+            self.cycle.keep_alive = False
         self.scope[PUSH] = BodyPush(self.cycle)  # type: ignore[typeddict-unknown-key]  # a server may add its own
         self._wait(Waits.BODY)
 
@@ -126,7 +131,23 @@ class Connection(HttpToolsProtocol):
         while self._cycles and self._cycles[0].response_complete:
             self._cycles.popleft()
         if self._waits is not Waits.END:
+            self._spared = self._connections.leaving
             super().on_response_complete()
+
+    def leave(self) -> None:
+        """Send `Connection: close` with the next answer.
+
+        An answer that has begun without it may be followed by a request at once, which a close would lose. So the
+        connection then waits LAST_REQUEST_S for one more.
+        """
+        self.timeout_keep_alive = LAST_REQUEST_S
+        if self._cycles and not self._cycles[-1].response_started:
+            self._cycles[-1].keep_alive = False
+
+    def shutdown(self) -> None:
+        """Close if idle. uvicorn would also close right after an answer that has begun."""
+        if not (self._is_serving or self._spared):
+            self.transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._waits = Waits.END

@@ -96,6 +96,7 @@ class OpenConnections:
 
     def __init__(self, limit: int, closed: CloseCounter) -> None:
         self.served: Collection[Any] = ()  # uvicorn's own set; TLS connections join after their handshake
+        self.leaving = False  # the server stops soon: an answer that begins now ends its connection
         self._handshakes: dict[object, Callable[[], object]] = {}  # connection to its abort, oldest first
         self._limit = limit
         self._closed = closed

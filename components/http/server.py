@@ -57,7 +57,8 @@ class _Server(uvicorn.Server):
         self, config: uvicorn.Config, connections: OpenConnections, tls: TlsListener | None, *, shares_port: bool
     ) -> None:
         super().__init__(config)
-        connections.served = self.server_state.connections
+        self._served = cast("set[Connection]", self.server_state.connections)
+        connections.served = self._served
         self._connections = connections
         self._tls = tls
         self.listening = asyncio.Event()
@@ -85,17 +86,23 @@ class _Server(uvicorn.Server):
                 async with asyncio.timeout(DATE_S):
                     await self.ending.wait()
 
+    def leave(self) -> None:
+        """Serve on, and let each answer end its connection."""
+        if not self._connections.leaving:
+            self._connections.leaving = True
+            for connection in list(self._served):
+                connection.leave()
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        # answers in flight share this list, so they close their connections
-        self.server_state.default_headers.append((b"connection", b"close"))
+        self.leave()
         await self._stop_listening(sockets or [])
         await self._last_requests()
         if self._tls is not None:
             await self._tls.close()
-        for connection in list(self.server_state.connections):
+        for connection in list(self._served):
             connection.shutdown()
         await asyncio.sleep(TICK_S)  # idle connections close meanwhile
-        if self.server_state.connections or self.server_state.tasks:
+        if self._served or self.server_state.tasks:
             await super().shutdown(sockets)  # waits for at least 0.1 s
 
     async def _stop_listening(self, sockets: list[socket.socket]) -> None:
@@ -123,22 +130,15 @@ class _Server(uvicorn.Server):
         """
         until = time.monotonic() + min(LAST_REQUESTS_S, self.config.timeout_graceful_shutdown or 0)
         while time.monotonic() < until:
-            waited_for = [
-                connection for connection in self.server_state.connections if self._may_send_request(connection)
-            ]
+            waited_for = any(self._may_send_request(connection) for connection in self._served)
             if not waited_for and not self._connections.has_handshakes:
                 return
             await asyncio.sleep(TICK_S)
 
-    def _may_send_request(self, connection: object) -> bool:
-        """Return whether to wait for a request. A busy connection closes after its answer."""
-        cycle = getattr(connection, "cycle", None)
-        if cycle is None:
-            return True
-        if cycle.response_complete:
-            return self._shares_port
-        cycle.keep_alive = False
-        return False
+    def _may_send_request(self, connection: Connection) -> bool:
+        """Return whether to wait for a request."""
+        cycle = connection.cycle
+        return cycle is None or (cycle.response_complete and self._shares_port)
 
     @contextmanager
     def capture_signals(self) -> Generator[None, None, None]:
@@ -156,10 +156,12 @@ async def serve_http(
     refusal: WriteRefusal = plain_refusal,
     registry: CollectorRegistry | None = None,
     writes: HeldWrites | None = None,
+    leaving: asyncio.Event | None = None,
 ) -> AsyncGenerator[str, None]:
     """Serve `app` and yield its URL once it listens.
 
-    On exit, requests in flight get `drain_timeout_s` to finish.
+    On exit, requests in flight get `drain_timeout_s` to finish. A client whose answer began before may send one more
+    request on its connection.
 
     Args:
         share_port: other processes of this user may listen on the port too; the kernel distributes connections.
@@ -167,6 +169,7 @@ async def serve_http(
         refusal: writes the answers to requests that never reach `app`.
         registry: for a counter of closed connections by reason.
         writes: to hold writes during a turn of the loop.
+        leaving: once set, before the exit, each answer has `Connection: close`, so that clients leave by themselves.
     Raises: CannotServe, if the address cannot be bound; WrongSettings, if a file of `tls` cannot be used.
     """
     contexts = None if tls is None else followed_context(tls)
@@ -189,7 +192,10 @@ async def serve_http(
         timeout_graceful_shutdown=math.ceil(settings.drain_timeout_s),
     )
     server = _Server(config, connections, secured, shares_port=share_port)
-    async with background(check_connections(server.server_state.connections, limits), "connections"):
+    async with (
+        background(check_connections(server.server_state.connections, limits), "connections"),
+        background(_leave(server, leaving or server.ending), "leaving"),
+    ):
         serving = asyncio.create_task(server.serve(sockets=[listener]), name="http")
         try:
             await _listening(server, serving)
@@ -198,6 +204,11 @@ async def serve_http(
             server.ending.set()
             await serving
             listener.close()
+
+
+async def _leave(server: _Server, leaving: asyncio.Event) -> None:
+    await leaving.wait()
+    server.leave()
 
 
 async def _listening(server: _Server, serving: asyncio.Task[None]) -> None:

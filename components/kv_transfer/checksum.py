@@ -7,6 +7,7 @@ zlib's CRC-32 releases the GIL (docs/decisions/015-kv-checksum.md).
 import asyncio
 from collections.abc import Sequence
 from itertools import count
+from typing import Protocol
 from zlib import crc32
 
 import numpy as np
@@ -14,26 +15,120 @@ import numpy as np
 from components.aio import ended
 from components.kv_transfer.backend import PageRegion
 from components.kv_transfer.page_reader import PageArray, PageReader, open_reader
+from components.kv_transfer.rank_line import RankLine, Sum
+from components.wire.layout import KvLayout, of_shard
+
+
+class Checksums(Protocol):
+    """Of one transfer."""
+
+    def num_sums(self, tokens: range) -> int: ...
+
+    def num_pages(self, tokens: range) -> int: ...
+
+    def covered(self, index: int, tokens: range) -> range:
+        """Entries of our block table that checksum `index` covers."""
+
+    async def add(self, pages: Sequence[int], tokens: range) -> None:
+        """Add `tokens`, which follow the earlier ones, on another thread. A cancelled call waits for it."""
+
+    async def total(self) -> list[int]:
+        """uint32, one per page of the larger size."""
 
 
 class PageChecksums:
-    """Reads one pool, which must outlive it."""
+    """Reads one pool, which must outlive it. Raises: Rejected, if it cannot be read.
 
-    def __init__(self, region: PageRegion) -> None:
+    Args:
+        lines: to the followers, which sum their own pages.
+    """
+
+    def __init__(self, region: PageRegion, lines: Sequence[RankLine] = ()) -> None:
         self._reader = open_reader(region)
-        self._page_size = region.layout.page_size
+        self._layout = region.layout
+        self._lines = lines
 
-    def of_transfer(self, peer_page_size: int) -> "TransferChecksums":
-        return TransferChecksums(self._reader, self._page_size, peer_page_size)
+    def of_transfer(self, peer_page_size: int, peer_shards: int = 1, *, every_copy: bool = False) -> Checksums:
+        """`every_copy`: also of heads that several of our ranks have."""
+        layout = self._layout
+        if layout.shards == peer_shards == 1:
+            return TransferChecksums(self._reader, layout.page_size, peer_page_size)
+        own = TransferChecksums(self._reader, layout.page_size, peer_page_size, head_groups(layout))
+        return RankedChecksums(own, layout, peer_page_size, self._lines, every_copy=every_copy)
+
+
+def head_groups(layout: KvLayout) -> list[slice]:
+    """The stripes of each head of a rank."""
+    per_head = layout.layers * 2
+    return [slice(i * per_head, (i + 1) * per_head) for i in range(layout.num_heads)]
+
+
+class RankedChecksums:
+    """Between instances of several ranks: of a page, the sum of its heads' sums, so that their places do not matter.
+
+    Followers sum at the end, all at once.
+    """
+
+    def __init__(
+        self,
+        own: "TransferChecksums",
+        layout: KvLayout,
+        peer_page_size: int,
+        lines: Sequence[RankLine],
+        *,
+        every_copy: bool,
+    ) -> None:
+        self.num_sums, self.num_pages, self.covered = own.num_sums, own.num_pages, own.covered
+        self._own = own
+        self._layout = layout
+        self._peer_page_size = peer_page_size
+        self._lines = lines
+        self._every_copy = every_copy
+        self._pages: Sequence[int] = ()
+        self._tokens = range(0)
+
+    async def add(self, pages: Sequence[int], tokens: range) -> None:
+        await self._own.add(pages, tokens)
+        self._pages = list(pages)
+        self._tokens = range(self._tokens.start if self._tokens else tokens.start, tokens.stop)
+
+    async def total(self) -> list[int]:
+        order = Sum(list(self._pages), (self._tokens.start, self._tokens.stop), self._peer_page_size)
+        ranks = [self._own.groups, *[answer.sums for answer in [await line.ask(order) for line in self._lines]]]
+        return [self._joined([rank[page] for rank in ranks]) for page in range(len(self._own.groups))]
+
+    def _joined(self, ranks: Sequence[Sequence[int]]) -> int:
+        """Of one page, from the sums of each rank's heads."""
+        heads: dict[int, int] = {}
+        damaged = False
+        for rank, sums in enumerate(ranks):
+            for head, found in zip(of_shard(self._layout, rank, self._layout.shards).heads, sums, strict=True):
+                damaged |= self._every_copy and heads.get(head, found) != found
+                heads.setdefault(head, found)
+        joined = crc32(np.array([heads[head] for head in sorted(heads)], dtype="<u4").tobytes())
+        return joined ^ damaged
 
 
 class TransferChecksums:
-    def __init__(self, reader: PageReader, page_size: int, peer_page_size: int) -> None:
-        self.sums: list[int] = []  # uint32, one per page of the larger size
+    """Of one rank; `groups` of its stripes are summed apart."""
+
+    def __init__(
+        self, reader: PageReader, page_size: int, peer_page_size: int, groups: Sequence[slice] = (slice(None),)
+    ) -> None:
+        self.groups: list[list[int]] = []  # uint32, by page of the larger size, then by group
+        self._slices = groups
         self._reader = reader
         self._page_size = page_size
         self._small, self._large = sorted((page_size, peer_page_size))
         self._page = -1  # the last sum's page, of the larger size
+
+    @property
+    def sums(self) -> list[int]:
+        """Of the first group."""
+        return [page[0] for page in self.groups]
+
+    async def total(self) -> list[int]:
+        return self.sums
 
     def num_sums(self, tokens: range) -> int:
         return len(self._pages_of(tokens, self._large))
@@ -68,9 +163,11 @@ class TransferChecksums:
         for start in range(rows.start, rows.stop, self._small):
             if (first + start) // self._large != self._page:
                 self._page = (first + start) // self._large
-                self.sums.append(0)
-            part = np.ascontiguousarray(page[:, start : min(start + self._small, rows.stop)])
-            self.sums[-1] = crc32(part.data, self.sums[-1])
+                self.groups.append([0] * len(self._slices))
+            sums = self.groups[-1]
+            for i, stripes in enumerate(self._slices):
+                part = np.ascontiguousarray(page[stripes, start : min(start + self._small, rows.stop)])
+                sums[i] = crc32(part.data, sums[i])
 
     @staticmethod
     def _pages_of(tokens: range, page_size: int) -> range:

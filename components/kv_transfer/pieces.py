@@ -1,6 +1,6 @@
-"""The copies between two pools with different page sizes.
+"""The copies between two pools with different page sizes, or with other heads of each page.
 
-A page is [kv_heads, layers, 2, page_size, head_dim]; its contiguous [page_size, head_dim] parts are stripes. Heads are
+A page is [heads, layers, 2, page_size, head_dim]; its contiguous [page_size, head_dim] parts are stripes. Heads are
 outermost, so a tensor-parallel rank's share is a slice of the stripes.
 """
 
@@ -30,34 +30,48 @@ class Pieces:
 def cut(
     ours: KvLayout, theirs: KvLayout, tokens: range, our_pages: Sequence[int], their_pages: Sequence[int]
 ) -> Pieces:
-    """The copies of `tokens` between pools of compatible layouts.
+    """The copies of `tokens` from one rank's pool to another's, of compatible layouts.
 
     Both block tables begin at token 0; unused entries are not read.
     Returns: at most one piece for each stripe and page of the smaller size; fewer if neighbours touch on both
-    sides.
+    sides, as all stripes of whole pages of equal sizes do. No piece for ranks without a head in common.
     """
+    heads = shared_heads(ours, theirs)
     unit = min(ours.page_size, theirs.page_size)
     inner = np.arange(tokens.start // unit + 1, -(-tokens.stop // unit), dtype=np.int64) * unit
     edges = np.concatenate(([tokens.start], inner, [tokens.stop])).astype(np.int64)
     starts = edges[:-1]
     length = np.diff(edges) * ours.row_bytes
+    stripes = len(heads) * ours.layers * 2
     return _merged(
-        _places(ours, our_pages, starts),
-        _places(theirs, their_pages, starts),
-        np.repeat(length, ours.num_stripes),
+        _places(ours, our_pages, starts, heads),
+        _places(theirs, their_pages, starts, heads),
+        np.repeat(length, stripes),
     )
 
 
-def _places(layout: KvLayout, pages: Sequence[int], tokens: Offsets) -> Offsets:
-    """Byte offsets from page 0, [tokens * stripes]."""
+def shared_heads(ours: KvLayout, theirs: KvLayout) -> range:
+    """The heads that our rank writes into a rank of the peer. Of our ranks with the same head the first writes."""
+    copies = max(1, ours.shards // ours.kv_heads)
+    if ours.shard % copies:
+        return range(0)
+    return range(max(ours.heads.start, theirs.heads.start), min(ours.heads.stop, theirs.heads.stop))
+
+
+def _places(layout: KvLayout, pages: Sequence[int], tokens: Offsets, heads: range) -> Offsets:
+    """Byte offsets from page 0, [tokens * stripes of these heads]."""
     table = np.asarray(pages, dtype=np.int64)
     rows = table[tokens // layout.page_size] * layout.page_bytes + tokens % layout.page_size * layout.row_bytes
-    stripes = np.arange(layout.num_stripes, dtype=np.int64) * (layout.page_size * layout.row_bytes)
+    per_head = layout.layers * 2
+    first = (heads.start - layout.heads.start) * per_head
+    stripes = (first + np.arange(len(heads) * per_head, dtype=np.int64)) * (layout.page_size * layout.row_bytes)
     places: Offsets = (rows[:, None] + stripes).ravel()
     return places
 
 
 def _merged(source: Offsets, target: Offsets, length: Offsets) -> Pieces:
+    if not len(length):
+        return Pieces(source, target, length)
     begins = np.ones(len(length), dtype=bool)
     begins[1:] = (source[1:] != source[:-1] + length[:-1]) | (target[1:] != target[:-1] + length[:-1])
     first = np.flatnonzero(begins)

@@ -199,9 +199,15 @@ class Telemetry:
 
 
 @asynccontextmanager
-async def start_telemetry(settings: MeshSettings, role: str, instance_id: str) -> AsyncIterator[Telemetry]:
+async def start_telemetry(
+    settings: MeshSettings, role: str, instance_id: str, ranks: int = 1
+) -> AsyncIterator[Telemetry]:
+    """`ranks`: devices of a worker that is on several."""
     configure_logs(settings.log_level, settings.log_format)
-    resource = Resource.create({"service.name": f"kvmesh-{role}", "service.instance.id": instance_id})
+    about: dict[str, str | int] = {"service.name": f"kvmesh-{role}", "service.instance.id": instance_id}
+    if ranks > 1:
+        about["kvmesh.ranks"] = ranks
+    resource = Resource.create(about)
     sender = OtlpSender(settings.otlp_endpoint, settings.tls.ca) if settings.otlp_endpoint else None
     export = SpanExport(f"{role}-{instance_id}", resource.attributes, TraceWriter(settings.home), sender)
     held = HeldTraces(export.put, TraceRate(KEPT_PER_S))

@@ -141,6 +141,9 @@ class WorkerMetrics:
             exposed=self.num_exposed_pages(),
         )
 
+    def show_ranks(self, ranks: int) -> None:
+        self._shown.gauge("kvmesh_engine_ranks", "Devices that hold the model together.", lambda: ranks)
+
     def show_kv_events(self, batches: Callable[[], int], dropped: Callable[[], int]) -> None:
         self._shown.counter("kvmesh_kv_event_batches", "Batches of KV events, numbered.", batches)
         self._shown.counter(

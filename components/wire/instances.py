@@ -14,6 +14,17 @@ from components.wire.protocol import UNNAMED, understood
 Role = Literal["frontend", "decode", "prefill", "bootstrap"]
 
 
+class RankEndpoint(Struct):
+    """A follower of an instance on several devices; its pages are those of the instance, with its heads."""
+
+    pid: int
+    device: str
+    base_address: int
+    agent: str = ""
+    agent_metadata: str = ""
+    aux_address: int = 0  # of as many slots as the first rank's
+
+
 class KvEndpoint(Struct):
     backend: str  # as in --kv-transfer
     agent: str
@@ -25,6 +36,17 @@ class KvEndpoint(Struct):
     aux_slots: int
     aux_slot_bytes: int
     layout: KvLayout
+    followers: list[RankEndpoint] = field(default_factory=list)  # from rank 1 on
+
+    @property
+    def page_bytes(self) -> int:
+        """Of a page on all ranks."""
+        return self.layout.page_bytes * (1 + len(self.followers))
+
+    @property
+    def devices(self) -> list[str]:
+        """Of all ranks, in order."""
+        return [self.device, *(rank.device for rank in self.followers)]
 
 
 class InstanceRecord(Struct):

@@ -2,15 +2,19 @@
 
 from typing import Final, Literal
 
+import msgspec
+
 from components.errors import IncompatibleLayout
 from components.wire.codec import Struct
 
 LAYOUT_VERSION: Final = 1
+SHARDED_VERSION: Final = 2  # of a layout with shards; older processes refuse it
+UNDERSTOOD: Final = (LAYOUT_VERSION, SHARDED_VERSION)
 DTYPE_BYTES: Final = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class KvLayout(Struct):
-    """A page is [kv_heads, layers, 2, page_size, head_dim].
+    """A page is [heads, layers, 2, page_size, head_dim], with the heads of one shard.
 
     With heads first, a tensor-parallel rank's share is contiguous. NIXL's cost does not depend on a descriptor's
     size, so a page holds all layers.
@@ -20,14 +24,27 @@ class KvLayout(Struct):
     dtype: Literal["bfloat16", "float16", "float32"]
     page_size: int  # tokens
     layers: int
-    kv_heads: int
+    kv_heads: int  # of the model
     head_dim: int
     version: int = LAYOUT_VERSION
+    shards: int = 1  # ranks of the instance
+    shard: int = 0
 
     @property
     def text(self) -> str:
-        """For people. Instances are compatible if the texts differ in the page size at most."""
-        return " ".join(f"{name}={getattr(self, name)}" for name in self.__struct_fields__)
+        """For people. Instances are compatible if the texts differ in page size and shards at most."""
+        names = [n for n in self.__struct_fields__ if n not in {"shards", "shard"}]
+        return " ".join(f"{name}={getattr(self, name)}" for name in names)
+
+    @property
+    def heads(self) -> range:
+        """KV heads of this shard. If there are more shards than heads, several have the same."""
+        first = self.shard * self.kv_heads // self.shards
+        return range(first, first + self.num_heads)
+
+    @property
+    def num_heads(self) -> int:
+        return max(1, self.kv_heads // self.shards)
 
     @property
     def page_bytes(self) -> int:
@@ -36,7 +53,7 @@ class KvLayout(Struct):
     @property
     def num_stripes(self) -> int:
         """A stripe is one head's keys or values in one layer."""
-        return self.kv_heads * self.layers * 2
+        return self.num_heads * self.layers * 2
 
     @property
     def row_bytes(self) -> int:
@@ -46,11 +63,31 @@ class KvLayout(Struct):
         return -(-num_tokens // self.page_size)
 
 
+def of_shard(layout: KvLayout, shard: int, shards: int) -> KvLayout:
+    """The layout of one of `shards` ranks; with one it is unchanged."""
+    if shards == 1:
+        return layout
+    return msgspec.structs.replace(layout, version=SHARDED_VERSION, shards=shards, shard=shard)
+
+
+def can_shard(kv_heads: int, shards: int) -> bool:
+    """Whether one of them divides the other."""
+    return kv_heads % shards == 0 or shards % kv_heads == 0
+
+
 def check_compatible(ours: KvLayout, theirs: KvLayout) -> None:
-    """One page size must divide the other; all else must be equal. Raises: IncompatibleLayout."""
+    """One page size must divide the other, and the ranks of each must divide the KV heads or be divided by them.
+
+    All else must be equal.
+    Raises: IncompatibleLayout.
+    """
     if ours == theirs:
         return
-    different = [n for n in KvLayout.__struct_fields__ if getattr(ours, n) != getattr(theirs, n)]
+    different = [n for n in KvLayout.__struct_fields__ if getattr(ours, n) != getattr(theirs, n) and n != "shard"]
+    if ours.version in UNDERSTOOD and theirs.version in UNDERSTOOD:
+        different = [n for n in different if n != "version"]
+    if all(layout.shards > 0 and can_shard(layout.kv_heads, layout.shards) for layout in (ours, theirs)):
+        different = [n for n in different if n != "shards"]
     small, large = sorted((ours.page_size, theirs.page_size))
     if small > 0 and large % small == 0:
         different = [n for n in different if n != "page_size"]

@@ -130,9 +130,9 @@ class FlashInferStep:
         wrapper = self._backend.wrapper(span.decodes, scoring)
         if (span.decodes, scoring) not in self._planned:
             layout = self._backend.layout
-            heads = layout.kv_heads * self._backend.query_group
+            heads = layout.num_heads * self._backend.query_group
             tables = span.page_starts, span.pages, span.last_page_lens
-            sizes = heads, layout.kv_heads, layout.head_dim, layout.page_size
+            sizes = heads, layout.num_heads, layout.head_dim, layout.page_size
             options = {
                 "sm_scale": scoring.scaling,
                 "window_left": scoring.window - 1,  # excludes the query's own key; -1: no window

@@ -44,9 +44,9 @@ class PlainAttention:
         self._query_group = query_group
         self._pool = pool
         # row of a page at layer 0: page * stride + offsets[kv, head]
-        heads = torch.arange(layout.kv_heads, device=pool.device) * (layout.layers * 2)
+        heads = torch.arange(layout.num_heads, device=pool.device) * (layout.layers * 2)
         self._row_offsets = torch.stack([heads, heads + 1])  # [2, kv_heads]
-        self._row_stride = layout.kv_heads * layout.layers * 2
+        self._row_stride = layout.num_heads * layout.layers * 2
 
     def plan(self, shape: StepShape) -> "PlainStep":
         groups = [self._group(shape, first, last, token) for first, last, token in _spans(shape)]
@@ -117,7 +117,7 @@ class PlainStep:
         return torch.cat(outputs, dim=1)
 
     def _attend_group(self, group: Group, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-        kv_heads, head_dim = self._layout.kv_heads, self._layout.head_dim
+        kv_heads, head_dim = self._layout.num_heads, self._layout.head_dim
         num, length = group.num_requests, group.query_len
         reach = group.reach(scoring.window)
         gathered = self._by_page.index_select(0, reach.rows + layer * 2)

@@ -56,7 +56,7 @@ class TritonAttention:
         block_d = max(MIN_TILE, 1 << (layout.head_dim - 1).bit_length())
         self._block_h = max(MIN_TILE, 1 << (query_group - 1).bit_length())
         self._shapes = {
-            "KV_HEADS": layout.kv_heads,
+            "KV_HEADS": layout.num_heads,
             "LAYERS": layout.layers,
             "PAGE": layout.page_size,
             "HEAD_DIM": layout.head_dim,
@@ -99,7 +99,7 @@ class TritonAttention:
             partial = torch.empty(rows * heads * splits * head_dim, dtype=torch.float32, device=out.device)
             logs = torch.empty(rows * heads * splits, dtype=torch.float32, device=out.device)
         tables, tiles = self._tables, self._tiles
-        kernels.decode_kernel[rows, self._layout.kv_heads, splits](
+        kernels.decode_kernel[rows, self._layout.num_heads, splits](
             out, partial, logs, query, key, value, self._pool,
             tables.context_lens, tables.table_starts, tables.pages,
             layer, scoring.scaling, scoring.softcap, scoring.window, *_strides(query, key, value),
@@ -122,7 +122,7 @@ class TritonAttention:
             self._pool, tables.context_lens, tables.table_starts,
             blocks.query_starts, tables.pages, blocks.requests, blocks.firsts,
         )  # fmt: skip
-        kernels.write_kernel[self._layout.kv_heads, blocks.count](
+        kernels.write_kernel[self._layout.num_heads, blocks.count](
             key, value, *tensors, layer, step.num_decodes, *_strides(key, value), BLOCK_M=blocks.block_m, **self._shapes
         )
         long = blocks.block_m == tiles.prompt_m
@@ -140,7 +140,7 @@ class TritonAttention:
 
     def _splits(self, rows: int, context: int) -> int:
         """A power of two, because each is compiled."""
-        fill = self._programs // max(1, rows * self._layout.kv_heads)
+        fill = self._programs // max(1, rows * self._layout.num_heads)
         useful = -(-context // self._tiles.decode_n)
         return 1 << max(0, min(fill, useful, MAX_SPLITS).bit_length() - 1)
 

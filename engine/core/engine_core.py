@@ -7,7 +7,7 @@ is in flight.
 """
 
 import logging
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import count, islice
 from time import perf_counter
 from types import MappingProxyType
@@ -164,6 +164,12 @@ class EngineCore:
 
     def stop_profile(self) -> Recording:
         return self._runner.stop_profile()
+
+    def on_loss(self, callback: Callable[[Exception], None]) -> None:
+        self._runner.on_loss(callback)
+
+    def close(self) -> None:
+        self._runner.close()
 
     def has_work(self) -> bool:
         return self._scheduler.has_work() or self._flight is not None or bool(self._memory.prefix.events)

@@ -18,7 +18,7 @@ def allocate_storage(layout: KvLayout, num_pages: int, device: torch.device) -> 
     Returns: [num_pages, kv_heads, layers, 2, page_size, head_dim].
     Raises: WrongSettings, if there is not enough memory.
     """
-    shape = (num_pages, layout.kv_heads, layout.layers, 2, layout.page_size, layout.head_dim)
+    shape = (num_pages, layout.num_heads, layout.layers, 2, layout.page_size, layout.head_dim)
     dtype = TORCH_DTYPES[layout.dtype]
     if device.type == "cpu":
         check_fits(num_pages * layout.page_bytes, "settings engine.kv_memory_gb and engine.num_pages: KV pages")

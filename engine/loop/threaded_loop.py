@@ -7,6 +7,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from contextvars import Context
 from queue import Empty, Queue
 from time import sleep
@@ -93,16 +94,22 @@ class ThreadedLoop(EngineLoop):
         error: BaseException | None = None
         self._own.acquire()  # not released after an error
         try:
-            engine = self._build()
-            self._hand_on(self._receive, engine.step())  # an empty step reports the pool's size
-            tell(self._loop, resolve, self._ready, engine)
-            self._run(engine)
+            with closing(self._build()) as engine:
+                engine.on_loss(self._lose)
+                self._hand_on(self._receive, engine.step())  # an empty step reports the pool's size
+                tell(self._loop, resolve, self._ready, engine)
+                self._run(engine)
         except WrongSettings as exc:  # the service reports it
             error = exc
         except Exception as exc:
             log.exception("engine died")
             error = exc
         tell(self._loop, self._end, error)
+
+    def _lose(self, error: Exception) -> None:
+        """End the thread, from another one."""
+        self._broken = error
+        self._calls.put(None)
 
     def _run(self, engine: Engine) -> None:
         wait_s = 0.0

@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from engine.device.copies import to_device
 from engine.errors import ModelUnavailable, UnsupportedModel
 from engine.lora.adapter_config import ADAPTER_WEIGHTS, AdapterConfig, adapter_identity, read_adapter_config
+from engine.sharding.cuts import NO_CUTS, Cut, Cuts
 
 TENSOR: Final = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 
@@ -127,17 +128,18 @@ class Adapters:
         return to_device(rows, self.device, torch.int64)
 
 
-def install_adapters(module: Any, directories: Mapping[str, str]) -> Adapters:
+def install_adapters(module: Any, directories: Mapping[str, str], cuts: Cuts = NO_CUTS) -> Adapters:
     """Read the adapters and replace the linear layers that they change.
 
     Args:
         module: transformers' model, changed in place; layers keep their parameters and names.
         directories: by adapter name; each holds adapter_config.json and adapter_model.safetensors.
+        cuts: of the layers of which `module` has a part.
     Raises: ModelUnavailable, if one cannot be read; UnsupportedModel, if it does not fit the model or cannot be
     computed.
     """
     linears = _adaptable(module)
-    read = {name: _read(name, Path(given).expanduser(), linears) for name, given in directories.items()}
+    read = {name: _read(name, Path(given).expanduser(), linears, cuts) for name, given in directories.items()}
     layers = tuple(layer for layer in linears if any(layer in changes for changes in read.values()))
     for site, layer in enumerate(layers):
         parent, _, leaf = layer.rpartition(".")
@@ -160,7 +162,7 @@ def _adaptable(module: Any) -> dict[str, torch.nn.Linear]:
     }
 
 
-def _read(name: str, directory: Path, linears: Mapping[str, torch.nn.Linear]) -> dict[str, LowRank]:
+def _read(name: str, directory: Path, linears: Mapping[str, torch.nn.Linear], cuts: Cuts) -> dict[str, LowRank]:
     config = read_adapter_config(name, directory)
     pairs = _pairs(name, directory)
     strangers = [layer for layer in pairs if layer not in linears]
@@ -171,7 +173,9 @@ def _read(name: str, directory: Path, linears: Mapping[str, torch.nn.Linear]) ->
             f"LoRA adapter {name!r} is not supported: {what}, and what can be adapted in this model are "
             f"{len(linears)} linear layers such as {next(iter(linears), 'none')}. Was it trained on another model?"
         )
-    return {layer: _change(name, config, layer, linears[layer], *pair) for layer, pair in pairs.items()}
+    return {
+        layer: _change(name, config, layer, linears[layer], *pair, cuts.get(layer)) for layer, pair in pairs.items()
+    }
 
 
 def _pairs(name: str, directory: Path) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -193,15 +197,24 @@ def _pairs(name: str, directory: Path) -> dict[str, tuple[torch.Tensor, torch.Te
 
 
 def _change(  # noqa: PLR0917 - what a layer has, then what the file has for it
-    name: str, config: AdapterConfig, layer: str, plain: torch.nn.Linear, down: torch.Tensor, up: torch.Tensor
+    name: str,
+    config: AdapterConfig,
+    layer: str,
+    plain: torch.nn.Linear,
+    down: torch.Tensor,
+    up: torch.Tensor,
+    cut: Cut | None,
 ) -> LowRank:
     rank = config.rank_of(layer)
-    wanted = ((rank, plain.in_features), (plain.out_features, rank))
+    outputs, inputs = (plain.out_features, plain.in_features) if cut is None else cut.whole_shape(plain)
+    wanted = ((rank, inputs), (outputs, rank))
     if (tuple(down.shape), tuple(up.shape)) != wanted:
         raise UnsupportedModel(
             f"LoRA adapter {name!r} does not fit this model: the matrices of {layer} are {tuple(down.shape)} and "
             f"{tuple(up.shape)}, which should be {wanted[0]} and {wanted[1]}"
         )
+    if cut is not None:
+        down, up = cut.of_change(down, up)
     weight = plain.weight
     scaled = up.float() * config.scale_of(layer)
     return LowRank(down.to(weight.device, weight.dtype), scaled.to(weight.device, weight.dtype))

@@ -5,6 +5,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+from components.startup import WrongSettings
 from components.wire.layout import KvLayout
 from engine.config import EngineConfig
 from engine.core.engine_core import PACK_TOKENS, EngineCore
@@ -18,7 +19,9 @@ from engine.model.progress import Progress, silent
 from engine.model.resolve import model_dir, served_name
 
 
-def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent) -> EngineCore:
+def build_engine(
+    model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent, _follower: str = ""
+) -> EngineCore:
     """Build from a model's configuration, without torch or weights.
 
     Raises: ModelUnavailable, UnsupportedModel.
@@ -27,6 +30,8 @@ def build_engine(model: str, config: EngineConfig, state_dir: Path, progress: Pr
     described = json.loads((directory / CONFIG_FILE).read_text())
     pooling = read_pooling(served_name(model), directory, matryoshka=config.matryoshka)
     described = described.get("text_config", described)  # of a multimodal model
+    if config.tensor_parallel > 1:
+        raise WrongSettings(f"setting engine.tensor_parallel: {config.tensor_parallel}; the mock has one rank")
     layout = _layout(described, served_name(model), config)
     num_pages = count_pages(config, layout)
     pages = MarkedPages(layout, num_pages)

@@ -145,6 +145,12 @@ class MockRunner:
     def start_profile(self, facts: Mapping[str, str]) -> None:
         raise Rejected("this worker runs the mock engine, which computes nothing: profile one with a model")
 
+    def on_loss(self, callback: Callable[[Exception], None]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
     def stop_profile(self) -> Recording:
         raise InvariantBroken("the mock engine records no profile")
 

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Generation
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging as transformers_logging
 
-from components.wire.layout import KvLayout
+from components.wire.layout import KvLayout, of_shard
 from engine.attention.backend import IMPLEMENTATION
 from engine.config import EngineConfig
 from engine.errors import DeviceUnavailable, ModelUnavailable, UnsupportedModel
@@ -24,6 +24,8 @@ from engine.model.pooling import Pooling, read_pooling
 from engine.model.progress import Progress, unless_quick
 from engine.model.resolve import is_random, model_dir, served_name
 from engine.model.support import check_config, max_positions
+from engine.sharding.cuts import NO_CUTS, Cuts, check_heads, cut_linears, join_sums, plan_cuts
+from engine.sharding.read_part import read_part
 
 RANDOM_SEED: Final = 0
 
@@ -31,10 +33,10 @@ RANDOM_SEED: Final = 0
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
     module: Any  # transformers', in eval mode
-    layout: KvLayout
+    layout: KvLayout  # of this rank
     device: torch.device
     vocab_size: int
-    query_group: int  # query heads per key head
+    query_group: int  # query heads per key head, on this rank
     max_positions: int
     eos_token_ids: frozenset[int]
     adapters: Adapters = field(default_factory=Adapters)
@@ -58,52 +60,62 @@ class Headless(torch.nn.Module):
         return CausalLMOutput(logits=hidden if logits_to_keep is None else hidden[:, logits_to_keep])
 
 
-def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Progress) -> LoadedModel:
-    """Find, check and load `model`.
+def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Progress, rank: int = 0) -> LoadedModel:
+    """Find, check and load `model`, or a rank's part of it.
 
     Raises: ModelUnavailable, UnsupportedModel, DeviceUnavailable.
     """
     directory = model_dir(model, state_dir, progress)
     name = served_name(model)
-    device = pick_device(config.device)
+    device = pick_device(config.device, rank)
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     model_config = _read_config(directory)
     check_config(name, model_config)
     pooling = read_pooling(name, directory, matryoshka=config.matryoshka)
     if pooling is not None and config.lora:
         raise UnsupportedModel(f"{name} makes embeddings: LoRA adapters are for models that generate")
-    auto = AutoModelForCausalLM if pooling is None else AutoModel
-    if is_random(model) or config.load_format == "dummy":
-        progress("Making random weights", 0, 1)
-        identity = random_identity(name, directory, RANDOM_SEED, device.type)
-        module = _random_model(auto, model_config, TORCH_DTYPES[dtype], device)
-        progress("Making random weights", 1, 1)
-    else:
-        identity = weights_identity(name, directory)
-        module = _trained_model(auto, directory, TORCH_DTYPES[dtype], device, progress)
-    if pooling is not None:
-        module = Headless(module)
-    limit = None if pooling is None else pooling.max_tokens
     text = model_config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
+    size = config.tensor_parallel
+    check_heads(name, heads, kv_heads, size)
+    auto = AutoModelForCausalLM if pooling is None else AutoModel
+    random = is_random(model) or config.load_format == "dummy"
     layout = KvLayout(
-        model=identity,
+        model=random_identity(name, directory, RANDOM_SEED, device.type)
+        if random
+        else weights_identity(name, directory),
         dtype=dtype,
         page_size=config.page_size,
         layers=text.num_hidden_layers,
         kv_heads=kv_heads,
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
     )
+    shard = of_shard(layout, rank, size)
+    cuts = NO_CUTS if size == 1 else plan_cuts(name, _skeleton(auto, model_config), shard)
+    if random:
+        progress("Making random weights", 0, 1)
+        module = _random_model(auto, model_config, TORCH_DTYPES[dtype], device)
+        cut_linears(module, cuts, rank)
+        progress("Making random weights", 1, 1)
+    else:
+        module = _trained_model(auto, directory, model_config, TORCH_DTYPES[dtype], device, progress, cuts, rank)
+    adapters = install_adapters(module, config.lora, cuts) if pooling is None else Adapters()
+    join_sums(module, cuts)
+    if pooling is not None:
+        module = Headless(module)
+    elif rank > 0:
+        module.set_output_embeddings(torch.nn.Identity())  # the leader alone reads logits
+    limit = None if pooling is None else pooling.max_tokens
     return LoadedModel(
         module=module.eval(),
-        layout=layout,
+        layout=shard,
         device=device,
         vocab_size=text.vocab_size,
-        query_group=heads // kv_heads,
+        query_group=heads // size // shard.num_heads,
         max_positions=max_positions(text) if limit is None else min(limit, max_positions(text)),
         eos_token_ids=_eos_token_ids(directory, text),
-        adapters=install_adapters(module, config.lora) if pooling is None else Adapters(),
+        adapters=adapters,
         pooling=pooling,
     )
 
@@ -115,18 +127,36 @@ def _read_config(directory: Path) -> Any:
         raise ModelUnavailable(f"the configuration in {directory} cannot be read: {exc}") from exc
 
 
-def _trained_model(auto: Any, directory: Path, dtype: torch.dtype, device: torch.device, progress: Progress) -> Any:
+def _skeleton(auto: Any, model_config: Any) -> Any:
+    """The whole model without memory."""
+    with torch.device("meta"):
+        return auto.from_config(model_config, attn_implementation=IMPLEMENTATION)
+
+
+def _trained_model(  # noqa: PLR0917 - what to load, then where to and which part
+    auto: Any,
+    directory: Path,
+    model_config: Any,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Progress,
+    cuts: Cuts,
+    rank: int,
+) -> Any:
     if not any(directory.glob("*.safetensors")):
         raise ModelUnavailable(f"{directory} has no *.safetensors; for random weights use load_format=dummy")
     try:
         with _reported_bars("Loading weights", progress):
-            module, report = auto.from_pretrained(
-                directory,
-                dtype=dtype,
-                attn_implementation=IMPLEMENTATION,
-                local_files_only=True,
-                output_loading_info=True,
-            )
+            if cuts:
+                module, report = read_part(auto, directory, model_config, dtype, cuts, rank)
+            else:
+                module, report = auto.from_pretrained(
+                    directory,
+                    dtype=dtype,
+                    attn_implementation=IMPLEMENTATION,
+                    local_files_only=True,
+                    output_loading_info=True,
+                )
     except (OSError, SafetensorError) as exc:
         raise ModelUnavailable(f"the weights in {directory} cannot be read: {exc}") from exc
     if missing := sorted(report["missing_keys"]):  # transformers would initialise them at random
@@ -194,8 +224,10 @@ class _Bar:
         pass
 
 
-def pick_device(name: str) -> torch.device:
+def pick_device(name: str, rank: int = 0) -> torch.device:
     """Choose a device: `auto` is the first CUDA device, else the CPU; `cuda` is torch's current one.
+
+    Later ranks have the devices after it; on a CPU they share it.
 
     Returns: the device; a CUDA device has an index.
     Raises: DeviceUnavailable.
@@ -213,7 +245,8 @@ def pick_device(name: str) -> torch.device:
             f"device={name}: torch {torch.__version__} finds no CUDA device here; set device=cpu, or install its CUDA build "
             "and give this process a GPU"
         )
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = (torch.cuda.current_device() if device.index is None else device.index) + rank
     if index >= torch.cuda.device_count():
-        raise DeviceUnavailable(f"device={name}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
+        which = f"device={name}" if rank == 0 else f"device={name}, rank {rank} of tensor_parallel: cuda:{index}"
+        raise DeviceUnavailable(f"{which}: there are {torch.cuda.device_count()} CUDA devices, counted from 0")
     return torch.device("cuda", index)

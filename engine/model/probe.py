@@ -47,8 +47,8 @@ class _Witness:
         self.layers: list[int] = []
         self._step = step
         layout = loaded.layout
-        self._kv_shape = (1, layout.kv_heads, 1, layout.head_dim)
-        self._query_shape = (1, layout.kv_heads * loaded.query_group, 1, layout.head_dim)
+        self._kv_shape = (1, layout.num_heads, 1, layout.head_dim)
+        self._query_shape = (1, layout.num_heads * loaded.query_group, 1, layout.head_dim)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring

@@ -68,3 +68,7 @@ class Runner(Protocol):
 
     def stop_profile(self) -> Recording:
         pass
+
+    def on_loss(self, callback: Callable[[Exception], None]) -> None: ...
+
+    def close(self) -> None: ...

@@ -12,14 +12,13 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from components.wire.sampling import SamplingParams
-from engine.attention.backend import AttentionBackend, StepShape
-from engine.compilation.forward import Forward
 from engine.cpu.shared_cores import SharedCores
 from engine.cpu.thread_limit import ThreadLimit
 from engine.device.copies import Arrival, to_device
-from engine.lora.adapters import Adapters
 from engine.model.pooling import Pooling
+from engine.runner.device_model import StepModel
 from engine.runner.pooled_step import PooledStep
+from engine.runner.step_inputs import inputs_of
 from engine.runner.step_runner import StepFailed
 from engine.sampling.row import NO_TOKEN, Row
 from engine.sampling.sampler import Draw, PromptLogprobs, Sampler
@@ -69,19 +68,14 @@ class TorchRunner:
     """Implements `engine.runner.step_runner.Runner` with torch.
 
     Args:
-        storage: the pages of `attention`, [num_pages, ...].
-        pooling: of an embedding model, whose `forward` returns hidden states.
+        pooling: of an embedding model, which computes hidden states.
         cores: lent by other workers, within `limit`.
         limit: threads of a step on a CPU.
     """
 
     def __init__(
         self,
-        device: torch.device,
-        forward: Forward,
-        attention: AttentionBackend,
-        storage: torch.Tensor,
-        adapters: Adapters,
+        model: StepModel,
         *,
         pooling: Pooling | None = None,
         cores: SharedCores | None = None,
@@ -90,11 +84,8 @@ class TorchRunner:
         self._pooling = pooling
         self._cores = cores
         self._limit = limit
-        self._device = device
-        self._forward = forward
-        self._attention = attention
-        self._storage = storage
-        self._adapters = adapters
+        self._model = model
+        self._device = model.device
         self.sampler = Sampler()
         self._profile: Profile | None = None
         self._drawn_ids = torch.empty(0)  # int64 [S], on the device: the latest draws
@@ -106,7 +97,7 @@ class TorchRunner:
 
     @property
     def forward_kind(self) -> str:
-        return self._forward.kind
+        return self._model.forward_kind
 
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk]) -> "TorchStep | PooledStep":
@@ -121,13 +112,13 @@ class TorchRunner:
         while wait_s := self.wait_s(lambda: any(chunk.length > 1 for chunk in chunks)):
             time.sleep(wait_s)
         with self.failing(len(chunks)), marked:
-            logits = self._logits(ordered, wanted)
+            logits = self._model.compute(inputs_of(ordered, wanted), self._ahead_ids(ordered))
             if self._pooling is not None:
                 return PooledStep(self, chunks, order, wanted, logits.float(), pooling=self._pooling)
             return TorchStep(self, chunks, order, wanted, logits)
 
     def copy_page(self, source: int, target: int) -> None:
-        self._storage[target].copy_(self._storage[source])
+        self._model.copy_page(source, target)
 
     def wait_s(self, has_prompts: Callable[[], bool]) -> float:
         if self._limit is None:
@@ -160,6 +151,12 @@ class TorchRunner:
         stopping, self._profile = self._profile, None
         return stopping.stop()
 
+    def on_loss(self, callback: Callable[[Exception], None]) -> None:
+        self._model.on_loss(callback)
+
+    def close(self) -> None:
+        self._model.close()
+
     def drawn(self, requests: Sequence[Request], token_ids: torch.Tensor) -> None:
         self._drawn_ids = token_ids
         self._drawn_for = {request: i for i, request in enumerate(requests)}
@@ -175,37 +172,10 @@ class TorchRunner:
                 torch.cuda.synchronize(self._device)
             raise StepFailed(f"computing a step of {num_requests} requests failed: {exc}") from exc
 
-    def _logits(self, chunks: Sequence[Chunk], wanted: Sequence[int]) -> torch.Tensor:
-        """Logits or hidden states of each chunk's last wanted[i] tokens.
-
-        Returns: [sum(wanted), vocab or size].
-        """
-        token_ids: list[int] = []
-        positions: list[int] = []
-        lasts: list[int] = []
-        ahead: list[int] = []  # indices of tokens that the step before draws
-        for chunk, count in zip(chunks, wanted, strict=True):
-            token_ids += chunk.request.tokens[chunk.start : chunk.end]
-            if chunk.ahead:
-                ahead.append(len(token_ids))
-                token_ids.append(0)
-            positions += range(chunk.start, chunk.end)
-            lasts += range(len(token_ids) - count, len(token_ids))
-        ids = self._tensor(token_ids)
-        if ahead:
-            drawn = self._tensor([self._drawn_for[chunk.request] for chunk in chunks if chunk.ahead])
-            ids.index_copy_(0, self._tensor(ahead), self._drawn_ids[drawn])
-        shape = StepShape(
-            query_lens=[chunk.length for chunk in chunks],
-            context_lens=[chunk.end for chunk in chunks],
-            block_tables=[chunk.request.pages for chunk in chunks],
-        )
-        step = self._attention.plan(shape)
-        with self._adapters.of_rows([(chunk.request.adapter, chunk.length) for chunk in chunks]):
-            return self._forward(ids, self._tensor(positions), self._tensor(lasts), step)
-
-    def _tensor(self, values: Sequence[int]) -> torch.Tensor:
-        return to_device(values, self._device, torch.int64)
+    def _ahead_ids(self, chunks: Sequence[Chunk]) -> torch.Tensor | None:
+        """The tokens that the step before draws for these chunks."""
+        drawn = [self._drawn_for[chunk.request] for chunk in chunks if chunk.ahead]
+        return self._drawn_ids[to_device(drawn, self._device, torch.int64)] if drawn else None
 
 
 class TorchStep:

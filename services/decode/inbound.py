@@ -10,7 +10,7 @@ from components.aio import Failure
 from components.errors import KvCorrupt, TransferFailed
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
-from components.kv_transfer.checksum import PageChecksums, TransferChecksums
+from components.kv_transfer.checksum import Checksums, PageChecksums
 from components.lifecycle import Lifecycle, Tally
 from components.telemetry.spans import step
 from components.wire.instances import InstanceRecord
@@ -103,7 +103,9 @@ class InboundTransfer:
         if self._checksums is not None:
             with step("decode.verify"):
                 assert self.prefill.kv is not None, "an instance without KV is not chosen"
-                await _verify(record, pages, tokens, self._checksums.of_transfer(self.prefill.kv.layout.page_size))
+                theirs = self.prefill.kv.layout
+                landed = self._checksums.of_transfer(theirs.page_size, theirs.shards, every_copy=True)
+                await _verify(record, pages, tokens, landed)
         self.lifecycle.advance(S.LANDED)
         self.duration_s = time.monotonic() - self.exposed_s
         self._transfer.aux.give_back(self.slot)
@@ -125,14 +127,14 @@ class InboundTransfer:
         self._transfer.aux.give_back(self.slot)
 
 
-async def _verify(record: AuxRecord, pages: Sequence[int], tokens: range, landed: TransferChecksums) -> None:
+async def _verify(record: AuxRecord, pages: Sequence[int], tokens: range, landed: Checksums) -> None:
     """Raises: TransferFailed; KvCorrupt, naming all pages that share a wrong checksum."""
     if record.checksums is None:
         raise TransferFailed("KV cannot be verified: prefill sent no checksums; its version is too old")
     if not record.intact or len(record.checksums) != landed.num_sums(tokens):
         raise KvCorrupt("the aux slot did not arrive as prefill wrote it")
     await landed.add(pages, tokens)
-    both = zip(record.checksums, landed.sums, strict=True)
+    both = zip(record.checksums, await landed.total(), strict=True)
     wrong = [i for i, (was, now) in enumerate(both) if was != now]
     broken = [pages[entry] for i in wrong for entry in landed.covered(i, tokens)]
     if broken:

@@ -117,7 +117,7 @@ class PrefillClient:
 
     def num_bytes(self, transfer: InboundTransfer) -> int:
         """Bytes that prefill wrote, once they have landed."""
-        return self._num_exposed(transfer.reserved.result()) * self._transfer.endpoint.layout.page_bytes
+        return self._num_exposed(transfer.reserved.result()) * self._transfer.endpoint.page_bytes
 
     def _num_exposed(self, reserved: Exposed) -> int:
         return len(reserved.pages) - reserved.num_computed // self._transfer.endpoint.layout.page_size

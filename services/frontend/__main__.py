@@ -169,6 +169,7 @@ async def main(settings: FrontendSettings) -> None:
         sources = MeshSources(me, model, bus, registry.book, decodes.alive, prefills)
         ui, poll = make_ui(settings, sources, lambda: operations.draining)
         calls.append(ui.history.endpoint())
+        leaving = asyncio.Event()
         async with (
             send_server_metrics(settings, me, lambda: not telemetry.export.is_observed()) as server_metrics,
             run_ui(ui, poll),
@@ -207,6 +208,7 @@ async def main(settings: FrontendSettings) -> None:
                 refusal=http_refusal,
                 registry=metrics,
                 writes=writes,
+                leaving=leaving,
             ) as url,
         ):
             record = record_maker(settings, "frontend", me, model=model, http=url, metrics=page)
@@ -216,7 +218,8 @@ async def main(settings: FrontendSettings) -> None:
                 log_ready(instance=me, url=url, metrics=page)
                 await first(stop_signal(), control.stopped())
                 operations.draining = True
-                await asyncio.sleep(settings.unready_s)  # a load balancer sees it, and sends requests elsewhere
+                leaving.set()
+                await asyncio.sleep(settings.unready_s)  # a load balancer and clients see it, and go elsewhere
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from components.errors import MeshError
 from components.telemetry.light_span import LightSpan, Step
 from components.telemetry.request_ids import request_id
 from components.telemetry.spans import NOT_KEPT, use_span
-from components.telemetry.trace_pieces import MOVED, REQUEST_ID, SLOW, TTFT
+from components.telemetry.trace_pieces import MOVED, REQUEST_ID, SLOW, TENANT, TTFT
 from components.wire.generate import PromptOrigin
 from services.frontend.config import SlowLimits
 
@@ -56,9 +56,12 @@ class RequestRecord:
         self._request_id = request_id.set(self.root.attributes.get(REQUEST_ID, ""))
         self._in_trace = use_span(self._span, record_exception=False, set_status_on_exception=False)
         self._in_trace.__enter__()
+        if self.is_kept:
+            _running[self.root.trace_id] = self
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        _running.pop(self.root.trace_id, None)
         self._in_trace.__exit__(None, None, None)
         request_id.reset(self._request_id)
         _current.reset(self._current)
@@ -161,6 +164,19 @@ class RequestRecord:
 
 
 _current: Final[ContextVar[RequestRecord | None]] = ContextVar("request_record", default=None)
+_running: Final[dict[int, RequestRecord]] = {}  # by trace id; of two requests in one trace the later
+
+
+def decode_of(trace_id: str, tenant: str | None) -> str:
+    """The decode instance that now serves a request of this process; empty if none does. `tenant`: only one of its own."""
+    try:
+        record = _running.get(int(trace_id, 16))
+    except ValueError:
+        return ""
+    if record is None or (tenant is not None and record.root.attributes.get(TENANT) != tenant):
+        return ""
+    decodes = record.all_of("decode")
+    return str(decodes[-1]) if decodes else ""
 
 
 def request_record() -> RequestRecord:

@@ -137,12 +137,14 @@ def load_table(
 
 def address_table(records: list[InstanceRecord]) -> Table:
     table = Table(box=None, pad_edge=False)
-    for name in ("role", "instance", "serves clients at", "metrics and health at"):
+    for name in ("role", "instance", "devices", "serves clients at", "metrics and health at"):
         table.add_column(name, no_wrap=True, overflow="fold")
     for record in records:
         is_frontend = record.role == "frontend"
         page = record.metrics if is_frontend else record.http
-        table.add_row(record.role, record.instance_id, (record.http or "") if is_frontend else "", page or "")
+        devices = "" if record.kv is None else " ".join(record.kv.devices)
+        clients = (record.http or "") if is_frontend else ""
+        table.add_row(record.role, record.instance_id, devices, clients, page or "")
     return table
 
 

@@ -12,7 +12,7 @@ import typer
 from components.program import program
 from components.settings_help import columns
 from services.local.child_process import CannotStart
-from services.local.options import adapters, assigned, device_settings, setting_lines
+from services.local.options import adapters, assigned, device_settings, setting_lines, tp_settings
 from services.local.plan import Plan
 from services.local.supervisor import run_mesh
 
@@ -63,6 +63,13 @@ def main(
             help="device of the workers: cpu, cuda, cuda:1, or prefill=cuda:0,decode=cuda:1 [the first GPU, else cpu]",
         ),
     ] = None,
+    tp: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="N",
+            help="devices of each worker, which hold the model together: 2, or prefill=2,decode=4 [1]",
+        ),
+    ] = None,
     lora: Annotated[
         list[str] | None,
         typer.Option(metavar="NAME=DIR", help="LoRA adapter that clients ask for as model NAME; may be repeated"),
@@ -104,7 +111,7 @@ def main(
         "MESH_LOG_LEVEL": log_level,
     }
     given = {name: str(value) for name, value in options.items() if value is not None}
-    given |= device_settings(device or []) | adapters(lora or [])
+    given |= device_settings(device or []) | tp_settings(tp or []) | adapters(lora or [])
     assignments = assigned(set_ or [])
     if twice := given.keys() & assignments.keys():
         raise typer.BadParameter(f"{min(twice)} is given by an option, too", param_hint="--set")

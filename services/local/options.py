@@ -13,6 +13,7 @@ from services.local.plan import SETTINGS
 
 WORKERS: Final = ("prefill", "decode")
 LOG_FORMAT: Final = "log_format"
+TP_FORM: Final = "give N for all workers, or prefill=N,decode=N"
 DEVICE_FORM: Final = "give cpu, cuda or cuda:N for all workers, or prefill=cuda:0,decode=cuda:1"
 
 
@@ -97,6 +98,20 @@ def device_settings(given: Sequence[str]) -> dict[str, str]:
         if name in found:
             raise typer.BadParameter(f"{part!r} names workers that have a device: {DEVICE_FORM}", param_hint="--device")
         found[name] = device
+    return found
+
+
+def tp_settings(given: Sequence[str]) -> dict[str, str]:
+    """Variables of `--tp`. Raises: typer.BadParameter."""
+    found: dict[str, str] = {}
+    for part in ",".join(given).split(",") if given else []:
+        role, equals, ranks = (word.strip() for word in part.rpartition("="))
+        if not ranks.isdecimal() or int(ranks) < 1 or (equals and role not in WORKERS):
+            raise typer.BadParameter(f"{part!r}: {TP_FORM}", param_hint="--tp")
+        name = f"MESH_{role.upper()}_ENGINE__TENSOR_PARALLEL" if equals else "MESH_ENGINE__TENSOR_PARALLEL"
+        if name in found:
+            raise typer.BadParameter(f"{part!r} names workers that have a number: {TP_FORM}", param_hint="--tp")
+        found[name] = ranks
     return found
 
 

@@ -16,6 +16,7 @@ async def main(settings: PrefillSettings) -> None:
             worker.engine,
             worker.transfer,
             metrics=worker.metrics,
+            writes=worker.writes,
             bootstrap_timeout_s=settings.bootstrap_timeout_s,
             masks=worker.masks,
         )

@@ -13,8 +13,8 @@ from components.aio import Failure, ended
 from components.errors import Cancelled, DeadlineExceeded, InvariantBroken, MeshError, TransferFailed
 from components.kv_transfer.aux import AuxRecord, room_for_checksums
 from components.kv_transfer.backend import KvTransfer
-from components.kv_transfer.checksum import PageChecksums, TransferChecksums
-from components.kv_transfer.pieces import cut
+from components.kv_transfer.checksum import Checksums, PageChecksums
+from components.kv_transfer.writes import Writes
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.clocks import now_ms, remaining_s
 from components.telemetry.spans import mark_outcome, record_step, step, use_span
@@ -62,6 +62,7 @@ class OutboundTransfer:
         span: Span,
         *,
         tally: Tally[OutboundState] | None = None,
+        writes: Writes | None = None,  # of all ranks; default: of `transfer`
         checksums: PageChecksums | None = None,  # if decode verifies
         bootstrap_timeout_s: float | None = None,  # until decode's offer
         announce: Callable[[PagesOffered], Awaitable[None]] = _announce_nothing,  # before the last write
@@ -76,6 +77,7 @@ class OutboundTransfer:
         self.duration_s = 0.0  # from the offer to the aux slot
         self.lifecycle = Lifecycle(f"prefill {request.request_id}", NEXT, S.BOOTSTRAPPING, tally)
         self._transfer = transfer
+        self._writes = writes or Writes(transfer)
         self._layout = transfer.endpoint.layout
         self.span = span
         self._checksums = checksums
@@ -89,7 +91,7 @@ class OutboundTransfer:
         self._computed_ns = 0
         self._peer: KvEndpoint | None = None
         self._computed: Exposed | None = None
-        self._sums: TransferChecksums | None = None
+        self._sums: Checksums | None = None
         self._changed = asyncio.Event()  # an offer, or a chunk
         self._limit: asyncio.TimerHandle | None = None
 
@@ -212,7 +214,7 @@ class OutboundTransfer:
         with step("prefill.transfer", self.span) as sending:
             started = time.monotonic()
             self._sums = self._begin_checksums(offer, peer)
-            await self._transfer.connect(peer)
+            await self._writes.connect(peer)
             last = await self._send_pages(offer, peer)
             sending.note({"kvmesh.transfer.backend": peer.backend, "kvmesh.transfer.bytes": self.num_bytes})
             await self._send_aux(offer, peer, last)
@@ -250,17 +252,13 @@ class OutboundTransfer:
         The timer is not enough: a process that was stopped may get here before it.
         """
         remaining_s(offer.deadline_unix_ms)
-        if peer.layout.page_size != self._layout.page_size:
-            return self._transfer.write_pieces(peer.agent, cut(self._layout, peer.layout, tokens, ours, offer.pages))
-        # With the unused rows of the last page: a whole page is one piece.
-        pages = slice(tokens.start // self._layout.page_size, self._layout.pages_for(tokens.stop))
-        return self._transfer.write_pages(peer.agent, ours[pages], offer.pages[pages])
+        return self._writes.write(peer, tokens, ours, offer.pages)
 
-    def _begin_checksums(self, offer: PagesOffered, peer: KvEndpoint) -> TransferChecksums | None:
+    def _begin_checksums(self, offer: PagesOffered, peer: KvEndpoint) -> Checksums | None:
         """Raises: TransferFailed, if the aux slot is too small."""
         if self._checksums is None:
             return None
-        sums = self._checksums.of_transfer(peer.layout.page_size)
+        sums = self._checksums.of_transfer(peer.layout.page_size, peer.layout.shards)
         needed = sums.num_sums(range(offer.num_cached_pages * peer.layout.page_size, self.num_tokens))
         room = room_for_checksums(min(self._transfer.aux.slot_bytes, peer.aux_slot_bytes))
         if needed > room:
@@ -276,7 +274,7 @@ class OutboundTransfer:
                 num_pages=peer.layout.pages_for(self.num_tokens),
                 first_token=last.first_token,
                 num_cached_tokens=last.num_cached_tokens,
-                checksums=None if self._sums is None else tuple(self._sums.sums),
+                checksums=None if self._sums is None else tuple(await self._sums.total()),
                 logprobs=last.logprobs,
             )
             self._transfer.aux.write(slot, record)

@@ -15,6 +15,7 @@ from components.discovery.registry import Registration, Registry
 from components.errors import Cancelled, MeshError, PeerLost, Rejected, TransferFailed
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import PageChecksums
+from components.kv_transfer.writes import Writes
 from components.lifecycle import Tally
 from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
@@ -53,6 +54,7 @@ class PrefillService:
         transfer: KvTransfer,
         *,
         metrics: WorkerMetrics,
+        writes: Writes | None = None,  # of all ranks; default: of `transfer`
         bootstrap_timeout_s: float | None = None,  # limit on the wait for decode's pages
         masks: MaskMaker | None = None,  # None: prompts with a constraint are refused
     ) -> None:
@@ -61,6 +63,7 @@ class PrefillService:
         self._registry = registry
         self._engine = engine
         self._transfer = transfer
+        self._writes = writes or Writes(transfer)
         self._metrics = metrics
         self._bootstrap_timeout_s = bootstrap_timeout_s
         self._masks = masks
@@ -229,6 +232,7 @@ class PrefillService:
             request,
             span,
             num_cached=self._engine.engine.peek_prefix(blocks),
+            writes=self._writes,
             checksums=self._checksums if request.verify_kv else None,
             tally=self._tally,
             bootstrap_timeout_s=self._bootstrap_timeout_s,
@@ -256,7 +260,7 @@ class PrefillService:
     @cached_property
     def _checksums(self) -> PageChecksums:
         """Raises: Rejected, if this instance's pages cannot be read."""
-        return PageChecksums(self._engine.engine.kv_region)
+        return PageChecksums(self._engine.engine.kv_region, self._writes.lines)
 
     async def _announce(self, offer: PagesOffered) -> None:
         """Let decode poll more often near the end: without this a transfer ends milliseconds later."""
@@ -318,7 +322,7 @@ class PrefillService:
             if (transfer.request.decode_id, transfer.request.decode_epoch) == (was.instance_id, was.epoch):
                 transfer.failure.tell(PeerLost(f"decode instance {was.instance_id} is gone"))
         if was.kv is not None and (now is None or now.kv is None or now.kv.agent != was.kv.agent):
-            self._in_background(self._transfer.disconnect(was.kv.agent))
+            self._in_background(self._writes.disconnect(was.kv.agent))
 
     def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

@@ -9,8 +9,12 @@ from typing import Any, Final
 
 import httpx
 import pytest
+from cyclonedx.schema import SchemaVersion
+from cyclonedx.validation.json import JsonStrictValidator
+from packaging.utils import canonicalize_name
 
 from components.telemetry.trace_store import Span
+from components.version import VERSION
 from tests.compose.docker_engine import DockerEngine, output
 from tests.compose.project import Build, Project, project, until_it_answers
 from tests.conftest import REPO
@@ -163,6 +167,28 @@ def test_no_setting_of_this_machines_pip_stays_in_an_image(stack: Project, build
             line for line in shown.splitlines() if line.endswith(".conf") and not line.lstrip().startswith("0")
         ] == []
     assert build.secrets
+
+
+@pytest.mark.parametrize("image", ["kvmesh", "kvmesh-worker", "kvmesh-planner"])
+def test_an_image_lists_all_that_pip_installed_in_it(image: str, stack: Project) -> None:
+    run = ("run", "--rm", "--network", "none", image)
+    listed = stack.engine.docker(*run, "cat", "/opt/kvmesh/kvmesh.cdx.json")
+    assert JsonStrictValidator(SchemaVersion.V1_6).validate_str(listed) is None
+    bom: Any = json.loads(listed)
+    own = bom["metadata"]["component"]
+    assert (own["name"], own["version"]) == ("kvmesh", VERSION)
+    installed = {_distribution(line) for line in stack.engine.docker(*run, "pip", "list", "--format", "freeze").split()}
+    pypi = [one for one in bom["components"] if not one["purl"].startswith("pkg:npm/")]
+    assert {(canonicalize_name(one["name"]), one["version"]) for one in pypi} == installed
+    assert len(pypi) < len(bom["components"]), "scripts of the page"
+    names = {name for name, _ in installed}
+    assert {"torch", "nats-py"} <= names
+    assert "cyclonedx-bom" not in names, "what writes the list stays out of the image"
+
+
+def _distribution(line: str) -> tuple[str, str]:
+    name, _, version = line.partition("==")
+    return canonicalize_name(name), version
 
 
 def test_a_trace_goes_through_four_containers(stack: Project) -> None:

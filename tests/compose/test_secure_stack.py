@@ -100,8 +100,8 @@ def test_a_role_may_not_register_as_another(secure: Project) -> None:
 
 def test_a_key_is_read_by_its_role_alone(secure: Project) -> None:
     for role in ("frontend", "prefill", "decode", "bootstrap"):
-        listed = secure.compose("exec", "-T", role, "ls", "/run/secrets").split()
-        assert sorted(listed) == ["ca", f"{role}-certificate", f"{role}-key"]
+        listed = secure.engine.docker("exec", secure.containers(role)[0], "ls", "/run/secrets").split()
+        assert set(listed) == {"ca", f"{role}-certificate", f"{role}-key"}, role
 
 
 def test_the_authority_made_no_file_that_others_may_read(secure: Project) -> None:

@@ -29,6 +29,7 @@ from tests.engine.tiny_engine import (
     Seen,
     check_pages,
     make_engine,
+    page_bytes,
     prefilled,
     prompt,
     read_page,
@@ -62,8 +63,13 @@ ROOMY = {"num_pages": 40, "max_context": MAX_CONTEXT}  # for the same request al
 GARBAGE = b"\x3f"
 
 
-def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]:
-    """The state machine over the engines that `make(page_size=..., ...)` gives; every run of it gets its own."""
+def make_machine(
+    make: Callable[..., EngineCore], alone: Callable[..., EngineCore], sizes: Sequence[int]
+) -> type[RuleBasedStateMachine]:
+    """The state machine over the engines that `make(page_size=..., ...)` gives; every run of it gets its own.
+
+    Those of `alone` give the right tokens.
+    """
 
     @cache
     def pages_of(which: int, page_size: int) -> list[bytes]:
@@ -74,8 +80,8 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
     @cache
     def expected(which: int, how: int, branch: int = 0) -> list[int]:
         one = structs.replace(SAMPLINGS[how], n=1, seed=branch_seed(SAMPLINGS[how].seed, branch))
-        alone = run(make(page_size=16, **ROOMY), [EngineRequest("alone", PROMPTS[which], one)])
-        return alone.tokens["alone"]
+        seen = run(alone(page_size=16, **ROOMY), [EngineRequest("alone", PROMPTS[which], one)])
+        return seen.tokens["alone"]
 
     class Machine(RuleBasedStateMachine):
         def __init__(self) -> None:
@@ -91,7 +97,7 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
             self.first: dict[str, list[int]] = {}  # tokens that `deliver` returned
             self.dropped: dict[tuple[str, int], int] = {}  # branches cancelled alone: how many tokens each had
 
-        @initialize(page_size=st.sampled_from(sorted(PAGES_OF)))
+        @initialize(page_size=st.sampled_from(sizes))
         def start(self, page_size: int) -> None:
             self.page_size = page_size
             self.engine = make(page_size=page_size, num_pages=PAGES_OF[page_size], **SMALL_POOL)
@@ -294,7 +300,7 @@ def make_machine(make: Callable[..., EngineCore]) -> type[RuleBasedStateMachine]
 
         def _spoil(self, reserved: Exposed) -> None:
             for page in reserved.pages[reserved.num_computed // self.page_size :]:
-                write_page(self.engine, page, GARBAGE * self.engine.kv_region.layout.page_bytes)
+                write_page(self.engine, page, GARBAGE * page_bytes(self.engine))
 
     return Machine
 
@@ -321,16 +327,21 @@ def test_pages_add_up_and_tokens_are_right_whatever_happens(tiny: LoadedModel) -
         sized = replace(tiny, layout=structs.replace(tiny.layout, page_size=page_size))
         return make_engine(sized, page_size=page_size, **changes)
 
-    _run_machine(make, 12)
+    run_machine(make, 12)
 
 
 def test_it_is_so_over_many_more_lives_with_the_mock(tmp_path: Path) -> None:
-    _run_machine(partial(make_mock, tmp_path), 60)
+    run_machine(partial(make_mock, tmp_path), 60)
 
 
-def _run_machine(make: Callable[..., EngineCore], max_examples: int) -> None:
+def run_machine(
+    make: Callable[..., EngineCore],
+    max_examples: int,
+    alone: Callable[..., EngineCore] | None = None,
+    sizes: Sequence[int] = tuple(sorted(PAGES_OF)),
+) -> None:
     run_state_machine_as_test(
-        make_machine(make),
+        make_machine(make, alone or make, sizes),
         settings=settings(
             max_examples=max_examples,
             stateful_step_count=40,

@@ -1,6 +1,7 @@
 """Tiny engines with random weights, and what the tests do with them again and again."""
 
 import ctypes
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -165,15 +166,29 @@ def alone(loaded: LoadedModel, token_ids: Sequence[int], sampling: SamplingParam
     return run(make_engine(loaded, **changes), [EngineRequest("alone", token_ids, sampling)]).tokens["alone"]
 
 
-def read_page(engine: EngineCore, page: int) -> bytes:
+def page_bytes(engine: EngineCore) -> int:
+    """Of a page on all ranks."""
     region = engine.kv_region
-    return ctypes.string_at(region.address + page * region.layout.page_bytes, region.layout.page_bytes)
+    return region.layout.page_bytes * (1 + len(region.followers))
+
+
+def read_page(engine: EngineCore, page: int) -> bytes:
+    """The parts of all ranks, in order."""
+    region, size = engine.kv_region, engine.kv_region.layout.page_bytes
+    parts = [ctypes.string_at(region.address + page * size, size)]
+    for rank in region.followers:
+        with Path(f"/proc/{rank.pid}/mem").open("rb", buffering=0) as memory:
+            parts.append(os.pread(memory.fileno(), size, rank.address + page * size))
+    return b"".join(parts)
 
 
 def write_page(engine: EngineCore, page: int, data: bytes) -> None:
-    region = engine.kv_region
-    assert len(data) == region.layout.page_bytes
-    ctypes.memmove(region.address + page * region.layout.page_bytes, data, len(data))
+    region, size = engine.kv_region, engine.kv_region.layout.page_bytes
+    assert len(data) == page_bytes(engine)
+    ctypes.memmove(region.address + page * size, data[:size], size)
+    for i, rank in enumerate(region.followers, 1):
+        with Path(f"/proc/{rank.pid}/mem").open("r+b", buffering=0) as memory:
+            os.pwrite(memory.fileno(), data[i * size : (i + 1) * size], rank.address + page * size)
 
 
 def prefilled(engine: EngineCore, request_id: str, token_ids: Sequence[int], sampling: SamplingParams) -> Exposed:

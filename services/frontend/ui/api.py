@@ -16,6 +16,7 @@ from components.telemetry.perfetto import trace_events
 from components.telemetry.trace_reader import TracesUnavailable
 from components.telemetry.trace_store import Span
 from services.frontend.gate import caller_of
+from services.frontend.request_record import decode_of
 from services.frontend.ui.control import LocalControl, check_origin, is_from_this_machine
 from services.frontend.ui.feed import Feed
 from services.frontend.ui.load_history import LoadHistory
@@ -44,6 +45,7 @@ class Ui:
             Route(f"{API}/requests", self._requests),
             Route(f"{API}/traces/{{trace_id}}", self._trace),
             Route(f"{API}/traces/{{trace_id}}/perfetto", self._perfetto),
+            Route(f"{API}/serving/{{trace_id}}", self._serving),
             Route(f"{API}/kill", self._kill, methods=["POST"]),
         ]
 
@@ -89,6 +91,11 @@ class Ui:
         except TracesUnavailable as exc:
             return _unavailable(exc)
         return spans or _refusal(404, "no such trace: it was not kept, or newer ones have replaced it")
+
+    async def _serving(self, request: Request) -> Response:
+        """Return the decode instance of a request that runs in this process; empty if it does not."""
+        decode = decode_of(request.path_params["trace_id"], caller_of(request.scope).sees_tenant)
+        return JSONResponse({"decode": decode}, headers=NO_STORE)
 
     async def _kill(self, request: Request) -> Response:
         if self.control is None:

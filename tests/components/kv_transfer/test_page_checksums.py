@@ -90,7 +90,7 @@ async def test_each_page_has_the_checksum_of_its_own_bytes() -> None:
     pages.fill(3)
     checksums = PageChecksums(pages).of_transfer(LAYOUT_OF_PEER.page_size)
     await checksums.add([5, 0, 63], range(40))  # of the last page, what no token fills is sent, too
-    assert checksums.sums == [crc32(pages.memory[i].tobytes()) for i in (5, 0, 63)]
+    assert await checksums.total() == [crc32(pages.memory[i].tobytes()) for i in (5, 0, 63)]
 
 
 @pytest.mark.parametrize("num_cached", [0, 2, 5])

@@ -18,7 +18,7 @@ from components.wire.codec import MAX_MESSAGE_BYTES, Struct, message, pack, unpa
 from components.wire.embed import EmbeddingModel
 from components.wire.heartbeat import Heartbeat
 from components.wire.inspection import Candidate
-from components.wire.instances import InstanceRecord, KvEndpoint, dump_record, load_record
+from components.wire.instances import InstanceRecord, KvEndpoint, RankEndpoint, dump_record, load_record
 from components.wire.layout import KvLayout
 from components.wire.load import LoadSample
 from components.wire.plans import RolePlan
@@ -36,6 +36,7 @@ NESTED = (
         Constraint,
         EmbeddingModel,
         KvEndpoint,
+        RankEndpoint,
         KvLayout,
         LinkStatus,
         LoadSample,

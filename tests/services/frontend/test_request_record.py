@@ -15,13 +15,14 @@ from components.http.server import serve_http
 from components.telemetry import light_span
 from components.telemetry.request_ids import RequestIds
 from components.telemetry.spans import NOT_KEPT
+from components.telemetry.trace_pieces import TENANT
 from components.wire.generate import PromptOrigin
 from services.frontend import request_record
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings, SlowLimits
 from services.frontend.keys import KeyRing
 from services.frontend.request_lines import RequestLines
-from services.frontend.request_record import RequestRecord, unkept
+from services.frontend.request_record import RequestRecord, decode_of, unkept
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 
 SECRET = "my-secret-prompt"
@@ -162,6 +163,18 @@ def test_outside_a_request_facts_go_nowhere(caplog: pytest.LogCaptureFixture) ->
     request_record.request_record().moved("nobody's")
     assert request_record.request_record() is not request_record.request_record()
     assert not written(caplog)
+
+
+def test_the_decode_instance_of_a_running_request_is_known_to_its_own_tenant() -> None:
+    root = light_span.LightSpan("chat", 0xAB, 0, 0, lambda _: None, attributes={TENANT: "acme"})
+    trace_id = f"{0xAB:032x}"
+    with RequestRecord(root, root) as record:
+        assert decode_of(trace_id, None) == ""
+        record.sent_to("d1")
+        record.sent_to("d2")
+        assert [decode_of(trace_id, tenant) for tenant in (None, "acme", "bob")] == ["d2", "d2", ""]
+        assert decode_of("no number", None) == ""
+    assert decode_of(trace_id, None) == ""
 
 
 @pytest.mark.anyio

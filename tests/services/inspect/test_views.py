@@ -181,7 +181,7 @@ def test_workers_are_shown_with_facts_of_etcd_and_of_nats() -> None:
     lines += rendered(address_table(records), 80)
     assert "…" not in "".join(lines), "80 columns hold it all"
     assert [line.split() for line in lines if "http" in line and "://" in line] == [
-        ["decode", "d1", "http://10.0.0.1:12345"],
+        ["decode", "d1", "cpu", "http://10.0.0.1:12345"],
         ["frontend", "f1", "http://127.0.0.1:8000", "http://127.0.0.1:34567"],
     ]
 

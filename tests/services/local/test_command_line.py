@@ -12,7 +12,7 @@ import typer
 from components.settings import misspelled
 from services.decode.config import DecodeSettings
 from services.local.accounts import Backends
-from services.local.options import adapters, assigned, device_settings, settable
+from services.local.options import adapters, assigned, device_settings, settable, tp_settings
 from services.local.plan import SETTINGS, Plan
 from services.prefill.config import PrefillSettings
 
@@ -26,6 +26,7 @@ OPTIONS = (
         "port",
         "api-keys-file",
         "device",
+        "tp",
         "lora",
         "secure",
         "state-dir",
@@ -182,3 +183,31 @@ def test_devices_are_for_all_workers_or_for_those_of_a_role(
 def test_a_device_for_an_unknown_role_or_given_twice_is_refused(given: str) -> None:
     with pytest.raises(typer.BadParameter, match="prefill=cuda:0,decode=cuda:1"):
         device_settings([given])
+
+
+@pytest.mark.parametrize(
+    ("given", "settings"),
+    [
+        ([], {}),
+        (["2"], {"MESH_ENGINE__TENSOR_PARALLEL": "2"}),
+        (
+            ["prefill=4,decode=2"],
+            {"MESH_PREFILL_ENGINE__TENSOR_PARALLEL": "4", "MESH_DECODE_ENGINE__TENSOR_PARALLEL": "2"},
+        ),
+    ],
+)
+def test_ranks_are_for_all_workers_or_for_those_of_a_role(
+    given: list[str], settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert tp_settings(given) == settings
+    for name, value in settings.items():
+        monkeypatch.setenv(name, value)
+    for role, read in (("prefill", PrefillSettings), ("decode", DecodeSettings)):
+        own = settings.get(f"MESH_{role.upper()}_ENGINE__TENSOR_PARALLEL")
+        assert read().engine.tensor_parallel == int(own or settings.get("MESH_ENGINE__TENSOR_PARALLEL", "1"))
+
+
+@pytest.mark.parametrize("given", ["", "0", "two", "frontend=2", "decode=", "decode=2,decode=4", "2,4"])
+def test_ranks_for_an_unknown_role_or_given_twice_are_refused(given: str) -> None:
+    with pytest.raises(typer.BadParameter, match="prefill=N,decode=N"):
+        tp_settings([given])

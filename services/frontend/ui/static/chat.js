@@ -76,7 +76,7 @@ function Workers({ mayKill, serving, onKilled }) {
   </ul>`;
 }
 
-// The decode instance that generates the answer now, from the spans of the choice, which end before the answer begins.
+// The decode instance that generates the answer now. Spans come at the end, so the frontend is asked, which knows it.
 function useServing(id, isOver) {
   const [serving, setServing] = useState("");
   useEffect(() => {
@@ -84,11 +84,10 @@ function useServing(id, isOver) {
     if (!id || isOver) return undefined;
     const ask = async () => {
       try {
-        const { spans } = await callJson(`ui/api/traces/${id}`);
-        const chosen = spans.map((span) => span.attributes["kvmesh.decode.instance"]).filter(Boolean);
-        if (chosen.length) setServing(chosen[chosen.length - 1]);
+        const { decode } = await callJson(`ui/api/serving/${id}`);
+        if (decode) setServing(decode);
       } catch {
-        // not written yet
+        // the frontend is out of reach: the chat itself says so
       }
     };
     const timer = setInterval(ask, SERVING_EVERY_MS);

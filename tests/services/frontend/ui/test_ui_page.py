@@ -92,7 +92,14 @@ async def test_with_api_keys_the_page_loads_and_its_api_wants_one(mesh: FakeMesh
     async with served(mesh, make_page(), keys) as http:
         for path in FILES:
             assert (await http.get(path)).status_code == 200
-        for path in ("about", "feed", "requests", f"traces/{'a' * 32}", f"traces/{'a' * 32}/perfetto"):
+        for path in (
+            "about",
+            "feed",
+            "requests",
+            f"traces/{'a' * 32}",
+            f"traces/{'a' * 32}/perfetto",
+            f"serving/{'a' * 32}",
+        ):
             assert (await http.get(f"/ui/api/{path}")).status_code == 401, path
             wrong = await http.get(f"/ui/api/{path}", headers={"authorization": "Bearer wrong"})
             assert wrong.status_code == 401

@@ -1,0 +1,140 @@
+"""The transfer end of an instance on several devices: rank 0's own, and those of the followers."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from components.kv_transfer.aux import AuxBuffer
+from components.kv_transfer.backend import KvTransfer, PageRegion
+from components.kv_transfer.backends import kv_opener
+from components.kv_transfer.pieces import Pieces
+from components.kv_transfer.rank_line import Answer, CatchUp, Hasten, Open, RankLine, Receive
+from components.kv_transfer.writes import Writes
+from components.wire.instances import KvEndpoint, RankEndpoint
+from components.wire.layout import of_shard
+
+
+class LedTransfer:
+    """Implements `KvTransfer`. Its own `write_pages` and `write_pieces` are rank 0's: use `Writes` for all ranks."""
+
+    def __init__(self, own: KvTransfer, lines: Sequence[RankLine], followers: list[RankEndpoint]) -> None:
+        self._own = own
+        self._lines = lines
+        self.endpoint: KvEndpoint = msgspec.structs.replace(own.endpoint, followers=followers)
+        self._num_expected = 0
+
+    @property
+    def aux(self) -> AuxBuffer:
+        return self._own.aux
+
+    async def connect(self, peer: KvEndpoint) -> None:
+        await self._own.connect(peer)
+
+    async def disconnect(self, agent: str) -> None:
+        await self._own.disconnect(agent)
+
+    def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> Awaitable[int]:
+        return self._own.write_pages(agent, source, target)
+
+    def write_pieces(self, agent: str, pieces: Pieces) -> Awaitable[int]:
+        return self._own.write_pieces(agent, pieces)
+
+    def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> Awaitable[object]:
+        return self._own.write_aux(agent, source_slot, target_slot, notification)
+
+    def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
+        future = self._own.expect(notification, slot)
+        self._num_expected += 1
+        if self._num_expected == 1:
+            self._tell(Receive(on=True))
+        future.add_done_callback(self._expected)
+        return future
+
+    def hasten(self, notification: str) -> None:
+        self._own.hasten(notification)
+        self._tell(Hasten())
+
+    async def catch_up(self) -> None:
+        await self._own.catch_up()
+        for answer in [line.ask(CatchUp()) for line in self._lines]:
+            await answer
+
+    def _expected(self, _future: asyncio.Future[None]) -> None:
+        self._num_expected -= 1
+        if not self._num_expected:
+            self._tell(Receive(on=False))
+
+    def _tell(self, order: Receive | Hasten) -> None:
+        for line in self._lines:
+            line.ask(order).add_done_callback(_noticed)
+
+
+def _noticed(answer: asyncio.Future[Answer]) -> None:
+    """A follower that has ended ends the instance, whatever it did not answer."""
+    if not answer.cancelled():
+        answer.exception()
+
+
+class RankPlace(Protocol):
+    """A follower's pool, and where it listens; the engine's `RankMemory` implements it."""
+
+    @property
+    def device(self) -> str: ...
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def line(self) -> str: ...
+
+
+class LedRegion(PageRegion, Protocol):
+    @property
+    def followers(self) -> Sequence[RankPlace]:
+        """From rank 1 on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    transfer: KvTransfer
+    writes: Writes
+
+
+@asynccontextmanager
+async def open_transfer(
+    setting: str, region: LedRegion, agent: str, host: str, max_request_pages: int
+) -> AsyncIterator[Opened]:
+    """Open the ends of all ranks. Without followers it is the backend's own."""
+    async with kv_opener(setting)(region, agent, host, max_request_pages) as own:
+        if not region.followers:
+            yield Opened(own, Writes(own))
+            return
+        lines: list[RankLine] = []
+        try:
+            followers: list[RankEndpoint] = []
+            for i, rank in enumerate(region.followers, 1):
+                line = await RankLine.open(i, rank.line)
+                lines.append(line)
+                layout = of_shard(region.layout, i, region.layout.shards)
+                order = Open(
+                    setting,
+                    f"{agent}-rank{i}",
+                    host,
+                    max_request_pages,
+                    rank.address,
+                    region.num_pages,
+                    rank.device,
+                    layout,
+                )
+                endpoint = (await line.ask(order)).endpoint
+                assert endpoint is not None, "opening answers with it"
+                followers.append(endpoint)
+            transfer = LedTransfer(own, lines, followers)
+            yield Opened(transfer, Writes(transfer, lines))
+        finally:
+            for line in lines:
+                await line.close()

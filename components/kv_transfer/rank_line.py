@@ -1,0 +1,174 @@
+"""Orders of an instance's leader to the transfer end of a follower, over a Unix socket of their machine."""
+
+import asyncio
+from contextlib import suppress
+from struct import Struct as Format
+from typing import Final
+
+import msgspec
+
+from components.errors import MeshError, TransferFailed
+from components.wire.instances import KvEndpoint, RankEndpoint
+from components.wire.layout import KvLayout
+
+LENGTH: Final = Format("<I")
+CONNECT_S: Final = 10.0
+
+
+class Open(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Open the follower's end over its pool. Answer: its endpoint."""
+
+    setting: str  # as in --kv-transfer
+    agent: str
+    host: str
+    max_request_pages: int
+    address: int
+    num_pages: int
+    device: str
+    layout: KvLayout
+
+
+class Connect(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    peer: KvEndpoint
+
+
+class Disconnect(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    agents: list[str]
+
+
+class Write(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Write into all ranks of a connected peer that share heads. Answer: the bytes."""
+
+    agent: str  # of the peer's first rank
+    tokens: tuple[int, int]
+    source: list[int]
+    target: list[int]
+
+
+class Receive(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Make progress for peers that write, or stop it."""
+
+    on: bool
+
+
+class Hasten(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+class Sum(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Checksum the tokens of a block table, each head apart. Answer: the sums."""
+
+    pages: list[int]
+    tokens: tuple[int, int]
+    peer_page_size: int
+
+
+class CatchUp(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+Order = Open | Connect | Disconnect | Write | Sum | Receive | Hasten | CatchUp
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    error: str = ""
+    num_bytes: int = 0
+    endpoint: RankEndpoint | None = None
+    sums: list[list[int]] = []  # by page of the larger size, then by head
+
+
+class Numbered(msgspec.Struct, frozen=True, array_like=True):
+    number: int
+    order: Order
+
+
+_encoder: Final = msgspec.msgpack.Encoder()
+orders: Final = msgspec.msgpack.Decoder(Numbered)
+answers: Final = msgspec.msgpack.Decoder(Answer)
+
+
+async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
+    """None at the end."""
+    try:
+        (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
+        return await reader.readexactly(length)
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def write_frame(writer: asyncio.StreamWriter, message: Numbered | Answer) -> None:
+    data = _encoder.encode(message)
+    writer.write(LENGTH.pack(len(data)) + data)
+
+
+class RankLine:
+    """The leader's side of one follower."""
+
+    def __init__(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._rank = rank
+        self._writer = writer
+        self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._count = 0
+        self._is_over = False
+        self._reading = asyncio.create_task(self._read(reader), name=f"rank {rank}")
+
+    @classmethod
+    async def open(cls, rank: int, path: str) -> "RankLine":
+        """Raises: TransferFailed."""
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                reader, writer = await asyncio.open_unix_connection(path)
+        except OSError as exc:
+            raise TransferFailed(f"rank {rank} does not answer: {exc}") from exc
+        return cls(rank, reader, writer)
+
+    def ask(self, order: Order) -> asyncio.Future[Answer]:
+        """Future of the answer; TransferFailed if the order failed, or the follower has ended."""
+        future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        if self._is_over:
+            future.set_exception(self._gone())
+            return future
+        self._count += 1
+        self._waiting[self._count] = future
+        write_frame(self._writer, Numbered(self._count, order))
+        return future
+
+    async def moved(self, order: Write) -> int:
+        return (await self.ask(order)).num_bytes
+
+    async def close(self) -> None:
+        self._writer.close()
+        with suppress(OSError):
+            await self._writer.wait_closed()
+        await self._reading
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while (frame := await read_frame(reader)) is not None:
+            answer = answers.decode(frame)
+            future = self._waiting.pop(answer.number, None)
+            if future is None or future.done():
+                continue
+            if answer.error:
+                future.set_exception(TransferFailed(f"rank {self._rank}: {answer.error}"))
+            else:
+                future.set_result(answer)
+        self._is_over = True
+        waiting, self._waiting = self._waiting, {}
+        for future in waiting.values():
+            if not future.done():
+                future.set_exception(self._gone())
+
+    def _gone(self) -> MeshError:
+        return TransferFailed(f"rank {self._rank} of this instance has ended")
+
+
+def rank_endpoint(pid: int, endpoint: KvEndpoint) -> RankEndpoint:
+    return RankEndpoint(
+        pid=pid,
+        device=endpoint.device,
+        base_address=endpoint.base_address,
+        agent=endpoint.agent,
+        agent_metadata=endpoint.agent_metadata,
+        aux_address=endpoint.aux_address,
+    )

@@ -1,0 +1,118 @@
+"""Writes of tokens from the ranks of this instance into those of a peer.
+
+Each rank has its own end of the transfer backend. Rank 0's is here; a `RankLine` reaches that of a follower.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from components.aio import ended
+from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.pieces import cut, shared_heads
+from components.kv_transfer.rank_line import Connect, Disconnect, RankLine, Write
+from components.wire.instances import KvEndpoint
+from components.wire.layout import KvLayout, of_shard
+
+
+def of_rank(peer: KvEndpoint, rank: int) -> KvEndpoint:
+    """A peer's rank as an endpoint of its own."""
+    layout = of_shard(peer.layout, rank, peer.layout.shards)
+    if rank == 0:
+        return msgspec.structs.replace(peer, followers=[])
+    one = peer.followers[rank - 1]
+    return msgspec.structs.replace(
+        peer,
+        agent=one.agent,
+        agent_metadata=one.agent_metadata,
+        base_address=one.base_address,
+        device=one.device,
+        aux_address=one.aux_address,
+        layout=layout,
+        followers=[],
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Tokens to move between two block tables, both of which begin at token 0."""
+
+    tokens: range
+    source: Sequence[int]
+    target: Sequence[int]
+
+
+def targets(ours: KvLayout, peer: KvEndpoint) -> list[KvEndpoint]:
+    """The peer's ranks into which our rank writes."""
+    ranks = (of_rank(peer, rank) for rank in range(1 + len(peer.followers)))
+    return [rank for rank in ranks if shared_heads(ours, rank.layout)]
+
+
+def write_rank(transfer: KvTransfer, to: KvEndpoint, copy: Copy) -> Awaitable[int]:
+    """Write the heads that our rank shares with one of the peer's."""
+    ours, theirs, tokens = transfer.endpoint.layout, to.layout, copy.tokens
+    if ours.page_size != theirs.page_size:
+        return transfer.write_pieces(to.agent, cut(ours, theirs, tokens, copy.source, copy.target))
+    # With the unused rows of the last page: a whole page is one piece.
+    pages = slice(tokens.start // ours.page_size, ours.pages_for(tokens.stop))
+    if ours.heads == theirs.heads:
+        return transfer.write_pages(to.agent, copy.source[pages], copy.target[pages])
+    whole = range(pages.start * ours.page_size, pages.stop * ours.page_size)
+    return transfer.write_pieces(to.agent, cut(ours, theirs, whole, copy.source, copy.target))
+
+
+async def connect_ranks(transfer: KvTransfer, peer: KvEndpoint) -> None:
+    """Connect our rank to those of the peer into which it writes. Raises: IncompatibleLayout, TransferFailed."""
+    for rank in targets(transfer.endpoint.layout, peer):
+        await transfer.connect(rank)
+
+
+async def write_ranks(transfer: KvTransfer, peer: KvEndpoint, copy: Copy) -> int:
+    """Write from our rank into all of the peer that share heads with it."""
+    return await all_ended([write_rank(transfer, to, copy) for to in targets(transfer.endpoint.layout, peer)])
+
+
+async def all_ended(writes: Sequence[Awaitable[int]]) -> int:
+    """Wait for all, even if one fails: afterwards no byte is in flight. Returns: the sum."""
+    running = [asyncio.ensure_future(write) for write in writes]
+    for write in running:
+        await ended(write)
+    return sum(write.result() for write in running)
+
+
+class Writes:
+    """All ranks of this instance write through it."""
+
+    def __init__(self, transfer: KvTransfer, lines: Sequence[RankLine] = ()) -> None:
+        self._transfer = transfer  # of rank 0
+        self.lines = lines
+        self._agents: dict[str, list[str]] = {}  # of a peer's ranks, by the agent of its first
+
+    async def connect(self, peer: KvEndpoint) -> None:
+        """Raises: IncompatibleLayout, TransferFailed."""
+        self._agents[peer.agent] = [peer.agent, *(rank.agent for rank in peer.followers)]
+        for line in self.lines:
+            await line.ask(Connect(peer))
+        await connect_ranks(self._transfer, peer)
+
+    async def disconnect(self, agent: str) -> None:
+        agents = self._agents.pop(agent, [agent])
+        for line in self.lines:
+            await line.ask(Disconnect(agents))
+        for one in agents:
+            await self._transfer.disconnect(one)
+
+    def write(self, peer: KvEndpoint, tokens: range, source: Sequence[int], target: Sequence[int]) -> Awaitable[int]:
+        """Copy `tokens` between block tables that begin at token 0.
+
+        Returns: an awaitable of the bytes that have landed, which may be done already.
+        Raises: TransferFailed, when no byte is in flight any more but not all have landed.
+        """
+        copy = Copy(tokens, source, target)
+        if not self.lines and not peer.followers:
+            return write_rank(self._transfer, peer, copy)
+        order = Write(peer.agent, (tokens.start, tokens.stop), list(source), list(target))
+        own = write_ranks(self._transfer, peer, copy)
+        return all_ended([own, *(line.moved(order) for line in self.lines)])

@@ -1,0 +1,1 @@
+"""Tensor parallelism: one instance on several devices, a process each."""

@@ -1,0 +1,66 @@
+"""What the leader tells followers: at the start as JSON on standard input, then in the step line."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from engine.config import EngineConfig
+from engine.runner.step_inputs import StepInputs
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The first line of a follower's standard input."""
+
+    model: str
+    state_dir: str
+    config: EngineConfig
+    rank: int
+    store: str  # path for `join_group`
+    memory: int  # file descriptors of the step line
+    wakers: list[int]
+
+    def dump(self) -> str:
+        return json.dumps(asdict(self), default=str)
+
+
+def line_of(directory: Path, rank: int) -> Path:
+    """Return the path at which a follower's transfer end listens."""
+    return directory / f"rank-{rank}"
+
+
+class MakeModel(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    """Allocate pages for model `number`, with these settings. An instance makes one, a test many."""
+
+    number: int
+    config: str  # JSON
+
+
+class Compute(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    number: int
+    inputs: StepInputs
+
+
+class CopyPage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    number: int
+    source: int
+    target: int
+
+
+Order = MakeModel | Compute | CopyPage
+encoder: Final = msgspec.msgpack.Encoder()
+decoder: Final = msgspec.msgpack.Decoder(Order)
+
+
+class Report(msgspec.Struct, frozen=True):
+    """A line of a follower's standard output, as JSON."""
+
+    pid: int
+    device: str = ""
+    failure: str = ""  # why it ends
+    is_setting: bool = False  # the failure: another start would not help
+    address: int = 0  # of the pages of the model made last
+    num_pages: int = 0

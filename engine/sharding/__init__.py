@@ -1,0 +1,1 @@
+"""A rank's part of a model, and the sums over all ranks."""

@@ -1,0 +1,128 @@
+"""Which rows or columns of a model's weights belong to a rank.
+
+transformers' `base_model_tp_plan` names the layers. KV heads that do not suffice are replicated.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import torch
+
+from components.wire.layout import KvLayout, can_shard
+from engine.errors import UnsupportedModel
+from engine.sharding.group import Reduced
+
+OUTPUTS: Final = "colwise"  # each rank has some of the outputs
+INPUTS: Final = "rowwise"  # each rank has some of the inputs: the outputs are summed
+WHOLE: Final = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise"})
+KV_LAYERS: Final = ("k_proj", "v_proj")  # transformers' names
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A rank's part of a linear layer."""
+
+    style: str  # OUTPUTS or INPUTS
+    start: int
+    length: int
+    whole: int  # of all ranks
+
+    @property
+    def weight(self) -> tuple[slice, ...]:
+        """Index of the part in the layer's weight, [outputs, inputs]."""
+        part = slice(self.start, self.start + self.length)
+        return (part,) if self.style == OUTPUTS else (slice(None), part)
+
+    def bias(self, rank: int) -> tuple[slice, ...] | None:
+        """Index of the part in the bias; None: this rank adds no bias, because another does."""
+        if self.style == OUTPUTS:
+            return self.weight
+        return (slice(None),) if rank == 0 else None
+
+    def whole_shape(self, part: torch.nn.Linear) -> tuple[int, int]:
+        """(outputs, inputs) of the whole layer."""
+        return (self.whole, part.in_features) if self.style == OUTPUTS else (part.out_features, self.whole)
+
+    def of_change(self, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The part of a layer's LoRA matrices, [rank, inputs] and [outputs, rank]."""
+        return (down, up[self.weight]) if self.style == OUTPUTS else (down[self.weight], up)
+
+
+Cuts = Mapping[str, Cut]  # by the layer's name
+NO_CUTS: Final[Cuts] = MappingProxyType({})  # of a whole model
+
+
+def check_heads(name: str, heads: int, kv_heads: int, size: int) -> None:
+    """Raises: UnsupportedModel."""
+    if heads % size or not can_shard(kv_heads, size):
+        possible = [n for n in range(1, heads + 1) if heads % n == 0 and can_shard(kv_heads, n)]
+        raise UnsupportedModel(
+            f"tensor_parallel={size}: {name} has {heads} query heads and {kv_heads} KV heads; "
+            f"it can be cut into {', '.join(map(str, possible))}"
+        )
+
+
+def plan_cuts(name: str, module: Any, layout: KvLayout) -> dict[str, Cut]:
+    """The cuts of a whole `module` for the shard of `layout`.
+
+    Raises: UnsupportedModel.
+    """
+    styles = getattr(module.config.get_text_config(), "base_model_tp_plan", None)
+    if not styles:
+        raise UnsupportedModel(f"tensor_parallel={layout.shards}: transformers has no plan to cut {name}")
+    prefix = "" if module.base_model is module else f"{module.base_model_prefix}."
+    cuts: dict[str, Cut] = {}
+    for path, layer in module.base_model.named_modules():
+        style = styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
+        if style is None or style in WHOLE:
+            continue
+        if style not in (OUTPUTS, INPUTS) or type(layer) is not torch.nn.Linear:
+            raise UnsupportedModel(
+                f"tensor_parallel={layout.shards}: {name} cannot be cut: its layer {path} is {style}, "
+                f"and only linear layers are cut, {OUTPUTS} or {INPUTS}"
+            )
+        cuts[prefix + path] = _cut(name, path, layer, style, layout)
+    if not cuts:
+        raise UnsupportedModel(f"tensor_parallel={layout.shards}: transformers' plan cuts no layer of {name}")
+    return cuts
+
+
+def _cut(name: str, path: str, layer: torch.nn.Linear, style: str, layout: KvLayout) -> Cut:
+    whole = layer.out_features if style == OUTPUTS else layer.in_features
+    if path.rpartition(".")[2] in KV_LAYERS:
+        return Cut(style, layout.heads.start * layout.head_dim, layout.num_heads * layout.head_dim, whole)
+    if whole % layout.shards:
+        raise UnsupportedModel(
+            f"tensor_parallel={layout.shards}: {name} cannot be cut so: {path} has {whole} columns or rows"
+        )
+    length = whole // layout.shards
+    return Cut(style, layout.shard * length, length, whole)
+
+
+def cut_linears(module: torch.nn.Module, cuts: Cuts, rank: int) -> None:
+    """Leave each layer its part of the weights."""
+    for name, cut in cuts.items():
+        layer: Any = module.get_submodule(name)
+        if cut.style == OUTPUTS:
+            layer.out_features = cut.length
+        else:
+            layer.in_features = cut.length
+        layer.weight = _part(layer.weight, cut.weight)
+        if layer.bias is not None:
+            bias = cut.bias(rank)
+            layer.bias = None if bias is None else _part(layer.bias, bias)
+
+
+def _part(whole: torch.Tensor, index: tuple[slice, ...]) -> torch.nn.Parameter:
+    return torch.nn.Parameter(whole.detach()[index].clone(), requires_grad=False)
+
+
+def join_sums(module: torch.nn.Module, cuts: Cuts) -> None:
+    """Sum the outputs of layers whose inputs are cut, after their adapters."""
+    for name, cut in cuts.items():
+        if cut.style == INPUTS:
+            parent, _, leaf = name.rpartition(".")
+            setattr(module.get_submodule(parent), leaf, Reduced(module.get_submodule(name)))

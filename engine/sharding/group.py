@@ -1,0 +1,75 @@
+"""The ranks of an instance, and what they compute together.
+
+torch's default process group: NCCL on devices, gloo on CPUs. A process belongs to one instance.
+"""
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import Final
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+JOIN_S: Final = 120.0
+
+
+def join_group(store: Path, rank: int, size: int, device: torch.device) -> None:
+    """Wait for the other ranks. `store` is a path on this machine, the same for all ranks."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; a host's name may not resolve
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=FileStore(str(store), size),
+        rank=rank,
+        world_size=size,
+        timeout=timedelta(seconds=JOIN_S),
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def leave_group() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def abort_group() -> None:
+    """Release a thread that waits for a lost rank on a device; gloo notices the loss itself."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
+
+
+def from_leader(values: torch.Tensor) -> torch.Tensor:
+    """Overwrite `values` with rank 0's."""
+    dist.broadcast(values, 0)
+    return values
+
+
+class Reduced(torch.nn.Module):
+    """A linear layer whose inputs are cut: the outputs of all ranks are summed."""
+
+    def __init__(self, part: torch.nn.Module) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.part(x)
+        if torch.compiler.is_compiling():
+            torch.ops.kvmesh.all_reduce(y)
+        else:
+            _all_reduce(y)
+        return y
+
+
+def _all_reduce(y: torch.Tensor) -> None:
+    dist.all_reduce(y)
+
+
+def _reduce_nothing(_y: torch.Tensor) -> None:
+    pass
+
+
+_LIBRARY: Final = torch.library.Library("kvmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("all_reduce(Tensor(a!) y) -> ()")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("kvmesh::all_reduce", _reduce_nothing, lib=_LIBRARY)

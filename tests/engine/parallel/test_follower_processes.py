@@ -1,0 +1,96 @@
+"""A lost follower ends its engine at once; a lost leader leaves no follower."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from components.startup import WrongSettings
+from engine.build import build_engine
+from engine.parallel.followers import RankLost
+from engine.ports import EngineRequest
+from engine.start import run_engine
+from tests.engine.loops import eventually
+from tests.engine.parallel.led import HOME
+from tests.engine.tiny_engine import greedy, prompt, small
+
+pytestmark = pytest.mark.timeout(120)
+
+LEADER = """
+import json, sys, time
+from engine.build import build_engine
+from pathlib import Path
+from tests.engine.parallel.led import HOME
+from tests.engine.tiny_engine import small
+engine = build_engine(sys.argv[1], small(tensor_parallel=2), HOME)
+print(json.dumps([(rank.pid, str(Path(rank.line).parent)) for rank in engine.kv_region.followers]), flush=True)
+time.sleep(100)
+"""
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize("busy", [False, True], ids=["at rest", "in a step"])
+def test_an_engine_that_loses_a_follower_ends_and_names_it(tiny_dir: Path, busy: bool, kernel: str | None) -> None:
+    async def main() -> None:
+        config = small(tensor_parallel=2)
+        async with run_engine(lambda: build_engine(str(tiny_dir), config, HOME)) as loop:
+            (follower,) = [rank.pid for rank in loop.engine.kv_region.followers]
+            if busy:
+                request = EngineRequest("r", prompt(9), greedy(10_000, ignore_eos=True))
+                await loop.between_steps(lambda engine: engine.submit(request))
+                await eventually(lambda: loop.stats.num_running == 1)
+            os.kill(follower, signal.SIGKILL)
+            error = await asyncio.wait_for(loop.failed(), 30)
+        assert isinstance(error, RankLost)
+        assert error.message.startswith(f"this instance has lost rank 1, process {follower}: it ended with -9")
+        assert not is_alive(follower)
+
+    asyncio.run(main())
+
+
+def test_an_engine_that_is_stopped_ends_its_followers(tiny_dir: Path, kernel: str | None) -> None:
+    async def main() -> None:
+        async with run_engine(lambda: build_engine(str(tiny_dir), small(tensor_parallel=2), HOME)) as loop:
+            (follower,) = [rank.pid for rank in loop.engine.kv_region.followers]
+            os.kill(follower, signal.SIGTERM)  # as to a whole process group: the leader decides
+            os.kill(follower, signal.SIGINT)
+            await loop.between_steps(lambda engine: engine.step())
+            assert is_alive(follower)
+        assert not is_alive(follower)
+
+    asyncio.run(main())
+
+
+def test_followers_do_not_outlive_a_leader_that_is_killed(tiny_dir: Path, kernel: str | None) -> None:
+    async def main() -> None:
+        command = [sys.executable, "-c", LEADER, str(tiny_dir)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE) as leader:
+            assert leader.stdout is not None
+            [(follower, home)] = json.loads(leader.stdout.readline())
+            assert is_alive(follower)
+            assert Path(home).is_dir()
+            leader.kill()
+        await eventually(lambda: not is_alive(follower))
+        assert not Path(home).exists()
+
+    asyncio.run(main())
+
+
+def test_settings_that_the_ranks_cannot_use_are_refused(tiny_dir: Path) -> None:
+    with pytest.raises(
+        WrongSettings, match=r"tensor_parallel=3: .* has 4 query heads and 2 KV heads; it can be cut into 1, 2, 4"
+    ):
+        build_engine(str(tiny_dir), small(tensor_parallel=3), HOME)
+    with pytest.raises(WrongSettings, match=r"engine\.kv_memory_gb"):
+        build_engine(str(tiny_dir), small(tensor_parallel=2, num_pages=None, kv_memory_gb=1e-9), HOME)

@@ -1,0 +1,70 @@
+"""Prefill and decode on different numbers of ranks, over NIXL, with a model that computes its KV."""
+
+import asyncio
+import random
+from typing import Final
+
+import pytest
+
+from tests.mesh.harness import Client, MeshProcesses, open_client
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+
+MODEL: Final = "tiny"
+MAX_TOKENS: Final = 8
+
+
+def _prompts() -> list[list[int]]:
+    draw = random.Random(5)
+    begin = [draw.randrange(3, 512) for _ in range(100)]
+    return [begin[: 50 * (i % 3)] + [draw.randrange(3, 512) for _ in range(20 + 45 * i)] for i in range(8)]
+
+
+async def _ask(client: Client, salt: str) -> list[list[int]]:
+    places = asyncio.Semaphore(3)
+
+    async def one(prompt: list[int]) -> list[int]:
+        async with places:
+            return await client.generate(prompt, MAX_TOKENS, model=MODEL, salt=salt)
+
+    return list(await asyncio.gather(*(one(prompt) for prompt in _prompts())))
+
+
+def test_tokens_are_those_of_one_device(tiny_mesh: MeshProcesses) -> None:
+    """From one rank to two and from four, which share two KV heads, to two; with pages of other sizes, verified."""
+
+    async def run() -> None:
+        async with open_client(tiny_mesh, MODEL) as client:
+            expected = await _ask(client, "alone")
+            alone = tiny_mesh.one("decode")
+            alone.popen.terminate()
+            assert await asyncio.to_thread(alone.popen.wait, 20) == 0
+            ranks = {
+                "MESH_ENGINE__TENSOR_PARALLEL": "2",
+                "MESH_ENGINE__PAGE_SIZE": "32",
+                "MESH_DECODE_VERIFY_KV": "true",
+            }
+            decode = await asyncio.to_thread(tiny_mesh.start_one, "decode", **ranks)
+            [record] = await client.until_usable("decode")
+            assert record.kv is not None
+            assert (record.kv.devices, record.kv.layout.shards) == (["cpu", "cpu"], 2)
+            for size, page_size in (("1", "16"), ("4", "32")):
+                settings = {"MESH_ENGINE__TENSOR_PARALLEL": size, "MESH_ENGINE__PAGE_SIZE": page_size}
+                prefill = await asyncio.to_thread(tiny_mesh.start_one, "prefill", **settings)
+                [worker] = await client.until_usable("prefill")
+                assert worker.kv is not None
+                assert len(worker.kv.devices) == int(size)
+                assert await _ask(client, f"from {size} ranks") == expected
+                for beat in await client.until_quiet():
+                    assert beat.free_pages + beat.cached_pages == beat.total_pages
+                prefill.popen.terminate()
+                assert await asyncio.to_thread(prefill.popen.wait, 20) == 0
+                async with asyncio.timeout(10):
+                    while client.prefills.usable():
+                        await asyncio.sleep(0.02)
+            log = decode.logged()
+            assert "computing the prompt here" not in log
+            assert "prefill instance not used" not in log
+
+    tiny_mesh.start("bootstrap", "decode")
+    asyncio.run(run())
