@@ -41,7 +41,7 @@ def owned_servers(home: Path, accounts: Accounts) -> Iterator[OwnedServers]:
     with asyncio.Runner() as runner:
         stack = AsyncExitStack()
         etcd, nats = (
-            runner.run(stack.enter_async_context(running(kind, home / "servers", accounts=accounts)))
+            runner.run(stack.enter_async_context(running(kind, home / "servers", accounts=accounts, is_monitored=True)))
             for kind in (ETCD, NATS)
         )
         try:
