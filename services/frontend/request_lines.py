@@ -11,7 +11,6 @@ from prometheus_client import Counter
 
 from components.telemetry.repeated_lines import requests as log
 from components.telemetry.spans import TraceRate
-from components.wire.generate import PromptOrigin
 from services.frontend.config import SlowLimits
 from services.frontend.request_record import RequestRecord
 
@@ -52,7 +51,7 @@ class RequestLines:
         if late and self._slow is not None:
             for reason in late:
                 self._slow.labels(reason).inc()
-        moves = record.all_of("moved")
+        moves = record.moves
         level = logging.WARNING if late or status >= 500 else logging.INFO
         if not self._passes(level, is_ordinary=level == logging.INFO and not moves):
             return
@@ -62,16 +61,15 @@ class RequestLines:
         if record.ttft_s is not None:
             facts["ttft_s"] = round(record.ttft_s, 4)
         facts |= {f"{name}_s": round(seconds, 4) for name, seconds in record.spent_s(record.end_ns).items()}
-        origins = [origin for origin in record.all_of("origin") if isinstance(origin, PromptOrigin)]
-        local = "; ".join(dict.fromkeys(origin.why_local for origin in origins if origin.why_local))
+        local = "; ".join(dict.fromkeys(origin.why_local for origin in record.origins if origin.why_local))
         if moves:
             facts |= {"moves": len(moves), "moved_because": moves[-1]}
         why = [*late.values()]
         why += [f"moved {len(moves)} times"] if late and moves else []
         why += ["its prompt was computed on decode"] if late and local else []
         texts = {
-            "decode": ",".join(dict.fromkeys(map(str, record.all_of("decode")))),
-            "prefill": ",".join(dict.fromkeys(origin.prefill for origin in origins if origin.prefill)),
+            "decode": ",".join(dict.fromkeys(record.decodes)),
+            "prefill": ",".join(dict.fromkeys(origin.prefill for origin in record.origins if origin.prefill)),
             "local_prefill": local,
             "error": record.error,
             "reason": record.reason,

@@ -30,8 +30,8 @@ class RequestRecord:
     """
 
     __slots__ = (
-        "_current", "_in_trace", "_phase", "_phase_ns", "_request_id", "_span", "_where", "end_ns", "error", "first_ns",
-        "longest_gap_s", "reason", "root", "ttft_s",
+        "_current", "_in_trace", "_phase", "_phase_ns", "_request_id", "_span", "decodes", "end_ns", "error", "first_ns",
+        "longest_gap_s", "moves", "origins", "reason", "root", "ttft_s",
     )  # fmt: skip
 
     def __init__(self, span: Span, root: LightSpan, phase: str = "") -> None:
@@ -45,7 +45,9 @@ class RequestRecord:
         self.reason = ""  # of an error of ours; a client's own may quote the request
         self._span = span
         self._phase, self._phase_ns = phase, root.start_time
-        self._where: list[tuple[str, str | PromptOrigin]] = []  # what the mesh did with it
+        self.decodes: list[str] = []  # instances that accepted it, in order
+        self.moves: list[str] = []  # causes
+        self.origins: list[PromptOrigin] = []  # of its prompts
 
     @property
     def is_kept(self) -> bool:
@@ -110,16 +112,13 @@ class RequestRecord:
         self.begin("frontend.fail")
 
     def sent_to(self, decode: str) -> None:
-        self._where.append(("decode", decode))
+        self.decodes.append(decode)
 
     def moved(self, cause: str) -> None:
-        self._where.append(("moved", cause))
+        self.moves.append(cause)
 
     def prompt_computed(self, origin: PromptOrigin) -> None:
-        self._where.append(("origin", origin))
-
-    def all_of(self, kind: str) -> list[str | PromptOrigin]:
-        return [what for name, what in self._where if name == kind]
+        self.origins.append(origin)
 
     def close(self, limits: SlowLimits, num_tokens: int) -> dict[str, str]:
         """End the last phase, and mark the trace. Returns why the request was slow, by limit."""
@@ -128,7 +127,7 @@ class RequestRecord:
         late = self._late(limits, end_ns, num_tokens)
         if late:
             self.root.attributes[SLOW] = True
-        if any(name == "moved" for name, _ in self._where):
+        if self.moves:
             self.root.attributes[MOVED] = True
         return late
 
@@ -175,8 +174,7 @@ def decode_of(trace_id: str, tenant: str | None) -> str:
         return ""
     if record is None or (tenant is not None and record.root.attributes.get(TENANT) != tenant):
         return ""
-    decodes = record.all_of("decode")
-    return str(decodes[-1]) if decodes else ""
+    return record.decodes[-1] if record.decodes else ""
 
 
 def request_record() -> RequestRecord:

@@ -84,7 +84,7 @@ def _write(home: Path, number: int, barrier: Barrier) -> None:
 
 
 def test_several_processes_make_and_write_one_file_at_once_and_nothing_is_lost(tmp_path: Path) -> None:
-    """Who lost the race to turn a new file to WAL was told "locked" at once, and lost its first span; now it waits."""
+    """A process that lost the race to set WAL on a new file got "locked" at once and dropped a span; now it retries."""
     context = multiprocessing.get_context("spawn")  # a fork would inherit the locks of other tests' threads
     barrier = context.Barrier(3)
     processes = [context.Process(target=_write, args=(tmp_path, n, barrier)) for n in range(3)]

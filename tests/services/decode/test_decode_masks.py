@@ -1,4 +1,4 @@
-"""A request with a constraint waits for its mask by itself, and is nobody's before it has one."""
+"""A request with a constraint holds no pages and asks no prefill before it has its mask."""
 
 import asyncio
 from collections.abc import Sequence

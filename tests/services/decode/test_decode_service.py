@@ -192,7 +192,7 @@ class Decode:
         return [item.error.error for item in self.items() if item.error is not None]
 
     def queues(self) -> dict[str, int]:
-        """Those that somebody stands in."""
+        """The queues that are not empty, with their lengths."""
         figures = Figures("decode", "mine")
         self.service.show(figures)
         return {state: count for state, count in figures.status().queues.items() if count}

@@ -109,7 +109,7 @@ class Prefill:
         return asyncio.ensure_future(self.service.quiesce(asked))
 
     def queues(self) -> dict[str, int]:
-        """Those that somebody stands in."""
+        """The queues that are not empty, with their lengths."""
         figures = Figures("prefill", "mine")
         self.service.show(figures)
         return {state: count for state, count in figures.status().queues.items() if count}
