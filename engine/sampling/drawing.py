@@ -41,7 +41,7 @@ class Drawing:
 def drawing_of(params: SamplingParams) -> Drawing:
     return Drawing(
         inverse=_float32(1 / max(params.temperature, COLDEST)) if params.temperature > 0 else 0.0,
-        reach=_float32(-math.log(params.min_p)) if params.min_p > 0 else EVERY,
+        reach=_float32(abs(math.log(params.min_p))) if params.min_p > 0 else EVERY,
         top_k=max(params.top_k, 0),
         share=max(1, round(params.top_p * WHOLE)),
     )

@@ -8,7 +8,7 @@ import torch
 
 from components.wire.sampling import SamplingParams
 from engine.sampling.row import Row
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import HostSampler
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -22,7 +22,7 @@ def make_row(tokens: Sequence[int], num_prompt_tokens: int | None = None, **para
 
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     """The engine's own draws, read at once."""
-    return Sampler().draw(logits, rows).read()
+    return HostSampler().draw(logits, rows).read()
 
 
 def uniform(seed: int, position: int) -> float:
