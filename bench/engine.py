@@ -289,8 +289,10 @@ def main(
     ] = False,
 ) -> None:
     if only_host:
-        for size, way, spent in host_steps(HOST_BATCHES, HOST_STEPS):
-            say("host's part of a decode step", spent, 0.0, batch=size, context=CONTEXT, sampling=way)
+        for steps_of in host_steps(HOST_BATCHES, HOST_STEPS):
+            facts = {"batch": steps_of.batch, "context": CONTEXT, "sampling": steps_of.sampling}
+            facts |= {"sampler": steps_of.sampler, "launches": steps_of.launches}
+            say("host's part of a decode step", steps_of.spent_s, 0.0, **facts)
         return
     generated = BESIDE_STEPS if neighbours else 32
     tokens = int(PAGES_MARGIN * max(batch) * (max(context) + generated)) + 2 * max(prompt)

@@ -2,16 +2,18 @@
 nothing.
 
 On a GPU a step cannot be shorter than this. The vocabulary is small, because per-token sampling is the device's
-work.
+work. `device` is its sampler without the kernel, `cpu` the one that draws on a CPU.
 """
 
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 
+from bench.launches import Launches, LaunchesOnly
 from components.wire.layout import KvLayout
 from components.wire.sampling import SamplingParams
 from engine.attention.backend import StepAttention, StepShape
@@ -22,6 +24,7 @@ from engine.lora.adapters import Adapters
 from engine.ports import EngineRequest, KvRegion
 from engine.runner.device_model import DeviceModel
 from engine.runner.torch_runner import TorchRunner
+from engine.sampling.sampler import HostSampler, Sampler
 
 VOCAB: Final = 64
 PENALISED_VOCAB: Final = 2048  # penalties cost by distinct tokens
@@ -65,7 +68,7 @@ class _NoForward:
         return self._logits[: len(keep)]
 
 
-def host_core(batch: int, vocab: int) -> EngineCore:
+def host_core(batch: int, vocab: int, sampler: Sampler) -> EngineCore:
     context = CONTEXT + ANSWER
     layout = KvLayout(model="none", dtype="bfloat16", page_size=16, layers=1, kv_heads=1, head_dim=16)
     pages = batch * layout.pages_for(context)
@@ -74,7 +77,7 @@ def host_core(batch: int, vocab: int) -> EngineCore:
     tables = Tables(StepLimits(batch, config.max_step_tokens, context), layout.page_size)
     model = DeviceModel(torch.device("cpu"), _NoForward(batch, vocab), tables, torch.zeros(1), Adapters())
     return EngineCore(
-        runner=Device(model),
+        runner=Device(model, sampler),
         config=config,
         region=KvRegion(0, pages, layout, "cpu"),
         max_context=context,
@@ -83,9 +86,20 @@ def host_core(batch: int, vocab: int) -> EngineCore:
     )
 
 
-def decode_steps(batch: int, steps: int, params: Mapping[str, Any]) -> list[float]:
+@dataclass(frozen=True, slots=True)
+class HostSteps:
+    batch: int
+    sampling: str
+    sampler: str
+    spent_s: list[float]
+    launches: int | None  # of the last draw, on a device
+
+
+def decode_steps(batch: int, steps: int, way: str, sampler: str) -> HostSteps:
+    params = WAYS[way]
     vocab = PENALISED_VOCAB if "repetition_penalty" in params else VOCAB
-    core, draw = host_core(batch, vocab), random.Random(0)
+    made = LaunchesOnly(vocab, torch.device("cpu")) if sampler == "device" else HostSampler()
+    core, draw = host_core(batch, vocab, made), random.Random(0)
     for i in range(batch):
         sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True, seed=i, **params)
         tokens = [draw.randrange(1, vocab) for _ in range(CONTEXT - WARM)]
@@ -100,11 +114,24 @@ def decode_steps(batch: int, steps: int, params: Mapping[str, Any]) -> list[floa
         output = core.step()
         spent.append(time.perf_counter() - started)
         assert len(output.tokens) == batch
-    return spent
+    return HostSteps(batch, way, sampler, spent, _launches(core, made) if sampler == "device" else None)
 
 
-def host_steps(batches: Sequence[int], steps: int) -> Iterator[tuple[int, str, list[float]]]:
+def _launches(core: EngineCore, sampler: Sampler) -> int:
+    launches, draw = Launches(), sampler.draw
+
+    def counted(*args: Any) -> Any:
+        with launches.counting():
+            return draw(*args)
+
+    sampler.draw = counted  # type: ignore[method-assign]
+    core.step()
+    return launches.count
+
+
+def host_steps(batches: Sequence[int], steps: int) -> Iterator[HostSteps]:
     torch.set_num_threads(1)
     for batch in batches:
-        for way, params in WAYS.items():
-            yield batch, way, decode_steps(batch, steps, params)
+        for way in WAYS:
+            for sampler in ("cpu", "device"):
+                yield decode_steps(batch, steps, way, sampler)

@@ -88,17 +88,18 @@ class DeviceSampler:
         self._lists = torch.zeros(2, 0, dtype=torch.int32, device=device)  # [2, rows * DEPTH * block]
 
     def draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> "DeviceDraw":
+        assert logits.shape[1] == self._vocab, "the vocabulary is the model's"
         positions = [len(row.tokens) for row in rows]
         if self._positions != positions or self._rows != rows:
             self._change(rows, positions)
         self._positions = [position + 1 for position in positions]
         logprobs = DrawnLogprobs(logits, rows)
         ids = torch.empty(2, len(rows), dtype=torch.int64, device=self._device)
-        self._launch(logits, ids)
+        self._launch(logits, ids, self._masks())
         logprobs.note(ids[0])
         return DeviceDraw(ids, logprobs)
 
-    def _launch(self, logits: torch.Tensor, ids: torch.Tensor) -> None:
+    def _launch(self, logits: torch.Tensor, ids: torch.Tensor, masks: torch.Tensor) -> None:
         kernel.sample_kernel[len(self._rows),](
             ids,
             logits,
@@ -107,7 +108,7 @@ class DeviceSampler:
             self._counts.lines,
             self._bias.lines,
             self._ends.lines,
-            self._masks(),
+            masks,
             self._lists[0].view(torch.float32),
             self._lists[1],
             self._vocab,

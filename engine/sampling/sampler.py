@@ -1,15 +1,17 @@
 """Logits to token ids and log-probabilities, each request with its own parameters."""
 
 from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Final, Protocol
 
-import numpy as np
 import torch
 
+from engine.attention.choose_attention import find_c_compiler
 from engine.sampling.adjust import Adjustments
 from engine.sampling.drawing import draw, drawing_of
 from engine.sampling.logprobs import DrawnLogprobs
-from engine.sampling.noise import keys, stream_starts
+from engine.sampling.noise import Floats, keys, stream_starts
 from engine.sampling.row import NO_TOKEN, Row
 
 GREEDY: Final = 0.0
@@ -30,6 +32,14 @@ class Draw(Protocol):
 class Sampler(Protocol):
     def draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> Draw:
         """Enqueue a draw for each row of `logits`, [B, vocab] of the model's type, which stay as they are."""
+
+
+def choose_sampler(vocab: int, device: torch.device) -> Sampler:
+    """The kernel's where Triton can compile it, else the CPU's. They draw the same tokens from the same logits."""
+    if device.type != "cuda" or find_spec("triton") is None or find_c_compiler() is None:
+        return HostSampler()
+    made: Sampler = import_module("engine.sampling.device_sampler").DeviceSampler(vocab, device)
+    return made
 
 
 class HostSampler:
@@ -86,7 +96,7 @@ class HostDraw:
         self._logprobs.leave()
         return self._host_ids
 
-    def _draw(self, logits: np.ndarray, batch: Batch) -> None:
+    def _draw(self, logits: Floats, batch: Batch) -> None:
         """Replace the most probable token of each row that is not greedy."""
         if not batch.drawn:
             return
