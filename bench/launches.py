@@ -10,7 +10,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from engine.sampling import device_sampler, logprobs
 from engine.sampling.device_sampler import DeviceSampler
 
-COPIES: Final = ((device_sampler, "to_device"), (device_sampler, "to_host"), (logprobs, "to_device"), (logprobs, "to_host"))
+COPIES: Final = (
+    (device_sampler, "to_device"),
+    (device_sampler, "to_host"),
+    (logprobs, "to_device"),
+    (logprobs, "to_host"),
+)
 
 
 class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as torch ships it

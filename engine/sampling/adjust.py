@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.sampling.allowed import Words, allowed_words, bits_of
+from engine.sampling.allowed import allowed_words, bits_of
 from engine.sampling.row import Row
 from engine.sampling.seen import SeenTokens
 

@@ -19,6 +19,7 @@ from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, KvRegion, Phase, StepOutput
 from engine.runner.step_runner import StepFailed
 from engine.runner.torch_runner import TorchRunner, TorchStep
+from engine.sampling.device_sampler import DeviceSampler
 from engine.scheduler.request import Chunk
 from tests.engine.tiny_engine import (
     GENERATING,
@@ -422,6 +423,13 @@ def test_nothing_waits_for_the_device_between_launch_and_result(
     watch(TorchRunner, "launch")
     watch(TorchRunner, "copy_page")
     watch(TorchStep, "sample")
+    interpreted = DeviceSampler._launch
+
+    def launch(*args: Any) -> None:
+        with torch._C.DisableTorchFunction():  # the interpreter does wait
+            interpreted(*args)
+
+    monkeypatch.setattr(DeviceSampler, "_launch", launch)
     everything: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "n": 3},
@@ -430,6 +438,7 @@ def test_nothing_waits_for_the_device_between_launch_and_result(
         {"min_tokens": 5, "stop_token_ids": (9, 40)},
     ]
     engine = make_engine(tiny, pipeline="on")
+    engine._runner.sampler = DeviceSampler(tiny.vocab_size, torch.device("cpu"), block=64)  # type: ignore[attr-defined]
     for i, how in enumerate(everything):
         params = SamplingParams(**{"max_tokens": 9, "ignore_eos": True, **how})
         engine.submit(EngineRequest(f"r{i}", prompt(30 + i, start=i), params))

@@ -8,8 +8,8 @@ from msgspec import structs
 
 from components.wire.sampling import SamplingParams
 from engine.sampling.adjust import Adjustments
-from engine.sampling.row import Row
 from engine.sampling.drawing import drawing_of, kept
+from engine.sampling.row import Row
 from engine.sampling.sampler import HostSampler
 from tests.engine.sampling.reference import adjusted, make_row, probabilities, sample, scores
 

@@ -18,7 +18,7 @@ def key_of(seed: int, position: int) -> int:
 
 
 def chi_square_of_pairs(left: np.ndarray, right: np.ndarray) -> float:
-    """Of words that should have nothing to do with each other, in 10 × 10 cells."""
+    """Of words that should have nothing to do with each other, in 10 by 10 cells."""
     cells = np.bincount((left * 10.0 / 2**32).astype(int) * 10 + (right * 10.0 / 2**32).astype(int), minlength=100)
     wanted = len(left) / 100
     return float(((cells - wanted) ** 2 / wanted).sum())
@@ -46,7 +46,9 @@ def test_neighbouring_tokens_positions_and_seeds_have_nothing_to_do_with_each_ot
     for lag in (1, 2, 16, 128, 768):
         assert chi_square_of_pairs(tokens[:count], tokens[lag:][:count]) < CHI_SQUARE_99
     token = np.array([11])
-    positions = np.array([noise_words(key, token)[0] for key in keys(stream_starts([5] * count), range(count)).tolist()])
+    positions = np.array(
+        [noise_words(key, token)[0] for key in keys(stream_starts([5] * count), range(count)).tolist()]
+    )
     seeds = np.array([noise_words(key, token)[0] for key in keys(stream_starts(range(count)), [5] * count).tolist()])
     for words in (positions, seeds, tokens[:count]):
         assert chi_square_of_pairs(words[:-1], words[1:]) < CHI_SQUARE_99

@@ -1,7 +1,6 @@
 import random
 from typing import Any
 
-import pytest
 import torch
 
 from components.wire.sampling import SamplingParams, branch_seed
