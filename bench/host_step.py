@@ -2,13 +2,12 @@
 nothing.
 
 On a GPU a step cannot be shorter than this. The vocabulary is small, because per-token sampling is the device's
-work. `device` is its sampler without the kernel, `cpu` the one that draws on a CPU.
+work. With `on_device` its sampler runs without the kernel, else the one that draws on a CPU.
 """
 
 import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -24,7 +23,6 @@ from engine.lora.adapters import Adapters
 from engine.ports import EngineRequest, KvRegion
 from engine.runner.device_model import DeviceModel
 from engine.runner.torch_runner import TorchRunner
-from engine.sampling.sampler import HostSampler, Sampler
 
 VOCAB: Final = 64
 PENALISED_VOCAB: Final = 2048  # penalties cost by distinct tokens
@@ -68,7 +66,7 @@ class _NoForward:
         return self._logits[: len(keep)]
 
 
-def host_core(batch: int, vocab: int, sampler: Sampler) -> EngineCore:
+def host_core(batch: int, vocab: int, *, on_device: bool = False) -> EngineCore:
     context = CONTEXT + ANSWER
     layout = KvLayout(model="none", dtype="bfloat16", page_size=16, layers=1, kv_heads=1, head_dim=16)
     pages = batch * layout.pages_for(context)
@@ -76,8 +74,11 @@ def host_core(batch: int, vocab: int, sampler: Sampler) -> EngineCore:
 
     tables = Tables(StepLimits(batch, config.max_step_tokens, context), layout.page_size)
     model = DeviceModel(torch.device("cpu"), _NoForward(batch, vocab), tables, torch.zeros(1), Adapters())
+    runner = Device(model)
+    if on_device:
+        runner.sampler = LaunchesOnly(model.device)
     return EngineCore(
-        runner=Device(model, sampler),
+        runner=runner,
         config=config,
         region=KvRegion(0, pages, layout, "cpu"),
         max_context=context,
@@ -86,20 +87,28 @@ def host_core(batch: int, vocab: int, sampler: Sampler) -> EngineCore:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class HostSteps:
-    batch: int
-    sampling: str
-    sampler: str
-    spent_s: list[float]
-    launches: int | None  # of the last draw, on a device
+def decode_steps(batch: int, steps: int, params: Mapping[str, Any], *, on_device: bool = False) -> list[float]:
+    core = _decoding(batch, params, on_device=on_device)
+    spent = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        output = core.step()
+        spent.append(time.perf_counter() - started)
+        assert len(output.tokens) == batch
+    return spent
 
 
-def decode_steps(batch: int, steps: int, way: str, sampler: str) -> HostSteps:
-    params = WAYS[way]
+def launches(params: Mapping[str, Any]) -> int:
+    """What a draw launches on a device while the batch stays the same: kernels, and copies from and to the host."""
+    core = _decoding(3, params, on_device=True)
+    core._runner.sampler.launches = counted = Launches()  # type: ignore[attr-defined]
+    core.step()
+    return counted.count
+
+
+def _decoding(batch: int, params: Mapping[str, Any], *, on_device: bool) -> EngineCore:
     vocab = PENALISED_VOCAB if "repetition_penalty" in params else VOCAB
-    made = LaunchesOnly(vocab, torch.device("cpu")) if sampler == "device" else HostSampler()
-    core, draw = host_core(batch, vocab, made), random.Random(0)
+    core, draw = host_core(batch, vocab, on_device=on_device), random.Random(0)
     for i in range(batch):
         sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True, seed=i, **params)
         tokens = [draw.randrange(1, vocab) for _ in range(CONTEXT - WARM)]
@@ -108,30 +117,13 @@ def decode_steps(batch: int, steps: int, way: str, sampler: str) -> HostSteps:
         pass
     for _ in range(WARM):
         core.step()
-    spent = []
-    for _ in range(steps):
-        started = time.perf_counter()
-        output = core.step()
-        spent.append(time.perf_counter() - started)
-        assert len(output.tokens) == batch
-    return HostSteps(batch, way, sampler, spent, _launches(core, made) if sampler == "device" else None)
+    return core
 
 
-def _launches(core: EngineCore, sampler: Sampler) -> int:
-    launches, draw = Launches(), sampler.draw
-
-    def counted(*args: Any) -> Any:
-        with launches.counting():
-            return draw(*args)
-
-    sampler.draw = counted  # type: ignore[method-assign]
-    core.step()
-    return launches.count
-
-
-def host_steps(batches: Sequence[int], steps: int) -> Iterator[HostSteps]:
+def host_steps(
+    batches: Sequence[int], steps: int, *, on_device: bool = False
+) -> Iterator[tuple[int, str, list[float]]]:
     torch.set_num_threads(1)
     for batch in batches:
-        for way in WAYS:
-            for sampler in ("cpu", "device"):
-                yield decode_steps(batch, steps, way, sampler)
+        for way, params in WAYS.items():
+            yield batch, way, decode_steps(batch, steps, params, on_device=on_device)

@@ -8,7 +8,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.sampling import device_sampler, logprobs
-from engine.sampling.device_sampler import DeviceSampler
+from engine.sampling.device_sampler import DeviceDraw, DeviceSampler
+from engine.sampling.row import Row
 
 COPIES: Final = (
     (device_sampler, "to_device"),
@@ -60,6 +61,14 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as torch 
 
 class LaunchesOnly(DeviceSampler):
     """The host's part of the device's sampler: in the kernel's place one operation draws token 1."""
+
+    launches: Launches | None = None  # counts draws
+
+    def draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> DeviceDraw:
+        if self.launches is None:
+            return super().draw(logits, rows)
+        with self.launches.counting():
+            return super().draw(logits, rows)
 
     def _launch(self, logits: torch.Tensor, ids: torch.Tensor, masks: torch.Tensor) -> None:
         ids.fill_(1)

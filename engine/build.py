@@ -34,7 +34,6 @@ from engine.parallel.orders import line_of
 from engine.ports import KvRegion, RankMemory
 from engine.runner.device_model import DeviceModel, StepModel
 from engine.runner.torch_runner import TorchRunner
-from engine.sampling.sampler import choose_sampler
 
 log = logging.getLogger(__name__)
 
@@ -196,13 +195,7 @@ def _engine(  # noqa: PLR0917
     on_cpu = loaded.device.type == "cpu"
     storage = pool.storage
     return EngineCore(
-        runner=TorchRunner(
-            model,
-            choose_sampler(loaded.vocab_size, loaded.device),
-            pooling=loaded.pooling,
-            cores=cores,
-            limit=limit if on_cpu else None,
-        ),
+        runner=TorchRunner(model, pooling=loaded.pooling, cores=cores, limit=limit if on_cpu else None),
         config=config,
         region=KvRegion(storage.data_ptr(), len(storage), loaded.layout, str(storage.device), ranks),
         max_context=pool.max_context,

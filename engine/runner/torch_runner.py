@@ -22,7 +22,7 @@ from engine.runner.step_inputs import inputs_of
 from engine.runner.step_runner import StepFailed
 from engine.sampling.logprobs import PromptLogprobs
 from engine.sampling.row import NO_TOKEN, Row
-from engine.sampling.sampler import Draw, Sampler
+from engine.sampling.sampler import Draw, Sampler, choose_sampler
 from engine.scheduler.request import Chunk, Request
 
 COPY_BYTES: Final = 1 << 20  # of a profile, at once
@@ -77,7 +77,6 @@ class TorchRunner:
     def __init__(
         self,
         model: StepModel,
-        sampler: Sampler,
         *,
         pooling: Pooling | None = None,
         cores: SharedCores | None = None,
@@ -88,7 +87,7 @@ class TorchRunner:
         self._limit = limit
         self._model = model
         self._device = model.device
-        self.sampler = sampler
+        self.sampler: Sampler = choose_sampler(model.device)
         self._profile: Profile | None = None
         self._drawn_ids = torch.empty(0)  # int64 [S], on the device: the latest draws
         self._drawn_for: dict[Request, int] = {}  # their indices

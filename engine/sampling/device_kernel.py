@@ -360,7 +360,7 @@ def _draw_cut(
 
 @triton.jit
 def sample_kernel(
-    drawn,  # int64 [2, rows]: a valid id each; the same, or NO_TOKEN
+    drawn,  # int64 [2, rows]: a valid id each; the same, or NO_TOKEN for NaN, infinity, or nothing to draw from
     logits,  # [rows, vocab]
     batch,  # int32 [rows, 2]: line of `params`, line of `masks` or -1
     params,  # int64 [slots, COLUMNS]
@@ -413,9 +413,10 @@ def sample_kernel(
         best = tl.where(better, adjusted, best)
         best_ids = tl.where(better, ids, best_ids)
     top = tl.max(best, 0)
-    token = tl.minimum(tl.min(tl.where(best == top, best_ids, MAGNITUDE), 0), vocab - 1)
-    drawable = (tl.max(wrong, 0) == 0) & (top > -float("inf"))
+    exists = top > -float("inf")
+    token = tl.where(exists, tl.min(tl.where(best == top, best_ids, MAGNITUDE), 0), 0)
     inverse = _float(own, INVERSE)
+    drawable = (tl.max(wrong, 0) == 0) & (exists | (inverse == 0.0))
     if drawable & (inverse > 0.0):
         start = tl.load(own + START).to(tl.uint64, bitcast=True)
         mixed = _mixed(start + (position + 1).to(tl.uint64) * GOLDEN)
@@ -435,5 +436,5 @@ def sample_kernel(
     tl.store(drawn + tl.num_programs(0) + number, tl.where(drawable, token, NO_TOKEN).to(tl.int64))
     tl.store(own + POSITION, position + 1)
     if (counts_line >= 0) & drawable:
-        count = row[2] + tl.minimum(token, vocab - 1)
+        count = row[2] + token
         tl.store(count, tl.load(count) + 2)

@@ -58,6 +58,19 @@ class Table:
         self.lines.view(-1).index_copy_(0, to_device(where, device, torch.int64), values)
 
 
+class Tables:
+    """What a device keeps of rows."""
+
+    def __init__(self, vocab: int, device: torch.device) -> None:
+        self.vocab = vocab
+        self.words = -(-vocab // WORD_BITS)
+        self.params = Table(kernel.COLUMNS.value, torch.int64, device)
+        self.counts = Table(vocab, torch.int32, device)
+        self.bias = Table(vocab, torch.float32, device)
+        self.ends = Table(self.words, torch.int32, device)
+        self.no_masks = torch.zeros(1, self.words, dtype=torch.int32, device=device)
+
+
 class DeviceSampler:
     """Implements `Sampler` with one kernel for a batch.
 
@@ -68,27 +81,27 @@ class DeviceSampler:
         block, warps: of the kernel; a draw does not depend on them.
     """
 
-    def __init__(self, vocab: int, device: torch.device, *, block: int = BLOCK, warps: int = WARPS) -> None:
-        self._vocab = vocab
+    def __init__(self, device: torch.device, *, block: int = BLOCK, warps: int = WARPS) -> None:
         self._device = device
         self._block = block
         self._warps = warps
-        words = -(-vocab // WORD_BITS)
         self._rows: list[Row] = []
         self._positions: list[int] = []  # where the device draws next
         self._slots: dict[Row, int] = {}
         self._kept: dict[Row, dict[Table, int]] = {}  # lines of each row
-        self._params = Table(kernel.COLUMNS.value, torch.int64, device)
-        self._counts = Table(vocab, torch.int32, device)
-        self._bias = Table(vocab, torch.float32, device)
-        self._ends = Table(words, torch.int32, device)
-        self._batch = torch.zeros(0, 2, dtype=torch.int32, device=device)
         self._masked: list[Row] = []
-        self._no_masks = torch.zeros(1, words, dtype=torch.int32, device=device)
+        self._batch = torch.zeros(0, 2, dtype=torch.int32, device=device)
         self._lists = torch.zeros(2, 0, dtype=torch.int32, device=device)  # [2, rows * DEPTH * block]
+        self._tables: Tables | None = None  # the first logits tell the vocabulary
+
+    @property
+    def tables(self) -> Tables:
+        assert self._tables is not None
+        return self._tables
 
     def draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> "DeviceDraw":
-        assert logits.shape[1] == self._vocab, "the vocabulary is the model's"
+        if self._tables is None:
+            self._tables = Tables(logits.shape[1], self._device)
         positions = [len(row.tokens) for row in rows]
         if self._positions != positions or self._rows != rows:
             self._change(rows, positions)
@@ -100,20 +113,21 @@ class DeviceSampler:
         return DeviceDraw(ids, logprobs)
 
     def _launch(self, logits: torch.Tensor, ids: torch.Tensor, masks: torch.Tensor) -> None:
+        tables = self.tables
         kernel.sample_kernel[len(self._rows),](
             ids,
             logits,
             self._batch,
-            self._params.lines,
-            self._counts.lines,
-            self._bias.lines,
-            self._ends.lines,
+            tables.params.lines,
+            tables.counts.lines,
+            tables.bias.lines,
+            tables.ends.lines,
             masks,
             self._lists[0].view(torch.float32),
             self._lists[1],
-            self._vocab,
+            tables.vocab,
             logits.stride(0),
-            self._no_masks.shape[1],
+            tables.words,
             BLOCK=self._block,
             DEPTH=DEPTH,
             num_warps=self._warps,
@@ -122,15 +136,16 @@ class DeviceSampler:
 
     def _masks(self) -> torch.Tensor:
         if not self._masked:
-            return self._no_masks
-        return to_device(allowed_words(self._masked, self._vocab).view(np.int32), self._device)
+            return self.tables.no_masks
+        return to_device(allowed_words(self._masked, self.tables.vocab).view(np.int32), self._device)
 
     def _change(self, rows: Sequence[Row], positions: Sequence[int]) -> None:
         """Send what the device lacks."""
+        tables = self.tables
         expected = dict(zip(self._rows, self._positions, strict=True))
         wanted = dict(zip(rows, positions, strict=True))
         for row in [row for row in self._slots if row not in wanted]:
-            self._params.give_back(self._slots.pop(row))
+            tables.params.give_back(self._slots.pop(row))
             for table, line in self._kept.pop(row).items():
                 table.give_back(line)
         if changed := [row for row, position in wanted.items() if expected.get(row) != position]:
@@ -145,34 +160,36 @@ class DeviceSampler:
             self._lists = self._lists.new_empty(2, entries)
 
     def _send(self, rows: Sequence[Row]) -> None:
+        tables = self.tables
         new = [row for row in rows if row not in self._slots]
         for row in new:
-            self._slots[row] = self._params.take()
+            self._slots[row] = tables.params.take()
             self._kept[row] = {table: table.take() for table in self._tables_of(row)}
-        if biased := self._with(new, self._bias):
-            self._bias.scatter([*biased.values()], [_bias_of(row) for row in biased])
-        if limited := self._with(new, self._ends):
-            words = [all_but(row.end_ids, self._vocab).view(np.int32) for row in limited]
-            self._ends.write([*limited.values()], words)
-        if penalised := self._with(rows, self._counts):
-            self._counts.scatter([*penalised.values()], [_counts_of(row) for row in penalised])
+        if biased := self._with(new, tables.bias):
+            tables.bias.scatter([*biased.values()], [_bias_of(row) for row in biased])
+        if limited := self._with(new, tables.ends):
+            words = [all_but(row.end_ids, tables.vocab).view(np.int32) for row in limited]
+            tables.ends.write([*limited.values()], words)
+        if penalised := self._with(rows, tables.counts):
+            tables.counts.scatter([*penalised.values()], [_counts_of(row) for row in penalised])
         params = [self._params_of(row, start) for row, start in zip(rows, _starts(rows), strict=True)]
-        self._params.write([self._slots[row] for row in rows], params)
+        tables.params.write([self._slots[row] for row in rows], params)
 
     def _tables_of(self, row: Row) -> Iterable[Table]:
+        tables = self.tables
         if row.penalised:
-            yield self._counts
+            yield tables.counts
         if row.params.logit_bias:
-            yield self._bias
+            yield tables.bias
         if row.params.min_tokens and row.mask is None:
-            yield self._ends
+            yield tables.ends
 
     def _with(self, rows: Sequence[Row], table: Table) -> Mapping[Row, int]:
         """Those of `rows` with a line in `table`, and its number."""
         return {row: self._kept[row][table] for row in rows if table in self._kept[row]}
 
     def _params_of(self, row: Row, start: int) -> Numbers:
-        how, params, lines = drawing_of(row.params), row.params, self._kept[row]
+        tables, how, params, lines = self.tables, drawing_of(row.params), row.params, self._kept[row]
         out = np.zeros(kernel.COLUMNS.value, dtype=np.int64)
         out[kernel.START.value] = start
         out[kernel.POSITION.value] = len(row.tokens)
@@ -184,9 +201,9 @@ class DeviceSampler:
         out[kernel.REPETITION.value] = _bits(params.repetition_penalty)
         out[kernel.PRESENCE.value] = _bits(params.presence_penalty)
         out[kernel.FREQUENCY.value] = _bits(params.frequency_penalty)
-        out[kernel.COUNTS.value] = lines.get(self._counts, NO_LINE)
-        out[kernel.BIAS.value] = lines.get(self._bias, NO_LINE)
-        out[kernel.ENDS.value] = lines.get(self._ends, NO_LINE)
+        out[kernel.COUNTS.value] = lines.get(tables.counts, NO_LINE)
+        out[kernel.BIAS.value] = lines.get(tables.bias, NO_LINE)
+        out[kernel.ENDS.value] = lines.get(tables.ends, NO_LINE)
         return out
 
 

@@ -25,7 +25,7 @@ class Draw(Protocol):
     def read(self) -> list[int]:
         """Store log-probabilities in the rows, after an `Arrival` was waited for.
 
-        Returns: the ids, NO_TOKEN for rows with numbers that are not finite, or without a token to draw.
+        Returns: the ids, NO_TOKEN for rows with NaN or infinity, and for drawn ones whose tokens are all excluded.
         """
 
 
@@ -34,11 +34,11 @@ class Sampler(Protocol):
         """Enqueue a draw for each row of `logits`, [B, vocab] of the model's type, which stay as they are."""
 
 
-def choose_sampler(vocab: int, device: torch.device) -> Sampler:
+def choose_sampler(device: torch.device) -> Sampler:
     """The kernel's where Triton can compile it, else the CPU's. They draw the same tokens from the same logits."""
     if device.type != "cuda" or find_spec("triton") is None or find_c_compiler() is None:
         return HostSampler()
-    made: Sampler = import_module("engine.sampling.device_sampler").DeviceSampler(vocab, device)
+    made: Sampler = import_module("engine.sampling.device_sampler").DeviceSampler(device)
     return made
 
 
@@ -65,6 +65,7 @@ class Batch:
         self.adjustments = Adjustments(rows, vocab)
         self.adjusts = any(row.adjusts for row in rows)
         self.drawings = [drawing_of(row.params) for row in rows]
+        self.greedy = torch.tensor([how.inverse == GREEDY for how in self.drawings])
         self.drawn = [i for i, how in enumerate(self.drawings) if how.inverse != GREEDY]
         self.streams = stream_starts(self.rows[i].params.seed for i in self.drawn)
 
@@ -84,7 +85,8 @@ class HostDraw:
                 logits = logits.clone()
             batch.adjustments.apply(logits)
         chosen = logits.argmax(dim=-1)
-        drawable = finite & (logits.gather(1, chosen.unsqueeze(1)).squeeze(1) > -torch.inf)
+        exists = logits.gather(1, chosen.unsqueeze(1)).squeeze(1) > -torch.inf
+        drawable = finite & (exists | batch.greedy)
         self._host_ids: list[int] = torch.where(drawable, chosen, NO_TOKEN).tolist()
         self._draw(logits.numpy(), batch)
         ids = torch.tensor(self._host_ids, dtype=torch.int64)

@@ -435,14 +435,14 @@ def test_nothing_waits_for_the_device_between_launch_and_result(
         {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "n": 3},
         {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
         {"logit_bias": ((9, 5.0),), "logprobs": 3, "prompt_logprobs": 2},
-        {"min_tokens": 5, "stop_token_ids": (9, 40)},
+        {"min_tokens": 3, "stop_token_ids": (9, 40)},
     ]
     engine = make_engine(tiny, pipeline="on")
-    engine._runner.sampler = DeviceSampler(tiny.vocab_size, torch.device("cpu"), block=64)  # type: ignore[attr-defined]
+    engine._runner.sampler = DeviceSampler(torch.device("cpu"), block=128)  # type: ignore[attr-defined]
     for i, how in enumerate(everything):
-        params = SamplingParams(**{"max_tokens": 9, "ignore_eos": True, **how})
+        params = SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **how})
         engine.submit(EngineRequest(f"r{i}", prompt(30 + i, start=i), params))
-    engine.submit(EngineRequest("masked", prompt(30, start=9), greedy(6, min_tokens=2), mask=AllowsAll()))
+    engine.submit(EngineRequest("masked", prompt(30, start=9), greedy(4, min_tokens=2), mask=AllowsAll()))
     run_until_idle(engine)
     assert set(watched) == {"launch", "sample", "copy_page"}
 

@@ -1,6 +1,6 @@
 """Compile the sampling kernel for an H100 or H200, where there need be none.
 
-    python tests/engine/sampling/compile_sampling_for_hopper.py
+    python tests/engine/sampling/compile_sampling_for_hopper.py bf16,fp16,fp32
 
 A process of its own, because Triton interprets or compiles for the life of a process. One line a type of logits: bytes of
 shared memory; registers and bytes of spills, by ptxas; instructions that IEEE 754 does not determine or that
@@ -69,13 +69,11 @@ def assembled(ptx: str) -> tuple[int, int]:
 
 
 def main() -> None:
-    for logits in ("bf16", "fp16", "fp32"):
+    for logits in sys.argv[1].split(","):
         shared, ptx = compiled(logits)
         inexact = len(re.findall(r"\bfma\.|\bmad\.(?:rn\.)?f|\.approx|\.ftz|div\.full", ptx))
         barriers = len(re.findall(r"\bbar\.sync|\bbarrier\.sync", ptx))
         print(logits, shared, *assembled(ptx), inexact, barriers)
-        if len(sys.argv) > 1:
-            Path(sys.argv[1], f"{logits}.ptx").write_text(ptx)
 
 
 if __name__ == "__main__":
