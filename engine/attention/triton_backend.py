@@ -88,7 +88,14 @@ class TritonAttention:
         return TritonStep(self, rows, self._splits(rows, self.limits.context), None)
 
     def decode(
-        self, step: "TritonStep", layer: int, out: torch.Tensor, new: tuple[torch.Tensor, ...], scoring: Scoring
+        self,
+        step: "TritonStep",
+        layer: int,
+        out: torch.Tensor,
+        new: tuple[torch.Tensor, ...],
+        scoring: Scoring,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         """Attend and write KV; `new` is query, key, value [heads, T, D]."""
         rows, splits = step.num_decodes, step.splits
@@ -100,11 +107,11 @@ class TritonAttention:
             logs = torch.empty(rows * heads * splits, dtype=torch.float32, device=out.device)
         tables, tiles = self._tables, self._tiles
         kernels.decode_kernel[rows, self._layout.num_heads, splits](
-            out, partial, logs, query, key, value, self._pool,
+            out, partial, logs, query, key, value, self._pool, out if sinks is None else sinks,
             tables.context_lens, tables.table_starts, tables.pages,
             layer, scoring.scaling, scoring.softcap, scoring.window, *_strides(query, key, value),
             BLOCK_H=self._block_h, BLOCK_N=tiles.decode_n, STAGES=tiles.decode_stages, SPLIT=splits > 1,
-            **self._shapes, **self._scores, **_kinds(scoring),
+            **self._shapes, **self._scores, **_kinds(scoring, sinks),
             num_warps=tiles.decode_warps,
         )  # fmt: skip
         if splits > 1:
@@ -113,7 +120,14 @@ class TritonAttention:
             )
 
     def prompt(
-        self, step: "TritonStep", layer: int, out: torch.Tensor, new: tuple[torch.Tensor, ...], scoring: Scoring
+        self,
+        step: "TritonStep",
+        layer: int,
+        out: torch.Tensor,
+        new: tuple[torch.Tensor, ...],
+        scoring: Scoring,
+        *,
+        sinks: torch.Tensor | None,
     ) -> None:
         query, key, value = new
         blocks, tables, tiles = step.prompts, self._tables, self._tiles
@@ -127,10 +141,10 @@ class TritonAttention:
         )
         long = blocks.block_m == tiles.prompt_m
         kernels.prompt_kernel[query.shape[0], blocks.count](
-            out, query, *tensors, layer, step.num_decodes,
+            out, query, out if sinks is None else sinks, *tensors, layer, step.num_decodes,
             scoring.scaling, scoring.softcap, scoring.window, *_strides(query),
             BLOCK_M=blocks.block_m, BLOCK_N=tiles.prompt_n, STAGES=tiles.prompt_stages,
-            **self._shapes, **self._scores, **_kinds(scoring),
+            **self._shapes, **self._scores, **_kinds(scoring, sinks),
             num_warps=tiles.prompt_warps if long else 4,
         )  # fmt: skip
 
@@ -159,15 +173,22 @@ class TritonStep:
         return self.prompts is None
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         heads, tokens, head_dim = query.shape[1:]
         new = tuple(x[0] if x.stride(3) == 1 else x[0].contiguous() for x in (query, key, value))
         out = query.new_empty(1, tokens, heads, head_dim)
         if self.num_decodes:
-            self.backend.decode(self, layer, out, new, scoring)
+            self.backend.decode(self, layer, out, new, scoring, sinks=sinks)
         if self.prompts is not None:
-            self.backend.prompt(self, layer, out, new, scoring)
+            self.backend.prompt(self, layer, out, new, scoring, sinks=sinks)
         return out
 
 
@@ -179,5 +200,5 @@ def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
 
 
-def _kinds(scoring: Scoring) -> dict[str, bool]:
-    return {"WINDOWED": scoring.window > 0, "CAPPED": scoring.softcap > 0}
+def _kinds(scoring: Scoring, sinks: torch.Tensor | None) -> dict[str, bool]:
+    return {"WINDOWED": scoring.window > 0, "CAPPED": scoring.softcap > 0, "SINKS": sinks is not None}

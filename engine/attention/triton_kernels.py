@@ -90,6 +90,15 @@ def _take_block(
     return acc * shrink[:, None] + weighed, above, total * shrink + tl.sum(weights, 1)
 
 
+@triton.jit
+def _take_sink(acc, highest, total, sink):
+    """Add a key without a value to the running softmax."""
+    score = sink.to(tl.float32) * LOG2_E
+    above = tl.maximum(highest, score)
+    shrink = tl.exp2(highest - above)
+    return acc * shrink[:, None], above, total * shrink + tl.exp2(score - above)
+
+
 @triton.jit(do_not_specialize=["layer", "window"])
 def decode_kernel(
     out,  # [rows, heads, head_dim], unless SPLIT
@@ -99,6 +108,7 @@ def decode_kernel(
     key,
     value,
     pool,
+    sinks,  # [heads], if SINKS
     context_lens,
     table_starts,
     pages,
@@ -124,6 +134,7 @@ def decode_kernel(
     SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):
@@ -158,6 +169,9 @@ def decode_kernel(
         highest = _score(products, scaling, softcap, CAPPED)
         total = tl.full([BLOCK_H], 1.0, dtype=tl.float32)
         acc += new_value.to(tl.float32)[None, :]
+        if SINKS:
+            sink = tl.load(sinks + heads, mask=members < GROUP, other=0.0)
+            acc, highest, total = _take_sink(acc, highest, total, sink)
     first = 0
     if WINDOWED:
         first = tl.maximum(0, context - window)
@@ -257,6 +271,7 @@ def write_kernel(
 def prompt_kernel(
     out,
     query,
+    sinks,  # [heads], if SINKS
     pool,
     context_lens,
     table_starts,
@@ -282,6 +297,7 @@ def prompt_kernel(
     STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):
@@ -315,6 +331,9 @@ def prompt_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     highest = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if SINKS:  # the state after a key without a value
+        highest = tl.zeros([BLOCK_M], dtype=tl.float32) + tl.load(sinks + head).to(tl.float32) * LOG2_E
+        total += 1.0
     for n in tl.range(begin, whole, BLOCK_N, num_stages=STAGES):
         keys = n + tl.arange(0, BLOCK_N)
         inside = keys >= 0

@@ -13,7 +13,7 @@ from engine.attention import triton_kernels as kernels
 from engine.attention.triton_backend import choose_tiles
 
 HOPPER = GPUTarget("cuda", 90, 32)
-OF_THE_POOL = {"out", "query", "key", "value", "pool"}
+OF_THE_POOL = {"out", "query", "key", "value", "pool", "sinks"}
 TABLES = {"context_lens", "table_starts", "pages", "query_starts", "block_requests", "block_firsts"}
 
 
@@ -46,7 +46,13 @@ def main() -> None:
         tiles = choose_tiles(head_dim, dtype)
         shape = {"GROUP": 4, "KV_HEADS": 8, "LAYERS": 36, "PAGE": 16, "HEAD_DIM": head_dim}
         shape |= {"BLOCK_D": triton.next_power_of_2(head_dim), "BLOCK_H": 16, "SPLITS": 64}
-        shape |= {"PRECISION": "tf32", "OPERANDS": kernels.OPERANDS[dtype], "WINDOWED": special, "CAPPED": special}
+        shape |= {
+            "PRECISION": "tf32",
+            "OPERANDS": kernels.OPERANDS[dtype],
+            "WINDOWED": special,
+            "CAPPED": special,
+            "SINKS": special,
+        }
         decode = shape | {"BLOCK_N": tiles.decode_n, "STAGES": tiles.decode_stages}
         prompt = shape | {"BLOCK_M": tiles.prompt_m, "BLOCK_N": tiles.prompt_n, "STAGES": tiles.prompt_stages}
         for split in (False, True):

@@ -32,6 +32,13 @@ def test_each_request_attends_to_what_it_sees_of_its_own_context(
     Outcome(replace(case, scoring=scoring), make).check()
 
 
+@pytest.mark.parametrize("scoring", [Scoring(0.3), BOTH], ids=["plain", "both"])
+@pytest.mark.parametrize("make", [TritonAttention, SPLITTING], ids=["whole", "split"])
+def test_sinks_join_the_softmax_without_a_value(scoring: Scoring, make: type[TritonAttention]) -> None:
+    Outcome(replace(MIXED, scoring=scoring, sinks=True), make).check()
+    Outcome(replace(MIXED, scoring=scoring, sinks=True, dtype="bfloat16", group=8), make).check()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_right_to_its_rounding(dtype: str) -> None:
     Outcome(replace(MIXED, dtype=dtype, scoring=BOTH), SPLITTING).check()
