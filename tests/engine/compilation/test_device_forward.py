@@ -90,7 +90,7 @@ def test_a_compiler_that_fails_is_said_once_and_eager_modules_are_recorded_inste
     def fail(_module: torch.nn.Module) -> Compute:
         raise RuntimeError("no such intrinsic")
 
-    config = small(attention="triton", max_running=2)
+    config = small(attention="triton", max_running=2, num_pages=24)
     pool, record = make_pool(fresh, config), CountingRecorder()
     forward = DeviceForward(fresh, pool.attention, record, fail)
     with caplog.at_level(logging.INFO):
@@ -152,7 +152,7 @@ def test_graphs_that_cannot_be_recorded_are_done_without(
             raise CaptureFailed("operation not permitted when stream is capturing")
         return work
 
-    config = small(attention="triton", max_running=16)
+    config = small(attention="triton", max_running=16, num_pages=24)
     pool = make_pool(fresh, config)
     forward = DeviceForward(fresh, pool.attention, record, lambda module: module)
     forward.start(60.0, silent)
