@@ -37,8 +37,8 @@ class StepLimits:
 class Blocks:
     """Sizes of blocks of queries, ascending, and of their spans.
 
-    A chunk takes the first size that holds it, else the last. A chunk of n blocks has spans of n * `span` keys: partial
-    results cost a tenth of the time at 2,048 keys and nothing where there is one span.
+    A chunk takes the first size that holds it, else the last. A chunk of n blocks has spans of n * `span` keys: a long
+    chunk fills the device without many spans, whose partial results have a price.
     """
 
     tokens: Sequence[int]

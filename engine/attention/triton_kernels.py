@@ -268,7 +268,7 @@ def _take_new(
     return acc + new_value.to(tl.float32)[None, :], _score(products, scaling, softcap, CAPPED), total + 1.0
 
 
-@triton.jit(do_not_specialize=["num_decodes"])
+@triton.jit
 def join_kernel(
     out,
     partial_out,
