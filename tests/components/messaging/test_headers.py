@@ -8,6 +8,7 @@ from components.messaging.secure_client import ANYONE, SecureClient
 TRACEPARENT = b"traceparent: 00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01\r\n"
 
 
+@pytest.mark.anyio
 @pytest.mark.parametrize(
     "headers",
     [
