@@ -4,8 +4,8 @@ A mark has a checksum over all tokens up to the block's last, so any worker can 
 Marks in the first and the last stripe of each head of each rank detect a page that arrived in part, or another rank's.
 In the row of the block's first token, a mark survives a move into pages of another size.
 
-A token that is computed alone renews two marks of its block, whatever the number of heads. The others still say how
-many tokens had KV before, and so do these two.
+A token that is computed alone renews two marks of its block, whatever the number of heads, unless the block is full then.
+The others still say how many tokens had KV before, and so do these two.
 """
 
 import ctypes
@@ -24,8 +24,11 @@ from engine.ports import KvRegion, RankMemory
 from engine.runner.step_runner import StepFailed
 from engine.scheduler.request import LEAST_COMPUTED
 
-# tokens of the block with KV; of these, in all marks; KV head; checksum up to the last of them
+# A mark is a uint64: tokens of the block with KV; how many of these all marks have; KV head; checksum up to the last.
 MARK: Final = Struct("<BBHI")
+ALL, HEAD, CHECKSUM = 8, 16, 32  # bits before each
+BYTE: Final = 0xFF
+HEADER: Final = (1 << CHECKSUM) - 1
 TOKEN: Final = Struct("<i")  # as in `pack_tokens`
 BLOCK: Final = min(PAGE_SIZES)  # tokens
 
@@ -46,25 +49,26 @@ class MarkedPages:
         pool_bytes = rank_bytes(layout, num_pages)
         num_bytes = pool_bytes * len(ranks)
         try:
-            self.descriptor, self._memory = _allocate(num_bytes, shared=shared)
+            self.descriptor, memory = _allocate(num_bytes, shared=shared)
         except (OSError, OverflowError) as exc:
             raise WrongSettings(
                 f"settings engine.kv_memory_gb and engine.num_pages: no memory for KV pages of {num_bytes / 1e9:.1f} GB"
             ) from exc
-        self._page_bytes = layout.page_bytes
-        self._block_bytes = BLOCK * layout.row_bytes
+        self._page_marks = layout.page_bytes // MARK.size
+        self._block_marks = BLOCK * layout.row_bytes // MARK.size
         self._blocks = layout.page_size // BLOCK
         stripe_bytes = layout.page_size * layout.row_bytes
         head_bytes = stripe_bytes * layout.layers * 2
-        self._offsets = [  # of each mark of a page's first block, with its head
-            (rank * pool_bytes + i * head_bytes + place, head)
+        self._offsets = [  # of each mark of a page's first block, with what its head adds to it
+            ((rank * pool_bytes + i * head_bytes + place) // MARK.size, head << HEAD)
             for rank, of_rank in enumerate(ranks)
             for i, head in enumerate(of_rank.heads)
             for place in (0, head_bytes - stripe_bytes)
         ]
         self._inner = self._offsets[1:-1]
         self._last_offset, self._last_head = self._offsets[-1]
-        self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        self._words = memoryview(memory).cast("B")[: num_bytes // MARK.size * MARK.size].cast("Q")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._pool_bytes = pool_bytes
         self._num_pages = num_pages
         self._layout = layout
@@ -86,16 +90,19 @@ class MarkedPages:
         if not offset:
             return None
         first = self._place(pages, at // BLOCK)
-        last = first + self._last_offset
-        memory = self._memory
-        count, marked, head, checksum = MARK.unpack_from(memory, first)
-        if count != offset or (count, marked, self._last_head, checksum) != MARK.unpack_from(memory, last):
+        last, words = first + self._last_offset, self._words
+        mark = words[first]
+        if mark & BYTE != offset or words[last] != mark + self._last_head:
             return None
-        if marked == count and not self._agree(first, count, checksum):
+        if mark >> ALL & BYTE == offset and not self._agree(first, mark):
             return None
-        checksum = crc32(TOKEN.pack(token_id), checksum)
-        MARK.pack_into(memory, first, offset + 1, marked, head, checksum)
-        MARK.pack_into(memory, last, offset + 1, marked, self._last_head, checksum)
+        checksum = crc32(TOKEN.pack(token_id), mark >> CHECKSUM)
+        if offset + 1 == BLOCK:
+            self._mark_all(first, BLOCK, checksum)
+        else:
+            mark = (mark & HEADER) + 1 | checksum << CHECKSUM
+            words[first] = mark
+            words[last] = mark + self._last_head
         return checksum
 
     def compute(self, pages: Sequence[int], tokens: Sequence[int], start: int, end: int, origin: int = 0) -> int:
@@ -111,53 +118,56 @@ class MarkedPages:
             block, offset = divmod(start, BLOCK)
             stop = min(end, start + BLOCK - offset)
             checksum = crc32(pack_tokens(tokens[start:stop]), checksum)
-            first, count = self._place(pages, block), stop - block * BLOCK
-            for place, head in self._offsets:
-                MARK.pack_into(self._memory, first + place, count, count, head, checksum)
+            self._mark_all(self._place(pages, block), stop - block * BLOCK, checksum)
             start = stop
         return checksum
 
     def copy(self, source: int, target: int) -> None:
         for block in range(self._blocks):
             here, there = self._place([source], block), self._place([target], block)
-            for place, _ in self._offsets:
-                MARK.pack_into(self._memory, there + place, *MARK.unpack_from(self._memory, here + place))
+            for offset, _ in self._offsets:
+                self._words[there + offset] = self._words[here + offset]
 
     def marks(self, page: int, block: int) -> list[Mark]:
         """Of all ranks and heads, two each, of a block of `page`."""
         first = self._place([page], block)
-        return [MARK.unpack_from(self._memory, first + place) for place, _ in self._offsets]
+        found = (self._words[first + offset] for offset, _ in self._offsets)
+        return [(mark & BYTE, mark >> ALL & BYTE, (mark & HEADER) >> HEAD, mark >> CHECKSUM) for mark in found]
 
     def _place(self, pages: Sequence[int], block: int) -> int:
         """Where the block's first mark is; the others are `_offsets` from there."""
         index, inner = divmod(block, self._blocks)
-        return pages[index] * self._page_bytes + inner * self._block_bytes
+        return pages[index] * self._page_marks + inner * self._block_marks
 
-    def _agree(self, first: int, count: int, checksum: int) -> bool:
-        """Whether the marks between the first and the last one are those of so many tokens."""
-        memory = self._memory
-        return all(
-            MARK.unpack_from(memory, first + place) == (count, count, head, checksum) for place, head in self._inner
-        )
+    def _mark_all(self, first: int, count: int, checksum: int) -> None:
+        mark, words = count | count << ALL | checksum << CHECKSUM, self._words
+        for offset, head in self._offsets:
+            words[first + offset] = mark + head
+
+    def _agree(self, first: int, mark: int) -> bool:
+        """Whether the marks between the first and the last one are `mark`, with their heads."""
+        words = self._words
+        return all(words[first + offset] == mark + head for offset, head in self._inner)
 
     def _read(self, pages: Sequence[int], tokens: Sequence[int], num_tokens: int, origin: int) -> int:
         """The checksum of `num_tokens`, of which the pages hold no more than a branch computes again."""
         block = (num_tokens - 1) // BLOCK
         wanted = num_tokens - block * BLOCK
         first = self._place(pages, block)
-        count, marked, head, checksum = MARK.unpack_from(self._memory, first)
-        last = MARK.unpack_from(self._memory, first + self._last_offset)
-        is_right = (head, *last) == (self._offsets[0][1], count, marked, self._last_head, checksum)
-        if is_right and marked == count == wanted and self._agree(first, count, checksum):
-            return int(checksum)
-        if is_right and marked and marked <= count and wanted <= count <= wanted + LEAST_COMPUTED:
+        mark = self._words[first] - self._offsets[0][1]
+        count, of_all, checksum = mark & BYTE, mark >> ALL & BYTE, mark >> CHECKSUM
+        is_right = mark >= 0 and self._words[first + self._last_offset] == mark + self._last_head
+        if is_right and of_all == count == wanted and self._agree(first, mark):
+            return checksum
+        if is_right and 0 < of_all <= count and wanted <= count <= wanted + LEAST_COMPUTED:
             start = num_tokens - wanted
             before = self._read(pages, tokens, start, origin) if block else origin
 
             def checksum_of(length: int) -> int:
                 return crc32(pack_tokens(tokens[start : start + length]), before)
 
-            if checksum_of(count) == checksum and self._agree(first, marked, checksum_of(marked)):
+            inner = of_all | of_all << ALL | checksum_of(of_all) << CHECKSUM
+            if checksum_of(count) == checksum and self._agree(first, inner):
                 return checksum_of(wanted)
         page = pages[block // self._blocks]
         found = dict.fromkeys(self.marks(page, block % self._blocks))
