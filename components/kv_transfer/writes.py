@@ -75,10 +75,9 @@ async def write_ranks(transfer: KvTransfer, peer: KvEndpoint, copy: Copy) -> int
 
 
 async def all_ended(writes: Sequence[Awaitable[int]]) -> int:
-    """Wait for all, even if one fails: afterwards no byte is in flight. Returns: the sum."""
+    """Wait for all, even if one fails or the caller is cancelled: afterwards no byte is in flight. Returns: the sum."""
     running = [asyncio.ensure_future(write) for write in writes]
-    for write in running:
-        await ended(write)
+    await ended(asyncio.gather(*running, return_exceptions=True))
     return sum(write.result() for write in running)
 
 

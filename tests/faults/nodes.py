@@ -53,7 +53,7 @@ from services.frontend.mesh_client import MeshClient
 from services.prefill.service import PrefillService
 from tests.faults.memory_etcd import MemoryEtcd, MemoryRegistry
 from tests.faults.memory_nats import MemoryClient, MemoryNats
-from tests.faults.memory_ranks import PIPE_S, MemoryRank, open_ranks
+from tests.faults.memory_ranks import MemoryRank, open_ranks
 from tests.faults.memory_transfer import Fabric, MemoryTransfer
 from tests.faults.setup import Setup
 from tests.faults.virtual_loop import Process, Running
@@ -63,6 +63,7 @@ MODEL: Final = "mock"
 TRANSFER_TIMEOUT_S: Final = 8.0
 LEASE_TTL_S: Final = 6.0
 DRAIN_TIMEOUT_S: Final = 5.0
+NOTICES_S: Final = 0.3
 ROOM_CLEANUP_S: Final = 1.0
 CLIENT_LIFE_S: Final = 25.0
 # how the runs of these tests name some of the workers' counters
@@ -334,11 +335,11 @@ class Worker(Node):
         return [self.process, *(rank.process for rank in self.ranks)]
 
     def lose_rank(self) -> None:
-        """kill -9 of a follower."""
+        """kill -9 of a follower. Its leader may be busy before it ends."""
         rank = self.ranks[-1]
         rank.kill()
         loop = asyncio.get_running_loop()
-        loop.call_later(PIPE_S, self.engine._end, RankLost("injected"), context=self.process.context())
+        loop.call_later(NOTICES_S, self.engine._end, RankLost("injected"), context=self.process.context())
 
     def fail_steps(self) -> None:
         """All steps fail from now on, as on a device without memory."""
