@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import yaml
 from pydantic_settings import BaseSettings
 
 from components.settings import ROLES, SHARED, MeshSettings, misspelled
 from services.local.servers import MAX_PAYLOAD_BYTES
 from tests.compose.docker_engine import compose_command
+from tests.deploy.compose_files import load
 
 COMPOSE: Final = Path(__file__).resolve().parents[2] / "deploy" / "compose"
 BASE: Final = COMPOSE / "docker-compose.yml"
@@ -27,19 +27,6 @@ BACKENDS: Final = {"etcd", "nats", "jaeger"}
 MONITORS: Final = {"prometheus", "grafana"}
 OURS: Final = (*ROLES, "planner")
 DOCKER_SOCKET: Final = "${DOCKER_SOCKET:-/var/run/docker.sock}:/var/run/docker.sock"
-
-
-class Loader(yaml.SafeLoader):
-    """Takes Compose's own tags for plain values."""
-
-
-Loader.add_constructor("!override", lambda loader, node: loader.construct_sequence(node, deep=True))
-
-
-def load(path: Path) -> dict[str, Any]:
-    data = yaml.load(path.read_text(), Loader)
-    assert isinstance(data, dict)
-    return data
 
 
 def settings_of(role: str) -> type[BaseSettings]:
