@@ -134,7 +134,9 @@ def engine_on(devices: int, engine: Engine, speeds: Mapping[int, float], measure
     if measured is not None:
         cost = replace(measured, speedup=cost.speedup)
     elif devices not in speeds:
-        raise typer.BadParameter(f"how fast are {devices} devices? Give --device-speed {devices}=FACTOR, or lines to fit")
+        raise typer.BadParameter(
+            f"how fast are {devices} devices? Give --device-speed {devices}=FACTOR, or lines to fit"
+        )
     else:
         cost = replace(cost, speedup=cost.speedup * speeds[devices])
     return replace(engine, cost=cost, devices=devices)

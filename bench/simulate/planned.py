@@ -38,7 +38,9 @@ class Plan:
 
 class PlannedFleet:
     def __init__(self, fleet: Fleet, plan: Plan) -> None:
-        self.planner = Planner(plan.targets, {role: plan.bounds(role) for role in PLANNED}, plan.pace, plan.most_devices)
+        self.planner = Planner(
+            plan.targets, {role: plan.bounds(role) for role in PLANNED}, plan.pace, plan.most_devices
+        )
         self.changes: list[tuple[float, Change]] = []
         self._fleet = fleet
         self._plan = plan
