@@ -36,7 +36,7 @@ async def _ask(client: Client, model: str, prompts: list[list[int]], salt: str) 
 
     async def one(prompt: list[int], how: dict[str, float]) -> list[int]:
         async with places:
-            return await client.generate(prompt, MAX_TOKENS, model=model, salt=salt, **how)  # type: ignore[arg-type]
+            return await client.generate(prompt, MAX_TOKENS, model=model, salt=salt, **how)
 
     return list(await asyncio.gather(*(one(prompt, how) for prompt in prompts for how in HOW)))
 

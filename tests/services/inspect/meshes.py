@@ -24,7 +24,7 @@ def with_ranks(one: Seen, *devices: str) -> Seen:
     """The same worker on several devices."""
     assert one.record is not None
     assert one.record.kv is not None
-    followers = [RankEndpoint(100 + i, device, 0) for i, device in enumerate(devices[1:], 1)]
+    followers = [RankEndpoint(pid=100 + i, device=device, base_address=0) for i, device in enumerate(devices[1:], 1)]
     layout = of_shard(one.record.kv.layout, 0, len(devices))
     kv = replace(one.record.kv, device=devices[0], layout=layout, followers=followers)
     return dataclasses.replace(one, record=replace(one.record, kv=kv))

@@ -55,7 +55,7 @@ async def test_a_sample_joins_page_and_heartbeats_and_averages_waiting_requests(
     metrics, mesh = WorkerMetrics(), Mesh()
     metrics.record(StepStats(prompt_tokens=100, step_s=0.2))
     async with serve_metrics(metrics.registry, "127.0.0.1", 0, lambda: True) as url:
-        kv = replace(endpoint("p"), followers=[RankEndpoint(2, "cuda:1", 0)])
+        kv = replace(endpoint("p"), followers=[RankEndpoint(pid=2, device="cuda:1", base_address=0)])
         mesh.register("p", "prefill", url, kv)
         mesh.beat("p", num_waiting=4, accepted=7, queued_tokens=500, cached_pages=1)
         mesh.now_s += 1.0

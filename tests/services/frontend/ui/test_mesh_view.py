@@ -44,7 +44,7 @@ def instance(name: str, role: str = "decode", **facts: Any) -> InstanceRecord:
 
 def test_an_instance_on_several_devices_names_them() -> None:
     whole = endpoint("d1")
-    followers = [RankEndpoint(7, "cuda:1", 0)]
+    followers = [RankEndpoint(pid=7, device="cuda:1", base_address=0)]
     shown = Shown(
         instance("d1", kv=replace(whole, device="cuda:0", followers=followers)), instance("d2", kv=endpoint("d2"))
     )
