@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from components.wire.layout import KvLayout, can_shard
+from components.wire.layout import KvLayout
 from engine.errors import UnsupportedModel
 from engine.sharding.group import Reduced
 
@@ -67,16 +67,6 @@ class Cut:
 
 Cuts = Mapping[str, Cut]  # by the name of the layer or the sinks
 NO_CUTS: Final[Cuts] = MappingProxyType({})  # of a whole model
-
-
-def check_heads(name: str, heads: int, kv_heads: int, size: int) -> None:
-    """Raises: UnsupportedModel."""
-    if heads % size or not can_shard(kv_heads, size):
-        possible = [n for n in range(1, heads + 1) if heads % n == 0 and can_shard(kv_heads, n)]
-        raise UnsupportedModel(
-            f"tensor_parallel={size}: {name} has {heads} query heads and {kv_heads} KV heads; "
-            f"it can be cut into {', '.join(map(str, possible))}"
-        )
 
 
 def plan_cuts(name: str, module: Any, layout: KvLayout) -> dict[str, Cut]:
