@@ -1,13 +1,14 @@
 """How a row's token is drawn, in the numbers that `noise` computes with."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from components.wire.sampling import SamplingParams
-from engine.sampling.noise import Floats, Ids, gumbel, noise_words, total_weight, weights
+from engine.sampling.noise import Floats, Ids, Words, gumbel, noise_words, total_weight, weights
 
 COLDEST: Final = 1e-12  # temperature
 EVERY: Final = float(np.finfo(np.float32).max)  # greatest distance of a token that is not excluded
@@ -52,8 +53,16 @@ def weight_to_reach(total: int, share: int) -> int:
     return -(-total * share // WHOLE)
 
 
-def draw(logits: Floats, best: int, key: int, how: Drawing) -> int:
-    """Draw a token of one row.
+class Candidates(NamedTuple):
+    """Tokens of a row of which one is drawn."""
+
+    token_ids: Ids
+    words: Words  # of their noise
+    distances: Floats
+
+
+def candidates(logits: Floats, best: int, key: int, how: Drawing) -> Candidates:
+    """Those tokens of a row that may be drawn.
 
     Args:
         logits: [vocab], adjusted.
@@ -66,9 +75,19 @@ def draw(logits: Floats, best: int, key: int, how: Drawing) -> int:
     elif how.reach < EVERY:
         token_ids = np.flatnonzero(distances <= np.float32(how.reach))
     else:
-        return _draw_from_all(distances, key)
-    scores = gumbel(noise_words(key, token_ids)) - distances[token_ids]
-    return int(token_ids[scores.argmax()])
+        return _candidates_of_all(distances, key)
+    return Candidates(token_ids, noise_words(key, token_ids), distances[token_ids])
+
+
+def draw(rows: Sequence[Candidates]) -> list[int]:
+    """The token of each row. Noise is computed once for all, because most rows have few candidates."""
+    noise = gumbel(np.concatenate([row.words for row in rows]))
+    drawn, end = [], 0
+    for row in rows:
+        start, end = end, end + len(row.words)
+        scores = noise[start:end] - row.distances
+        drawn.append(int(row.token_ids[scores == scores.max()].min()))
+    return drawn
 
 
 def kept(distances: Floats, how: Drawing) -> Ids:
@@ -101,28 +120,21 @@ def kept(distances: Floats, how: Drawing) -> Ids:
     return np.sort(token_ids[order])
 
 
-def _draw_from_all(distances: Floats, key: int) -> int:
-    """Compute the noise of those tokens only that may win.
+def _candidates_of_all(distances: Floats, key: int) -> Candidates:
+    """Leave out tokens that cannot win.
 
-    Noise is at most -log(v), v the share of a token's word in 2^32.
+    For v, the share of a token's word in 2^32, its noise is between log(1/v - 1) and log(1/v).
     """
     near = np.flatnonzero(distances <= STEPS[0])
-    beyond = 0.0 if len(near) > FEW else float(STEPS[0])  # distance of the others
+    beyond = 0.0 if len(near) > FEW else float(STEPS[0])  # least distance of the others
     near = near[:FEW]
     words = noise_words(key, len(distances))
-    scores = gumbel(words[near]) - distances[near]
-    first = int(scores.argmax())
-    best, token_id = scores[first], int(near[first])
-    limit = math.exp(-(float(best) + beyond)) * ROUNDING * 2**32 + 1
-    others = np.flatnonzero(words <= np.uint32(min(limit, 2**32 - 1)))
-    if not len(others):
-        return token_id
-    scores = gumbel(words[others]) - distances[others]
-    first = int(scores.argmax())
-    other = int(others[first])
-    if scores[first] > best or (scores[first] == best and other < token_id):
-        return other
-    return token_id
+    shares = (words[near] + 0.5) / 2**32
+    least = float((np.log(1 / shares - 1) - distances[near]).max())  # score of the one that is drawn
+    near = near[shares <= math.exp(-least) * ROUNDING]
+    others = np.flatnonzero(words <= np.uint32(min(math.exp(-least - beyond) * ROUNDING * 2**32, 2**32 - 1)))
+    token_ids = np.concatenate([near, others])
+    return Candidates(token_ids, words[token_ids], distances[token_ids])
 
 
 def _float32(value: float) -> float:

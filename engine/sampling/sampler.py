@@ -9,7 +9,7 @@ import torch
 
 from engine.attention.choose_attention import find_c_compiler
 from engine.sampling.adjust import Adjustments
-from engine.sampling.drawing import draw, drawing_of
+from engine.sampling.drawing import candidates, draw, drawing_of
 from engine.sampling.logprobs import DrawnLogprobs
 from engine.sampling.noise import Floats, keys, stream_starts
 from engine.sampling.row import NO_TOKEN, Row
@@ -103,7 +103,11 @@ class HostDraw:
         if not batch.drawn:
             return
         numbers = keys(batch.streams, [len(batch.rows[i].tokens) for i in batch.drawn]).tolist()
-        for i, key in zip(batch.drawn, numbers, strict=True):
-            best = self._host_ids[i]
-            if best != NO_TOKEN:
-                self._host_ids[i] = draw(logits[i], best, key, batch.drawings[i])
+        rows = [
+            (i, candidates(logits[i], best, key, batch.drawings[i]))
+            for i, key in zip(batch.drawn, numbers, strict=True)
+            if (best := self._host_ids[i]) != NO_TOKEN
+        ]
+        if rows:
+            for (i, _), token_id in zip(rows, draw([row for _, row in rows]), strict=True):
+                self._host_ids[i] = token_id

@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from components.wire.sampling import SamplingParams
+from engine.sampling.drawing import candidates, draw, drawing_of
 from engine.sampling.noise import CHUNK, gumbel, keys, noise_words, stream_starts, total_weight, weights
 from tests.engine.sampling.reference import noise_word
 
@@ -95,3 +97,15 @@ def test_weights_are_exponentials_in_whole_numbers() -> None:
     np.testing.assert_allclose(found[near] / 2**40, np.exp(-distances[near].astype(np.float64)), rtol=2e-6)
     assert not weights(np.array([28, 1e30, np.inf], dtype=np.float32)).any()
     assert total_weight(distances) == int(found.sum())
+
+
+@pytest.mark.parametrize("spread", [0.0, 0.5, 3.0, 30.0])
+def test_leaving_out_tokens_that_cannot_win_changes_no_draw(spread: float) -> None:
+    """Beside the noise of every token; many tokens near, few, and equal ones."""
+    logits = np.random.default_rng(1).normal(0, spread, 3000).astype(np.float32)
+    logits[::7] = logits[3]
+    distances, best = logits.max() - logits, int(logits.argmax())
+    how = drawing_of(SamplingParams(max_tokens=1))
+    for key in keys(stream_starts(range(200)), [5] * 200).tolist():
+        scores = gumbel(noise_words(key, 3000)) - distances
+        assert draw([candidates(logits, best, key, how)]) == [int(scores.argmax())]
