@@ -11,12 +11,12 @@ from typing import Any, Final, Protocol, cast
 import torch
 
 from engine.attention.backend import AttentionBackend, Scoring, StepAttention, StepShape
-from engine.attention.choose_attention import find_c_compiler
 from engine.attention.opaque import OpaqueAttention, attending
 from engine.attention.step_tables import SHORT_CHUNK, SPAN
 from engine.compilation.forward import EagerForward, Forward, padded
 from engine.compilation.graphs import CaptureFailed, Compute, CudaRecorder, DecodeGraphs, Recordable, Recorder
 from engine.config import EngineConfig
+from engine.device.c_compiler import find_c_compiler
 from engine.kernels.shared_linear import merge_products, share_linears
 from engine.lora.adapters import any_adapted
 from engine.model.load import LoadedModel
