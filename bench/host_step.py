@@ -16,7 +16,7 @@ from bench.launches import Launches, LaunchesOnly
 from components.wire.layout import KvLayout
 from components.wire.sampling import SamplingParams
 from engine.attention.backend import StepAttention, StepShape
-from engine.attention.step_tables import StepLimits, StepTables, count_decodes
+from engine.attention.step_tables import Blocks, StepLimits, StepTables, count_decodes
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.lora.adapters import Adapters
@@ -29,7 +29,7 @@ PENALISED_VOCAB: Final = 2048  # penalties cost by distinct tokens
 CONTEXT: Final = 768
 ANSWER: Final = 256
 WARM: Final = 8  # steps before the first that counts
-BLOCK_M: Final = 128  # queries in a block of a prompt
+BLOCKS: Final = Blocks([16, 32])  # with four query heads for a key head
 WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     "greedy": {"temperature": 0},
     "sampled": {},
@@ -42,10 +42,10 @@ class Tables:
     """Attention that only fills its tables."""
 
     def __init__(self, limits: StepLimits, page_size: int) -> None:
-        self._tables = StepTables(limits, page_size, torch.device("cpu"))
+        self._tables = StepTables(limits, page_size, torch.device("cpu"), BLOCKS)
 
     def plan(self, shape: StepShape) -> StepAttention:
-        self._tables.fill(shape, count_decodes(shape.query_lens), BLOCK_M)
+        self._tables.fill(shape, count_decodes(shape.query_lens))
         return self  # type: ignore[return-value]  # no layer asks it
 
 

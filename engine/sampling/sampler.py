@@ -7,7 +7,7 @@ from typing import Final, Protocol
 
 import torch
 
-from engine.attention.choose_attention import find_c_compiler
+from engine.device.c_compiler import find_c_compiler
 from engine.sampling.adjust import Adjustments
 from engine.sampling.drawing import candidates, draw, drawing_of
 from engine.sampling.logprobs import DrawnLogprobs
