@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-FOLLOWER: Final = "engine.follower"  # module of ranks without a transfer end
+FOLLOWER: Final = "engine.parallel.rank_process"  # module of ranks without a transfer end
 PAGE_SIZES: Final = (16, 32, 64, 128)
 AttentionKind = Literal["auto", "cpu", "torch", "triton", "flashinfer"]
 Seconds = Annotated[float, Field(ge=0)]
