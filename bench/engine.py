@@ -139,7 +139,7 @@ class Bench:
         self._runner = TimedRunner(self.engine._runner)
         self.engine._runner = self._runner
         self.vocab_size = loaded.vocab_size
-        self._step_tokens = config.max_step_tokens
+        self._step_tokens = config.step_size(str(loaded.device)).tokens
         self._draw = random.Random(0)
 
     def submit(self, count: int, prompt_tokens: int, output_tokens: int) -> list[str]:

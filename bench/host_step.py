@@ -71,7 +71,7 @@ def host_core(batch: int, vocab: int) -> EngineCore:
     pages = batch * layout.pages_for(context)
     config = EngineConfig(num_pages=pages, max_running=batch, max_step_tokens=max(8192, batch + 2), pipeline="on")
 
-    tables = Tables(StepLimits(batch, config.max_step_tokens, context), layout.page_size)
+    tables = Tables(StepLimits(batch, config.step_size("cpu").tokens, context), layout.page_size)
     model = DeviceModel(torch.device("cpu"), _NoForward(batch, vocab), tables, torch.zeros(1), Adapters())
     return EngineCore(
         runner=Device(model),
