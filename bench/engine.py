@@ -31,7 +31,7 @@ import typer
 from bench.host_step import CONTEXT, host_steps
 from components.wire.sampling import SamplingParams
 from engine.attention.choose_attention import prepare_attention
-from engine.build import Pool, assemble
+from engine.build import assemble
 from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import choose_forward
 from engine.config import EngineConfig
@@ -39,6 +39,7 @@ from engine.core.engine_core import EngineCore
 from engine.kernels.linear import pack_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
+from engine.parts import Pool
 from engine.ports import EngineRequest, Recording, StepOutput
 from engine.runner.step_runner import Launched, Runner
 from engine.scheduler.request import Chunk

@@ -28,6 +28,7 @@ from engine.model.probe import check_attention
 from engine.model.progress import Progress, silent
 from engine.runner.device_model import DeviceModel
 from engine.runner.largest_step import run_largest_step
+from engine.runner.step_runner import StepFailed
 from engine.sharding.group import of_all_ranks
 
 log = logging.getLogger(__name__)
@@ -52,24 +53,25 @@ class Parts:
 MakeForward = Callable[[LoadedModel, EngineConfig, AttentionBackend, Progress], Forward]
 
 
-def make_pool(loaded: LoadedModel, config: EngineConfig, num_pages: int | None = None, context: int = 0) -> Pool:
-    """Allocate pages and test the attention.
-
-    Args:
-        num_pages: default: by the settings alone.
-        context: the longest that steps have; default: what the pages hold.
+def make_pool(loaded: LoadedModel, config: EngineConfig) -> Pool:
+    """Allocate as many pages as the settings say, and test the attention.
 
     Raises: WrongSettings, UnsupportedModel, AttentionUnavailable.
     """
+    pool = _pool(loaded, config, count_pages(config, loaded.layout))
+    check_attention(loaded, pool.attention)
+    return pool
+
+
+def _pool(loaded: LoadedModel, config: EngineConfig, num_pages: int, context: int | None = None) -> Pool:
+    """`context` is the longest that steps may have; default: what the pages hold."""
     layout = loaded.layout
-    num_pages = num_pages or count_pages(config, layout)
     storage = allocate_storage(layout, num_pages, loaded.device)
     tokens = context or num_pages * config.page_size
     max_context = min(loaded.max_positions, tokens, config.max_context or tokens)
     size = config.step_size(str(loaded.device))
     limits = StepLimits(size.requests, size.tokens, max_context)
     attention = make_attention(config.attention, storage, layout, loaded.query_group, limits)
-    check_attention(loaded, attention)
     return Pool(storage, attention, max_context)
 
 
@@ -108,7 +110,7 @@ def make_parts(
     forward, use = _measured(loaded, config, progress, memory, make_forward)
     uses = _of_all_ranks(use, loaded)
     num_pages = asked_pages(config, loaded.layout) or _pages_left(uses, loaded, config)
-    pool = make_pool(loaded, config, num_pages)
+    pool = _pool(loaded, config, num_pages)
     if isinstance(forward, DeviceForward):
         forward.record(pool.attention, progress)
     if loaded.layout.shard == 0:
@@ -122,7 +124,8 @@ def _measured(
     """Prepare the forward, and measure what it needs. The trial's pages and graphs are free again afterwards."""
     weights = memory.look().own
     context = min(loaded.max_positions, config.max_context or loaded.max_positions)
-    trial = make_pool(loaded, config, TRIAL_PAGES, context)
+    trial = _pool(loaded, config, TRIAL_PAGES, context)
+    check_attention(loaded, trial.attention)
     forward = make_forward(loaded, config, trial.attention, progress)
     ready = memory.look()
     use = MemoryUse(ready.total, ready.free, weights, max(0, ready.own - weights), 0, 0)
@@ -130,8 +133,13 @@ def _measured(
     before = memory.look().own
     memory.start_peak()
     model = make_model(loaded, forward, trial)
-    size, leads = config.step_size(str(loaded.device)), loaded.layout.shard == 0
-    run_largest_step(model, size, context, config.page_size, loaded.pooling, draws=leads)
+    size = config.step_size(str(loaded.device))
+    try:
+        run_largest_step(model, size, context, loaded, draws=loaded.layout.shard == 0)
+    except (torch.OutOfMemoryError, StepFailed) as exc:
+        if isinstance(exc.__cause__ or exc, torch.OutOfMemoryError):
+            raise WrongSettings(use.step_too_large(str(loaded.device), size, str(exc.__cause__ or exc))) from exc
+        raise
     use = use.with_step(memory.peak() - before, graphs)
     if isinstance(forward, DeviceForward):
         forward.forget_graphs()

@@ -6,6 +6,13 @@ from typing import Final, Protocol
 
 import torch
 
+from engine.config import StepSize
+
+SMALLER: Final = (
+    "lower engine.max_step_tokens or engine.max_running, or divide the model over more devices "
+    "by engine.tensor_parallel"
+)
+BESIDE_OTHERS: Final = "end other processes on this device, or choose another one"
 KEPT_FREE: Final = 0.02  # share of the device that no pool takes, however little other processes leave
 
 
@@ -86,16 +93,19 @@ class MemoryUse:
             f"weights hold {_gb(self.weights)}, compiled products {_gb(self.compiled)}, the largest step "
             f"{_gb(self.activations)}, CUDA graphs {_gb(self.graphs)}, other processes and CUDA itself {_gb(self.outside)}"
         )
-        if self.free_left < self.share_left(utilization):
-            cure = "end other processes on this device, or choose another one"
-        else:
-            cure = (
-                "raise engine.gpu_memory_utilization, lower engine.max_step_tokens or engine.max_running, or divide the "
-                "model over more devices by engine.tensor_parallel"
-            )
+        by_others = self.free_left < self.share_left(utilization)
+        cure = BESIDE_OTHERS if by_others else f"raise engine.gpu_memory_utilization, {SMALLER}"
         return (
             f"KV pages for one request need {_gb(needed)}, {_gb(max(0, left))} are left, so {_gb(needed - left)} are "
             f"missing. Of {_gb(self.total)} this worker may use {utilization:.0%}; {held}. To do: {cure}"
+        )
+
+    def step_too_large(self, device: str, size: StepSize, reason: str) -> str:
+        """Why the device cannot compute the largest step, and what to do."""
+        return (
+            f"too little memory on {device}: the largest step, {size.tokens} tokens and {size.requests} draws, does not fit "
+            f"beside weights of {_gb(self.weights)}; {_gb(self.free)} were free ({reason}). To do: {SMALLER}, or "
+            f"{BESIDE_OTHERS}"
         )
 
     def facts(self) -> dict[str, float]:

@@ -6,6 +6,7 @@ import torch
 
 from components.wire.sampling import SamplingParams
 from engine.config import StepSize
+from engine.model.load import LoadedModel
 from engine.model.pooling import Pooling
 from engine.ports import Phase
 from engine.runner.device_model import DeviceModel
@@ -17,17 +18,15 @@ from engine.scheduler.request import Chunk, Request, RequestState
 SAMPLING = SamplingParams(max_tokens=1, top_p=0.95, top_k=20, min_p=0.01, repetition_penalty=1.1, logprobs=20)
 
 
-def run_largest_step(
-    model: DeviceModel, size: StepSize, max_context: int, page_size: int, pooling: Pooling | None, *, draws: bool
-) -> None:
+def run_largest_step(model: DeviceModel, size: StepSize, max_context: int, loaded: LoadedModel, *, draws: bool) -> None:
     """Compute it on page 0, whose content does not matter, and wait for its end.
 
     Args:
         draws: sample, too; not on a follower.
     """
-    chunks = largest_chunks(size, max_context, page_size, pooling)
+    chunks = largest_chunks(size, max_context, loaded.layout.page_size, loaded.pooling)
     if draws:
-        step = TorchRunner(model, pooling=pooling).launch(chunks)
+        step = TorchRunner(model, pooling=loaded.pooling).launch(chunks)
         step.sample()
         step.result()
         return
