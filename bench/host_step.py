@@ -23,6 +23,7 @@ from engine.ports import EngineRequest, KvRegion
 from engine.runner.device_model import DeviceModel
 from engine.runner.torch_runner import TorchRunner
 
+CPU: Final = torch.device("cpu")
 VOCAB: Final = 64
 PENALISED_VOCAB: Final = 2048  # penalties cost by distinct tokens
 CONTEXT: Final = 768
@@ -40,8 +41,8 @@ WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
 class Tables:
     """Attention that only fills its tables."""
 
-    def __init__(self, limits: StepLimits, page_size: int) -> None:
-        self._tables = StepTables(limits, page_size, torch.device("cpu"))
+    def __init__(self, limits: StepLimits, page_size: int, device: torch.device) -> None:
+        self._tables = StepTables(limits, page_size, device)
 
     def plan(self, shape: StepShape) -> StepAttention:
         self._tables.fill(shape, count_decodes(shape.query_lens), BLOCK_M)
@@ -55,8 +56,8 @@ class Device(TorchRunner):
 class _NoForward:
     kind: Final = "none"
 
-    def __init__(self, batch: int, vocab: int) -> None:
-        self._logits = torch.randn(batch, vocab, dtype=torch.bfloat16)
+    def __init__(self, batch: int, vocab: int, device: torch.device) -> None:
+        self._logits = torch.randn(batch, vocab, dtype=torch.bfloat16, device=device)
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
@@ -65,14 +66,14 @@ class _NoForward:
         return self._logits[: len(keep)]
 
 
-def host_core(batch: int, vocab: int) -> EngineCore:
-    context = CONTEXT + ANSWER
+def host_core(batch: int, vocab: int, device: torch.device = CPU, context: int = CONTEXT) -> EngineCore:
+    context += ANSWER
     layout = KvLayout(model="none", dtype="bfloat16", page_size=16, layers=1, kv_heads=1, head_dim=16)
     pages = batch * layout.pages_for(context)
     config = EngineConfig(num_pages=pages, max_running=batch, max_step_tokens=max(8192, batch + 2), pipeline="on")
 
-    tables = Tables(StepLimits(batch, config.step_size("cpu").tokens, context), layout.page_size)
-    model = DeviceModel(torch.device("cpu"), _NoForward(batch, vocab), tables, torch.zeros(1), Adapters())
+    tables = Tables(StepLimits(batch, config.step_size("cpu").tokens, context), layout.page_size, device)
+    model = DeviceModel(device, _NoForward(batch, vocab, device), tables, torch.zeros(1), Adapters())
     return EngineCore(
         runner=Device(model),
         config=config,
@@ -83,12 +84,14 @@ def host_core(batch: int, vocab: int) -> EngineCore:
     )
 
 
-def decode_steps(batch: int, steps: int, params: Mapping[str, Any]) -> list[float]:
+def decode_steps(
+    batch: int, steps: int, params: Mapping[str, Any], device: torch.device = CPU, context: int = CONTEXT
+) -> list[float]:
     vocab = PENALISED_VOCAB if "repetition_penalty" in params else VOCAB
-    core, draw = host_core(batch, vocab), random.Random(0)
+    core, draw = host_core(batch, vocab, device, context), random.Random(0)
     for i in range(batch):
         sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True, seed=i, **params)
-        tokens = [draw.randrange(1, vocab) for _ in range(CONTEXT - WARM)]
+        tokens = [draw.randrange(1, vocab) for _ in range(context - WARM)]
         core.submit(EngineRequest(f"r{i}", tokens, sampling))
     while len(core.step().tokens) < batch:
         pass
@@ -103,8 +106,10 @@ def decode_steps(batch: int, steps: int, params: Mapping[str, Any]) -> list[floa
     return spent
 
 
-def host_steps(batches: Sequence[int], steps: int) -> Iterator[tuple[int, str, list[float]]]:
+def host_steps(
+    batches: Sequence[int], steps: int, device: torch.device = CPU, context: int = CONTEXT
+) -> Iterator[tuple[int, str, list[float]]]:
     torch.set_num_threads(1)
     for batch in batches:
         for way, params in WAYS.items():
-            yield batch, way, decode_steps(batch, steps, params)
+            yield batch, way, decode_steps(batch, steps, params, device, context)

@@ -17,11 +17,11 @@ from engine.model.load import LoadedModel
 from engine.model.progress import Progress, silent
 
 
-class CountedMemory(TorchDispatchMode):
+class CountedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as torch ships it
     """Counts within `with`. Other processes hold `others` bytes."""
 
     def __init__(self, total: int, loaded: LoadedModel, others: int = 0) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.total = total
         self.others = others
         self._held: dict[int, tuple[StorageWeakRef, int]] = {}
@@ -30,7 +30,7 @@ class CountedMemory(TorchDispatchMode):
 
     @property
     def own(self) -> int:
-        for key in [key for key, (storage, _) in self._held.items() if storage.expired()]:
+        for key in [key for key, (storage, _) in self._held.items() if storage.expired()]:  # type: ignore[no-untyped-call]
             del self._held[key]
         return sum(size for _, size in self._held.values())
 
@@ -59,7 +59,7 @@ class CountedMemory(TorchDispatchMode):
     def _count(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            weak = StorageWeakRef(storage)
+            weak = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
             self._held.setdefault(weak.cdata, (weak, storage.nbytes()))
 
 
