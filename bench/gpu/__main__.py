@@ -13,7 +13,7 @@ Rooflines use the copy bandwidth and matmul rate measured just before.
 import gc
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from enum import StrEnum, auto
 from typing import Annotated
@@ -57,7 +57,7 @@ def run(parts: list[Part], scale: Scale, report: Report) -> Iterator[bool]:
 
     Yields: whether what a part found is right.
     """
-    checks = {
+    checks: dict[Part, Callable[[], bool]] = {
         Part.KERNELS: lambda: check_kernels(scale),
         Part.IDS: lambda: check_ids(scale),
         Part.CHECKSUMS: lambda: check_checksums(scale),

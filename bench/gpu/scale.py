@@ -2,9 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, Literal
 
-QWEN3_4B: Final = {
+QWEN3_4B: Final[Mapping[str, Any]] = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
     "hidden_size": 2560,
@@ -20,7 +20,7 @@ QWEN3_4B: Final = {
     "tie_word_embeddings": True,
     "hidden_act": "silu",
 }
-TINY: Final = {
+TINY: Final[Mapping[str, Any]] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "hidden_size": 128,
@@ -38,7 +38,7 @@ TINY: Final = {
 class Scale:
     device: str
     model: Mapping[str, Any]  # config.json, for random weights
-    dtype: str
+    dtype: Literal["bfloat16", "float32"]
     batch: int  # decodes in a step
     context: int  # tokens of each
     prompt: int

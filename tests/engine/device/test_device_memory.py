@@ -1,5 +1,7 @@
 """Shares of a device's memory, by numbers; and how torch is asked for them."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -35,7 +37,13 @@ def test_a_shortage_names_what_is_missing_and_the_settings() -> None:
 
 
 def test_torch_gives_back_cached_memory_before_it_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, calls = torch.device("cuda", 1), []
+    device = torch.device("cuda", 1)
+    calls: list[tuple[object, ...]] = []
+
+    def answer(name: str, value: object, *args: object) -> object:
+        calls.append((name, *args))
+        return value
+
     for name, value in {
         "synchronize": None,
         "empty_cache": None,
@@ -44,9 +52,7 @@ def test_torch_gives_back_cached_memory_before_it_is_asked(monkeypatch: pytest.M
         "reset_peak_memory_stats": None,
         "max_memory_reserved": 4,
     }.items():
-        monkeypatch.setattr(
-            torch.cuda, name, lambda *args, name=name, value=value: calls.append((name, *args)) or value
-        )
+        monkeypatch.setattr(torch.cuda, name, partial(answer, name, value))
     memory = CudaMemory(device)
     assert memory.look() == Look(total=9, free=5, own=3)
     assert calls[:2] == [("synchronize", device), ("empty_cache",)]

@@ -18,5 +18,5 @@ def measured(loaded: Any, config: Any, progress: Any) -> Any:
 
 if __name__ == "__main__":
     huge_pages.BLOCK_BYTES = 0  # type: ignore[misc]
-    follower.make_parts = measured  # type: ignore[attr-defined]
+    follower.make_parts = measured  # type: ignore[attr-defined,assignment]
     follower.main()
