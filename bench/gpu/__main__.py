@@ -104,7 +104,7 @@ def scale_of(device: str) -> Scale:
     if device == "cpu":
         return ON_CPU
     if not torch.cuda.is_available():
-        sys.exit("bench.gpu needs a CUDA device: torch finds none. `--device cpu` runs a tiny form of every part")
+        sys.exit("bench.gpu needs a CUDA device: torch finds none: `--device cpu` runs a tiny form of every part")
     torch.cuda.set_device(device)
     return replace(CARD, device=device)
 

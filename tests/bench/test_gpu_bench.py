@@ -5,6 +5,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import torch
 
 import bench.gpu.__main__ as command
 from bench.engine import Machine
@@ -62,6 +63,7 @@ def test_kv_arrives_in_the_other_process_and_its_way_has_a_name(capsys: pytest.C
     assert all(line["same"] and line["transport"] for line in lines)
 
 
+@pytest.mark.gpu_bench
 def test_two_ranks_give_the_ids_of_one(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(run([Part.TP2], ON_CPU, Report(judged=False)))
     first, *rest = figures(capsys)
@@ -70,6 +72,7 @@ def test_two_ranks_give_the_ids_of_one(capsys: pytest.CaptureFixture[str]) -> No
 
 
 @pytest.mark.mesh
+@pytest.mark.gpu_bench
 def test_a_whole_mesh_gives_the_ids_of_one_engine_and_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(judged=False)
     assert all(run([Part.MESH], ON_CPU, report))
@@ -110,8 +113,8 @@ def test_ways_are_read_from_ucxs_table(tmp_path: Path) -> None:
 
 
 def test_without_a_gpu_it_says_what_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command.torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="torch finds none. `--device cpu` runs a tiny form"):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="torch finds none: `--device cpu` runs a tiny form"):
         scale_of("cuda:0")
 
 
