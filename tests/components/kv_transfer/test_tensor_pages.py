@@ -26,6 +26,8 @@ async def test_nixl_writes_into_them_and_from_them() -> None:
     async with open_nixl(tensors, "of-tensors") as ours, open_nixl(plain, "of-plain-memory") as theirs:
         await ours.connect(theirs.endpoint)
         await theirs.connect(ours.endpoint)
+        for end in (ours, theirs):
+            end.expect("never", 0)  # keeps its thread polling
         tensors.fill(1)
         await ours.write_pages("of-plain-memory", range(NUM_PAGES), range(NUM_PAGES))
         assert plain.hashes() == tensors.hashes()
