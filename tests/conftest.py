@@ -1,5 +1,8 @@
 """What the tests share: one real etcd and one real NATS for the whole run, namespaces, processes that surely stop."""
 
+import tests.device  # noqa: F401  # before torch: it chooses how Triton runs kernels
+
+# isort: split
 import asyncio
 import gc
 import itertools

@@ -2,7 +2,10 @@
 
 import os
 import re
+import sys
+from collections.abc import Sequence
 from importlib import import_module
+from itertools import pairwise
 from typing import Final
 
 import pytest
@@ -39,13 +42,22 @@ ON_CPU_ALONE: Final = (
 HOST_BACKENDS: Final = ("fake", "mooncake")  # for pages in main memory
 
 
+def is_for_cpu(arguments: Sequence[str]) -> bool:
+    """By pytest's command line, before pytest has read it."""
+    given = dict(pairwise([word for argument in arguments for word in argument.split("=", 1)]))
+    return given["--device"] == "cpu" if "--device" in given else not IS_GPU.match(given.get("-m", ""))
+
+
+if TESTED["device"] == "cpu" and is_for_cpu(sys.argv):
+    # Kernels for CUDA run in Triton's interpreter. Triton looks at this when it is imported, and torch may import it.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
 def choose_device(config: pytest.Config) -> None:
     """Raises: pytest.UsageError, if there is no such device."""
     asked = config.getoption("--device")
     device = asked or ("cuda:0" if IS_GPU.match(config.option.markexpr) else "cpu")
     if device == "cpu":
-        # Kernels for CUDA run in Triton's interpreter. Triton looks at this when it is imported.
-        os.environ.setdefault("TRITON_INTERPRET", "1")
         return
     if not IS_GPU.match(config.option.markexpr):
         raise pytest.UsageError(f"--device {device} is for the tests marked gpu: add -m gpu")
@@ -57,6 +69,8 @@ def choose_device(config: pytest.Config) -> None:
             f"{cuda.device_count() if cuda.is_available() else 0} CUDA devices, named cuda:0 and so on. "
             "`--device cpu` runs the same tests on the CPU"
         )
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise pytest.UsageError("with TRITON_INTERPRET=1 kernels run on the CPU: unset it")
     TESTED["device"] = os.environ[VARIABLE] = device
 
 

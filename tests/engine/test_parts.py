@@ -15,8 +15,9 @@ from engine.config import EngineConfig, StepSize
 from engine.device import huge_pages
 from engine.model.load import LoadedModel
 from engine.parts import Parts, make_parts
-from engine.ports import EngineRequest
+from engine.ports import EngineRequest, Phase
 from tests.engine.device.counted_memory import CountedMemory, Graphs
+from tests.engine.embedding_model import save_embedding_model
 from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run, small
 
 TOTAL = 24_000_000
@@ -50,6 +51,12 @@ def settings(**changes: object) -> EngineConfig:
 
 def made(loaded: LoadedModel, memory: CountedMemory, config: EngineConfig, graphs: Graphs = GRAPHS) -> Parts:
     return make_parts(loaded, config, memory=memory, make_forward=graphs.forward)
+
+
+def plain(loaded: LoadedModel, memory: CountedMemory, **changes: object) -> int:
+    """The number of pages, without graphs."""
+    parts = make_parts(loaded, settings(attention="torch", **changes), memory=memory)
+    return len(parts.pool.storage)
 
 
 def facts(caplog: pytest.LogCaptureFixture) -> dict[str, float]:
@@ -116,19 +123,19 @@ def test_what_graphs_hold_is_learnt_from_a_few_of_them(fresh: LoadedModel, monke
 
 def test_pages_of_other_processes_are_not_counted_as_free(fresh: LoadedModel) -> None:
     with CountedMemory(TOTAL, fresh) as memory:
-        alone = len(made(fresh, memory, settings()).pool.storage)
+        alone = plain(fresh, memory)
         memory.others = TOTAL // 2
-        beside = len(made(fresh, memory, settings()).pool.storage)
+        beside = plain(fresh, memory)
         memory.look()
         memory.others = TOTAL // 20  # what the share leaves to others anyway
-        assert abs(len(made(fresh, memory, settings()).pool.storage) - alone) < 60
+        assert abs(plain(fresh, memory) - alone) < 60
     assert 0 < beside < 0.6 * alone
 
 
 @pytest.mark.parametrize(("asked", "pages"), [({"num_pages": 77}, 77), ({"kv_memory_gb": 0.001}, 122)])
 def test_a_number_that_the_settings_fix_wins(fresh: LoadedModel, asked: dict[str, float], pages: int) -> None:
     with CountedMemory(TOTAL, fresh) as memory:
-        assert len(made(fresh, memory, settings(**asked)).pool.storage) == pages
+        assert plain(fresh, memory, **asked) == pages
 
 
 def missing(attempt: Callable[[], object]) -> tuple[str, int]:
@@ -169,3 +176,15 @@ def test_a_step_is_larger_on_a_gpu_unless_the_settings_say_otherwise() -> None:
     assert EngineConfig(max_running=600).step_size("cpu") == StepSize(600, 602)
     assert EngineConfig(max_step_tokens=100).step_size("cuda:0") == StepSize(98, 100)
     assert EngineConfig(max_running=3, max_step_tokens=5).step_size("cuda:0") == StepSize(3, 5)
+
+
+@pytest.mark.parametrize("mode", ["mean_tokens", "lasttoken"])
+def test_an_embedding_model_is_measured_too(mode: str, tmp_path: Path) -> None:
+    """A mean needs the hidden states of all tokens."""
+    loaded = load_tiny(save_embedding_model(tmp_path, mode))
+    with CountedMemory(TOTAL, loaded) as memory:
+        parts = make_parts(loaded, settings(attention="torch", max_step_tokens=300), memory=memory)
+        memory.start_peak()
+        engine = assemble(loaded, settings(attention="torch", max_step_tokens=300), parts.model.forward, parts.pool)
+        run(engine, [EngineRequest(str(i), prompt(48), greedy(1), Phase.EMBED) for i in range(6)])
+        assert 0.8 * TOTAL < memory.peak() <= 0.9 * TOTAL
