@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-FOLLOWER: Final = "engine.follower"  # module of ranks without a transfer end
+FOLLOWER: Final = "engine.parallel.rank_process"  # module of ranks without a transfer end
 PAGE_SIZES: Final = (16, 32, 64, 128)
 AttentionKind = Literal["auto", "cpu", "torch", "triton", "flashinfer"]
 Seconds = Annotated[float, Field(ge=0)]
@@ -108,6 +108,13 @@ class EngineConfig:
             "default: 128 on a CPU, 1536 on a device, no limit on one that takes no time"
         ),
     ] = None
+    itl_target_ms: Annotated[
+        float | None,
+        Field(
+            description="a step with decodes takes as many prompt tokens as it can compute in so long, by measured speed; "
+            "0: no such limit; default: 30 on a CPU, 0 on a device"
+        ),
+    ] = None
     reserve_tokens: Annotated[
         int, Field(description="tokens to be generated for which admission keeps pages free, at most, per request")
     ] = 512
@@ -177,6 +184,8 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value}; it must be positive")
         if not all(self.lora) or not all(self.lora.values()):
             raise ValueError(f"lora is {self.lora}; it must give each adapter a name and a directory")
+        if self.itl_target_ms is not None and self.itl_target_ms < 0:
+            raise ValueError(f"itl_target_ms is {self.itl_target_ms}; it must be 0 (no limit) or more")
         if self.reserve_tokens < 0:
             raise ValueError(f"reserve_tokens is {self.reserve_tokens}; it must not be negative")
         if self.gpu_memory_utilization > 1:

@@ -6,6 +6,7 @@ import os
 import random
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -54,7 +55,8 @@ def check_kernels(scale: Scale) -> bool:
         for (queries, contexts), (kind, scoring) in itertools.product(steps, combinations):
             page_size, head_dim, kv_heads, group = kind
             case = AttentionCase(queries, contexts, scoring, dtype, kv_heads, group, page_size, head_dim)
-            for make in (TritonAttention, partial(TritonAttention, programs=1)):
+            for make, sinks in ((TritonAttention, False), (partial(TritonAttention, span=64), True)):
+                case = replace(case, sinks=sinks)
                 try:
                     worst = max(worst, Outcome(case, make, scale.device).check())
                 except AssertionError as exc:

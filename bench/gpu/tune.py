@@ -45,15 +45,15 @@ def _tune_decodes(
 ) -> None:
     context, pages = scale.context, layout.pages_for(scale.context)
     best = choose_tiles(layout.head_dim, pool.dtype)
-    choices = list(itertools.product((32, 64, 128), (4, 8), (3, 5, 6), (264, 528, 1056)))
+    choices = list(itertools.product((32, 64, 128), (4, 8), (3, 5, 6), (528, 1056, 2112), (256, 512, 1024)))
     for batch in (1, scale.batch):
         tables = [list(range(i * pages, (i + 1) * pages)) for i in range(batch)]
         shape = StepShape([1] * batch, [context] * batch, tables)
         roof_s = batch * context * layout.page_bytes / layout.page_size / machine.copy_bytes_s
-        for n, warps, stages, programs in choices[kept]:
+        for n, warps, stages, programs, span in choices[kept]:
             tiles = replace(best, decode_n=n, decode_warps=warps, decode_stages=stages)
-            facts = {"batch": batch, "n": n, "warps": warps, "stages": stages, "programs": programs}
-            attention = TritonAttention(pool, layout, GROUP, limits, tiles=tiles, programs=programs)
+            facts = {"batch": batch, "n": n, "warps": warps, "stages": stages, "programs": programs, "span": span}
+            attention = TritonAttention(pool, layout, GROUP, limits, tiles=tiles, programs=programs, span=span)
             _time_layers("decode attention", attention, shape, batch, roof_s, **facts)
 
 

@@ -1,6 +1,7 @@
 """Which rows or columns of a model's weights belong to a rank.
 
-transformers' `base_model_tp_plan` names the layers. KV heads that do not suffice are replicated.
+transformers' `base_model_tp_plan` names the layers. KV heads that do not suffice are replicated. Attention sinks are cut
+like the query heads.
 """
 
 import re
@@ -11,19 +12,32 @@ from typing import Any, Final
 
 import torch
 
-from components.wire.layout import KvLayout, can_shard
+from components.wire.layout import KvLayout
 from engine.errors import UnsupportedModel
 from engine.sharding.group import Reduced
 
 OUTPUTS: Final = "colwise"  # each rank has some of the outputs
 INPUTS: Final = "rowwise"  # each rank has some of the inputs: the outputs are summed
-WHOLE: Final = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise"})
+WHOLE: Final = frozenset(
+    {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params"}
+)
+# by model type: layers that transformers' plan leaves out
+ADDED: Final[Mapping[str, Mapping[str, str]]] = {
+    "gpt_oss": {
+        "layers.*.self_attn.q_proj": OUTPUTS,
+        "layers.*.self_attn.k_proj": OUTPUTS,
+        "layers.*.self_attn.v_proj": OUTPUTS,
+        "layers.*.self_attn.o_proj": INPUTS,
+        "layers.*.self_attn.sinks": OUTPUTS,
+    }
+}
+SINKS: Final = "sinks"  # transformers' name of the parameter, [heads]
 KV_LAYERS: Final = ("k_proj", "v_proj")  # transformers' names
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A rank's part of a linear layer."""
+    """A rank's part of a linear layer, or of attention sinks."""
 
     style: str  # OUTPUTS or INPUTS
     start: int
@@ -32,7 +46,7 @@ class Cut:
 
     @property
     def weight(self) -> tuple[slice, ...]:
-        """Index of the part in the layer's weight, [outputs, inputs]."""
+        """Index of the part in the layer's weight, [outputs, inputs], or in the sinks."""
         part = slice(self.start, self.start + self.length)
         return (part,) if self.style == OUTPUTS else (slice(None), part)
 
@@ -51,18 +65,8 @@ class Cut:
         return (down, up[self.weight]) if self.style == OUTPUTS else (down[self.weight], up)
 
 
-Cuts = Mapping[str, Cut]  # by the layer's name
+Cuts = Mapping[str, Cut]  # by the name of the layer or the sinks
 NO_CUTS: Final[Cuts] = MappingProxyType({})  # of a whole model
-
-
-def check_heads(name: str, heads: int, kv_heads: int, size: int) -> None:
-    """Raises: UnsupportedModel."""
-    if heads % size or not can_shard(kv_heads, size):
-        possible = [n for n in range(1, heads + 1) if heads % n == 0 and can_shard(kv_heads, n)]
-        raise UnsupportedModel(
-            f"tensor_parallel={size}: {name} has {heads} query heads and {kv_heads} KV heads; "
-            f"it can be cut into {', '.join(map(str, possible))}"
-        )
 
 
 def plan_cuts(name: str, module: Any, layout: KvLayout) -> dict[str, Cut]:
@@ -70,28 +74,31 @@ def plan_cuts(name: str, module: Any, layout: KvLayout) -> dict[str, Cut]:
 
     Raises: UnsupportedModel.
     """
-    styles = getattr(module.config.get_text_config(), "base_model_tp_plan", None)
+    config = module.config.get_text_config()
+    styles = getattr(config, "base_model_tp_plan", None)
     if not styles:
         raise UnsupportedModel(f"tensor_parallel={layout.shards}: transformers has no plan to cut {name}")
     prefix = "" if module.base_model is module else f"{module.base_model_prefix}."
+    styles = {**ADDED.get(config.model_type, {}), **styles}
     cuts: dict[str, Cut] = {}
-    for path, layer in module.base_model.named_modules():
+    for path, layer in [*module.base_model.named_modules(), *module.base_model.named_parameters()]:
         style = styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
         if style is None or style in WHOLE:
             continue
-        if style not in (OUTPUTS, INPUTS) or type(layer) is not torch.nn.Linear:
+        is_linear = type(layer) is torch.nn.Linear and style in (OUTPUTS, INPUTS)
+        if not is_linear and not (path.endswith(f".{SINKS}") and style == OUTPUTS):
             raise UnsupportedModel(
                 f"tensor_parallel={layout.shards}: {name} cannot be cut: its layer {path} is {style}, "
                 f"and only linear layers are cut, {OUTPUTS} or {INPUTS}"
             )
-        cuts[prefix + path] = _cut(name, path, layer, style, layout)
+        whole = len(layer) if not is_linear else layer.out_features if style == OUTPUTS else layer.in_features
+        cuts[prefix + path] = _cut(name, path, whole, style, layout)
     if not cuts:
         raise UnsupportedModel(f"tensor_parallel={layout.shards}: transformers' plan cuts no layer of {name}")
     return cuts
 
 
-def _cut(name: str, path: str, layer: torch.nn.Linear, style: str, layout: KvLayout) -> Cut:
-    whole = layer.out_features if style == OUTPUTS else layer.in_features
+def _cut(name: str, path: str, whole: int, style: str, layout: KvLayout) -> Cut:
     if path.rpartition(".")[2] in KV_LAYERS:
         return Cut(style, layout.heads.start * layout.head_dim, layout.num_heads * layout.head_dim, whole)
     if whole % layout.shards:
@@ -102,10 +109,14 @@ def _cut(name: str, path: str, layer: torch.nn.Linear, style: str, layout: KvLay
     return Cut(style, layout.shard * length, length, whole)
 
 
-def cut_linears(module: torch.nn.Module, cuts: Cuts, rank: int) -> None:
+def cut_weights(module: torch.nn.Module, cuts: Cuts, rank: int) -> None:
     """Leave each layer its part of the weights."""
     for name, cut in cuts.items():
-        layer: Any = module.get_submodule(name)
+        parent, _, leaf = name.rpartition(".")
+        layer: Any = getattr(module.get_submodule(parent), leaf)
+        if isinstance(layer, torch.nn.Parameter):
+            setattr(module.get_submodule(parent), leaf, _part(layer, cut.weight))
+            continue
         if cut.style == OUTPUTS:
             layer.out_features = cut.length
         else:

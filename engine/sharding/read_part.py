@@ -10,7 +10,7 @@ from safetensors import safe_open
 from transformers.models.auto.auto_factory import _get_model_class
 
 from engine.attention.backend import IMPLEMENTATION
-from engine.sharding.cuts import Cuts, cut_linears
+from engine.sharding.cuts import Cut, Cuts, cut_weights
 
 WEIGHTS: Final = "model.safetensors"  # transformers' names
 INDEX: Final = "model.safetensors.index.json"
@@ -42,7 +42,7 @@ def read_part(  # noqa: PLR0917 - what to read, then which part
 
     def make_part(self: Any, *args: Any, **kwargs: Any) -> None:
         whole.__init__(self, *args, **kwargs)
-        cut_linears(self, cuts, rank)
+        cut_weights(self, cuts, rank)
 
     # transformers makes the class on the meta device, then fills its parameters from `state_dict`
     part: Any = type(whole.__name__, (whole,), {"__init__": make_part, "__module__": whole.__module__})
@@ -67,14 +67,17 @@ def _parts(tensors: dict[str, Any], cuts: Cuts, prefix: str, rank: int) -> dict[
     found: dict[str, Any] = {}
     for key, stored in tensors.items():
         layer, _, kind = key.rpartition(".")
-        # a file of a base model has names without the prefix
-        names = (layer, prefix + layer, layer.removeprefix(prefix))
-        cut = next((cuts[name] for name in names if name in cuts), None)
+        cut = _cut_of(key, cuts, prefix) or _cut_of(layer, cuts, prefix)
         if cut is None:
             found[key] = stored
-        elif (index := cut.weight if kind == "weight" else cut.bias(rank)) is not None:
+        elif (index := cut.bias(rank) if kind == "bias" else cut.weight) is not None:
             found[key] = CutTensor(stored, index)
     return found
+
+
+def _cut_of(name: str, cuts: Cuts, prefix: str) -> Cut | None:
+    """A file of a base model has names without the prefix."""
+    return next((cuts[each] for each in (name, prefix + name, name.removeprefix(prefix)) if each in cuts), None)
 
 
 def weight_files(directory: Path) -> list[Path]:

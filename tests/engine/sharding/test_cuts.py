@@ -11,6 +11,7 @@ from engine.errors import UnsupportedModel
 from engine.model.load import load_model
 from engine.model.progress import silent
 from engine.sharding import read_part
+from tests.engine.model.families import FAMILIES, save_model
 from tests.engine.tiny_engine import load_tiny, save_tiny, small
 
 
@@ -36,6 +37,23 @@ def test_the_parts_of_all_ranks_are_the_model(tmp_path: Path, size: int, load_fo
         elif layer.endswith("_proj"):
             assert torch.equal(torch.cat(found, dim=1 if layer in ("o_proj", "down_proj") else 0), weight)
         else:
+            assert all(torch.equal(part, weight) for part in found)
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_sinks_go_with_their_heads_and_experts_stay_whole(tmp_path: Path, load_format: str) -> None:
+    directory = save_model(tmp_path / "model", FAMILIES["gpt-oss"]())
+    whole = dict(load_tiny(directory, load_format=load_format).module.named_parameters())
+    parts = [parameters(directory, 2, rank, load_format=load_format) for rank in range(2)]
+    for name, weight in whole.items():
+        leaf, layer = name.split(".")[-1], name.split(".")[-2]
+        found = [part[name] for part in parts if name in part]
+        if leaf == "sinks" or layer in ("q_proj", "k_proj", "v_proj"):
+            assert torch.equal(torch.cat(found), weight)
+        elif layer == "o_proj" and leaf == "weight":
+            assert torch.equal(torch.cat(found, dim=1), weight)
+        else:
+            assert len(found) == (1 if layer in ("o_proj", "lm_head") else 2), "the leader's alone"
             assert all(torch.equal(part, weight) for part in found)
 
 
