@@ -5,6 +5,7 @@ from typing import Any, Final
 
 from engine import follower
 from engine.device import huge_pages
+from engine.parallel.rank_process import main
 from engine.parts import make_parts
 from tests.engine.device.counted_memory import CountedMemory
 
@@ -19,4 +20,4 @@ def measured(loaded: Any, config: Any, progress: Any) -> Any:
 if __name__ == "__main__":
     huge_pages.BLOCK_BYTES = 0  # type: ignore[misc]
     follower.make_parts = measured  # type: ignore[attr-defined,assignment]
-    follower.main()
+    main()
