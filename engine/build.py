@@ -33,6 +33,7 @@ from engine.model.probe import check_attention
 from engine.model.progress import Progress, silent
 from engine.parallel.followers import Followers
 from engine.parallel.led_model import LedModel
+from engine.parallel.orders import line_of
 from engine.ports import KvRegion, RankMemory
 from engine.runner.device_model import DeviceModel, StepModel
 from engine.runner.torch_runner import TorchRunner
@@ -190,8 +191,12 @@ def assemble_led(
     with followers.together():
         pool = make_pool(loaded, config)
         own = make_model(loaded, make_forward(loaded, config, pool, progress), pool)
+    ranks = [
+        RankMemory(made.pid, made.device, made.address, str(line_of(followers.directory, rank)))
+        for rank, made in enumerate(followers.made(), 1)
+    ]
     limit = ThreadLimit(torch.get_num_threads(), torch.get_num_threads())
-    return _engine(loaded, config, pool, LedModel(own, followers, number), None, limit, followers.made())
+    return _engine(loaded, config, pool, LedModel(own, followers, number), None, limit, ranks)
 
 
 def _engine(  # noqa: PLR0917
