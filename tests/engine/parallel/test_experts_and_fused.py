@@ -8,6 +8,7 @@ import pytest
 from msgspec import structs
 
 from components.wire.sampling import SamplingParams
+from engine.cpu.thread_limit import ThreadLimit
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest
 from engine.sharding.experts import has_experts
@@ -69,3 +70,16 @@ def test_ids_are_those_of_transformers_after_a_prefix_hit(case: Case) -> None:
     seen = run(engine, [EngineRequest("r", PROMPT, greedy(24))])
     assert seen.cached["r"] == 32
     assert seen.tokens["r"] == reference_greedy(reference(case.directory), PROMPT, 24)
+
+
+def test_ranks_that_route_never_change_their_threads(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A router's last bits depend on them; if ranks disagree about a token, an expert is added twice or never."""
+    made: list[int] = []
+
+    def limit(threads: int, decode_threads: int) -> ThreadLimit:
+        made.append(threads)
+        return ThreadLimit(threads, decode_threads)
+
+    monkeypatch.setattr("engine.build.ThreadLimit", limit)
+    case.two.make()
+    assert (made == []) == has_experts(case.two.loaded.module)
