@@ -33,6 +33,7 @@ class AttentionCase:
     group: int = 3  # query heads that share a key head
     page_size: int = 16
     head_dim: int = 16
+    sinks: bool = False
 
     @property
     def layout(self) -> KvLayout:
@@ -68,9 +69,10 @@ class Outcome:
         # transformers' strides: tokens outermost
         self.query = normal(1, total, case.kv_heads * case.group, case.head_dim).transpose(1, 2)
         self.key, self.value = (normal(1, total, case.kv_heads, case.head_dim).transpose(1, 2) for _ in range(2))
+        self.sinks = normal(case.kv_heads * case.group) * 3 if case.sinks else None
         self.backend = make(self.pool, case.layout, case.group, case.limits)
         step = self.backend.plan(StepShape(case.query_lens, case.context_lens, self.tables))
-        self.out = step.attend(LAYER, self.query, self.key, self.value, case.scoring)
+        self.out = step.attend(LAYER, self.query, self.key, self.value, case.scoring, sinks=self.sinks)
 
     def check(self) -> float:
         """The largest error. Raises: AssertionError, if it is too large or the pool is wrong."""
@@ -81,7 +83,7 @@ class Outcome:
             stood = _in_order(self.before, table)
             kv = torch.stack([self.key[0, :, new], self.value[0, :, new]])
             keys, values = torch.cat([stood[:, :, : context - length], kv], 2)
-            expected = written_out(self.query[0, :, new], keys, values, self.case.scoring)
+            expected = written_out(self.query[0, :, new], keys, values, self.case.scoring, self.sinks)
             worst = max(worst, (self.out[0, new].double() - expected).abs().max().item())
             for i, position in enumerate(range(context - length, context)):
                 page, offset = table[position // self.case.page_size], position % self.case.page_size
@@ -92,7 +94,13 @@ class Outcome:
         return worst
 
 
-def written_out(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+def written_out(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scoring: Scoring,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
     """float64 [T, heads, D], of the last T queries [heads, T, D] over keys and values [kv_heads, S, D].
 
     Query q sees key k if 0 <= q - k and, with a window, q - k < window.
@@ -106,7 +114,10 @@ def written_out(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, s
     positions = torch.arange(context, device=query.device)
     back = positions[context - length :, None] - positions
     seen = (back >= 0) & (back < scoring.window) if scoring.window else back >= 0
-    return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values).transpose(0, 1)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.double().view(-1, 1, 1).expand(-1, length, 1)], -1)
+    return (scores.softmax(-1)[..., :context] @ values).transpose(0, 1)
 
 
 def _in_order(pool: torch.Tensor, table: list[int]) -> Any:

@@ -28,7 +28,7 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from bench.host_step import CONTEXT, host_steps
+from bench.host_step import CONTEXT, WAYS, host_steps, launches
 from components.wire.sampling import SamplingParams
 from engine.attention.choose_attention import prepare_attention
 from engine.build import Pool, assemble
@@ -255,6 +255,15 @@ def measure_beside(bench: Bench, count: int, batches: Sequence[int], context: in
         say("prompt beside neighbours", [bench.prompt(length) for _ in range(4)], 0.0, **facts, tokens=length)
 
 
+def measure_host() -> None:
+    for on_device in (False, True):
+        for size, way, spent in host_steps(HOST_BATCHES, HOST_STEPS, on_device=on_device):
+            facts = {"batch": size, "context": CONTEXT, "sampling": way, "sampler": "device" if on_device else "cpu"}
+            if on_device:
+                facts["launches"] = launches(WAYS[way])
+            say("host's part of a decode step", spent, 0.0, **facts)
+
+
 def say(figure: str, seconds: list[float], roof_s: float, **facts: Any) -> None:
     line = {
         "figure": figure,
@@ -289,8 +298,7 @@ def main(
     ] = False,
 ) -> None:
     if only_host:
-        for size, way, spent in host_steps(HOST_BATCHES, HOST_STEPS):
-            say("host's part of a decode step", spent, 0.0, batch=size, context=CONTEXT, sampling=way)
+        measure_host()
         return
     generated = BESIDE_STEPS if neighbours else 32
     tokens = int(PAGES_MARGIN * max(batch) * (max(context) + generated)) + 2 * max(prompt)

@@ -75,6 +75,7 @@ TINY: Final = {
     "initializer_range": 0.3,  # so that greedy decoding does not repeat one token
 }
 BATCH, CONTEXT, PROMPT, STEPS = 100, 768, 8192, 32
+LONG, QUESTION = 32768, 64
 
 
 class Part(StrEnum):
@@ -83,6 +84,7 @@ class Part(StrEnum):
     CHECKSUMS = auto()
     STEPS = auto()
     MIXED = auto()
+    SKEW = auto()
     TUNE = auto()
 
 
@@ -112,7 +114,8 @@ def check_kernels() -> bool:
         for (queries, contexts), (kind, scoring) in itertools.product(steps, combinations):
             page_size, head_dim, kv_heads, group = kind
             case = AttentionCase(queries, contexts, scoring, dtype, kv_heads, group, page_size, head_dim)
-            for make in (TritonAttention, partial(TritonAttention, programs=1)):
+            for make, sinks in ((TritonAttention, False), (partial(TritonAttention, span=64), True)):
+                case = replace(case, sinks=sinks)
                 try:
                     worst = max(worst, Outcome(case, make, DEVICE).check())
                 except AssertionError as exc:
@@ -203,10 +206,11 @@ def tune(machine: Machine) -> None:
             [1] * batch, [CONTEXT] * batch, [list(range(i * pages, (i + 1) * pages)) for i in range(batch)]
         )
         roof_s = batch * CONTEXT * layout.page_bytes / layout.page_size / machine.copy_bytes_s
-        for n, warps, stages, programs in itertools.product((32, 64, 128), (4, 8), (3, 5, 6), (264, 528, 1056)):
+        shapes = itertools.product((32, 64, 128), (4, 8), (3, 5, 6), (528, 1056, 2112), (256, 512, 1024))
+        for n, warps, stages, programs, span in shapes:
             tiles = replace(best, decode_n=n, decode_warps=warps, decode_stages=stages)
-            facts = {"batch": batch, "n": n, "warps": warps, "stages": stages, "programs": programs}
-            attention = TritonAttention(pool, layout, group, limits, tiles=tiles, programs=programs)
+            facts = {"batch": batch, "n": n, "warps": warps, "stages": stages, "programs": programs, "span": span}
+            attention = TritonAttention(pool, layout, group, limits, tiles=tiles, programs=programs, span=span)
             _time_layers("decode attention", attention, shape, batch, group, roof_s, **facts)
     shape = StepShape([PROMPT], [PROMPT], [list(range(layout.pages_for(PROMPT)))])
     roof_s = 4 * PROMPT * PROMPT / 2 * layout.layers * 32 * layout.head_dim / machine.matmul_flop_s
@@ -220,6 +224,23 @@ def tune(machine: Machine) -> None:
         with sdpa_kernel(backend):
             work = partial(scaled_dot_product_attention, query, key, key, is_causal=True, enable_gqa=True)
             _time("prompt attention of torch", partial(_repeat, work, 36), roof_s, kind=backend.name)
+
+
+def measure_skew(machine: Machine) -> None:
+    """One long request among many short ones, and a short question after a long cached prefix: attention alone."""
+    layout = KvLayout(model="bench", dtype="bfloat16", page_size=16, layers=36, kv_heads=8, head_dim=128)
+    group, limits = 4, StepLimits(BATCH + 1, PROMPT, LONG)
+    pool = allocate_storage(layout, BATCH * layout.pages_for(CONTEXT) + layout.pages_for(LONG), torch.device(DEVICE))
+    attention = TritonAttention(pool.normal_(), layout, group, limits)
+    for figure, lens, contexts in (
+        ("100 short decodes", [1] * BATCH, [CONTEXT] * BATCH),
+        ("and a long one", [1] * (BATCH + 1), [*[CONTEXT] * BATCH, LONG]),
+        ("a question after a long prefix", [QUESTION], [LONG]),
+    ):
+        pages = iter(torch.randperm(len(pool)).tolist())
+        tables = [list(itertools.islice(pages, layout.pages_for(context))) for context in contexts]
+        roof_s = sum(contexts) * layout.page_bytes / layout.page_size / machine.copy_bytes_s
+        _time_layers(figure, attention, StepShape(lens, contexts, tables), sum(lens), group, roof_s)
 
 
 def _time_layers(
@@ -341,6 +362,8 @@ def _run(parts: list[Part]) -> Iterator[bool]:
         matmul_tflop_s=round(machine.matmul_flop_s / 1e12),
         torch=torch.__version__,
     )
+    if Part.SKEW in parts:
+        measure_skew(machine)
     if Part.TUNE in parts:
         tune(machine)
     if Part.STEPS in parts or Part.MIXED in parts:

@@ -2,7 +2,7 @@
 nothing.
 
 On a GPU a step cannot be shorter than this. The vocabulary is small, because per-token sampling is the device's
-work.
+work. With `on_device` its sampler runs without the kernel, else the one that draws on a CPU.
 """
 
 import random
@@ -12,10 +12,11 @@ from typing import Any, Final
 
 import torch
 
+from bench.launches import Launches, LaunchesOnly
 from components.wire.layout import KvLayout
 from components.wire.sampling import SamplingParams
 from engine.attention.backend import StepAttention, StepShape
-from engine.attention.step_tables import StepLimits, StepTables, count_decodes
+from engine.attention.step_tables import Blocks, StepLimits, StepTables, count_decodes
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.lora.adapters import Adapters
@@ -28,7 +29,7 @@ PENALISED_VOCAB: Final = 2048  # penalties cost by distinct tokens
 CONTEXT: Final = 768
 ANSWER: Final = 256
 WARM: Final = 8  # steps before the first that counts
-BLOCK_M: Final = 128  # queries in a block of a prompt
+BLOCKS: Final = Blocks([16, 32])  # with four query heads for a key head
 WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     "greedy": {"temperature": 0},
     "sampled": {},
@@ -41,10 +42,10 @@ class Tables:
     """Attention that only fills its tables."""
 
     def __init__(self, limits: StepLimits, page_size: int) -> None:
-        self._tables = StepTables(limits, page_size, torch.device("cpu"))
+        self._tables = StepTables(limits, page_size, torch.device("cpu"), BLOCKS)
 
     def plan(self, shape: StepShape) -> StepAttention:
-        self._tables.fill(shape, count_decodes(shape.query_lens), BLOCK_M)
+        self._tables.fill(shape, count_decodes(shape.query_lens))
         return self  # type: ignore[return-value]  # no layer asks it
 
 
@@ -65,7 +66,7 @@ class _NoForward:
         return self._logits[: len(keep)]
 
 
-def host_core(batch: int, vocab: int) -> EngineCore:
+def host_core(batch: int, vocab: int, *, on_device: bool = False) -> EngineCore:
     context = CONTEXT + ANSWER
     layout = KvLayout(model="none", dtype="bfloat16", page_size=16, layers=1, kv_heads=1, head_dim=16)
     pages = batch * layout.pages_for(context)
@@ -73,8 +74,11 @@ def host_core(batch: int, vocab: int) -> EngineCore:
 
     tables = Tables(StepLimits(batch, config.max_step_tokens, context), layout.page_size)
     model = DeviceModel(torch.device("cpu"), _NoForward(batch, vocab), tables, torch.zeros(1), Adapters())
+    runner = Device(model)
+    if on_device:
+        runner.sampler = LaunchesOnly(model.device)
     return EngineCore(
-        runner=Device(model),
+        runner=runner,
         config=config,
         region=KvRegion(0, pages, layout, "cpu"),
         max_context=context,
@@ -83,17 +87,8 @@ def host_core(batch: int, vocab: int) -> EngineCore:
     )
 
 
-def decode_steps(batch: int, steps: int, params: Mapping[str, Any]) -> list[float]:
-    vocab = PENALISED_VOCAB if "repetition_penalty" in params else VOCAB
-    core, draw = host_core(batch, vocab), random.Random(0)
-    for i in range(batch):
-        sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True, seed=i, **params)
-        tokens = [draw.randrange(1, vocab) for _ in range(CONTEXT - WARM)]
-        core.submit(EngineRequest(f"r{i}", tokens, sampling))
-    while len(core.step().tokens) < batch:
-        pass
-    for _ in range(WARM):
-        core.step()
+def decode_steps(batch: int, steps: int, params: Mapping[str, Any], *, on_device: bool = False) -> list[float]:
+    core = _decoding(batch, params, on_device=on_device)
     spent = []
     for _ in range(steps):
         started = time.perf_counter()
@@ -103,8 +98,32 @@ def decode_steps(batch: int, steps: int, params: Mapping[str, Any]) -> list[floa
     return spent
 
 
-def host_steps(batches: Sequence[int], steps: int) -> Iterator[tuple[int, str, list[float]]]:
+def launches(params: Mapping[str, Any]) -> int:
+    """What a draw launches on a device while the batch stays the same: kernels, and copies from and to the host."""
+    core = _decoding(3, params, on_device=True)
+    core._runner.sampler.launches = counted = Launches()  # type: ignore[attr-defined]
+    core.step()
+    return counted.count
+
+
+def _decoding(batch: int, params: Mapping[str, Any], *, on_device: bool) -> EngineCore:
+    vocab = PENALISED_VOCAB if "repetition_penalty" in params else VOCAB
+    core, draw = host_core(batch, vocab, on_device=on_device), random.Random(0)
+    for i in range(batch):
+        sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True, seed=i, **params)
+        tokens = [draw.randrange(1, vocab) for _ in range(CONTEXT - WARM)]
+        core.submit(EngineRequest(f"r{i}", tokens, sampling))
+    while len(core.step().tokens) < batch:
+        pass
+    for _ in range(WARM):
+        core.step()
+    return core
+
+
+def host_steps(
+    batches: Sequence[int], steps: int, *, on_device: bool = False
+) -> Iterator[tuple[int, str, list[float]]]:
     torch.set_num_threads(1)
     for batch in batches:
         for way, params in WAYS.items():
-            yield batch, way, decode_steps(batch, steps, params)
+            yield batch, way, decode_steps(batch, steps, params, on_device=on_device)

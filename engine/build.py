@@ -1,6 +1,8 @@
 """Build an engine for a model."""
 
 import logging
+import os
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,11 +20,12 @@ from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import CompiledWhenReady, choose_forward
 from engine.config import FOLLOWER, EngineConfig
 from engine.core.engine_core import PACK_TOKENS, EngineCore
-from engine.cpu.cpu_time import cores_for_a_while, usable_cores
+from engine.cpu.cpu_time import cores_for_a_while, own_cores, usable_cores
 from engine.cpu.machine import keep_compiled
 from engine.cpu.shared_cores import SharedCores
 from engine.cpu.thread_limit import ThreadLimit
 from engine.kernels.linear import pack_linears
+from engine.kernels.native_library import kernels_are_loaded
 from engine.kv.count import count_pages
 from engine.kv.storage import allocate_storage
 from engine.model.load import LoadedModel, load_model, pick_device
@@ -30,7 +33,6 @@ from engine.model.probe import check_attention
 from engine.model.progress import Progress, silent
 from engine.parallel.followers import Followers
 from engine.parallel.led_model import LedModel
-from engine.parallel.orders import line_of
 from engine.ports import KvRegion, RankMemory
 from engine.runner.device_model import DeviceModel, StepModel
 from engine.runner.torch_runner import TorchRunner
@@ -39,6 +41,7 @@ from engine.sharding.experts import has_experts
 log = logging.getLogger(__name__)
 
 CPU_PACK_TOKENS: Final = 128  # enough to keep a CPU busy
+BINDINGS: Final = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,7 @@ def build_engine(
     loaded = prepare_model(model, config, state_dir, progress)
     if loaded.device.type != "cuda":
         forward = choose_forward(model, loaded, config, state_dir, progress)
+        _keep_threads_apart()
         return assemble(loaded, config, forward, cores=_shared_cores(config, forward))
     pool = make_pool(loaded, config)
     return assemble(loaded, config, make_forward(loaded, config, pool, progress), pool)
@@ -136,6 +140,17 @@ def _shared_cores(config: EngineConfig, forward: Forward) -> SharedCores | None:
         return None
 
 
+def _keep_threads_apart() -> None:
+    """Give each thread of a step a core, while there are as many of both and the user has bound none.
+
+    Not on the main thread: a process that it starts later would inherit its one core.
+    """
+    if threading.current_thread() is threading.main_thread() or not kernels_are_loaded():
+        return
+    if not any(name in os.environ for name in BINDINGS):
+        torch.ops.kvmesh.keep_apart(torch.tensor(own_cores()))
+
+
 def _adapt_threads(cores: SharedCores) -> None:
     """Let the C++ attention change the threads between layers."""
     cells = cores.cells()
@@ -176,13 +191,9 @@ def assemble_led(
     with followers.together():
         pool = make_pool(loaded, config)
         own = make_model(loaded, make_forward(loaded, config, pool, progress), pool)
-    ranks = [
-        RankMemory(made.pid, made.device, made.address, str(line_of(followers.directory, rank)))
-        for rank, made in enumerate(followers.made(), 1)
-    ]
     # ranks must route alike, and a router's last bits depend on the number of threads
     limit = None if has_experts(loaded.module) else ThreadLimit(torch.get_num_threads(), torch.get_num_threads())
-    return _engine(loaded, config, pool, LedModel(own, followers, number), None, limit, ranks)
+    return _engine(loaded, config, pool, LedModel(own, followers, number), None, limit, followers.made())
 
 
 def _engine(  # noqa: PLR0917

@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal
 from pydantic import ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
-FOLLOWER: Final = "engine.follower"  # module of ranks without a transfer end
+FOLLOWER: Final = "engine.parallel.rank_process"  # module of ranks without a transfer end
 PAGE_SIZES: Final = (16, 32, 64, 128)
 AttentionKind = Literal["auto", "cpu", "torch", "triton", "flashinfer"]
 Seconds = Annotated[float, Field(ge=0)]
@@ -74,6 +74,13 @@ class EngineConfig:
         Field(
             description="prompts share a step until they have so many tokens together; "
             "default: 128 on a CPU, 1536 on a device, no limit on one that takes no time"
+        ),
+    ] = None
+    itl_target_ms: Annotated[
+        float | None,
+        Field(
+            description="a step with decodes takes as many prompt tokens as it can compute in so long, by measured speed; "
+            "0: no such limit; default: 30 on a CPU, 0 on a device"
         ),
     ] = None
     reserve_tokens: Annotated[
@@ -144,6 +151,8 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value}; it must be positive")
         if not all(self.lora) or not all(self.lora.values()):
             raise ValueError(f"lora is {self.lora}; it must give each adapter a name and a directory")
+        if self.itl_target_ms is not None and self.itl_target_ms < 0:
+            raise ValueError(f"itl_target_ms is {self.itl_target_ms}; it must be 0 (no limit) or more")
         if self.reserve_tokens < 0:
             raise ValueError(f"reserve_tokens is {self.reserve_tokens}; it must not be negative")
         if self.max_step_tokens < self.max_running + 2:

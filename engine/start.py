@@ -42,7 +42,7 @@ async def start_engine(
 ) -> AsyncIterator[EngineLoop]:
     """Load `model` on a thread and run it. `progress` is called on the event loop's thread.
 
-    `follower` is the module of other ranks, which calls `engine.follower.main`.
+    `follower` is the module of other ranks, which calls `engine.parallel.rank_process.main`.
 
     Raises: what `build_engine` raises.
     """

@@ -7,7 +7,8 @@ r"""Compare routing policies on a simulated fleet in virtual time. One line of f
         --prefill 2 --decode 1 --fixed 3/2 --fixed 6/3 --planner 1..6/1..3
 
 Policies, load book, breakers and block index are those of `components/routing`. A worker is the engine's scheduler
-with the mock's cost model; `--fit` takes constants from `bench.engine`. Approximations:
+with the mock's cost model; `--fit` takes constants from `bench.engine`. A worker on several devices is faster by
+`--device-speed`, or as `--prefill-fit` measured it. Approximations:
 
 - Steps between two events are computed in closed form; their gaps count as their mean.
 - A request holds pages for its prompt and whole answer from the start, so none is preempted. A page is 512 tokens,
@@ -24,7 +25,7 @@ with the mock's cost model; `--fit` takes constants from `bench.engine`. Approxi
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
@@ -116,13 +117,38 @@ def asking(setup: Setup) -> Setup:
     return replace(setup, news=news, prefill_routers=max(setup.decode, 1), asks=True)
 
 
-def plan_of(text: str, targets: Targets, start_s: float) -> Plan:
+def speeds_of(text: str) -> dict[int, float]:
+    """`2=1.7,4=2.9`: factors by the number of devices. Raises: typer.BadParameter."""
+    speeds = {1: 1.0}
+    for part in filter(None, text.split(",")):
+        found = re.fullmatch(r"\s*(\d+)\s*=\s*(\d+(?:\.\d+)?)\s*", part)
+        if found is None or not int(found[1]) or not float(found[2]):
+            raise typer.BadParameter(f"--device-speed {text} is not DEVICES=FACTOR,…")
+        speeds[int(found[1])] = float(found[2])
+    return speeds
+
+
+def engine_on(devices: int, engine: Engine, speeds: Mapping[int, float], measured: MockConfig | None) -> Engine:
+    """`engine` on so many devices: as fast as `measured` there, else as `speeds` says. Raises: typer.BadParameter."""
+    cost = engine.cost
+    if measured is not None:
+        cost = replace(measured, speedup=cost.speedup)
+    elif devices not in speeds:
+        raise typer.BadParameter(
+            f"how fast are {devices} devices? Give --device-speed {devices}=FACTOR, or lines to fit"
+        )
+    else:
+        cost = replace(cost, speedup=cost.speedup * speeds[devices])
+    return replace(engine, cost=cost, devices=devices)
+
+
+def plan_of(text: str, targets: Targets, start_s: float, most_devices: int | None = None) -> Plan:
     """`1..4/1..2`: bounds for prefill and decode workers. Raises: typer.BadParameter."""
     found = re.fullmatch(r"(\d+)\.\.(\d+)/(\d+)\.\.(\d+)", text)
     bounds = [int(number) for number in found.groups()] if found else []
     if not bounds or not (1 <= bounds[0] <= bounds[1] and 1 <= bounds[2] <= bounds[3]):
         raise typer.BadParameter(f"--planner {text} is not LEAST..MOST/LEAST..MOST with at least 1 of each role")
-    return Plan(Bounds(*bounds[:2]), Bounds(*bounds[2:]), targets, start_s=start_s)
+    return Plan(Bounds(*bounds[:2]), Bounds(*bounds[2:]), targets, start_s=start_s, most_devices=most_devices)
 
 
 def main(
@@ -149,6 +175,17 @@ def main(
     fit: Annotated[Path | None, typer.Option(help="lines of bench.engine to fit the cost model to")] = None,
     fit_label: Annotated[str | None, typer.Option(help="of these, the ones with this label")] = None,
     speedup: Annotated[float, typer.Option(help="engines are so much faster than the cost model says", min=1e-6)] = 1.0,
+    decode_devices: Annotated[
+        int, typer.Option(help="of each decode worker, which hold the model together (--tp)", min=1)
+    ] = 1,
+    prefill_devices: Annotated[int, typer.Option(help="of each prefill worker", min=1)] = 1,
+    device_speed: Annotated[
+        str,
+        typer.Option(metavar="DEVICES=FACTOR,…", help="how much faster than one a worker of several devices is"),
+    ] = "",
+    prefill_fit: Annotated[
+        Path | None, typer.Option(help="as --fit, measured on --prefill-devices: speeds of prefill workers")
+    ] = None,
     pages: Annotated[int, typer.Option(help="of 512 tokens, per worker", min=1)] = 1024,
     max_running: Annotated[int, typer.Option(help="as of the engine", min=1)] = 64,
     max_step_tokens: Annotated[int, typer.Option(help="as of the engine", min=2)] = 2048,
@@ -185,6 +222,9 @@ def main(
             "--slo-tpot-ms",
         ),
     ] = None,
+    planner_devices: Annotated[
+        int | None, typer.Option(help="planner: most devices of all its workers together", min=2)
+    ] = None,
     start_s: Annotated[float, typer.Option(help="planner: until a worker that it orders serves", min=0.0)] = 30.0,
     goal: Annotated[float, typer.Option(help="planner: share that shall keep its target", min=0.5, max=0.999)] = 0.9,
     seed: Annotated[int, typer.Option(help="of every draw: the same seed, the same run")] = 0,
@@ -193,10 +233,13 @@ def main(
 ) -> None:
     cost = fit_file(fit, fit_label).cost if fit else MockConfig()
     engine = Engine(replace(cost, speedup=speedup), pages, 512, max_running, max_step_tokens)
+    speeds = speeds_of(device_speed)
+    prefill_cost = fit_file(prefill_fit, fit_label).cost if prefill_fit else None
     setup = Setup(
         decode=decode,
         prefill=prefill,
-        engine=engine,
+        engine=engine_on(decode_devices, engine, speeds, None),
+        prefill_engine=engine_on(prefill_devices, engine, speeds, prefill_cost),
         link=Link(kv_bytes, link_gb_s * 1e9),
         news=News(heartbeat_s, news_ms / 1000),
         slo=Slo(slo_ttft_ms / 1000, slo_tpot_ms / 1000),
@@ -231,7 +274,7 @@ def main(
     fleets += [(f" {text}", _sized(setup, text), None) for text in fixed or ()]
     if planner is not None:
         targets = Targets(ttft_s=setup.slo.ttft_s, itl_s=setup.slo.tpot_s, goal=goal)
-        fleets.append((" planned", setup, plan_of(planner, targets, start_s)))
+        fleets.append((" planned", setup, plan_of(planner, targets, start_s, planner_devices)))
     runs: list[tuple[str, Measured]] = []
     print(_row("ms", [head for head, _ in COLUMNS]))
     for name, (for_decode, for_prefill) in zip(names, makers, strict=True):

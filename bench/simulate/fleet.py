@@ -63,7 +63,8 @@ class Fleet:
         for group in (self.prefills, self.decodes):
             for w in group.workers:
                 alive_s = (now_s if w.until_s is None else w.until_s) - w.since_s
-                measured.workers.append(Share(group.role, alive_s, w.busy_s, w.prompt_tokens, w.cached_tokens))
+                devices = w.engine.devices
+                measured.workers.append(Share(group.role, alive_s, w.busy_s, w.prompt_tokens, w.cached_tokens, devices))
         return measured
 
     def _goes_on(self) -> bool:

@@ -26,6 +26,7 @@ class Share:
     busy_s: float
     prompt_tokens: int
     cached_tokens: int
+    devices: int = 1
 
 
 def _times() -> "array[float]":
@@ -83,6 +84,7 @@ class Measured:
     def figures(self, **facts: Any) -> dict[str, Any]:
         prompts = sum(worker.prompt_tokens for worker in self.workers) or 1
         alive_s = sum(worker.alive_s for worker in self.workers) or 1.0
+        device_s = sum(worker.alive_s * worker.devices for worker in self.workers) or 1.0
         return {
             **facts,
             "requests": len(self.ttft_s),
@@ -97,6 +99,8 @@ class Measured:
             "worker_s": round(alive_s),
             "slo": round(self.good / max(1, self.arrived), 4),
             "goodput_per_worker": round(self.good / alive_s, 5),
+            "device_s": round(device_s),
+            "goodput_per_device": round(self.good / device_s, 5),
             "req_s": round(len(self.ttft_s) / self.duration_s, 2) if self.duration_s else 0.0,
             "duration_s": round(self.duration_s, 1),
             "events": self.events,

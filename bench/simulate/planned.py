@@ -30,6 +30,7 @@ class Plan:
     targets: Targets = field(default_factory=Targets)
     pace: Pace = field(default_factory=Pace)
     start_s: float = 30.0  # from a worker's order to its service
+    most_devices: int | None = None  # of all workers together
 
     def bounds(self, role: Planned) -> Bounds:
         return self.prefill if role == "prefill" else self.decode
@@ -37,7 +38,9 @@ class Plan:
 
 class PlannedFleet:
     def __init__(self, fleet: Fleet, plan: Plan) -> None:
-        self.planner = Planner(plan.targets, {role: plan.bounds(role) for role in PLANNED}, plan.pace)
+        self.planner = Planner(
+            plan.targets, {role: plan.bounds(role) for role in PLANNED}, plan.pace, plan.most_devices
+        )
         self.changes: list[tuple[float, Change]] = []
         self._fleet = fleet
         self._plan = plan
@@ -101,6 +104,7 @@ def _sample(group: Group, worker: Worker) -> WorkerSample:
         used_pages=worker.pool.used,
         total_pages=worker.pool.total,
         draining=worker.draining,
+        devices=worker.engine.devices,
     )
 
 

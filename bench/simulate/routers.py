@@ -149,5 +149,7 @@ def _ask(request: Request, tokens: int) -> RouteRequest:
 
 
 def _join(router: Router, worker: Worker) -> None:
-    member = router.joined(worker.name, worker.name, worker.engine.page_tokens, kv_events=True)
+    member = router.joined(
+        worker.name, worker.name, worker.engine.page_tokens, kv_events=True, devices=worker.engine.devices
+    )
     member.total_pages = worker.engine.num_pages  # from the registration's heartbeat

@@ -33,6 +33,7 @@ class Engine:
     page_tokens: int = 512
     max_running: int = 64
     max_step_tokens: int = 2048
+    devices: int = 1  # that compute together; `cost` is of all of them
 
 
 class Owner(Protocol):

@@ -3,11 +3,12 @@
 import asyncio
 import os
 import threading
+import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.errors import InvariantBroken, MeshError
+from components.errors import DeadlineExceeded, InvariantBroken, MeshError
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import kv_opener
 from components.kv_transfer.checksum import TransferChecksums, head_groups
@@ -60,11 +61,8 @@ def serve_rank(path: Path) -> None:
 async def _serve(path: Path, listening: threading.Event) -> None:
     async def obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            async with AsyncExitStack() as stack, asyncio.TaskGroup() as tasks:
-                end = RankEnd(stack)
-                while (frame := await read_frame(reader)) is not None:
-                    numbered = orders.decode(frame)
-                    tasks.create_task(_answered(end, numbered.number, numbered.order, writer))
+            async with AsyncExitStack() as stack:
+                await obey_orders(RankEnd(stack), reader, writer)
         finally:
             writer.close()
             with suppress(OSError):
@@ -73,6 +71,14 @@ async def _serve(path: Path, listening: threading.Event) -> None:
     async with await asyncio.start_unix_server(obey, path) as server:
         listening.set()
         await server.serve_forever()
+
+
+async def obey_orders(end: "RankEnd", reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answer each order, until the leader ends."""
+    async with asyncio.TaskGroup() as tasks:
+        while (frame := await read_frame(reader)) is not None:
+            numbered = orders.decode(frame)
+            tasks.create_task(_answered(end, numbered.number, numbered.order, writer))
 
 
 async def _answered(end: "RankEnd", number: int, order: Order, writer: asyncio.StreamWriter) -> None:
@@ -108,7 +114,9 @@ class RankEnd:
                 for agent in agents:
                     self._peers.pop(agent, None)
                     await transfer.disconnect(agent)
-            case Write(agent, tokens, source, target):
+            case Write(agent, tokens, source, target, deadline_unix_ms):
+                if time.time() * 1000 >= deadline_unix_ms:  # this process was stopped, and the peer may reuse its pages
+                    raise DeadlineExceeded("the deadline of the offer passed before the write")
                 moved = await write_ranks(transfer, self._peers[agent], Copy(range(*tokens), source, target))
                 return Answer(number, num_bytes=moved)
             case Sum(pages, tokens, peer_page_size):

@@ -1,6 +1,7 @@
 """Orders of an instance's leader to the transfer end of a follower, over a Unix socket of their machine."""
 
 import asyncio
+from collections.abc import Sequence
 from contextlib import suppress
 from struct import Struct as Format
 from typing import Final
@@ -43,6 +44,7 @@ class Write(msgspec.Struct, frozen=True, array_like=True, tag=True):
     tokens: tuple[int, int]
     source: list[int]
     target: list[int]
+    deadline_unix_ms: int  # nothing is posted after it
 
 
 class Receive(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -109,6 +111,7 @@ class RankLine:
         self._rank = rank
         self._writer = writer
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
+        self._writes: set[int] = set()  # orders to write that wait for their answer
         self._count = 0
         self._is_over = False
         self._reading = asyncio.create_task(self._read(reader), name=f"rank {rank}")
@@ -124,13 +127,19 @@ class RankLine:
         return cls(rank, reader, writer)
 
     def ask(self, order: Order) -> asyncio.Future[Answer]:
-        """Future of the answer; TransferFailed if the order failed, or the follower has ended."""
+        """Future of the answer; TransferFailed if the order failed, or the follower has ended.
+
+        A write that a follower leaves behind is not answered before `close`: its last bytes may still land. Until then the
+        instance, which ends, too, must not report that it is over.
+        """
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if self._is_over:
             future.set_exception(self._gone())
             return future
         self._count += 1
         self._waiting[self._count] = future
+        if isinstance(order, Write):
+            self._writes.add(self._count)
         write_frame(self._writer, Numbered(self._count, order))
         return future
 
@@ -142,11 +151,13 @@ class RankLine:
         with suppress(OSError):
             await self._writer.wait_closed()
         await self._reading
+        self._give_up(list(self._waiting))
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while (frame := await read_frame(reader)) is not None:
             answer = answers.decode(frame)
             future = self._waiting.pop(answer.number, None)
+            self._writes.discard(answer.number)
             if future is None or future.done():
                 continue
             if answer.error:
@@ -154,8 +165,11 @@ class RankLine:
             else:
                 future.set_result(answer)
         self._is_over = True
-        waiting, self._waiting = self._waiting, {}
-        for future in waiting.values():
+        self._give_up([number for number in self._waiting if number not in self._writes])
+
+    def _give_up(self, numbers: Sequence[int]) -> None:
+        for number in numbers:
+            future = self._waiting.pop(number)
             if not future.done():
                 future.set_exception(self._gone())
 

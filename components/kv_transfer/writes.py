@@ -75,10 +75,9 @@ async def write_ranks(transfer: KvTransfer, peer: KvEndpoint, copy: Copy) -> int
 
 
 async def all_ended(writes: Sequence[Awaitable[int]]) -> int:
-    """Wait for all, even if one fails: afterwards no byte is in flight. Returns: the sum."""
+    """Wait for all, even if one fails or the caller is cancelled: afterwards no byte is in flight. Returns: the sum."""
     running = [asyncio.ensure_future(write) for write in writes]
-    for write in running:
-        await ended(write)
+    await ended(asyncio.gather(*running, return_exceptions=True))
     return sum(write.result() for write in running)
 
 
@@ -104,15 +103,15 @@ class Writes:
         for one in agents:
             await self._transfer.disconnect(one)
 
-    def write(self, peer: KvEndpoint, tokens: range, source: Sequence[int], target: Sequence[int]) -> Awaitable[int]:
-        """Copy `tokens` between block tables that begin at token 0.
+    def write(self, peer: KvEndpoint, copy: Copy, deadline_unix_ms: int) -> Awaitable[int]:
+        """Copy tokens. Call it before the deadline: a follower that gets its order later posts nothing.
 
         Returns: an awaitable of the bytes that have landed, which may be done already.
         Raises: TransferFailed, when no byte is in flight any more but not all have landed.
         """
-        copy = Copy(tokens, source, target)
         if not self.lines and not peer.followers:
             return write_rank(self._transfer, peer, copy)
-        order = Write(peer.agent, (tokens.start, tokens.stop), list(source), list(target))
+        tokens = (copy.tokens.start, copy.tokens.stop)
+        order = Write(peer.agent, tokens, list(copy.source), list(copy.target), deadline_unix_ms)
         own = write_ranks(self._transfer, peer, copy)
         return all_ended([own, *(line.moved(order) for line in self.lines)])

@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 
 STOP_S: Final = 2.0  # for NATS to process our leaving
 KEPT_S: Final = 30.0  # answers, for repeated calls
+OVER_NATS: Final = {"messaging.system": "nats"}  # attributes of a span
 KEPT_BYTES: Final = 32 << 20  # of all kept answers
 
 
@@ -149,8 +150,7 @@ class CallServer:
             message = self._clocks.converted(message)
         if endpoint.span is None:
             return await endpoint.handler(message)
-        with tracer.start_as_current_span(endpoint.span, kind=SpanKind.SERVER) as span:
-            span.set_attribute("messaging.system", "nats")
+        with tracer.start_as_current_span(endpoint.span, kind=SpanKind.SERVER, attributes=OVER_NATS) as span:
             try:
                 return await endpoint.handler(message)
             except MeshError as exc:

@@ -56,7 +56,8 @@ class Fleet:
             self.router.left(was.instance_id)
         if now is not None and now.role == self._phase:
             page_size = None if now.kv is None else now.kv.layout.page_size
-            self.router.joined(now.instance_id, now.epoch, page_size, kv_events=now.kv_events)
+            devices = 1 if now.kv is None else len(now.kv.devices)
+            self.router.joined(now.instance_id, now.epoch, page_size, kv_events=now.kv_events, devices=devices)
 
 
 class Inquiries:

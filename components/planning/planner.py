@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import inf
 from typing import Final
 
 from components.planning.history import History
@@ -65,7 +66,15 @@ class _Role:
 class Planner:
     """Answers each observation with a verdict. Its caller reports a change with `took` or `failed`."""
 
-    def __init__(self, targets: Targets, bounds: Mapping[Planned, Bounds], pace: Pace = Pace()) -> None:
+    def __init__(
+        self,
+        targets: Targets,
+        bounds: Mapping[Planned, Bounds],
+        pace: Pace = Pace(),
+        most_devices: int | None = None,
+    ) -> None:
+        """`most_devices`: of all workers together; None: no limit."""
+        self._most_devices = most_devices
         self.needs = Needs(targets)
         self._pace = pace
         self._history = History(pace.window_s, GAP * pace.every_s)
@@ -149,7 +158,7 @@ class Planner:
     def _decide(self, needs: Mapping[Planned, Need], now: Observation) -> tuple[Change | None, str]:
         if blocked := self._blocked(now):
             return None, blocked
-        up = self._up(needs, now)
+        up, full = self._up(needs, now)
         if up is not None:
             return up, ""
         down = self._down(now)
@@ -158,7 +167,7 @@ class Planner:
             return None, "not all workers report, so none is removed"
         if down is not None and now.at_s - self._settled_s < self._pace.settle_s:
             return None, "the last change settles"
-        return down, ""
+        return down, full
 
     def _is_short(self, role: Planned, now: Observation) -> bool:
         """An ordered worker has not come or gone yet, within its time limit."""
@@ -208,16 +217,29 @@ class Planner:
                 found = f"{now.serving(role)} of {now.wanted[role]} {role} workers serve"
         return found
 
-    def _up(self, needs: Mapping[Planned, Need], now: Observation) -> Change | None:
-        ups = []
+    def _up(self, needs: Mapping[Planned, Need], now: Observation) -> tuple[Change | None, str]:
+        """The most urgent addition for which there are devices, and why there is none."""
+        ups: list[tuple[float, Change]] = []
         for role, state in self._roles.items():
             here = now.wanted[role]
             if here < state.bounds.least:
-                return Change(role, here, here + 1, f"at least {state.bounds.least}")
+                ups.append((inf, Change(role, here, here + 1, f"at least {state.bounds.least}")))
+                continue
             since_s = state.above_since_s
             if role in needs and since_s is not None and now.at_s - since_s >= self._pace.up_after_s:
                 ups.append((needs[role].now / here, Change(role, here, here + 1, needs[role].why)))
-        return max(ups, key=lambda up: up[0])[1] if ups else None
+        ups.sort(key=lambda up: -up[0])
+        fitting = [change for _, change in ups if not self._lacking(change.role, now)]
+        if fitting or not ups:
+            return (fitting[0] if fitting else None), ""
+        return None, self._lacking(ups[0][1].role, now)
+
+    def _lacking(self, role: Planned, now: Observation) -> str:
+        """Why there are no devices for another worker; empty: there are."""
+        used, needed = sum(now.wanted[one] * now.devices(one) for one in PLANNED), now.devices(role)
+        if self._most_devices is None or used + needed <= self._most_devices:
+            return ""
+        return f"another {role} worker takes {needed} devices, and {used} of {self._most_devices} are used"
 
     def _down(self, now: Observation) -> Change | None:
         downs = []

@@ -25,6 +25,7 @@ class WorkerSample:
     used_pages: int
     total_pages: int
     draining: bool = False
+    devices: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,10 @@ class Observation:
 
     def serving(self, role: Planned) -> int:
         return sum(not worker.draining for worker in self.workers.get(role, ()))
+
+    def devices(self, role: Planned) -> int:
+        """Of a further worker: as many as the present ones have."""
+        return max((worker.devices for worker in self.workers.get(role, ())), default=1)
 
     def draining(self, role: Planned) -> int:
         return len(self.workers.get(role, ())) - self.serving(role)

@@ -62,7 +62,7 @@ class _Given:
 
 
 class KvAware:
-    """Minimise queued plus uncached tokens.
+    """Minimise queued plus uncached tokens, for each device of an instance.
 
     Reports are late, and routers do not see each other's requests. So a router spreads its requests evenly among
     nearly equal costs. With a spill of at least 2 an instance remains: fewer than half exceed twice the mean.
@@ -78,9 +78,14 @@ class KvAware:
     ) -> PolicyChoice | None:
         if not members:
             return None
-        running = [m.running for m in members]
-        queued = [m.queued_tokens for m in members]
+        running: list[float] = [m.running for m in members]
+        queued: list[float] = [m.queued_tokens for m in members]
+        speeds = [m.prompt_tokens_per_s for m in members]
         costs = self._costs(request, members, running, queued, cached)
+        devices = [m.devices for m in members]
+        if max(devices) > 1:
+            running, queued, speeds, costs = (_by_device(one, devices) for one in (running, queued, speeds, costs))
+        costs = _by_speed(costs, speeds)
         spilled = self._exclude_crowded(running, queued, costs)
         weights = self._weights
         if weights.temperature:
@@ -104,8 +109,8 @@ class KvAware:
         self,
         request: RouteRequest,
         members: Sequence[Member],
-        running: Sequence[int],
-        queued: Sequence[int],
+        running: Sequence[float],
+        queued: Sequence[float],
         cached: Mapping[str, int],
     ) -> list[float]:
         weights, tokens = self._weights, request.num_tokens
@@ -119,23 +124,9 @@ class KvAware:
             for at, hit in enumerate(hits):
                 if hit:
                     costs[at] -= crowd * min(saved * hit, tokens)
-        speeds = [m.prompt_tokens_per_s for m in members]
-        known = [speed for speed in speeds if speed > 0]
-        if not known:
-            return costs
-        usual = median_low(known)
-        alike = USUAL_SPEEDS
-        fast, slow = usual * alike, usual / alike
-        if min(known) >= slow and max(known) <= fast:
-            return costs
-        return [
-            cost
-            if speed <= 0 or slow <= speed <= fast
-            else cost / min(max(speed / usual, 1 / SPEED_RANGE), SPEED_RANGE)
-            for cost, speed in zip(costs, speeds, strict=True)
-        ]
+        return costs
 
-    def _exclude_crowded(self, running: Sequence[int], queued: Sequence[int], costs: list[float]) -> int:
+    def _exclude_crowded(self, running: Sequence[float], queued: Sequence[float], costs: list[float]) -> int:
         """Give excluded members an infinite cost. Returns: their number."""
         weights, count = self._weights, len(costs)
         most_running = weights.spill * sum(running) / count + weights.spill_requests
@@ -148,6 +139,25 @@ class KvAware:
                 costs[at] = math.inf
                 crowded += 1
         return crowded
+
+
+def _by_device(values: Sequence[float], devices: Sequence[int]) -> list[float]:
+    return [value / count for value, count in zip(values, devices, strict=True)]
+
+
+def _by_speed(costs: list[float], speeds: Sequence[float]) -> list[float]:
+    """Costs in the time of an instance of usual speed."""
+    known = [speed for speed in speeds if speed > 0]
+    if not known:
+        return costs
+    usual = median_low(known)
+    fast, slow = usual * USUAL_SPEEDS, usual / USUAL_SPEEDS
+    if min(known) >= slow and max(known) <= fast:
+        return costs
+    return [
+        cost if speed <= 0 or slow <= speed <= fast else cost / min(max(speed / usual, 1 / SPEED_RANGE), SPEED_RANGE)
+        for cost, speed in zip(costs, speeds, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,13 +179,13 @@ class CacheAware:
     ) -> PolicyChoice | None:
         if not members:
             return None
-        limits, loads = self._thresholds, [float(m.running) for m in members]
+        limits, loads = self._thresholds, [m.running / m.devices for m in members]
         costs = cost_table(members, loads) if request.explain else None
         if is_unbalanced(loads, limits.balance_abs_threshold, limits.balance_rel_threshold):
             return PolicyChoice(members[lowest(loads, self._rng)], "least load: the fleet is unbalanced", costs)
         most = max((cached.get(m.instance_id, 0) for m in members), default=0) if cached else 0
         if most > limits.cache_threshold * request.num_tokens:
             best = [m for m in members if cached.get(m.instance_id) == most]
-            chosen = best[lowest([float(m.running) for m in best], self._rng)]
+            chosen = best[lowest([m.running / m.devices for m in best], self._rng)]
             return PolicyChoice(chosen, f"{most} of {request.num_tokens} tokens cached", costs)
         return PolicyChoice(members[lowest(loads, self._rng)], "least load: too little is cached anywhere", costs)

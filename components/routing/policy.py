@@ -45,6 +45,7 @@ class Member:
     total_pages: int = 0
     prompt_tokens_per_s: float = 0.0  # recent; 0: unknown
     page_size: int = 16  # tokens
+    devices: int = 1  # that compute together: loads are compared by device
 
 
 class PolicyChoice(NamedTuple):
@@ -67,17 +68,18 @@ class Policy(Protocol):
         """
 
 
-Load = Callable[[Member, int], float]  # in tokens, for an instance and prompt tokens
+Load = Callable[[Member, int], float]  # in tokens a device, for an instance and prompt tokens
 
 
 def prompt_load(member: Member, tokens: int) -> float:
-    return member.queued_tokens + REQUEST_TOKENS * member.running + tokens
+    return (member.queued_tokens + REQUEST_TOKENS * member.running + tokens) / member.devices
 
 
 def memory_load(member: Member, tokens: int) -> float:
     held = member.used_pages * member.page_size + tokens
     over = held - member.total_pages * member.page_size if member.total_pages else 0
-    return held + member.queued_tokens + REQUEST_TOKENS * member.running + (NO_ROOM * over if over > 0 else 0)
+    load = held + member.queued_tokens + REQUEST_TOKENS * member.running + (NO_ROOM * over if over > 0 else 0)
+    return load / member.devices
 
 
 def lowest(costs: Sequence[float], rng: Random) -> int:
@@ -196,7 +198,7 @@ class LeastLoad:
             return None
         load, tokens, overlap = self._load, request.num_tokens, self._overlap
         if overlap and cached:
-            costs = [load(m, tokens) - overlap * min(cached.get(m.instance_id, 0), tokens) for m in members]
+            costs = [load(m, tokens) - overlap * min(cached.get(m.instance_id, 0), tokens) / m.devices for m in members]
         else:
             costs = [load(m, tokens) for m in members]
         at = lowest(costs, self._rng)

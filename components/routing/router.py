@@ -150,7 +150,9 @@ class Router:
     def now_s(self) -> float:
         return self._clock()
 
-    def joined(self, instance_id: str, epoch: str, page_size: int | None = None, *, kv_events: bool = False) -> Member:
+    def joined(
+        self, instance_id: str, epoch: str, page_size: int | None = None, *, kv_events: bool = False, devices: int = 1
+    ) -> Member:
         self.left(instance_id)
         self._usable = None
         size = page_size or self._usual_page_size
@@ -158,7 +160,7 @@ class Router:
         if not kv_events:
             self._silent.add(instance_id)
         self.health.joined(instance_id, self.now_s)
-        return self.book.joined(instance_id, epoch, size)
+        return self.book.joined(instance_id, epoch, size, devices)
 
     def left(self, instance_id: str) -> None:
         member = self.book.find(instance_id)

@@ -108,7 +108,7 @@ class SpanExport:
 
 
 def by_trace(spans: Sequence[LightSpan]) -> list[list[LightSpan]]:
-    """The observer need not sort them, and the store keeps a row of each."""
+    """So the observer need not sort them."""
     found: dict[int, list[LightSpan]] = defaultdict(list)
     for span in spans:
         found[span.trace_id].append(span)

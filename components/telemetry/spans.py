@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
 from contextvars import Token
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from math import inf, isinf
 from random import getrandbits
@@ -15,6 +16,7 @@ from typing import Any, Final
 from opentelemetry import trace
 from opentelemetry.context import Context, attach, detach, get_current
 from opentelemetry.sdk.resources import Resource
+from opentelemetry.trace import TraceState
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from components.errors import Cancelled, MeshError
@@ -34,6 +36,10 @@ _TRACEPARENT: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-0([01])").fu
 # The span of all traces that this process neither exports nor holds.
 NOT_KEPT: Final = trace.NonRecordingSpan(trace.INVALID_SPAN_CONTEXT)
 _IN_NOT_KEPT: Final = trace.set_span_in_context(NOT_KEPT, Context())
+_IN_INVALID: Final = trace.set_span_in_context(trace.INVALID_SPAN, Context())
+[_SPAN_KEY] = _IN_NOT_KEPT  # of a context
+_ODD: Final = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio
+_MASK: Final = (1 << 64) - 1
 _INSIDE_ALREADY: Final = nullcontext(NOT_KEPT)
 BURST_S: Final = 10.0  # of idle time, at most
 
@@ -57,6 +63,19 @@ class TraceRate:
             return False
         self._left -= 1
         return True
+
+
+class RemoteSpan(trace.NonRecordingSpan):
+    """The span of a caller in another process."""
+
+    def __init__(self, trace_id: int, span_id: int, flags: int, state: TraceState | None = None) -> None:
+        self.trace_id = trace_id
+        self.span_id = span_id
+        self.flags = flags  # SAMPLED, or 0 while it is not decided
+        self.state = state
+
+    def get_span_context(self) -> trace.SpanContext:
+        return trace.SpanContext(self.trace_id, self.span_id, True, trace.TraceFlags(self.flags), self.state)
 
 
 class Spans(trace.Tracer):
@@ -87,7 +106,9 @@ class Spans(trace.Tracer):
             return context
         if of_client.trace_flags.sampled and (self._rate is None or self._rate.take()):
             return context
-        return _remote(of_client, trace.TraceFlags(0)) if self.holds and self._held.take() else _IN_NOT_KEPT
+        if self.holds and self._held.take():
+            return _inside(RemoteSpan(of_client.trace_id, of_client.span_id, 0, of_client.trace_state or None))
+        return _IN_NOT_KEPT
 
     def start_span(  # type: ignore[override]  # links are not recorded
         self,
@@ -105,7 +126,10 @@ class Spans(trace.Tracer):
         sink = self._sink
         if sink is None:
             return parent if parent.get_span_context().trace_flags.sampled else NOT_KEPT
-        if (of := parent.get_span_context()).is_valid:
+        if isinstance(parent, RemoteSpan):
+            trace_id, parent_id, flags, state = parent.trace_id, parent.span_id, parent.flags, parent.state
+            remote = True
+        elif (of := parent.get_span_context()).is_valid:
             trace_id, parent_id, flags, remote = of.trace_id, of.span_id, of.trace_flags & SAMPLED, True
             state = of.trace_state or None
         else:
@@ -253,27 +277,37 @@ def trace_context(headers: Mapping[str, str] | None) -> Context:
     context = _extracted(headers)
     if tracer.holds:
         return context
-    of_caller = trace.get_current_span(context).get_span_context()
-    return _IN_NOT_KEPT if of_caller.is_valid and not of_caller.trace_flags.sampled else context
+    caller = trace.get_current_span(context)
+    return _IN_NOT_KEPT if isinstance(caller, RemoteSpan) and not caller.flags else context
 
 
 def _extracted(headers: Mapping[str, str]) -> Context:
     found = None if "tracestate" in headers else _TRACEPARENT(headers["traceparent"])
-    if found is None:
-        return _propagator.extract(dict(headers), Context())
-    trace_id, span_id, flags = (int(part, 16) for part in found.groups())
-    return _remote(trace.SpanContext(trace_id, span_id, is_remote=True), trace.TraceFlags(flags))
+    if found is not None:
+        trace_id, span_id, flags = found.groups()
+        caller = RemoteSpan(int(trace_id, 16), int(span_id, 16), int(flags))
+        return _inside(caller) if caller.trace_id and caller.span_id else _IN_INVALID
+    of = trace.get_current_span(_propagator.extract(dict(headers), Context())).get_span_context()
+    if not of.is_valid:
+        return _IN_INVALID
+    return _inside(RemoteSpan(of.trace_id, of.span_id, of.trace_flags & SAMPLED, of.trace_state or None))
 
 
-def _remote(of: trace.SpanContext, flags: trace.TraceFlags) -> Context:
-    context = trace.SpanContext(of.trace_id, of.span_id, True, flags, of.trace_state)
-    return trace.set_span_in_context(trace.NonRecordingSpan(context), Context())
+def _inside(span: trace.Span) -> Context:
+    return Context({_SPAN_KEY: span})
 
 
 def called_span_id(caller: int, instance_id: str) -> int:
-    """The id of the span that `start_called_span` makes, from the id of its parent."""
-    data = caller.to_bytes(8, "big") + instance_id.encode()
-    return int.from_bytes(blake2b(data, digest_size=8).digest(), "big") or 1
+    """The id of the span that `start_called_span` makes, from the id of its parent.
+
+    One caller has another id for each instance, and one instance for each caller.
+    """
+    return (caller ^ _number_of(instance_id)) * _ODD & _MASK or 1
+
+
+@lru_cache(1024)
+def _number_of(instance_id: str) -> int:
+    return int.from_bytes(blake2b(instance_id.encode(), digest_size=8).digest(), "big")
 
 
 def record_lost(name: str, caller: trace.Span | Step, instance_id: str, why: str) -> None:
@@ -335,5 +369,5 @@ def record_step(
 ) -> None:
     """Record a step that is over; times are wall-clock nanoseconds."""
     span = of or trace.get_current_span()
-    if isinstance(span, LightSpan):
+    if span.__class__ is LightSpan:
         Step(span, name, start_ns, attributes=attributes).end(end_ns)

@@ -65,10 +65,24 @@ class Pieces(msgspec.Struct, frozen=True, array_like=True):
     pieces: list[Piece]
 
 
-pack_pieces: Final = msgspec.msgpack.Encoder().encode
+_encode: Final = msgspec.msgpack.Encoder().encode
 _decoder: Final = msgspec.msgpack.Decoder(Pieces)
+_batch_decoder: Final = msgspec.msgpack.Decoder(list[Piece])
+
+
+def pack_pieces(pieces: Pieces) -> bytes:
+    return _encode(pieces)
 
 
 def unpack_pieces(body: bytes) -> Pieces:
     """Raises: msgspec.ValidationError, msgspec.DecodeError."""
     return _decoder.decode(body)
+
+
+def pack_batch(pieces: Sequence[Piece]) -> bytes:
+    return _encode(pieces)
+
+
+def unpack_batch(data: bytes) -> list[Piece]:
+    """Raises: msgspec.ValidationError, msgspec.DecodeError."""
+    return _batch_decoder.decode(data)

@@ -5,7 +5,7 @@ Every method blocks: a caller with an event loop uses a thread. All raise Traces
 
 import json
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from http.client import HTTPException
@@ -85,7 +85,7 @@ class LocalTraceReader:
             return self._store.trace(trace_id)
 
     def _summaries(self, trace_ids: list[str], tenant: str | None = None) -> list[TraceSummary]:
-        traces = (self._store.trace(trace_id) for trace_id in trace_ids)
+        traces: Iterable[list[Span]] = self._store.traces(trace_ids).values()
         if tenant is not None:
             traces = (of_tenant(spans, tenant) for spans in traces)
         return [summary_of(spans) for spans in traces if spans]  # one removed meanwhile has no spans

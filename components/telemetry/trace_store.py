@@ -1,13 +1,12 @@
 """Finished spans in one SQLite file: written by each process of a host, or by the observer for several hosts.
 
-A row of `pieces` holds the spans of one trace that one process exported together, packed or as OTLP's bytes. So a write
-costs no decoding, and a trace of a request is about four rows.
+A batch is what one process exported together: spans of some hundred traces at most, kept as they came. Nothing has an
+index. A write then only appends, and costs a busy mesh a few microseconds a trace; a reader scans some thousand small rows.
 """
 
 import logging
 import sqlite3
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ from opentelemetry.proto.common.v1.common_pb2 import AnyValue
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 from components.telemetry.packed_spans import PACKED_FIRST, PackedSpan, unpack_spans
-from components.telemetry.trace_pieces import Piece, Root
+from components.telemetry.trace_pieces import Piece, Root, pack_batch, unpack_batch
 
 log = logging.getLogger(__name__)
 
@@ -28,47 +27,40 @@ T = TypeVar("T")
 
 BUSY_S: Final = 5.0  # another process may hold the lock this long
 BUSY_RETRY_S: Final = 0.01
-TRIM_EVERY: Final = 50  # writes; a trim reads an index
-SEEN: Final = 2000  # traces that a writer remembers, so that it need not add them again
+TRIM_EVERY: Final = 50  # writes
 FILE_NAME: Final = "traces.sqlite"
-TABLES: Final = ("pieces", "traces", "requests", "tenants")
+TABLES: Final = ("batches", "batch_spans", "roots")
+EARLIER: Final = ("spans", "pieces", "traces", "requests", "tenants")  # tables of earlier releases
 STATUS: Final = ("UNSET", "OK", "ERROR")
 LOST: Final = "kvmesh.lost"  # of a span that its caller recorded, as the process died
+ID_CHARS: Final = 32  # of a trace id; `trace_ids` of a batch is one after another
 
 _SCHEMA: Final = """
-drop table if exists spans;
-create table if not exists pieces (
-    trace_id text not null, service text not null, num_spans integer not null, spans blob not null
+create table if not exists batches (
+    batch integer primary key, service text not null, num_spans integer not null, trace_ids text not null,
+    thinned integer not null default 0
 );
-create index if not exists pieces_by_trace on pieces (trace_id);
-create table if not exists traces (
-    trace_id text primary key, started_ns integer not null, special integer not null default 0
-) without rowid;
-create index if not exists traces_by_start on traces (special, started_ns);
-create table if not exists requests (
-    request_id text primary key, client_request_id text, trace_id text not null, started_ns integer not null,
-    failed integer not null, slow integer not null
-) without rowid;
-create index if not exists requests_by_client on requests (client_request_id) where client_request_id is not null;
-create index if not exists requests_by_trace on requests (trace_id);
-create table if not exists tenants (request_id text primary key, tenant text not null, trace_id text not null) without rowid;
-create index if not exists tenants_by_trace on tenants (trace_id);
-create index if not exists tenants_by_tenant on tenants (tenant);
+create table if not exists batch_spans (batch integer primary key, packed blob not null);
+create table if not exists roots (
+    batch integer not null, request_id text not null, client_request_id text, trace_id text not null, tenant text,
+    started_ns integer not null, failed integer not null, slow integer not null, special integer not null
+);
+""" + "".join(f"drop table if exists {name};" for name in EARLIER)
+_ADD_BATCH: Final = "insert into batches (service, num_spans, trace_ids) values (?, ?, ?)"
+_ADD_ROOT: Final = "insert into roots values (?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_ROOTS: Final = "select distinct trace_id from roots where {} order by started_ns desc limit ?"
+_PIECES: Final = "select service, packed from batches join batch_spans using (batch) where batch in ({}) order by batch"
+_NEWEST_FIRST: Final = "select batch, thinned, trace_ids from batches order by batch desc"
+_DELETE_ROOTS: Final = """
+delete from roots where batch not in (select batch from batches) or (
+    batch in (select batch from batches where thinned) and trace_id not in (select trace_id from roots where special))
 """
-_ADD_TRACE: Final = """
-insert into traces values (?, ?, ?) on conflict (trace_id) do update
-set started_ns = min(started_ns, excluded.started_ns), special = max(special, excluded.special)
+_THIN: Final = "update batches set thinned = 1, num_spans = ?, trace_ids = ? where batch = ?"
+_LAST_TOO_MANY: Final = """
+select max(batch) from (select batch, sum(num_spans) over (order by batch desc) as total from batches)
+where total > ? and batch < (select max(batch) from batches)
 """
-_OF_TENANT: Final = (
-    "select distinct trace_id from requests where request_id in (select request_id from tenants where tenant = ?) {}"
-    "order by started_ns desc limit ?"
-)
-_OLDEST: Final = "select trace_id from traces where special = ? order by started_ns desc limit -1 offset ?"
-_TRIM_PIECES: Final = """
-delete from pieces where rowid <= (select max(piece) from (
-    select rowid as piece, sum(num_spans) over (order by rowid desc) as total from pieces) where total > ?)
-"""
-_COUNT: Final = "select coalesce(sum(num_spans), 0) from pieces"
+_COUNT: Final = "select coalesce(sum(num_spans), 0) from batches"
 _USED_BYTES: Final = """
 select (page_count - freelist_count) * page_size from pragma_page_count, pragma_freelist_count, pragma_page_size
 """
@@ -114,18 +106,21 @@ class TraceStore:
         self._path = home / FILE_NAME
 
     def last_trace_ids(self, count: int = 20) -> list[str]:
-        return self._ids("select trace_id from traces order by started_ns desc limit ?", count)
+        """Those of which spans came last."""
+        found: dict[str, None] = {}
+        for (trace_ids,) in self._rows("select trace_ids from batches order by batch desc limit ?", (count,)):
+            found.update(dict.fromkeys(reversed(_split(trace_ids))))
+        return list(found)[:count]
 
     def slow_trace_ids(self, count: int = 20) -> list[str]:
-        return self._ids("select distinct trace_id from requests where slow order by started_ns desc limit ?", count)
+        return self._ids(_ROOTS.format("slow"), count)
 
     def failed_trace_ids(self, count: int = 20) -> list[str]:
-        return self._ids("select distinct trace_id from requests where failed order by started_ns desc limit ?", count)
+        return self._ids(_ROOTS.format("failed"), count)
 
     def tenant_trace_ids(self, tenant: str, count: int = 20, only: Literal["", "failed", "slow"] = "") -> list[str]:
         """The newest with a request of `tenant`."""
-        query = _OF_TENANT.format(f"and {only} " if only else "")
-        return self._ids(query, tenant, count)
+        return self._ids(_ROOTS.format(f"tenant = ? and {only}" if only else "tenant = ?"), tenant, count)
 
     def trace(self, prefix: str) -> list[Span]:
         """Spans by start time of the trace whose id or request id starts with `prefix`.
@@ -133,20 +128,32 @@ class TraceStore:
         A client's own request id must be whole.
         """
         after = prefix + "\U0010ffff"
-        found = self._ids("select trace_id from traces where trace_id >= ? and trace_id < ? limit 1", prefix, after)
-        found = found or self._ids(
-            "select trace_id from requests where (request_id >= ? and request_id < ?) or client_request_id = ? "
-            "order by started_ns desc limit 1",
-            prefix, after, prefix,
-        )  # fmt: skip
-        if not found:
-            return []
-        rows = self._rows("select service, spans from pieces where trace_id = ?", (found[0],))
-        spans: dict[str, Span] = {}
-        for span in (span for service, data in rows for span in read_piece(found[0], service, data)):
-            if span.span_id not in spans or LOST not in span.attributes:  # the process may have lived
-                spans[span.span_id] = span
-        return sorted(spans.values(), key=lambda span: (span.start_ns, -span.end_ns))
+        found = [id_ for _, ids in self._containing(prefix) for id_ in ids if id_.startswith(prefix)] or self._ids(
+            _ROOTS.format("(request_id >= ? and request_id < ?) or client_request_id = ?"), prefix, after, prefix, 1
+        )
+        return self.traces(found[:1])[found[0]] if found else []
+
+    def traces(self, trace_ids: Sequence[str]) -> dict[str, list[Span]]:
+        """The spans of each by start time; none of a trace that was deleted meanwhile."""
+        found: dict[str, dict[str, Span]] = {trace_id: {} for trace_id in trace_ids}
+        one = trace_ids[0] if len(trace_ids) == 1 else ""
+        batches = [batch for batch, ids in self._containing(one) if not found.keys().isdisjoint(ids)]
+        for service, packed in self._rows(_PIECES.format(",".join(map(str, batches))), ()):
+            for piece in unpack_batch(packed):
+                if (spans := found.get(piece.trace_id)) is None:
+                    continue
+                for span in read_piece(piece.trace_id, service, piece.spans):
+                    if span.span_id not in spans or LOST not in span.attributes:  # the process may have lived
+                        spans[span.span_id] = span
+        return {
+            trace_id: sorted(spans.values(), key=lambda span: (span.start_ns, -span.end_ns))
+            for trace_id, spans in found.items()
+        }
+
+    def _containing(self, text: str) -> list[tuple[int, list[str]]]:
+        """Batches with the trace ids of each, if `text` occurs in these."""
+        rows = self._rows("select batch, trace_ids from batches where instr(trace_ids, ?)", (text,))
+        return [(batch, _split(trace_ids)) for batch, trace_ids in rows]
 
     def _ids(self, query: str, *args: str | int) -> list[str]:
         return [row[0] for row in self._rows(query, args)]
@@ -177,9 +184,6 @@ class TraceWriter:
         self._limits = limits
         self._connection: sqlite3.Connection | None = None
         self._writes = 0
-        self._new_spans = 0  # since the limits of spans and bytes were last checked
-        self._new_bytes = 0
-        self._seen: OrderedDict[str, None] = OrderedDict()  # traces that the file has, the latest last
 
     def write(self, service: str, pieces: Sequence[Piece]) -> bool:
         """Returns False if the spans are lost. Every `TRIM_EVERY` writes, trim the file."""
@@ -197,57 +201,23 @@ class TraceWriter:
             self._connection = None
 
     def _write(self, service: str, pieces: Sequence[Piece]) -> None:
-        roots = [(piece.trace_id, root) for piece in pieces for root in piece.roots]
-        requests = [
-            (root.request_id, root.client_request_id, trace_id, root.start_ns, root.failed, root.slow)
-            for trace_id, root in roots
-        ]
-        tenants = [(root.request_id, root.tenant, trace_id) for trace_id, root in roots if root.tenant is not None]
         try:
             connection = self._open()
             with connection:
-                connection.executemany(
-                    "insert into pieces values (?,?,?,?)", [(p.trace_id, service, p.num_spans, p.spans) for p in pieces]
-                )
-                connection.executemany(
-                    _ADD_TRACE,
-                    [
-                        (p.trace_id, p.start_ns, any(map(_is_special, p.roots)))
-                        for p in pieces
-                        if p.roots or p.trace_id not in self._seen
-                    ],
-                )
-                connection.executemany("insert or replace into requests values (?,?,?,?,?,?)", requests)
-                connection.executemany("insert or replace into tenants values (?,?,?)", tenants)
+                if pieces:
+                    _add(connection, service, pieces)
                 if (self._writes + 1) % TRIM_EVERY == 0:
-                    self._trim(connection)
+                    _trim(connection, self._limits)
         except sqlite3.Error:
             self.close()  # the next write opens the file again: it may have been replaced
             raise
         self._writes += 1
-        self._seen.update(dict.fromkeys(piece.trace_id for piece in pieces))
-        while len(self._seen) > SEEN:
-            self._seen.popitem(last=False)
-        self._new_spans += sum(piece.num_spans for piece in pieces)
-        self._new_bytes += sum(len(piece.spans) for piece in pieces)
-
-    def _trim(self, connection: sqlite3.Connection) -> None:
-        """Spans and bytes are counted only after a tenth of their limits was added: that reads all pieces."""
-        limits = self._limits
-        for special in (0, 1):
-            oldest = connection.execute(_OLDEST, (special, limits.traces)).fetchall()
-            for table in TABLES:
-                connection.executemany(f"delete from {table} where trace_id = ?", oldest)  # noqa: S608 - of ours
-        if 10 * self._new_spans >= limits.spans or 10 * self._new_bytes >= limits.bytes:
-            _trim_pieces(connection, limits)
-            self._new_spans = self._new_bytes = 0
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is None:
             with suppress(OSError):  # SQLite's own error says more
                 self._path.touch(mode=0o600)
                 self._path.chmod(0o600)  # also for an earlier run's file; SQLite's other files inherit the mode
-            self._seen.clear()
             self._connection = _connect(self._path)
             self._connection.executescript(_SCHEMA)
         return self._connection
@@ -321,15 +291,70 @@ def _is_special(root: Root) -> bool:
     return root.failed or root.slow or root.moved
 
 
-def _trim_pieces(connection: sqlite3.Connection, limits: Limits) -> None:
-    connection.execute(_TRIM_PIECES, (limits.spans,))
+def _add(connection: sqlite3.Connection, service: str, pieces: Sequence[Piece]) -> None:
+    batch = connection.execute(_ADD_BATCH, (service, *_contents(pieces))).lastrowid
+    connection.execute("insert into batch_spans values (?, ?)", (batch, pack_batch(pieces)))
+    roots = [(piece.trace_id, root) for piece in pieces for root in piece.roots]
+    connection.executemany(_ADD_ROOT, [_root(batch, trace_id, root) for trace_id, root in roots])
+
+
+def _contents(pieces: Sequence[Piece]) -> tuple[int, str]:
+    """The number of spans, and `trace_ids`."""
+    return sum(piece.num_spans for piece in pieces), "".join(dict.fromkeys(piece.trace_id for piece in pieces))
+
+
+def _root(batch: int | None, trace_id: str, root: Root) -> tuple[int | str | None, ...]:
+    special = root.failed or root.slow or root.moved
+    ids = root.request_id, root.client_request_id, trace_id, root.tenant
+    return batch, *ids, root.start_ns, root.failed, root.slow, special
+
+
+def _split(trace_ids: str) -> list[str]:
+    return [trace_ids[at : at + ID_CHARS] for at in range(0, len(trace_ids), ID_CHARS)]
+
+
+def _trim(connection: sqlite3.Connection, limits: Limits) -> None:
+    _trim_traces(connection, limits.traces)
+    _delete_beyond(connection, limits.spans)
     while connection.execute(_USED_BYTES).fetchone()[0] > limits.bytes:
         count = connection.execute(_COUNT).fetchone()[0]
-        connection.execute(_TRIM_PIECES, (count * 3 // 4,))
-        if count < 4:
+        if not _delete_beyond(connection, count * 3 // 4):
             break
-    for table in TABLES[1:]:
-        connection.execute(f"delete from {table} where trace_id not in (select trace_id from pieces)")  # noqa: S608 - of ours
+
+
+def _trim_traces(connection: sqlite3.Connection, most: int) -> None:
+    """Keep the batches of the newest `most` traces, and of older ones what they hold of the newest special traces."""
+    special_ids = {trace_id for (trace_id,) in connection.execute("select trace_id from roots where special")}
+    ordinary: set[str] = set()  # kept so far, the newest first
+    special: set[str] = set()
+    for batch, was_thinned, text in connection.execute(_NEWEST_FIRST).fetchall():
+        trace_ids = set(_split(text))
+        of_special = trace_ids & special_ids if len(special) < most else set()
+        if of_special != trace_ids if was_thinned else len(ordinary) >= most:
+            _thin(connection, batch, of_special)
+        ordinary |= trace_ids - special_ids
+        special |= of_special
+    connection.execute(_DELETE_ROOTS)
+
+
+def _thin(connection: sqlite3.Connection, batch: int, kept_ids: Set[str]) -> None:
+    if not kept_ids:
+        connection.execute("delete from batches where batch = ?", (batch,))
+        connection.execute("delete from batch_spans where batch = ?", (batch,))
+        return
+    (packed,) = connection.execute("select packed from batch_spans where batch = ?", (batch,)).fetchone()
+    kept = [piece for piece in unpack_batch(packed) if piece.trace_id in kept_ids]
+    connection.execute(_THIN, (*_contents(kept), batch))
+    connection.execute("update batch_spans set packed = ? where batch = ?", (pack_batch(kept), batch))
+
+
+def _delete_beyond(connection: sqlite3.Connection, num_spans: int) -> bool:
+    """Keep the newest batches with `num_spans` together, and always one. Returns whether some were deleted."""
+    last = connection.execute(_LAST_TOO_MANY, (num_spans,)).fetchone()[0]
+    if last is not None:
+        for table in TABLES:
+            connection.execute(f"delete from {table} where batch <= ?", (last,))  # noqa: S608 - of ours
+    return last is not None
 
 
 def _when_free(work: Callable[[], T]) -> T:

@@ -32,9 +32,10 @@ class KvLayout(Struct):
 
     @property
     def text(self) -> str:
-        """For people. Instances are compatible if the texts differ in page size and shards at most."""
+        """For people. Instances are compatible if the texts differ in page size at most."""
+        shown = of_whole(self)
         names = [n for n in self.__struct_fields__ if n not in {"shards", "shard"}]
-        return " ".join(f"{name}={getattr(self, name)}" for name in names)
+        return " ".join(f"{name}={getattr(shown, name)}" for name in names)
 
     @property
     def heads(self) -> range:
@@ -68,6 +69,13 @@ def of_shard(layout: KvLayout, shard: int, shards: int) -> KvLayout:
     if shards == 1:
         return layout
     return msgspec.structs.replace(layout, version=SHARDED_VERSION, shards=shards, shard=shard)
+
+
+def of_whole(layout: KvLayout) -> KvLayout:
+    """The layout of an instance on one device."""
+    if layout.version != SHARDED_VERSION:
+        return layout
+    return msgspec.structs.replace(layout, version=LAYOUT_VERSION, shards=1, shard=0)
 
 
 def can_shard(kv_heads: int, shards: int) -> bool:

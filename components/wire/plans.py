@@ -14,6 +14,7 @@ class RolePlan(Struct):
     wanted: int | None = None  # by the connector; None: unknown
     needed: int | None = None  # by load; None: unknown
     why: str = ""
+    devices: int = 1  # of a worker
 
 
 @message("plan-ask.v1")
@@ -29,6 +30,7 @@ class PlanTold(Struct):
     hold: str = ""
     unknown: list[str] = field(default_factory=list)
     changes: list[str] = field(default_factory=list)  # oldest first
+    most_devices: int | None = None  # of all workers together
 
 
 @message("local-count.v1")

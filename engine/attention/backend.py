@@ -37,7 +37,14 @@ class StepAttention(Protocol):
     """A backend's plan for one step."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Write the new keys and values into their slots, then attend.
 
@@ -46,6 +53,7 @@ class StepAttention(Protocol):
             query: [1, heads, T, head_dim].
             key: [1, kv_heads, T, head_dim], new tokens only.
             value: shaped like key.
+            sinks: [heads], a score each that joins the softmax without a value; None: none.
         Returns: [1, T, heads, head_dim].
         """
 
@@ -65,9 +73,10 @@ def attend_paged(
     step_attention: StepAttention,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend for one of transformers' modules.
+    """Attend for one of transformers' modules, which calls sinks `s_aux`.
 
     Raises: UnsupportedModel, for arguments that change attention in other ways.
     """
@@ -76,7 +85,7 @@ def attend_paged(
         asked = ", ".join(sorted(unknown)) or "a mask"
         raise UnsupportedModel(f"{type(module).__name__} asks attention for {asked}")
     scoring = Scoring(scaling, sliding_window or 0, softcap or 0.0)
-    return step_attention.attend(module.layer_idx, query, key, value, scoring), None
+    return step_attention.attend(module.layer_idx, query, key, value, scoring, sinks=s_aux), None
 
 
 AttentionInterface.register(IMPLEMENTATION, attend_paged)

@@ -2,7 +2,6 @@
 
 import logging
 import os
-import shutil
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -17,6 +16,7 @@ from engine.attention.cpu import CpuAttention
 from engine.attention.plain import PlainAttention
 from engine.attention.step_tables import StepLimits
 from engine.config import AttentionKind
+from engine.device.c_compiler import find_c_compiler
 from engine.kernels.native_library import KernelsUnavailable, kernels_are_loaded, load_kernels
 
 log = logging.getLogger(__name__)
@@ -97,10 +97,6 @@ def _automatic(device: torch.device, layout: KvLayout) -> str:
         log.warning("attention runs in plain torch operations, slow on a GPU", extra={"missing": " and ".join(missing)})
         return "torch"
     return "triton"
-
-
-def find_c_compiler() -> str | None:
-    return next(filter(None, map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))), None)
 
 
 def _interpreted() -> bool:

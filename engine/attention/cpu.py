@@ -31,10 +31,17 @@ class CpuStep:
     plan: torch.Tensor
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend; rows beyond the plan's tokens are zero and write no KV."""
-        told = scoring.scaling, scoring.window, scoring.softcap
+        told = scoring.scaling, scoring.window, scoring.softcap, None if sinks is None else sinks.float()
         attended: torch.Tensor = torch.ops.kvmesh.attend_pages(query, key, value, self.pool, self.plan, layer, *told)
         return attended
 

@@ -18,6 +18,7 @@ from engine.attention.backend import Scoring, StepShape
 from engine.attention.choose_attention import AttentionUnavailable
 from engine.attention.step_tables import PageRows, StepLimits, count_decodes
 from engine.device.copies import to_device
+from engine.errors import UnsupportedModel
 
 WORKSPACE_BYTES: Final = 128 * 1024 * 1024  # its documentation recommends this
 HEAD_DIMS: Final = (64, 128, 256)
@@ -113,8 +114,17 @@ class FlashInferStep:
         ]
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        if sinks is not None:
+            raise UnsupportedModel("attention=flashinfer computes no attention sinks: try attention=triton")
         owners, positions, pages, page_starts, last_page_lens = self._slots
         kv = self._backend.pool[:, :, layer, 0], self._backend.pool[:, :, layer, 1]
         queries, keys, values = (x[0].transpose(0, 1) for x in (query, key, value))  # [T, heads, head_dim]

@@ -35,10 +35,17 @@ def attending(step: StepAttention, num_tokens: int) -> Iterator[None]:
 
 class OpaqueAttention:
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         told = scoring.scaling, scoring.window, scoring.softcap
-        attended: torch.Tensor = torch.ops.kvmesh.attend(query, key, value, layer, *told)
+        attended: torch.Tensor = torch.ops.kvmesh.attend(query, key, value, layer, *told, sinks)
         return attended
 
 
@@ -50,15 +57,16 @@ def _attend(  # noqa: PLR0917 - the order of the schema below
     scaling: float,
     window: int,
     softcap: float,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     current = _current.get()
     scoring = Scoring(scaling, window, softcap)
     length, num_tokens = query.shape[2], current.num_tokens
     if length == num_tokens:
-        return current.step.attend(layer, query, key, value, scoring).contiguous()
+        return current.step.attend(layer, query, key, value, scoring, sinks=sinks).contiguous()
     out = _like_output(query).zero_()
     query, key, value = (tensor[:, :, :num_tokens] for tensor in (query, key, value))
-    out[:, :num_tokens] = current.step.attend(layer, query, key, value, scoring)
+    out[:, :num_tokens] = current.step.attend(layer, query, key, value, scoring, sinks=sinks)
     return out
 
 
@@ -68,7 +76,8 @@ def _like_output(query: torch.Tensor, *_others: object) -> torch.Tensor:
 
 _LIBRARY: Final = torch.library.Library("kvmesh", "DEF")  # type: ignore[no-untyped-call]
 _LIBRARY.define(
-    "attend(Tensor query, Tensor key, Tensor value, int layer, float scaling, int window, float softcap) -> Tensor"
+    "attend(Tensor query, Tensor key, Tensor value, int layer, float scaling, int window, float softcap, "
+    "Tensor? sinks) -> Tensor"
 )  # type: ignore[no-untyped-call]
 _LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 torch.library.register_fake("kvmesh::attend", _like_output, lib=_LIBRARY)

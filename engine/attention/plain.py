@@ -109,14 +109,23 @@ class PlainStep:
         self._by_page = pool.view(-1, layout.page_size * layout.head_dim)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         new = torch.stack([key, value]).view(-1, self._layout.head_dim)  # [2 * kv_heads * T, head_dim]
         self._by_token.index_copy_(0, self._slots + layer * 2 * self._layout.page_size, new)
-        outputs = [self._attend_group(group, layer, query, scoring) for group in self._groups]
+        outputs = [self._attend_group(group, layer, query, scoring, sinks) for group in self._groups]
         return torch.cat(outputs, dim=1)
 
-    def _attend_group(self, group: Group, layer: int, query: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    def _attend_group(
+        self, group: Group, layer: int, query: torch.Tensor, scoring: Scoring, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         kv_heads, head_dim = self._layout.num_heads, self._layout.head_dim
         num, length = group.num_requests, group.query_len
         reach = group.reach(scoring.window)
@@ -126,8 +135,8 @@ class PlainStep:
         folded = mine.view(kv_heads, -1, num, length, head_dim).permute(2, 0, 1, 3, 4)  # [N, kv_heads, group, T, D]
         folded = folded.reshape(num, kv_heads, -1, head_dim)
         bias = reach.bias.unsqueeze(1)
-        if length == 1 or scoring.softcap:
-            out = _attend_rows(folded, keys, values, bias, scoring)
+        if length == 1 or scoring.softcap or sinks is not None:
+            out = _attend_rows(folded, keys, values, bias, scoring, sinks=sinks)
         else:
             out = scaled_dot_product_attention(folded, keys, values, attn_mask=bias, scale=scoring.scaling)
         out = out.view(num, kv_heads, -1, length, head_dim).permute(0, 3, 1, 2, 4)
@@ -135,12 +144,18 @@ class PlainStep:
 
 
 def _attend_rows(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, bias: torch.Tensor, scoring: Scoring
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    bias: torch.Tensor,
+    scoring: Scoring,
+    *,
+    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attend in two matmuls, for few rows faster than a fused kernel.
 
     Args:
-        query: [N, H, R, D].
+        query: [N, H, R, D]; R rows are the query heads of a key head, for each its tokens.
         keys: [N, H, S, D].
     Returns: [N, H, R, D].
     """
@@ -152,7 +167,11 @@ def _attend_rows(
         scores = scores.mul_(scoring.softcap).add_(spread)
     else:
         scores = torch.baddbmm(spread, query, keys, alpha=scoring.scaling)
-    return torch.bmm(scores.softmax(dim=-1), values.flatten(0, 1)).view(num, heads, rows, dim)
+    if sinks is not None:
+        each = sinks.to(scores.dtype).view(1, heads, -1, 1).expand(num, -1, -1, rows * heads // len(sinks))
+        scores = torch.cat([scores, each.reshape(-1, rows, 1)], dim=-1)
+    weights = scores.softmax(dim=-1)[..., : keys.shape[2]]
+    return torch.bmm(weights, values.flatten(0, 1)).view(num, heads, rows, dim)
 
 
 def _spans(shape: StepShape) -> Iterator[tuple[int, int, int]]:

@@ -1,8 +1,13 @@
-"""A step's tables on the device, at fixed addresses for recorded graphs."""
+"""A step's tables on the device, at fixed addresses for recorded graphs, and its work lists.
 
-from collections.abc import Sequence
+Work is cut by spans of a context: fixed ones of a decode's, longer ones of a long chunk's. How a request is cut depends
+on nothing else in the step, so its sums have the same order in any batch. The longest work comes first.
+"""
+
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
@@ -10,10 +15,13 @@ import torch
 
 from engine.attention.backend import StepShape
 
-SMALLEST_BLOCK: Final = 16  # queries of a prompt chunk
+SPAN: Final = 512  # keys of a decode's piece of work
+SHORT_CHUNK: Final = 16  # tokens of a chunk that gets smaller blocks
 ALIGNMENT: Final = 4  # int32 values, as Triton assumes
+HEADER: Final = 4  # int32 values before the tables: number of decodes' pieces, where they begin behind `pages`
 
 Ints = npt.NDArray[np.int32]
+AnyInts = npt.NDArray[np.integer[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,17 +34,44 @@ class StepLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class PromptBlocks:
-    """P prompt chunks in blocks of queries: int32 on the device, valid until the next step."""
+class Blocks:
+    """Sizes of blocks of queries, ascending, and of their spans.
 
-    query_starts: torch.Tensor  # [P + 1], tokens of the step
-    requests: torch.Tensor  # [blocks], index of the chunk
-    firsts: torch.Tensor  # [blocks], within the chunk
-    block_m: int
+    A chunk takes the first size that holds it, else the last. A chunk of n blocks has spans of n * `span` keys: a long
+    chunk fills the device without many spans, whose partial results have a price.
+    """
 
-    @property
-    def count(self) -> int:
-        return len(self.requests)
+    tokens: Sequence[int]
+    span: int = SPAN
+    most_partials: int = 1 << 30  # of one launch, but for its last block
+
+    def of_chunks(self, query_lens: Ints) -> Ints:
+        """Index of each chunk's size."""
+        return np.minimum(np.searchsorted(self.tokens, query_lens), len(self.tokens) - 1).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class QueryBlocks:
+    """B blocks of chunks' queries and I pieces of their work: int32 on the device, valid until the next step."""
+
+    size: int  # index of the size in `Blocks`
+    split: int  # blocks with several spans, which come first
+    partials: int
+    requests: torch.Tensor  # [B], index of the chunk
+    firsts: torch.Tensor  # [B], first query within the chunk
+    slots: torch.Tensor  # [B], index of the first partial result
+    counts: torch.Tensor  # [B], spans
+    piece_blocks: torch.Tensor  # [I]
+    piece_spans: torch.Tensor  # [I]
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What a step's tables hold."""
+
+    pieces: int  # of decodes
+    query_starts: torch.Tensor  # [P + 1] of P chunks, tokens of the step
+    prompts: Sequence[QueryBlocks]
 
 
 class PageRows:
@@ -60,61 +95,128 @@ class PageRows:
         return self._arrays[: len(shape.block_tables)]
 
 
-class StepTables:
-    """One buffer, filled with one copy a step: [context_lens | table_starts | pages | prompt tables].
+class DecodeSpans:
+    """The work list of decodes: whole spans, then each row's last one by length."""
 
-    A row with context 0 is padding.
+    def __init__(self, span: int) -> None:
+        self._span = span
+        self._whole = np.empty(0, np.int32)  # spans of each row before its last
+        self._rows = self._spans = self._slots = self._whole
+
+    def take(self, contexts: Ints) -> tuple[AnyInts, AnyInts, AnyInts]:
+        """Returns: row and span of each piece of work; index of each row's first partial result."""
+        whole = (contexts - 1) // self._span
+        if not np.array_equal(whole, self._whole):  # it changes once in `span` steps of a row
+            self._whole = whole
+            self._rows = np.repeat(np.arange(len(whole), dtype=np.int32), whole)
+            self._slots = np.cumsum(whole + 1, dtype=np.int32) - whole - 1
+            self._spans = _count_up(whole)
+        order = np.argsort(whole * self._span - contexts, kind="stable")
+        return np.concatenate((self._rows, order)), np.concatenate((self._spans, whole[order])), self._slots
+
+
+class StepTables:
+    """One buffer, filled with one copy a step: [header | context_lens | table_starts | slots | pages | work lists].
+
+    A row with context 0 is padding, and has no work.
     """
 
-    def __init__(self, limits: StepLimits, page_size: int, device: torch.device) -> None:
+    def __init__(self, limits: StepLimits, page_size: int, device: torch.device, blocks: Blocks) -> None:
         self.limits = limits
-        self._rows = _aligned(limits.requests)
+        self.blocks = blocks
+        rows = self._rows = _aligned(limits.requests)
         self._page_rows = PageRows(page_size)
+        self._decode_spans = DecodeSpans(blocks.span)
         pages = limits.requests * -(-limits.context // page_size)
-        blocks = limits.tokens // SMALLEST_BLOCK + limits.requests
-        capacity = 2 * self._rows + sum(map(_aligned, (pages, limits.requests + 1, blocks, blocks)))
+        spans = limits.requests * -(-limits.context // blocks.span)
+        query_blocks = limits.tokens // blocks.tokens[0] + limits.requests
+        work = limits.requests + 1 + 6 * query_blocks + 2 * spans
+        # a further launch whenever its partial results fill one; each of its tables is padded
+        launches = len(blocks.tokens) + (query_blocks + spans) // blocks.most_partials
+        capacity = HEADER + 3 * rows + pages + work + ALIGNMENT * (3 + 6 * launches)
         self._buffer = torch.zeros(capacity, dtype=torch.int32, device=device)
         self._pinned = device.type == "cuda"
-        self.context_lens = self._buffer[: self._rows]
-        self.table_starts = self._buffer[self._rows : 2 * self._rows]
-        self.pages = self._buffer[2 * self._rows :]
+        self.header = self._buffer[:HEADER]
+        self.context_lens, self.table_starts, self.slots = self._buffer[HEADER:][: 3 * rows].view(3, rows)
+        self.pages = self._buffer[HEADER + 3 * rows :]
 
-    def fill(self, shape: StepShape, num_decodes: int, block_m: int) -> PromptBlocks:
+    def fill(self, shape: StepShape, num_decodes: int) -> Filled:
         """Copy `shape` in stream order, behind the previous step's kernels."""
         tables = self._page_rows.take(shape)
         assert len(tables) <= self.limits.requests, "more requests than the tables were made for"
-        starts = np.cumsum([0, *map(len, tables)])
-        query_lens = np.array(shape.query_lens[num_decodes:], dtype=np.int32)
+        lens = np.array([len(table) for table in tables], dtype=np.int32)
         contexts = np.array(shape.context_lens, dtype=np.int32)
-        requests, firsts = _blocks(query_lens, contexts[num_decodes:], block_m)
+        rows, spans, slots = self._decode_spans.take(contexts[:num_decodes])
+        query_lens = np.array(shape.query_lens[num_decodes:], dtype=np.int32)
         query_starts = num_decodes + np.cumsum([0, *query_lens])
-        lengths = [2 * self._rows, int(starts[-1]), len(query_starts), len(requests), len(requests)]
-        at = np.cumsum([0, *map(_aligned, lengths)])
+        launches = list(_launches(query_lens, contexts[num_decodes:], self.blocks)) if len(query_lens) else []
+        head = np.zeros((3, self._rows), dtype=np.int32)
+        head[0, : len(contexts)] = contexts
+        head[1, : len(tables)] = np.cumsum(lens) - lens
+        head[2, :num_decodes] = slots
+        pages = np.concatenate(tables) if tables else lens
+        header = np.array([len(rows), _aligned(len(pages)), 0, 0], dtype=np.int32)
+        parts: list[AnyInts] = [header, head.ravel(), pages, np.concatenate((rows, spans)), query_starts]
+        parts += [table for launch in launches for table in launch.tables]
+        at = np.cumsum([0, *(_aligned(len(part)) for part in parts)]).tolist()
         # torch does not reuse pinned memory during a copy from it
-        host = torch.empty(int(at[-1]), dtype=torch.int32, pin_memory=self._pinned)
+        host = torch.empty(at[-1], dtype=torch.int32, pin_memory=self._pinned)
         array: Ints = host.numpy()
-        array[: 2 * self._rows] = 0
-        array[: len(contexts)] = contexts
-        array[self._rows :][: len(tables)] = starts[:-1]
-        if tables:
-            np.concatenate(tables, out=array[at[1] :][: lengths[1]])
-        for where, values in zip(at[2:], (query_starts, requests, firsts), strict=False):
-            array[where:][: len(values)] = values
-        self._buffer[: len(host)].copy_(host, non_blocking=True)
-        on_device = [self._buffer[where:][:length] for where, length in zip(at[2:], lengths[2:], strict=False)]
-        return PromptBlocks(on_device[0], on_device[1], on_device[2], block_m)
+        for where, part in zip(at, parts, strict=False):
+            array[where : where + len(part)] = part
+        self._buffer[: at[-1]].copy_(host, non_blocking=True)
+        there = (self._buffer[where:][: len(part)] for where, part in zip(at[4:], parts[4:], strict=False))
+        starts = next(there)
+        prompts = [
+            QueryBlocks(launch.size, launch.split, launch.partials, *itertools.islice(there, len(launch.tables)))
+            for launch in launches
+        ]
+        return Filled(len(rows), starts, prompts)
 
 
-def _blocks(query_lens: Ints, contexts: Ints, block_m: int) -> tuple[Ints, Ints]:
-    """Cut chunks into blocks. Those with the most keys come first, so that short ones fill the end.
+@dataclass(frozen=True, slots=True)
+class _Launch:
+    tables: tuple[AnyInts, ...]  # in `QueryBlocks`' order
+    size: int
+    split: int
+    partials: int
 
-    Returns: chunk and first query of each block.
-    """
-    counts = -(-query_lens // block_m)
-    requests = np.repeat(np.arange(len(query_lens), dtype=np.int32), counts)
-    firsts = (np.arange(len(requests)) - np.repeat(np.cumsum(counts) - counts, counts)) * block_m
-    order = np.argsort(-((contexts - query_lens)[requests] + firsts), kind="stable")
-    return requests[order], firsts[order].astype(np.int32)
+
+def _launches(query_lens: Ints, contexts: Ints, blocks: Blocks) -> Iterator[_Launch]:
+    """Cut chunks into blocks of queries, and these into launches by size and number of partial results."""
+    sizes = blocks.of_chunks(query_lens)
+    for size in np.unique(sizes).tolist():
+        tokens = blocks.tokens[size]
+        mine = np.flatnonzero(sizes == size).astype(np.int32)
+        numbers = -(-query_lens[mine] // tokens)
+        requests = np.repeat(mine, numbers)
+        firsts = _count_up(numbers) * tokens
+        lengths = query_lens[requests]
+        ends = contexts[requests] - lengths + np.minimum(firsts + tokens, lengths)  # behind the last key of each block
+        widths = np.repeat(numbers, numbers) * blocks.span
+        counts = -(-ends // widths)
+        partials = np.where(counts > 1, counts, 0)
+        launch_of = np.maximum(np.cumsum(partials) - 1, 0) // blocks.most_partials
+        for launch in np.unique(launch_of).tolist():
+            of_launch = launch_of == launch
+            kept = np.concatenate((np.flatnonzero(of_launch & (counts > 1)), np.flatnonzero(of_launch & (counts == 1))))
+            number, taken = counts[kept], partials[kept]
+            piece_blocks = np.repeat(np.arange(len(kept)), number)
+            piece_spans = _count_up(number)
+            width = widths[kept][piece_blocks]
+            order = np.argsort(-np.minimum(width, ends[kept][piece_blocks] - piece_spans * width), kind="stable")
+            tables = (
+                *(requests[kept], firsts[kept], np.cumsum(taken) - taken, number),
+                *(piece_blocks[order], piece_spans[order]),
+            )
+            yield _Launch(tables, size, int((number > 1).sum()), int(taken.sum()))
+
+
+def _count_up(counts: AnyInts) -> Ints:
+    """0 to n - 1 for each n of `counts`, one after the other."""
+    ends = np.cumsum(counts, dtype=np.int32)
+    total = int(ends[-1]) if len(ends) else 0
+    return np.arange(total, dtype=np.int32) - np.repeat(ends - counts, counts)
 
 
 def _aligned(count: int) -> int:

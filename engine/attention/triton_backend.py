@@ -8,10 +8,21 @@ import torch
 from components.wire.layout import KvLayout
 from engine.attention import triton_kernels as kernels
 from engine.attention.backend import Scoring, StepShape
-from engine.attention.step_tables import SMALLEST_BLOCK, PromptBlocks, StepLimits, StepTables, count_decodes
+from engine.attention.step_tables import (
+    SHORT_CHUNK,
+    SPAN,
+    Blocks,
+    Filled,
+    QueryBlocks,
+    StepLimits,
+    StepTables,
+    count_decodes,
+)
 
-PROGRAMS_PER_PROCESSOR: Final = 4  # for decodes; some hide others' memory latency
-MAX_SPLITS: Final = 64
+PROGRAMS_PER_PROCESSOR: Final = 8  # of a decode launch, at most; some hide others' memory latency
+PARTIAL_BYTES: Final = 256 * 2**20  # of a prompt launch's partial results
+SHARING: Final = 4  # times the pool's tokens: contexts of a recorded step together, for which graphs have memory
+JOINED: Final = 16  # spans that a join adds at a time
 MIN_TILE: Final = 16  # minimum of tl.dot
 
 
@@ -46,28 +57,38 @@ class TritonAttention:
         *,
         tiles: Tiles | None = None,
         programs: int | None = None,
+        span: int = SPAN,
     ) -> None:
-        """Split decodes into `programs`, by default a few for each processor."""
+        """Decode with at most `programs` at a time, by default some for each processor."""
         self._pool = pool
         self._layout = layout
-        self._tables = StepTables(limits, layout.page_size, pool.device)
         self._tiles = tiles or choose_tiles(layout.head_dim, pool.dtype)
-        self._programs = programs or PROGRAMS_PER_PROCESSOR * _processors(pool.device)
-        block_d = max(MIN_TILE, 1 << (layout.head_dim - 1).bit_length())
-        self._block_h = max(MIN_TILE, 1 << (query_group - 1).bit_length())
+        assert span % self._tiles.prompt_n == 0, "blocks of keys do not cross spans"
+        self._lanes = max(1, (programs or PROGRAMS_PER_PROCESSOR * _processors(pool.device)) // layout.num_heads)
+        self._heads = layout.num_heads * query_group
+        longest = max(self._tiles.prompt_m, _power_of_two(query_group))
+        self._block_rows = sorted({min(longest, max(MIN_TILE, _power_of_two(SHORT_CHUNK * query_group))), longest})
+        partial_bytes = longest * layout.num_heads * layout.head_dim * 4
+        blocks = Blocks(
+            [rows // query_group for rows in self._block_rows], span, max(1, PARTIAL_BYTES // partial_bytes)
+        )
+        self._tables = StepTables(limits, layout.page_size, pool.device, blocks)
         self._shapes = {
             "KV_HEADS": layout.num_heads,
             "LAYERS": layout.layers,
             "PAGE": layout.page_size,
             "HEAD_DIM": layout.head_dim,
-            "BLOCK_D": block_d,
+            "BLOCK_D": max(MIN_TILE, _power_of_two(layout.head_dim)),
         }
         # no tf32 for float32, so that greedy ids equal other backends'
         self._scores = {
             "GROUP": query_group,
+            "SPAN": span,
             "PRECISION": "ieee" if pool.dtype == torch.float32 else "tf32",
             "OPERANDS": kernels.OPERANDS[pool.dtype] if pool.device.type == "cuda" else kernels.OPERANDS[torch.float32],
         }
+        self._join_shapes = {name: self._shapes[name] for name in ("KV_HEADS", "HEAD_DIM", "BLOCK_D")}
+        self._join_shapes |= {"GROUP": query_group, "SPAN": span, "BLOCK_S": JOINED}
 
     @property
     def limits(self) -> StepLimits:
@@ -78,71 +99,92 @@ class TritonAttention:
         return self._pool.device
 
     def plan(self, shape: StepShape) -> "TritonStep":
-        num_decodes = count_decodes(shape.query_lens)
-        prompts = shape.query_lens[num_decodes:]
-        blocks = self._tables.fill(shape, num_decodes, self._block_m(max(prompts, default=0)))
-        longest = max(shape.context_lens[:num_decodes], default=0)
-        return TritonStep(self, num_decodes, self._splits(num_decodes, longest), blocks if prompts else None)
+        rows = count_decodes(shape.query_lens)
+        filled = self._tables.fill(shape, rows)
+        replayable = not filled.prompts and filled.pieces <= self._recorded_pieces(rows)
+        return TritonStep(self, rows, filled.pieces, filled, joins=filled.pieces > rows, replayable=replayable)
 
     def recorded(self, rows: int) -> "TritonStep":
-        return TritonStep(self, rows, self._splits(rows, self.limits.context), None)
+        return TritonStep(self, rows, self._recorded_pieces(rows), None, joins=True, replayable=True)
 
     def decode(
-        self, step: "TritonStep", layer: int, out: torch.Tensor, new: tuple[torch.Tensor, ...], scoring: Scoring
+        self,
+        step: "TritonStep",
+        layer: int,
+        out: torch.Tensor,
+        new: tuple[torch.Tensor, ...],
+        scoring: Scoring,
+        *,
+        sinks: torch.Tensor,
     ) -> None:
         """Attend and write KV; `new` is query, key, value [heads, T, D]."""
-        rows, splits = step.num_decodes, step.splits
-        query, key, value = new
-        heads, head_dim = query.shape[0], self._layout.head_dim
-        logs = partial = out
-        if splits > 1:
-            partial = torch.empty(rows * heads * splits * head_dim, dtype=torch.float32, device=out.device)
-            logs = torch.empty(rows * heads * splits, dtype=torch.float32, device=out.device)
+        partial = self._partials(out, step.pieces * self._heads if step.joins else 0)
         tables, tiles = self._tables, self._tiles
-        kernels.decode_kernel[rows, self._layout.num_heads, splits](
-            out, partial, logs, query, key, value, self._pool,
-            tables.context_lens, tables.table_starts, tables.pages,
-            layer, scoring.scaling, scoring.softcap, scoring.window, *_strides(query, key, value),
-            BLOCK_H=self._block_h, BLOCK_N=tiles.decode_n, STAGES=tiles.decode_stages, SPLIT=splits > 1,
-            **self._shapes, **self._scores, **_kinds(scoring),
+        group = self._heads // self._layout.num_heads
+        kernels.decode_kernel[self._layout.num_heads, min(step.pieces, self._lanes)](
+            out, *partial, *new, self._pool, sinks,
+            tables.header, tables.context_lens, tables.table_starts, tables.slots, tables.pages,
+            layer, scoring.scaling, scoring.softcap, scoring.window, *_strides(*new),
+            BLOCK_H=max(MIN_TILE, _power_of_two(group)), BLOCK_N=tiles.decode_n, STAGES=tiles.decode_stages,
+            **self._shapes, **self._scores, **_kinds(scoring, sinks, out),
             num_warps=tiles.decode_warps,
         )  # fmt: skip
-        if splits > 1:
-            kernels.join_kernel[(rows * heads,)](
-                out, partial, logs, HEAD_DIM=head_dim, BLOCK_D=self._shapes["BLOCK_D"], SPLITS=splits, num_warps=2
-            )
+        if step.joins:
+            kernels.join_kernel[self._heads, step.num_decodes](
+                out, *partial, sinks, tables.context_lens, tables.slots, *(tables.slots,) * 4,
+                ROWS=group, DECODES=True, SINKS=sinks is not out, **self._join_shapes,
+            )  # fmt: skip
 
     def prompt(
-        self, step: "TritonStep", layer: int, out: torch.Tensor, new: tuple[torch.Tensor, ...], scoring: Scoring
+        self,
+        step: "TritonStep",
+        layer: int,
+        out: torch.Tensor,
+        new: tuple[torch.Tensor, ...],
+        scoring: Scoring,
+        *,
+        sinks: torch.Tensor,
     ) -> None:
         query, key, value = new
-        blocks, tables, tiles = step.prompts, self._tables, self._tiles
-        assert blocks is not None
-        tensors = (
-            self._pool, tables.context_lens, tables.table_starts,
-            blocks.query_starts, tables.pages, blocks.requests, blocks.firsts,
-        )  # fmt: skip
-        kernels.write_kernel[self._layout.num_heads, blocks.count](
-            key, value, *tensors, layer, step.num_decodes, *_strides(key, value), BLOCK_M=blocks.block_m, **self._shapes
-        )
-        long = blocks.block_m == tiles.prompt_m
-        kernels.prompt_kernel[query.shape[0], blocks.count](
-            out, query, *tensors, layer, step.num_decodes,
-            scoring.scaling, scoring.softcap, scoring.window, *_strides(query),
-            BLOCK_M=blocks.block_m, BLOCK_N=tiles.prompt_n, STAGES=tiles.prompt_stages,
-            **self._shapes, **self._scores, **_kinds(scoring),
-            num_warps=tiles.prompt_warps if long else 4,
-        )  # fmt: skip
+        assert step.filled is not None
+        tables, kv_heads, starts = self._tables, self._layout.num_heads, step.filled.query_starts
+        context = tables.context_lens, tables.table_starts, starts, tables.pages
+        for blocks in step.filled.prompts:
+            tokens = tables.blocks.tokens[blocks.size]
+            kernels.write_kernel[kv_heads, len(blocks.requests)](
+                key, value, self._pool, *context, blocks.requests, blocks.firsts, layer, step.num_decodes,
+                *_strides(key, value), BLOCK_T=_power_of_two(tokens), TOKENS=tokens, **self._shapes,
+            )  # fmt: skip
+        for blocks in step.filled.prompts:
+            rows = self._block_rows[blocks.size]
+            partial = self._partials(out, blocks.partials * kv_heads * rows)
+            kernels.prompt_kernel[kv_heads, len(blocks.piece_blocks)](
+                out, *partial, query, sinks, self._pool, *context, *_tables(blocks), layer, step.num_decodes,
+                scoring.scaling, scoring.softcap, scoring.window, *_strides(query),
+                BLOCK_M=rows, TOKENS=tables.blocks.tokens[blocks.size],
+                BLOCK_N=self._tiles.prompt_n, STAGES=self._tiles.prompt_stages,
+                **self._shapes, **self._scores, **_kinds(scoring, sinks, out),
+                num_warps=self._tiles.prompt_warps if rows == self._block_rows[-1] else 4,
+            )  # fmt: skip
+            if blocks.split:
+                kernels.join_kernel[kv_heads * rows, blocks.split](
+                    out, *partial, sinks, tables.context_lens, blocks.slots, blocks.counts, starts,
+                    blocks.requests, blocks.firsts,
+                    ROWS=rows, DECODES=False, SINKS=sinks is not out, **self._join_shapes,
+                )  # fmt: skip
 
-    def _block_m(self, longest: int) -> int:
-        """One of two sizes, because each is compiled."""
-        return SMALLEST_BLOCK if longest <= SMALLEST_BLOCK else self._tiles.prompt_m
+    def _partials(self, out: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Memory for partial results of `rows` queries and spans; `out` stands for none."""
+        if not rows:
+            return out, out
+        size = rows * self._layout.head_dim
+        return tuple(torch.empty(n, dtype=torch.float32, device=out.device) for n in (size, rows))  # type: ignore[return-value]
 
-    def _splits(self, rows: int, context: int) -> int:
-        """A power of two, because each is compiled."""
-        fill = self._programs // max(1, rows * self._layout.num_heads)
-        useful = -(-context // self._tiles.decode_n)
-        return 1 << max(0, min(fill, useful, MAX_SPLITS).bit_length() - 1)
+    def _recorded_pieces(self, rows: int) -> int:
+        """Pieces of work that graphs of `rows` decodes have memory for. Contexts may share pages."""
+        span, layout = self._tables.blocks.span, self._layout
+        pool = len(self._pool) * layout.page_size // span
+        return min(rows * -(-self.limits.context // span), rows + SHARING * pool)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,24 +193,39 @@ class TritonStep:
 
     backend: TritonAttention
     num_decodes: int
-    splits: int  # of a decode's context
-    prompts: PromptBlocks | None
-
-    @property
-    def decodes_only(self) -> bool:
-        return self.prompts is None
+    pieces: int  # of decodes, at most
+    filled: Filled | None  # None: of a recorded step, whose tables change
+    joins: bool  # decodes may have several spans
+    replayable: bool  # what `recorded` returns may stand for it
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         heads, tokens, head_dim = query.shape[1:]
         new = tuple(x[0] if x.stride(3) == 1 else x[0].contiguous() for x in (query, key, value))
         out = query.new_empty(1, tokens, heads, head_dim)
+        given = out if sinks is None else sinks
         if self.num_decodes:
-            self.backend.decode(self, layer, out, new, scoring)
-        if self.prompts is not None:
-            self.backend.prompt(self, layer, out, new, scoring)
+            self.backend.decode(self, layer, out, new, scoring, sinks=given)
+        if self.filled is not None and self.filled.prompts:
+            self.backend.prompt(self, layer, out, new, scoring, sinks=given)
         return out
+
+
+def _tables(blocks: QueryBlocks) -> tuple[torch.Tensor, ...]:
+    return blocks.requests, blocks.firsts, blocks.slots, blocks.counts, blocks.piece_blocks, blocks.piece_spans
+
+
+def _power_of_two(n: int) -> int:
+    """The next one from `n` on."""
+    return 1 << (n - 1).bit_length()
 
 
 def _processors(device: torch.device) -> int:
@@ -179,5 +236,5 @@ def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
 
 
-def _kinds(scoring: Scoring) -> dict[str, bool]:
-    return {"WINDOWED": scoring.window > 0, "CAPPED": scoring.softcap > 0}
+def _kinds(scoring: Scoring, sinks: torch.Tensor, out: torch.Tensor) -> dict[str, bool]:
+    return {"WINDOWED": scoring.window > 0, "CAPPED": scoring.softcap > 0, "SINKS": sinks is not out}

@@ -1,6 +1,8 @@
 """Triton kernels for attention over the pool, [num_pages, kv_heads, layers, 2, page_size, head_dim].
 
-Tables are int32. `pages` holds all block tables; request r's starts at `table_starts[r]`.
+Tables are int32. `pages` holds all block tables; request r's starts at `table_starts[r]`. A context is attended to in
+spans, each a piece of work. The partial result of a span, its sum of values over its sum of weights, goes to a slot, and
+`join_kernel` combines those of a row in order.
 Numbers that change between steps are not specialised on, so a model compiles each kernel once.
 Scores are in base 2. Zeros pad head dimensions to powers of two.
 OPERANDS is float32 under the interpreter, whose numpy has no bfloat16, else the pool's type.
@@ -90,17 +92,60 @@ def _take_block(
     return acc * shrink[:, None] + weighed, above, total * shrink + tl.sum(weights, 1)
 
 
+@triton.jit
+def _take_sink(acc, highest, total, sink):
+    """Add a key without a value to the running softmax."""
+    score = sink.to(tl.float32) * LOG2_E
+    above = tl.maximum(highest, score)
+    shrink = tl.exp2(highest - above)
+    return acc * shrink[:, None], above, total * shrink + tl.exp2(score - above)
+
+
+@triton.jit
+def _store(
+    out,
+    partial_out,
+    partial_log,
+    places,
+    parts,
+    mine,
+    alone,
+    acc,
+    highest,
+    total,
+    sink,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Store results at rows `places` of `out` if the span is `alone`, else at rows `parts` of the partial ones."""
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    mask = mine[:, None] & (dims < HEAD_DIM)
+    if alone:
+        if SINKS:
+            acc, highest, total = _take_sink(acc, highest, total, sink)
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(out + places[:, None] * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=mask)
+    else:
+        filled = tl.where(total > 0, total, 1.0)
+        tl.store(partial_out + parts[:, None] * HEAD_DIM + dims, acc / filled[:, None], mask=mask)
+        tl.store(partial_log + parts, tl.where(total > 0, highest + tl.log2(filled), -float("inf")), mask=mine)
+
+
 @triton.jit(do_not_specialize=["layer", "window"])
 def decode_kernel(
-    out,  # [rows, heads, head_dim], unless SPLIT
-    partial_out,  # float32 [rows, heads, splits, head_dim], if SPLIT
-    partial_log,  # float32 [rows, heads, splits]: log2 of each sum of weights, -inf for none
+    out,  # [rows, heads, head_dim]
+    partial_out,  # float32 [slots, kv_heads, GROUP, head_dim]
+    partial_log,  # float32 [slots, kv_heads, GROUP]: log2 of each sum of weights, -inf for none
     query,
     key,
     value,
     pool,
+    sinks,  # [heads], if SINKS
+    header,
     context_lens,
     table_starts,
+    slots,
     pages,
     layer,
     scaling,
@@ -120,92 +165,173 @@ def decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_H: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPAN: tl.constexpr,
     STAGES: tl.constexpr,
-    SPLIT: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):
-    """Attend with one token to a split of its context, for one key head: grid (rows, kv_heads, splits).
+    """Attend with single tokens to spans of their contexts: grid (kv_heads, lanes).
 
-    Split 0 writes the new KV and reads it from `key` and `value`, so no program reads a slot that is being written.
-    A row with context 0 is padding: its output is zero.
+    Lane i takes the pieces i, i + lanes, … of the list behind `pages`: [rows | spans]. So a graph's grid does not grow
+    with the longest context that it allows. The last span of a context writes the new KV and reads it from `key` and
+    `value`, so no program reads a slot that is being written.
     """
-    row, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    context = tl.load(context_lens + row)
-    table = tl.load(table_starts + row)
-    last = context - 1
+    head, lane = tl.program_id(0), tl.program_id(1)
+    pieces = tl.load(header)
+    work = pages + tl.load(header + 1)
     dims = tl.arange(0, BLOCK_D)
     wide = dims < HEAD_DIM
     members = tl.arange(0, BLOCK_H)
+    mine = members < GROUP
     heads = head * GROUP + members
-    mine = (members < GROUP)[:, None] & wide[None, :]
-    q = tl.load(
-        query + row * query_token_stride + heads[:, None] * query_head_stride + dims[None, :], mask=mine, other=0.0
-    )
-    operand = q.to(OPERANDS)
-    acc = tl.zeros([BLOCK_H, BLOCK_D], dtype=tl.float32)
-    highest = tl.full([BLOCK_H], -float("inf"), dtype=tl.float32)
-    total = tl.zeros([BLOCK_H], dtype=tl.float32)
-    if split == 0 and context > 0:
-        new_key = tl.load(key + row * key_token_stride + head * key_head_stride + dims, mask=wide, other=0.0)
-        new_value = tl.load(value + row * value_token_stride + head * value_head_stride + dims, mask=wide, other=0.0)
-        slot = _addresses(pool, pages, table, last, context > 0, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
-        tl.store(slot + dims, new_key, mask=wide)
-        tl.store(slot + (PAGE * HEAD_DIM) + dims, new_value, mask=wide)
-        products = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1)
-        highest = _score(products, scaling, softcap, CAPPED)
-        total = tl.full([BLOCK_H], 1.0, dtype=tl.float32)
-        acc += new_value.to(tl.float32)[None, :]
-    first = 0
-    if WINDOWED:
-        first = tl.maximum(0, context - window)
-    # each split gets the same number of blocks of keys first..last-1
-    length = tl.cdiv(tl.cdiv(last - first, BLOCK_N), tl.num_programs(2)) * BLOCK_N
-    begin = first + split * length
-    end = tl.minimum(begin + length, last)
-    for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
-        positions = n + tl.arange(0, BLOCK_N)
-        inside = positions < end
-        starts = _addresses(pool, pages, table, positions, inside, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
-        seen = inside[None, :]
-        acc, highest, total = _take_block(
-            acc, highest, total, operand, starts, seen, inside, scaling, softcap,
-            PAGE, HEAD_DIM, BLOCK_D, CAPPED, True, PRECISION, OPERANDS,
+    sink = tl.zeros([BLOCK_H], dtype=tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + heads, mask=mine, other=0.0).to(tl.float32)
+    for piece in tl.range(lane, pieces, tl.num_programs(1)):
+        row = tl.load(work + piece)
+        span = tl.load(work + pieces + piece)
+        context = tl.load(context_lens + row)
+        table = tl.load(table_starts + row)
+        at = query + row * query_token_stride + heads[:, None] * query_head_stride + dims[None, :]
+        q = tl.load(at, mask=mine[:, None] & wide[None, :], other=0.0)
+        operand = q.to(OPERANDS)
+        acc = tl.zeros([BLOCK_H, BLOCK_D], dtype=tl.float32)
+        highest = tl.full([BLOCK_H], -float("inf"), dtype=tl.float32)
+        total = tl.zeros([BLOCK_H], dtype=tl.float32)
+        end = (span + 1) * SPAN
+        if end >= context:
+            end = context - 1
+            acc, highest, total = _take_new(
+                acc, total, q, row, end, table, head, layer, pool, pages, key, value, scaling, softcap,
+                key_head_stride, key_token_stride, value_head_stride, value_token_stride,
+                KV_HEADS, LAYERS, PAGE, HEAD_DIM, BLOCK_D, CAPPED,
+            )  # fmt: skip
+        begin = span * SPAN
+        if WINDOWED:
+            begin = tl.maximum(begin, context - window)
+        for n in tl.range(begin, end, BLOCK_N, num_stages=STAGES):
+            positions = n + tl.arange(0, BLOCK_N)
+            inside = positions < end
+            starts = _addresses(pool, pages, table, positions, inside, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
+            acc, highest, total = _take_block(
+                acc, highest, total, operand, starts, inside[None, :], inside, scaling, softcap,
+                PAGE, HEAD_DIM, BLOCK_D, CAPPED, True, PRECISION, OPERANDS,
+            )  # fmt: skip
+        slot = tl.load(slots + row) + span
+        parts = (slot.to(tl.int64) * KV_HEADS + head) * GROUP + members
+        places = row.to(tl.int64) * (KV_HEADS * GROUP) + heads
+        _store(
+            out, partial_out, partial_log, places, parts, mine, context <= SPAN,
+            acc, highest, total, sink, HEAD_DIM, BLOCK_D, SINKS,
         )  # fmt: skip
-    filled = tl.where(total > 0, total, 1.0)
-    result = acc / filled[:, None]
-    rows = row.to(tl.int64) * (KV_HEADS * GROUP) + heads
-    if SPLIT:
-        splits = tl.num_programs(2)
-        tl.store(partial_out + ((rows * splits + split) * HEAD_DIM)[:, None] + dims[None, :], result, mask=mine)
-        log = tl.where(total > 0, highest + tl.log2(filled), -float("inf"))
-        tl.store(partial_log + rows * splits + split, log, mask=members < GROUP)
-    else:
-        tl.store(out + (rows * HEAD_DIM)[:, None] + dims[None, :], result.to(out.dtype.element_ty), mask=mine)
+
+
+@triton.jit
+def _take_new(
+    acc,
+    total,
+    q,
+    row,
+    position,
+    table,
+    head,
+    layer,
+    pool,
+    pages,
+    key,
+    value,
+    scaling,
+    softcap,
+    key_head_stride,
+    key_token_stride,
+    value_head_stride,
+    value_token_stride,
+    KV_HEADS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    PAGE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """Write a decode's new KV, and begin the running softmax with it."""
+    dims = tl.arange(0, BLOCK_D)
+    wide = dims < HEAD_DIM
+    new_key = tl.load(key + row * key_token_stride + head * key_head_stride + dims, mask=wide, other=0.0)
+    new_value = tl.load(value + row * value_token_stride + head * value_head_stride + dims, mask=wide, other=0.0)
+    slot = _addresses(pool, pages, table, position, position >= 0, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
+    tl.store(slot + dims, new_key, mask=wide)
+    tl.store(slot + (PAGE * HEAD_DIM) + dims, new_value, mask=wide)
+    products = tl.sum(q.to(tl.float32) * new_key.to(tl.float32)[None, :], 1)
+    return acc + new_value.to(tl.float32)[None, :], _score(products, scaling, softcap, CAPPED), total + 1.0
 
 
 @triton.jit
 def join_kernel(
-    out, partial_out, partial_log, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr
-):  # fmt: skip
-    """Combine the splits of a row and query head: grid (rows * heads,)."""
-    row = tl.program_id(0).to(tl.int64)
-    dims = tl.arange(0, BLOCK_D)
-    wide = dims < HEAD_DIM
-    splits = tl.arange(0, SPLITS)
-    logs = tl.load(partial_log + row * SPLITS + splits)
-    highest = tl.max(logs, 0)
-    weights = tl.exp2(logs - tl.where(highest == -float("inf"), 0.0, highest))
-    total = tl.sum(weights, 0)
-    parts = tl.load(
-        partial_out + (row * SPLITS + splits)[:, None] * HEAD_DIM + dims[None, :],
-        mask=(weights > 0)[:, None] & wide[None, :],
-        other=0.0,
-    )
-    result = tl.sum(parts * weights[:, None], 0) / tl.where(total > 0, total, 1.0)
-    tl.store(out + row * HEAD_DIM + dims, result.to(out.dtype.element_ty), mask=wide)
+    out,
+    partial_out,
+    partial_log,
+    sinks,
+    context_lens,
+    slots,
+    counts,
+    query_starts,
+    block_requests,
+    block_firsts,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    ROWS: tl.constexpr,
+    SPAN: tl.constexpr,
+    DECODES: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Combine the spans of a query, BLOCK_S at a time: grid (kv_heads * ROWS, blocks).
+
+    ROWS queries make a block: of a decode's row, or of a block of a chunk. A decode with one span has its result; one
+    with none is padding, whose result is zero.
+    """
+    head, member, block = tl.program_id(0) // ROWS, tl.program_id(0) % ROWS, tl.program_id(1)
+    if DECODES:
+        spans = tl.cdiv(tl.load(context_lens + block), SPAN)
+        token = block
+        wanted = spans != 1
+    else:
+        spans = tl.load(counts + block)
+        request = tl.load(block_requests + block)
+        first_token = tl.load(query_starts + request)
+        token = first_token + tl.load(block_firsts + block) + member // GROUP
+        wanted = (token < tl.load(query_starts + request + 1)) & (member < ROWS // GROUP * GROUP)
+    if wanted:
+        dims = tl.arange(0, BLOCK_D)
+        wide = dims < HEAD_DIM
+        acc = tl.zeros([1, BLOCK_D], dtype=tl.float32)
+        highest = tl.full([1], -float("inf"), dtype=tl.float32)
+        total = tl.zeros([1], dtype=tl.float32)
+        slot = tl.load(slots + block)
+        for first in tl.range(0, spans, BLOCK_S):
+            each = first + tl.arange(0, BLOCK_S)
+            parts = ((slot + each).to(tl.int64) * KV_HEADS + head) * ROWS + member
+            logs = tl.load(partial_log + parts, mask=each < spans, other=-float("inf"))
+            above = tl.maximum(highest, tl.max(logs, 0))
+            base = tl.where(above == -float("inf"), 0.0, above)
+            weights = tl.exp2(logs - base)
+            some = (weights > 0)[:, None] & wide[None, :]
+            found = tl.load(partial_out + parts[:, None] * HEAD_DIM + dims[None, :], mask=some, other=0.0)
+            shrink = tl.exp2(highest - base)
+            acc = acc * shrink[:, None] + tl.sum(found * weights[:, None], 0)[None, :]
+            total = total * shrink + tl.sum(weights, 0)
+            highest = above
+        query_head = head * GROUP + member % GROUP
+        if SINKS:
+            acc, highest, total = _take_sink(acc, highest, total, tl.load(sinks + query_head))
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        place = (token.to(tl.int64) * (KV_HEADS * GROUP) + query_head) * HEAD_DIM
+        tl.store(out + place + dims[None, :], result.to(out.dtype.element_ty), mask=wide[None, :])
 
 
 @triton.jit(do_not_specialize=["layer", "num_decodes"])
@@ -230,17 +356,19 @@ def write_kernel(
     PAGE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """Write a block of a chunk's KV: grid (kv_heads, blocks)."""
+    """Write the KV of a block's TOKENS: grid (kv_heads, blocks)."""
     head, block = tl.program_id(0), tl.program_id(1)
     request = tl.load(block_requests + block)
-    rows = tl.load(block_firsts + block) + tl.arange(0, BLOCK_M)
+    offsets = tl.arange(0, BLOCK_T)
+    rows = tl.load(block_firsts + block) + offsets
     first_token = tl.load(query_starts + request)
     length = tl.load(query_starts + request + 1) - first_token
     context = tl.load(context_lens + num_decodes + request)
     table = tl.load(table_starts + num_decodes + request)
-    inside = rows < length
+    inside = (rows < length) & (offsets < TOKENS)
     slots = _addresses(
         pool, pages, table, context - length + rows, inside, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM
     )
@@ -256,7 +384,10 @@ def write_kernel(
 @triton.jit(do_not_specialize=["layer", "num_decodes", "window"])
 def prompt_kernel(
     out,
+    partial_out,  # float32 [slots, kv_heads, BLOCK_M, head_dim]
+    partial_log,  # float32 [slots, kv_heads, BLOCK_M]
     query,
+    sinks,  # [heads], if SINKS
     pool,
     context_lens,
     table_starts,
@@ -264,6 +395,10 @@ def prompt_kernel(
     pages,
     block_requests,
     block_firsts,
+    slots,
+    counts,
+    piece_blocks,
+    piece_spans,
     layer,
     num_decodes,
     scaling,
@@ -278,39 +413,45 @@ def prompt_kernel(
     HEAD_DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TOKENS: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    SPAN: tl.constexpr,
     STAGES: tl.constexpr,
     WINDOWED: tl.constexpr,
     CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
     PRECISION: tl.constexpr,
     OPERANDS: tl.constexpr,
 ):
-    """Attend with a block of a chunk's queries, after `write_kernel`: grid (heads, blocks).
+    """Attend with a block of a chunk's queries to a span of keys, after `write_kernel`: grid (kv_heads, pieces).
 
-    Heads vary fastest, so those that share a key head find its pages cached.
+    A block has TOKENS = BLOCK_M // GROUP tokens, each with all query heads of its key head.
     """
-    head, block = tl.program_id(0), tl.program_id(1)
+    head, piece = tl.program_id(0), tl.program_id(1)
+    block = tl.load(piece_blocks + piece)
+    span = tl.load(piece_spans + piece)
     request = tl.load(block_requests + block)
     first_row = tl.load(block_firsts + block)
     first_token = tl.load(query_starts + request)
     length = tl.load(query_starts + request + 1) - first_token
     context = tl.load(context_lens + num_decodes + request)
     table = tl.load(table_starts + num_decodes + request)
-    rows = first_row + tl.arange(0, BLOCK_M)
+    members = tl.arange(0, BLOCK_M)
+    rows = first_row + members // GROUP
+    heads = head * GROUP + members % GROUP
+    mine = (rows < length) & (members < TOKENS * GROUP)
     dims = tl.arange(0, BLOCK_D)
-    mine = (rows < length)[:, None] & (dims < HEAD_DIM)[None, :]
     tokens = (first_token + rows).to(tl.int64)
-    q = tl.load(
-        query + tokens[:, None] * query_token_stride + head * query_head_stride + dims[None, :], mask=mine, other=0.0
-    )
-    operand = q.to(OPERANDS)
+    at = query + tokens[:, None] * query_token_stride + heads[:, None] * query_head_stride + dims[None, :]
+    operand = tl.load(at, mask=mine[:, None] & (dims < HEAD_DIM)[None, :], other=0.0).to(OPERANDS)
     positions = context - length + rows
     lowest = context - length + first_row
-    end = tl.minimum(lowest + BLOCK_M, context)  # after the last key of any query
-    begin = 0
-    whole = (lowest + 1) // BLOCK_N * BLOCK_N  # before this, every query sees every key
+    width = SPAN * tl.cdiv(length, TOKENS)
+    begin = span * width
+    end = tl.minimum(begin + width, tl.minimum(lowest + TOKENS, context))  # after the last key of any query
+    whole = tl.minimum((lowest + 1) // BLOCK_N * BLOCK_N, end)  # before this, every query sees every key
     if WINDOWED:
-        begin = tl.maximum(0, lowest - window + 1) // BLOCK_N * BLOCK_N
+        begin = tl.maximum(begin, tl.maximum(0, lowest - window + 1) // BLOCK_N * BLOCK_N)
         whole = begin
     acc = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     highest = tl.full([BLOCK_M], -float("inf"), dtype=tl.float32)
@@ -318,15 +459,15 @@ def prompt_kernel(
     for n in tl.range(begin, whole, BLOCK_N, num_stages=STAGES):
         keys = n + tl.arange(0, BLOCK_N)
         inside = keys >= 0
-        starts = _addresses(pool, pages, table, keys, inside, head // GROUP, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
+        starts = _addresses(pool, pages, table, keys, inside, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
         acc, highest, total = _take_block(
             acc, highest, total, operand, starts, inside, inside, scaling, softcap,
             PAGE, HEAD_DIM, BLOCK_D, CAPPED, False, PRECISION, OPERANDS,
         )  # fmt: skip
-    for n in tl.range(whole, end, BLOCK_N, num_stages=STAGES):
+    for n in tl.range(tl.maximum(begin, whole), end, BLOCK_N, num_stages=STAGES):
         keys = n + tl.arange(0, BLOCK_N)
         inside = keys < end
-        starts = _addresses(pool, pages, table, keys, inside, head // GROUP, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
+        starts = _addresses(pool, pages, table, keys, inside, head, layer, KV_HEADS, LAYERS, PAGE, HEAD_DIM)
         back = positions[:, None] - keys[None, :]
         seen = (back >= 0) & inside[None, :]
         if WINDOWED:
@@ -335,6 +476,11 @@ def prompt_kernel(
             acc, highest, total, operand, starts, seen, inside, scaling, softcap,
             PAGE, HEAD_DIM, BLOCK_D, CAPPED, True, PRECISION, OPERANDS,
         )  # fmt: skip
-    result = acc / tl.where(total > 0, total, 1.0)[:, None]
-    where = out + (tokens * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(where, result.to(out.dtype.element_ty), mask=mine)
+    sink = tl.zeros([BLOCK_M], dtype=tl.float32)
+    if SINKS:
+        sink = tl.load(sinks + heads).to(tl.float32)
+    parts = ((tl.load(slots + block) + span).to(tl.int64) * KV_HEADS + head) * BLOCK_M + members
+    _store(
+        out, partial_out, partial_log, tokens * (KV_HEADS * GROUP) + heads, parts, mine,
+        tl.load(counts + block) == 1, acc, highest, total, sink, HEAD_DIM, BLOCK_D, SINKS,
+    )  # fmt: skip

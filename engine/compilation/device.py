@@ -11,12 +11,12 @@ from typing import Any, Final, Protocol, cast
 import torch
 
 from engine.attention.backend import AttentionBackend, Scoring, StepAttention, StepShape
-from engine.attention.choose_attention import find_c_compiler
 from engine.attention.opaque import OpaqueAttention, attending
-from engine.attention.step_tables import SMALLEST_BLOCK
+from engine.attention.step_tables import SHORT_CHUNK, SPAN
 from engine.compilation.forward import EagerForward, Forward, padded
 from engine.compilation.graphs import CaptureFailed, Compute, CudaRecorder, DecodeGraphs, Recordable, Recorder
 from engine.config import EngineConfig
+from engine.device.c_compiler import find_c_compiler
 from engine.kernels.shared_linear import merge_products, share_linears
 from engine.lora.adapters import any_adapted
 from engine.model.load import LoadedModel
@@ -32,15 +32,22 @@ Compiler = Callable[[torch.nn.Module], Compute]
 
 class _Step(StepAttention, Protocol):
     @property
-    def decodes_only(self) -> bool:
-        pass
+    def replayable(self) -> bool:
+        """Whether a recorded step may stand for it."""
 
 
 class NoAttention:
     """Attention while a model is compiled: it uses no pages."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return torch.zeros_like(query).transpose(1, 2)
 
@@ -74,6 +81,7 @@ class DeviceForward:
         self._record = record
         self._compiler = compiler
         self._device = loaded.device
+        self._layout = loaded.layout
         self._made: Compute | None = None  # set by the compiling thread
         self._compute: Compute | None = None
         self._graphs: DecodeGraphs | None = None
@@ -105,7 +113,7 @@ class DeviceForward:
         if self._compute is None:
             return self._eager(token_ids, positions, keep, step)
         graphs = None if any_adapted() else self._graphs  # graphs were recorded without adapters
-        if graphs is not None and len(keep) == len(token_ids) and cast("_Step", step).decodes_only:
+        if graphs is not None and len(keep) == len(token_ids) and cast("_Step", step).replayable:
             self.kind = "graph"
             return graphs(token_ids, positions)
         self.kind = "compiled"
@@ -150,11 +158,14 @@ class DeviceForward:
         return compiled
 
     def _warm_prompts(self) -> None:
-        """Compile the kernels of prompts on page 0, which is unused."""
-        for length in (SMALLEST_BLOCK, SMALLEST_BLOCK + 1):
+        """Compile the kernels of short and longer chunks, with one span and with several, on page 0, which is unused."""
+        longest = self._attention.limits.context if isinstance(self._attention, Recordable) else 0
+        for length in (SHORT_CHUNK, SHORT_CHUNK + 1):
             ids = torch.zeros(length, dtype=torch.int64, device=self._device)
             positions = torch.arange(length, device=self._device)
-            self(ids, positions, positions[-1:], self._attention.plan(StepShape([length], [length], [[0, 0]])))
+            for context in {length, max(length, min(length + SPAN, longest))}:
+                table = [0] * self._layout.pages_for(context)
+                self(ids, positions, positions[-1:], self._attention.plan(StepShape([length], [context], [table])))
 
 
 def choose_device_forward(

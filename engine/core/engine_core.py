@@ -34,11 +34,13 @@ from engine.ports import (
 )
 from engine.runner.step_runner import Launched, Runner, StepFailed
 from engine.scheduler.request import Chunk, Request, RequestMemory, usable_pages
-from engine.scheduler.scheduler import ChunkLimit, Scheduler
+from engine.scheduler.scheduler import Scheduler
+from engine.scheduler.step_cost import ChunkLimit
 
 log = logging.getLogger(__name__)
 
 PACK_TOKENS: Final = 1536  # enough to keep a device busy
+CPU_ITL_TARGET_MS: Final = 30.0
 
 
 class EngineCore:
@@ -74,7 +76,10 @@ class EngineCore:
         self._flight: Launched | None = None  # drawn, not landed
         self._behind: Launched | None = None  # not drawn
         self._failed_steps = FailedSteps()
-        self._chunk_limit = ChunkLimit() if runner.takes_cpu else None
+        target_ms = config.itl_target_ms
+        if target_ms is None:
+            target_ms = CPU_ITL_TARGET_MS if runner.takes_cpu else 0.0
+        self._chunk_limit = ChunkLimit(target_ms / 1000) if target_ms else None
         self._arrivals = count()
         self._step = 0
         self._prompt_tokens = 0  # in the steps that landed in this one

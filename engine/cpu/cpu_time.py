@@ -39,7 +39,7 @@ def run_delay_s(without: Collection[int] = ()) -> float:
 
 def unused_s() -> float | None:
     """Core seconds since boot that others did not use, on this process's cores; None: unknown."""
-    cores = {b"cpu%d" % core for core in os.sched_getaffinity(0)}
+    cores = {b"cpu%d" % core for core in own_cores()}
     idle = 0
     try:
         with open(STAT, "rb") as file:  # noqa: PTH123
@@ -73,6 +73,11 @@ class CpuQuota:
         return sum(_throttled_s(group) for group in self._groups)
 
 
+def own_cores() -> list[int]:
+    """Cores that this process may use. A computing thread may be bound to one of them, the main thread never is."""
+    return sorted(os.sched_getaffinity(os.getpid()))
+
+
 def usable_cores(quota: CpuQuota | None = None) -> int:
     """Cores that affinity and quota allow all the time."""
     return max(1, int(_cores_allowed(quota)))
@@ -84,7 +89,7 @@ def cores_for_a_while(quota: CpuQuota | None = None) -> int:
 
 
 def _cores_allowed(quota: CpuQuota | None) -> float:
-    return min(len(os.sched_getaffinity(0)), (quota or CpuQuota()).cores())
+    return min(len(own_cores()), (quota or CpuQuota()).cores())
 
 
 def _cpu_groups(proc: Path) -> Iterator[Path]:

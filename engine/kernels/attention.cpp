@@ -20,6 +20,7 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <type_traits>
@@ -145,6 +146,7 @@ struct Call {
   int64_t requests, table_len, tokens, heads, kv_heads, group, layers, page_size, dim, layer;
   float scaling, softcap;
   int64_t window;
+  const float* sinks;  // [heads], or null
 
   int64_t length(int64_t r) const { return starts[r + 1] - starts[r]; }
 
@@ -155,6 +157,8 @@ struct Call {
   }
 
   int64_t first_visible(int64_t position) const { return window ? std::max<int64_t>(0, position - window + 1) : 0; }
+
+  const float* sinks_of(int64_t head) const { return sinks ? sinks + head * group : nullptr; }
 
   float score(float product) const { return softcap > 0 ? softcap * std::tanh(product / softcap) : product; }
 };
@@ -199,6 +203,13 @@ struct Partial {
     std::fill(max, max + count, LOWEST);
     std::fill(sum, sum + count, 0.0f);
     std::fill(rows, rows + count * width, 0.0f);
+  }
+
+  // The state before the first key: of the rows of `group` query heads by turns, each has seen its sink, which has no value.
+  void clear(int64_t count, const float* sinks, int64_t group) const {
+    clear(count);
+    if (sinks == nullptr) return;
+    for (int64_t i = 0; i < count; ++i) max[i] = sinks[i % group], sum[i] = 1.0f;
   }
 };
 
@@ -543,7 +554,7 @@ void decode_span(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
 // The spans of one decode and key head, in order, into the output.
 template <typename T>
 void merge_spans(const Call<T>& c, int64_t r, int64_t head, const Partial* spans, int64_t count, const Partial& all) {
-  all.clear(c.group);
+  all.clear(c.group, c.sinks_of(head), c.group);
   for (int64_t s = 0; s < count; ++s)
     for (int64_t g = 0; g < c.group; ++g) merge(spans[s], g, all);
   for (int64_t g = 0; g < c.group; ++g) finish(all, g, c.dim, c.out + (c.starts[r] * c.heads + head * c.group + g) * c.dim);
@@ -568,7 +579,7 @@ void prompt_tile(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
   typename P::Right *keys = rights.data(), *values = keys + KEY_BLOCK * wide;
   put_queries(c, r, head, first, last, wide, queries);
   span.clear(rows);
-  all.clear(rows);
+  all.clear(rows, c.sinks_of(head), c.group);
   const int64_t end = before + last;  // behind the last key seen
   for (int64_t block = c.first_visible(before + first) / KEY_BLOCK * KEY_BLOCK; block < end; block += KEY_BLOCK) {
     const int64_t count = std::min(KEY_BLOCK, end - block);
@@ -685,8 +696,9 @@ void check_plan(const Call<T>& c, int64_t pages) {
 }
 
 template <typename T>
-Tensor attend_with(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& pool, const Tensor& plan, int64_t layer, double scaling, int64_t window, double softcap) {
+Tensor attend_with(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& pool, const Tensor& plan, int64_t layer, double scaling, int64_t window, double softcap, const std::optional<Tensor>& sinks) {
   Call<T> c{};
+  c.sinks = sinks ? static_cast<const float*>(sinks->data_ptr()) : nullptr;
   c.query = static_cast<const T*>(query.data_ptr());
   c.key = static_cast<const T*>(key.data_ptr());
   c.value = static_cast<const T*>(value.data_ptr());
@@ -711,7 +723,7 @@ Tensor attend_with(const Tensor& query, const Tensor& key, const Tensor& value, 
   return out;
 }
 
-Tensor attend_pages(Tensor query, Tensor key, Tensor value, Tensor pool, Tensor plan, int64_t layer, double scaling, int64_t window, double softcap) {
+Tensor attend_pages(Tensor query, Tensor key, Tensor value, Tensor pool, Tensor plan, int64_t layer, double scaling, int64_t window, double softcap, std::optional<Tensor> sinks) {
   adapt_threads();
   const ScalarType dtype = pool.scalar_type();
   require(query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && pool.dim() == 6 && plan.dim() == 1, "a tensor has another number of dimensions");
@@ -728,10 +740,14 @@ Tensor attend_pages(Tensor query, Tensor key, Tensor value, Tensor pool, Tensor 
   require(plan.size(0) >= 3, "the plan is shorter than it says");
   require(pool.is_contiguous() && plan.is_contiguous(), "pool and plan must be contiguous");
   require(pool.size(1) == key.size(1) && pool.size(5) == query.size(3) && query.size(1) % key.size(1) == 0, "heads do not match the pool");
-  if (dtype == ScalarType::BFloat16) return attend_with<Bf16>(query, key, value, pool, plan, layer, scaling, window, softcap);
-  if (dtype == ScalarType::Half) return attend_with<_Float16>(query, key, value, pool, plan, layer, scaling, window, softcap);
+  if (sinks) {
+    require(sinks->scalar_type() == ScalarType::Float && sinks->is_contiguous(), "sinks must be contiguous float32");
+    require(sinks->dim() == 1 && sinks->size(0) == query.size(1), "there is one sink for each query head");
+  }
+  if (dtype == ScalarType::BFloat16) return attend_with<Bf16>(query, key, value, pool, plan, layer, scaling, window, softcap, sinks);
+  if (dtype == ScalarType::Half) return attend_with<_Float16>(query, key, value, pool, plan, layer, scaling, window, softcap, sinks);
   require(dtype == ScalarType::Float, "the pool must be float32, bfloat16 or float16");
-  return attend_with<float>(query, key, value, pool, plan, layer, scaling, window, softcap);
+  return attend_with<float>(query, key, value, pool, plan, layer, scaling, window, softcap, sinks);
 }
 
 }  // namespace
@@ -739,7 +755,7 @@ Tensor attend_pages(Tensor query, Tensor key, Tensor value, Tensor pool, Tensor 
 STABLE_TORCH_LIBRARY_FRAGMENT(kvmesh, library) {
   library.def(
       "attend_pages(Tensor query, Tensor key, Tensor value, Tensor pool, Tensor plan, int layer, float scaling, int window, "
-      "float softcap) -> Tensor");
+      "float softcap, Tensor? sinks=None) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(kvmesh, CPU, library) {

@@ -52,15 +52,18 @@ class InlineLoop(EngineLoop):
         # daemon: an exit does not wait for it
         thread = threading.Thread(target=build, name="engine", daemon=True)
         thread.start()
-        self._engine = await built
+        self._engine = engine = await built
         thread.join()
-        self._receive(self._engine.step())
+        engine.on_loss(lambda error: tell(self._loop, self._end, error))
+        self._receive(engine.step())
 
     async def stop(self) -> None:
         self._stopping = True
         if self._step is None or self._next is None:  # no step is in progress or will continue
             self._end(None)
         await asyncio.shield(self._ended)
+        if self._engine is not None:
+            self._engine.close()
 
     def _turn(self) -> None:
         self._next = None

@@ -1,49 +1,84 @@
-"""The mock's pages: host memory with a mark in each block of tokens.
+"""The mock's pages: host memory with a mark in each block of tokens, for each KV head.
 
-A mark is a checksum over all tokens up to the block's last, so any worker can continue the page.
-Marks in the first and the last stripe detect a page that arrived in part.
+A mark has a checksum over all tokens up to the block's last, so any worker can continue the page, and the head's number.
+Marks in the first and the last stripe of each head of each rank detect a page that arrived in part, or another rank's.
 In the row of the block's first token, a mark survives a move into pages of another size.
+
+A token that is computed alone renews two marks of its block, whatever the number of heads, unless the block is full then.
+The others still say how many tokens had KV before, and so do these two.
 """
 
 import ctypes
 import mmap
+import os
 from collections.abc import Sequence
 from struct import Struct
 from typing import Final
 from zlib import crc32
 
 from components.startup import WrongSettings
-from components.wire.layout import KvLayout
+from components.wire.layout import KvLayout, of_shard
 from components.wire.tokens import pack_tokens
 from engine.config import PAGE_SIZES
-from engine.ports import KvRegion
+from engine.ports import KvRegion, RankMemory
 from engine.runner.step_runner import StepFailed
 from engine.scheduler.request import LEAST_COMPUTED
 
-MARK: Final = Struct("<II")  # tokens of the block with KV, checksum up to the last of them
+# A mark is a uint64: tokens of the block with KV; how many of these all marks have; KV head; checksum up to the last.
+MARK: Final = Struct("<BBHI")
+ALL, HEAD, CHECKSUM = 8, 16, 32  # bits before each
+BYTE: Final = 0xFF
+HEADER: Final = (1 << CHECKSUM) - 1
 TOKEN: Final = Struct("<i")  # as in `pack_tokens`
 BLOCK: Final = min(PAGE_SIZES)  # tokens
 
+Mark = tuple[int, int, int, int]
+
 
 class MarkedPages:
-    """The kernel commits memory as it is first written.
+    """The pools of all ranks. The kernel commits memory as it is first written.
 
+    Args:
+        layout: of the first rank.
+        shared: whether followers' processes map their pools, by `descriptor`. The leader writes the marks of all ranks.
     Raises: WrongSettings, if there is not enough.
     """
 
-    def __init__(self, layout: KvLayout, num_pages: int) -> None:
-        self._page_bytes = layout.page_bytes
-        self._block_bytes = BLOCK * layout.row_bytes
-        self._blocks = layout.page_size // BLOCK
-        self._last_stripe = (layout.num_stripes - 1) * layout.page_size * layout.row_bytes
-        num_bytes = num_pages * layout.page_bytes
+    def __init__(self, layout: KvLayout, num_pages: int, *, shared: bool = False) -> None:
+        ranks = [of_shard(layout, rank, layout.shards) for rank in range(layout.shards)]
+        pool_bytes = rank_bytes(layout, num_pages)
+        num_bytes = pool_bytes * len(ranks)
         try:
-            self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.descriptor, memory = _allocate(num_bytes, shared=shared)
         except (OSError, OverflowError) as exc:
             raise WrongSettings(
                 f"settings engine.kv_memory_gb and engine.num_pages: no memory for KV pages of {num_bytes / 1e9:.1f} GB"
             ) from exc
-        self.region = KvRegion(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)), num_pages, layout, "cpu")
+        self._page_marks = layout.page_bytes // MARK.size
+        self._block_marks = BLOCK * layout.row_bytes // MARK.size
+        self._blocks = layout.page_size // BLOCK
+        stripe_bytes = layout.page_size * layout.row_bytes
+        head_bytes = stripe_bytes * layout.layers * 2
+        self._offsets = [  # of each mark of a page's first block, with what its head adds to it
+            ((rank * pool_bytes + i * head_bytes + place) // MARK.size, head << HEAD)
+            for rank, of_rank in enumerate(ranks)
+            for i, head in enumerate(of_rank.heads)
+            for place in (0, head_bytes - stripe_bytes)
+        ]
+        self._inner = self._offsets[1:-1]
+        self._last_offset, self._last_head = self._offsets[-1]
+        self._words = memoryview(memory).cast("B")[: num_bytes // MARK.size * MARK.size].cast("Q")
+        self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self._pool_bytes = pool_bytes
+        self._num_pages = num_pages
+        self._layout = layout
+
+    def region(self, followers: Sequence[RankMemory] | None = None) -> KvRegion:
+        """`followers`: what they say of their pools; None: all ranks are in this process."""
+        if followers is None:
+            addresses = (self._address + rank * self._pool_bytes for rank in range(1, self._layout.shards))
+            followers = [RankMemory(os.getpid(), "cpu", address, "") for address in addresses]
+        return KvRegion(self._address, self._num_pages, self._layout, "cpu", followers)
 
     def extend(self, pages: Sequence[int], token_id: int, at: int) -> int | None:
         """Write the mark of the token at `at`.
@@ -54,15 +89,20 @@ class MarkedPages:
         offset = at % BLOCK
         if not offset:
             return None
-        first, last = self._places(pages, at // BLOCK)
-        memory = self._memory
-        mark = MARK.unpack_from(memory, first)
-        count, checksum = mark
-        if count != offset or mark != MARK.unpack_from(memory, last):
+        first = self._place(pages, at // BLOCK)
+        last, words = first + self._last_offset, self._words
+        mark = words[first]
+        if mark & BYTE != offset or words[last] != mark + self._last_head:
             return None
-        checksum = crc32(TOKEN.pack(token_id), checksum)
-        MARK.pack_into(memory, first, offset + 1, checksum)
-        MARK.pack_into(memory, last, offset + 1, checksum)
+        if mark >> ALL & BYTE == offset and not self._agree(first, mark):
+            return None
+        checksum = crc32(TOKEN.pack(token_id), mark >> CHECKSUM)
+        if offset + 1 == BLOCK:
+            self._mark_all(first, BLOCK, checksum)
+        else:
+            mark = (mark & HEADER) + 1 | checksum << CHECKSUM
+            words[first] = mark
+            words[last] = mark + self._last_head
         return checksum
 
     def compute(self, pages: Sequence[int], tokens: Sequence[int], start: int, end: int, origin: int = 0) -> int:
@@ -78,36 +118,77 @@ class MarkedPages:
             block, offset = divmod(start, BLOCK)
             stop = min(end, start + BLOCK - offset)
             checksum = crc32(pack_tokens(tokens[start:stop]), checksum)
-            for place in self._places(pages, block):
-                MARK.pack_into(self._memory, place, stop - block * BLOCK, checksum)
+            self._mark_all(self._place(pages, block), stop - block * BLOCK, checksum)
             start = stop
         return checksum
 
     def copy(self, source: int, target: int) -> None:
         for block in range(self._blocks):
-            for here, there in zip(self._places([source], block), self._places([target], block), strict=True):
-                MARK.pack_into(self._memory, there, *MARK.unpack_from(self._memory, here))
+            here, there = self._place([source], block), self._place([target], block)
+            for offset, _ in self._offsets:
+                self._words[there + offset] = self._words[here + offset]
 
-    def _places(self, pages: Sequence[int], block: int) -> tuple[int, int]:
+    def marks(self, page: int, block: int) -> list[Mark]:
+        """Of all ranks and heads, two each, of a block of `page`."""
+        first = self._place([page], block)
+        found = (self._words[first + offset] for offset, _ in self._offsets)
+        return [(mark & BYTE, mark >> ALL & BYTE, (mark & HEADER) >> HEAD, mark >> CHECKSUM) for mark in found]
+
+    def _place(self, pages: Sequence[int], block: int) -> int:
+        """Where the block's first mark is; the others are `_offsets` from there."""
         index, inner = divmod(block, self._blocks)
-        first = pages[index] * self._page_bytes + inner * self._block_bytes
-        return first, first + self._last_stripe
+        return pages[index] * self._page_marks + inner * self._block_marks
+
+    def _mark_all(self, first: int, count: int, checksum: int) -> None:
+        mark, words = count | count << ALL | checksum << CHECKSUM, self._words
+        for offset, head in self._offsets:
+            words[first + offset] = mark + head
+
+    def _agree(self, first: int, mark: int) -> bool:
+        """Whether the marks between the first and the last one are `mark`, with their heads."""
+        words = self._words
+        return all(words[first + offset] == mark + head for offset, head in self._inner)
 
     def _read(self, pages: Sequence[int], tokens: Sequence[int], num_tokens: int, origin: int) -> int:
+        """The checksum of `num_tokens`, of which the pages hold no more than a branch computes again."""
         block = (num_tokens - 1) // BLOCK
-        place, other = self._places(pages, block)
-        first, last = MARK.unpack_from(self._memory, place), MARK.unpack_from(self._memory, other)
-        count, checksum = first
         wanted = num_tokens - block * BLOCK
-        # a branch computes its prompt's last tokens again
-        if first == last and wanted < count <= wanted + LEAST_COMPUTED:
-            before = self._read(pages, tokens, num_tokens - wanted, origin) if block else origin
-            shorter = crc32(pack_tokens(tokens[num_tokens - wanted : num_tokens]), before)
-            if crc32(pack_tokens(tokens[num_tokens : num_tokens + count - wanted]), shorter) == checksum:
-                return shorter
-        if first != last or count != wanted:
-            page = pages[block // self._blocks]
-            raise StepFailed(
-                f"a block of page {page} should hold {wanted} tokens, but its marks are {first} and {last}"
-            )
-        return int(checksum)
+        first = self._place(pages, block)
+        mark = self._words[first] - self._offsets[0][1]
+        count, of_all, checksum = mark & BYTE, mark >> ALL & BYTE, mark >> CHECKSUM
+        is_right = mark >= 0 and self._words[first + self._last_offset] == mark + self._last_head
+        if is_right and of_all == count == wanted and self._agree(first, mark):
+            return checksum
+        if is_right and 0 < of_all <= count and wanted <= count <= wanted + LEAST_COMPUTED:
+            start = num_tokens - wanted
+            before = self._read(pages, tokens, start, origin) if block else origin
+
+            def checksum_of(length: int) -> int:
+                return crc32(pack_tokens(tokens[start : start + length]), before)
+
+            inner = of_all | of_all << ALL | checksum_of(of_all) << CHECKSUM
+            if checksum_of(count) == checksum and self._agree(first, inner):
+                return checksum_of(wanted)
+        page = pages[block // self._blocks]
+        found = dict.fromkeys(self.marks(page, block % self._blocks))
+        raise StepFailed(
+            f"a block of page {page} should hold {wanted} tokens, but its marks are {', '.join(map(str, found))}"
+        )
+
+
+def rank_bytes(layout: KvLayout, num_pages: int) -> int:
+    """Of a rank's pool in shared memory, which begins at a page of the machine's memory."""
+    return -(-num_pages * layout.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+
+
+def _allocate(num_bytes: int, *, shared: bool) -> tuple[int | None, mmap.mmap]:
+    """Shared memory has a descriptor. Raises: OSError, OverflowError."""
+    if not shared:
+        return None, mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    descriptor = os.memfd_create("kvmesh-pages")
+    try:
+        os.ftruncate(descriptor, num_bytes)
+        return descriptor, mmap.mmap(descriptor, num_bytes)
+    except BaseException:
+        os.close(descriptor)
+        raise

@@ -5,8 +5,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from components.startup import WrongSettings
-from components.wire.layout import KvLayout
+from components.wire.layout import KvLayout, of_shard
 from engine.config import EngineConfig
 from engine.core.engine_core import PACK_TOKENS, EngineCore
 from engine.kv.count import count_pages
@@ -17,24 +16,31 @@ from engine.model.mock_model import LETTERS, MOCK
 from engine.model.pooling import read_pooling
 from engine.model.progress import Progress, silent
 from engine.model.resolve import model_dir, served_name
+from engine.parallel.rank_processes import RankProcesses
+from engine.ports import RankMemory
+from engine.sharding.heads import check_heads
 
 
 def build_engine(
-    model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent, _follower: str = ""
+    model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent, follower: str = ""
 ) -> EngineCore:
     """Build from a model's configuration, without torch or weights.
 
-    Raises: ModelUnavailable, UnsupportedModel.
+    `follower` is the module of other ranks' processes; without one their pages are in this process.
+
+    Raises: ModelUnavailable, UnsupportedModel, RankLost.
     """
     directory = model_dir(model, state_dir, progress)
     described = json.loads((directory / CONFIG_FILE).read_text())
     pooling = read_pooling(served_name(model), directory, matryoshka=config.matryoshka)
     described = described.get("text_config", described)  # of a multimodal model
-    if config.tensor_parallel > 1:
-        raise WrongSettings(f"setting engine.tensor_parallel: {config.tensor_parallel}; the mock has one rank")
     layout = _layout(described, served_name(model), config)
     num_pages = count_pages(config, layout)
-    pages = MarkedPages(layout, num_pages)
+    pages = MarkedPages(layout, num_pages, shared=config.tensor_parallel > 1 and bool(follower))
+    processes, region = None, pages.region()
+    if pages.descriptor is not None:
+        processes = RankProcesses(model, config, state_dir, follower, memory=pages.descriptor)
+        region = pages.region(_pools(processes))
     vocab_size = int(described["vocab_size"])
     eos_token_ids = _eos_token_ids(described)
     alphabet = LETTERS if model == MOCK else [i for i in range(vocab_size) if i not in eos_token_ids]
@@ -51,9 +57,10 @@ def build_engine(
             config.lora,
             vocab_size=vocab_size,
             pooling=pooling,
+            processes=processes,
         ),
         config=config,
-        region=pages.region,
+        region=region,
         max_context=min(positions, pool_tokens, config.max_context or pool_tokens),
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids,
@@ -64,10 +71,19 @@ def build_engine(
     )
 
 
+def _pools(processes: RankProcesses) -> list[RankMemory]:
+    """Raises: RankLost."""
+    try:
+        return processes.memories()
+    except BaseException:
+        processes.close()
+        raise
+
+
 def _layout(described: dict[str, Any], name: str, config: EngineConfig) -> KvLayout:
     heads = int(described["num_attention_heads"])
     mock = config.mock
-    return KvLayout(
+    whole = KvLayout(
         model=name,  # not the model's own name: its KV is not compatible
         dtype="bfloat16" if config.dtype == "auto" else config.dtype,
         page_size=config.page_size,
@@ -75,6 +91,10 @@ def _layout(described: dict[str, Any], name: str, config: EngineConfig) -> KvLay
         kv_heads=mock.kv_heads or int(described.get("num_key_value_heads") or heads),
         head_dim=mock.head_dim or int(described.get("head_dim") or described["hidden_size"] // heads),
     )
+    size = config.tensor_parallel
+    # a made-up number of KV heads has as many query heads as are wanted
+    check_heads(name, whole.kv_heads * size if mock.kv_heads else heads, whole.kv_heads, size)
+    return of_shard(whole, 0, size)
 
 
 def _eos_token_ids(described: dict[str, Any]) -> frozenset[int]:

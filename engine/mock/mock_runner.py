@@ -18,6 +18,7 @@ from components.wire.tokens import pack_tokens
 from engine.config import MockConfig, attended
 from engine.mock.marked_pages import MarkedPages
 from engine.model.pooling import Pooling
+from engine.parallel.rank_processes import RankProcesses
 from engine.ports import Recording
 from engine.sampling.row import Row
 from engine.scheduler.request import Chunk, Request
@@ -48,8 +49,10 @@ class MockRunner:
         *,
         vocab_size: int,
         pooling: Pooling | None = None,
+        processes: RankProcesses | None = None,  # of other ranks
     ) -> None:
         self._pooling = pooling
+        self._processes = processes
         self._pages = pages
         self._config = config
         self._alphabet = alphabet
@@ -146,10 +149,12 @@ class MockRunner:
         raise Rejected("this worker runs the mock engine, which computes nothing: profile one with a model")
 
     def on_loss(self, callback: Callable[[Exception], None]) -> None:
-        pass
+        if self._processes is not None:
+            self._processes.on_loss(callback)
 
     def close(self) -> None:
-        pass
+        if self._processes is not None:
+            self._processes.close()
 
     def stop_profile(self) -> Recording:
         raise InvariantBroken("the mock engine records no profile")

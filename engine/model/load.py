@@ -25,7 +25,8 @@ from engine.model.pooling import Pooling, read_pooling
 from engine.model.progress import Progress, unless_quick
 from engine.model.resolve import is_random, model_dir, served_name
 from engine.model.support import check_config, max_positions
-from engine.sharding.cuts import NO_CUTS, check_heads, cut_module, join_sums, plan_cuts
+from engine.sharding.cuts import NO_CUTS, cut_weights, join_sums, plan_cuts
+from engine.sharding.heads import check_heads
 from engine.sharding.read_part import read_part
 
 RANDOM_SEED: Final = 0
@@ -98,7 +99,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
     if random:
         progress("Making random weights", 0, 1)
         module = _random_model(auto, model_config, TORCH_DTYPES[dtype], device)
-        cut_module(module, cuts, rank)
+        cut_weights(module, cuts, rank)
         progress("Making random weights", 1, 1)
     else:
         whole = partial(_whole_model, auto, directory, TORCH_DTYPES[dtype])

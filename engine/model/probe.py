@@ -51,13 +51,20 @@ class _Witness:
         self._query_shape = (1, layout.num_heads * loaded.query_group, 1, layout.head_dim)
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
         if shapes != [self._query_shape, self._kv_shape, self._kv_shape]:
             raise UnsupportedModel(f"layer {layer} has queries, keys and values of shapes {shapes}")
         self.layers.append(layer)
-        return self._step.attend(layer, query, key, value, scoring)
+        return self._step.attend(layer, query, key, value, scoring, sinks=sinks)
 
 
 def _mask(*, mask_function: Callable[..., torch.Tensor], **_: Any) -> torch.Tensor:

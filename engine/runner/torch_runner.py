@@ -20,8 +20,9 @@ from engine.runner.device_model import StepModel
 from engine.runner.pooled_step import PooledStep
 from engine.runner.step_inputs import inputs_of
 from engine.runner.step_runner import StepFailed
+from engine.sampling.logprobs import PromptLogprobs
 from engine.sampling.row import NO_TOKEN, Row
-from engine.sampling.sampler import Draw, PromptLogprobs, Sampler
+from engine.sampling.sampler import Draw, Sampler, choose_sampler
 from engine.scheduler.request import Chunk, Request
 
 COPY_BYTES: Final = 1 << 20  # of a profile, at once
@@ -86,7 +87,7 @@ class TorchRunner:
         self._limit = limit
         self._model = model
         self._device = model.device
-        self.sampler = Sampler()
+        self.sampler: Sampler = choose_sampler(model.device)
         self._profile: Profile | None = None
         self._drawn_ids = torch.empty(0)  # int64 [S], on the device: the latest draws
         self._drawn_for: dict[Request, int] = {}  # their indices
@@ -214,7 +215,7 @@ class TorchStep:
                 logits = self._read_prompts(logits)
             if sampled:
                 rows = [DROPPED if chunk.dropped else chunk.request.row for chunk in sampled]
-                self._draw = self._runner.sampler.draw(logits.float(), rows)
+                self._draw = self._runner.sampler.draw(logits, rows)
                 self._runner.drawn([chunk.request for chunk in sampled], self._draw.token_ids)
             self._arrival = Arrival(logits.device)
 

@@ -1,4 +1,4 @@
-"""Penalties, bias and masks on logits."""
+"""Penalties, bias and masks on logits of a CPU."""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -7,8 +7,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.device.copies import to_device
-from engine.sampling.allowed import Words, allowed_words, bits_of
+from engine.sampling.allowed import allowed_words, bits_of
 from engine.sampling.row import Row
 from engine.sampling.seen import SeenTokens
 
@@ -19,7 +18,7 @@ Numbered = Sequence[tuple[int, Row]]  # rows with their indices in the batch
 
 
 class Penalties:
-    """Penalties, with a table of tokens on the device. A draw sends only changes.
+    """Penalties, with a table of the tokens seen so far. A draw changes only entries of new tokens.
 
     Repetition comes first; presence and frequency count only generated tokens.
 
@@ -28,10 +27,9 @@ class Penalties:
     Source: repetition, Keskar et al. 2019, arXiv:1909.05858; the others, OpenAI's API reference.
     """
 
-    def __init__(self, rows: Sequence[tuple[int, Row]], vocab: int, device: torch.device) -> None:
+    def __init__(self, rows: Sequence[tuple[int, Row]], vocab: int) -> None:
         self._rows = [row for _, row in rows]
         self._firsts = [i * vocab for i, _ in rows]  # start of each row in flattened logits
-        self._device = device
         params = [row.params for row in self._rows]
         self._repetition = np.array([p.repetition_penalty for p in params], dtype=np.float32)
         self._presence = np.array([p.presence_penalty for p in params], dtype=np.float32)
@@ -59,9 +57,9 @@ class Penalties:
         which = np.repeat(np.arange(len(self._rows)), lengths)
         where = np.concatenate([seen.ids + first for seen, first in zip(self._seen, self._firsts, strict=True)])
         counts = np.concatenate([seen.counts for seen in self._seen])
-        self._where = to_device(np.pad(where, (0, spare)), self._device)
-        self._repetitions = to_device(np.pad(self._repetition[which], (0, spare)), self._device)
-        self._subtracted = to_device(np.pad(self._subtractions(which, counts), (0, spare)), self._device)
+        self._where = torch.from_numpy(np.pad(where, (0, spare)))
+        self._repetitions = torch.from_numpy(np.pad(self._repetition[which], (0, spare)))
+        self._subtracted = torch.from_numpy(np.pad(self._subtractions(which, counts), (0, spare)))
 
     def _update(self) -> None:
         entries: list[int] = []
@@ -77,12 +75,12 @@ class Penalties:
         if self._size > len(self._where):
             self._make_table()
         elif entries:
-            index = to_device(entries, self._device, torch.int64)
+            index = torch.tensor(entries)
             rows = np.array(which)
             subtracted = self._subtractions(rows, np.array(counts, dtype=np.float32))
-            self._where.index_copy_(0, index, to_device(ids, self._device, torch.int64))
-            self._repetitions.index_copy_(0, index, to_device(self._repetition[rows], self._device))
-            self._subtracted.index_copy_(0, index, to_device(subtracted, self._device))
+            self._where.index_copy_(0, index, torch.tensor(ids))
+            self._repetitions.index_copy_(0, index, torch.from_numpy(self._repetition[rows]))
+            self._subtracted.index_copy_(0, index, torch.from_numpy(subtracted))
 
     def _entry(self, i: int, at: int) -> int:
         """The entry of row i's token number `at`."""
@@ -107,20 +105,19 @@ def seen_by(row: Row) -> SeenTokens:
 
 
 class Adjustments:
-    def __init__(self, rows: Sequence[Row], vocab: int, device: torch.device) -> None:
+    def __init__(self, rows: Sequence[Row], vocab: int) -> None:
         self._vocab = vocab
-        self._device = device
         numbered = [(i, row) for i, row in enumerate(rows) if row.adjusts]
         penalised = [(i, row) for i, row in numbered if row.penalised]
-        self._penalties = Penalties(penalised, vocab, device) if penalised else None
+        self._penalties = Penalties(penalised, vocab) if penalised else None
         biased = [(i, row) for i, row in numbered if row.params.logit_bias]
         self._bias: tuple[torch.Tensor, torch.Tensor] | None = None
         if biased:
             values = np.array([value for _, row in biased for _, value in row.params.logit_bias], dtype=np.float32)
             where = self._flat(biased, lambda row: [token for token, _ in row.params.logit_bias])
-            self._bias = where, to_device(values, device)
+            self._bias = where, torch.from_numpy(values)
         self._masked = [(i, row) for i, row in numbered if row.mask is not None]
-        self._masked_index = to_device([i for i, _ in self._masked], device, torch.int64)
+        self._masked_index = torch.tensor([i for i, _ in self._masked], dtype=torch.int64)
         self._all_masked = len(self._masked) == len(rows)
         self._must_go_on = [(i, row) for i, row in numbered if row.mask is None and row.params.min_tokens]
 
@@ -138,7 +135,7 @@ class Adjustments:
     def _mask(self, logits: torch.Tensor) -> None:
         """Mask a whole batch in place: copying rows takes longer."""
         words = allowed_words([row for _, row in self._masked], self._vocab)
-        banned = banned_tokens(words, self._vocab, self._device)
+        banned = torch.from_numpy(bits_of(~words, self._vocab))
         if self._all_masked:
             logits.masked_fill_(banned, -torch.inf)
             return
@@ -147,28 +144,4 @@ class Adjustments:
 
     def _flat(self, rows: Numbered, ids: Callable[[Row], npt.ArrayLike]) -> torch.Tensor:
         where = [np.asarray(ids(row), dtype=np.int64) + i * self._vocab for i, row in rows]
-        return to_device(np.concatenate(where), self._device)
-
-
-BYTE: Final = (1, 2, 4, 8, 16, 32, 64, 128)
-
-
-def banned_tokens(allowed: Words, vocab: int, device: torch.device) -> torch.Tensor:
-    """Unpack words on the device: they are an eighth of the bytes.
-
-    Returns: bool [len(allowed), vocab] of tokens whose bit is not set.
-    """
-    if device.type == "cpu":
-        return torch.from_numpy(bits_of(~allowed, vocab))
-    return unpacked(to_device((~allowed).astype("<u4", copy=False).view(np.uint8), device), vocab)
-
-
-def unpacked(packed: torch.Tensor, vocab: int) -> torch.Tensor:
-    """Unpack bits, lowest first.
-
-    Args:
-        packed: uint8 [B, ceil(vocab / 8) or more].
-    Returns: bool [B, vocab].
-    """
-    bits = to_device(np.array(BYTE, dtype=np.uint8), packed.device)
-    return packed.unsqueeze(-1).bitwise_and(bits).ne(0).flatten(1)[:, :vocab]
+        return torch.from_numpy(np.concatenate(where))

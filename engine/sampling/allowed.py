@@ -48,6 +48,13 @@ def bits_of(words: Words, vocab: int) -> npt.NDArray[np.bool_]:
     return np.unpackbits(as_bytes, axis=1, count=vocab, bitorder="little").view(np.bool_)
 
 
+def all_but(token_ids: Sequence[int], vocab: int) -> Words:
+    """[ceil(vocab / 32)], all bits set but those of `token_ids`."""
+    words = np.full(-(-vocab // WORD_BITS), ~np.uint32(0))
+    _clear(words, token_ids)
+    return words
+
+
 def _set(words: Words, token_ids: Sequence[int]) -> None:
     for token_id in token_ids:
         words[token_id // WORD_BITS] |= np.uint32(1 << token_id % WORD_BITS)

@@ -7,7 +7,7 @@ pages, the youngest request of the worst priority is preempted.
 
 import logging
 from bisect import insort
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import takewhile
 from operator import attrgetter
 from typing import Final
@@ -16,41 +16,11 @@ from components.turns import turn
 from engine.ports import Phase
 from engine.scheduler.request import Chunk, Request, RequestMemory, RequestState
 
-BESIDE_S: Final = 0.1  # target delay of decodes
-FEWEST: Final = 32  # tokens; each step has a fixed cost
-UNKNOWN: Final = 64  # tokens, before the speed is known
-SMOOTHING: Final = 0.3
 log = logging.getLogger(__name__)
 
 PASSED: Final = 64  # queued prompts that a DECODE may overtake
 
 by_rank = attrgetter("priority", "arrival")  # the last is preempted first
-
-
-class ChunkLimit:
-    """Limits prompt chunks beside decodes by measured time, so that streams do not stall.
-
-    Source: chunked prefill, Agrawal et al. 2023, "SARATHI", arXiv:2308.16369.
-    """
-
-    def __init__(self) -> None:
-        self._decode_s = 0.0  # of a step without prompts
-        self._tokens_per_s = 0.0  # of prompts; 0: unknown
-
-    @property
-    def tokens(self) -> int:
-        return max(FEWEST, int(BESIDE_S * self._tokens_per_s)) if self._tokens_per_s else UNKNOWN
-
-    def stepped(self, prompt_tokens: int, decode_tokens: int, step_s: float) -> None:
-        if prompt_tokens >= FEWEST:
-            prompt_s = max(step_s - (self._decode_s if decode_tokens else 0.0), step_s / 2, 1e-6)
-            self._tokens_per_s = _smoothed(self._tokens_per_s, prompt_tokens / prompt_s)
-        elif not prompt_tokens and decode_tokens:
-            self._decode_s = _smoothed(self._decode_s, step_s)
-
-
-def _smoothed(before: float, latest: float) -> float:
-    return before + SMOOTHING * (latest - before) if before else latest
 
 
 def by_turn(request: Request) -> tuple[int, int]:
@@ -127,11 +97,11 @@ class Scheduler:
         decodes = ((len(r.pages) * self.memory.page_size, *r.upcoming) for r in self.running)
         return sum(1 for slots, start, pending in decodes if pending == 1 and start >= slots) > available
 
-    def schedule(self, beside: int | None = None) -> tuple[list[Chunk], list[Request]]:
+    def schedule(self, beside: Callable[[int], int] | None = None) -> tuple[list[Chunk], list[Request]]:
         """Plan one step. If `must_retract`, no step may be in flight.
 
         Args:
-            beside: prompt tokens that a step with decodes may compute; None: up to the budget.
+            beside: prompt tokens that a step with so many decodes may compute; None: up to the budget.
 
         Returns: what to compute, and the DECODE requests that got pages.
         """
@@ -146,7 +116,7 @@ class Scheduler:
                 chunks.append(Chunk(request, start, start + 1, True, start == len(request.tokens)))
         budget -= len(chunks)
         if chunks and beside is not None:
-            budget = min(budget, beside)
+            budget = min(budget, beside(len(chunks)))
         full = max(0, budget - self._pack_tokens)  # at this budget, no further prompt begins
         prompts = [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else []
         prompts.sort(key=by_turn, reverse=True)

@@ -1,6 +1,7 @@
 """Which part of a model's weights belongs to a rank.
 
 transformers' `base_model_tp_plan` and `base_model_ep_plan` name the layers. KV heads that do not suffice are replicated.
+Attention sinks are cut like the query heads.
 """
 
 import re
@@ -10,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from components.wire.layout import KvLayout, can_shard
+from components.wire.layout import KvLayout
 from engine.errors import UnsupportedModel
 from engine.sharding.experts import WHOLE_EXPERTS, ExpertCut, ReducedExperts, cut_experts, plan_experts
 from engine.sharding.group import Reduced
@@ -20,11 +21,24 @@ from engine.sharding.part import Part, packed, share
 OUTPUTS: Final = "colwise"  # each rank has some of the outputs
 INPUTS: Final = "rowwise"  # each rank has some of the inputs: the outputs are summed
 EXPERTS: Final = "moe_tp_experts"
-WHOLE: Final = frozenset({"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise"})
+WHOLE: Final = frozenset(
+    {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params"}
+)
 # of layers whose outputs transformers gathers, because modules divide them
 FUSED_OUTPUTS: Final = "colwise_gather_output"
 FUSED_INPUTS: Final = "rowwise_split_input"
+# by model type: layers that transformers' plan leaves out
+ADDED: Final[Mapping[str, Mapping[str, str]]] = {
+    "gpt_oss": {
+        "layers.*.self_attn.q_proj": OUTPUTS,
+        "layers.*.self_attn.k_proj": OUTPUTS,
+        "layers.*.self_attn.v_proj": OUTPUTS,
+        "layers.*.self_attn.o_proj": INPUTS,
+        "layers.*.self_attn.sinks": OUTPUTS,
+    }
+}
 # transformers' names
+SINKS: Final = "sinks"  # [heads]
 KV_LAYERS: Final = ("k_proj", "v_proj")
 FUSED_QKV: Final = "qkv_proj"
 FUSED_GATE: Final = "gate_up_proj"
@@ -61,19 +75,10 @@ class Cuts:
 
     linears: Mapping[str, Cut] = field(default_factory=dict)  # by the layer's name
     experts: Mapping[str, ExpertCut] = field(default_factory=dict)  # by the module's name
+    sinks: Mapping[str, Part] = field(default_factory=dict)  # by the parameter's name
 
 
 NO_CUTS: Final = Cuts()  # of a whole model
-
-
-def check_heads(name: str, heads: int, kv_heads: int, size: int) -> None:
-    """Raises: UnsupportedModel."""
-    if heads % size or not can_shard(kv_heads, size):
-        possible = [n for n in range(1, heads + 1) if heads % n == 0 and can_shard(kv_heads, n)]
-        raise UnsupportedModel(
-            f"tensor_parallel={size}: {name} has {heads} query heads and {kv_heads} KV heads; "
-            f"it can be cut into {', '.join(map(str, possible))}"
-        )
 
 
 def plan_cuts(name: str, module: Any, layout: KvLayout, heads: int) -> Cuts:
@@ -90,13 +95,14 @@ def plan_cuts(name: str, module: Any, layout: KvLayout, heads: int) -> Cuts:
             f"tensor_parallel={layout.shards}: {name} cannot be cut: its layers keep the largest of all activations "
             "(activation_sparsity_pattern), and a rank sees only its own"
         )
+    styles = {**ADDED.get(text.model_type, {}), **styles}
     of_experts = getattr(text, "base_model_ep_plan", None) or {}
     prefix = "" if module.base_model is module else f"{module.base_model_prefix}."
     linears: dict[str, Cut] = {}
     experts: dict[str, ExpertCut] = {}
     try:
         for path, layer in module.base_model.named_modules():
-            pattern = re.sub(r"\.\d+(?=\.|$)", ".*", path)
+            pattern = _pattern(path)
             style = styles.get(pattern)
             whole = _of_parameters(of_experts, pattern)
             if style == EXPERTS or WHOLE_EXPERTS in whole.values():
@@ -105,11 +111,20 @@ def plan_cuts(name: str, module: Any, layout: KvLayout, heads: int) -> Cuts:
             elif style is not None and style not in WHOLE:
                 parent = module.base_model.get_submodule(path.rpartition(".")[0])
                 linears[prefix + path] = _cut(path, layer, style, parent, layout, heads)
+        sinks = {
+            prefix + path: _sinks(path, parameter, styles.get(_pattern(path)), layout)
+            for path, parameter in module.base_model.named_parameters()
+            if path.rpartition(".")[2] == SINKS
+        }
     except UnsupportedModel as exc:
         raise UnsupportedModel(f"tensor_parallel={layout.shards}: {name} cannot be cut: {exc}") from exc
     if not linears:
         raise UnsupportedModel(f"tensor_parallel={layout.shards}: transformers' plan cuts no attention of {name}")
-    return Cuts(linears, experts)
+    return Cuts(linears, experts, sinks)
+
+
+def _pattern(path: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", path)
 
 
 def _of_parameters(styles: Mapping[str, str], pattern: str) -> dict[str, str]:
@@ -131,6 +146,12 @@ def _cut(  # noqa: PLR0917 - the layer, then how to cut it
     if style == INPUTS or (style == FUSED_INPUTS and any(hasattr(parent, fused) for fused in FUSED)):
         return Cut(Part(1, (_even(path, shape[1], layout),), shape[1]), shape)
     raise UnsupportedModel(f"{path} is {style}: its module needs the outputs or inputs of all ranks")
+
+
+def _sinks(path: str, parameter: torch.Tensor, style: str | None, layout: KvLayout) -> Part:
+    if style != OUTPUTS:
+        raise UnsupportedModel(f"{path} is not in transformers' plan")
+    return Part(0, (_even(path, len(parameter), layout),), len(parameter))
 
 
 def _matrices(path: str, leaf: str, outputs: int, layout: KvLayout, heads: int) -> list[tuple[int, range]]:
@@ -156,7 +177,7 @@ def _even(path: str, size: int, layout: KvLayout) -> range:
     return share(size, layout.shard, layout.shards)
 
 
-def cut_module(module: torch.nn.Module, cuts: Cuts, rank: int) -> None:
+def cut_weights(module: torch.nn.Module, cuts: Cuts, rank: int) -> None:
     """Leave each layer its part of the weights."""
     for name, cut in cuts.linears.items():
         layer: Any = module.get_submodule(name)
@@ -172,6 +193,8 @@ def cut_module(module: torch.nn.Module, cuts: Cuts, rank: int) -> None:
             _set_heads(module.get_submodule(name.rpartition(".")[0]), *cut.heads)
     for name, experts in cuts.experts.items():
         cut_experts(module.get_submodule(name), experts)
+    for name, part in cuts.sinks.items():
+        _replace(module, name, part.parameter(module.get_parameter(name)))
 
 
 def _set_heads(attention: Any, heads: int, kv_heads: int) -> None:
@@ -190,6 +213,6 @@ def join_sums(module: torch.nn.Module, cuts: Cuts) -> None:
         _replace(module, name, ReducedExperts(module.get_submodule(name), experts.owned))
 
 
-def _replace(module: torch.nn.Module, name: str, by: torch.nn.Module) -> None:
+def _replace(module: torch.nn.Module, name: str, by: torch.nn.Module | torch.nn.Parameter) -> None:
     parent, _, leaf = name.rpartition(".")
     setattr(module.get_submodule(parent), leaf, by)

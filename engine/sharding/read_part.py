@@ -13,7 +13,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from engine.attention.backend import IMPLEMENTATION
-from engine.sharding.cuts import Cuts, cut_module
+from engine.sharding.cuts import Cuts, cut_weights
 from engine.sharding.part import Part
 
 WEIGHTS: Final = "model.safetensors"  # transformers' names
@@ -44,7 +44,7 @@ def read_part(directory: Path, skeleton: Any, dtype: torch.dtype, cuts: Cuts, ra
 
     def make_part(self: Any, *args: Any, **kwargs: Any) -> None:
         whole.__init__(self, *args, **kwargs)
-        cut_module(self, cuts, rank)
+        cut_weights(self, cuts, rank)
 
     # transformers makes the class on the meta device, then fills its parameters from `state_dict`
     part: Any = type(whole.__name__, (whole,), {"__init__": make_part, "__module__": whole.__module__})
@@ -88,7 +88,9 @@ def _reading(  # noqa: PLR0917 - what is in the file, then in the model
     """Return `stored`, or its part, or None: this rank has nothing of it."""
     layer, _, kind = name.rpartition(".")
     shape = stored.get_shape()
-    if (linear := cuts.linears.get(layer)) is not None:
+    if name in cuts.sinks:
+        part: Part | None = cuts.sinks[name]
+    elif (linear := cuts.linears.get(layer)) is not None:
         part = linear.weight if kind == "weight" else linear.bias(rank)
     elif (experts := cuts.experts.get(layer)) is not None and kind in experts.parts:
         number = EXPERT.search(key) if len(shape) < whole.ndim else None

@@ -15,6 +15,7 @@ from services.inspect.findings import Finding, Level
 from services.inspect.instance_checks import (
     check_clocks,
     check_contact,
+    check_devices,
     check_heartbeats,
     check_instances,
     check_layouts,
@@ -34,6 +35,7 @@ OF_INSTANCES: Final[Sequence[Check]] = (
     check_contact,
     check_versions,
     check_layouts,
+    check_devices,
     check_prefill,
     check_clocks,
     check_transport,

@@ -153,6 +153,31 @@ def check_layouts(facts: Facts) -> Iterator[Finding]:
         )
 
 
+def check_devices(facts: Facts) -> Iterator[Finding]:
+    """Two workers on one device: numbers of ranks that overlap, say. A host of several containers has several names."""
+    users: dict[tuple[str, str], list[str]] = {}
+    several = []
+    for one in facts.seen:
+        if one.record is None or one.record.kv is None:
+            continue
+        devices = one.record.kv.devices
+        for device in devices:
+            if device != "cpu":
+                users.setdefault((one.record.host, device), []).append(f"{one.role} {one.instance_id}")
+        if len(devices) > 1:
+            several.append(f"{one.role} {one.instance_id} has {' '.join(devices)}")
+    for (host, device), names in users.items():
+        if len(names) > 1:
+            yield note(
+                "devices",
+                f"{' and '.join(names)} use {device} of {host}",
+                "give each worker devices of its own, from its --device on as many as its --tp, unless "
+                "CUDA_VISIBLE_DEVICES gives the same name to different ones",
+            )
+    if several:
+        yield ok("devices", "; ".join(several))
+
+
 def check_prefill(facts: Facts) -> Iterator[Finding]:
     """Decode-only running: prompts are computed on decode although that was not meant."""
     prefills = [one for one in facts.seen if one.role == "prefill"]

@@ -29,7 +29,7 @@ STYLES: Final = {
     "no answer": "bold red",
 }
 COLUMNS: Final = (
-    *("role", "instance", "state", "up", "run", "wait", "oldest", "rooms"),
+    *("role", "instance", "devices", "state", "up", "run", "wait", "oldest", "rooms"),
     *("KV", "cached", "tokens/s", "heartbeat", "loop lag"),
 )
 LEFT_OUT: Final = frozenset({"up", "rooms", "cached", "loop lag"})  # of a narrow screen
@@ -52,6 +52,7 @@ class Row:
     tokens_per_s: float = 0.0
     heartbeat_age_s: float | None = None  # None: it sends none
     event_loop_lag_s: float = 0.0
+    devices: int = 0  # of a worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,9 +156,11 @@ async def _frame(mesh: Mesh) -> Frame:
 
 def _row(one: Seen, heartbeat_age_s: float | None) -> Row:
     status, state = one.status, state_of(one, heartbeat_age_s, SILENT_AFTER_S)
+    kv = None if one.record is None else one.record.kv
+    devices = 0 if kv is None else len(kv.devices)
     if status is None:
         up_s = 0.0 if one.record is None else time.time() - one.record.started_unix_ms / 1000
-        return Row(one.role, one.instance_id, state, up_s=up_s, heartbeat_age_s=heartbeat_age_s)
+        return Row(one.role, one.instance_id, state, up_s=up_s, heartbeat_age_s=heartbeat_age_s, devices=devices)
     pages = status.pages
     total = 0 if pages is None else pages.total
     return Row(
@@ -174,6 +177,7 @@ def _row(one: Seen, heartbeat_age_s: float | None) -> Row:
         tokens_per_s=status.tokens_per_s,
         heartbeat_age_s=heartbeat_age_s,
         event_loop_lag_s=status.event_loop_lag_s,
+        devices=devices,
     )
 
 
@@ -190,8 +194,12 @@ def _summary(frame: Frame) -> Text:
     return text.append(f"  {bad} in trouble", style="bold red") if bad else text
 
 
-def _table(rows: Iterable[Row], width: int) -> Table:
-    names = COLUMNS if width >= ALL_COLUMNS_WIDTH else [name for name in COLUMNS if name not in LEFT_OUT]
+def _table(rows: Sequence[Row], width: int) -> Table:
+    """With the numbers of devices, if one has several."""
+    hidden = set() if width >= ALL_COLUMNS_WIDTH else set(LEFT_OUT)
+    if all(row.devices <= 1 for row in rows):
+        hidden.add("devices")
+    names = [name for name in COLUMNS if name not in hidden]
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for name in names:
         table.add_column(name, no_wrap=True, justify="left" if name in ("role", "instance", "state") else "right")
@@ -206,6 +214,7 @@ def _cells(row: Row) -> Mapping[str, str | Text]:
     return {
         "role": row.role,
         "instance": row.instance,
+        "devices": str(row.devices or ""),
         "state": Text(row.state, STYLES[row.state]),
         "up": age(row.up_s),
         "run": str(row.running),

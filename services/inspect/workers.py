@@ -107,6 +107,9 @@ def as_fields(
         facts = {name: msgspec.to_builtins(value) for name, value in asdict(record).items()}
         if (kv := record.kv) is not None:  # without its addresses, which are for peers
             facts["kv"] = {"backend": kv.backend, "device": kv.device, "layout": kv.layout.text}
+            facts["ranks"] = [
+                {"device": device, "pid": pid} for device, pid in zip(kv.devices, _pids(record), strict=True)
+            ]
         facts["state"] = Text.from_markup(_state(record, beat, service)).plain
         facts["load"] = None if beat is None else {name: getattr(beat, name) for name in LOAD}
         facts["calls"] = None if service is None else {e["name"]: e["num_requests"] for e in service["endpoints"]}
@@ -146,6 +149,11 @@ def address_table(records: list[InstanceRecord]) -> Table:
         clients = (record.http or "") if is_frontend else ""
         table.add_row(record.role, record.instance_id, devices, clients, page or "")
     return table
+
+
+def _pids(record: InstanceRecord) -> list[int]:
+    """Of all ranks, in order."""
+    return [record.pid, *(rank.pid for rank in ([] if record.kv is None else record.kv.followers))]
 
 
 def _row(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any] | None) -> list[str]:
@@ -206,12 +214,17 @@ def show_plan(subject: str, plan: PlanTold, console: Console) -> None:
     table = Table(
         title=f"planner {subject.rpartition('.')[2]}, connector {plan.connector}: {state}", title_justify="left"
     )
-    for name in ("role", "min..max", "serving", "wanted", "needed", "why"):
+    roles = (("prefill", plan.prefill), ("decode", plan.decode))
+    by_device = plan.most_devices is not None or any(one.devices > 1 for _, one in roles)
+    for name in ("role", "min..max", "serving", "wanted", "needed", *(["devices each"] if by_device else []), "why"):
         table.add_column(name)
-    for role, one in (("prefill", plan.prefill), ("decode", plan.decode)):
+    for role, one in roles:
         numbers = ["?" if number is None else str(number) for number in (one.wanted, one.needed)]
-        table.add_row(role, f"{one.least}..{one.most}", str(one.serving), *numbers, one.why)
+        devices = [str(one.devices)] if by_device else []
+        table.add_row(role, f"{one.least}..{one.most}", str(one.serving), *numbers, *devices, one.why)
     console.print(table)
+    if plan.most_devices is not None:
+        console.print(f"at most {plan.most_devices} devices")
     if plan.hold:
         console.print(f"no change now: {plan.hold}")
     if plan.unknown:

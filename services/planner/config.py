@@ -3,7 +3,7 @@
 import re
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, PositiveFloat
+from pydantic import BeforeValidator, Field, PositiveFloat, PositiveInt
 from pydantic_settings import NoDecode, SettingsConfigDict
 
 from components.planning.needs import Targets
@@ -43,6 +43,10 @@ class PlannerSettings(MeshSettings):
     ] = 0.9
     prefill: Annotated[Range, Field(description="least and greatest number of prefill workers")] = Bounds(1, 1)
     decode: Annotated[Range, Field(description="least and greatest number of decode workers")] = Bounds(1, 1)
+    devices: Annotated[
+        PositiveInt | None,
+        Field(description="most devices of all these workers together, each of which has as many as its --tp"),
+    ] = None
     connector: Annotated[
         ConnectorName,
         Field(description="starts and stops workers: local, compose, kubernetes, or none (only reports decisions)"),

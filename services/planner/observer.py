@@ -131,6 +131,7 @@ class Observer:
             used_pages=beat.total_pages - beat.free_pages - beat.cached_pages,
             total_pages=beat.total_pages,
             draining=beat.draining,
+            devices=1 if record.kv is None else len(record.kv.devices),
         )
 
     async def _frontend(self, record: InstanceRecord, unknown: list[str]) -> FrontendSample | None:

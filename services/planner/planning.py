@@ -45,7 +45,7 @@ class Planning:
         self._connector = connector
         self._leadership = leadership
         self._metrics = metrics
-        self._planner = Planner(settings.targets(), settings.bounds(), settings.pace())
+        self._planner = Planner(settings.targets(), settings.bounds(), settings.pace(), settings.devices)
         self._seen = Observation(clock(), {}, {})
         self._verdict = Verdict({}, None, "no observation yet")
         self._reported = ""  # the change last reported without a connector
@@ -123,6 +123,7 @@ class Planning:
             hold=self._verdict.hold,
             unknown=list(self._seen.unknown),
             changes=list(self._changes),
+            most_devices=self._settings.devices,
         )
 
     def _role(self, role: Planned) -> RolePlan:
@@ -134,6 +135,7 @@ class Planning:
             wanted=self._seen.wanted.get(role),
             needed=None if need is None else need.now,
             why="" if need is None else need.why,
+            devices=self._seen.devices(role),
         )
 
 

@@ -14,7 +14,7 @@ from components.errors import Cancelled, DeadlineExceeded, InvariantBroken, Mesh
 from components.kv_transfer.aux import AuxRecord, room_for_checksums
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import Checksums, PageChecksums
-from components.kv_transfer.writes import Writes
+from components.kv_transfer.writes import Copy, Writes
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.clocks import now_ms, remaining_s
 from components.telemetry.spans import mark_outcome, record_step, step, use_span
@@ -252,7 +252,7 @@ class OutboundTransfer:
         The timer is not enough: a process that was stopped may get here before it.
         """
         remaining_s(offer.deadline_unix_ms)
-        return self._writes.write(peer, tokens, ours, offer.pages)
+        return self._writes.write(peer, Copy(tokens, ours, offer.pages), offer.deadline_unix_ms)
 
     def _begin_checksums(self, offer: PagesOffered, peer: KvEndpoint) -> Checksums | None:
         """Raises: TransferFailed, if the aux slot is too small."""

@@ -11,9 +11,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
+import typer
 
 from bench.load.workloads import poisson_times_s
-from bench.simulate.__main__ import asking
+from bench.simulate.__main__ import asking, engine_on, speeds_of
 from bench.simulate.fit import fit
 from bench.simulate.fleet import Fleet
 from bench.simulate.incidents import Incident, Kind, Role, check, flapping, parse
@@ -368,6 +369,26 @@ def test_an_incident_of_a_worker_that_is_not_there_is_refused() -> None:
         check(parse("crash decode 9 5", known), known)
     with pytest.raises(ValueError, match="there are 4"):
         check([*parse("add decode 1 6", known), *parse("crash decode 4 5", known)], known)
+
+
+def test_workers_of_several_devices_are_as_fast_as_given_or_measured_and_cost_their_devices() -> None:
+    speeds = speeds_of("2=1.5, 4=2.5")
+    double = engine_on(2, ENGINE, speeds, None)
+    assert (double.devices, double.cost.speedup) == (2, FAST.speedup * 1.5)
+    measured = engine_on(8, ENGINE, speeds, MockConfig(step_s=1.0))
+    assert (measured.devices, measured.cost.step_s, measured.cost.speedup) == (8, 1.0, FAST.speedup)
+    for text in ("2", "2=0", "two=2", "2=1.5;4=2"):
+        with pytest.raises(typer.BadParameter, match="is not DEVICES=FACTOR"):
+            speeds_of(text)
+    with pytest.raises(typer.BadParameter, match="how fast are 8 devices"):
+        engine_on(8, ENGINE, speeds, None)
+    alone, together = (
+        simulated(Setup(1, 1, ENGINE, prefill_engine=engine), steady(50, 1.0))[1].figures()
+        for engine in (ENGINE, double)
+    )
+    assert together["ttft_ms_p50"] < alone["ttft_ms_p50"]
+    assert alone["device_s"] == alone["worker_s"]
+    assert together["device_s"] == pytest.approx(1.5 * together["worker_s"], rel=0.02)
 
 
 # --- fit, traces, command line

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -99,3 +100,16 @@ def test_the_command_line_shows_a_planned_fleet_beside_fixed_ones() -> None:
     wrong = subprocess.run([*command[:-1], "3"], cwd=REPO, capture_output=True, text=True, check=False, timeout=60)
     assert wrong.returncode == 2
     assert "LEAST..MOST/LEAST..MOST" in wrong.stderr
+
+
+def test_a_planned_fleet_keeps_to_its_devices() -> None:
+    """Four would be ordered at noon."""
+    setup = Setup(1, 1, ENGINE, prefill_engine=replace(ENGINE, devices=2), slo=SLO)
+    fleet = Fleet(setup, day(3, 3000), least_load("decode"), least_load("prefill"))
+    planned = PlannedFleet(fleet, replace(PLAN, most_devices=6))
+    fleet.run()
+    used = {"prefill": 1, "decode": 1}
+    assert planned.changes
+    for _, change in planned.changes:
+        used[change.role] = change.after
+        assert 2 * used["prefill"] + used["decode"] <= 6

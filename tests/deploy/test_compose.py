@@ -7,31 +7,26 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-import yaml
 from pydantic_settings import BaseSettings
 
 from components.settings import ROLES, SHARED, MeshSettings, misspelled
 from services.local.servers import MAX_PAYLOAD_BYTES
 from tests.compose.docker_engine import compose_command
+from tests.deploy.compose_files import load
 
 COMPOSE: Final = Path(__file__).resolve().parents[2] / "deploy" / "compose"
 BASE: Final = COMPOSE / "docker-compose.yml"
 GPU: Final = COMPOSE / "docker-compose.gpu.yml"
+TP: Final = COMPOSE / "docker-compose.tp.yml"
 SECURE: Final = COMPOSE / "docker-compose.secure.yml"
 CLUSTER: Final = COMPOSE / "docker-compose.cluster.yml"
 EXAMPLE: Final = COMPOSE / ".env.example"
-FILES: Final = (BASE, GPU, SECURE, CLUSTER)
+FILES: Final = (BASE, GPU, TP, SECURE, CLUSTER)
 READ: Final = re.compile(r"\$\{(\w+)(?::-([^}]*))?\}")  # a variable and its default
 BACKENDS: Final = {"etcd", "nats", "jaeger"}
 MONITORS: Final = {"prometheus", "grafana"}
 OURS: Final = (*ROLES, "planner")
 DOCKER_SOCKET: Final = "${DOCKER_SOCKET:-/var/run/docker.sock}:/var/run/docker.sock"
-
-
-def load(path: Path) -> dict[str, Any]:
-    data = yaml.safe_load(path.read_text())
-    assert isinstance(data, dict)
-    return data
 
 
 def settings_of(role: str) -> type[BaseSettings]:
@@ -51,7 +46,7 @@ def variables_of(service: dict[str, Any]) -> dict[str, str]:
     return environment
 
 
-@pytest.mark.parametrize("file", [BASE, GPU, CLUSTER], ids=lambda path: path.stem)
+@pytest.mark.parametrize("file", [BASE, GPU, TP, CLUSTER], ids=lambda path: path.stem)
 @pytest.mark.parametrize("role", OURS)
 def test_every_variable_is_a_setting_of_its_service(file: Path, role: str) -> None:
     service = load(file)["services"].get(role, {})
@@ -63,7 +58,7 @@ def test_every_variable_is_a_setting_of_its_service(file: Path, role: str) -> No
 
 def test_every_nested_variable_is_a_setting_of_the_engine() -> None:
     fields = importlib.import_module("engine.config").EngineConfig.__dataclass_fields__
-    for service in [*load(BASE)["services"].values(), *load(GPU)["services"].values()]:
+    for service in [service for file in (BASE, GPU, TP) for service in load(file)["services"].values()]:
         for name in variables_of(service):
             if "ENGINE__" in name:
                 assert name.partition("ENGINE__")[2].lower() in fields
@@ -196,6 +191,19 @@ def test_each_worker_on_gpus_has_one_of_its_own_and_the_rights_that_rdma_needs()
     assert len({default for _, default in seen}) == 4
 
 
+def test_each_worker_on_two_gpus_has_them_for_its_ranks() -> None:
+    """The list replaces that of docker-compose.gpu.yml: Compose would add to it."""
+    assert TP.read_text().count("devices: !override\n") == 2
+    seen = []
+    for role, service in load(TP)["services"].items():
+        assert role in {"prefill", "decode"}
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        seen += [READ.findall(gpu)[0] for gpu in device["device_ids"]]
+        variables = variables_of(service)
+        assert variables == {"MESH_ENGINE__DEVICE": "cuda:0", "MESH_ENGINE__TENSOR_PARALLEL": len(device["device_ids"])}
+    assert len({name for name, _ in seen}) == len({default for _, default in seen}) == 4
+
+
 def test_each_member_of_the_cluster_is_named_to_the_others_and_to_every_service() -> None:
     services = load(CLUSTER)["services"]
     members = {kind: [kind, f"{kind}-2", f"{kind}-3"] for kind in ("etcd", "nats")}
@@ -232,7 +240,7 @@ def test_compose_accepts_the_files() -> None:
     command = compose_command()
     if not command:
         pytest.skip("there is no Compose 2")
-    for files in ([BASE], [BASE, GPU], [BASE, SECURE], [BASE, CLUSTER]):
+    for files in ([BASE], [BASE, GPU], [BASE, GPU, TP], [BASE, SECURE], [BASE, CLUSTER]):
         flags = [flag for file in files for flag in ("-f", str(file))]
         done = subprocess.run(
             [*command, *flags, "config", "-q"], capture_output=True, text=True, check=False, timeout=60

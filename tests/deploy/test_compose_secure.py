@@ -23,7 +23,8 @@ from components.settings import misspelled
 from services.local.authority import main as make_certificates
 from services.local.servers import ETCD, NATS, Site, running
 from tests.conftest import REPO
-from tests.deploy.test_compose import BASE, COMPOSE, OURS, SECURE, load, settings_of, variables_of
+from tests.deploy.compose_files import load
+from tests.deploy.test_compose import BASE, COMPOSE, OURS, SECURE, settings_of, variables_of
 
 CONFIG: Final = COMPOSE / "nats.secure.conf"
 

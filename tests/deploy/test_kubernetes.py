@@ -161,6 +161,16 @@ def test_only_workers_with_rdma_may_lock_memory_and_get_devices() -> None:
     assert not any("nvidia.com/gpu" in container(one)["resources"]["limits"] for one in deployments().values())
 
 
+def test_a_pod_with_several_gpus_holds_the_model_on_all_of_them() -> None:
+    name = "MESH_ENGINE__TENSOR_PARALLEL"
+    for role, deployment in deployments("gpu", "decode.gpu.count=4").items():
+        assert variables(deployment).get(name) == ("4" if role == "decode" else None)
+        if role == "decode":
+            assert container(deployment)["resources"]["limits"]["nvidia.com/gpu"] == 4
+    other = deployments("gpu", "decode.gpu.count=4", f"decode.settings.{name}=2")["decode"]
+    assert [one["value"] for one in container(other)["env"] if one["name"] == name] == ["2"], "the user's own"
+
+
 @pytest.mark.parametrize("values", SETS)
 def test_selectors_find_the_pods_of_one_role_each(values: str) -> None:
     objects = rendered(values)

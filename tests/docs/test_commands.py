@@ -19,7 +19,6 @@ from typing import Any, Final
 
 import pytest
 import typer
-import yaml
 
 from bench.__main__ import benchmarks
 from components.settings import SHARED, WITH_SETTINGS, MeshSettings
@@ -27,6 +26,7 @@ from components.settings_help import HELP, settings_in
 from components.version import VERSION
 from services.command.__main__ import COMMANDS, app
 from services.local.options import adapters, assigned, device_settings, settable
+from tests.deploy.compose_files import load
 from tests.docs.pages import PAGES, PLACEHOLDER, REPO, Command, commands
 
 MAKEFILE: Final = (REPO / "Makefile").read_text()
@@ -179,12 +179,12 @@ def check_docker(arguments: Sequence[str]) -> None:
     must(words.pop(0) == "compose", "docker without compose")
     composed: dict[str, Any] = {}
     if "-f" not in words:  # COMPOSE_FILE names it
-        composed |= yaml.safe_load((REPO / "deploy/compose/docker-compose.yml").read_text())["services"]
+        composed |= load(REPO / "deploy/compose/docker-compose.yml")["services"]
     while words[0].startswith("-"):
         option, value = words.pop(0), words.pop(0)
         if option == "-f":
             must((REPO / value).is_file(), f"no file {value}")
-            composed |= yaml.safe_load((REPO / value).read_text())["services"]
+            composed |= load(REPO / value)["services"]
         elif option == "--profile":
             profiles = {name for service in composed.values() for name in service.get("profiles", [])}
             must(value in profiles, f"no profile {value}")

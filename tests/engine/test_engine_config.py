@@ -13,6 +13,7 @@ from engine.config import EngineConfig
         ({"threads": 0}, "threads is 0"),
         ({"max_context": -5}, "max_context is -5"),
         ({"reserve_tokens": -1}, "reserve_tokens is -1"),
+        ({"itl_target_ms": -1}, "itl_target_ms is -1.0; it must be 0"),
         ({"max_running": 64, "max_step_tokens": 64}, "a prompt needs three tokens"),
     ],
 )

@@ -19,6 +19,7 @@ from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, KvRegion, Phase, StepOutput
 from engine.runner.step_runner import StepFailed
 from engine.runner.torch_runner import TorchRunner, TorchStep
+from engine.sampling.device_sampler import DeviceSampler
 from engine.scheduler.request import Chunk
 from tests.engine.tiny_engine import (
     GENERATING,
@@ -422,18 +423,26 @@ def test_nothing_waits_for_the_device_between_launch_and_result(
     watch(TorchRunner, "launch")
     watch(TorchRunner, "copy_page")
     watch(TorchStep, "sample")
+    interpreted = DeviceSampler._launch
+
+    def launch(*args: Any) -> None:
+        with torch._C.DisableTorchFunction():  # the interpreter does wait
+            interpreted(*args)
+
+    monkeypatch.setattr(DeviceSampler, "_launch", launch)
     everything: list[dict[str, Any]] = [
         {"temperature": 0},
         {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.01, "n": 3},
         {"temperature": 0, "presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.2},
         {"logit_bias": ((9, 5.0),), "logprobs": 3, "prompt_logprobs": 2},
-        {"min_tokens": 5, "stop_token_ids": (9, 40)},
+        {"min_tokens": 3, "stop_token_ids": (9, 40)},
     ]
     engine = make_engine(tiny, pipeline="on")
+    engine._runner.sampler = DeviceSampler(torch.device("cpu"), block=128)  # type: ignore[attr-defined]
     for i, how in enumerate(everything):
-        params = SamplingParams(**{"max_tokens": 9, "ignore_eos": True, **how})
+        params = SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **how})
         engine.submit(EngineRequest(f"r{i}", prompt(30 + i, start=i), params))
-    engine.submit(EngineRequest("masked", prompt(30, start=9), greedy(6, min_tokens=2), mask=AllowsAll()))
+    engine.submit(EngineRequest("masked", prompt(30, start=9), greedy(4, min_tokens=2), mask=AllowsAll()))
     run_until_idle(engine)
     assert set(watched) == {"launch", "sample", "copy_page"}
 

@@ -53,6 +53,7 @@ class Do(StrEnum):
     CLIENT_GONE = auto()  # client number `which` of those that are there
     HANG = auto()  # it does nothing for `amount` seconds, and its lease lives on
     STEPS_FAIL = auto()  # of its engine, all from now on; the process ends when it notices, and another instance starts
+    RANK_LOST = auto()  # kill -9 of a follower; its process ends, and another instance starts
     CUT_OFF = auto()  # it alone does not reach etcd for `amount` seconds
     CLIENT_STALLS = auto()  # it reads nothing for `amount` seconds
 

@@ -63,6 +63,7 @@ OF_PROCESSES: Final = {
     Do.LEASE: "loses its lease",
     Do.DRAIN: "is asked to leave",
     Do.STEPS_FAIL: "fails all its steps",
+    Do.RANK_LOST: "loses a rank",
 }
 LASTING: Final = {
     Do.STOP: "is frozen for",
@@ -131,7 +132,9 @@ LIMITS: Final[dict[str, Limit]] = {
     "a decode is frozen *": Limit(NOTICED_S),
     "a decode hangs*": Limit(NOTICED_S),
     "a decode fails all its steps": Limit(NOTICED_S),
+    "a decode loses a rank": Limit(NOTICED_S),
     "a prefill is killed": Limit(NOTICED_S),
+    "a prefill loses a rank": Limit(NOTICED_S),
     "a prefill is frozen for 4 s": Limit(4.0),  # requests wait for pages that it may still write into
     "a prefill is frozen for 9 s": Limit(9.0),
     "a prefill fails all its steps": Limit(NOTICED_S),

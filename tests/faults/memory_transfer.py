@@ -59,6 +59,7 @@ class Fabric:
         self.random = random
         self.context = contextvars.Context()
         self.violations: list[str] = []
+        self.landed: dict[tuple[str, int], object] = {}  # by agent and address: the request that holds the page
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,6 +144,12 @@ class _Write:
         if piece.page is None:
             return
         holder = self._holders[piece.page]
+        place = (self._target.endpoint.agent, piece.target)
+        if holder is not None and self._fabric.landed.get(place) is holder:
+            self._fabric.violations.append(
+                f"{self._source.endpoint.agent} wrote again what was in page {piece.page} of {self._target.endpoint.agent}"
+            )
+        self._fabric.landed[place] = holder
         if holder is None or self._target.holder(piece.page) is not holder:
             self._fabric.violations.append(
                 f"{self._source.endpoint.agent} wrote into page {piece.page} of {self._target.endpoint.agent}, "
@@ -230,11 +237,19 @@ class MemoryTransfer:
     async def write_pieces(self, agent: str, pieces: Pieces) -> int:
         there = self._peer(agent).endpoint
         page_bytes = there.layout.page_bytes
+        # heads of pages of one size: as whole pages, in halves
+        parts = 2 if there.layout.page_size == self.endpoint.layout.page_size else 1
         copies = [
-            Piece(self.endpoint.base_address + source, there.base_address + target, size, target // page_bytes)
+            Piece(
+                self.endpoint.base_address + source + part * size // parts,
+                there.base_address + target + part * size // parts,
+                size // parts,
+                target // page_bytes,
+            )
             for source, target, size in zip(
                 pieces.source.tolist(), pieces.target.tolist(), pieces.length.tolist(), strict=True
             )
+            for part in range(parts)
         ]
         return await self._write(agent, copies, self._fabric.meddler.write(agent, "pages"))
 

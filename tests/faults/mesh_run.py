@@ -28,7 +28,7 @@ from tests.faults.memory_transfer import Fabric
 from tests.faults.nodes import CLIENT_LIFE_S, COUNTERS, LEASE_TTL_S, NODES, Cluster, Frontend, Node, Worker, found_model
 from tests.faults.reference import Reference
 from tests.faults.setup import ADAPTER, PLAIN, Setup
-from tests.faults.virtual_loop import Running, VirtualLoop, run_virtually
+from tests.faults.virtual_loop import Process, Running, VirtualLoop, run_virtually
 
 QUIET_WITHIN_S: Final = 90.0
 RESTART_S: Final = 1.0
@@ -211,13 +211,13 @@ class MeshRun:
 
     def _act_on(self, node: Node, fault: Fault) -> bool:
         loop = asyncio.get_running_loop()
-        if fault.do in (Do.KILL, Do.DRAIN, Do.STEPS_FAIL):
+        if fault.do in (Do.KILL, Do.DRAIN, Do.STEPS_FAIL, Do.RANK_LOST):
             self._ill_until_s[node.id] = inf
         elif fault.do in (Do.STOP, Do.HANG):
             self._ill_until_s[node.id] = loop.time() + fault.amount + BACK_S
         match fault.do:
             case Do.KILL:
-                node.process.state = Running.DEAD
+                node.kill()
                 for client in self._clients:
                     client.has_left |= client.frontend is node
                 self._restart(node.role)
@@ -239,6 +239,9 @@ class MeshRun:
             case Do.STEPS_FAIL:
                 assert isinstance(node, Worker)
                 node.fail_steps()
+            case Do.RANK_LOST:
+                assert isinstance(node, Worker)
+                node.lose_rank()
             case Do.DRAIN:
                 node.leave.set()
                 self._restart(node.role)
@@ -391,29 +394,29 @@ class MeshRun:
         except TimeoutError:
             self.problems.append("somebody does not leave")
         for node in living:
-            self.problems += [f"{node.id}: left with {task}" for task in node.process.live_tasks()]
+            left = (task for process in node.processes for task in process.live_tasks() if not process.is_dead)
+            self.problems += [f"{node.id}: left with {task}" for task in left]
         self.chaos.is_over = True
         loop.bury()
         loop.set_exception_handler(lambda _loop, _context: None)  # nobody listens to what the dead say
-        for node in self._nodes:
-            if node.process.is_dead:
-                await _bury(node)
+        for process in [process for node in self._nodes for process in node.processes if process.is_dead]:
+            await _bury(process)
 
 
 def _uuid(draw: Random) -> UUID:
     return UUID(int=draw.getrandbits(128))
 
 
-async def _bury(node: Node) -> None:
-    node.process.go_on()
+async def _bury(process: Process) -> None:
+    process.go_on()
     for _ in range(200):
-        tasks = node.process.live_tasks()
+        tasks = process.live_tasks()
         if not tasks:
             return
         for task in tasks:
             task.cancel()
         await asyncio.sleep(0.1)
-    raise AssertionError(f"{node.id} cannot be buried: {node.process.live_tasks()}")
+    raise AssertionError(f"{process.name} cannot be buried: {process.live_tasks()}")
 
 
 def run_faults(home: Path, seed: int, schedule: list[Fault], **changes: object) -> Outcome:

@@ -2,7 +2,7 @@
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import cache
 from pathlib import Path
@@ -14,7 +14,10 @@ from prometheus_client import CollectorRegistry
 
 from components.aio import background
 from components.discovery.registry import Registration
+from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import PageChecksums
+from components.kv_transfer.led_transfer import LedTransfer
+from components.kv_transfer.writes import Writes
 from components.messaging.bus import Bus
 from components.messaging.call_server import serve_calls
 from components.messaging.fan_out import SOONEST_S, Following
@@ -35,6 +38,7 @@ from engine.core.engine_core import EngineCore
 from engine.loop.inline_loop import InlineLoop
 from engine.mock.mock_engine import build_engine
 from engine.model.resolve import model_dir
+from engine.parallel.rank_processes import RankLost
 from engine.ports import max_request_pages
 from engine.runner.step_runner import StepFailed
 from engine.scheduler.request import Request, RequestState
@@ -49,15 +53,17 @@ from services.frontend.mesh_client import MeshClient
 from services.prefill.service import PrefillService
 from tests.faults.memory_etcd import MemoryEtcd, MemoryRegistry
 from tests.faults.memory_nats import MemoryClient, MemoryNats
+from tests.faults.memory_ranks import MemoryRank, open_ranks
 from tests.faults.memory_transfer import Fabric, MemoryTransfer
 from tests.faults.setup import Setup
-from tests.faults.virtual_loop import Process
+from tests.faults.virtual_loop import Process, Running
 
 NAMESPACE: Final = "mesh"
 MODEL: Final = "mock"
 TRANSFER_TIMEOUT_S: Final = 8.0
 LEASE_TTL_S: Final = 6.0
 DRAIN_TIMEOUT_S: Final = 5.0
+NOTICES_S: Final = 0.3
 ROOM_CLEANUP_S: Final = 1.0
 CLIENT_LIFE_S: Final = 25.0
 # how the runs of these tests name some of the workers' counters
@@ -76,6 +82,8 @@ def make_engine(
     *,
     pipeline: bool = False,
     step_s: float = 0.0,
+    ranks: int = 1,
+    kv_heads: int = 1,
 ) -> EngineCore:
     """One that answers as every worker of these meshes does. A step that computes takes `step_s`."""
     config = EngineConfig(
@@ -85,6 +93,7 @@ def make_engine(
         max_step_tokens=40,
         reserve_tokens=16,
         lora=adapters,
+        tensor_parallel=ranks,
         pipeline="on" if pipeline else "off",
         mock=MockConfig(
             step_s=step_s,
@@ -92,7 +101,7 @@ def make_engine(
             context_token_s=0.0,
             prompt_token_s=0.0,
             layers=1,
-            kv_heads=1,
+            kv_heads=kv_heads,
             head_dim=8,
             answer_tokens=64,
         ),
@@ -146,6 +155,16 @@ class Node(ABC):
         self.idle_tasks: list[str] = []  # of this process when it has nothing to do
         self.registry: MemoryRegistry
         self.task = self.process.spawn(self._main(), "main")
+
+    @property
+    def processes(self) -> list[Process]:
+        """With those of its followers."""
+        return [self.process]
+
+    def kill(self) -> None:
+        """Its followers end with it."""
+        for process in self.processes:
+            process.state = Running.DEAD
 
     def leftovers(self) -> list[str]:
         """What it keeps that it would not keep if nothing had ever been asked of it."""
@@ -265,7 +284,10 @@ class Worker(Node):
     """A process with an engine."""
 
     engine: "BuiltHere"
-    transfer: MemoryTransfer
+    memory: MemoryTransfer  # of rank 0
+    transfer: KvTransfer
+    writes: Writes
+    ranks: Sequence[MemoryRank] = ()
     heart: HeartbeatSender
     service: Any
     died: BaseException | None = None  # what its engine died of
@@ -276,16 +298,20 @@ class Worker(Node):
         await self.engine.start()
         stack.push_async_callback(self.engine.stop)
         engine = self.engine.engine
-        self.transfer = MemoryTransfer(
-            self.cluster.fabric,
-            engine.kv_region,
-            max_request_pages(engine),
-            self.id,
-            self.process,
-            self._exposed_for,
-            seals=self.cluster.setup.seals,
+        region, pages, fabric = engine.kv_region, max_request_pages(engine), self.cluster.fabric
+        self.memory = MemoryTransfer(
+            fabric, region, pages, self.id, self.process, self._exposed_for, seals=self.cluster.setup.seals
         )
-        stack.callback(self.transfer.close)
+        stack.callback(self.memory.close)
+        self.transfer, self.writes = self.memory, Writes(self.memory)
+        if region.followers:
+            numbers = range(1, 1 + len(region.followers))
+            self.ranks = [MemoryRank(i, self.id, fabric, self._exposed_for) for i in numbers]
+            for rank in self.ranks:
+                stack.push_async_callback(rank.end)
+            lines = [rank.line for rank in self.ranks]
+            self.transfer = LedTransfer(self.memory, lines, await open_ranks(self.ranks, region, self.id, pages))
+            self.writes = Writes(self.transfer, lines)
         self.kv_events = await stack.enter_async_context(
             publish_kv_events(self.bus, self.subject, self.id, lambda: self.registration.epoch)
         )
@@ -300,7 +326,20 @@ class Worker(Node):
             setup.pool_tokens,
             pipeline=setup.pipeline,
             step_s=setup.prefill_step_s if self.role == "prefill" else setup.decode_step_s,
+            ranks=setup.num_ranks(self.role),
+            kv_heads=setup.kv_heads,
         )
+
+    @property
+    def processes(self) -> list[Process]:
+        return [self.process, *(rank.process for rank in self.ranks)]
+
+    def lose_rank(self) -> None:
+        """kill -9 of a follower. Its leader may be busy before it ends."""
+        rank = self.ranks[-1]
+        rank.kill()
+        loop = asyncio.get_running_loop()
+        loop.call_later(NOTICES_S, self.engine._end, RankLost("injected"), context=self.process.context())
 
     def fail_steps(self) -> None:
         """All steps fail from now on, as on a device without memory."""
@@ -353,7 +392,7 @@ class Worker(Node):
             "requests reserved": len(core._scheduler.reserved),
             "requests known": len(list(core._requests)),
             "aux slots taken": self.transfer.aux.num_slots - self.transfer.aux.num_free,
-            "notifications expected": len(self.transfer.expected),
+            "notifications expected": len(self.memory.expected),
         }
         return [f"{count} {what}" for what, count in counts.items() if count]
 
@@ -375,7 +414,7 @@ class Decode(Worker):
             self.registry,
             self.transfer,
             TRANSFER_TIMEOUT_S,
-            checksums=PageChecksums(self.engine.engine.kv_region) if setup.verify_kv else None,
+            checksums=PageChecksums(self.engine.engine.kv_region, self.writes.lines) if setup.verify_kv else None,
             recomputes=setup.on_transfer_failure == "recompute",
         )
         self.active = ActiveRequests(outbox)
@@ -414,7 +453,13 @@ class Prefill(Worker):
     async def _serve(self, stack: AsyncExitStack) -> None:
         await self._start_engine(stack)
         self.service = PrefillService(
-            self.bus, self.registration, self.registry, self.engine, self.transfer, metrics=self.metrics
+            self.bus,
+            self.registration,
+            self.registry,
+            self.engine,
+            self.transfer,
+            metrics=self.metrics,
+            writes=self.writes,
         )
         record = self._record(self.transfer.endpoint)
         await stack.enter_async_context(

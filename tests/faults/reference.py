@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Final
 from zlib import crc32
 
+from components.wire.layout import KvLayout, of_shard
 from components.wire.tokens import block_hashes, pack_tokens
 from engine.core.engine_core import EngineCore
-from engine.mock.marked_pages import BLOCK, MARK
+from engine.mock.marked_pages import BLOCK, Mark
 from engine.ports import EngineRequest
 from tests.faults.clients import Answer, Client
 from tests.faults.nodes import make_engine
@@ -17,6 +18,8 @@ from tests.faults.setup import ADAPTER, WEIGHTS
 
 POOL_TOKENS: Final = 1 << 14
 _ids: Final = count()
+
+Checksums = list[int]  # of a block, up to each of its tokens
 
 
 @cache
@@ -53,39 +56,48 @@ class Reference:
         return found
 
     def wrong_pages(self, cores: dict[str, EngineCore]) -> Iterator[str]:
-        """Every page that a prompt may find must hold what its name says; `cores` by the instance."""
-        named: dict[tuple[int, str], dict[bytes, list[tuple[int, int]]]] = {}
+        """Every page that a prompt may find must hold what its name says, on all ranks; `cores` by the instance."""
+        named: dict[tuple[int, str], dict[bytes, list[Checksums]]] = {}
         for instance, core in cores.items():
-            size = core.kv_region.layout.page_size
-            known: dict[bytes, list[tuple[int, int]]] = {}
+            layout = core.kv_region.layout
+            known: dict[bytes, list[Checksums]] = {}
             for adapter in ("", *core.adapters):
-                of = size, core.adapters.get(adapter, "")
+                of = layout.page_size, core.adapters.get(adapter, "")
                 if of not in named:
                     named[of] = self._named(core, adapter)
                 known |= named[of]
             pages = core._runner._pages  # type: ignore[attr-defined]
             for block, page in core._memory.prefix._page_of.items():
+                held = [pages.marks(page, i) for i in range(layout.page_size // BLOCK)]
                 wanted = known.get(block)
-                for copy in (0, 1):  # of each mark
-                    places = [pages._places([page], i)[copy] for i in range(size // BLOCK)]
-                    held = [MARK.unpack_from(pages._memory, place) for place in places]
-                    if held != wanted:
-                        yield f"{instance}: page {page} is named {wanted} and holds {held}"
+                if wanted is None or held != [*map(_marks, held, wanted, [layout] * len(held))]:
+                    yield f"{instance}: page {page} is named {wanted} and holds {held}"
 
-    def _named(self, core: EngineCore, adapter: str) -> dict[bytes, list[tuple[int, int]]]:
+    def _named(self, core: EngineCore, adapter: str) -> dict[bytes, list[Checksums]]:
         """What pages say, by block hash."""
         size, root = core.kv_region.layout.page_size, core._root_hash("", adapter)
-        found: dict[bytes, list[tuple[int, int]]] = {}
+        found: dict[bytes, list[Checksums]] = {}
         for of, tokens in self._sequences:
             if of != adapter:
                 continue
             checksum = crc32(core.adapters[adapter].encode()) if adapter else 0
-            marks: list[tuple[int, int]] = []
+            checksums: list[Checksums] = []
             for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-                checksum = crc32(pack_tokens(tokens[start : start + BLOCK]), checksum)
-                marks.append((BLOCK, checksum))
+                of_block = [crc32(pack_tokens(tokens[start : start + n]), checksum) for n in range(1, BLOCK + 1)]
+                checksum = of_block[-1]
+                checksums.append(of_block)
             blocks = size // BLOCK
             for i, block in enumerate(block_hashes(tokens, size, root)):
                 if i < len(tokens) // size:
-                    found[block] = marks[i * blocks : (i + 1) * blocks]
+                    found[block] = checksums[i * blocks : (i + 1) * blocks]
         return found
+
+
+def _marks(held: list[Mark], checksums: Checksums, layout: KvLayout) -> list[Mark]:
+    """What a full block must say. Only `held` tells how many of its tokens were not generated one by one."""
+    ranks = (of_shard(layout, rank, layout.shards) for rank in range(layout.shards))
+    heads = [head for rank in ranks for head in rank.heads for _ in ("first stripe", "last stripe")]
+    marked = min(max(held[0][1], 1), BLOCK)
+    inner = [(marked, marked, head, checksums[marked - 1]) for head in heads]
+    first, last = ((BLOCK, marked, head, checksums[-1]) for head in (heads[0], heads[-1]))
+    return [first, *inner[1:-1], last]

@@ -34,6 +34,8 @@ class Setup:
     pipeline: bool = False  # steps are planned ahead, as on a GPU
     asks: bool = False  # decode asks prefill instances, as in a large fleet, instead of following them
     seals: bool = True  # decode sees in the aux slot that all has landed, as with NIXL; else it is told
+    ranks: tuple[int, int] = (1, 1)  # of prefill, of decode
+    kv_heads: int = 1
 
     def __repr__(self) -> str:
         named = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
@@ -42,6 +44,10 @@ class Setup:
     def page_size(self, role: str) -> int:
         """Of that role's workers."""
         return self.page_sizes[role == "decode"]
+
+    def num_ranks(self, role: str) -> int:
+        """Of that role's workers."""
+        return self.ranks[role == "decode"]
 
     def adapters_of(self, role: str, number: int) -> dict[str, str]:
         """What the `number`th worker of a role loads."""

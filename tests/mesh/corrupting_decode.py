@@ -22,10 +22,12 @@ def damage(region: Any, page: int) -> None:
     memory = np.frombuffer((ctypes.c_ubyte * size).from_address(region.address + page * size), dtype=np.uint8)
     if DAMAGE == "bit":
         memory[size // 2] ^= 1
-    else:  # the checksum in a mock engine's mark, in the first and the last stripe: what follows is another text
+    else:  # the checksum in a mock engine's marks, of each head in its first and last stripe: what follows is another text
         stripe = region.layout.page_size * region.layout.row_bytes
-        memory[MARK.size // 2] ^= 1
-        memory[size - stripe + MARK.size // 2] ^= 1
+        head = region.layout.layers * 2 * stripe
+        for first in range(0, size, head):
+            memory[first + MARK.size // 2] ^= 1
+            memory[first + head - stripe + MARK.size // 2] ^= 1
 
 
 def damaging(landed: Any) -> Any:

@@ -299,6 +299,10 @@ volumes:
 {{- end }}
 {{- if $own.gpu.count }}
 - {name: MESH_ENGINE__DEVICE, value: cuda}
+{{- $asked := merge (dict) $own.settings $root.Values.settings }}
+{{- if and (gt (int $own.gpu.count) 1) (not (hasKey $asked "MESH_ENGINE__TENSOR_PARALLEL")) }}
+- {name: MESH_ENGINE__TENSOR_PARALLEL, value: {{ $own.gpu.count | quote }}}
+{{- end }}
 {{- end }}
 {{- end }}
 {{- if eq $role "frontend" }}

@@ -75,6 +75,8 @@ class MeshView:
             "model": record.model,
             "metrics": record.metrics or record.http,
         }
+        if record.kv is not None and len(record.kv.devices) > 1:
+            shown["devices"] = record.kv.devices
         if state.why:
             shown["why"] = state.why
         if record.role == "frontend":

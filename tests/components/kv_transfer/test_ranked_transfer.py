@@ -16,6 +16,7 @@ from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.led_transfer import Opened, open_transfer
 from components.kv_transfer.rank_end import serve_rank
+from components.kv_transfer.writes import Copy
 from components.wire.layout import KvLayout, of_shard
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
@@ -23,6 +24,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 WHOLE = KvLayout(model="m", dtype="float16", page_size=16, layers=2, kv_heads=4, head_dim=8)
 PAGES = 24
 TOKENS = 75
+SOON_MS = 1 << 50  # after this test
 Pool = NDArray[np.uint8]  # [pages, heads, layers, 2, page_size, row]
 
 
@@ -107,7 +109,7 @@ async def test_pages_of_all_ranks_arrive_before_the_aux_slot(
         await ours.writes.connect(peer)
         moved = 0
         for tokens in (range(32), range(32, TOKENS)):
-            moved += await ours.writes.write(peer, tokens, *tables)
+            moved += await ours.writes.write(peer, Copy(tokens, *tables), SOON_MS)
         source = ours.transfer.aux.take()
         ours.transfer.aux.write(source, AuxRecord(stamp=1, num_pages=1, first_token=7, num_cached_tokens=0))
         await ours.transfer.write_aux(peer.agent, source, slot, "room")
@@ -137,7 +139,7 @@ async def test_pages_of_all_ranks_arrive_before_the_aux_slot(
         await theirs.transfer.catch_up()
         await ours.writes.disconnect(peer.agent)
         with pytest.raises(TransferFailed, match="no connection"):
-            await ours.writes.write(peer, range(16), *tables)
+            await ours.writes.write(peer, Copy(range(16), *tables), SOON_MS)
 
 
 async def test_a_rank_that_fails_fails_the_write_once_all_others_have_ended(tmp_path: Path) -> None:
@@ -148,5 +150,20 @@ async def test_a_rank_that_fails_fails_the_write_once_all_others_have_ended(tmp_
         landed = decode.opened.transfer.expect("room", decode.opened.transfer.aux.take())
         await prefill.opened.transfer.connect(replace(peer, followers=[]))  # rank 0 alone
         with pytest.raises(TransferFailed, match="rank 1: "):
-            await asyncio.wait_for(prefill.opened.writes.write(peer, range(16), [1], [2]), 20)
+            await asyncio.wait_for(prefill.opened.writes.write(peer, Copy(range(16), [1], [2]), SOON_MS), 20)
         landed.cancel()
+
+
+async def test_a_follower_posts_nothing_after_the_deadline(tmp_path: Path) -> None:
+    """It may have been stopped before it read its order. By then the peer may have given its pages to another request."""
+    async with AsyncExitStack() as stack:
+        prefill = await stack.enter_async_context(instance(tmp_path, "p", 2, 16))
+        decode = await stack.enter_async_context(instance(tmp_path, "d", 2, 16))
+        prefill.pools[1][:] = 7
+        peer = decode.opened.transfer.endpoint
+        landed = decode.opened.transfer.expect("room", decode.opened.transfer.aux.take())
+        await prefill.opened.writes.connect(peer)
+        with pytest.raises(TransferFailed, match="rank 1: the deadline of the offer passed"):
+            await asyncio.wait_for(prefill.opened.writes.write(peer, Copy(range(16), [1], [2]), 1), 20)
+        landed.cancel()
+        assert not decode.pools[1].any()

@@ -33,6 +33,7 @@ class MadeUp:
     done: dict[str, WorkerSample] = field(default_factory=dict)
     names: dict[Planned, list[str]] = field(default_factory=lambda: {role: [] for role in PLANNED})
     born: int = 0
+    devices: dict[Planned, int] = field(default_factory=dict)  # of each worker of a role; default: 1
 
     def __post_init__(self) -> None:
         for role in PLANNED:
@@ -43,7 +44,7 @@ class MadeUp:
         name = f"{role}-{self.born}"
         self.born += 1
         self.names[role].append(name)
-        self.done[name] = WorkerSample(name, 0.0, 0, 0, 0, 0, 0, 0, 0.0, 0, 1000)
+        self.done[name] = WorkerSample(name, 0.0, 0, 0, 0, 0, 0, 0, 0.0, 0, 1000, devices=self.devices.get(role, 1))
 
     def run(self, seconds: float, prompts_per_s: float, tokens_per_s: float) -> Observation:
         """Let `seconds` pass under a load, and look."""
@@ -310,3 +311,22 @@ def test_pages_that_are_held_call_for_decode() -> None:
     assert changes
     assert {(change.role, change.after) for change in changes} == {("decode", 2)}
     assert changes[0].why == "950 of 1000 pages are held"
+
+
+@pytest.mark.parametrize(("devices", "most", "ordered"), [(1, 6, 4), (2, 7, 2), (2, 6, 1), (4, 5, 0), (4, None, 7)])
+def test_workers_are_added_while_there_are_devices_for_them(devices: int, most: int | None, ordered: int) -> None:
+    """A prefill worker has `devices`, the decode worker one, and the load needs more than eight prefill workers."""
+    fleet = MadeUp(devices={"prefill": devices})
+    planner = Planner(TARGETS, WIDE, PACE, most_devices=most)
+    held = set()
+    for _ in range(120):
+        seen = fleet.run(5.0, 60.0, 10.0)
+        verdict = planner.see(seen)
+        held.add(verdict.hold)
+        if verdict.change is not None:
+            fleet.follow(verdict.change)
+            planner.took(verdict.change, fleet.now_s)
+    assert fleet.counts == {"prefill": 1 + ordered, "decode": 1}
+    used = (1 + ordered) * devices + 1
+    full = f"another prefill worker takes {devices} devices, and {used} of {most} are used"
+    assert (full in held) == (most is not None)

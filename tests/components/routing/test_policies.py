@@ -2,6 +2,7 @@
 
 import math
 import re
+import statistics
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from random import Random
@@ -88,6 +89,7 @@ members_lists = st.lists(
         total_pages=st.sampled_from([0, 5_000, 20_000]),
         prompt_tokens_per_s=st.sampled_from([0.0, 1.0, 900.0, 1000.0, 1e12]),
         page_size=st.sampled_from([16, 64]),
+        devices=st.sampled_from([1, 1, 2, 8]),
     ),
     min_size=1,
     max_size=12,
@@ -163,7 +165,7 @@ def test_least_load_is_a_minimum(
 ) -> None:
     def cost(member: Member) -> float:
         hit = min(cached.get(member.instance_id, 0), ask.num_tokens)
-        return LOADS[phase](member, ask.num_tokens) - overlap * hit
+        return LOADS[phase](member, ask.num_tokens) - overlap * hit / member.devices
 
     chosen = choose(LeastLoad(Random(0), LOADS[phase], overlap), ask, members, cached)
     assert cost(chosen.member) == min(map(cost, members))
@@ -181,6 +183,18 @@ def test_least_load_keeps_requests_within_one_of_each_other() -> None:
     for _ in range(500):
         give(choose(policy, RouteRequest(100), members).member, 100)
         assert max(m.running for m in members) - min(m.running for m in members) <= 1
+
+
+@pytest.mark.parametrize("name", ["least_load", "kv_aware", "cache_aware", "power_of_two"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_an_instance_of_several_devices_gets_as_many_times_the_requests(name: PolicyName, phase: Phase) -> None:
+    """Among six instances of one device one of four was too full at a quarter of its share."""
+    members, policy = fleet(7), parse_policy(name).make(phase, Random(2))
+    members[3].devices = 4
+    for _ in range(1000):
+        give(choose(policy, RouteRequest(100), members).member, 100)
+    share = members[3].running / statistics.mean(m.running for m in members if m.devices == 1)
+    assert share == pytest.approx(4, rel=0.1 if name != "power_of_two" else 0.5)
 
 
 def test_decode_by_default_prefers_the_cached_prefix_while_memory_is_free() -> None:
@@ -234,8 +248,10 @@ def test_kv_aware_chooses_no_instance_above_its_bound(
     weights = KvWeights(temperature=temperature)
     chosen = choose(KvAware(Random(0), weights), ask, members, cached).member
     count = len(members)
-    assert chosen.running <= 2 * sum(m.running for m in members) / count + weights.spill_requests
-    assert chosen.queued_tokens <= 2 * sum(m.queued_tokens for m in members) / count + weights.spill_tokens
+    mean = sum(m.running / m.devices for m in members) / count
+    mean_queued = sum(m.queued_tokens / m.devices for m in members) / count
+    assert chosen.running / chosen.devices <= 2 * mean + weights.spill_requests
+    assert chosen.queued_tokens / chosen.devices <= 2 * mean_queued + weights.spill_tokens
 
 
 @given(members_lists, asks, cached_maps)
@@ -249,14 +265,12 @@ def test_kv_aware_at_temperature_zero_is_the_least_expected_work_of_those_not_to
 
     def cost(member: Member) -> float:
         hit = min(cached.get(member.instance_id, 0), ask.num_tokens)
-        return member.queued_tokens / 2 + REQUEST_TOKENS * member.running + crowd * (ask.num_tokens - hit)
+        work = member.queued_tokens / 2 + REQUEST_TOKENS * member.running + crowd * (ask.num_tokens - hit)
+        return work / member.devices
 
-    fit = [
-        m
-        for m in members
-        if m.running <= 2 * sum(o.running for o in members) / count
-        and m.queued_tokens <= 2 * sum(o.queued_tokens for o in members) / count
-    ]
+    mean = sum(m.running / m.devices for m in members) / count
+    mean_queued = sum(m.queued_tokens / m.devices for m in members) / count
+    fit = [m for m in members if m.running / m.devices <= 2 * mean and m.queued_tokens / m.devices <= 2 * mean_queued]
     chosen = choose(KvAware(Random(0), weights), ask, members, cached).member
     assert cost(chosen) == pytest.approx(min(map(cost, fit)))
 

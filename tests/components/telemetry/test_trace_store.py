@@ -4,13 +4,15 @@ from contextlib import closing
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 
+import msgspec
 import pytest
 from opentelemetry import trace
 from opentelemetry.trace import Status, StatusCode
 
 from components.telemetry import otlp_encoder
+from components.telemetry.packed_spans import PackedSpan
 from components.telemetry.spans import Spans
-from components.telemetry.trace_pieces import Piece
+from components.telemetry.trace_pieces import Piece, Root
 from components.telemetry.trace_reader import LocalTraceReader
 from components.telemetry.trace_store import FILE_NAME, TRIM_EVERY, Event, Limits, TraceStore, TraceWriter
 from tests.components.telemetry.written import writing_tracer
@@ -95,7 +97,7 @@ def test_several_processes_make_and_write_one_file_at_once_and_nothing_is_lost(t
         assert process.exitcode == 0
     for file in range(FILES):
         connection = sqlite3.connect(tmp_path / str(file) / FILE_NAME)
-        rows = connection.execute("select service, sum(num_spans) from pieces group by service").fetchall()
+        rows = connection.execute("select service, sum(num_spans) from batches group by service").fetchall()
         connection.close()
         assert rows == [(f"process-{n}", 10) for n in range(3)]
 
@@ -127,6 +129,30 @@ def test_a_failed_or_slow_trace_outlives_many_others(tmp_path: Path) -> None:
     assert [store.trace(id_)[0].name for id_ in store.last_trace_ids(100)] == [*newest, "moved", "slow", "failed"]
     assert [store.trace(id_)[0].name for id_ in store.slow_trace_ids()] == ["slow"]
     assert [store.trace(id_)[0].name for id_ in store.failed_trace_ids()] == ["failed"]
+
+
+def piece(number: int, *, slow: bool = False) -> Piece:
+    root = Root(number, False, f"r{number}", None, slow, False)
+    spans = msgspec.msgpack.encode([PackedSpan(number, 0, f"n{number}", number, number + 1, 0, "", {}, [])])
+    return Piece(f"{number:032x}", number, 1, spans, [root])
+
+
+def test_of_an_old_batch_slow_traces_alone_are_kept_and_of_these_the_newest(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path, Limits(traces=3))
+    numbers = range(1, TRIM_EVERY + 1)
+    for number in numbers:
+        of_batch = (10 * number, 10 * number + 1, 10 * number + 2)
+        writer.write("test", [piece(n, slow=n % 10 == 1 and number <= 5) for n in of_batch])
+    writer.close()
+    store = TraceStore(tmp_path)
+    newest = 10 * TRIM_EVERY
+    kept = [newest + 2, newest + 1, newest, 51, 41, 31]
+    assert store.last_trace_ids(100) == [f"{number:032x}" for number in kept]
+    assert [[span.name for span in spans] for spans in store.traces(store.last_trace_ids(100)).values()] == [
+        [f"n{number}"] for number in kept
+    ]
+    assert store.slow_trace_ids() == [f"{number:032x}" for number in (51, 41, 31)]
+    assert [[span.name for span in store.trace(request_id)] for request_id in ("r51", "r52")] == [["n51"], []]
 
 
 def test_any_number_of_requests_in_one_trace_stay_within_the_bound(tmp_path: Path) -> None:
@@ -233,4 +259,4 @@ def test_what_is_trimmed_is_forgotten_of_its_tenant_too(tmp_path: Path) -> None:
     writer.close()
     assert len(LocalTraceReader(tmp_path).recent(1000, "acme")) == 10
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as file:
-        assert file.execute("select count(*) from tenants").fetchone() == (10,)
+        assert file.execute("select count(*) from roots").fetchone() == (10,)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from bench.attention_case import AttentionCase, Dtype, Outcome
 from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
 from engine.attention.choose_attention import AttentionUnavailable, make_attention, prepare_attention, why_not_cpu
@@ -99,6 +100,19 @@ def test_each_request_attends_to_its_own_context(
     case.check(out, before, 1, scoring)
 
 
+def _cpu(pool: torch.Tensor, layout: KvLayout, _group: int, _limits: StepLimits) -> CpuAttention:
+    return CpuAttention(pool, layout)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(("lens", "contexts"), STEPS)
+@pytest.mark.parametrize("scoring", [Scoring(0.3), Scoring(0.3, 20, 2.0)], ids=["plain", "windowed and capped"])
+def test_sinks_join_the_softmax_without_a_value(
+    dtype: Dtype, lens: list[int], contexts: list[int], scoring: Scoring
+) -> None:
+    Outcome(AttentionCase(tuple(lens), tuple(contexts), scoring, dtype, head_dim=32, sinks=True), _cpu).check()
+
+
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
 @pytest.mark.parametrize(("heads", "group"), [(4, 1), (2, 7), (1, 8)], ids=["multi-head", "grouped", "multi-query"])
 @pytest.mark.parametrize("dim", [16, 64, 80, 128])
@@ -168,20 +182,22 @@ def test_a_request_gives_the_same_bits_in_any_batch_and_with_any_number_of_threa
         ((1, 8, 64, 128), Scoring(0.09)),
     ],
 )
+@pytest.mark.parametrize("with_sinks", [False, True])
 def test_a_token_gets_the_same_bits_as_a_decode_and_in_any_chunk_of_a_prompt(
-    dtype: torch.dtype, shape: tuple[int, int, int, int], scoring: Scoring
+    dtype: torch.dtype, shape: tuple[int, int, int, int], scoring: Scoring, with_sinks: bool
 ) -> None:
     """A decode and a prompt took sums in other orders: a stream that another worker went on with got other text."""
     torch.manual_seed(0)
     length = 600
     case = Case(shape, dtype, [length], [length])
+    sinks = torch.randn(shape[0] * shape[1]) if with_sinks else None
 
     def in_chunks(*ends: int) -> torch.Tensor:
         attention, first, parts = CpuAttention(case.pool, case.layout), 0, []
         for end in ends:
             step = attention.plan(StepShape([end - first], [end], case.tables))
             query, key, value = (x[:, :, first:end] for x in (case.query, case.key, case.value))
-            parts.append(step.attend(0, query, key, value, scoring))
+            parts.append(step.attend(0, query, key, value, scoring, sinks=sinks))
             first = end
         return torch.cat(parts, dim=1)
 
@@ -259,6 +275,16 @@ def test_a_plan_that_is_wrong_is_refused_and_nothing_is_written(change: dict[str
         else:
             torch.ops.kvmesh.attend_pages(*arguments)
         assert bool(pool.any()) != refused
+
+
+@pytest.mark.parametrize(
+    ("sinks", "message"), [(torch.zeros(2), "one sink for each query head"), (torch.zeros(1).double(), "float32")]
+)
+def test_sinks_of_another_number_or_type_are_refused(sinks: torch.Tensor, message: str) -> None:
+    one = torch.ones(1, 1, 1, 16)
+    plan = pack_plan([1], [1], [[0]], 1)
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.kvmesh.attend_pages(one, one, one, torch.zeros(1, 1, 1, 2, 16, 16), plan, 0, 1.0, 0, 0.0, sinks)
 
 
 def test_which_backend_an_engine_gets() -> None:

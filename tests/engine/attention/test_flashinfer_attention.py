@@ -13,6 +13,7 @@ import torch
 from bench.attention_case import AttentionCase, Outcome, written_out
 from engine.attention.backend import AttentionBackend, Scoring, StepShape
 from engine.attention.choose_attention import AttentionUnavailable
+from engine.errors import UnsupportedModel
 
 CASE = AttentionCase((1, 1, 20, 5), (4, 33, 20, 70), dtype="bfloat16", head_dim=64)
 
@@ -131,6 +132,11 @@ def test_a_step_is_planned_once_for_each_scoring_whatever_the_layers(make: Calla
     for layer, scoring in enumerate([Scoring(0.3), Scoring(0.3, window=7), Scoring(0.3)]):
         step.attend(layer, outcome.query, outcome.key, outcome.value, scoring)
     assert Wrapper.plans == 4, "decodes and chunks, with a window and without"
+
+
+def test_sinks_are_refused(make: Callable[..., AttentionBackend]) -> None:
+    with pytest.raises(UnsupportedModel, match="no attention sinks: try attention=triton"):
+        Outcome(replace(CASE, sinks=True), make)
 
 
 @pytest.mark.parametrize("changes", [{"dtype": "float32"}, {"head_dim": 80}], ids=str)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from bench.attention_case import AttentionCase, Outcome
 from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
 from engine.attention.plain import PlainAttention, _spans
@@ -56,6 +57,15 @@ def test_a_query_sees_no_further_back_than_its_window(
     query_lens: list[int], context_lens: list[int], window: int, softcap: float
 ) -> None:
     check(query_lens, context_lens, Scoring(0.3, window, softcap))
+
+
+@pytest.mark.parametrize("scoring", [PLAIN, Scoring(0.3, 17, 0.5)], ids=["plain", "windowed and capped"])
+@pytest.mark.parametrize("lengths", [((1, 1, 1), (1, 17, 400)), ((1, 1, 20, 5), (4, 33, 20, 70))], ids=str)
+def test_sinks_join_the_softmax_without_a_value(
+    lengths: tuple[tuple[int, ...], tuple[int, ...]], scoring: Scoring
+) -> None:
+    case = AttentionCase(*lengths, scoring, sinks=True)
+    Outcome(case, lambda pool, layout, group, _limits: PlainAttention(pool, layout, group)).check()
 
 
 @pytest.mark.parametrize("group", [1, 4])

@@ -9,10 +9,11 @@ SHARED_BYTES = 227 * 1024  # of a Hopper multiprocessor, for one block
 SCRIPT = Path(__file__).with_name("compile_for_hopper.py")
 
 
-def test_kernels_compile_for_a_hopper_gpu_and_fit_into_its_shared_memory(tmp_path: Path) -> None:
+def test_kernels_compile_for_a_hopper_gpu_fit_into_its_shared_memory_and_spill_nothing(tmp_path: Path) -> None:
     env = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path.cwd())}
     done = subprocess.run([sys.executable, SCRIPT], env=env, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
-    assert len(lines) == 10
-    assert all(int(line.split()[-1]) <= SHARED_BYTES for line in lines), done.stdout
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 18
+    assert all(int(shared) <= SHARED_BYTES for _, shared, _, _ in lines), done.stdout
+    assert all(spilled == "0" for *_, spilled in lines), done.stdout

@@ -110,10 +110,19 @@ class Seen:
 
     def __init__(self) -> None:
         self.shapes: list[list[int]] = []
+        self.sinks: list[torch.Tensor | None] = []
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
+        self.sinks.append(sinks)
         self.shapes.append([tensor.shape[2] for tensor in (query, key, value)])
         return torch.ones(1, query.shape[2], query.shape[1], query.shape[3])
 
@@ -123,7 +132,9 @@ def test_padding_does_not_reach_attention_and_comes_back_as_zeros() -> None:
     query, key = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8)
     with attending(seen, num_tokens=2):
         out = OpaqueAttention().attend(0, query, key, key, Scoring(1.0))
-    assert seen.shapes == [[2, 2, 2]]
+        OpaqueAttention().attend(0, query, key, key, Scoring(1.0), sinks=torch.ones(4))
+    assert seen.shapes == [[2, 2, 2]] * 2
+    assert [None if sinks is None else sinks.tolist() for sinks in seen.sinks] == [None, [1.0] * 4]
     assert out[:, :2].eq(1).all()
     assert out[:, 2:].eq(0).all()
 

@@ -3,7 +3,7 @@
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +13,7 @@ import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from engine import build
+from engine.attention.triton_backend import TritonAttention
 from engine.build import assemble, make_pool
 from engine.compilation import device
 from engine.compilation.device import DeviceForward, choose_device_forward, torch_compile
@@ -32,6 +33,15 @@ def fresh(tiny_dir: Path) -> LoadedModel:
     return load_tiny(tiny_dir)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Steps on a busy machine take fewer threads, for which torch compiles again."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 class CountingRecorder:
     def __init__(self) -> None:
         self.replays = 0
@@ -45,11 +55,15 @@ class CountingRecorder:
 
 
 def test_prompts_run_compiled_and_decodes_from_graphs_with_the_ids_of_the_eager_cpu_engine(
-    tiny: LoadedModel, fresh: LoadedModel
+    tiny: LoadedModel, fresh: LoadedModel, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All from one compilation: another would stop the engine for a minute, in the midst of serving."""
+    """All from one compilation: another would stop the engine for a minute, in the midst of serving.
+
+    Contexts have up to two spans.
+    """
+    monkeypatch.setitem(TritonAttention.__init__.__kwdefaults__, "span", 32)
     torch._dynamo.reset()
-    config = small(attention="triton", max_running=4)
+    config = small(attention="triton", max_running=4, num_pages=24)
     pool, record = make_pool(fresh, config), CountingRecorder()
     forward = DeviceForward(fresh, pool.attention, record, partial(torch.compile, fullgraph=True, backend="eager"))
     told: list[str] = []
@@ -90,7 +104,7 @@ def test_a_compiler_that_fails_is_said_once_and_eager_modules_are_recorded_inste
     def fail(_module: torch.nn.Module) -> Compute:
         raise RuntimeError("no such intrinsic")
 
-    config = small(attention="triton", max_running=2)
+    config = small(attention="triton", max_running=2, num_pages=24)
     pool, record = make_pool(fresh, config), CountingRecorder()
     forward = DeviceForward(fresh, pool.attention, record, fail)
     with caplog.at_level(logging.INFO):
@@ -152,7 +166,7 @@ def test_graphs_that_cannot_be_recorded_are_done_without(
             raise CaptureFailed("operation not permitted when stream is capturing")
         return work
 
-    config = small(attention="triton", max_running=16)
+    config = small(attention="triton", max_running=16, num_pages=24)
     pool = make_pool(fresh, config)
     forward = DeviceForward(fresh, pool.attention, record, lambda module: module)
     forward.start(60.0, silent)

@@ -69,7 +69,14 @@ class FakeStep:
         self.contexts = contexts
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return self.contexts.float().view(1, -1, 1, 1).expand(1, query.shape[2], 1, 1)
 

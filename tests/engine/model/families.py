@@ -13,6 +13,7 @@ from transformers import (
     Gemma3TextConfig,
     GlmConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     MistralConfig,
     MixtralConfig,
@@ -68,6 +69,23 @@ FAMILIES: Final[dict[str, Callable[[], PretrainedConfig]]] = {
     "qwen3-moe": lambda: Qwen3MoeConfig(
         **SIZES, head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
     ),
+    "gpt-oss": lambda: GptOssConfig(
+        **SIZES,
+        **ALTERNATING,
+        head_dim=16,
+        num_local_experts=8,
+        num_experts_per_tok=2,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 150000.0,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "truncate": False,
+            "original_max_position_embeddings": 8,
+        },
+        swiglu_limit=1.0,  # of random weights few would reach the usual 7
+    ),
     "qwen2-moe": lambda: Qwen2MoeConfig(  # an expert that every token passes
         **SIZES, moe_intermediate_size=32, shared_expert_intermediate_size=48, num_experts=6, num_experts_per_tok=2
     ),
@@ -77,7 +95,7 @@ FAMILIES: Final[dict[str, Callable[[], PretrainedConfig]]] = {
         n_embd=64, n_layer=4, n_head=4, n_positions=256, vocab_size=128, initializer_range=0.2, eos_token_id=5
     ),
 }
-WINDOWED: Final = ("qwen2-window", "mistral-window", "gemma2", "gemma3", "gemma3n", "phi3-window")
+WINDOWED: Final = ("qwen2-window", "mistral-window", "gemma2", "gemma3", "gemma3n", "phi3-window", "gpt-oss")
 
 
 def save_model(directory: Path, config: PretrainedConfig) -> Path:
@@ -86,8 +104,8 @@ def save_model(directory: Path, config: PretrainedConfig) -> Path:
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 1:
+            for name, parameter in model.named_parameters():
+                if parameter.ndim == 1 or name.endswith("bias"):
                     parameter.add_(torch.randn_like(parameter) * 0.3)
     model.save_pretrained(directory)
     return directory

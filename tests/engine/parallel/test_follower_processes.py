@@ -12,7 +12,7 @@ import pytest
 
 from components.startup import WrongSettings
 from engine.build import build_engine
-from engine.parallel.followers import RankLost
+from engine.parallel.rank_processes import RankLost
 from engine.ports import EngineRequest
 from engine.start import run_engine
 from tests.engine.loops import eventually

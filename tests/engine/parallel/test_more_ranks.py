@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 from components.wire.sampling import SamplingParams
 from engine.ports import EngineRequest
 from tests.engine.embedding_model import save_embedding_model
+from tests.engine.model.families import FAMILIES, save_model
 from tests.engine.parallel.led import led
 from tests.engine.test_embeddings import TEXTS, embed
 from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run, save_tiny
@@ -29,6 +30,14 @@ def test_ranks_beyond_the_kv_heads_share_them(tmp_path: Path, kernel: str | None
     with led(directory, 4) as four:
         assert four.loaded.layout.heads == range(1)
         assert run(four.make(), requests).tokens == wanted
+
+
+def test_sinks_of_a_rank_are_those_of_its_heads(tmp_path: Path, kernel: str | None) -> None:
+    directory = save_model(tmp_path / "model", FAMILIES["gpt-oss"]())
+    requests = [EngineRequest(f"r{i}", prompt(20 + 40 * i, start=i), greedy(20)) for i in range(3)]
+    wanted = run(make_engine(load_tiny(directory)), requests).tokens
+    with led(directory, 2) as two:
+        assert run(two.make(), requests).tokens == wanted
 
 
 def randomise_biases(directory: Path) -> None:

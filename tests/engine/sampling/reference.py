@@ -8,7 +8,7 @@ import torch
 
 from components.wire.sampling import SamplingParams
 from engine.sampling.row import Row
-from engine.sampling.sampler import Sampler
+from engine.sampling.sampler import HostSampler
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -22,13 +22,21 @@ def make_row(tokens: Sequence[int], num_prompt_tokens: int | None = None, **para
 
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     """The engine's own draws, read at once."""
-    return Sampler().draw(logits, rows).read()
+    return HostSampler().draw(logits, rows).read()
 
 
-def uniform(seed: int, position: int) -> float:
-    """The draw of a seed at a position, in Python's own integers."""
+def noise_word(seed: int, position: int, token: int) -> int:
+    """32 random bits of a token, in Python's own integers."""
     start = splitmix((seed + GOLDEN) % 2**64)
-    return (splitmix((start + (position + 1) * GOLDEN) % 2**64) >> 11) / 2**53
+    key = splitmix((start + (position + 1) * GOLDEN) % 2**64)
+    word = finalised((token * 0x9E3779B9 + key) % 2**32)
+    return finalised((word + (key >> 32)) % 2**32)
+
+
+def finalised(word: int) -> int:
+    word = (word ^ word >> 16) * 0x7FEB352D % 2**32
+    word = (word ^ word >> 15) * 0x846CA68B % 2**32
+    return word ^ word >> 16
 
 
 def splitmix(word: int) -> int:
@@ -85,8 +93,7 @@ def normalised(weights: Sequence[float]) -> list[float]:
     return [weight / total for weight in weights]
 
 
-def inverse_cdf(probs: Sequence[float], draw: float) -> tuple[int, float]:
-    """The token that `draw` falls on, and how far it is from the nearest border."""
-    borders = [math.fsum(probs[: i + 1]) for i in range(len(probs))]
-    token = next(i for i, border in enumerate(borders) if border > draw * borders[-1])
-    return token, min(abs(border - draw) for border in [0.0, *borders])
+def scores(probs: Sequence[float], seed: int, position: int) -> dict[int, float]:
+    """Of each token that may be drawn; the one with the highest score is."""
+    shares = {token: (noise_word(seed, position, token) + 0.5) / 2**32 for token, p in enumerate(probs) if p > 0}
+    return {token: math.log(probs[token]) - math.log(-math.log1p(-share)) for token, share in shares.items()}

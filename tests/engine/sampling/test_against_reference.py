@@ -2,18 +2,20 @@
 
 import numpy as np
 import torch
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from components.wire.sampling import SamplingParams
 from engine.sampling.adjust import Adjustments
+from engine.sampling.drawing import drawing_of, kept
 from engine.sampling.row import Row
-from engine.sampling.sampler import Cuts, Sampler
-from tests.engine.sampling.reference import adjusted, inverse_cdf, make_row, probabilities, sample, uniform
+from engine.sampling.sampler import HostSampler
+from tests.engine.sampling.reference import adjusted, make_row, probabilities, sample, scores
 
 VOCAB = 24
 EOS = frozenset({3})
-CPU = torch.device("cpu")
+NEARLY = (1, 1 - 1e-6, 1 + 1e-6)  # shares are rounded
 # steps of 1/8: sums and ties as real models in bf16 have them, and nothing that hangs on the last bit of a float32
 LOGITS = st.lists(st.integers(-40, 40).map(lambda n: n / 8), min_size=VOCAB, max_size=VOCAB)
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=12)
@@ -62,20 +64,25 @@ def expected_logits(logits: list[float], row: Row) -> list[float]:
 @given(st.lists(cases(), min_size=1, max_size=6))
 def test_logits_are_adjusted_as_the_reference_does(batch: list[tuple[list[float], Row]]) -> None:
     tensor = torch.tensor([logits for logits, _ in batch])
-    Adjustments([row for _, row in batch], VOCAB, CPU).apply(tensor)
+    Adjustments([row for _, row in batch], VOCAB).apply(tensor)
     for found, (logits, row) in zip(tensor, batch, strict=True):
         np.testing.assert_allclose(found.numpy(), expected_logits(logits, row), rtol=1e-5, atol=1e-5)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.lists(st.tuples(LOGITS, params()), min_size=1, max_size=6))
-def test_distributions_are_cut_as_the_reference_does(batch: list[tuple[list[float], SamplingParams]]) -> None:
-    warm = [(logits, p) for logits, p in batch if p.temperature > 0]
-    assume(warm)
-    probs = torch.stack([(torch.tensor(logits, dtype=torch.float64) / p.temperature).softmax(-1) for logits, p in warm])
-    kept = Cuts([p for _, p in warm], CPU).cut(probs)
-    for found, (logits, p) in zip(kept, warm, strict=True):
-        np.testing.assert_allclose((found / found.sum()).numpy(), probabilities(logits, p), rtol=1e-9, atol=1e-12)
+def possible(values: list[float], how: SamplingParams) -> list[list[float]]:
+    """Probabilities of the tokens, also if top_p and min_p are a little more or less."""
+    ways = [(how.top_p * more, how.min_p * other) for more in NEARLY for other in NEARLY]
+    changed = [structs.replace(how, top_p=min(top_p, 1.0), min_p=min(min_p, 1.0)) for top_p, min_p in ways]
+    return [probabilities(values, way) for way in changed]
+
+
+@settings(max_examples=150, deadline=None)
+@given(LOGITS, params().filter(lambda how: how.temperature > 0))
+def test_distributions_are_cut_as_the_reference_does(logits: list[float], how: SamplingParams) -> None:
+    row = np.array(logits, dtype=np.float32)
+    drawing = drawing_of(how)
+    found = set(kept((row.max() - row) * np.float32(drawing.inverse), drawing).tolist())
+    assert found in [{token for token, p in enumerate(probs) if p > 0} for probs in possible(logits, how)]
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -87,8 +94,8 @@ def test_tokens_are_those_of_the_reference(batch: list[tuple[list[float], Row]])
         if row.params.temperature == 0:
             assert values[token] >= max(values) - 1e-5
             continue
-        wanted, margin = inverse_cdf(probabilities(values, row.params), uniform(row.params.seed, row.position))
-        assert token == wanted or margin < 1e-6
+        ways = [scores(probs, row.params.seed, row.position) for probs in possible(values, row.params)]
+        assert any(token in way and way[token] >= max(way.values()) - 1e-3 for way in ways)
 
 
 @settings(max_examples=50, deadline=None)
@@ -108,7 +115,7 @@ def test_counts_that_grow_are_those_counted_at_once(
     steps: list[list[float]], how: SamplingParams, prompt: list[int]
 ) -> None:
     tokens = list(prompt)
-    row, sampler = Row(how, tokens, len(prompt), EOS), Sampler()
+    row, sampler = Row(how, tokens, len(prompt), EOS), HostSampler()
     for logits in steps:
         fresh = Row(how, list(tokens), len(prompt), EOS)
         (token,) = sampler.draw(torch.tensor([logits]), [row]).read()

@@ -246,7 +246,14 @@ class _Causal:
     """Attention over the tokens given, without pages."""
 
     def attend(
-        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scoring: Scoring
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scoring: Scoring,
+        *,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         del layer
         out = torch.nn.functional.scaled_dot_product_attention(

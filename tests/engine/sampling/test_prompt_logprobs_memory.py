@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.ports import EngineRequest
-from engine.sampling.sampler import SLICE
+from engine.sampling.logprobs import SLICE
 from tests.engine.tiny_engine import VOCAB, greedy, load_tiny, make_engine, prompt, run
 
 

@@ -1,18 +1,14 @@
 import random
-from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-import pytest
 import torch
 
 from components.wire.sampling import SamplingParams, branch_seed
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest
-from engine.sampling.adjust import banned_tokens, unpacked
 from engine.sampling.row import Row
-from engine.sampling.sampler import Sampler, stream_starts, uniforms
-from tests.engine.sampling.reference import make_row, sample, uniform
+from engine.sampling.sampler import HostSampler
+from tests.engine.sampling.reference import make_row, sample
 from tests.engine.tiny_engine import alone, make_engine, prompt, run
 
 VOCAB = 50
@@ -24,48 +20,6 @@ def logits_of(rows: int, seed: int = 0) -> torch.Tensor:
 
 def draw(position: int, **params: float) -> Row:
     return make_row(range(position), **params)
-
-
-def draws_of(seeds: Sequence[int], positions: Sequence[int]) -> list[float]:
-    return uniforms(stream_starts(seeds), positions).tolist()
-
-
-def test_draws_are_uniform_and_depend_on_seed_and_position_alone() -> None:
-    draws = torch.tensor(draws_of([3] * 4000, range(4000)), dtype=torch.float64)
-    assert 0 <= draws.min() < draws.max() < 1
-    assert torch.histc(draws, 10, 0, 1).sub(400).abs().max() < 80
-    assert len(set(draws_of(range(100), [5] * 100))) == 100
-    mixed = [(seed, position) for seed in range(40) for position in (0, 1, 5, 2**31, 3999)]
-    assert draws_of(*zip(*mixed, strict=True)) == [draws_of([seed], [at])[0] for seed, at in mixed]
-    assert draws_of(*zip(*mixed, strict=True)) == [uniform(seed, at) for seed, at in mixed], "as in plain integers"
-
-
-def test_draws_of_neighbouring_seeds_and_positions_have_nothing_to_do_with_each_other() -> None:
-    """Requests have seeds and positions that count up: their draws must not lie on lines."""
-    count = 20_000
-    axes = [(range(count), [7] * count), ([7] * count, range(count)), (range(count), range(count))]
-    for seeds, positions in axes:
-        draws = torch.tensor(draws_of(seeds, positions), dtype=torch.float64)
-        for lag in (1, 2, 16, 768):
-            pair = torch.stack([draws[:-lag], draws[lag:]])
-            assert abs(float(torch.corrcoef(pair)[0, 1])) < 0.03
-            cells = torch.bincount((pair * 10).long()[0] * 10 + (pair * 10).long()[1], minlength=100).double()
-            wanted = len(draws[lag:]) / 100
-            assert ((cells - wanted) ** 2 / wanted).sum() < 160  # chi-square of 99 degrees: 99.99 % are below 161
-
-
-@pytest.mark.parametrize("seed", [-1, -(2**63), 2**64 + 5, 0])
-def test_every_integer_is_a_seed(seed: int) -> None:
-    (draw,) = draws_of([seed], [0])
-    assert 0 <= draw < 1
-    assert draw == uniform(seed, 0)
-
-
-def test_a_draw_never_reaches_one() -> None:
-    """The token behind the last one would be drawn."""
-    greatest = (2**64 - 1 >> 11) * 2.0**-53
-    assert greatest < 1
-    assert all(greatest * total < total for total in (1.0, 1 - 2**-53, 1 + 2**-52, 0.5, 0.3, 0.75, 2.0**-60))
 
 
 def test_parameters_and_counts_are_kept_while_the_batch_is_the_same_and_no_longer() -> None:
@@ -81,7 +35,7 @@ def test_parameters_and_counts_are_kept_while_the_batch_is_the_same_and_no_longe
         {"seed": 5, "repetition_penalty": 0.8, "min_tokens": 30, "stop_token_ids": (3, 4)},
         {"seed": 6, "logit_bias": ((3, 4.0), (9, -5.0))},
     ]
-    sampler = Sampler()
+    sampler = HostSampler()
     texts: list[tuple[list[int], dict[str, Any]]] = []
     rows: list[Row] = []
     for step in range(300):
@@ -101,7 +55,7 @@ def test_parameters_and_counts_are_kept_while_the_batch_is_the_same_and_no_longe
 
 def test_a_text_may_outgrow_the_room_that_its_penalties_were_given() -> None:
     """Every token of the vocabulary is drawn once, since each is forbidden afterwards; two rows take it in turns to be new."""
-    sampler = Sampler()
+    sampler = HostSampler()
     texts: list[list[int]] = [[1], [2]]
     rows = [make_row(text, temperature=0, presence_penalty=2.0, repetition_penalty=10) for text in texts]
     for _ in range(2 * VOCAB):
@@ -109,15 +63,6 @@ def test_a_text_may_outgrow_the_room_that_its_penalties_were_given() -> None:
         for text, token in zip(texts, drawn, strict=True):
             text.append(token)
     assert [len(set(text[1 : VOCAB + 1])) for text in texts] == [VOCAB, VOCAB]
-
-
-def test_packed_masks_are_unpacked_on_a_device_as_on_the_host() -> None:
-    for vocab in (1, 31, 32, 33, 1000):
-        allowed = np.random.default_rng(vocab).integers(0, 2**32, (3, -(-vocab // 32)), dtype=np.uint32)
-        banned = banned_tokens(allowed, vocab, torch.device("cpu"))
-        assert banned.shape == (3, vocab)
-        assert torch.equal(banned, unpacked(torch.from_numpy((~allowed).view(np.uint8)), vocab))
-        assert bool(banned[1, vocab - 1]) == (not allowed[1, (vocab - 1) // 32] >> (vocab - 1) % 32 & 1)
 
 
 def test_branches_have_seeds_of_their_own_and_the_first_its_request_s() -> None:

@@ -14,7 +14,8 @@ from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase
 from engine.runner.step_runner import Launched
 from engine.scheduler.request import Chunk
-from engine.scheduler.scheduler import UNKNOWN, ChunkLimit, chunk_length
+from engine.scheduler.scheduler import chunk_length
+from engine.scheduler.step_cost import UNKNOWN, ChunkLimit
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import GENERATING, check_pages, greedy, make_engine, peek, prompt, run
 
@@ -71,7 +72,7 @@ def test_it_holds_beside_decodes_behind_prefix_hits_after_retractions_and_for_br
         pipeline=draw.choice(["on", "off"]),
     )
     if draw.random() < 0.5:  # as on a CPU
-        engine._chunk_limit = ChunkLimit()
+        engine._chunk_limit = ChunkLimit(0.04)
     chunks = watched(engine)
     shared = prompt(160)
     for i in range(30):

@@ -1,44 +1,117 @@
-"""A prompt beside decodes is computed in chunks that take a fraction of a second, however slow the machine is."""
+"""A prompt beside decodes is computed in chunks that keep the step short, however slow the machine is."""
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest
-from engine.scheduler.scheduler import BESIDE_S, FEWEST, UNKNOWN, ChunkLimit
+from engine.scheduler.step_cost import FEWEST, REMEMBERED, UNKNOWN, ChunkLimit, StepCost
 from tests.engine.tiny_engine import greedy, make_engine, prompt
+
+TARGET_S = 0.04
+
+
+class Machine:
+    """Steps of known cost, with chunks as the limit allows them."""
+
+    def __init__(self, token_s: float, decode_s: float, target_s: float = TARGET_S) -> None:
+        self.token_s = token_s
+        self.decode_s = decode_s
+        self.limit = ChunkLimit(target_s)
+
+    def decode(self, decodes: int = 8, times: int = 1) -> None:
+        for _ in range(times):
+            self.limit.stepped(0, decodes, self.decode_s)
+
+    def mixed(self, decodes: int = 8, times: int = 1) -> float:
+        step_s = 0.0
+        for _ in range(times):
+            tokens = self.limit.tokens(decodes)
+            step_s = self.decode_s + tokens * self.token_s
+            self.limit.stepped(tokens, decodes, step_s)
+        return step_s
 
 
 def test_before_anything_is_known_a_chunk_is_short() -> None:
-    limit = ChunkLimit()
-    assert limit.tokens == UNKNOWN
+    limit = ChunkLimit(TARGET_S)
+    assert limit.tokens(4) == UNKNOWN
     limit.stepped(0, 4, 0.03)
-    assert limit.tokens == UNKNOWN
+    assert limit.tokens(4) == UNKNOWN
 
 
-@pytest.mark.parametrize("speed", [400.0, 2000.0, 4000.0])
-def test_a_chunk_takes_as_long_as_it_may(speed: float) -> None:
-    """The decodes of the same steps are not taken for slowness of prompts, or chunks would shrink for good."""
-    limit, decode_s = ChunkLimit(), 0.1
-    limit.stepped(0, 8, decode_s)
-    for _ in range(50):
-        tokens = min(limit.tokens, 512)
-        limit.stepped(tokens, 8, decode_s + tokens / speed)
-    assert limit.tokens == pytest.approx(BESIDE_S * speed, rel=0.3)
+@pytest.mark.parametrize("speed", [2000.0, 4000.0, 10_000.0])
+def test_a_step_with_a_chunk_takes_the_target(speed: float) -> None:
+    machine = Machine(1 / speed, 0.01)
+    machine.decode()
+    assert machine.mixed(times=REMEMBERED) == pytest.approx(TARGET_S, rel=0.05)
+
+
+def test_more_decodes_leave_less_for_the_chunk() -> None:
+    limit = ChunkLimit(TARGET_S)
+    limit.stepped(0, 1, 0.008)
+    limit.stepped(0, 16, 0.018)
+    limit.stepped(100, 1, 0.033)
+    assert limit.tokens(1) == 128
+    assert limit.tokens(16) == 88
+
+
+def test_prompts_get_half_of_the_time_where_decodes_alone_exceed_the_target() -> None:
+    """A fixed target would starve prompts on a slow machine or beside many decodes."""
+    machine = Machine(token_s=0.001, decode_s=0.1)
+    machine.decode()
+    assert machine.mixed(times=REMEMBERED) == pytest.approx(0.2, rel=0.05)
 
 
 def test_a_chunk_is_never_so_short_that_steps_cost_more_than_it() -> None:
-    limit = ChunkLimit()
+    limit = ChunkLimit(TARGET_S)
     for _ in range(50):
-        limit.stepped(limit.tokens, 8, 5.0)
-    assert limit.tokens == FEWEST
+        limit.stepped(limit.tokens(8), 8, 5.0)
+    assert limit.tokens(8) == FEWEST
+
+
+def test_one_slow_step_changes_nothing() -> None:
+    machine = Machine(1 / 4000, 0.01)
+    machine.decode(times=REMEMBERED)
+    machine.mixed(times=REMEMBERED)
+    tokens = machine.limit.tokens(8)
+    machine.limit.stepped(tokens, 8, 2.0)
+    machine.limit.stepped(0, 8, 2.0)
+    assert machine.limit.tokens(8) == tokens
 
 
 def test_it_follows_a_machine_that_gets_busy_and_is_left_alone_again() -> None:
-    limit = ChunkLimit()
-    for speed in (3000.0, 400.0, 3000.0):
-        for _ in range(20):
-            limit.stepped(256, 1, 256 / speed)
-        assert limit.tokens == pytest.approx(BESIDE_S * speed, rel=0.1)
+    machine = Machine(1 / 4000, 0.01)
+    for factor in (1, 4, 1):
+        machine.token_s, machine.decode_s = factor / 4000, factor * 0.01
+        machine.decode(times=REMEMBERED)
+        step_s = machine.mixed(times=REMEMBERED)
+        assert step_s == pytest.approx(max(TARGET_S, 2 * machine.decode_s), rel=0.1)
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 512), st.integers(0, 64), st.floats(0, 100, allow_nan=False)), min_size=1, max_size=60
+    ),
+    st.floats(0.001, 10),
+    st.integers(1, 64),
+)
+def test_whatever_was_measured_a_chunk_has_enough_tokens(
+    steps: list[tuple[int, int, float]], target_s: float, decodes: int
+) -> None:
+    limit = ChunkLimit(target_s)
+    for step in steps:
+        limit.stepped(*step)
+    assert limit.tokens(decodes) >= FEWEST
+
+
+def test_an_unknown_number_of_decodes_costs_as_much_as_the_most_similar_one() -> None:
+    cost = StepCost()
+    assert cost.decode_s(3) == 0.0
+    cost.stepped(0, 2, 0.01)
+    cost.stepped(0, 32, 0.03)
+    assert cost.decode_s(1) == cost.decode_s(5) == 0.01
+    assert cost.decode_s(64) == 0.03
 
 
 def test_a_long_prompt_is_cut_beside_decodes_and_not_when_it_is_alone(tiny: LoadedModel) -> None:
@@ -50,3 +123,11 @@ def test_a_long_prompt_is_cut_beside_decodes_and_not_when_it_is_alone(tiny: Load
     engine.step()
     engine.submit(EngineRequest("reads", prompt(UNKNOWN + 72, start=1), greedy(1)))
     assert engine.step().stats.prompt_tokens == UNKNOWN
+
+
+def test_a_target_of_zero_limits_nothing(tiny: LoadedModel) -> None:
+    engine = make_engine(tiny, max_step_tokens=512, itl_target_ms=0)
+    engine.submit(EngineRequest("talks", prompt(5), greedy(20, ignore_eos=True)))
+    engine.step()
+    engine.submit(EngineRequest("reads", prompt(UNKNOWN + 72, start=1), greedy(1)))
+    assert engine.step().stats.prompt_tokens == UNKNOWN + 72

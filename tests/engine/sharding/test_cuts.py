@@ -41,6 +41,23 @@ def test_the_parts_of_all_ranks_are_the_model(tmp_path: Path, size: int, load_fo
             assert all(torch.equal(part, weight) for part in found)
 
 
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+def test_sinks_go_with_their_heads_and_experts_are_divided(tmp_path: Path, load_format: str) -> None:
+    directory = save_model(tmp_path / "model", FAMILIES["gpt-oss"]())
+    whole = dict(load_tiny(directory, load_format=load_format).module.named_parameters())
+    parts = [parameters(directory, 2, rank, load_format=load_format) for rank in range(2)]
+    for name, weight in whole.items():
+        leaf, layer = name.split(".")[-1], name.split(".")[-2]
+        found = [part[name] for part in parts if name in part]
+        if leaf == "sinks" or layer in ("q_proj", "k_proj", "v_proj", "experts"):
+            assert torch.equal(torch.cat(found), weight)
+        elif layer == "o_proj" and leaf == "weight":
+            assert torch.equal(torch.cat(found, dim=1), weight)
+        else:
+            assert len(found) == (1 if layer in ("o_proj", "lm_head") else 2), "the leader's alone"
+            assert all(torch.equal(part, weight) for part in found)
+
+
 class Counted:
     """`safe_open`, with a count of the bytes that are read."""
 
@@ -77,7 +94,7 @@ class CountedTensor:
 
 @pytest.mark.parametrize("joined", [False, True], ids=["as published", "experts joined"])
 @pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "qwen2-moe", "mixtral", "phi3", "glm"])
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "phi3", "glm"])
 def test_a_rank_reads_its_part_of_a_file_and_nothing_else(
     tmp_path: Path, family: str, size: int, joined: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

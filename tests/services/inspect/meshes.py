@@ -1,10 +1,12 @@
 """Made-up instances as `inspect` sees them."""
 
+import dataclasses
 from typing import Any
 
 from msgspec.structs import replace
 
-from components.wire.instances import KvEndpoint, Role
+from components.wire.instances import KvEndpoint, RankEndpoint, Role
+from components.wire.layout import of_shard
 from components.wire.status import PageStatus, Status
 from services.inspect.mesh import Clock, Seen
 from tests.components.discovery.records import record
@@ -16,6 +18,16 @@ LETTERS = {"frontend": "f", "decode": "d", "prefill": "p", "bootstrap": "b"}
 def nixl(name: str, **layout: Any) -> KvEndpoint:
     made = endpoint(name)
     return replace(made, backend="nixl/UCX", layout=replace(made.layout, **layout))
+
+
+def with_ranks(one: Seen, *devices: str) -> Seen:
+    """The same worker on several devices."""
+    assert one.record is not None
+    assert one.record.kv is not None
+    followers = [RankEndpoint(pid=100 + i, device=device, base_address=0) for i, device in enumerate(devices[1:], 1)]
+    layout = of_shard(one.record.kv.layout, 0, len(devices))
+    kv = replace(one.record.kv, device=devices[0], layout=layout, followers=followers)
+    return dataclasses.replace(one, record=replace(one.record, kv=kv))
 
 
 def seen(role: Role, number: int = 1, *, answers: bool = True, ahead_s: float = 0.0, **told: Any) -> Seen:

@@ -15,7 +15,7 @@ from services.inspect.doctor import findings, report
 from services.inspect.facts import Facts, Nixl, Segment, Server, SharedMemory, shared_memory
 from services.inspect.findings import Finding, Level
 from services.inspect.mesh import Seen
-from tests.services.inspect.meshes import nixl, seen
+from tests.services.inspect.meshes import nixl, seen, with_ranks
 from tests.services.inspect.test_top_view import rendered
 
 NATS = Server("nats://n", version="2", facts={"max_payload": 8 << 20, "jetstream": ""})
@@ -94,6 +94,21 @@ def test_a_fault_is_found_and_nothing_else(changes: dict[str, Any], check: str, 
     found = [one for one in judged(**changes) if (one.check, one.level) == (check, level)]
     assert any(text in one.what for one in found), found
     assert {one.check for one in judged(**changes)} <= {check, "instances", "prefill"}
+
+
+def test_workers_that_share_a_device_are_named_and_so_are_those_with_several() -> None:
+    """`--device prefill=cuda:0,decode=cuda:1 --tp 2` gives cuda:1 to both."""
+    prefill = with_ranks(seen("prefill"), "cuda:0", "cuda:1")
+    apart = judged(seen=[*HEALTHY.seen[:2], with_ranks(seen("decode"), "cuda:2"), prefill])
+    assert not [one for one in apart if one.check in ("devices", "KV layouts")]
+    mesh = [*HEALTHY.seen[:2], with_ranks(seen("decode"), "cuda:1", "cuda:2"), prefill]
+    [found] = [one for one in judged(seen=mesh) if one.check == "devices"]
+    assert found.level is Level.NOTE
+    assert found.what == "decode d1 and prefill p1 use cuda:1 of here"
+    [told] = [
+        one.what for one in findings(replace(HEALTHY, seen=mesh)) if one.check == "devices" and one.level is Level.OK
+    ]
+    assert told == "decode d1 has cuda:1 cuda:2; prefill p1 has cuda:0 cuda:1"
 
 
 def unlike(**layout: Any) -> Seen:

@@ -10,7 +10,7 @@ from components.wire.inspection import Candidate, RouteExplained
 from components.wire.plans import PlanTold, RolePlan
 from services.inspect import __main__ as inspect
 from services.inspect import route, workers
-from tests.services.inspect.meshes import seen
+from tests.services.inspect.meshes import seen, with_ranks
 
 
 def test_every_command_has_json() -> None:
@@ -21,7 +21,8 @@ def test_every_command_has_json() -> None:
 
 
 def test_workers_are_objects_with_the_record_the_load_and_the_calls() -> None:
-    decode, prefill, frontend = (seen(role).record for role in ("decode", "prefill", "frontend"))
+    decode, frontend = (seen(role).record for role in ("decode", "frontend"))
+    prefill = with_ranks(seen("prefill"), "cuda:0", "cuda:1").record
     assert decode is not None
     assert prefill is not None
     assert frontend is not None
@@ -35,6 +36,7 @@ def test_workers_are_objects_with_the_record_the_load_and_the_calls() -> None:
     assert (of["d1"]["load"]["num_running"], of["d1"]["calls"], of["d1"]["errors"]) == (3, {"generate": 7}, 2)
     assert (of["p1"]["load"], of["f1"]["calls"], of["f1"]["kv"]) == (None, None, None)
     assert of["p1"]["kv"].keys() == {"backend", "device", "layout"}, "no addresses for peers"
+    assert of["p1"]["ranks"] == [{"device": "cuda:0", "pid": 1}, {"device": "cuda:1", "pid": 101}]
 
 
 def test_a_plan_has_all_its_fields_also_those_that_are_unknown() -> None:

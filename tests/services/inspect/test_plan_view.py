@@ -39,3 +39,18 @@ def test_a_plan_shows_the_leader_the_needs_and_the_changes() -> None:
     assert "no change now: waiting for 3 prefill workers" in text
     assert "no heartbeat or metrics from: f00" in text
     assert "10:00:00 prefill 2 → 3" in text
+
+
+def test_a_limit_of_devices_is_shown_with_what_a_worker_takes() -> None:
+    plan = PlanTold(
+        leading=True,
+        connector="none",
+        prefill=RolePlan(least=1, most=4, serving=2, devices=4),
+        decode=RolePlan(least=1, most=1, serving=1),
+        most_devices=8,
+    )
+    text = shown(plan)
+    assert "devices each" in text
+    row = next(line for line in text.splitlines() if "1..4" in line)
+    assert row.split("│")[6].strip() == "4"
+    assert "at most 8 devices" in text

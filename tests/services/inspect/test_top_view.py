@@ -8,7 +8,7 @@ from rich.console import Console
 from components.wire.status import LinkStatus, RoomStatus
 from services.inspect.rooms import joined, room_table
 from services.inspect.top import drawn, frame_of, links_of, size
-from tests.services.inspect.meshes import seen
+from tests.services.inspect.meshes import seen, with_ranks
 
 
 def rendered(renderable: Any, width: int = 160) -> list[str]:
@@ -117,3 +117,13 @@ def test_a_room_joins_what_its_three_sides_report_the_oldest_first() -> None:
     assert young.prefill is not None
     assert (young.decode.state, young.bootstrap.state, young.prefill.state) == ("transfer", "open", "computing")
     assert rendered(room_table([old, young]))[1].split() == ["r2", "30", "s", "z", "d1", "pinned", "30.0", "s"]
+
+
+def test_numbers_of_devices_are_shown_if_an_instance_has_several() -> None:
+    mesh = [seen("frontend"), seen("decode"), with_ranks(seen("prefill"), "cuda:2", "cuda:3")]
+    frame = frame_of(mesh, "ns", 0.0)
+    assert [row.devices for row in frame.rows] == [0, 1, 2]
+    [head, *rows] = rendered(drawn(frame, 160))[1:]
+    assert head.split()[:4] == ["role", "instance", "devices", "state"]
+    assert [row.split()[2] for row in rows] == ["ok", "1", "2"]
+    assert "devices" not in rendered(drawn(frame_of(mesh[:2], "ns", 0.0), 160))[1]

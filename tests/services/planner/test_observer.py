@@ -3,6 +3,7 @@
 import socket
 
 import pytest
+from msgspec.structs import replace
 
 from components.discovery.book import InstanceBook
 from components.messaging.liveness import Liveness
@@ -10,9 +11,10 @@ from components.planning.samples import PLANNED
 from components.telemetry.metrics_page import serve_metrics
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.heartbeat import Heartbeat
-from components.wire.instances import InstanceRecord, Role
+from components.wire.instances import InstanceRecord, KvEndpoint, RankEndpoint, Role
 from engine.ports import StepStats
 from services.planner.observer import Observer
+from tests.components.kv_transfer.fake_transfer import endpoint
 
 pytestmark = pytest.mark.anyio
 
@@ -29,7 +31,7 @@ class Mesh:
     def clock(self) -> float:
         return self.now_s
 
-    def register(self, name: str, role: Role, http: str) -> None:
+    def register(self, name: str, role: Role, http: str, kv: KvEndpoint | None = None) -> None:
         record = InstanceRecord(
             instance_id=name,
             epoch="e",
@@ -39,6 +41,7 @@ class Mesh:
             started_unix_ms=0,
             subject=name,
             http=http,
+            kv=kv,
         )
         self.book.put(name, record)
 
@@ -52,7 +55,8 @@ async def test_a_sample_joins_page_and_heartbeats_and_averages_waiting_requests(
     metrics, mesh = WorkerMetrics(), Mesh()
     metrics.record(StepStats(prompt_tokens=100, step_s=0.2))
     async with serve_metrics(metrics.registry, "127.0.0.1", 0, lambda: True) as url:
-        mesh.register("p", "prefill", url)
+        kv = replace(endpoint("p"), followers=[RankEndpoint(pid=2, device="cuda:1", base_address=0)])
+        mesh.register("p", "prefill", url, kv)
         mesh.beat("p", num_waiting=4, accepted=7, queued_tokens=500, cached_pages=1)
         mesh.now_s += 1.0
         mesh.beat("p", num_waiting=0, accepted=9, queued_tokens=300, cached_pages=1)
@@ -65,6 +69,7 @@ async def test_a_sample_joins_page_and_heartbeats_and_averages_waiting_requests(
         assert (worker.accepted, worker.queued_tokens, worker.waiting) == (9, 300, 2.0)
         assert (worker.used_pages, worker.total_pages) == (5, 10)
         assert (seen.unknown, seen.wanted) == ([], {"prefill": 1, "decode": 0})
+        assert (seen.devices("prefill"), seen.devices("decode")) == (2, 1)
         mesh.beat("p", num_waiting=6)
         mesh.now_s += 0.5
         again = await mesh.observer.observe({})

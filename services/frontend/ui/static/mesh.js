@@ -84,6 +84,7 @@ class Tile extends Component {
         <span class="figures">
           <span><b>${percent(share(of))}</b> KV</span>
           <span><b>${short(of.running || 0)}</b> running</span>
+          ${of.devices && html`<span><b>${of.devices.length}</b> devices</span>`}
           ${of.waiting > 0 && html`<span><b>${short(of.waiting)}</b> waiting</span>`}
           ${of.rooms > 0 && html`<span><b>${short(of.rooms)}</b> rooms</span>`}
           ${of.tps > 0 && html`<span><b>${short(of.tps)}</b> tok/s</span>`}
@@ -264,6 +265,7 @@ function pairs(of) {
   if (of.beat_age) add("last heartbeat", `${age(of.beat_age)} ago`);
   if (of.lag_ms != null) add("event loop lag", `${of.lag_ms} ms`);
   if (of.etcd_age != null) add("contact", `etcd ${age(of.etcd_age)} ago, NATS ${age(of.nats_age)} ago`);
+  add("devices", of.devices?.join(", "));
   add("KV transfer", of.kv);
   add("KV layout", of.layout);
   add("model", of.model);

@@ -3,16 +3,18 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from components.discovery.book import InstanceBook
 from components.messaging.liveness import SILENT_AFTER_S, STILL_AFTER_S, Liveness
 from components.messaging.roll_call import Answers
 from components.wire.heartbeat import Heartbeat
-from components.wire.instances import InstanceRecord
+from components.wire.instances import InstanceRecord, RankEndpoint
 from components.wire.protocol import UNNAMED
 from components.wire.status import LinkStatus, PageStatus, Status
 from services.frontend.ui.mesh_view import WARMING_S, MeshView, Reports, about_mesh
 from tests.components.discovery.records import record
+from tests.components.kv_transfer.fake_transfer import endpoint
 
 STARTED_S = 1000.0
 
@@ -38,6 +40,17 @@ class Shown:
 
 def instance(name: str, role: str = "decode", **facts: Any) -> InstanceRecord:
     return record(name, role=role, started_unix_ms=int(STARTED_S * 1000), **facts)
+
+
+def test_an_instance_on_several_devices_names_them() -> None:
+    whole = endpoint("d1")
+    followers = [RankEndpoint(pid=7, device="cuda:1", base_address=0)]
+    shown = Shown(
+        instance("d1", kv=replace(whole, device="cuda:0", followers=followers)), instance("d2", kv=endpoint("d2"))
+    )
+    of = shown.view.look().instances
+    assert of["d1"]["devices"] == ["cuda:0", "cuda:1"]
+    assert "devices" not in of["d2"]
 
 
 def test_a_decode_instance_warms_up_serves_stalls_is_silent_and_is_back() -> None:

@@ -1,0 +1,17 @@
+"""A follower of the mock engine: it has a rank's pages and its transfer end. The leader writes the marks."""
+
+import ctypes
+import mmap
+import os
+import threading
+from collections.abc import Callable
+
+from engine.parallel.orders import Report, Start
+
+
+def follow(start: Start, say: Callable[[Report], None]) -> None:
+    """Map this rank's pages, then wait until the leader ends."""
+    num_bytes = os.fstat(start.memory).st_size // start.config.tensor_parallel
+    pages = mmap.mmap(start.memory, num_bytes, offset=start.rank * num_bytes)
+    say(Report(os.getpid(), "cpu", address=ctypes.addressof(ctypes.c_char.from_buffer(pages))))
+    threading.Event().wait()

@@ -1,0 +1,157 @@
+"""The leader's side of its followers' processes: it starts them, reads their reports, and notices when one ends."""
+
+import logging
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from queue import Queue
+from typing import Final
+
+import msgspec
+
+from components.errors import InvariantBroken
+from components.startup import WrongSettings
+from engine.config import EngineConfig
+from engine.parallel.orders import Report, Start, line_of
+from engine.ports import RankMemory
+
+log = logging.getLogger(__name__)
+
+END_S: Final = 10.0  # for a follower to end by itself
+
+
+class RankLost(InvariantBroken):
+    """A process of the instance has ended, or the ranks no longer agree."""
+
+
+class Follower:
+    """One process. A thread reads its reports."""
+
+    def __init__(self, rank: int, start: Start, module: str, lose: Callable[[str], None]) -> None:
+        self.rank = rank
+        self.reports: Queue[Report] = Queue()
+        inherited = (start.memory, *start.wakers)
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=inherited
+        )
+        assert self.process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended; its reports say so
+            self.process.stdin.write(start.dump().encode() + b"\n")
+            self.process.stdin.flush()
+        threading.Thread(target=self._read, args=(lose,), name=f"follower {rank}", daemon=True).start()
+
+    def _read(self, lose: Callable[[str], None]) -> None:
+        assert self.process.stdout is not None
+        last = Report(self.process.pid)
+        with self.process.stdout as lines:
+            for line in lines:
+                last = msgspec.json.decode(line, type=Report)
+                self.reports.put(last)
+        why = last.failure or f"it ended with {self.process.wait()}"
+        if not last.failure:
+            self.reports.put(Report(self.process.pid, failure=why))
+        lose(f"rank {self.rank}, process {self.process.pid}: {why}")
+
+    def end(self) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+
+    def wait(self) -> None:
+        try:
+            self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            log.warning(
+                "a follower did not end, and is killed", extra={"rank": self.rank, "follower": self.process.pid}
+            )
+            self.process.kill()
+            self.process.wait()
+
+
+class RankProcesses:
+    """The followers of this process.
+
+    Args:
+        memory: descriptor of shared memory that they inherit, as they do `wakers`.
+        on_loss: called first, on another thread, when a follower has ended.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        config: EngineConfig,
+        state_dir: Path,
+        module: str,
+        *,
+        memory: int,
+        wakers: Sequence[int] = (),
+        on_loss: Callable[[], None] | None = None,
+    ) -> None:
+        self.directory = Path(tempfile.mkdtemp(prefix="kvmesh-ranks-"))  # private; followers remove it
+        self.store = self.directory / "store"
+        self.is_over = threading.Event()  # a follower is lost, or `close` was called
+        self.lost: RankLost | None = None
+        self._on_loss = on_loss
+        self._lock = threading.Lock()
+        self._callbacks: list[Callable[[Exception], None]] = []
+        self._closing = False
+
+        def start(rank: int) -> Follower:
+            told = Start(model, str(state_dir), config, rank, str(self.store), memory, list(wakers))
+            return Follower(rank, told, module, self._lose)
+
+        self._all = [start(rank) for rank in range(1, config.tensor_parallel)]
+
+    def reports(self) -> list[Report]:
+        """Wait for the next report of each. Raises: WrongSettings, RankLost."""
+        reports = [follower.reports.get() for follower in self._all]
+        for follower, report in zip(self._all, reports, strict=True):
+            if report.failure:
+                kind = WrongSettings if report.is_setting else RankLost
+                raise kind(report.failure if report.is_setting else f"rank {follower.rank}: {report.failure}")
+        return reports
+
+    def memories(self) -> list[RankMemory]:
+        """Wait for the followers' pages. Raises: WrongSettings, RankLost."""
+        return [
+            RankMemory(made.pid, made.device, made.address, str(line_of(self.directory, rank)))
+            for rank, made in enumerate(self.reports(), 1)
+        ]
+
+    def on_loss(self, callback: Callable[[Exception], None]) -> None:
+        """Call `callback` on any thread. May be called on any thread."""
+        with self._lock:
+            self._callbacks.append(callback)
+            lost = self.lost
+        if lost is not None:
+            callback(lost)
+
+    def close(self) -> bool:
+        """End the processes. Returns: whether this call did."""
+        with self._lock:
+            if self._closing:
+                return False
+            self._closing = True
+        self.is_over.set()
+        for follower in self._all:
+            follower.end()
+        for follower in self._all:
+            follower.wait()
+        shutil.rmtree(self.directory, ignore_errors=True)
+        return True
+
+    def _lose(self, why: str) -> None:
+        with self._lock:
+            if self._closing or self.lost is not None:
+                return
+            self.lost = lost = RankLost(f"this instance has lost {why}")
+            callbacks = list(self._callbacks)
+        self.is_over.set()
+        if self._on_loss is not None:
+            self._on_loss()
+        for callback in callbacks:
+            callback(lost)

@@ -1,0 +1,141 @@
+"""How a row's token is drawn, in the numbers that `noise` computes with."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from components.wire.sampling import SamplingParams
+from engine.sampling.noise import Floats, Ids, Words, gumbel, noise_words, total_weight, weights
+
+COLDEST: Final = 1e-12  # temperature
+EVERY: Final = float(np.finfo(np.float32).max)  # greatest distance of a token that is not excluded
+SHARE_BITS: Final = 30
+WHOLE: Final = 1 << SHARE_BITS  # share without top_p
+STEPS: Final = (np.float32(4), np.float32(12))  # distances within which most distributions are
+WEIGHTLESS: Final = np.float32(28)  # distance; 2^-40 is at 27.7
+FEW: Final = 512  # tokens scored first
+ROUNDING: Final = 1.001  # noise is rounded, by less than 1e-5
+
+
+@dataclass(frozen=True, slots=True)
+class Drawing:
+    """A token's distance is (largest logit - its logit) / temperature, in float32.
+
+    The token with the largest noise - distance is drawn, of equal ones the first. That is a draw from the softmax.
+
+    Source: Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030.
+    """
+
+    inverse: float  # 1 / temperature; 0: greedy
+    reach: float  # greatest distance, by min_p
+    top_k: int  # 0: all
+    share: int  # top_p in 2^-30
+
+    @property
+    def cuts(self) -> bool:
+        return self.top_k > 0 or self.share < WHOLE
+
+
+def drawing_of(params: SamplingParams) -> Drawing:
+    return Drawing(
+        inverse=_float32(1 / max(params.temperature, COLDEST)) if params.temperature > 0 else 0.0,
+        reach=_float32(abs(math.log(params.min_p))) if params.min_p > 0 else EVERY,
+        top_k=max(params.top_k, 0),
+        share=max(1, round(params.top_p * WHOLE)),
+    )
+
+
+def weight_to_reach(total: int, share: int) -> int:
+    """The share of a weight, rounded up."""
+    return -(-total * share // WHOLE)
+
+
+class Candidates(NamedTuple):
+    """Tokens of a row of which one is drawn."""
+
+    token_ids: Ids
+    words: Words  # of their noise
+    distances: Floats
+
+
+def candidates(logits: Floats, best: int, key: int, how: Drawing) -> Candidates:
+    """Those tokens of a row that may be drawn.
+
+    Args:
+        logits: [vocab], adjusted.
+        best: the first of the largest ones, which is finite.
+    """
+    distances = logits[best] - logits
+    distances *= np.float32(how.inverse)
+    if how.cuts:
+        token_ids = kept(distances, how)
+    elif how.reach < EVERY:
+        token_ids = np.flatnonzero(distances <= np.float32(how.reach))
+    else:
+        return _candidates_of_all(distances, key)
+    return Candidates(token_ids, noise_words(key, token_ids), distances[token_ids])
+
+
+def draw(rows: Sequence[Candidates]) -> list[int]:
+    """The token of each row. Noise is computed once for all, because most rows have few candidates."""
+    noise = gumbel(np.concatenate([row.words for row in rows]))
+    drawn, end = [], 0
+    for row in rows:
+        start, end = end, end + len(row.words)
+        scores = noise[start:end] - row.distances
+        drawn.append(int(row.token_ids[scores == scores.max()].min()))
+    return drawn
+
+
+def kept(distances: Floats, how: Drawing) -> Ids:
+    """The tokens that min_p, top_k and top_p leave, in this order; ascending.
+
+    The top_k nearest, lower ids first among equals; of these the smallest set that has the share of their weight.
+
+    Source: top-k, Fan et al. 2018, arXiv:1805.04833; nucleus, Holtzman et al. 2020, arXiv:1904.09751.
+    """
+    reach, top_k = np.float32(how.reach), how.top_k
+    least = 0  # weight
+    if not top_k:  # those without weight are never needed
+        near = distances[distances <= min(reach, WEIGHTLESS)]
+        least = weight_to_reach(total_weight(near), how.share)
+    for limit in (*STEPS, reach):
+        token_ids = np.flatnonzero(distances <= min(limit, reach))
+        if len(token_ids) >= top_k if top_k else total_weight(distances[token_ids]) >= least:
+            break
+    found = distances[token_ids]
+    if 0 < top_k < len(token_ids):
+        nearest = found <= np.partition(found, top_k - 1)[top_k - 1]
+        token_ids, found = token_ids[nearest], found[nearest]
+    order = found.argsort(kind="stable")
+    if top_k:
+        order = order[:top_k]
+    if how.share < WHOLE:
+        mass = weights(found[order])
+        least = weight_to_reach(int(mass.sum()), how.share) if top_k else least
+        order = order[np.cumsum(mass) - mass < least]
+    return np.sort(token_ids[order])
+
+
+def _candidates_of_all(distances: Floats, key: int) -> Candidates:
+    """Leave out tokens that cannot win.
+
+    For v, the share of a token's word in 2^32, its noise is between log(1/v - 1) and log(1/v).
+    """
+    near = np.flatnonzero(distances <= STEPS[0])
+    beyond = 0.0 if len(near) > FEW else float(STEPS[0])  # least distance of the others
+    near = near[:FEW]
+    words = noise_words(key, len(distances))
+    shares = (words[near] + 0.5) / 2**32
+    least = float((np.log(1 / shares - 1) - distances[near]).max())  # score of the one that is drawn
+    near = near[shares <= math.exp(-least) * ROUNDING]
+    others = np.flatnonzero(words <= np.uint32(min(math.exp(-least - beyond) * ROUNDING * 2**32, 2**32 - 1)))
+    token_ids = np.concatenate([near, others])
+    return Candidates(token_ids, words[token_ids], distances[token_ids])
+
+
+def _float32(value: float) -> float:
+    return float(np.float32(value))

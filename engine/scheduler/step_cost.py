@@ -1,0 +1,64 @@
+"""What steps cost, and how many prompt tokens may therefore share one with decodes."""
+
+from collections import deque
+from statistics import median
+from typing import Final
+
+FEWEST: Final = 32  # tokens; each step has a fixed cost
+UNKNOWN: Final = 64  # tokens, before the speed is known
+REMEMBERED: Final = 9  # steps of a kind
+
+
+class StepCost:
+    """Learns the cost of steps from the latest ones.
+
+    A median forgets a single slow step, and follows a neighbour that stays busy after five steps.
+    """
+
+    def __init__(self) -> None:
+        self._decode_s: dict[int, deque[float]] = {}  # of steps without prompts; key: bit length of the decodes
+        self._token_s: deque[float] = deque(maxlen=REMEMBERED)  # of a prompt token, beyond the decodes beside it
+
+    def decode_s(self, decodes: int) -> float:
+        """Seconds of a step of so many decodes, or of the most similar number; 0: unknown."""
+        if not self._decode_s:
+            return 0.0
+        size = decodes.bit_length()
+        nearest = min(self._decode_s, key=lambda known: (abs(known - size), known))
+        return median(self._decode_s[nearest])
+
+    def prompt_token_s(self) -> float:
+        """0: unknown."""
+        return median(self._token_s) if self._token_s else 0.0
+
+    def stepped(self, prompt_tokens: int, decodes: int, step_s: float) -> None:
+        if prompt_tokens >= FEWEST:
+            prompt_s = max(step_s - (self.decode_s(decodes) if decodes else 0.0), step_s / 2, 1e-6)
+            self._token_s.append(prompt_s / prompt_tokens)
+        elif not prompt_tokens and decodes:
+            self._decode_s.setdefault(decodes.bit_length(), deque(maxlen=REMEMBERED)).append(step_s)
+
+
+class ChunkLimit:
+    """Limits prompt chunks beside decodes, so that a step takes no longer than `target_s`.
+
+    Where decodes alone take more than half of it, the chunk takes as long as they do: prompts always get half of the
+    time. The speeds are measured, as a machine may be shared.
+
+    Source: chunked prefill, Agrawal et al. 2023, "SARATHI", arXiv:2308.16369.
+    """
+
+    def __init__(self, target_s: float) -> None:
+        self._target_s = target_s
+        self._cost = StepCost()
+
+    def tokens(self, decodes: int) -> int:
+        """Prompt tokens that may share a step with so many decodes."""
+        token_s = self._cost.prompt_token_s()
+        if not token_s:
+            return UNKNOWN
+        decode_s = self._cost.decode_s(decodes)
+        return max(FEWEST, int(max(self._target_s - decode_s, decode_s) / token_s))
+
+    def stepped(self, prompt_tokens: int, decodes: int, step_s: float) -> None:
+        self._cost.stepped(prompt_tokens, decodes, step_s)

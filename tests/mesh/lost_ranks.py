@@ -1,0 +1,28 @@
+"""kill -9 of a follower of a worker on several devices."""
+
+import asyncio
+import os
+import signal
+
+from components.wire.instances import InstanceRecord
+from tests.mesh.harness import Worker
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+async def ends_with_a_follower(worker: Worker, record: InstanceRecord) -> None:
+    """Kill the last follower: the whole instance ends, and says why."""
+    assert record.kv is not None
+    followers = [rank.pid for rank in record.kv.followers]
+    os.kill(followers[-1], signal.SIGKILL)
+    assert await asyncio.to_thread(worker.popen.wait, 20) != 0
+    assert f"rank {len(followers)}, process {followers[-1]}: it ended with -9" in worker.logged()
+    async with asyncio.timeout(10):
+        while any(map(is_alive, followers)):
+            await asyncio.sleep(0.02)

@@ -1,0 +1,86 @@
+"""Mock engines on unequal numbers of ranks: follower processes with pools and NIXL agents of their own."""
+
+import asyncio
+from typing import Final
+
+import pytest
+
+from components.wire.instances import InstanceRecord
+from tests.mesh.harness import Client, MeshProcesses, open_client
+from tests.mesh.lost_ranks import ends_with_a_follower
+from tests.mesh.mocks import MAX_TOKENS, MODEL, no_page_is_lost, one_engine, random_prompts
+
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+
+PROMPTS: Final = random_prompts(100)
+IN_FLIGHT: Final = 32
+
+
+async def _ask(client: Client, salt: str) -> list[list[int]]:
+    places = asyncio.Semaphore(IN_FLIGHT)
+
+    async def one(prompt: list[int]) -> list[int]:
+        async with places:
+            return await client.generate(prompt, MAX_TOKENS, model=MODEL, salt=salt)
+
+    return list(await asyncio.gather(*(one(prompt) for prompt in PROMPTS)))
+
+
+def _ranks(role: str, number: int, kv_heads: int, page_size: int) -> dict[str, str]:
+    prefix = f"MESH_{role.upper()}_ENGINE__"
+    sizes = {"TENSOR_PARALLEL": number, "MOCK__KV_HEADS": kv_heads, "PAGE_SIZE": page_size}
+    return {f"{prefix}{name}": str(value) for name, value in sizes.items()}
+
+
+async def _start_unequal(client: Client, prefill: int, decode: int) -> dict[str, InstanceRecord]:
+    """Both records, once all tokens have been right."""
+    [source] = await client.until_usable("prefill")
+    [target] = await client.until_usable("decode")
+    assert source.kv is not None
+    assert target.kv is not None
+    assert (len(source.kv.devices), len(target.kv.devices)) == (prefill, decode)
+    return {"prefill": source, "decode": target}
+
+
+async def _all_right(client: Client, mesh: MeshProcesses, expected: list[list[int]]) -> None:
+    assert await _ask(client, "all") == expected
+    await no_page_is_lost(client)
+    log = mesh.one("decode").logged()
+    assert "computing the prompt here" not in log
+    assert "prefill instance not used" not in log
+
+
+def test_from_two_ranks_to_four_and_prefill_loses_one(mock_mesh: MeshProcesses) -> None:
+    """A rank of prefill has two heads, one of decode has one."""
+    expected = one_engine(mock_mesh.home, PROMPTS)
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client:
+            records = await _start_unequal(client, 2, 4)
+            await _all_right(client, mock_mesh, expected)
+            asked = asyncio.create_task(_ask(client, "prefill loses a rank"))
+            await asyncio.sleep(0.05)
+            await ends_with_a_follower(mock_mesh.one("prefill"), records["prefill"])
+            assert await asked == expected, "decode computes what prefill does not"
+
+    mock_mesh.start("bootstrap", "decode", "prefill", **_ranks("prefill", 2, 4, 16), **_ranks("decode", 4, 4, 16))
+    asyncio.run(run())
+
+
+def test_from_four_ranks_to_two_and_decode_loses_one(mock_mesh: MeshProcesses) -> None:
+    """Two ranks of prefill have the same head, and pages are of unequal sizes."""
+    expected = one_engine(mock_mesh.home, PROMPTS)
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client:
+            records = await _start_unequal(client, 4, 2)
+            await _all_right(client, mock_mesh, expected)
+            await asyncio.to_thread(mock_mesh.start_one, "decode", MESH_ENGINE__MOCK__KV_HEADS="2")
+            await client.until_usable("decode", 2)
+            asked = asyncio.create_task(_ask(client, "decode loses a rank"))
+            await asyncio.sleep(0.05)
+            await ends_with_a_follower(mock_mesh.one("decode"), records["decode"])
+            assert await asked == expected, "streams move, to an instance on one device"
+
+    mock_mesh.start("bootstrap", "decode", "prefill", **_ranks("prefill", 4, 2, 16), **_ranks("decode", 2, 2, 32))
+    asyncio.run(run())
