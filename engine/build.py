@@ -31,6 +31,7 @@ from engine.parts import Pool, make_model, make_parts, make_pool
 from engine.ports import KvRegion, RankMemory
 from engine.runner.device_model import StepModel
 from engine.runner.torch_runner import TorchRunner
+from engine.sharding.experts import has_experts
 
 log = logging.getLogger(__name__)
 
@@ -156,7 +157,8 @@ def assemble_led(
         RankMemory(made.pid, made.device, made.address, str(line_of(followers.directory, rank)))
         for rank, made in enumerate(followers.made(), 1)
     ]
-    limit = ThreadLimit(torch.get_num_threads(), torch.get_num_threads())
+    # ranks must route alike, and a router's last bits depend on the number of threads
+    limit = None if has_experts(loaded.module) else ThreadLimit(torch.get_num_threads(), torch.get_num_threads())
     model = LedModel(parts.model, followers, number)
     return _engine(loaded, config, parts.pool, model, None, limit, ranks)
 
@@ -167,7 +169,7 @@ def _engine(  # noqa: PLR0917
     pool: Pool,
     model: StepModel,
     cores: SharedCores | None,
-    limit: ThreadLimit,
+    limit: ThreadLimit | None,
     ranks: Sequence[RankMemory] = (),
 ) -> EngineCore:
     on_cpu = loaded.device.type == "cpu"

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -16,8 +17,9 @@ from torch.nn.functional import linear
 from engine.device.copies import to_device
 from engine.errors import ModelUnavailable, UnsupportedModel
 from engine.lora.adapter_config import ADAPTER_WEIGHTS, AdapterConfig, adapter_identity, read_adapter_config
-from engine.sharding.cuts import NO_CUTS, Cut, Cuts
+from engine.sharding.cuts import Cut
 
+EXPERTS: Final = ".experts."  # in transformers' names
 TENSOR: Final = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 
 
@@ -128,13 +130,15 @@ class Adapters:
         return to_device(rows, self.device, torch.int64)
 
 
-def install_adapters(module: Any, directories: Mapping[str, str], cuts: Cuts = NO_CUTS) -> Adapters:
+def install_adapters(
+    module: Any, directories: Mapping[str, str], cuts: Mapping[str, Cut] = MappingProxyType({})
+) -> Adapters:
     """Read the adapters and replace the linear layers that they change.
 
     Args:
         module: transformers' model, changed in place; layers keep their parameters and names.
         directories: by adapter name; each holds adapter_config.json and adapter_model.safetensors.
-        cuts: of the layers of which `module` has a part.
+        cuts: of the layers of which `module` has a part, by name.
     Raises: ModelUnavailable, if one cannot be read; UnsupportedModel, if it does not fit the model or cannot be
     computed.
     """
@@ -158,15 +162,22 @@ def _adaptable(module: Any) -> dict[str, torch.nn.Linear]:
     return {
         name: layer
         for name, layer in module.named_modules()
-        if type(layer) is torch.nn.Linear and layer is not head and ".experts." not in name
+        if type(layer) is torch.nn.Linear and layer is not head and EXPERTS not in name
     }
 
 
-def _read(name: str, directory: Path, linears: Mapping[str, torch.nn.Linear], cuts: Cuts) -> dict[str, LowRank]:
+def _read(
+    name: str, directory: Path, linears: Mapping[str, torch.nn.Linear], cuts: Mapping[str, Cut]
+) -> dict[str, LowRank]:
     config = read_adapter_config(name, directory)
     pairs = _pairs(name, directory)
     strangers = [layer for layer in pairs if layer not in linears]
     missing = [] if config.some_layers else [layer for layer in linears if config.names(layer) and layer not in pairs]
+    if experts := next((layer for layer in strangers if EXPERTS in layer), None):
+        raise UnsupportedModel(
+            f"LoRA adapter {name!r} is not supported: it changes {experts}, and experts cannot be adapted. Train one "
+            "for other layers (target_modules)"
+        )
     if strangers or missing or not pairs:
         what = f"it changes {strangers[0]}" if strangers else f"it has no weights for {(missing or ['any layer'])[0]}"
         raise UnsupportedModel(
@@ -206,7 +217,7 @@ def _change(  # noqa: PLR0917 - what a layer has, then what the file has for it
     cut: Cut | None,
 ) -> LowRank:
     rank = config.rank_of(layer)
-    outputs, inputs = (plain.out_features, plain.in_features) if cut is None else cut.whole_shape(plain)
+    outputs, inputs = (plain.out_features, plain.in_features) if cut is None else cut.shape
     wanted = ((rank, inputs), (outputs, rank))
     if (tuple(down.shape), tuple(up.shape)) != wanted:
         raise UnsupportedModel(

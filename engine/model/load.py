@@ -1,8 +1,9 @@
 """Load transformers' model with our attention."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -25,7 +26,7 @@ from engine.model.pooling import Pooling, read_pooling
 from engine.model.progress import Progress, unless_quick
 from engine.model.resolve import is_random, model_dir, served_name
 from engine.model.support import check_config, max_positions
-from engine.sharding.cuts import NO_CUTS, Cuts, cut_weights, join_sums, plan_cuts
+from engine.sharding.cuts import NO_CUTS, cut_weights, join_sums, plan_cuts
 from engine.sharding.heads import check_heads
 from engine.sharding.read_part import read_part
 
@@ -94,15 +95,18 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
     )
     shard = of_shard(layout, rank, size)
-    cuts = NO_CUTS if size == 1 else plan_cuts(name, _skeleton(auto, model_config), shard)
+    skeleton = None if size == 1 else _skeleton(auto, model_config)
+    cuts = NO_CUTS if skeleton is None else plan_cuts(name, skeleton, shard, heads)
     if random:
         progress("Making random weights", 0, 1)
         module = _random_model(auto, model_config, TORCH_DTYPES[dtype], device)
         cut_weights(module, cuts, rank)
         progress("Making random weights", 1, 1)
     else:
-        module = _trained_model(auto, directory, model_config, TORCH_DTYPES[dtype], device, progress, cuts, rank)
-    adapters = install_adapters(module, config.lora, cuts) if pooling is None else Adapters()
+        whole = partial(_whole_model, auto, directory, TORCH_DTYPES[dtype])
+        part = partial(read_part, directory, skeleton, TORCH_DTYPES[dtype], cuts, rank)
+        module = _trained_model(directory, whole if skeleton is None else part, device, progress)
+    adapters = install_adapters(module, config.lora, cuts.linears) if pooling is None else Adapters()
     join_sums(module, cuts)
     if pooling is not None:
         module = Headless(module)
@@ -135,30 +139,15 @@ def _skeleton(auto: Any, model_config: Any) -> Any:
         return auto.from_config(model_config, attn_implementation=IMPLEMENTATION)
 
 
-def _trained_model(  # noqa: PLR0917 - what to load, then where to and which part
-    auto: Any,
-    directory: Path,
-    model_config: Any,
-    dtype: torch.dtype,
-    device: torch.device,
-    progress: Progress,
-    cuts: Cuts,
-    rank: int,
+def _trained_model(
+    directory: Path, read: Callable[[], tuple[Any, Mapping[str, Any]]], device: torch.device, progress: Progress
 ) -> Any:
+    """`read` returns what `from_pretrained(output_loading_info=True)` does."""
     if not any(directory.glob("*.safetensors")):
         raise ModelUnavailable(f"{directory} has no *.safetensors; for random weights use load_format=dummy")
     try:
         with _reported_bars("Loading weights", progress):
-            if cuts:
-                module, report = read_part(auto, directory, model_config, dtype, cuts, rank)
-            else:
-                module, report = auto.from_pretrained(
-                    directory,
-                    dtype=dtype,
-                    attn_implementation=IMPLEMENTATION,
-                    local_files_only=True,
-                    output_loading_info=True,
-                )
+            module, report = read()
     except (OSError, SafetensorError) as exc:
         raise ModelUnavailable(f"the weights in {directory} cannot be read: {exc}") from exc
     if missing := sorted(report["missing_keys"]):  # transformers would initialise them at random
@@ -178,6 +167,16 @@ def _moved(module: Any, device: torch.device) -> Any:
             f"{free / 1e9:.1f} GB were free after some of them. To do: divide the model over more devices by "
             "engine.tensor_parallel, or end other processes on this device"
         ) from exc
+
+
+def _whole_model(auto: Any, directory: Path, dtype: torch.dtype) -> Any:
+    return auto.from_pretrained(
+        directory,
+        dtype=dtype,
+        attn_implementation=IMPLEMENTATION,
+        local_files_only=True,
+        output_loading_info=True,
+    )
 
 
 def _random_model(auto: Any, model_config: Any, dtype: torch.dtype, device: torch.device) -> Any:

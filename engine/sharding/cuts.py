@@ -1,26 +1,32 @@
-"""Which rows or columns of a model's weights belong to a rank.
+"""Which part of a model's weights belongs to a rank.
 
-transformers' `base_model_tp_plan` names the layers. KV heads that do not suffice are replicated. Attention sinks are cut
-like the query heads.
+transformers' `base_model_tp_plan` and `base_model_ep_plan` name the layers. KV heads that do not suffice are replicated.
+Attention sinks are cut like the query heads.
 """
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
 from components.wire.layout import KvLayout
 from engine.errors import UnsupportedModel
+from engine.sharding.experts import WHOLE_EXPERTS, ExpertCut, ReducedExperts, cut_experts, plan_experts
 from engine.sharding.group import Reduced
+from engine.sharding.part import Part, packed, share
 
+# transformers' styles
 OUTPUTS: Final = "colwise"  # each rank has some of the outputs
 INPUTS: Final = "rowwise"  # each rank has some of the inputs: the outputs are summed
+EXPERTS: Final = "moe_tp_experts"
 WHOLE: Final = frozenset(
     {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params"}
 )
+# of layers whose outputs transformers gathers, because modules divide them
+FUSED_OUTPUTS: Final = "colwise_gather_output"
+FUSED_INPUTS: Final = "rowwise_split_input"
 # by model type: layers that transformers' plan leaves out
 ADDED: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt_oss": {
@@ -31,109 +37,182 @@ ADDED: Final[Mapping[str, Mapping[str, str]]] = {
         "layers.*.self_attn.sinks": OUTPUTS,
     }
 }
-SINKS: Final = "sinks"  # transformers' name of the parameter, [heads]
-KV_LAYERS: Final = ("k_proj", "v_proj")  # transformers' names
+# transformers' names
+SINKS: Final = "sinks"  # [heads]
+KV_LAYERS: Final = ("k_proj", "v_proj")
+FUSED_QKV: Final = "qkv_proj"
+FUSED_GATE: Final = "gate_up_proj"
+FUSED: Final = (FUSED_QKV, FUSED_GATE)
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A rank's part of a linear layer, or of attention sinks."""
+    """A rank's part of a linear layer."""
 
-    style: str  # OUTPUTS or INPUTS
-    start: int
-    length: int
-    whole: int  # of all ranks
+    weight: Part  # of outputs or inputs
+    shape: tuple[int, int]  # whole: (outputs, inputs)
+    heads: tuple[int, int] | None = None  # queries and keys, for a module that divides the outputs by numbers of heads
 
     @property
-    def weight(self) -> tuple[slice, ...]:
-        """Index of the part in the layer's weight, [outputs, inputs], or in the sinks."""
-        part = slice(self.start, self.start + self.length)
-        return (part,) if self.style == OUTPUTS else (slice(None), part)
+    def is_summed(self) -> bool:
+        return self.weight.dim == 1
 
-    def bias(self, rank: int) -> tuple[slice, ...] | None:
-        """Index of the part in the bias; None: this rank adds no bias, because another does."""
-        if self.style == OUTPUTS:
+    def bias(self, rank: int) -> Part | None:
+        """None: this rank adds no bias, because another does."""
+        if not self.is_summed:
             return self.weight
-        return (slice(None),) if rank == 0 else None
-
-    def whole_shape(self, part: torch.nn.Linear) -> tuple[int, int]:
-        """(outputs, inputs) of the whole layer."""
-        return (self.whole, part.in_features) if self.style == OUTPUTS else (part.out_features, self.whole)
+        outputs = self.shape[0]
+        return Part(0, (range(outputs),), outputs) if rank == 0 else None
 
     def of_change(self, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The part of a layer's LoRA matrices, [rank, inputs] and [outputs, rank]."""
-        return (down, up[self.weight]) if self.style == OUTPUTS else (down[self.weight], up)
+        return (self.weight.of(down), up) if self.is_summed else (down, self.weight.of(up))
 
 
-Cuts = Mapping[str, Cut]  # by the name of the layer or the sinks
-NO_CUTS: Final[Cuts] = MappingProxyType({})  # of a whole model
+@dataclass(frozen=True, slots=True)
+class Cuts:
+    """A rank's part of a model. What is not named is whole."""
+
+    linears: Mapping[str, Cut] = field(default_factory=dict)  # by the layer's name
+    experts: Mapping[str, ExpertCut] = field(default_factory=dict)  # by the module's name
+    sinks: Mapping[str, Part] = field(default_factory=dict)  # by the parameter's name
 
 
-def plan_cuts(name: str, module: Any, layout: KvLayout) -> dict[str, Cut]:
-    """The cuts of a whole `module` for the shard of `layout`.
+NO_CUTS: Final = Cuts()  # of a whole model
+
+
+def plan_cuts(name: str, module: Any, layout: KvLayout, heads: int) -> Cuts:
+    """The cuts of a whole `module` for the shard of `layout`. `heads` is the number of query heads.
 
     Raises: UnsupportedModel.
     """
-    config = module.config.get_text_config()
-    styles = getattr(config, "base_model_tp_plan", None)
+    text = module.config.get_text_config()
+    styles = getattr(text, "base_model_tp_plan", None)
     if not styles:
         raise UnsupportedModel(f"tensor_parallel={layout.shards}: transformers has no plan to cut {name}")
-    prefix = "" if module.base_model is module else f"{module.base_model_prefix}."
-    styles = {**ADDED.get(config.model_type, {}), **styles}
-    cuts: dict[str, Cut] = {}
-    for path, layer in [*module.base_model.named_modules(), *module.base_model.named_parameters()]:
-        style = styles.get(re.sub(r"\.\d+(?=\.|$)", ".*", path))
-        if style is None or style in WHOLE:
-            continue
-        is_linear = type(layer) is torch.nn.Linear and style in (OUTPUTS, INPUTS)
-        if not is_linear and not (path.endswith(f".{SINKS}") and style == OUTPUTS):
-            raise UnsupportedModel(
-                f"tensor_parallel={layout.shards}: {name} cannot be cut: its layer {path} is {style}, "
-                f"and only linear layers are cut, {OUTPUTS} or {INPUTS}"
-            )
-        whole = len(layer) if not is_linear else layer.out_features if style == OUTPUTS else layer.in_features
-        cuts[prefix + path] = _cut(name, path, whole, style, layout)
-    if not cuts:
-        raise UnsupportedModel(f"tensor_parallel={layout.shards}: transformers' plan cuts no layer of {name}")
-    return cuts
-
-
-def _cut(name: str, path: str, whole: int, style: str, layout: KvLayout) -> Cut:
-    if path.rpartition(".")[2] in KV_LAYERS:
-        return Cut(style, layout.heads.start * layout.head_dim, layout.num_heads * layout.head_dim, whole)
-    if whole % layout.shards:
+    if any(getattr(text, "activation_sparsity_pattern", None) or ()):  # Gemma 3n
         raise UnsupportedModel(
-            f"tensor_parallel={layout.shards}: {name} cannot be cut so: {path} has {whole} columns or rows"
+            f"tensor_parallel={layout.shards}: {name} cannot be cut: its layers keep the largest of all activations "
+            "(activation_sparsity_pattern), and a rank sees only its own"
         )
-    length = whole // layout.shards
-    return Cut(style, layout.shard * length, length, whole)
+    styles = {**ADDED.get(text.model_type, {}), **styles}
+    of_experts = getattr(text, "base_model_ep_plan", None) or {}
+    prefix = "" if module.base_model is module else f"{module.base_model_prefix}."
+    linears: dict[str, Cut] = {}
+    experts: dict[str, ExpertCut] = {}
+    try:
+        for path, layer in module.base_model.named_modules():
+            pattern = _pattern(path)
+            style = styles.get(pattern)
+            whole = _of_parameters(of_experts, pattern)
+            if style == EXPERTS or WHOLE_EXPERTS in whole.values():
+                parts = _of_parameters(styles, pattern)
+                experts[prefix + path] = plan_experts(path, layer, whole, parts, layout.shard, layout.shards)
+            elif style is not None and style not in WHOLE:
+                parent = module.base_model.get_submodule(path.rpartition(".")[0])
+                linears[prefix + path] = _cut(path, layer, style, parent, layout, heads)
+        sinks = {
+            prefix + path: _sinks(path, parameter, styles.get(_pattern(path)), layout)
+            for path, parameter in module.base_model.named_parameters()
+            if path.rpartition(".")[2] == SINKS
+        }
+    except UnsupportedModel as exc:
+        raise UnsupportedModel(f"tensor_parallel={layout.shards}: {name} cannot be cut: {exc}") from exc
+    if not linears:
+        raise UnsupportedModel(f"tensor_parallel={layout.shards}: transformers' plan cuts no attention of {name}")
+    return Cuts(linears, experts, sinks)
+
+
+def _pattern(path: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", path)
+
+
+def _of_parameters(styles: Mapping[str, str], pattern: str) -> dict[str, str]:
+    """The styles of parameters of the module at `pattern`, by name."""
+    return {path.rpartition(".")[2]: style for path, style in styles.items() if path.rpartition(".")[0] == pattern}
+
+
+def _cut(  # noqa: PLR0917 - the layer, then how to cut it
+    path: str, layer: Any, style: str, parent: torch.nn.Module, layout: KvLayout, heads: int
+) -> Cut:
+    if type(layer) is not torch.nn.Linear:
+        raise UnsupportedModel(f"{path} is {style}, and no linear layer")
+    leaf = path.rpartition(".")[2]
+    shape = (layer.out_features, layer.in_features)
+    if style == OUTPUTS or (style == FUSED_OUTPUTS and leaf in FUSED):
+        matrices = _matrices(path, leaf, shape[0], layout, heads)
+        own_heads = (heads // layout.shards, layout.num_heads) if leaf == FUSED_QKV else None
+        return Cut(Part(0, packed(matrices), shape[0]), shape, own_heads)
+    if style == INPUTS or (style == FUSED_INPUTS and any(hasattr(parent, fused) for fused in FUSED)):
+        return Cut(Part(1, (_even(path, shape[1], layout),), shape[1]), shape)
+    raise UnsupportedModel(f"{path} is {style}: its module needs the outputs or inputs of all ranks")
+
+
+def _sinks(path: str, parameter: torch.Tensor, style: str | None, layout: KvLayout) -> Part:
+    if style != OUTPUTS:
+        raise UnsupportedModel(f"{path} is not in transformers' plan")
+    return Part(0, (_even(path, len(parameter), layout),), len(parameter))
+
+
+def _matrices(path: str, leaf: str, outputs: int, layout: KvLayout, heads: int) -> list[tuple[int, range]]:
+    """The matrices that the layer consists of, each by its number of rows and the rank's range of them."""
+    size = layout.head_dim
+    keys = (layout.kv_heads * size, range(layout.heads.start * size, layout.heads.stop * size))
+    if leaf in KV_LAYERS:
+        found = [keys]
+    elif leaf == FUSED_QKV:
+        found = [(heads * size, _even(path, heads * size, layout)), keys, keys]
+    elif leaf == FUSED_GATE and outputs % 2 == 0:
+        found = [(outputs // 2, _even(path, outputs // 2, layout))] * 2
+    else:
+        found = [(outputs, _even(path, outputs, layout))]
+    if sum(rows for rows, _ in found) != outputs:
+        raise UnsupportedModel(f"{path} has {outputs} rows, which are not those of its heads")
+    return found
+
+
+def _even(path: str, size: int, layout: KvLayout) -> range:
+    if size % layout.shards:
+        raise UnsupportedModel(f"{path} has {size} columns or rows, which {layout.shards} does not divide")
+    return share(size, layout.shard, layout.shards)
 
 
 def cut_weights(module: torch.nn.Module, cuts: Cuts, rank: int) -> None:
     """Leave each layer its part of the weights."""
-    for name, cut in cuts.items():
-        parent, _, leaf = name.rpartition(".")
-        layer: Any = getattr(module.get_submodule(parent), leaf)
-        if isinstance(layer, torch.nn.Parameter):
-            setattr(module.get_submodule(parent), leaf, _part(layer, cut.weight))
-            continue
-        if cut.style == OUTPUTS:
-            layer.out_features = cut.length
+    for name, cut in cuts.linears.items():
+        layer: Any = module.get_submodule(name)
+        if cut.is_summed:
+            layer.in_features = cut.weight.length
         else:
-            layer.in_features = cut.length
-        layer.weight = _part(layer.weight, cut.weight)
+            layer.out_features = cut.weight.length
+        layer.weight = cut.weight.parameter(layer.weight)
         if layer.bias is not None:
             bias = cut.bias(rank)
-            layer.bias = None if bias is None else _part(layer.bias, bias)
+            layer.bias = None if bias is None else bias.parameter(layer.bias)
+        if cut.heads is not None:
+            _set_heads(module.get_submodule(name.rpartition(".")[0]), *cut.heads)
+    for name, experts in cuts.experts.items():
+        cut_experts(module.get_submodule(name), experts)
+    for name, part in cuts.sinks.items():
+        _replace(module, name, part.parameter(module.get_parameter(name)))
 
 
-def _part(whole: torch.Tensor, index: tuple[slice, ...]) -> torch.nn.Parameter:
-    return torch.nn.Parameter(whole.detach()[index].clone(), requires_grad=False)
+def _set_heads(attention: Any, heads: int, kv_heads: int) -> None:
+    """The module divides its fused outputs by these numbers, the first of which is in the model's configuration."""
+    attention.num_key_value_heads = kv_heads
+    attention.config.head_dim = attention.head_dim  # would follow from the number of heads
+    attention.config.num_attention_heads = heads
 
 
 def join_sums(module: torch.nn.Module, cuts: Cuts) -> None:
-    """Sum the outputs of layers whose inputs are cut, after their adapters."""
-    for name, cut in cuts.items():
-        if cut.style == INPUTS:
-            parent, _, leaf = name.rpartition(".")
-            setattr(module.get_submodule(parent), leaf, Reduced(module.get_submodule(name)))
+    """Sum the outputs of layers whose inputs are cut, after their adapters, and those of experts."""
+    for name, cut in cuts.linears.items():
+        if cut.is_summed:
+            _replace(module, name, Reduced(module.get_submodule(name)))
+    for name, experts in cuts.experts.items():
+        _replace(module, name, ReducedExperts(module.get_submodule(name), experts.owned))
+
+
+def _replace(module: torch.nn.Module, name: str, by: torch.nn.Module | torch.nn.Parameter) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(module.get_submodule(parent), leaf, by)

@@ -54,6 +54,15 @@ def of_all_ranks(numbers: Sequence[int], device: torch.device) -> list[list[int]
     return [each.tolist() for each in found]
 
 
+def sum_over_ranks(y: torch.Tensor) -> torch.Tensor:
+    """Add the other ranks' values to `y`. All ranks get the same bits."""
+    if torch.compiler.is_compiling():
+        torch.ops.kvmesh.all_reduce(y)
+    else:
+        _all_reduce(y)
+    return y
+
+
 class Reduced(torch.nn.Module):
     """A linear layer whose inputs are cut: the outputs of all ranks are summed."""
 
@@ -63,11 +72,7 @@ class Reduced(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.part(x)
-        if torch.compiler.is_compiling():
-            torch.ops.kvmesh.all_reduce(y)
-        else:
-            _all_reduce(y)
-        return y
+        return sum_over_ranks(y)
 
 
 def _all_reduce(y: torch.Tensor) -> None:

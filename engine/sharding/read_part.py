@@ -1,44 +1,46 @@
 """Read a rank's part of a model's weights: no rank holds the whole."""
 
 import json
+import re
+from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
 import torch
 from safetensors import safe_open
-from transformers.models.auto.auto_factory import _get_model_class
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 
 from engine.attention.backend import IMPLEMENTATION
-from engine.sharding.cuts import Cut, Cuts, cut_weights
+from engine.sharding.cuts import Cuts, cut_weights
+from engine.sharding.part import Part
 
 WEIGHTS: Final = "model.safetensors"  # transformers' names
 INDEX: Final = "model.safetensors.index.json"
+EXPERT: Final = re.compile(r"\.experts\.(?P<expert>\d+)\.")
 
 
 class CutTensor:
     """A tensor in a file. Reading it, as transformers does by `[...]`, reads one part."""
 
-    def __init__(self, stored: Any, part: tuple[slice, ...]) -> None:
+    def __init__(self, stored: Any, part: Part) -> None:
         self._stored = stored  # of `safe_open(...).get_slice`
         self._part = part
 
     def __getitem__(self, _index: Any) -> torch.Tensor:
-        part: torch.Tensor = self._stored[self._part]
-        return part.contiguous()  # columns of a mapped file would keep the whole in memory
+        return self._part.of(self._stored)
 
     def get_dtype(self) -> Any:
         return self._stored.get_dtype()
 
 
-def read_part(  # noqa: PLR0917 - what to read, then which part
-    auto: Any, directory: Path, model_config: Any, dtype: torch.dtype, cuts: Cuts, rank: int
-) -> tuple[Any, dict[str, Any]]:
-    """Make a model from its part of the weights.
+def read_part(directory: Path, skeleton: Any, dtype: torch.dtype, cuts: Cuts, rank: int) -> tuple[Any, dict[str, Any]]:
+    """Make a model from its part of the weights. `skeleton` is the whole model without memory.
 
     Returns: as `from_pretrained(output_loading_info=True)`.
     """
-    whole: Any = _get_model_class(model_config, auto._model_mapping)
+    whole: Any = type(skeleton)
 
     def make_part(self: Any, *args: Any, **kwargs: Any) -> None:
         whole.__init__(self, *args, **kwargs)
@@ -51,11 +53,10 @@ def read_part(  # noqa: PLR0917 - what to read, then which part
         for path in weight_files(directory):
             file = files.enter_context(safe_open(path, framework="pt"))
             tensors |= {key: file.get_slice(key) for key in file.keys()}  # noqa: SIM118  no iterable
-        tensors = _parts(tensors, cuts, f"{whole.base_model_prefix}.", rank)
         module, report = part.from_pretrained(
             None,
-            config=model_config,
-            state_dict=tensors,
+            config=skeleton.config,
+            state_dict=_parts(tensors, skeleton, cuts, rank),
             dtype=dtype,
             attn_implementation=IMPLEMENTATION,
             output_loading_info=True,
@@ -63,21 +64,43 @@ def read_part(  # noqa: PLR0917 - what to read, then which part
     return module, report
 
 
-def _parts(tensors: dict[str, Any], cuts: Cuts, prefix: str, rank: int) -> dict[str, Any]:
+def _parts(tensors: Mapping[str, Any], skeleton: Any, cuts: Cuts, rank: int) -> dict[str, Any]:
+    """What the rank reads of `tensors`, which are in files."""
+    conversions = get_model_conversion_mapping(skeleton)
+    renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
+    converters = [c for c in conversions if isinstance(c, WeightConverter)]
+    parameters = skeleton.state_dict()
     found: dict[str, Any] = {}
     for key, stored in tensors.items():
-        layer, _, kind = key.rpartition(".")
-        cut = _cut_of(key, cuts, prefix) or _cut_of(layer, cuts, prefix)
-        if cut is None:
-            found[key] = stored
-        elif (index := cut.bias(rank) if kind == "bias" else cut.weight) is not None:
-            found[key] = CutTensor(stored, index)
+        # a file may have other names than the model, and a tensor for each expert
+        name, _ = rename_source_key(key, renamings, converters, skeleton.base_model_prefix, parameters)
+        whole = parameters.get(name)
+        if whole is None:
+            found[key] = stored  # transformers reports it, or does without
+        elif (reading := _reading(key, stored, whole, name, cuts, rank)) is not None:
+            found[key] = reading
     return found
 
 
-def _cut_of(name: str, cuts: Cuts, prefix: str) -> Cut | None:
-    """A file of a base model has names without the prefix."""
-    return next((cuts[each] for each in (name, prefix + name, name.removeprefix(prefix)) if each in cuts), None)
+def _reading(  # noqa: PLR0917 - what is in the file, then in the model
+    key: str, stored: Any, whole: torch.Tensor, name: str, cuts: Cuts, rank: int
+) -> Any:
+    """Return `stored`, or its part, or None: this rank has nothing of it."""
+    layer, _, kind = name.rpartition(".")
+    shape = stored.get_shape()
+    if name in cuts.sinks:
+        part: Part | None = cuts.sinks[name]
+    elif (linear := cuts.linears.get(layer)) is not None:
+        part = linear.weight if kind == "weight" else linear.bias(rank)
+    elif (experts := cuts.experts.get(layer)) is not None and kind in experts.parts:
+        number = EXPERT.search(key) if len(shape) < whole.ndim else None
+        if number is not None and experts.owned is not None:
+            # transformers joins the experts that it is given
+            return stored if int(number["expert"]) in experts.owned else None
+        part = experts.parts[kind]
+    else:
+        return stored
+    return None if part is None else CutTensor(stored, part.fitted(key, shape, whole.ndim))
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from engine.errors import ModelUnavailable, UnsupportedModel
 from engine.lora.adapter_config import adapter_identity, read_adapter_config
 from tests.engine.lora.lora_files import save_adapter
+from tests.engine.model.families import FAMILIES, save_model
 from tests.engine.tiny_engine import load_tiny, save_tiny
 
 
@@ -165,6 +166,21 @@ def test_tensors_of_other_kinds_are_refused_by_name(tiny_dir: Path, tmp_path: Pa
     save_file({**load_file(weights), key: torch.zeros(4, 64)}, weights)
     with pytest.raises((ModelUnavailable, UnsupportedModel), match=f"LoRA adapter 'legal'.*{said}"):
         load_tiny(tiny_dir, lora={"legal": str(directory)})
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_adapter_of_experts_is_refused_by_name(tmp_path: Path, ranks: int) -> None:
+    """What was said was that the adapter may be another model's."""
+    model = save_model(tmp_path / "moe", FAMILIES["qwen3-moe"]())
+    directory = save_adapter(tmp_path / "adapter", model, 1, targets=("q_proj",))
+    weights = directory / "adapter_model.safetensors"
+    layer = "base_model.model.model.layers.0.mlp.experts.1.up_proj"
+    halves = {f"{layer}.lora_A.weight": torch.zeros(4, 64), f"{layer}.lora_B.weight": torch.zeros(32, 4)}
+    save_file({**load_file(weights), **halves}, weights)
+    with pytest.raises(
+        UnsupportedModel, match=r"it changes model\.layers\.0\.mlp\.experts\.1\.up_proj, and experts cannot be adapted"
+    ):
+        load_tiny(model, lora={"legal": str(directory)}, tensor_parallel=ranks)
 
 
 def test_an_adapter_may_leave_layers_out_when_its_configuration_says_so(tiny_dir: Path, tmp_path: Path) -> None:

@@ -11,15 +11,18 @@ from transformers import (
     Gemma2Config,
     Gemma3nTextConfig,
     Gemma3TextConfig,
+    GlmConfig,
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     Olmo2Config,
     Phi3Config,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
     SmolLM3Config,
@@ -83,6 +86,11 @@ FAMILIES: Final[dict[str, Callable[[], PretrainedConfig]]] = {
         },
         swiglu_limit=1.0,  # of random weights few would reach the usual 7
     ),
+    "qwen2-moe": lambda: Qwen2MoeConfig(  # an expert that every token passes
+        **SIZES, moe_intermediate_size=32, shared_expert_intermediate_size=48, num_experts=6, num_experts_per_tok=2
+    ),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
+    "glm": lambda: GlmConfig(**SIZES, head_dim=16, attention_bias=True),
     "gpt2": lambda: GPT2Config(
         n_embd=64, n_layer=4, n_head=4, n_positions=256, vocab_size=128, initializer_range=0.2, eos_token_id=5
     ),

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GPT2Config, MixtralConfig
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from engine.errors import UnsupportedModel
 from engine.model.load import load_model
@@ -41,14 +42,14 @@ def test_the_parts_of_all_ranks_are_the_model(tmp_path: Path, size: int, load_fo
 
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
-def test_sinks_go_with_their_heads_and_experts_stay_whole(tmp_path: Path, load_format: str) -> None:
+def test_sinks_go_with_their_heads_and_experts_are_divided(tmp_path: Path, load_format: str) -> None:
     directory = save_model(tmp_path / "model", FAMILIES["gpt-oss"]())
     whole = dict(load_tiny(directory, load_format=load_format).module.named_parameters())
     parts = [parameters(directory, 2, rank, load_format=load_format) for rank in range(2)]
     for name, weight in whole.items():
         leaf, layer = name.split(".")[-1], name.split(".")[-2]
         found = [part[name] for part in parts if name in part]
-        if leaf == "sinks" or layer in ("q_proj", "k_proj", "v_proj"):
+        if leaf == "sinks" or layer in ("q_proj", "k_proj", "v_proj", "experts"):
             assert torch.equal(torch.cat(found), weight)
         elif layer == "o_proj" and leaf == "weight":
             assert torch.equal(torch.cat(found, dim=1), weight)
@@ -57,48 +58,77 @@ def test_sinks_go_with_their_heads_and_experts_stay_whole(tmp_path: Path, load_f
             assert all(torch.equal(part, weight) for part in found)
 
 
-def test_a_rank_takes_only_its_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = save_tiny(tmp_path / "tiny")
-    read: list[int] = []
+class Counted:
+    """`safe_open`, with a count of the bytes that are read."""
 
-    class Counted(read_part.CutTensor):
-        def __getitem__(self, index: Any) -> torch.Tensor:
-            part = super().__getitem__(index)
-            assert part.is_contiguous()
-            read.append(part.nbytes)
-            return part
+    def __init__(self, path: Path, framework: str) -> None:
+        self._file: Any = safe_open(path, framework)
+        self.read: dict[str, int] = {}
 
-    monkeypatch.setattr(read_part, "CutTensor", Counted)
-    loaded = load_model(str(directory), small(tensor_parallel=2), Path("unused"), silent, 1)
-    cut = [weight for name, weight in loaded.module.named_parameters() if "_proj" in name]
-    assert len(cut) == 14
-    assert sorted(read) == sorted(weight.nbytes for weight in cut)
+    def __enter__(self) -> "Counted":
+        return self
 
+    def __exit__(self, *_exc: object) -> None:
+        pass
 
-REFUSED: dict[str, tuple[Any, int, str]] = {
-    "experts": (
-        MixtralConfig(
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=1,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            vocab_size=128,
-            num_local_experts=2,
-        ),
-        2,
-        "only linear layers are cut",
-    ),
-    "no plan": (GPT2Config(n_embd=64, n_layer=1, n_head=4, vocab_size=128), 2, "transformers has no plan to cut"),
-}
+    def keys(self) -> list[str]:
+        return list(self._file.keys())
+
+    def get_slice(self, key: str) -> "CountedTensor":
+        return CountedTensor(self, key, self._file.get_slice(key))
 
 
-@pytest.mark.parametrize(("config", "size", "why"), REFUSED.values(), ids=REFUSED)
-def test_a_plan_that_cuts_anything_else_is_refused(tmp_path: Path, config: Any, size: int, why: str) -> None:
-    directory = tmp_path / "model"
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
-    with pytest.raises(UnsupportedModel, match=f"tensor_parallel={size}: .*{why}"):
-        load_model(str(directory), small(tensor_parallel=size), Path("unused"), silent)
+class CountedTensor:
+    def __init__(self, file: Counted, key: str, stored: Any) -> None:
+        self._file = file
+        self._key = key
+        self._stored = stored
+        self.get_dtype = stored.get_dtype
+        self.get_shape = stored.get_shape
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        part: torch.Tensor = self._stored[index]
+        self._file.read[self._key] = self._file.read.get(self._key, 0) + part.nbytes
+        return part
+
+
+@pytest.mark.parametrize("joined", [False, True], ids=["as published", "experts joined"])
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("family", ["llama", "qwen3-moe", "qwen2-moe", "mixtral", "gpt-oss", "phi3", "glm"])
+def test_a_rank_reads_its_part_of_a_file_and_nothing_else(
+    tmp_path: Path, family: str, size: int, joined: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Qwen 2 has six experts: four ranks have a part of each."""
+    directory = save_model(tmp_path / family, FAMILIES[family]())
+    if joined:  # transformers saves each expert alone
+        save_file(load_tiny(directory).module.state_dict(), directory / "model.safetensors", {"format": "pt"})
+    files: list[Counted] = []
+
+    def opened(path: Path, framework: str) -> Counted:
+        files.append(Counted(path, framework))
+        return files[-1]
+
+    monkeypatch.setattr(read_part, "safe_open", opened)
+    whole = sum(parameter.nbytes for parameter in load_tiny(directory).module.parameters())
+    loaded = [load_model(str(directory), small(tensor_parallel=size), Path("x"), silent, r) for r in range(size)]
+    for model, file in zip(loaded, files, strict=True):
+        own = sum(parameter.nbytes for parameter in model.module.parameters())
+        file.read.pop("lm_head.weight")  # which followers drop
+        assert sum(file.read.values()) == own - (128 * 64 * 4 if model is loaded[0] else 0)
+        assert own < whole * (0.65 if size == 2 else 0.45), "router, norms and embeddings are whole"
+        assert all(parameter.is_contiguous() for parameter in model.module.parameters())
+
+
+@pytest.mark.parametrize(
+    ("family", "ending"),
+    [("mixtral", "layers.1.self_attn.q_proj.weight"), ("qwen2-moe", "layers.1.mlp.experts.2.up_proj.weight")],
+)
+def test_a_file_whose_tensors_have_other_shapes_is_refused(tmp_path: Path, family: str, ending: str) -> None:
+    directory = save_model(tmp_path / family, FAMILIES[family]())
+    path = directory / "model.safetensors"
+    save_file({**load_file(path), f"model.{ending}": torch.zeros(31, 64)}, path, {"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=rf"{ending} has the shape \[31, 64\], of which no rank can read a part"):
+        load_model(str(directory), small(tensor_parallel=4), Path("unused"), silent, 1)
 
 
 @pytest.mark.parametrize(
