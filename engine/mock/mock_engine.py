@@ -67,7 +67,7 @@ def build_engine(
         adapters=config.lora,  # identified by directory name
         pooling=pooling,
         # without step times, any number of prompts may share a step
-        pack_tokens=PACK_TOKENS if isfinite(config.mock.speedup) else config.step_size(pages.region.device).tokens,
+        pack_tokens=PACK_TOKENS if isfinite(config.mock.speedup) else config.step_size(region.device).tokens,
     )
 
 

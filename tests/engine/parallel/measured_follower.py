@@ -1,10 +1,11 @@
-"""A follower whose device has `BYTES` of counted memory; it takes the place of `engine.follower`."""
+"""A follower whose device has `BYTES` of counted memory; it takes the place of `engine.parallel.rank_process`."""
 
 import os
 from typing import Any, Final
 
 from engine import follower
 from engine.device import huge_pages
+from engine.parallel.rank_process import main
 from engine.parts import make_parts
 from tests.engine.device.counted_memory import CountedMemory
 
@@ -19,4 +20,4 @@ def measured(loaded: Any, config: Any, progress: Any) -> Any:
 if __name__ == "__main__":
     huge_pages.BLOCK_BYTES = 0  # type: ignore[misc]
     follower.make_parts = measured  # type: ignore[attr-defined,assignment]
-    follower.main()
+    main()
