@@ -26,6 +26,7 @@ from engine.model.load import LoadedModel, load_model, pick_device
 from engine.model.progress import Progress, silent
 from engine.parallel.followers import Followers
 from engine.parallel.led_model import LedModel
+from engine.parallel.orders import line_of
 from engine.parts import Pool, make_model, make_parts, make_pool
 from engine.ports import KvRegion, RankMemory
 from engine.runner.device_model import StepModel
@@ -151,9 +152,13 @@ def assemble_led(
     number = followers.make_models(config)
     with followers.together():
         parts = make_parts(loaded, config, progress, memory)
+    ranks = [
+        RankMemory(made.pid, made.device, made.address, str(line_of(followers.directory, rank)))
+        for rank, made in enumerate(followers.made(), 1)
+    ]
     limit = ThreadLimit(torch.get_num_threads(), torch.get_num_threads())
     model = LedModel(parts.model, followers, number)
-    return _engine(loaded, config, parts.pool, model, None, limit, followers.made())
+    return _engine(loaded, config, parts.pool, model, None, limit, ranks)
 
 
 def _engine(  # noqa: PLR0917
