@@ -14,7 +14,7 @@ workers ?= 2
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
 .DEFAULT_GOAL := help
-.PHONY: help up test secure-test faults soak outages upgrade-test multihost-test compose-test kubernetes-test fuzz clients check audit docs dist setup clean
+.PHONY: help up test secure-test faults soak outages upgrade-test multihost-test compose-test kubernetes-test gpu-test fuzz clients check audit docs dist setup clean
 
 help:  ## this list
 	@echo "make up [ARGS='--decode 2 --port 8001']    (python -m services.local --help lists them)"
@@ -57,6 +57,9 @@ compose-test: $(SETUP)  ## images and containers by Docker Compose, under load; 
 
 kubernetes-test: $(SETUP)  ## the chart on a Kubernetes of one node, as root; ten minutes, and more the first time
 	@$(BIN)/python -m pytest -m kubernetes -s tests/kubernetes $(ARGS)
+
+gpu-test: $(SETUP)  ## the engine's and the transfer's tests on a GPU; ARGS='--device cpu': the same tests on the CPU
+	@$(BIN)/python -m pytest -m 'gpu or gpu_bench' $(ARGS)
 
 fuzz: $(SETUP)  ## ten minutes of made-up messages and requests, ten thousand of them to a running mesh
 	@$(BIN)/python -m pytest -m 'not soak' --hypothesis-profile=fuzz --timeout=1800 -s tests/fuzz $(ARGS)

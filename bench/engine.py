@@ -31,8 +31,8 @@ import typer
 from bench.host_step import CONTEXT, WAYS, host_steps, launches
 from components.wire.sampling import SamplingParams
 from engine.attention.choose_attention import prepare_attention
-from engine.build import Pool, assemble
-from engine.compilation.forward import EagerForward, Forward
+from engine.build import assemble
+from engine.compilation.forward import EagerForward
 from engine.compilation.packages import choose_forward
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
@@ -131,38 +131,40 @@ class TimedStep:
 
 
 class Bench:
-    def __init__(
-        self, loaded: LoadedModel, config: EngineConfig, forward: Forward, label: str, pool: Pool | None = None
-    ) -> None:
+    def __init__(self, core: EngineCore, config: EngineConfig, label: str) -> None:
         self.label = label
-        self.engine: EngineCore = assemble(loaded, config, forward, pool)
-        self._runner = TimedRunner(self.engine._runner)
-        self.engine._runner = self._runner
-        self.vocab_size = loaded.vocab_size
-        self._step_tokens = config.max_step_tokens
+        self.engine = core
+        self._runner = TimedRunner(core._runner)
+        core._runner = self._runner
+        self.vocab_size = core.vocab_size
+        self._step_tokens = config.step_size(core.kv_region.device).tokens
         self._draw = random.Random(0)
 
-    def submit(self, count: int, prompt_tokens: int, output_tokens: int) -> list[str]:
-        sampling = SamplingParams(max_tokens=output_tokens, temperature=0, ignore_eos=True)
-        names = [f"{self.label}-{self._draw.random()}" for _ in range(count)]
-        for name in names:
-            tokens = [self._draw.randrange(self.vocab_size) for _ in range(prompt_tokens)]
-            self.engine.submit(EngineRequest(name, tokens, sampling))
+    def submit(self, prompt_lens: Sequence[int], output_tokens: int, **sampling: Any) -> list[str]:
+        params = SamplingParams(**{"max_tokens": output_tokens, "temperature": 0, "ignore_eos": True, **sampling})
+        names = [f"{self.label}-{self._draw.random()}" for _ in prompt_lens]
+        for name, length in zip(names, prompt_lens, strict=True):
+            tokens = [self._draw.randrange(self.vocab_size) for _ in range(length)]
+            self.engine.submit(EngineRequest(name, tokens, params))
         return names
 
     @contextmanager
-    def decoding(self, batch: int, context: int, steps: int) -> Iterator[None]:
-        filling = batch * context // self._step_tokens + 2  # until all prompts are computed
-        names = self.submit(batch, context - steps, filling + steps)
-        while len(self._step().tokens) < batch:
+    def decoding(self, contexts: Sequence[int], steps: int, **sampling: Any) -> Iterator[None]:
+        """A decode for each context, the longest first: it would delay the others at the end."""
+        lengths = sorted((context - steps for context in contexts), reverse=True)
+        # until all prompts are computed: a step ends one of them, or is full
+        filling = len(lengths) + sum(lengths) // self._step_tokens + 2
+        names = self.submit(lengths, filling + steps, **sampling)
+        while len(self._step().tokens) < len(lengths):
             pass
         yield
         for name in names:
             self.engine.cancel(name)
 
-    def decode(self, batch: int, context: int, steps: int) -> tuple[list[float], list[float]]:
+    def decode(self, contexts: Sequence[int], steps: int, **sampling: Any) -> tuple[list[float], list[float]]:
+        """Seconds of each step, and those outside the runner."""
         total, host = [], []
-        with self.decoding(batch, context, steps):
+        with self.decoding(contexts, steps, **sampling):
             for _ in range(steps):
                 before, started = self._runner.spent_s, time.perf_counter()
                 self._step()
@@ -173,7 +175,7 @@ class Bench:
     def decode_for(self, seconds: float, batch: int, context: int) -> list[float]:
         """Seconds of each decode step within the time, or until the tokens after the first `context` are used up."""
         total: list[float] = []
-        with self.decoding(batch, context + BESIDE_STEPS, BESIDE_STEPS):
+        with self.decoding([context + BESIDE_STEPS] * batch, BESIDE_STEPS):
             while sum(total) < seconds and len(total) < BESIDE_STEPS:
                 started = time.perf_counter()
                 self._step()
@@ -182,7 +184,7 @@ class Bench:
 
     def prompt(self, length: int) -> float:
         """Seconds to the first token."""
-        self.submit(1, length, 1)
+        self.submit([length], 1)
         started = time.perf_counter()
         while self.engine.has_work():
             self._step()
@@ -309,11 +311,11 @@ def main(
     prepare_attention(config.attention, loaded.device, state_dir)
     pack_linears(loaded.module)
     started = time.perf_counter()
-    benches = [Bench(loaded, config, EagerForward(loaded.module), "eager")]
+    benches = [Bench(assemble(loaded, config, EagerForward(loaded.module)), config, "eager")]
     if compile == "wait":
         forward = choose_forward(model, loaded, config, state_dir, silent)
         say("compile or load package", [time.perf_counter() - started], 0.0)
-        benches.append(Bench(loaded, config, forward, "compiled"))
+        benches.append(Bench(assemble(loaded, config, forward), config, "compiled"))
     if neighbours:
         for count in neighbours:
             measure_beside(benches[-1], count, batch, context[0], prompt[0])
@@ -323,8 +325,8 @@ def main(
         for length in context:
             roof_s = roofline_s(loaded, machine, size, size * length)
             for bench in benches:
-                bench.decode(size, length, 2)
-                total, host = bench.decode(size, length, steps)
+                bench.decode([length] * size, 2)
+                total, host = bench.decode([length] * size, steps)
                 facts = {"label": bench.label, "batch": size, "context": length}
                 host_share = round(statistics.median(host) / statistics.median(total), 4)
                 say("decode step", total, roof_s, **facts, host_share=host_share)

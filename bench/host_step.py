@@ -24,6 +24,7 @@ from engine.ports import EngineRequest, KvRegion
 from engine.runner.device_model import DeviceModel
 from engine.runner.torch_runner import TorchRunner
 
+CPU: Final = torch.device("cpu")
 VOCAB: Final = 64
 PENALISED_VOCAB: Final = 2048  # penalties cost by distinct tokens
 CONTEXT: Final = 768
@@ -41,8 +42,8 @@ WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
 class Tables:
     """Attention that only fills its tables."""
 
-    def __init__(self, limits: StepLimits, page_size: int) -> None:
-        self._tables = StepTables(limits, page_size, torch.device("cpu"), BLOCKS)
+    def __init__(self, limits: StepLimits, page_size: int, device: torch.device) -> None:
+        self._tables = StepTables(limits, page_size, device, BLOCKS)
 
     def plan(self, shape: StepShape) -> StepAttention:
         self._tables.fill(shape, count_decodes(shape.query_lens))
@@ -56,8 +57,8 @@ class Device(TorchRunner):
 class _NoForward:
     kind: Final = "none"
 
-    def __init__(self, batch: int, vocab: int) -> None:
-        self._logits = torch.randn(batch, vocab, dtype=torch.bfloat16)
+    def __init__(self, batch: int, vocab: int, device: torch.device) -> None:
+        self._logits = torch.randn(batch, vocab, dtype=torch.bfloat16, device=device)
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
@@ -66,14 +67,16 @@ class _NoForward:
         return self._logits[: len(keep)]
 
 
-def host_core(batch: int, vocab: int, *, on_device: bool = False) -> EngineCore:
-    context = CONTEXT + ANSWER
+def host_core(
+    batch: int, vocab: int, device: torch.device = CPU, context: int = CONTEXT, *, on_device: bool = False
+) -> EngineCore:
+    context += ANSWER
     layout = KvLayout(model="none", dtype="bfloat16", page_size=16, layers=1, kv_heads=1, head_dim=16)
     pages = batch * layout.pages_for(context)
     config = EngineConfig(num_pages=pages, max_running=batch, max_step_tokens=max(8192, batch + 2), pipeline="on")
 
-    tables = Tables(StepLimits(batch, config.max_step_tokens, context), layout.page_size)
-    model = DeviceModel(torch.device("cpu"), _NoForward(batch, vocab), tables, torch.zeros(1), Adapters())
+    tables = Tables(StepLimits(batch, config.step_size("cpu").tokens, context), layout.page_size, device)
+    model = DeviceModel(device, _NoForward(batch, vocab, device), tables, torch.zeros(1), Adapters())
     runner = Device(model)
     if on_device:
         runner.sampler = LaunchesOnly(model.device)
@@ -87,8 +90,16 @@ def host_core(batch: int, vocab: int, *, on_device: bool = False) -> EngineCore:
     )
 
 
-def decode_steps(batch: int, steps: int, params: Mapping[str, Any], *, on_device: bool = False) -> list[float]:
-    core = _decoding(batch, params, on_device=on_device)
+def decode_steps(
+    batch: int,
+    steps: int,
+    params: Mapping[str, Any],
+    device: torch.device = CPU,
+    context: int = CONTEXT,
+    *,
+    on_device: bool = False,
+) -> list[float]:
+    core = _decoding(batch, params, device, context, on_device=on_device)
     spent = []
     for _ in range(steps):
         started = time.perf_counter()
@@ -100,18 +111,20 @@ def decode_steps(batch: int, steps: int, params: Mapping[str, Any], *, on_device
 
 def launches(params: Mapping[str, Any]) -> int:
     """What a draw launches on a device while the batch stays the same: kernels, and copies from and to the host."""
-    core = _decoding(3, params, on_device=True)
+    core = _decoding(3, params, CPU, CONTEXT, on_device=True)
     core._runner.sampler.launches = counted = Launches()  # type: ignore[attr-defined]
     core.step()
     return counted.count
 
 
-def _decoding(batch: int, params: Mapping[str, Any], *, on_device: bool) -> EngineCore:
+def _decoding(
+    batch: int, params: Mapping[str, Any], device: torch.device, context: int, *, on_device: bool
+) -> EngineCore:
     vocab = PENALISED_VOCAB if "repetition_penalty" in params else VOCAB
-    core, draw = host_core(batch, vocab, on_device=on_device), random.Random(0)
+    core, draw = host_core(batch, vocab, device, context, on_device=on_device), random.Random(0)
     for i in range(batch):
         sampling = SamplingParams(max_tokens=ANSWER, ignore_eos=True, seed=i, **params)
-        tokens = [draw.randrange(1, vocab) for _ in range(CONTEXT - WARM)]
+        tokens = [draw.randrange(1, vocab) for _ in range(context - WARM)]
         core.submit(EngineRequest(f"r{i}", tokens, sampling))
     while len(core.step().tokens) < batch:
         pass
@@ -121,9 +134,14 @@ def _decoding(batch: int, params: Mapping[str, Any], *, on_device: bool) -> Engi
 
 
 def host_steps(
-    batches: Sequence[int], steps: int, *, on_device: bool = False
+    batches: Sequence[int],
+    steps: int,
+    device: torch.device = CPU,
+    context: int = CONTEXT,
+    *,
+    on_device: bool = False,
 ) -> Iterator[tuple[int, str, list[float]]]:
     torch.set_num_threads(1)
     for batch in batches:
         for way, params in WAYS.items():
-            yield batch, way, decode_steps(batch, steps, params, on_device=on_device)
+            yield batch, way, decode_steps(batch, steps, params, device, context, on_device=on_device)

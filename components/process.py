@@ -54,6 +54,8 @@ def record_maker(
     metrics: str | None = None,
     kv_events: bool = False,
     embedding: EmbeddingModel | None = None,
+    max_running: int = 0,
+    max_step_tokens: int = 0,
 ) -> Callable[[str], InstanceRecord]:
     def make(epoch: str) -> InstanceRecord:
         return InstanceRecord(
@@ -67,6 +69,8 @@ def record_maker(
             model=model,
             adapters=dict(adapters),
             max_context=max_context,
+            max_running=max_running,
+            max_step_tokens=max_step_tokens,
             kv=kv,
             http=http,
             metrics=metrics,

@@ -17,8 +17,8 @@ HELP: Final = ("--help", "-h", HELP_ALL)
 OFTEN: Final = frozenset({
     "model", "served_model_name", "etcd_url", "nats_url", "state_dir", "log_level", "host", "port", "tls_cert", "tls_key",
     "api_keys_file", "decode_policy", "prefill_policy", "kv_transfer", "engine.device", "engine.dtype",
-    "engine.kv_memory_gb", "engine.max_context", "engine.max_running", "engine.threads", "engine.lora", "prefill",
-    "decode", "connector", "ttft_ms", "itl_ms",
+    "engine.kv_memory_gb", "engine.gpu_memory_utilization", "engine.max_context", "engine.max_running", "engine.threads",
+    "engine.lora", "prefill", "decode", "connector", "ttft_ms", "itl_ms",
 })  # fmt: skip
 WIDEST: Final = 100  # columns
 INDENT: Final = " " * 6

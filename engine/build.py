@@ -4,18 +4,13 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import TIMEOUT_MAX
 from typing import Final
 
 import torch
 
-from engine.attention.backend import AttentionBackend
-from engine.attention.choose_attention import make_attention, prepare_attention
+from engine.attention.choose_attention import prepare_attention
 from engine.attention.cpu import CpuAttention
-from engine.attention.step_tables import StepLimits
-from engine.compilation.device import choose_device_forward
 from engine.compilation.forward import EagerForward, Forward
 from engine.compilation.packages import CompiledWhenReady, choose_forward
 from engine.config import FOLLOWER, EngineConfig
@@ -24,17 +19,17 @@ from engine.cpu.cpu_time import cores_for_a_while, own_cores, usable_cores
 from engine.cpu.machine import keep_compiled
 from engine.cpu.shared_cores import SharedCores
 from engine.cpu.thread_limit import ThreadLimit
+from engine.device.memory import DeviceMemory
 from engine.kernels.linear import pack_linears
 from engine.kernels.native_library import kernels_are_loaded
-from engine.kv.count import count_pages
-from engine.kv.storage import allocate_storage
 from engine.model.load import LoadedModel, load_model, pick_device
-from engine.model.probe import check_attention
 from engine.model.progress import Progress, silent
 from engine.parallel.followers import Followers
 from engine.parallel.led_model import LedModel
+from engine.parallel.orders import line_of
+from engine.parts import Pool, make_model, make_parts, make_pool
 from engine.ports import KvRegion, RankMemory
-from engine.runner.device_model import DeviceModel, StepModel
+from engine.runner.device_model import StepModel
 from engine.runner.torch_runner import TorchRunner
 from engine.sharding.experts import has_experts
 
@@ -42,13 +37,6 @@ log = logging.getLogger(__name__)
 
 CPU_PACK_TOKENS: Final = 128  # enough to keep a CPU busy
 BINDINGS: Final = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    storage: torch.Tensor  # [num_pages, heads, layers, 2, page_size, head_dim]
-    attention: AttentionBackend
-    max_context: int
 
 
 def build_engine(
@@ -65,8 +53,8 @@ def build_engine(
         forward = choose_forward(model, loaded, config, state_dir, progress)
         _keep_threads_apart()
         return assemble(loaded, config, forward, cores=_shared_cores(config, forward))
-    pool = make_pool(loaded, config)
-    return assemble(loaded, config, make_forward(loaded, config, pool, progress), pool)
+    parts = make_parts(loaded, config, progress)
+    return assemble(loaded, config, parts.model.forward, parts.pool)
 
 
 def _build_with_followers(
@@ -96,35 +84,6 @@ def prepare_model(
         torch.cuda.set_device(loaded.device)  # kernels are launched on this thread's device
         keep_compiled(state_dir)
     return loaded
-
-
-def make_pool(loaded: LoadedModel, config: EngineConfig) -> Pool:
-    """Allocate pages and test the attention.
-
-    Raises: UnsupportedModel, AttentionUnavailable.
-    """
-    layout = loaded.layout
-    num_pages = count_pages(config, layout)
-    storage = allocate_storage(layout, num_pages, loaded.device)
-    pool_tokens = num_pages * config.page_size
-    max_context = min(loaded.max_positions, pool_tokens, config.max_context or pool_tokens)
-    limits = StepLimits(config.max_running, config.max_step_tokens, max_context)
-    attention = make_attention(config.attention, storage, layout, loaded.query_group, limits)
-    check_attention(loaded, attention)
-    return Pool(storage, attention, max_context)
-
-
-def make_forward(loaded: LoadedModel, config: EngineConfig, pool: Pool, progress: Progress) -> Forward:
-    """The forward on a device; on a CPU an eager one."""
-    if loaded.device.type != "cuda":
-        return EagerForward(loaded.module)
-    if loaded.layout.shards > 1:  # ranks that stop waiting or recording at different times would wait for each other
-        config = replace(config, compile_timeout_s=TIMEOUT_MAX)
-    return choose_device_forward(loaded, config, pool.attention, progress)
-
-
-def make_model(loaded: LoadedModel, forward: Forward, pool: Pool) -> DeviceModel:
-    return DeviceModel(loaded.device, forward, pool.attention, pool.storage, loaded.adapters)
 
 
 def _shared_cores(config: EngineConfig, forward: Forward) -> SharedCores | None:
@@ -181,19 +140,27 @@ def assemble(
 
 
 def assemble_led(
-    loaded: LoadedModel, config: EngineConfig, followers: Followers, progress: Progress = silent
+    loaded: LoadedModel,
+    config: EngineConfig,
+    followers: Followers,
+    progress: Progress = silent,
+    memory: DeviceMemory | None = None,
 ) -> EngineCore:
-    """Create an engine whose model is on several ranks, each with its own pool.
+    """Create an engine whose model is on several ranks, each with its own pool. `memory`: as for `make_parts`.
 
-    Raises: UnsupportedModel, AttentionUnavailable, RankLost.
+    Raises: WrongSettings, UnsupportedModel, AttentionUnavailable, RankLost.
     """
     number = followers.make_models(config)
     with followers.together():
-        pool = make_pool(loaded, config)
-        own = make_model(loaded, make_forward(loaded, config, pool, progress), pool)
+        parts = make_parts(loaded, config, progress, memory)
+    ranks = [
+        RankMemory(made.pid, made.device, made.address, str(line_of(followers.directory, rank)))
+        for rank, made in enumerate(followers.made(), 1)
+    ]
     # ranks must route alike, and a router's last bits depend on the number of threads
     limit = None if has_experts(loaded.module) else ThreadLimit(torch.get_num_threads(), torch.get_num_threads())
-    return _engine(loaded, config, pool, LedModel(own, followers, number), None, limit, followers.made())
+    model = LedModel(parts.model, followers, number)
+    return _engine(loaded, config, parts.pool, model, None, limit, ranks)
 
 
 def _engine(  # noqa: PLR0917

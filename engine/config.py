@@ -52,11 +52,37 @@ class MockConfig:
         return (self.step_s + prompt_s + decode_s) / self.speedup
 
 
+@dataclass(frozen=True, slots=True)
+class StepSize:
+    requests: int
+    tokens: int
+
+
+ON_CPU: Final = StepSize(64, 512)
+ON_GPU: Final = StepSize(256, 8192)
+LEAST_PROMPT: Final = 2  # tokens of a step beyond a full batch of decodes
+
+
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class EngineConfig:
     page_size: Annotated[int, Field(description="tokens in a KV page: 16, 32, 64 or 128")] = 16
-    num_pages: Annotated[int | None, Field(description="KV pages; default: as many as kv-memory-gb holds")] = None
-    kv_memory_gb: Annotated[float, Field(description="memory for KV pages, 10^9 bytes, on each device")] = 1.0
+    num_pages: Annotated[
+        int | None, Field(description="KV pages; default: as many as kv-memory-gb or gpu-memory-utilization allows")
+    ] = None
+    kv_memory_gb: Annotated[
+        float | None,
+        Field(
+            description="memory for KV pages, 10^9 bytes, on each device; "
+            "default: 1 on a CPU, by gpu-memory-utilization on a GPU"
+        ),
+    ] = None
+    gpu_memory_utilization: Annotated[
+        float,
+        Field(
+            description="share of a GPU's memory that this worker may use; KV pages get what weights and steps leave of "
+            "it. The shares of all workers on a GPU must add up to less than 1"
+        ),
+    ] = 0.9
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"], Field(description="of weights and KV; auto: bfloat16")
     ] = "auto"
@@ -67,8 +93,14 @@ class EngineConfig:
     load_format: Annotated[
         Literal["auto", "dummy"], Field(description="dummy: random weights, the same in every process")
     ] = "auto"
-    max_running: Annotated[int, Field(description="requests with a place in the batch, reserved ones included")] = 64
-    max_step_tokens: Annotated[int, Field(description="token budget of a step, hence the longest prompt chunk")] = 512
+    max_running: Annotated[
+        int | None,
+        Field(description="requests with a place in the batch, reserved ones included; default: 64, 256 on a GPU"),
+    ] = None
+    max_step_tokens: Annotated[
+        int | None,
+        Field(description="token budget of a step, hence the longest prompt chunk; default: 512, 8192 on a GPU"),
+    ] = None
     pack_tokens: Annotated[
         int | None,
         Field(
@@ -138,6 +170,7 @@ class EngineConfig:
         for name in (
             "num_pages",
             "kv_memory_gb",
+            "gpu_memory_utilization",
             "tensor_parallel",
             "max_running",
             "max_step_tokens",
@@ -155,11 +188,20 @@ class EngineConfig:
             raise ValueError(f"itl_target_ms is {self.itl_target_ms}; it must be 0 (no limit) or more")
         if self.reserve_tokens < 0:
             raise ValueError(f"reserve_tokens is {self.reserve_tokens}; it must not be negative")
-        if self.max_step_tokens < self.max_running + 2:
+        if self.gpu_memory_utilization > 1:
+            raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it is a share, at most 1")
+        running = self.max_running or 1
+        if self.max_step_tokens and self.max_step_tokens < running + LEAST_PROMPT:
             raise ValueError(
-                f"max_step_tokens ({self.max_step_tokens}) must exceed max_running ({self.max_running}) by 2: "
+                f"max_step_tokens ({self.max_step_tokens}) must exceed max_running ({running}) by {LEAST_PROMPT}: "
                 "beside a full batch of decodes a prompt needs three tokens to get on"
             )
+
+    def step_size(self, device: str) -> StepSize:
+        """Limits of a step on `device`, as torch names it. A default gives way to a value that is set."""
+        usual = ON_GPU if device.startswith("cuda") else ON_CPU
+        running = self.max_running or min(usual.requests, (self.max_step_tokens or usual.tokens) - LEAST_PROMPT)
+        return StepSize(running, self.max_step_tokens or max(usual.tokens, running + LEAST_PROMPT))
 
 
 def attended(start: int, length: int) -> int:

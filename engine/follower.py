@@ -9,11 +9,12 @@ import msgspec
 import torch
 from pydantic import TypeAdapter
 
-from engine.build import make_forward, make_model, make_pool, prepare_model
+from engine.build import prepare_model
 from engine.config import EngineConfig
 from engine.model.progress import silent
 from engine.parallel.orders import Compute, CopyPage, MakeModel, Report, Start, decoder
 from engine.parallel.step_line import StepLine
+from engine.parts import make_parts
 from engine.runner.device_model import DeviceModel
 from engine.sharding.group import from_leader, join_group
 
@@ -42,8 +43,7 @@ def follow(start: Start, say: Callable[[Report], None]) -> None:
                 models[number].copy_page(source, target)
             case MakeModel(number, settings):
                 chosen = TypeAdapter(EngineConfig).validate_json(settings)
-                pool = make_pool(loaded, chosen)
-                forward = make_forward(loaded, chosen, pool, silent)
-                models[number] = make_model(loaded, forward, pool)
-                storage = pool.storage
+                parts = make_parts(loaded, chosen, silent)
+                models[number] = parts.model
+                storage = parts.pool.storage
                 say(msgspec.structs.replace(about, address=storage.data_ptr(), num_pages=len(storage)))

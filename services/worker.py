@@ -116,6 +116,7 @@ class Worker:
         self.metrics.show(self.figures)
         service.show(self.figures)
         engine.on_output(lambda output: self.kv_events.take(output.cache_events))
+        size = self.config.step_size(self.transfer.endpoint.device)
         record = record_maker(
             self.settings,
             self.role,
@@ -127,6 +128,8 @@ class Worker:
             http=self.page,
             kv_events=self.config.kv_events,
             embedding=embedding,
+            max_running=size.requests,
+            max_step_tokens=size.tokens,
         )
         interval_s = partial(FleetSizes(self.registry.book).heartbeat_rest_s, self.role)
         facts = {"instance_id": self.instance_id, "model": model}

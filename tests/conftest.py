@@ -1,5 +1,8 @@
 """What the tests share: one real etcd and one real NATS for the whole run, namespaces, processes that surely stop."""
 
+import tests.device  # noqa: F401  # before torch: it chooses how Triton runs kernels
+
+# isort: split
 import asyncio
 import gc
 import itertools
@@ -26,13 +29,12 @@ from components.process import GC_THRESHOLDS
 from engine.model.resolve import model_dir
 from services.local.child_process import tethered
 from services.local.servers import ETCD, NATS, Kind, running
+from tests.device import choose_device, is_on_device
 from tests.secured import SECURED, secured
 
 # Where processes share the tests, each computes on one core: threads of two would wait for each other at every barrier.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Kernels for CUDA run in Triton's interpreter. Triton looks at this when it is imported, and other packages import it too.
-os.environ.setdefault("TRITON_INTERPRET", "1")
 hypothesis_settings.register_profile("fuzz", max_examples=3_000, deadline=None)  # make fuzz
 hypothesis_settings.register_profile("untimed", deadline=None)  # a busy machine fails no test
 if hypothesis_settings.get_current_profile_name() == "default":
@@ -41,6 +43,20 @@ if hypothesis_settings.get_current_profile_name() == "default":
 REPO: Final = Path(__file__).resolve().parents[1]
 ENDS_WITH_US: Final = re.compile(r"multiprocessing[. ]resource_tracker|torch/_inductor/compile_worker")
 _counter: Final = itertools.count()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", help="with -m gpu: cuda:N, or cpu to run the same tests there [cuda:0]")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    choose_device(config)
+
+
+@pytest.hookimpl(tryfirst=True)  # before -m is applied
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in filter(is_on_device, items):
+        item.add_marker(pytest.mark.gpu)
 
 
 @pytest.hookimpl(wrapper=True)

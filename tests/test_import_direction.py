@@ -93,6 +93,7 @@ ENGINE_ORDER: Final = (
     *(
         "engine.runner",
         "engine.core",
+        "engine.parts",
         "engine.parallel",
         "engine.build",
         "engine.follower",

@@ -12,7 +12,7 @@ import numpy as np
 
 from engine.config import EngineConfig, MockConfig, attended
 
-STEP_TOKENS: Final = EngineConfig().max_step_tokens  # of the measured engine
+STEP_TOKENS: Final = EngineConfig().step_size("cpu").tokens  # of the measured engine
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,6 +67,8 @@ class InstanceRecord(Struct):
     embedding: EmbeddingModel | None = None
     protocol: int = UNNAMED
     oldest_protocol: int = UNNAMED
+    max_running: int = 0  # requests of a step; 0: none is computed here
+    max_step_tokens: int = 0
 
     @property
     def is_understood(self) -> bool:

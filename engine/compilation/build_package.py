@@ -77,7 +77,7 @@ def main() -> None:
     loaded = load_model(order.model, order.config, Path(order.state_dir), silent)
     load_kernels(Path(order.state_dir))
     pack_linears(loaded.module)
-    build_package(loaded, Path(order.package), order.config.max_step_tokens)
+    build_package(loaded, Path(order.package), order.config.step_size("cpu").tokens)
 
 
 def _step_back() -> None:

@@ -28,6 +28,7 @@ TASK: Final = "Compiling the model"
 EXAMPLE: Final = (8, 4)  # tokens and kept ones; equal sizes would become one dimension
 
 Compiler = Callable[[torch.nn.Module], Compute]
+MakeRecorder = Callable[[], Recorder]  # each with memory of its own
 
 
 class _Step(StepAttention, Protocol):
@@ -67,18 +68,19 @@ class Traced(torch.nn.Module):
 class DeviceForward:
     """Eager until a thread has compiled the model.
 
-    Only `start` records graphs. Construction replaces linear layers (`share_linears`).
+    Only `record` records graphs. Construction replaces linear layers (`share_linears`).
     """
 
     def __init__(
-        self, loaded: LoadedModel, attention: AttentionBackend, record: Recorder | None, compiler: Compiler
+        self, loaded: LoadedModel, attention: AttentionBackend, recorder: MakeRecorder | None, compiler: Compiler
     ) -> None:
-        """`attention` must be `Recordable` if `record` is given."""
+        """`attention` is for warming up, and must be `Recordable` if `recorder` is given."""
         self.kind: str = EagerForward.kind
         self._eager = EagerForward(loaded.module)
         self._traced = Traced(loaded.module)
-        self._attention = attention
-        self._record = record
+        self._attention: AttentionBackend | None = attention
+        self._recorder = recorder
+        self._deadline = 0.0
         self._compiler = compiler
         self._device = loaded.device
         self._layout = loaded.layout
@@ -91,7 +93,7 @@ class DeviceForward:
 
     @torch.inference_mode()
     def start(self, timeout_s: float, progress: Progress) -> None:
-        deadline = monotonic() + timeout_s
+        self._deadline = monotonic() + timeout_s
         progress(TASK, 0, 1)
         self._thread.start()
         self._thread.join(timeout_s)
@@ -99,12 +101,35 @@ class DeviceForward:
         self._adopt()
         if self._compute is not None and timeout_s > 0:
             self._warm_prompts()
-            if self._record is not None:
-                self._graphs = self._recorded(self._compute, self._record, deadline, progress)
-        elif self._record is not None:
+        elif self._recorder is not None:
             log.warning(
                 "decodes run without CUDA graphs: the model is not compiled yet", extra={"waited_s": round(timeout_s)}
             )
+            self._recorder = None
+
+    @torch.inference_mode()
+    def record(self, attention: AttentionBackend, progress: Progress, most: int | None = None) -> tuple[int, int]:
+        """Record graphs of decodes that read `attention`'s pages, or more of them. Graphs of other pages are freed.
+
+        Returns: how many there are, and how many there would be without `most` or a time limit.
+        """
+        if self._compute is None or self._recorder is None:
+            return 0, 0
+        if self._graphs is None or attention is not self._attention:
+            self.forget_graphs()
+            self._attention = attention
+            self._graphs = DecodeGraphs(self._compute, cast("Recordable", attention), self._recorder())
+        try:
+            return self._graphs.record_all(self._deadline, progress, most), self._graphs.num_sizes
+        except CaptureFailed as exc:
+            log.warning("decodes run without CUDA graphs: recording them failed", extra={"reason": str(exc)})
+            self.forget_graphs()
+            self._recorder = None  # after a failure nothing may be recorded
+            return 0, 0
+
+    def forget_graphs(self) -> None:
+        """Free the graphs, and let go of the pages that they read."""
+        self._graphs = self._attention = None
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
@@ -126,15 +151,6 @@ class DeviceForward:
         if self._compute is None and self._made is not None:
             self._compute = self._made
 
-    def _recorded(self, compute: Compute, record: Recorder, deadline: float, progress: Progress) -> DecodeGraphs | None:
-        graphs = DecodeGraphs(compute, cast("Recordable", self._attention), record)
-        try:
-            graphs.record_all(deadline, progress)
-        except CaptureFailed as exc:
-            log.warning("decodes run without CUDA graphs: recording them failed", extra={"reason": str(exc)})
-            return None
-        return graphs
-
     @torch.inference_mode()
     def _compile(self) -> None:
         try:
@@ -143,7 +159,7 @@ class DeviceForward:
             log.info("the model runs compiled from here on")
         except Exception as exc:  # noqa: BLE001 - whatever a compiler raises: eager always works
             log.warning("the model runs without torch.compile: compiling it failed", extra={"reason": str(exc)})
-            self._made = self._traced if self._record is not None else None  # eager modules can be recorded, too
+            self._made = self._traced if self._recorder is not None else None  # eager modules can be recorded, too
 
     def _compiled(self) -> Compute:
         tokens, kept = EXAMPLE
@@ -159,6 +175,7 @@ class DeviceForward:
 
     def _warm_prompts(self) -> None:
         """Compile the kernels of short and longer chunks, with one span and with several, on page 0, which is unused."""
+        assert self._attention is not None
         longest = self._attention.limits.context if isinstance(self._attention, Recordable) else 0
         for length in (SHORT_CHUNK, SHORT_CHUNK + 1):
             ids = torch.zeros(length, dtype=torch.int64, device=self._device)
@@ -171,13 +188,16 @@ class DeviceForward:
 def choose_device_forward(
     loaded: LoadedModel, config: EngineConfig, attention: AttentionBackend, progress: Progress
 ) -> Forward:
-    """Wait for compilation even with `compile=auto`: beside a serving GPU it means minutes of slow steps."""
+    """Compile; `DeviceForward.record` records graphs.
+
+    It waits even with `compile=auto`: compiling beside a serving GPU means minutes of slow steps.
+    """
     reason = why_eager(config)
     if reason is not None:
         log.info("the model runs eagerly", extra={"reason": reason})
         return EagerForward(loaded.module)
-    record = CudaRecorder() if isinstance(attention, Recordable) else None
-    forward = DeviceForward(loaded, attention, record, torch_compile)
+    recorder = CudaRecorder if isinstance(attention, Recordable) else None
+    forward = DeviceForward(loaded, attention, recorder, torch_compile)
     forward.start(config.compile_timeout_s, progress)
     return forward
 

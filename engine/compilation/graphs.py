@@ -90,19 +90,26 @@ class DecodeGraphs:
         self._positions = torch.zeros(largest, dtype=torch.int64, device=device)
         self._keep = torch.arange(largest, device=device)
 
-    def record_all(self, deadline: float, progress: Progress) -> None:
-        """Record the largest size first: sizes missing at `deadline` run in a larger one.
+    @property
+    def num_sizes(self) -> int:
+        return len(self._sizes)
 
+    def record_all(self, deadline: float, progress: Progress, most: int | None = None) -> int:
+        """Record the largest size first: sizes missing at `deadline`, or beyond `most`, run in a larger one.
+
+        Returns: how many there are now.
         Raises: CaptureFailed.
         """
         self._attention.plan(NO_REQUESTS)  # all rows are padding: no KV is written
-        for done, size in enumerate(reversed(self._sizes)):
-            progress(TASK, done, len(self._sizes))
+        wanted = self._sizes[::-1][:most]
+        for done, size in enumerate(wanted):
+            progress(TASK, done, len(wanted))
             if done and monotonic() > deadline:
                 break
             if size not in self._replays:
                 self._replays[size] = self._recorded(size)
-        progress(TASK, len(self._sizes), len(self._sizes))
+        progress(TASK, len(wanted), len(wanted))
+        return len(self._replays)
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Logits [R, vocab] of the R decodes planned last, valid until the next call."""

@@ -134,7 +134,7 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
         "dtype": loaded.layout.dtype,
         "embeds": loaded.pooling is not None,
         "page_size": config.page_size,
-        "max_step_tokens": config.max_step_tokens,
+        "max_step_tokens": config.step_size("cpu").tokens,
         "kernels": [path.read_text() for path in kernel_sources()],
         "adapted": loaded.adapters.layers,  # each leaves an operator in the graph
         "torch": torch.__version__,

@@ -68,9 +68,8 @@ class EngineCore:
         self._memory = RequestMemory(
             region.num_pages, config.page_size, config.reserve_tokens, kv_events=config.kv_events
         )
-        self._scheduler = Scheduler(
-            self._memory, config.max_running, config.max_step_tokens, config.pack_tokens or pack_tokens
-        )
+        size = config.step_size(region.device)
+        self._scheduler = Scheduler(self._memory, size.requests, size.tokens, config.pack_tokens or pack_tokens)
         self._requests = Requests(self._scheduler, self._memory)
         self._outcomes = Outcomes(self._requests, self._scheduler, self._memory, self._limits, runner.copy_page)
         self._flight: Launched | None = None  # drawn, not landed

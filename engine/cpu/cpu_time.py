@@ -7,13 +7,15 @@ import math
 import os
 import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Final
 
 TASKS: Final = "/proc/self/task"
 PROC: Final = Path("/proc/self")
 STAT: Final = "/proc/stat"
+LOOK_EVERY_S: Final = 1.0
+BUSY: Final = 0.02  # of a core
 
 
 def run_delay_s(without: Collection[int] = ()) -> float:
@@ -22,19 +24,60 @@ def run_delay_s(without: Collection[int] = ()) -> float:
     Args:
         without: kernel ids of excluded threads.
     """
-    waited_ns = 0
+    return sum(waited_ns for thread, (_, waited_ns) in _thread_times().items() if thread not in without) / 1e9
+
+
+class ComputeDelay:
+    """Seconds that computing threads were ready without a core, since the first call.
+
+    Few threads are read: each read gives Python's lock away, and waits for it while the event loop is busy. Threads
+    count that used a core since the latest look at all; Python's own do not, except the caller's.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._waited_s = 0.0
+        self._looked_s = -math.inf
+        self._times: dict[int, tuple[int, int]] = {}  # of all threads at the latest look
+        self._before: dict[int, int] = {}  # of those that count: nanoseconds waited
+
+    def __call__(self) -> float:
+        for thread, before in self._before.items():
+            _, waited_ns = _times_of(thread) or (0, before)
+            self._waited_s += (waited_ns - before) / 1e9
+            self._before[thread] = waited_ns
+        now_s = self._clock()
+        if now_s - self._looked_s >= LOOK_EVERY_S:
+            self._look(now_s)
+        return self._waited_s
+
+    def _look(self, now_s: float) -> None:
+        times, others = _thread_times(), other_python_threads()
+        least_ns = BUSY * 1e9 * (now_s - self._looked_s) if self._times else 0.0
+        self._before = {
+            thread: waited_ns
+            for thread, (ran_ns, waited_ns) in times.items()
+            if thread not in others and ran_ns - self._times.get(thread, (0, 0))[0] >= least_ns
+        }
+        self._times, self._looked_s = times, now_s
+
+
+def _thread_times() -> dict[int, tuple[int, int]]:
+    """Nanoseconds that each thread ran, and was ready without a core."""
     try:
-        for task in os.listdir(TASKS):  # noqa: PTH208  # it is read often, and a Path takes ten times as long
-            if int(task) in without:
-                continue
-            try:
-                with open(f"{TASKS}/{task}/schedstat", "rb", buffering=0) as file:  # noqa: PTH123
-                    waited_ns += int(file.read().split()[1])
-            except (FileNotFoundError, ProcessLookupError):
-                continue
-    except (OSError, IndexError, ValueError):
-        return 0.0
-    return waited_ns / 1e9
+        threads = [int(name) for name in os.listdir(TASKS)]  # noqa: PTH208  # a Path takes ten times as long
+    except (OSError, ValueError):
+        return {}
+    return {thread: times for thread in threads if (times := _times_of(thread)) is not None}
+
+
+def _times_of(thread: int) -> tuple[int, int] | None:
+    try:
+        with open(f"{TASKS}/{thread}/schedstat", "rb", buffering=0) as file:  # noqa: PTH123
+            ran_ns, waited_ns, *_ = file.read().split()
+            return int(ran_ns), int(waited_ns)
+    except (OSError, ValueError):  # it has ended, or the kernel does not count
+        return None
 
 
 def unused_s() -> float | None:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import Final
 
-from engine.cpu.cpu_time import other_python_threads, run_delay_s, unused_s
+from engine.cpu.cpu_time import ComputeDelay, unused_s
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class ThreadLimit:
     Args:
         threads: on a quiet machine.
         decode_threads: limit for a step of decodes only.
-        waited_s: sums the seconds that threads waited for cores.
+        waited_s: sums the seconds that threads waited for cores; default: `ComputeDelay`.
         unused_s: sums core seconds that others left unused; None: unknown.
     """
 
@@ -40,14 +40,14 @@ class ThreadLimit:
         self,
         threads: int,
         decode_threads: int | None = None,
-        waited_s: Callable[[], float] = lambda: run_delay_s(other_python_threads()),
+        waited_s: Callable[[], float] | None = None,
         unused_s: Callable[[], float | None] = unused_s,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.threads = threads
         self._all = threads
         self._decode_threads = decode_threads or threads
-        self._waited_s = waited_s
+        self._waited_s = waited_s or ComputeDelay()
         self._unused_s = unused_s
         self._clock = clock
         self._retry_s = FIRST_RETRY_S

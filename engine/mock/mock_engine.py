@@ -16,6 +16,7 @@ from engine.model.mock_model import LETTERS, MOCK
 from engine.model.pooling import read_pooling
 from engine.model.progress import Progress, silent
 from engine.model.resolve import model_dir, served_name
+from engine.parallel.orders import line_of
 from engine.parallel.rank_processes import RankProcesses
 from engine.ports import RankMemory
 from engine.sharding.heads import check_heads
@@ -67,14 +68,17 @@ def build_engine(
         adapters=config.lora,  # identified by directory name
         pooling=pooling,
         # without step times, any number of prompts may share a step
-        pack_tokens=PACK_TOKENS if isfinite(config.mock.speedup) else config.max_step_tokens,
+        pack_tokens=PACK_TOKENS if isfinite(config.mock.speedup) else config.step_size(region.device).tokens,
     )
 
 
 def _pools(processes: RankProcesses) -> list[RankMemory]:
     """Raises: RankLost."""
     try:
-        return processes.memories()
+        return [
+            RankMemory(made.pid, made.device, made.address, str(line_of(processes.directory, rank)))
+            for rank, made in enumerate(processes.reports(), 1)
+        ]
     except BaseException:
         processes.close()
         raise

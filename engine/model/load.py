@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Generation
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging as transformers_logging
 
+from components.startup import WrongSettings
 from components.wire.layout import KvLayout, of_shard
 from engine.attention.backend import IMPLEMENTATION
 from engine.config import EngineConfig
@@ -151,7 +152,21 @@ def _trained_model(
         raise ModelUnavailable(f"the weights in {directory} cannot be read: {exc}") from exc
     if missing := sorted(report["missing_keys"]):  # transformers would initialise them at random
         raise ModelUnavailable(f"the weights in {directory} lack {len(missing)} tensors, among them {missing[0]}")
-    return module.to(device)
+    return _moved(module, device)
+
+
+def _moved(module: Any, device: torch.device) -> Any:
+    """Raises: WrongSettings, if the weights do not fit."""
+    try:
+        return module.to(device)
+    except torch.OutOfMemoryError as exc:
+        weights = sum(parameter.nbytes for parameter in module.parameters())
+        free, total = torch.cuda.mem_get_info(device)
+        raise WrongSettings(
+            f"too little memory on {device}: the weights take {weights / 1e9:.1f} GB, and of {total / 1e9:.1f} GB "
+            f"{free / 1e9:.1f} GB were free after some of them. To do: divide the model over more devices by "
+            "engine.tensor_parallel, or end other processes on this device"
+        ) from exc
 
 
 def _whole_model(auto: Any, directory: Path, dtype: torch.dtype) -> Any:

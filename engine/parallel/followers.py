@@ -10,10 +10,9 @@ from pydantic import TypeAdapter
 
 from components.startup import WrongSettings
 from engine.config import FOLLOWER, EngineConfig
-from engine.parallel.orders import MakeModel, Order, encoder
+from engine.parallel.orders import MakeModel, Order, Report, encoder
 from engine.parallel.rank_processes import RankLost, RankProcesses
 from engine.parallel.step_line import LineBroken, StepLine
-from engine.ports import RankMemory
 from engine.sharding.group import abort_group, join_group, leave_group
 
 LOST_S: Final = 2.0  # for the end of a follower to become known, when a step has failed
@@ -29,6 +28,7 @@ class Followers:
         self._processes = RankProcesses(
             model, config, state_dir, module, memory=line.memory, wakers=line.wakers, on_loss=abort_group
         )
+        self.directory = self._processes.directory
         self._made = 0
 
     def join(self, device: torch.device) -> None:
@@ -45,9 +45,9 @@ class Followers:
         self.send(MakeModel(self._made, TypeAdapter(EngineConfig).dump_json(config).decode()))
         return self._made
 
-    def made(self) -> list[RankMemory]:
+    def made(self) -> list[Report]:
         """Wait for the followers' pages. Raises: WrongSettings, RankLost."""
-        return self._processes.memories()
+        return self._processes.reports()
 
     def send(self, order: Order) -> None:
         """Raises: RankLost."""

@@ -17,8 +17,7 @@ import msgspec
 from components.errors import InvariantBroken
 from components.startup import WrongSettings
 from engine.config import EngineConfig
-from engine.parallel.orders import Report, Start, line_of
-from engine.ports import RankMemory
+from engine.parallel.orders import Report, Start
 
 log = logging.getLogger(__name__)
 
@@ -114,13 +113,6 @@ class RankProcesses:
                 kind = WrongSettings if report.is_setting else RankLost
                 raise kind(report.failure if report.is_setting else f"rank {follower.rank}: {report.failure}")
         return reports
-
-    def memories(self) -> list[RankMemory]:
-        """Wait for the followers' pages. Raises: WrongSettings, RankLost."""
-        return [
-            RankMemory(made.pid, made.device, made.address, str(line_of(self.directory, rank)))
-            for rank, made in enumerate(self.reports(), 1)
-        ]
 
     def on_loss(self, callback: Callable[[Exception], None]) -> None:
         """Call `callback` on any thread. May be called on any thread."""

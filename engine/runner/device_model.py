@@ -55,14 +55,14 @@ class DeviceModel:
         adapters: Adapters,
     ) -> None:
         self.device = device
-        self._forward = forward
+        self.forward = forward
         self._attention = attention
         self._storage = storage
         self._adapters = adapters
 
     @property
     def forward_kind(self) -> str:
-        return self._forward.kind
+        return self.forward.kind
 
     def compute(self, inputs: StepInputs, ahead_ids: torch.Tensor | None) -> torch.Tensor:
         ids = self._tensor(inputs.token_ids)
@@ -70,7 +70,7 @@ class DeviceModel:
             ids.index_copy_(0, self._tensor(inputs.ahead), ahead_ids)
         step = self._attention.plan(StepShape(inputs.query_lens, inputs.context_lens, inputs.block_tables))
         with self._adapters.of_rows(inputs.adapters):
-            return self._forward(ids, self._tensor(inputs.positions), self._tensor(inputs.keep), step)
+            return self.forward(ids, self._tensor(inputs.positions), self._tensor(inputs.keep), step)
 
     def copy_page(self, source: int, target: int) -> None:
         self._storage[target].copy_(self._storage[source])

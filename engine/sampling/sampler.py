@@ -62,8 +62,7 @@ class Batch:
     def __init__(self, rows: Sequence[Row], vocab: int) -> None:
         self.rows = list(rows)
         self._vocab = vocab
-        self.adjustments = Adjustments(rows, vocab)
-        self.adjusts = any(row.adjusts for row in rows)
+        self.adjustments = Adjustments(rows, vocab) if any(row.adjusts for row in rows) else None
         self.drawings = [drawing_of(row.params) for row in rows]
         self.greedy = torch.tensor([how.inverse == GREEDY for how in self.drawings])
         self.drawn = [i for i, how in enumerate(self.drawings) if how.inverse != GREEDY]
@@ -80,7 +79,7 @@ class HostDraw:
         logprobs = DrawnLogprobs(raw, batch.rows)
         logits = raw.to("cpu", torch.float32)
         finite = logits.amax(dim=-1) < torch.inf  # false for NaN; -inf excludes a token
-        if batch.adjusts:
+        if batch.adjustments is not None:
             if logits.data_ptr() == raw.data_ptr():
                 logits = logits.clone()
             batch.adjustments.apply(logits)

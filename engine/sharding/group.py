@@ -4,6 +4,7 @@ torch's default process group: NCCL on devices, gloo on CPUs. A process belongs 
 """
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Final
@@ -43,6 +44,14 @@ def from_leader(values: torch.Tensor) -> torch.Tensor:
     """Overwrite `values` with rank 0's."""
     dist.broadcast(values, 0)
     return values
+
+
+def of_all_ranks(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
+    """Exchange as many numbers with each rank. Returns: all ranks', by rank."""
+    own = torch.tensor(numbers, dtype=torch.int64, device=device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    return [each.tolist() for each in found]
 
 
 def sum_over_ranks(y: torch.Tensor) -> torch.Tensor:

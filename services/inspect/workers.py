@@ -130,7 +130,7 @@ def load_table(
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("role", "instance", "pid", "up", "state", "run", "wait", "held", "pages", "errors"):
         table.add_column(name, no_wrap=True, justify="right" if name in NUMBERS else "left")
-    for name in ("epoch", "host", "model", "pages free/cached/held", "calls by NATS") if wide else ():
+    for name in ("epoch", "host", "model", "pages free/cached/held", "step", "calls by NATS") if wide else ():
         table.add_column(name, no_wrap=True)
     for record in records:
         beat, service = beats.get(record.instance_id), services.get(record.instance_id)
@@ -183,7 +183,8 @@ def _more(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any
     pages = "" if beat is None else f"{beat.free_pages}/{beat.cached_pages}/{beat.held_pages}"
     endpoints = [] if service is None else service["endpoints"]
     calls = " ".join(f"{e['name']}:{e['num_requests']}" for e in endpoints if e["num_requests"])
-    return [record.epoch, record.host, " ".join([record.model or "", *record.adapters]), pages, calls]
+    step = f"{record.max_running} x {record.max_step_tokens}" if record.max_running else ""
+    return [record.epoch, record.host, " ".join([record.model or "", *record.adapters]), pages, step, calls]
 
 
 async def show_planners(settings: MeshSettings, console: Console, *, as_json: bool = False) -> None:

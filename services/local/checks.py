@@ -46,8 +46,7 @@ def _check_memory(plan: Plan) -> None:
     for role, worker in plan.workers.items():
         engine = worker.engine
         on_cpu = engine.device == "cpu" or (engine.device == "auto" and not CUDA.exists())
-        is_default = engine.kv_memory_gb == EngineConfig().kv_memory_gb
-        if on_cpu and not is_default and engine.num_pages is None and not is_mock(worker.model):
+        if on_cpu and engine.kv_memory_gb and engine.num_pages is None and not is_mock(worker.model):
             asked_gb += plan.counts[role] * engine.tensor_parallel * engine.kv_memory_gb
             count += plan.counts[role]
     check_fits(round(asked_gb * 1e9), f"setting engine.kv_memory_gb: KV pages of {count} worker{'s' * (count > 1)}")

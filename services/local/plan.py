@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from components.settings import MeshSettings, ModelSettings, misspelled, shown_fault
+from engine.config import EngineConfig
 from engine.cpu.cpu_time import usable_cores
 from services.bootstrap.config import BootstrapSettings
 from services.decode.config import DecodeSettings
@@ -103,6 +104,18 @@ class Plan:
         workers = self.counts["prefill"] + self.counts["decode"]
         return max(1, usable_cores() // max(1, workers))
 
+    def memory_shares(self) -> dict[str, float]:
+        """Shares of a GPU's memory for roles whose workers are not alone on it, unless the settings have one."""
+        if any(name.endswith("ENGINE__GPU_MEMORY_UTILIZATION") for name in os.environ):
+            return {}
+        devices = {role: _indices(worker.engine) for role, worker in self.workers.items()}
+        shares = {}
+        for role, own in devices.items():
+            count = sum(self.counts[other] for other, theirs in devices.items() if own & theirs)
+            if count > 1:
+                shares[role] = self.workers[role].engine.gpu_memory_utilization / count
+        return shares
+
     def model_command(self) -> list[str]:
         return [sys.executable, "-m", "services.local.prepare", self.settings.model, str(self.settings.home)]
 
@@ -120,12 +133,15 @@ class Plan:
             shared["MESH_ENGINE__THREADS"] = str(self.threads_each())
             shared.setdefault("MESH_ENGINE__SHARED_CORES", str(self.settings.home / "cores"))
         drain_s = f"{0.8 * self.stop_timeout_s:g}"  # over before SIGKILL
+        shares = self.memory_shares()
         metrics_port = self.settings.metrics_port
         tiers = []
         for role in TIERS:
             tier = []
             for i in range(self.counts[role]):
                 env = {f"MESH_{role.upper()}_DRAIN_TIMEOUT_S": drain_s} if role != "bootstrap" else {}
+                if role in shares:
+                    env[f"MESH_{role.upper()}_ENGINE__GPU_MEMORY_UTILIZATION"] = f"{shares[role]:.3f}"
                 env |= shared | reach(user_of(role, i)).variables()
                 if role == "frontend":
                     host, port = self.addresses[0 if self.shared else i]
@@ -144,6 +160,13 @@ class Plan:
         grown = replace(self, counts={**self.counts, role: number + 1})
         spec = grown.children(reach)[TIERS.index(role)][number]
         return replace(spec, env={**spec.env, "MESH_METRICS_PORT": "0"})
+
+
+def _indices(engine: EngineConfig) -> set[int]:
+    """Indices of the GPUs that a worker takes, if there are any."""
+    name, _, index = ("cuda:0" if engine.device == "auto" else engine.device).partition(":")
+    first = int(index) if index.isdigit() else 0
+    return set(range(first, first + engine.tensor_parallel)) if name == "cuda" else set()
 
 
 def _read(settings: type[S], role: str = "") -> S:

@@ -1,8 +1,126 @@
-"""The arithmetic of bench.gpu; the rest of it needs a device."""
+"""bench.gpu in its tiny form: every part runs on the CPU, so that on a GPU only CUDA is new."""
 
-from bench.gpu import idle_share
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+
+import bench.gpu.__main__ as command
+from bench.engine import Machine
+from bench.gpu.__main__ import Part, main, run, scale_of
+from bench.gpu.report import MemoryLines, Report, Target
+from bench.gpu.scale import ON_CPU
+from bench.gpu.steps import idle_share
+from bench.gpu.transfer import transports
+
+MACHINE = Machine(copy_bytes_s=1e10, matmul_flop_s=1e11)  # measuring it takes a second
+
+
+@pytest.fixture(autouse=True)
+def _known_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "measure_machine", lambda _dtype, _device: MACHINE)
+
+
+def figures(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
 
 
 def test_time_in_which_no_kernel_ran_is_idle_and_kernels_may_overlap() -> None:
     assert idle_share([(0, 4), (1, 2), (3, 5), (6, 10)]) == 0.1
     assert idle_share([(7, 8)]) == 0.0
+
+
+def test_every_part_of_one_process_runs_and_is_right(capsys: pytest.CaptureFixture[str]) -> None:
+    parts = [part for part in Part if part not in {Part.TRANSFER, Part.TP2, Part.MESH}]
+    report = Report(judged=False)
+    assert all(run(parts, ON_CPU, report))
+    named = {str(line["figure"]) for line in figures(capsys)}
+    assert named == {
+        "kernels against attention written out",
+        "engine ready",
+        "greedy ids",
+        "checksums of KV on the device",
+        "host's part of a decode step",
+        "device",
+        "decode attention",
+        "prompt attention",
+        "prompt attention of torch",
+        "decode step",
+        "prompt",
+        "mixed requests",
+        "decode step by sampling",
+        "decode step by contexts",
+    }
+    assert set(report.reached) == {Target.DECODE, Target.PROMPT, Target.SAMPLED, Target.SKEW}
+
+
+def test_kv_arrives_in_the_other_process_and_its_way_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert all(run([Part.TRANSFER], ON_CPU, Report(judged=False)))
+    lines = figures(capsys)
+    assert [line["tokens"] for line in lines] == [16, 64]
+    assert all(line["same"] and line["transport"] for line in lines)
+
+
+@pytest.mark.gpu_bench
+def test_two_ranks_give_the_ids_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert all(run([Part.TP2], ON_CPU, Report(judged=False)))
+    first, *rest = figures(capsys)
+    assert first["same"]
+    assert [line["ranks"] for line in rest] == [1, 1, 2, 2]
+
+
+@pytest.mark.mesh
+@pytest.mark.gpu_bench
+def test_a_whole_mesh_gives_the_ids_of_one_engine_and_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(judged=False)
+    assert all(run([Part.MESH], ON_CPU, report))
+    ids, split, whole = figures(capsys)
+    assert ids["same"]
+    assert (split["mesh"], whole["mesh"]) == ("disaggregated", "aggregated")
+    assert (split["requests"], split["failed"]) == (ON_CPU.requests, 0)
+    assert set(report.reached) == {Target.LOAD, Target.SPLIT, Target.SPLIT_TTFT}
+
+
+def test_each_target_is_met_missed_or_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    report = Report(judged=True)
+    report.reach(Target.DECODE, 1.25)
+    report.reach(Target.SAMPLED, 1.2)
+    report.reach(Target.PROMPT, 64_999.0)
+    report.reach(Target.MOVED, 200.0)
+    report.tell_targets()
+    verdicts = {line["what"]: line["verdict"] for line in figures(capsys)}
+    assert [verdicts[target] for target in (Target.DECODE, Target.SAMPLED, Target.PROMPT, Target.MOVED)] == [
+        *("met", "missed", "missed", "met")
+    ]
+    assert verdicts[Target.LOAD] == "not measured"
+    assert len(verdicts) == len(Target)
+
+
+def test_the_engines_line_about_memory_is_a_figure(capsys: pytest.CaptureFixture[str]) -> None:
+    record = logging.makeLogRecord({"msg": "the device's memory is divided", "weights_gb": 8.05, "pages": 7})
+    record.message = record.getMessage()
+    MemoryLines().emit(record)
+    assert figures(capsys) == [{"figure": "memory of the device", "weights_gb": 8.05, "pages": 7}]
+
+
+def test_ways_are_read_from_ucxs_table(tmp_path: Path) -> None:
+    log = tmp_path / "ucx"
+    assert transports(log) == []
+    log.write_text("| 0..inf | zero-copy | cuda_ipc/cuda |\n| 0..92 | short | sysv/memory |\nmycuda_ipc\n")
+    assert transports(log) == ["cuda_ipc", "sysv"]
+
+
+def test_without_a_gpu_it_says_what_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="torch finds none: `--device cpu` runs a tiny form"):
+        scale_of("cuda:0")
+
+
+def test_a_wrong_result_is_a_failed_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(command, "check_checksums", lambda _scale: False)
+    with pytest.raises(SystemExit) as ended:
+        main([Part.CHECKSUMS], "cpu")
+    assert ended.value.code == 1
+    assert {line["figure"] for line in figures(capsys)} == {"target"}

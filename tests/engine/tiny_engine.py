@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from components.kv_transfer.device_pages import at
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
@@ -20,6 +21,7 @@ from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 from engine.ports import Engine, EngineRequest, Exposed, Failed, FinishReason, Phase, StepOutput, StepStats
 from engine.scheduler.request import RequestState
+from tests.device import TESTED
 
 VOCAB = 128
 GENERATING = (Phase.FULL, Phase.PREFILL, Phase.DECODE)  # all but that of models that make embeddings
@@ -56,6 +58,7 @@ PIPELINE = {"pipeline": "off"}  # the fixture `pipeline` writes it
 def small(**changes: object) -> EngineConfig:
     settings = {
         **PIPELINE,
+        **TESTED,
         "dtype": "float32",
         "num_pages": 64,
         "max_running": 16,
@@ -175,6 +178,8 @@ def page_bytes(engine: EngineCore) -> int:
 def read_page(engine: EngineCore, page: int) -> bytes:
     """The parts of all ranks, in order."""
     region, size = engine.kv_region, engine.kv_region.layout.page_bytes
+    if region.device != "cpu":
+        return at(region)[page].cpu().numpy().tobytes()
     parts = [ctypes.string_at(region.address + page * size, size)]
     for rank in region.followers:
         with Path(f"/proc/{rank.pid}/mem").open("rb", buffering=0) as memory:
@@ -185,6 +190,10 @@ def read_page(engine: EngineCore, page: int) -> bytes:
 def write_page(engine: EngineCore, page: int, data: bytes) -> None:
     region, size = engine.kv_region, engine.kv_region.layout.page_bytes
     assert len(data) == page_bytes(engine)
+    if region.device != "cpu":
+        target = at(region)[page]
+        target.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8).view(target.shape))
+        return
     ctypes.memmove(region.address + page * size, data[:size], size)
     for i, rank in enumerate(region.followers, 1):
         with Path(f"/proc/{rank.pid}/mem").open("r+b", buffering=0) as memory:

@@ -12,6 +12,7 @@ import json
 import sys
 from collections.abc import Awaitable
 from dataclasses import asdict, dataclass
+from importlib import import_module
 
 import msgspec
 import numpy as np
@@ -22,6 +23,7 @@ from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import kv_opener
 from components.kv_transfer.checksum import PageChecksums
 from components.wire.layout import KvLayout
+from tests.device import TESTED
 from tests.services.decode.inbound import inbound
 
 LAYOUT = KvLayout(model="m", dtype="float32", page_size=16, layers=2, kv_heads=2, head_dim=64)
@@ -46,8 +48,21 @@ class Pages:
     def fill(self, seed: int) -> None:
         self.memory[:] = np.random.default_rng(seed).integers(0, 256, self.memory.shape, dtype=np.uint8)
 
+    def set_all(self, value: int) -> None:
+        self.memory[:] = value
+
     def hashes(self) -> list[str]:
         return [hashlib.blake2b(page.tobytes(), digest_size=8).hexdigest() for page in self.memory]
+
+
+def on_tested_device(page_size: int = LAYOUT.page_size) -> Pages:
+    """As `of_size`, in the memory of the device that the tests run on."""
+    host = of_size(page_size)
+    if TESTED["device"] == "cpu":
+        return host
+    module = import_module("tests.components.kv_transfer.tensor_pages")  # torch takes a second to import
+    pages: Pages = module.TensorPages(host.layout, host.num_pages, TESTED["device"])
+    return pages
 
 
 def of_size(page_size: int) -> Pages:
@@ -78,7 +93,7 @@ def say(line: str) -> None:
 
 
 async def main(agent: str, backend: str = "nixl", page_size: int = LAYOUT.page_size) -> None:
-    pages = of_size(page_size)
+    pages = on_tested_device(page_size)
     waiting = set()
 
     async def answer(landed: Awaitable[None]) -> None:

@@ -29,7 +29,7 @@ from components.kv_transfer.nixl_transfer import (
 from components.kv_transfer.pieces import Pieces, cut
 from components.wire.instances import KvEndpoint
 from services.local.child_process import tethered
-from tests.components.kv_transfer.nixl_peer import LAYOUT, NUM_PAGES, Pages, of_size
+from tests.components.kv_transfer.nixl_peer import LAYOUT, NUM_PAGES, Pages, of_size, on_tested_device
 from tests.components.kv_transfer.pools import brute_force
 
 pytestmark = pytest.mark.anyio
@@ -105,7 +105,7 @@ def shared_peer(start_peer: Callable[..., Peer]) -> Peer:
 
 @pytest.fixture
 def pages() -> Pages:
-    mine = Pages()
+    mine = on_tested_device()
     mine.fill(seed=1)
     return mine
 
@@ -365,7 +365,7 @@ async def test_pages_of_another_size_land_bit_exact_in_chunks_that_end_inside_a_
 ) -> None:
     """The prompt ends inside a page too: what follows it there stays as it was, as does every other page."""
     peer = start_peer(f"decode-{theirs}", page_size=theirs)
-    mine, expected = of_size(ours), of_size(theirs)
+    mine, expected = on_tested_device(ours), of_size(theirs)
     mine.fill(seed=5)
     num_tokens, draw = 500, random.Random(ours)
     source = draw.sample(range(mine.num_pages), mine.layout.pages_for(num_tokens))

@@ -19,7 +19,7 @@ from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import kv_opener
 from components.startup import WrongSettings
-from tests.components.kv_transfer.nixl_peer import LAYOUT, NUM_PAGES, Pages
+from tests.components.kv_transfer.nixl_peer import LAYOUT, NUM_PAGES, Pages, on_tested_device
 from tests.components.kv_transfer.test_nixl_transfer import Peer
 
 pytestmark = pytest.mark.anyio
@@ -68,7 +68,7 @@ def shared_peer(start_peer: StartPeer) -> Peer:
 
 @pytest.fixture
 def pages() -> Pages:
-    mine = Pages()
+    mine = on_tested_device()
     mine.fill(seed=random.getrandbits(32))
     return mine
 
@@ -237,7 +237,7 @@ async def test_forgetting_a_peer_that_hangs_ends_its_write_and_nothing_of_later_
     for write in writes:
         with pytest.raises(TransferFailed):
             await asyncio.wait_for(write, FAILS_WITHIN_S)
-    pages.memory[:] = 0xEE
+    pages.set_all(0xEE)
     theirs = pages.hashes()[0]
     hung.popen.send_signal(signal.SIGCONT)
     await asyncio.sleep(0.3)

@@ -14,13 +14,14 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from engine import build
 from engine.attention.triton_backend import TritonAttention
-from engine.build import assemble, make_pool
+from engine.build import assemble
 from engine.compilation import device
 from engine.compilation.device import DeviceForward, choose_device_forward, torch_compile
 from engine.compilation.forward import EagerForward
 from engine.compilation.graphs import CaptureFailed, Compute
 from engine.model.load import LoadedModel
 from engine.model.progress import silent
+from engine.parts import make_pool
 from engine.ports import EngineRequest
 from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run, small
 
@@ -65,10 +66,12 @@ def test_prompts_run_compiled_and_decodes_from_graphs_with_the_ids_of_the_eager_
     torch._dynamo.reset()
     config = small(attention="triton", max_running=4, num_pages=24)
     pool, record = make_pool(fresh, config), CountingRecorder()
-    forward = DeviceForward(fresh, pool.attention, record, partial(torch.compile, fullgraph=True, backend="eager"))
+    compiler = partial(torch.compile, fullgraph=True, backend="eager")
+    forward = DeviceForward(fresh, pool.attention, lambda: record, compiler)
     told: list[str] = []
     with torch._dynamo.config.patch(error_on_recompile=True):
         forward.start(60.0, lambda task, _done, _total: told.append(task))
+        forward.record(pool.attention, lambda task, _done, _total: told.append(task))
         tokens = run(assemble(fresh, config, forward, pool), REQUESTS).tokens
     assert set(told) == {"Compiling the model", "Recording CUDA graphs"}
     assert tokens == run(make_engine(tiny), REQUESTS).tokens
@@ -106,9 +109,10 @@ def test_a_compiler_that_fails_is_said_once_and_eager_modules_are_recorded_inste
 
     config = small(attention="triton", max_running=2, num_pages=24)
     pool, record = make_pool(fresh, config), CountingRecorder()
-    forward = DeviceForward(fresh, pool.attention, record, fail)
+    forward = DeviceForward(fresh, pool.attention, lambda: record, fail)
     with caplog.at_level(logging.INFO):
         forward.start(60.0, silent)
+        forward.record(pool.attention, silent)
     assert [vars(record)["reason"] for record in caplog.records] == ["no such intrinsic"]
     assert len(run(assemble(fresh, config, forward, pool), REQUESTS[:1]).tokens["0"]) == 3
     assert record.replays == 2
@@ -168,8 +172,9 @@ def test_graphs_that_cannot_be_recorded_are_done_without(
 
     config = small(attention="triton", max_running=16, num_pages=24)
     pool = make_pool(fresh, config)
-    forward = DeviceForward(fresh, pool.attention, record, lambda module: module)
+    forward = DeviceForward(fresh, pool.attention, lambda: record, lambda module: module)
     forward.start(60.0, silent)
+    forward.record(pool.attention, silent)
     (warning,) = [log for log in caplog.records if log.levelno >= logging.WARNING]
     assert warning.message == "decodes run without CUDA graphs: recording them failed"
     assert "not permitted when stream is capturing" in vars(warning)["reason"]
@@ -189,8 +194,9 @@ def test_what_is_compiled_too_late_is_adopted_without_graphs(
 
     config = small(attention="triton", max_running=2)
     pool, record = make_pool(fresh, config), CountingRecorder()
-    forward = DeviceForward(fresh, pool.attention, record, compiler)
+    forward = DeviceForward(fresh, pool.attention, lambda: record, compiler)
     forward.start(0.01, silent)
+    assert forward.record(pool.attention, silent) == (0, 0)
     assert "decodes run without CUDA graphs: the model is not compiled yet" in caplog.messages
     go_on.set()
     forward._thread.join()
@@ -233,7 +239,7 @@ def test_what_is_compiled_for_a_device_is_kept_in_the_state_directory(
     )
     monkeypatch.setattr(build, "pack_linears", lambda _module: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
-    monkeypatch.setattr(build, "make_pool", make)
+    monkeypatch.setattr(build, "make_parts", make)
     with pytest.raises(LookupError):
         build.build_engine("m", small(), tmp_path)
     home = tmp_path / "compile"

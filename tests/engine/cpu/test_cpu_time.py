@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from engine.cpu import cpu_time
-from engine.cpu.cpu_time import CpuQuota, cores_for_a_while, other_python_threads, run_delay_s, unused_s, usable_cores
+from engine.cpu.cpu_time import (
+    ComputeDelay,
+    CpuQuota,
+    cores_for_a_while,
+    other_python_threads,
+    run_delay_s,
+    unused_s,
+    usable_cores,
+)
 
 V1_MOUNT = "33 31 0:29 {root} {mount} rw,relatime shared:9 - cgroup cgroup rw,cpu,cpuacct\n"
 V2_MOUNT = "30 23 0:26 {root} {mount} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
@@ -92,6 +100,38 @@ def test_waits_are_those_of_all_threads_but_the_ones_left_out(tmp_path: Path, mo
     assert run_delay_s(without={2}) == 0.75
     monkeypatch.setattr(cpu_time, "TASKS", str(tmp_path / "nothing"))
     assert run_delay_s() == 0
+
+
+def test_only_threads_that_compute_count_and_new_ones_from_their_first_look_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Reading forty threads twice a step took a twentieth of it: each read waits for Python's lock."""
+    now_s = [0.0]
+    read: list[int] = []
+    inner = cpu_time._times_of
+
+    def told(thread: int) -> tuple[int, int] | None:
+        read.append(thread)
+        return inner(thread)
+
+    def times(**waited_ms: tuple[int, int]) -> None:
+        for name, (ran, waited) in waited_ms.items():
+            group(tmp_path / name[1:], schedstat=f"{ran}000000 {waited}000000 3\n")
+
+    monkeypatch.setattr(cpu_time, "TASKS", str(tmp_path))
+    monkeypatch.setattr(cpu_time, "_times_of", told)
+    delay = ComputeDelay(lambda: now_s[0])
+    times(t1=(100, 40), t2=(5, 70))
+    assert delay() == 0
+    times(t1=(600, 140), t2=(6, 70), t3=(300, 900))
+    now_s[0] = 1.0
+    assert delay() == pytest.approx(0.1)  # and it looks at all threads
+    read.clear()
+    times(t1=(900, 240), t2=(6, 90), t3=(700, 1000))
+    assert delay() == pytest.approx(0.3)
+    assert sorted(read) == [1, 3]
+    (tmp_path / "1" / "schedstat").unlink()
+    assert delay() == pytest.approx(0.3)
 
 
 def test_unused_is_what_was_idle_of_the_own_cores_and_what_this_process_had(

@@ -133,8 +133,8 @@ def test_branches_keep_the_adapter_of_their_request(adapted_tiny: LoadedModel, m
 def test_a_row_without_adapter_is_bit_by_bit_what_it_is_without_any_loaded(
     tiny: LoadedModel, adapted_tiny: LoadedModel
 ) -> None:
-    token_ids = torch.tensor([7, 9, 7, 11, 12])
-    positions = torch.tensor([0, 0, 0, 1, 2])
+    token_ids = torch.tensor([7, 9, 7, 11, 12], device=tiny.device)
+    positions = torch.tensor([0, 0, 0, 1, 2], device=tiny.device)
 
     def logits(loaded: LoadedModel, *names: str) -> torch.Tensor:
         storage = allocate_storage(loaded.layout, 4, loaded.device)
@@ -143,7 +143,7 @@ def test_a_row_without_adapter_is_bit_by_bit_what_it_is_without_any_loaded(
         )
         lengths = (1, 1, 3)
         with torch.inference_mode(), loaded.adapters.of_rows(list(zip(names, lengths, strict=False))):
-            return EagerForward(loaded.module)(token_ids, positions, torch.arange(5), step)
+            return EagerForward(loaded.module)(token_ids, positions, torch.arange(5, device=tiny.device), step)
 
     plain = logits(tiny)
     assert torch.equal(logits(adapted_tiny), plain)

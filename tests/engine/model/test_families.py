@@ -60,10 +60,11 @@ def paged_logits(loaded: LoadedModel, token_ids: Sequence[int], chunk: int, back
     forward = EagerForward(loaded.module)
     logits = []
     for start in range(0, len(token_ids), chunk):
-        ids = torch.tensor(token_ids[start : start + chunk])
-        positions = start + torch.arange(len(ids))
+        ids = torch.tensor(token_ids[start : start + chunk], device=loaded.device)
+        positions = start + torch.arange(len(ids), device=loaded.device)
         step = attention.plan(StepShape([len(ids)], [start + len(ids)], [table]))
-        logits.append(forward(ids, positions, torch.arange(len(ids)), step).float())
+        keep = torch.arange(len(ids), device=loaded.device)
+        logits.append(forward(ids, positions, keep, step).float().cpu())
     return torch.cat(logits)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from engine.build import assemble_led, prepare_model
+from engine.config import FOLLOWER
 from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.parallel.followers import Followers
@@ -26,9 +27,9 @@ class Led:
 
 
 @contextmanager
-def led(directory: Path, size: int, **changes: object) -> Iterator[Led]:
+def led(directory: Path, size: int, module: str = FOLLOWER, **changes: object) -> Iterator[Led]:
     config = small(tensor_parallel=size, **changes)
-    followers = Followers(str(directory), config, HOME)
+    followers = Followers(str(directory), config, HOME, module)
     try:
         loaded = prepare_model(str(directory), config, HOME)
         followers.join(loaded.device)

@@ -167,7 +167,15 @@ def test_workers_are_shown_with_facts_of_etcd_and_of_nats() -> None:
         held_pages=1,
         total_pages=16,
     )
-    worker = record("d1", kv=endpoint(), model="m", adapters={"legal": "w1"}, http="http://10.0.0.1:12345")
+    worker = record(
+        "d1",
+        kv=endpoint(),
+        max_running=256,
+        max_step_tokens=8192,
+        model="m",
+        adapters={"legal": "w1"},
+        http="http://10.0.0.1:12345",
+    )
     frontend = record("f1", role="frontend", http="http://127.0.0.1:8000", metrics="http://127.0.0.1:34567")
     records, services = [worker, frontend], {"d1": stats(errors=2), "f1": stats()}
     assert summary(records, "kvmesh") == "namespace kvmesh: 2 instances of legal, m"
@@ -176,7 +184,7 @@ def test_workers_are_shown_with_facts_of_etcd_and_of_nats() -> None:
     assert row[:3] == ["decode", "d1", "1"]
     assert row[-9:] == ["draining", "3", "2", "1", "6", "%", "of", "16", "2"]
     [wide] = [line for line in rendered(load_table(records, {"d1": beat}, services, wide=True)) if "d1" in line]
-    for fact in ("e1", "m legal", "10/5/1", "generate:7 cancel:1"):
+    for fact in ("e1", "m legal", "10/5/1", "256 x 8192", "generate:7 cancel:1"):
         assert fact in wide
     lines += rendered(address_table(records), 80)
     assert "…" not in "".join(lines), "80 columns hold it all"

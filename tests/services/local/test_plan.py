@@ -116,6 +116,33 @@ def test_workers_share_the_cores_unless_their_number_of_threads_is_given(monkeyp
     assert "MESH_ENGINE__SHARED_CORES" not in given
 
 
+@pytest.mark.parametrize(
+    ("given", "shares"),
+    [
+        ({}, {"prefill": "0.450", "decode": "0.450"}),
+        ({"MESH_ENGINE__DEVICE": "cpu"}, {}),
+        ({"MESH_PREFILL_ENGINE__DEVICE": "cuda:1"}, {}),
+        ({"MESH_DECODE_ENGINE__GPU_MEMORY_UTILIZATION": "0.3"}, {}),
+        (
+            {"MESH_PREFILL_ENGINE__DEVICE": "cuda:1", "MESH_DECODE_ENGINE__TENSOR_PARALLEL": "2"},
+            {"prefill": "0.450", "decode": "0.450"},
+        ),
+    ],
+    ids=["one GPU", "no GPU", "a GPU each", "given", "overlapping"],
+)
+def test_workers_of_a_gpu_share_its_memory(
+    given: dict[str, str], shares: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    env = env_of(Plan.read(ONE_EACH))
+    found = {role: env[f"{role}-0"].get(f"MESH_{role.upper()}_ENGINE__GPU_MEMORY_UTILIZATION") for role in shares}
+    assert found == shares
+    if not shares:
+        own = {f"MESH_{role.upper()}_ENGINE__GPU_MEMORY_UTILIZATION" for role in ("prefill", "decode")}
+        assert not (own - given.keys()) & {name for of in env.values() for name in of}
+
+
 def test_every_variable_a_child_gets_is_one_of_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_METRICS_PORT", "9100")
     monkeypatch.setenv("MESH_LOG_LEVEL", "debug")

@@ -1,0 +1,1 @@
+"""Check and measure everything that needs a GPU: `python -m bench.gpu`."""

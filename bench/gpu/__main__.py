@@ -1,0 +1,128 @@
+"""Check and measure everything that needs a GPU. One JSON line a figure, and at the end one a target.
+
+    python -m bench.gpu                                     # all parts but tune
+    python -m bench.gpu --part kernels --part ids           # correctness; exits with 1 on a fault
+    python -m bench.gpu --part steps --part sampling        # Qwen3-4B's shape, random weights, bf16
+    python -m bench.gpu --part mesh                         # a whole mesh on one card
+    python -m bench.gpu --part tune                         # the kernels with other tiles, beside torch's attention
+    python -m bench.gpu --device cpu                        # the same lines with a tiny model: no figure means anything
+
+Rooflines use the copy bandwidth and matmul rate measured just before.
+"""
+
+import gc
+import logging
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from enum import StrEnum, auto
+from typing import Annotated
+
+import torch
+import typer
+
+from bench.engine import measure_machine
+from bench.gpu.correct import check_checksums, check_ids, check_kernels
+from bench.gpu.engines import config_of, make_bench
+from bench.gpu.ranks import measure_ranks
+from bench.gpu.report import MemoryLines, Report, tell
+from bench.gpu.scale import CARD, ON_CPU, Scale
+from bench.gpu.steps import measure_host, measure_mixed, measure_sampling, measure_skew, measure_steps
+from bench.gpu.transfer import measure_transfer
+from bench.gpu.tune import tune
+from bench.gpu.whole_mesh import measure_mesh
+from engine.kv.storage import TORCH_DTYPES
+
+
+class Part(StrEnum):
+    KERNELS = auto()
+    IDS = auto()
+    CHECKSUMS = auto()
+    TRANSFER = auto()
+    TP2 = auto()
+    MESH = auto()
+    HOST = auto()
+    STEPS = auto()
+    MIXED = auto()
+    SAMPLING = auto()
+    SKEW = auto()
+    TUNE = auto()
+
+
+WITH_ENGINE = {Part.STEPS, Part.MIXED, Part.SAMPLING, Part.SKEW}
+
+
+def run(parts: list[Part], scale: Scale, report: Report) -> Iterator[bool]:
+    """Parts that need all of the device's memory come before this process keeps an engine.
+
+    Yields: whether what a part found is right.
+    """
+    checks: dict[Part, Callable[[], bool]] = {
+        Part.KERNELS: lambda: check_kernels(scale),
+        Part.IDS: lambda: check_ids(scale),
+        Part.CHECKSUMS: lambda: check_checksums(scale),
+        Part.TRANSFER: lambda: measure_transfer(scale, report),
+        Part.TP2: lambda: measure_ranks(scale),
+        Part.MESH: lambda: measure_mesh(scale, report),
+    }
+    for part, check in checks.items():
+        if part in parts:
+            yield check()
+            _free(scale)
+    if Part.HOST in parts:
+        measure_host(scale)
+    if WITH_ENGINE.isdisjoint(parts) and Part.TUNE not in parts:
+        return
+    dtype = TORCH_DTYPES[scale.dtype]
+    machine = measure_machine(dtype, scale.device)
+    _free(scale)
+    name = "cpu" if scale.on_cpu else torch.cuda.get_device_name()
+    speeds = {"copy_tb_s": machine.copy_bytes_s / 1e12, "matmul_tflop_s": machine.matmul_flop_s / 1e12}
+    tell("device", name=name, torch=torch.__version__, **{name: round(speed, 3) for name, speed in speeds.items()})
+    if Part.TUNE in parts:
+        tune(scale, machine)
+    if WITH_ENGINE.isdisjoint(parts):
+        return
+    bench, loaded = make_bench(scale.model, config_of(scale), "eager" if scale.on_cpu else "triton, compiled, graphs")
+    if Part.STEPS in parts:
+        measure_steps(scale, bench, loaded, machine, report)
+    if Part.MIXED in parts:
+        measure_mixed(scale, bench)
+    if Part.SAMPLING in parts:
+        measure_sampling(scale, bench, report)
+    if Part.SKEW in parts:
+        measure_skew(scale, bench, loaded, machine, report)
+
+
+def _free(scale: Scale) -> None:
+    gc.collect()
+    if not scale.on_cpu:
+        torch.cuda.empty_cache()
+
+
+def scale_of(device: str) -> Scale:
+    if device == "cpu":
+        return ON_CPU
+    if not torch.cuda.is_available():
+        sys.exit("bench.gpu needs a CUDA device: torch finds none: `--device cpu` runs a tiny form of every part")
+    torch.cuda.set_device(device)
+    return replace(CARD, device=device)
+
+
+def main(
+    part: Annotated[list[Part] | None, typer.Option(help="may be given several times; default: all but tune")] = None,
+    device: Annotated[str, typer.Option(help="cuda:N, or cpu for a tiny form of every part")] = "cuda:0",
+) -> None:
+    scale = scale_of(device)
+    lines = logging.getLogger("engine.parts")
+    lines.setLevel(logging.INFO)
+    lines.addHandler(MemoryLines())
+    report = Report(judged=not scale.on_cpu)
+    parts = part or [each for each in Part if each is not Part.TUNE]
+    right = list(run(parts, scale, report))
+    report.tell_targets()
+    sys.exit(not all(right))
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,105 @@
+"""What is computed on the device, against the same computed otherwise."""
+
+import asyncio
+import itertools
+import os
+import random
+import sys
+import time
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from bench.attention_case import AttentionCase, Dtype, Outcome
+from bench.gpu.engines import config_of, generate, make_bench, requests
+from bench.gpu.report import tell
+from bench.gpu.scale import TINY, Scale
+from components.kv_transfer.checksum import PageChecksums
+from components.wire.layout import KvLayout
+from engine.attention.backend import Scoring
+from engine.attention.triton_backend import TritonAttention
+from engine.kv.storage import allocate_storage
+from engine.ports import KvRegion
+
+
+def check_kernels(scale: Scale) -> bool:
+    """All kinds of steps against float64 attention. Compiling them takes most of the time."""
+    if scale.on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+        tell("kernels against attention written out", skipped="on a CPU it needs TRITON_INTERPRET=1")
+        return True
+    steps = [
+        ((1,), (1,)),
+        ((1,) * 5, (1, 17, 200, 1000, 5000)),
+        ((300, 16), (300, 90)),
+        ((1, 1, 130, 2), (4, 700, 900, 2)),
+    ]
+    plain, windowed, capped, both = (
+        Scoring(0.09),
+        Scoring(0.09, window=100),
+        Scoring(0.3, 0, 5.0),
+        Scoring(0.2, 33, 5.0),
+    )
+    kinds = [(16, 128, 8, 4), (32, 64, 4, 1), (64, 80, 1, 8), (128, 96, 2, 3), (16, 256, 2, 2), (32, 16, 2, 7)]
+    wanted: dict[Dtype, list[tuple[tuple[int, ...], Scoring]]] = {
+        "bfloat16": [*itertools.product(kinds, (plain, both)), (kinds[0], windowed), (kinds[0], capped)],
+        "float16": [(kinds[0], both)],
+        "float32": [(kinds[0], plain), (kinds[1], both)],
+    }
+    if scale.on_cpu:
+        steps, wanted = steps[2:3], {"float32": [(kinds[5], plain)]}
+    wrong = 0
+    for dtype, combinations in wanted.items():
+        worst = 0.0
+        for (queries, contexts), (kind, scoring) in itertools.product(steps, combinations):
+            page_size, head_dim, kv_heads, group = kind
+            case = AttentionCase(queries, contexts, scoring, dtype, kv_heads, group, page_size, head_dim)
+            for make, sinks in ((TritonAttention, False), (partial(TritonAttention, span=64), True)):
+                case = replace(case, sinks=sinks)
+                try:
+                    worst = max(worst, Outcome(case, make, scale.device).check())
+                except AssertionError as exc:
+                    wrong += 1
+                    print(exc, file=sys.stderr)
+        tell("kernels against attention written out", dtype=dtype, worst_error=worst, wrong=wrong)
+    return not wrong
+
+
+def check_ids(scale: Scale) -> bool:
+    """Greedy ids of a tiny fp32 model: torch's attention, the kernels, and graphs over a compiled model."""
+    ways: dict[str, dict[str, Any]] = {"torch": {"attention": "torch", "compile": "off"}}
+    if scale.on_cpu:
+        ways["auto"] = {"attention": "auto", "compile": "off"}
+    else:
+        ways["triton"] = {"attention": "triton", "compile": "off"}
+        ways["graphs"] = {"attention": "triton", "compile": "wait"}
+    found: dict[str, dict[str, list[int]]] = {}
+    for name, changes in ways.items():
+        config = config_of(scale, dtype="float32", num_pages=600, max_running=24, max_step_tokens=96, **changes)
+        bench, _ = make_bench(TINY, config, name)
+        found[name] = generate(bench.engine, requests(bench.vocab_size, 24, prompts=(3, 120), outputs=(20, 60)))
+    same = all(each == found["torch"] for each in found.values())
+    tell("greedy ids", same=same, ways=sorted(found), tokens=sum(map(len, found["torch"].values())))
+    return same
+
+
+def check_checksums(scale: Scale) -> bool:
+    """Checksums on the device for smaller, equal and larger peer pages, against the same bytes in main memory."""
+    layout = KvLayout(model="bench", dtype="bfloat16", page_size=64, layers=scale.layers, kv_heads=8, head_dim=128)
+    pool = allocate_storage(layout, 40, torch.device(scale.device)).normal_()
+    host = pool.cpu()
+    table, tokens, wrong = random.Random(0).sample(range(40), 30), range(128, 1900), 0
+    for peer_page_size in (16, 64, 128):
+        sums = []
+        for memory in (host, pool):
+            region = KvRegion(memory.data_ptr(), 40, layout, str(memory.device))
+            checksums = PageChecksums(region).of_transfer(peer_page_size)
+            started = time.perf_counter()
+            asyncio.run(checksums.add(table, tokens))
+            spent_s = time.perf_counter() - started
+            sums.append(asyncio.run(checksums.total()))
+        wrong += sums[0] != sums[1]
+        gb_s = round(len(tokens) // 64 * layout.page_bytes / spent_s / 1e9, 2)
+        tell("checksums of KV on the device", peer_page_size=peer_page_size, same=sums[0] == sums[1], gb_s=gb_s)
+    return not wrong

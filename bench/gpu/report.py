@@ -1,0 +1,61 @@
+"""JSON lines, and the targets: each met, missed or not measured."""
+
+import json
+import logging
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+
+class Target(StrEnum):
+    DECODE = "a decode step of 100 requests with 768 tokens of context, over its roofline"
+    SAMPLED = "a step sampled with 0.6, top_p 0.95, top_k 20, over a greedy one"
+    PROMPT = "prompts of 8,192 tokens, tokens/s"
+    SKEW = "what one context of 60,000 adds to a step of 100 of 500, over the time to read its bytes"
+    LOAD = "1,000 requests of up to 1,024 tokens in and out, 100 at a time, on one card: output tokens/s"
+    SPLIT = "disaggregated output tokens/s over aggregated, on one card"
+    SPLIT_TTFT = "disaggregated TTFT over aggregated, on one card"
+    MOVED = "VRAM to VRAM for prompts of 1,024 tokens, GB/s"
+
+
+AT_MOST = {Target.DECODE: 1.25, Target.SAMPLED: 1.15, Target.SKEW: 1.25, Target.SPLIT_TTFT: 1.1}
+AT_LEAST = {Target.PROMPT: 65_000.0, Target.LOAD: 6_705.0, Target.SPLIT: 0.95, Target.MOVED: 200.0}
+
+
+@dataclass(slots=True)
+class Report:
+    """Values count only if `judged`: the targets are for a GPU and for Qwen3-4B's shape."""
+
+    judged: bool
+    reached: dict[Target, float] = field(default_factory=dict)
+
+    def reach(self, target: Target, value: float) -> None:
+        self.reached[target] = value
+
+    def tell_targets(self) -> None:
+        for target in Target:
+            wanted = {"at_most": AT_MOST[target]} if target in AT_MOST else {"at_least": AT_LEAST[target]}
+            value = self.reached.get(target)
+            told = {} if value is None else {"value": round(value, 3)}
+            tell("target", what=str(target), **wanted, **told, verdict=self._verdict(target, value))
+
+    def _verdict(self, target: Target, value: float | None) -> str:
+        if value is None:
+            return "not measured"
+        if not self.judged:
+            return "not judged: a tiny model on a CPU"
+        is_met = value <= AT_MOST[target] if target in AT_MOST else value >= AT_LEAST[target]
+        return "met" if is_met else "missed"
+
+
+def tell(figure: str, **facts: Any) -> None:
+    print(json.dumps({"figure": figure, **facts}), flush=True)
+
+
+class MemoryLines(logging.Handler):
+    """Turns the engine's line about a device's memory into a figure."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.message == "the device's memory is divided":
+            facts = {name: value for name, value in vars(record).items() if name.endswith("_gb") or name == "pages"}
+            tell("memory of the device", **facts)

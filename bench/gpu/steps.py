@@ -1,0 +1,119 @@
+"""Times of steps: decodes, prompts, sampling, unequal contexts, and the host's part."""
+
+import statistics
+import time
+
+import torch
+
+from bench.engine import Bench, Machine, roofline_s, say
+from bench.gpu.engines import generate, requests
+from bench.gpu.report import Report, Target, tell
+from bench.gpu.scale import Scale
+from bench.host_step import host_steps
+from engine.model.load import LoadedModel
+
+SAMPLED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}  # Qwen3's own
+HOST_STEPS = 100
+
+
+def measure_steps(scale: Scale, bench: Bench, loaded: LoadedModel, machine: Machine, report: Report) -> None:
+    context = scale.context
+    for batch in (1, scale.batch):
+        contexts = [context] * batch
+        bench.decode(contexts, scale.steps)
+        total, host = bench.decode(contexts, scale.steps)
+        roof_s = roofline_s(loaded, machine, batch, batch * context)
+        facts = {"label": bench.label, "batch": batch, "context": context, "host_ms": round(min(host) * 1000, 3)}
+        say("decode step", total, roof_s, **facts, device_idle=_idle_share(scale, bench, batch))
+        if batch == scale.batch:
+            report.reach(Target.DECODE, statistics.median(total) / roof_s)
+    layout, length = loaded.layout, scale.prompt
+    pairs = length * length / 2  # each key costs head_dim products, twice, in each head
+    attention_flop = 4 * pairs * layout.layers * layout.kv_heads * loaded.query_group * layout.head_dim
+    roof_s = roofline_s(loaded, machine, length, length) + attention_flop / machine.matmul_flop_s
+    bench.prompt(length)
+    spent = [bench.prompt(length) for _ in range(4)]
+    say("prompt", spent, roof_s, label=bench.label, tokens=length, tok_s=round(length / min(spent)))
+    report.reach(Target.PROMPT, length / statistics.median(spent))
+
+
+def measure_mixed(scale: Scale, bench: Bench) -> None:
+    """The first run compiles what is left to compile."""
+    longest = scale.longest
+    for attempt in range(2):
+        asked = requests(bench.vocab_size, scale.batch, (min(32, longest), longest), (8, max(8, longest // 4)), attempt)
+        started = time.perf_counter()
+        tokens = generate(bench.engine, asked)
+        spent_s = time.perf_counter() - started
+    count = sum(map(len, tokens.values()))
+    tell(
+        "mixed requests",
+        requests=len(asked),
+        output_tokens=count,
+        seconds=round(spent_s, 2),
+        tok_s=round(count / spent_s),
+    )
+
+
+def measure_sampling(scale: Scale, bench: Bench, report: Report) -> None:
+    """Greedy and sampled steps, by turns."""
+    contexts = [scale.context] * scale.batch
+    ways = {"greedy": {}, "sampled": SAMPLED}
+    spent: dict[str, list[float]] = {"greedy": [], "sampled": []}
+    for turn in range(4):
+        for name, sampling in ways.items():
+            total, _ = bench.decode(contexts, scale.steps, **sampling)
+            if turn:  # the first compiles
+                spent[name] += total
+    for name, seconds in spent.items():
+        say("decode step by sampling", seconds, 0.0, batch=scale.batch, context=scale.context, sampling=name)
+    report.reach(Target.SAMPLED, statistics.median(spent["sampled"]) / statistics.median(spent["greedy"]))
+
+
+def measure_skew(scale: Scale, bench: Bench, loaded: LoadedModel, machine: Machine, report: Report) -> None:
+    """One long context among short ones should cost the time to read it."""
+    short = [scale.short_context] * scale.batch
+    medians = []
+    for contexts in (short, [*short[1:], scale.long_context]):
+        bench.decode(contexts, scale.steps)
+        total, _ = bench.decode(contexts, scale.steps)
+        roof_s = roofline_s(loaded, machine, len(contexts), sum(contexts))
+        say(
+            "decode step by contexts", total, roof_s, batch=len(contexts), longest=max(contexts), shortest=min(contexts)
+        )
+        medians.append(statistics.median(total))
+    more = (scale.long_context - scale.short_context) * loaded.layout.page_bytes / loaded.layout.page_size
+    own_s = more / machine.copy_bytes_s
+    report.reach(Target.SKEW, (medians[1] - medians[0]) / own_s)
+
+
+def measure_host(scale: Scale) -> None:
+    """Real core, tables and sampler on the device, and a forward that costs nothing."""
+    device = torch.device(scale.device)
+    steps = scale.steps if scale.on_cpu else HOST_STEPS
+    for batch, way, spent in host_steps(scale.host_batches, steps, device, scale.context):
+        say("host's part of a decode step", spent, 0.0, batch=batch, context=scale.context, sampling=way)
+
+
+def _idle_share(scale: Scale, bench: Bench, batch: int) -> float | None:
+    """By the device's own record of kernels."""
+    activities = [torch.profiler.ProfilerActivity.CPU if scale.on_cpu else torch.profiler.ProfilerActivity.CUDA]
+    with bench.decoding([scale.context] * batch, scale.steps):
+        bench.engine.step()
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(scale.steps // 2):
+                bench.engine.step()
+    kind = "CPU" if scale.on_cpu else "CUDA"
+    spans = sorted(
+        (event.time_range.start, event.time_range.end) for event in profile.events() if event.device_type.name == kind
+    )
+    return idle_share(spans) if spans else None
+
+
+def idle_share(spans: list[tuple[float, float]]) -> float:
+    """The share of the time that the sorted `spans` do not cover."""
+    busy, reached = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return round(1 - busy / (reached - spans[0][0]), 4)

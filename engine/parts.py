@@ -1,0 +1,196 @@
+"""A rank's parts of an engine: pages, attention over them, and the forward.
+
+On a device the pages come last, because recorded graphs hold their address. A small pool stands in for them while the
+model is compiled, the largest step is computed and a few graphs are recorded. All that is measured. Then the pool gets
+what is left, and the graphs are recorded again, over its pages.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import astuple, dataclass, replace
+from threading import TIMEOUT_MAX
+from typing import Final
+
+import torch
+
+from components.startup import WrongSettings
+from engine.attention.backend import AttentionBackend
+from engine.attention.choose_attention import make_attention
+from engine.attention.step_tables import StepLimits
+from engine.compilation.device import DeviceForward, choose_device_forward
+from engine.compilation.forward import EagerForward, Forward
+from engine.config import EngineConfig
+from engine.device.memory import CudaMemory, DeviceMemory, MemoryUse
+from engine.kv.count import asked_pages, count_pages
+from engine.kv.storage import allocate_storage
+from engine.model.load import LoadedModel
+from engine.model.probe import check_attention
+from engine.model.progress import Progress, silent
+from engine.runner.device_model import DeviceModel
+from engine.runner.largest_step import run_largest_step
+from engine.runner.step_runner import StepFailed
+from engine.sharding.group import of_all_ranks
+
+log = logging.getLogger(__name__)
+
+TRIAL_PAGES: Final = 2
+TRIAL_GRAPHS: Final = 4  # recorded to learn what all take: the largest, and three that share its memory
+
+
+@dataclass(frozen=True, slots=True)
+class Pool:
+    storage: torch.Tensor  # [num_pages, heads, layers, 2, page_size, head_dim]
+    attention: AttentionBackend
+    max_context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    pool: Pool
+    model: DeviceModel
+
+
+MakeForward = Callable[[LoadedModel, EngineConfig, AttentionBackend, Progress], Forward]
+
+
+def make_pool(loaded: LoadedModel, config: EngineConfig) -> Pool:
+    """Allocate as many pages as the settings say, and test the attention.
+
+    Raises: WrongSettings, UnsupportedModel, AttentionUnavailable.
+    """
+    pool = _pool(loaded, config, count_pages(config, loaded.layout))
+    check_attention(loaded, pool.attention)
+    return pool
+
+
+def _pool(loaded: LoadedModel, config: EngineConfig, num_pages: int, context: int | None = None) -> Pool:
+    """`context` is the longest that steps may have; default: what the pages hold."""
+    layout = loaded.layout
+    storage = allocate_storage(layout, num_pages, loaded.device)
+    tokens = context or num_pages * config.page_size
+    max_context = min(loaded.max_positions, tokens, config.max_context or tokens)
+    size = config.step_size(str(loaded.device))
+    limits = StepLimits(size.requests, size.tokens, max_context)
+    attention = make_attention(config.attention, storage, layout, loaded.query_group, limits)
+    return Pool(storage, attention, max_context)
+
+
+def make_forward(loaded: LoadedModel, config: EngineConfig, attention: AttentionBackend, progress: Progress) -> Forward:
+    """The forward on a device; on a CPU an eager one."""
+    if loaded.device.type != "cuda":
+        return EagerForward(loaded.module)
+    if loaded.layout.shards > 1:  # ranks that stop waiting or recording at different times would wait for each other
+        config = replace(config, compile_timeout_s=TIMEOUT_MAX)
+    return choose_device_forward(loaded, config, attention, progress)
+
+
+def make_model(loaded: LoadedModel, forward: Forward, pool: Pool) -> DeviceModel:
+    return DeviceModel(loaded.device, forward, pool.attention, pool.storage, loaded.adapters)
+
+
+def make_parts(
+    loaded: LoadedModel,
+    config: EngineConfig,
+    progress: Progress = silent,
+    memory: DeviceMemory | None = None,
+    make_forward: MakeForward = make_forward,
+) -> Parts:
+    """Make them all. The ranks of an instance call it together, and get equally many pages.
+
+    Args:
+        memory: what is measured; default: the CUDA device, and nothing on a CPU.
+
+    Raises: WrongSettings, UnsupportedModel, AttentionUnavailable.
+    """
+    if memory is None and loaded.device.type == "cuda":
+        memory = CudaMemory(loaded.device)
+    if memory is None:
+        pool = make_pool(loaded, config)
+        return Parts(pool, make_model(loaded, make_forward(loaded, config, pool.attention, progress), pool))
+    forward, use = _measured(loaded, config, progress, memory, make_forward)
+    uses = _of_all_ranks(use, loaded)
+    num_pages = asked_pages(config, loaded.layout) or _pages_left(uses, loaded, config)
+    pool = _pool(loaded, config, num_pages)
+    if isinstance(forward, DeviceForward):
+        forward.record(pool.attention, progress)
+    if loaded.layout.shard == 0:
+        _report(uses, pool, memory, loaded)
+    return Parts(pool, make_model(loaded, forward, pool))
+
+
+def _measured(
+    loaded: LoadedModel, config: EngineConfig, progress: Progress, memory: DeviceMemory, make_forward: MakeForward
+) -> tuple[Forward, MemoryUse]:
+    """Prepare the forward, and measure what it needs. The trial's pages and graphs are free again afterwards."""
+    weights = memory.look().own
+    context = min(loaded.max_positions, config.max_context or loaded.max_positions)
+    trial = _pool(loaded, config, TRIAL_PAGES, context)
+    check_attention(loaded, trial.attention)
+    forward = make_forward(loaded, config, trial.attention, progress)
+    ready = memory.look()
+    use = MemoryUse(ready.total, ready.free, weights, max(0, ready.own - weights), 0, 0)
+    graphs = _trial_graphs(forward, trial, memory) if isinstance(forward, DeviceForward) else 0
+    before = memory.look().own
+    memory.start_peak()
+    model = make_model(loaded, forward, trial)
+    size = config.step_size(str(loaded.device))
+    try:
+        run_largest_step(model, size, context, loaded, draws=loaded.layout.shard == 0)
+    except (torch.OutOfMemoryError, StepFailed) as exc:
+        if isinstance(exc.__cause__ or exc, torch.OutOfMemoryError):
+            raise WrongSettings(use.step_too_large(str(loaded.device), size, str(exc.__cause__ or exc))) from exc
+        raise
+    use = use.with_step(memory.peak() - before, graphs)
+    if isinstance(forward, DeviceForward):
+        forward.forget_graphs()
+    del trial, model
+    memory.look()  # gives their memory back
+    return forward, use
+
+
+def _trial_graphs(forward: DeviceForward, trial: Pool, memory: DeviceMemory) -> int:
+    """Bytes of all graphs, by those of the first few. They share their largest memory, but each has some of its own.
+
+    Over the real pool they also have memory for split contexts, less than a thousandth of the pool.
+    """
+    before = memory.look().free
+    recorded, _ = forward.record(trial.attention, silent, most=1)
+    first = memory.look().free
+    recorded, wanted = forward.record(trial.attention, silent, most=TRIAL_GRAPHS)
+    last = memory.look().free
+    each = max(0, first - last) / max(1, recorded - 1)
+    return max(0, before - first) + round(each * max(0, wanted - 1))
+
+
+def _of_all_ranks(use: MemoryUse, loaded: LoadedModel) -> list[MemoryUse]:
+    if loaded.layout.shards == 1:
+        return [use]
+    return [MemoryUse(*numbers) for numbers in of_all_ranks(astuple(use), loaded.device)]
+
+
+def _pages_left(uses: Sequence[MemoryUse], loaded: LoadedModel, config: EngineConfig) -> int:
+    """As many pages as the rank with the least memory has room for.
+
+    Raises: WrongSettings, on each rank, if that is not even a request's.
+    """
+    layout, share = loaded.layout, config.gpu_memory_utilization
+    pages = [use.left(share) // layout.page_bytes for use in uses]
+    least = min(pages)
+    tokens = min(loaded.max_positions, config.max_context or config.step_size(str(loaded.device)).tokens)
+    needed = layout.pages_for(tokens)
+    if least < needed:
+        rank = pages.index(least)
+        which = f"{loaded.device}" if len(uses) == 1 else f"rank {rank}"
+        raise WrongSettings(f"too little memory on {which}: {uses[rank].shortage(needed * layout.page_bytes, share)}")
+    return least
+
+
+def _report(uses: Sequence[MemoryUse], pool: Pool, memory: DeviceMemory, loaded: LoadedModel) -> None:
+    pages = {"pages": len(pool.storage), "kv_gb": round(pool.storage.nbytes / 1e9, 2)}
+    for rank, use in enumerate(uses):
+        facts = {"device": str(loaded.device), **use.facts(), **pages}
+        if rank == 0:
+            facts["free_gb"] = round(memory.look().free / 1e9, 2)
+        else:
+            facts["device"] = f"rank {rank}"
+        log.info("the device's memory is divided", extra=facts)

@@ -1,0 +1,81 @@
+"""The device that tests of the engine and of KV transfer run on: pytest's --device names it."""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from itertools import pairwise
+from typing import Final
+
+import pytest
+
+VARIABLE: Final = "KVMESH_TEST_DEVICE"  # for processes that tests start
+TESTED: Final = {"device": os.environ.get(VARIABLE, "cpu")}
+IS_GPU: Final = re.compile(r"gpu\b")
+
+# Files whose tests are about what a device computes or moves. They are marked `gpu`.
+ON_DEVICE: Final = (
+    "tests/components/kv_transfer/test_nixl_transfer.py",
+    "tests/components/kv_transfer/test_transfer_contract.py",
+    "tests/engine/core/test_failed_steps.py",
+    "tests/engine/lora/test_adapted_requests.py",
+    "tests/engine/model/test_families.py",
+    "tests/engine/sampling/test_against_reference.py",
+    "tests/engine/sampling/test_distribution.py",
+    "tests/engine/sampling/test_in_engine.py",
+    "tests/engine/sampling/test_sampler.py",
+    "tests/engine/test_branches.py",
+    "tests/engine/test_embeddings.py",
+    "tests/engine/test_engine_stateful.py",
+    "tests/engine/test_greedy_equals_transformers.py",
+    "tests/engine/test_non_finite_logits.py",
+    "tests/engine/test_phases.py",
+    "tests/engine/test_pipeline.py",
+)
+# Of these, tests of what holds on a CPU alone: there the event loop posts short writes.
+ON_CPU_ALONE: Final = (
+    "test_a_short_write_that_has_landed_at_once_costs_no_turn_of_the_loop",
+    "test_others_have_a_turn_in_the_midst_of_a_long_write_and_may_end_it",
+    "test_the_event_loop_posts_pages_some_at_a_time_and_the_thread_pieces",
+)
+HOST_BACKENDS: Final = ("fake", "mooncake")  # for pages in main memory
+
+
+def is_for_cpu(arguments: Sequence[str]) -> bool:
+    """By pytest's command line, before pytest has read it."""
+    given = dict(pairwise([word for argument in arguments for word in argument.split("=", 1)]))
+    return given["--device"] == "cpu" if "--device" in given else not IS_GPU.match(given.get("-m", ""))
+
+
+if TESTED["device"] == "cpu" and is_for_cpu(sys.argv):
+    # Kernels for CUDA run in Triton's interpreter. Triton looks at this when it is imported, and torch may import it.
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def choose_device(config: pytest.Config) -> None:
+    """Raises: pytest.UsageError, if there is no such device."""
+    asked = config.getoption("--device")
+    device = asked or ("cuda:0" if IS_GPU.match(config.option.markexpr) else "cpu")
+    if device == "cpu":
+        return
+    if not IS_GPU.match(config.option.markexpr):
+        raise pytest.UsageError(f"--device {device} is for the tests marked gpu: add -m gpu")
+    cuda = import_module("torch").cuda
+    index = device.removeprefix("cuda:")
+    if not index.isdigit() or not cuda.is_available() or int(index) >= cuda.device_count():
+        raise pytest.UsageError(
+            f"there is no device {device} here: torch {import_module('torch').__version__} finds "
+            f"{cuda.device_count() if cuda.is_available() else 0} CUDA devices, named cuda:0 and so on. "
+            "`--device cpu` runs the same tests on the CPU"
+        )
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        raise pytest.UsageError("with TRITON_INTERPRET=1 kernels run on the CPU: unset it")
+    TESTED["device"] = os.environ[VARIABLE] = device
+
+
+def is_on_device(item: pytest.Item) -> bool:
+    name = item.name.partition("[")[0]
+    parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    at = item.path.relative_to(item.config.rootpath).as_posix()
+    return at in ON_DEVICE and name not in ON_CPU_ALONE and parameters.get("backend") not in HOST_BACKENDS

@@ -1,0 +1,23 @@
+"""A follower whose device has `BYTES` of counted memory; it takes the place of `engine.follower`."""
+
+import os
+from typing import Any, Final
+
+from engine import follower
+from engine.device import huge_pages
+from engine.parallel.rank_process import main
+from engine.parts import make_parts
+from tests.engine.device.counted_memory import CountedMemory
+
+BYTES: Final = "MEASURED_FOLLOWER_BYTES"
+
+
+def measured(loaded: Any, config: Any, progress: Any) -> Any:
+    with CountedMemory(int(os.environ[BYTES]), loaded) as memory:
+        return make_parts(loaded, config, progress, memory)
+
+
+if __name__ == "__main__":
+    huge_pages.BLOCK_BYTES = 0  # type: ignore[misc]
+    follower.make_parts = measured  # type: ignore[attr-defined,assignment]
+    main()

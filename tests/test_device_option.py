@@ -1,0 +1,60 @@
+"""Which tests are for a device, and what is said where there is none."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from tests.device import ON_DEVICE, TESTED, VARIABLE, choose_device, is_for_cpu
+
+REPO = Path(__file__).resolve().parents[1]
+
+
+def choose(device: str | None, markers: str) -> None:
+    config = SimpleNamespace(getoption=lambda _name: device, option=SimpleNamespace(markexpr=markers))
+    choose_device(config)
+
+
+def test_the_files_for_a_device_are_there() -> None:
+    assert [name for name in ON_DEVICE if not (REPO / name).is_file()] == []
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("pytest", True),
+        ("pytest -q tests/engine -m mesh", True),
+        ("pytest -m gpu", False),
+        ("pytest -m gpu --device=cpu", True),
+        ("pytest -m gpu --device cpu -x", True),
+        ("pytest --device cuda:1 -m gpu", False),
+    ],
+)
+def test_how_triton_runs_is_known_from_the_command_line(line: str, expected: bool) -> None:
+    assert is_for_cpu(line.split()) == expected
+
+
+@pytest.mark.parametrize(("device", "markers"), [(None, "gpu"), ("cuda:0", "gpu"), ("cuda", "gpu or gpu_bench")])
+def test_without_the_device_nothing_runs(device: str | None, markers: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(pytest.UsageError, match=r"there is no device cuda.* finds 0 CUDA devices"):
+        choose(device, markers)
+    assert TESTED == {"device": "cpu"}
+
+
+def test_a_device_is_for_the_tests_that_are_marked() -> None:
+    with pytest.raises(pytest.UsageError, match="add -m gpu"):
+        choose("cuda:0", "not soak and not gpu_bench")
+
+
+def test_a_device_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv(VARIABLE, "cpu")
+    monkeypatch.delenv("TRITON_INTERPRET")
+    monkeypatch.setitem(TESTED, "device", "cpu")
+    choose("cuda:1", "gpu")
+    assert TESTED == {"device": "cuda:1"}
+    with pytest.raises(pytest.UsageError, match="no device cuda:2 here"):
+        choose("cuda:2", "gpu")
