@@ -94,6 +94,7 @@ ENGINE_ORDER: Final = (
         "engine.runner",
         "engine.parts",
         "engine.core",
+        "engine.parts",
         "engine.parallel",
         "engine.build",
         "engine.follower",
