@@ -92,7 +92,6 @@ ENGINE_ORDER: Final = (
     *("engine.kernels", "engine.attention", "engine.sharding", "engine.lora", "engine.model", "engine.compilation"),
     *(
         "engine.runner",
-        "engine.parts",
         "engine.core",
         "engine.parts",
         "engine.parallel",
