@@ -108,8 +108,10 @@ class TraceStore:
     def last_trace_ids(self, count: int = 20) -> list[str]:
         """Those of which spans came last."""
         found: dict[str, None] = {}
-        for (trace_ids,) in self._rows("select trace_ids from batches order by batch desc limit ?", (count,)):
+        for (trace_ids,) in self._rows("select trace_ids from batches order by batch desc", ()):
             found.update(dict.fromkeys(reversed(_split(trace_ids))))
+            if len(found) >= count:  # several batches may hold one trace
+                break
         return list(found)[:count]
 
     def slow_trace_ids(self, count: int = 20) -> list[str]:

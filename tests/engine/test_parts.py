@@ -60,7 +60,7 @@ def plain(loaded: LoadedModel, memory: CountedMemory, **changes: object) -> int:
 
 
 def facts(caplog: pytest.LogCaptureFixture) -> dict[str, float]:
-    (record,) = [record for record in caplog.records if record.message == "the device's memory is divided"]
+    (record,) = [record for record in caplog.records if record.getMessage() == "the device's memory is divided"]
     return vars(record)
 
 

@@ -155,6 +155,15 @@ def test_of_an_old_batch_slow_traces_alone_are_kept_and_of_these_the_newest(tmp_
     assert [[span.name for span in store.trace(request_id)] for request_id in ("r51", "r52")] == [["n51"], []]
 
 
+def test_the_last_traces_are_found_though_each_is_in_a_batch_of_each_process(tmp_path: Path) -> None:
+    writer = TraceWriter(tmp_path)
+    for number in range(1, 6):
+        for process in ("prefill", "decode", "frontend"):
+            writer.write(process, [piece(number)])
+    writer.close()
+    assert TraceStore(tmp_path).last_trace_ids(4) == [f"{number:032x}" for number in (5, 4, 3, 2)]
+
+
 def test_any_number_of_requests_in_one_trace_stay_within_the_bound(tmp_path: Path) -> None:
     """A client chose one trace id for all of its requests, and the file grew without end: only traces were counted."""
     tracer, writer = writing_tracer(tmp_path, limits=Limits(spans=100))
