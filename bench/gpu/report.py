@@ -56,6 +56,6 @@ class MemoryLines(logging.Handler):
     """Turns the engine's line about a device's memory into a figure."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.message == "the device's memory is divided":
+        if record.getMessage() == "the device's memory is divided":
             facts = {name: value for name, value in vars(record).items() if name.endswith("_gb") or name == "pages"}
             tell("memory of the device", **facts)

@@ -100,7 +100,6 @@ def test_each_target_is_met_missed_or_not_measured(capsys: pytest.CaptureFixture
 
 def test_the_engines_line_about_memory_is_a_figure(capsys: pytest.CaptureFixture[str]) -> None:
     record = logging.makeLogRecord({"msg": "the device's memory is divided", "weights_gb": 8.05, "pages": 7})
-    record.message = record.getMessage()
     MemoryLines().emit(record)
     assert figures(capsys) == [{"figure": "memory of the device", "weights_gb": 8.05, "pages": 7}]
 

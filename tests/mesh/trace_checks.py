@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from components.telemetry.trace_reader import LocalTraceReader
-from components.telemetry.trace_store import Span
+from components.telemetry.trace_store import LOST, Span
 from components.telemetry.trace_summary import root_of
 
 WAIT_S: Final = 15.0  # for the last spans, which each process exports by itself
@@ -39,14 +39,14 @@ def uncovered(spans: list[Span]) -> dict[str, float]:
     """Shares of the time to first token and of the whole time that no phase covers, where they are too large.
 
     Phases are spans without children: a span with children explains nothing by itself. A call does, until the span that
-    it begins in another process: the message is on its way.
+    it begins in another process: the message is on its way. So does the span of a process that died: its phases died with it.
     """
     root = root_of(spans)
     ends = {"E2E": root.end_ns}
     if "kvmesh.ttft_s" in root.attributes:
         ends["TTFT"] = root.start_ns + int(root.attributes["kvmesh.ttft_s"] * 1e9)
     parents = {span.parent_id for span in spans}
-    phases = (span for span in spans if span.span_id not in parents or span.name in CALLS)
+    phases = (span for span in spans if span.span_id not in parents or span.name in CALLS or LOST in span.attributes)
     leaves = sorted(phases, key=lambda span: span.start_ns)
     shares = {}
     for name, end_ns in ends.items():
