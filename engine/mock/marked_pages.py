@@ -29,6 +29,7 @@ MARK: Final = Struct("<BBHI")
 ALL, HEAD, CHECKSUM = 8, 16, 32  # bits before each
 BYTE: Final = 0xFF
 HEADER: Final = (1 << CHECKSUM) - 1
+MARKS: Final = 2  # number of their form: workers with another form do not exchange pages
 TOKEN: Final = Struct("<i")  # as in `pack_tokens`
 BLOCK: Final = min(PAGE_SIZES)  # tokens
 

@@ -9,7 +9,7 @@ from components.wire.layout import KvLayout, of_shard
 from engine.config import EngineConfig
 from engine.core.engine_core import PACK_TOKENS, EngineCore
 from engine.kv.count import count_pages
-from engine.mock.marked_pages import MarkedPages
+from engine.mock.marked_pages import MARKS, MarkedPages
 from engine.mock.mock_runner import MockRunner
 from engine.model.identity import CONFIG_FILE
 from engine.model.mock_model import LETTERS, MOCK
@@ -88,7 +88,7 @@ def _layout(described: dict[str, Any], name: str, config: EngineConfig) -> KvLay
     heads = int(described["num_attention_heads"])
     mock = config.mock
     whole = KvLayout(
-        model=name,  # not the model's own name: its KV is not compatible
+        model=f"{name}, marks {MARKS}",  # not the model's own name: its KV is not compatible
         dtype="bfloat16" if config.dtype == "auto" else config.dtype,
         page_size=config.page_size,
         layers=mock.layers or int(described["num_hidden_layers"]),

@@ -42,7 +42,7 @@ def test_events_name_the_chain_of_block_hashes(tmp_path: Path) -> None:
     engine, replica = make_engine(tmp_path), Replica()
     engine.submit(EngineRequest("r", prompt(50), greedy(2), cache_salt="tenant"))
     replica.take(engine.step())
-    assert replica.blocks == block_hashes(prompt(50), 16, seed_hash("mock", "", "tenant"))
+    assert replica.blocks == block_hashes(prompt(50), 16, seed_hash(engine.kv_region.layout.model, "", "tenant"))
 
 
 def test_eviction_is_told_from_the_end_of_a_chain(tmp_path: Path) -> None:

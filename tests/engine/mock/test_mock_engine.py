@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from components.errors import UnknownModel
 from components.wire.sampling import SamplingParams, branch_seed
 from engine.core.engine_core import EngineCore
+from engine.mock.marked_pages import MARKS
 from engine.model.mock_model import SPECIAL
 from engine.model.resolve import model_dir, served_name
 from engine.ports import EngineRequest, FinishReason, Phase
@@ -204,7 +205,7 @@ def test_a_mock_of_a_model_has_its_shape(tmp_path: Path) -> None:
     from_model = make_mock(tmp_path, {"layers": None, "kv_heads": None, "head_dim": None}, model=f"mock:{tmp_path}")
     layout = from_model.kv_region.layout
     assert (layout.layers, layout.kv_heads, layout.head_dim, layout.dtype) == (5, 2, 32, "bfloat16")
-    assert layout.model == f"mock:{tmp_path.name}"
+    assert layout.model == f"mock:{tmp_path.name}, marks {MARKS}"
     assert from_model.max_context == 300
     tokens = run(from_model, [EngineRequest("r", [999], endless(200))]).tokens["r"]
     assert max(tokens) > 300
