@@ -50,8 +50,9 @@ def test_eviction_is_told_from_the_end_of_a_chain(tmp_path: Path) -> None:
     run(engine, [EngineRequest("old", prompt(48), greedy(1))])
     engine.submit(EngineRequest("new", prompt(20, start=1), greedy(1)))
     events = engine.step().cache_events
-    chain = block_hashes(prompt(48), 16, seed_hash("mock"))
-    assert events == [(chain[-1], False), (block_hashes(prompt(20, start=1), 16, seed_hash("mock"))[0], True)]
+    seed = seed_hash(engine.kv_region.layout.model)
+    chain = block_hashes(prompt(48), 16, seed)
+    assert events == [(chain[-1], False), (block_hashes(prompt(20, start=1), 16, seed)[0], True)]
 
 
 def test_blocks_that_come_between_steps_are_told_without_further_work(tmp_path: Path) -> None:
