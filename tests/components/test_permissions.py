@@ -48,10 +48,14 @@ class Peer:
     async def connect(self, url: str, user: str) -> None:
         await self.client.connect(url, error_cb=self._error, inbox_prefix=f"_INBOX.{NAMESPACE}.{user}")
 
+    async def flush(self) -> None:
+        """Wait until NATS has processed everything; nats-py sends the first ping before what is queued."""
+        await self.client.flush()
+        await self.client.flush()
+
     async def refusals(self) -> list[str]:
-        """Since the last call. The answer to a ping follows all errors; nats-py sends the first before what is queued."""
-        await self.client.flush()
-        await self.client.flush()
+        """Since the last call. The answer to a ping follows all errors."""
+        await self.flush()
         found, self.errors = self.errors, []
         return [re.sub(r".*violation for (\w+).*?\"(.*)\".*", r"\1 \2", error.lower()) for error in found]
 
@@ -224,7 +228,7 @@ async def test_a_call_is_answered_once_to_its_caller_alone(tmp_path: Path) -> No
         inbox = frontend.client.new_inbox()
         answers = await frontend.client.subscribe(inbox)
         calls = await decode.client.subscribe("mesh.decode.d1.generate")
-        await decode.client.flush()
+        await decode.flush()
         await frontend.client.publish("mesh.decode.d1.generate", b"call", reply=inbox)
         call = await calls.next_msg(timeout=2)
         await call.respond(b"answer")

@@ -205,7 +205,7 @@ async def test_nats_says_whether_anybody_listens_for_frames(nats_url: str, names
 
         async with bus.subscription(subject, receive):
             await bus.publish_bytes(subject, b"x", reply)
-            await bus.client.flush()
+            await bus.flush()
             await asyncio.sleep(0.05)
             assert not unheard
         await bus.publish_bytes(subject, b"x", reply)
