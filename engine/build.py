@@ -174,6 +174,8 @@ def _engine(  # noqa: PLR0917
 ) -> EngineCore:
     on_cpu = loaded.device.type == "cpu"
     storage = pool.storage
+    if pool.window:
+        log.info("pages before the sliding window of all layers are released", extra={"window": pool.window})
     return EngineCore(
         runner=TorchRunner(model, pooling=loaded.pooling, cores=cores, limit=limit if on_cpu else None),
         config=config,
@@ -184,4 +186,5 @@ def _engine(  # noqa: PLR0917
         adapters=loaded.adapters.identities,
         pooling=loaded.pooling,
         pack_tokens=CPU_PACK_TOKENS if on_cpu else PACK_TOKENS,
+        window=pool.window,
     )

@@ -32,6 +32,9 @@ class MockConfig:
     layers: Annotated[Size, Field(description="of a KV page; default: the model's")] = None
     kv_heads: Annotated[Size, Field(description="of a KV page; default: the model's")] = None
     head_dim: Annotated[Size, Field(description="of a KV page; default: the model's")] = None
+    window: Annotated[
+        Size, Field(ge=2 * min(PAGE_SIZES), description="keys that a token sees, its own included; default: all")
+    ] = None
     thread: Annotated[
         bool, Field(description="a thread for the engine, as a model's has; else it is stepped on the event loop")
     ] = False

@@ -42,6 +42,7 @@ class Pool:
     storage: torch.Tensor  # [num_pages, heads, layers, 2, page_size, head_dim]
     attention: AttentionBackend
     max_context: int
+    window: int = 0  # keys that any layer sees at most; 0: all
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +60,7 @@ def make_pool(loaded: LoadedModel, config: EngineConfig) -> Pool:
     Raises: WrongSettings, UnsupportedModel, AttentionUnavailable.
     """
     pool = _pool(loaded, config, count_pages(config, loaded.layout))
-    check_attention(loaded, pool.attention)
-    return pool
+    return replace(pool, window=check_attention(loaded, pool.attention))
 
 
 def _pool(loaded: LoadedModel, config: EngineConfig, num_pages: int, context: int | None = None) -> Pool:
@@ -107,10 +107,10 @@ def make_parts(
     if memory is None:
         pool = make_pool(loaded, config)
         return Parts(pool, make_model(loaded, make_forward(loaded, config, pool.attention, progress), pool))
-    forward, use = _measured(loaded, config, progress, memory, make_forward)
+    forward, use, window = _measured(loaded, config, progress, memory, make_forward)
     uses = _of_all_ranks(use, loaded)
     num_pages = asked_pages(config, loaded.layout) or _pages_left(uses, loaded, config)
-    pool = _pool(loaded, config, num_pages)
+    pool = replace(_pool(loaded, config, num_pages), window=window)
     if isinstance(forward, DeviceForward):
         forward.record(pool.attention, progress)
     if loaded.layout.shard == 0:
@@ -120,12 +120,12 @@ def make_parts(
 
 def _measured(
     loaded: LoadedModel, config: EngineConfig, progress: Progress, memory: DeviceMemory, make_forward: MakeForward
-) -> tuple[Forward, MemoryUse]:
-    """Prepare the forward, and measure what it needs. The trial's pages and graphs are free again afterwards."""
+) -> tuple[Forward, MemoryUse, int]:
+    """Prepare the forward, measure it, and find the window. The trial's pages and graphs are free again afterwards."""
     weights = memory.look().own
     context = min(loaded.max_positions, config.max_context or loaded.max_positions)
     trial = _pool(loaded, config, TRIAL_PAGES, context)
-    check_attention(loaded, trial.attention)
+    window = check_attention(loaded, trial.attention)
     forward = make_forward(loaded, config, trial.attention, progress)
     ready = memory.look()
     use = MemoryUse(ready.total, ready.free, weights, max(0, ready.own - weights), 0, 0)
@@ -145,7 +145,7 @@ def _measured(
         forward.forget_graphs()
     del trial, model
     memory.look()  # gives their memory back
-    return forward, use
+    return forward, use, window
 
 
 def _trial_graphs(forward: DeviceForward, trial: Pool, memory: DeviceMemory) -> int:

@@ -8,7 +8,7 @@ is in flight.
 
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from itertools import count, islice
+from itertools import count
 from time import perf_counter
 from types import MappingProxyType
 from typing import Final
@@ -58,7 +58,9 @@ class EngineCore:
         adapters: Mapping[str, str] = MappingProxyType({}),
         pooling: Pooling | None = None,
         pack_tokens: int = PACK_TOKENS,
+        window: int = 0,
     ) -> None:
+        """`window`: keys that a layer sees at most, a token's own included; 0: all."""
         self._runner = runner
         self._region = region
         self._adapters = adapters
@@ -66,7 +68,11 @@ class EngineCore:
         self._limits = Limits(max_context, vocab_size, eos_token_ids, embeds=pooling is not None)
         self._pipelined = config.pipeline == "on" or (config.pipeline == "auto" and not runner.takes_cpu)
         self._memory = RequestMemory(
-            region.num_pages, config.page_size, config.reserve_tokens, kv_events=config.kv_events
+            region.num_pages,
+            config.page_size,
+            config.reserve_tokens,
+            window=window if window < max_context else 0,
+            kv_events=config.kv_events,
         )
         size = config.step_size(region.device)
         self._scheduler = Scheduler(self._memory, size.requests, size.tokens, config.pack_tokens or pack_tokens)
@@ -112,8 +118,7 @@ class EngineCore:
 
     def peek_prefix(self, blocks: PromptBlocks) -> int:
         page_size = self._region.layout.page_size
-        usable = islice(blocks(page_size), usable_pages(blocks.num_tokens, page_size))
-        return len(self._memory.prefix.match(usable)) * page_size
+        return self._memory.num_cached(blocks(page_size)[: usable_pages(blocks.num_tokens, page_size)])
 
     def cached_blocks(self) -> list[bytes]:
         return self._memory.prefix.blocks()

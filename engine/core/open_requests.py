@@ -108,6 +108,7 @@ class Requests:
             request,
             phase=Phase.FULL,
             pages=[],
+            first_page=0,
             num_computed=0,
             num_published=0,
             num_cached_tokens=0,

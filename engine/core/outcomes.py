@@ -71,7 +71,7 @@ class Outcomes:
         _check_allowed(request, first_token)
         request.phase = Phase.FULL
         request.num_computed = request.prompt_len
-        self._memory.publish(request)
+        self._memory.computed(request)
         self._scheduler.start(request)
         self._fork(request)
         if request.branch in request.unwanted:
@@ -90,7 +90,7 @@ class Outcomes:
             return
         phase = request.phase
         request.num_computed = chunk.end
-        self._memory.publish(request)
+        self._memory.computed(request)
         if phase is FULL:
             if token_id is not None:
                 self._continue(request, token_id, output)

@@ -125,6 +125,26 @@ class PrefixCache:
             pages.append(page)
         return pages
 
+    def match_last(self, hashes: Sequence[bytes], count: int) -> tuple[int, list[int]]:
+        """Pages of the last `count` blocks of the longest prefix of `hashes` of which these are known.
+
+        Returns: the number of blocks before them, and the pages.
+        """
+        end = len(hashes)
+        pages: list[int] = []
+        for at in range(len(hashes) - 1, -1, -1):
+            page = self._page_of.get(hashes[at])
+            if page is None:
+                end, pages = at, []
+                continue
+            pages.append(page)
+            if len(pages) == count:
+                break
+        return end - len(pages), pages[::-1]
+
+    def page_of(self, block: bytes) -> int | None:
+        return self._page_of.get(block)
+
     def blocks(self) -> list[bytes]:
         return list(self._page_of)
 
@@ -218,6 +238,16 @@ class PagePool:
                     free.append(page)
         finally:
             self._free.give(free)
+
+    def forget(self, block: bytes) -> None:
+        """Unpublish a block, if it is published."""
+        page = self._prefix.page_of(block)
+        if page is None:
+            return
+        self._prefix.forget(page)
+        if page in self._cached:
+            del self._cached[page]
+            self._free.give([page])
 
     def check(self) -> None:
         """Raises: PageLeak, unless each page is free, cached or held once."""

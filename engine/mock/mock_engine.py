@@ -69,6 +69,7 @@ def build_engine(
         pooling=pooling,
         # without step times, any number of prompts may share a step
         pack_tokens=PACK_TOKENS if isfinite(config.mock.speedup) else config.step_size(region.device).tokens,
+        window=config.mock.window or 0,
     )
 
 

@@ -18,9 +18,10 @@ POSITIONS: Final = 1 << 18  # compared; a window this wide is none
 
 
 @torch.inference_mode()
-def check_attention(loaded: LoadedModel, attention: AttentionBackend) -> None:
+def check_attention(loaded: LoadedModel, attention: AttentionBackend) -> int:
     """Run one token through page 0, which is unused.
 
+    Returns: the keys that any layer sees at most, a token's own included; 0: all.
     Raises: UnsupportedModel, if a layer attends without our function or with a mask that we would not apply.
     """
     config = loaded.module.config
@@ -38,6 +39,7 @@ def check_attention(loaded: LoadedModel, attention: AttentionBackend) -> None:
         config._attn_implementation = IMPLEMENTATION
     if witness.layers != list(range(loaded.layout.layers)):
         raise UnsupportedModel(f"{refused}: of {loaded.layout.layers} layers, those that use it are {witness.layers}")
+    return max(witness.windows) if all(witness.windows) else 0
 
 
 class _Witness:
@@ -45,6 +47,7 @@ class _Witness:
 
     def __init__(self, step: StepAttention, loaded: LoadedModel) -> None:
         self.layers: list[int] = []
+        self.windows: list[int] = []
         self._step = step
         layout = loaded.layout
         self._kv_shape = (1, layout.num_heads, 1, layout.head_dim)
@@ -64,6 +67,7 @@ class _Witness:
         if shapes != [self._query_shape, self._kv_shape, self._kv_shape]:
             raise UnsupportedModel(f"layer {layer} has queries, keys and values of shapes {shapes}")
         self.layers.append(layer)
+        self.windows.append(scoring.window)
         return self._step.attend(layer, query, key, value, scoring, sinks=sinks)
 
 

@@ -1,9 +1,9 @@
 """A request in the scheduler: its states, its pages, and the part of it that one step computes."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import msgspec
 
@@ -47,6 +47,7 @@ class Request:
     arrival: int  # order of admission within a priority
     root_hash: bytes  # parent of its first block
     pages: list[int] = field(default_factory=list)  # block table
+    first_page: int = 0  # index of the first that it holds; entries before are copies of that one
     hashes: list[bytes] = field(default_factory=list)  # of full pages
     num_computed: int = 0  # leading tokens with KV in `pages`
     num_published: int = 0  # leading pages in the prefix cache
@@ -113,6 +114,7 @@ class Request:
             tokens=list(self.tokens),
             sampling=msgspec.structs.replace(self.sampling, seed=seed, n=1, prompt_logprobs=None),
             pages=[],
+            first_page=0,
             hashes=list(self.hashes),
             num_computed=0,
             num_published=0,
@@ -143,10 +145,25 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
         return self.request.lifecycle.state is not RUNNING
 
 
-class RequestMemory:
-    """Block tables, admission, and publication to the prefix cache; the only user of `PagePool`."""
+class Found(NamedTuple):
+    """What the prefix cache has of a request."""
 
-    def __init__(self, num_pages: int, page_size: int, reserve_tokens: int, *, kv_events: bool = False) -> None:
+    first: int  # leading pages that it does not need
+    pages: list[int]  # cached, from there on
+    num_tokens: int  # of the prompt, that need no computation
+
+
+class RequestMemory:
+    """Block tables, admission, and publication to the prefix cache; the only user of `PagePool`.
+
+    If no layer sees more than the last `window` keys, requests give back the pages before. They stay in the prefix
+    cache, and a request that finds the last ones of a prefix does without the others. A PREFILL keeps all of its pages,
+    because decode may have pages of another size, and so ask for earlier tokens.
+    """
+
+    def __init__(
+        self, num_pages: int, page_size: int, reserve_tokens: int, *, window: int = 0, kv_events: bool = False
+    ) -> None:
         self.prefix = PrefixCache(tells=kv_events)
         self.pool = PagePool(num_pages, self.prefix)
         self.page_size = page_size
@@ -154,32 +171,38 @@ class RequestMemory:
         self.prefix_hits = 0
         self._reserve_tokens = reserve_tokens
         self._most_promised = self._pages_for(reserve_tokens) + 1  # pages that a request may still need
+        # branches compute the last tokens again
+        self._kept_tokens = window + LEAST_COMPUTED - 1 if window else 0
+        self._kept_pages = self._pages_for(self._kept_tokens)  # the last of full ones
 
     def fits(self, request: Request, others: Collection[Request], before: Collection[Request] = ()) -> bool:
         """Whether pages suffice for `request` with its reserve, for `others`, and for those `before` it.
 
         A request that fits the empty pool is admitted when it is alone.
         """
-        found = self._match(request)
-        wanted = self._pages_with_reserve(request) - len(found)
+        first, found, _ = self._match(request)
+        wanted = self._most_held(request, first) - len(found)
         left = self.pool.num_available - self.pool.num_cached_among(found) - wanted
-        left -= sum(map(self._pages_with_reserve, before))
+        left -= sum(self._most_held(other, self._first_at_start(other)) for other in before)
         if left >= len(others) * self._most_promised:  # the common case
             return True
-        return left >= sum(self._pages_with_reserve(other) - len(other.pages) for other in others)
+        more = (self._most_held(other, other.first_page) + other.first_page - len(other.pages) for other in others)
+        return left >= sum(more)
 
     def admit(self, request: Request) -> None:
-        """Cached tokens count as computed."""
-        found = self._match(request)
+        """Cached tokens count as computed, as do those that no layer of a DECODE will see."""
+        first, found, num_tokens = self._match(request)
         self.pool.share(found)
-        missing = self._pages_for(len(request.tokens)) - len(found)
-        request.pages = found + self.pool.allocate(missing, after=found[-1] if found else None)
-        request.num_published = len(found)
-        request.num_computed = len(found) * self.page_size
+        missing = self._pages_for(len(request.tokens)) - first - len(found)
+        held = found + self.pool.allocate(missing, after=found[-1] if found else None)
+        request.pages = held[:1] * first + held
+        request.first_page = first
+        request.num_published = first + len(found)
+        request.num_computed = request.num_published * self.page_size
         if len(request.tokens) == request.prompt_len:  # not counted again after a preemption
-            request.num_cached_tokens = request.num_computed
+            request.num_cached_tokens = num_tokens
             self.prefix_queries += request.prompt_len
-            self.prefix_hits += request.num_computed
+            self.prefix_hits += num_tokens
 
     def fork(self, request: Request, branch: Request) -> list[tuple[int, int]]:
         """Give `branch` pages of the prompt; it computes the last `LEAST_COMPUTED` tokens again.
@@ -187,11 +210,14 @@ class RequestMemory:
         Returns: (source, target) pages to copy before the next step.
         """
         branch.num_computed = max(0, request.prompt_len - LEAST_COMPUTED)
-        shared = request.pages[: branch.num_computed // self.page_size]
-        copied = request.pages[len(shared) : self._pages_for(request.prompt_len)]
+        branch.first_page = request.first_page
+        num_shared = branch.num_computed // self.page_size
+        shared = request.pages[branch.first_page : num_shared]
+        copied = request.pages[num_shared : self._pages_for(request.prompt_len)]
         self.pool.share(shared)
         own = self.pool.allocate(len(copied), after=shared[-1] if shared else None)
-        branch.pages = shared + own
+        held = shared + own
+        branch.pages = held[:1] * branch.first_page + held
         return list(zip(copied, own, strict=True))
 
     def grow(self, request: Request, num_tokens: int) -> bool:
@@ -206,38 +232,68 @@ class RequestMemory:
         request.pages += self.pool.allocate(1, after=request.pages[-1])
         return True
 
-    def publish(self, request: Request) -> None:
+    def computed(self, request: Request) -> None:
+        """Publish what is new in `num_computed`, and give back the pages that every layer has left."""
         done, full = request.num_published, request.num_computed // self.page_size
-        if full == done:
-            return
-        self.prefix.insert(self._hashes(request, full)[done:], request.pages[done:full])
-        request.num_published = full
+        if full > done:
+            self.prefix.insert(self._hashes(request, full)[done:], request.pages[done:full])
+            request.num_published = full
+        if self._kept_tokens and request.phase is not Phase.PREFILL:
+            self._leave(request)
 
     def forget(self, request: Request) -> None:
-        """Unpublish pages whose KV may be broken."""
-        for page in request.pages:
-            if page in self.prefix:
-                self.prefix.forget(page)
+        """Unpublish blocks whose KV may be broken, also in pages that were given back."""
+        for block in self._hashes(request, request.num_published):
+            self.pool.forget(block)
         request.num_computed = 0
         request.num_published = 0
 
     def give_back(self, request: Request) -> None:
-        full = request.num_computed // self.page_size
+        first, full = request.first_page, request.num_computed // self.page_size
         # again, because the holder of an equal block may have been evicted
-        self.prefix.insert(self._hashes(request, full), request.pages[:full])
-        self.pool.release(request.pages)
+        self.prefix.insert(self._hashes(request, full)[first:], request.pages[first:full])
+        self.pool.release(request.pages[first:])
         request.pages = []
+        request.first_page = 0
         request.num_computed = 0
         request.num_published = 0
 
-    def _match(self, request: Request) -> list[int]:
+    def num_cached(self, blocks: Sequence[bytes]) -> int:
+        """Leading tokens of a prompt that need no computation. Other threads may ask for a hint."""
+        _, _, num_blocks = self._find(blocks)
+        return num_blocks * self.page_size
+
+    def _leave(self, request: Request) -> None:
+        first = self._first_needed(request.num_computed)
+        if first > request.first_page:
+            self.pool.release(request.pages[request.first_page : first])
+            # a kernel that loads a whole block of keys must not find another request's
+            request.pages[:first] = request.pages[first : first + 1] * first
+            request.first_page = first
+
+    def _match(self, request: Request) -> Found:
         if request.reads_prompt:
-            return []
+            return Found(0, [], 0)
         if request.has_begun:  # after a preemption the last token is computed alone
             usable = (len(request.tokens) - 1) // self.page_size
         else:
             usable = usable_pages(request.prompt_len, self.page_size)
-        return self.prefix.match(self._hashes(request, usable))
+        hashes = self._hashes(request, usable)
+        if request.phase is Phase.PREFILL:
+            pages = self.prefix.match(hashes)
+            return Found(0, pages, len(pages) * self.page_size)
+        first, pages, num_blocks = self._find(hashes)
+        if (start := self._first_at_start(request)) > first:
+            first, pages = start, pages[start - first :]
+        return Found(first, pages, num_blocks * self.page_size)
+
+    def _find(self, hashes: Sequence[bytes]) -> tuple[int, list[int], int]:
+        """Returns: leading pages that are not needed, cached pages after them, and blocks that need no computation."""
+        if not self._kept_pages:
+            pages = self.prefix.match(hashes)
+            return 0, pages, len(pages)
+        first, pages = self.prefix.match_last(hashes, self._kept_pages)
+        return first, pages, first + len(pages)
 
     def _hashes(self, request: Request, count: int) -> list[bytes]:
         known = len(request.hashes)
@@ -247,11 +303,23 @@ class RequestMemory:
             request.hashes += block_hashes(tokens, self.page_size, parent)
         return request.hashes[:count]
 
-    def _pages_with_reserve(self, request: Request) -> int:
+    def _first_needed(self, num_computed: int) -> int:
+        """Index of the first page that tokens after `num_computed` see."""
+        return max(0, num_computed - self._kept_tokens) // self.page_size if self._kept_tokens else 0
+
+    def _first_at_start(self, request: Request) -> int:
+        """Pages before it are neither computed nor received."""
+        return self._first_needed(request.prompt_len) if request.phase is Phase.DECODE else 0
+
+    def _most_held(self, request: Request, first: int) -> int:
+        """Pages from `first` on that it may hold at a time, with its reserve."""
         if request.phase in ENDS_WITH_PROMPT:  # its one token gets no KV here
-            return self._pages_for(request.prompt_len)
+            return self._pages_for(request.prompt_len) - first
         tokens = sum(request.upcoming)
-        return self._pages_for(min(request.limit - 1, tokens + self._reserve_tokens))
+        most = self._pages_for(min(request.limit - 1, tokens + self._reserve_tokens))
+        if self._kept_pages:
+            most = min(most, max(len(request.pages), self._pages_for(tokens), first + self._kept_pages + 2))
+        return most - first
 
     def _pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

@@ -104,7 +104,7 @@ class PrefillClient:
     def num_reserved_pages(self) -> int:
         futures = (each.reserved for each in self._transfers.values())
         ready = (future for future in futures if future.done() and not future.cancelled() and not future.exception())
-        return sum(len(future.result().pages) for future in ready)
+        return sum(self._num_exposed(future.result()) for future in ready)
 
     @property
     def num_exposed_pages(self) -> int:

@@ -5,6 +5,7 @@ import pytest
 from engine.core.engine_core import EngineCore
 from engine.kernels.native_library import KernelsUnavailable, load_kernels
 from engine.model.load import LoadedModel
+from tests.engine.model.families import FAMILIES, save_model
 from tests.engine.tiny_engine import PIPELINE, load_tiny, make_engine, save_tiny
 
 
@@ -37,6 +38,17 @@ def tiny_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def tiny(tiny_dir: Path) -> LoadedModel:
     """The tiny model in fp32; engines over it share its weights, not its pages."""
     return load_tiny(tiny_dir)
+
+
+@pytest.fixture(scope="session")
+def windowed_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_model(tmp_path_factory.mktemp("models") / "windowed", FAMILIES["mistral-window"]())
+
+
+@pytest.fixture(scope="session")
+def windowed(windowed_dir: Path) -> LoadedModel:
+    """No layer sees more than the last `WINDOW` keys."""
+    return load_tiny(windowed_dir)
 
 
 @pytest.fixture(params=["off", "on"])

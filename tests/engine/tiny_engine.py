@@ -142,10 +142,13 @@ def check_pages(engine: EngineCore) -> None:
     pool.check()
     flying = {chunk.request for flight in (engine._flight, engine._behind) if flight for chunk in flight.chunks}
     leaving = [request for request in flying if request.state is RequestState.FINISHED]
-    tables = [request.pages for request in [*engine._requests, *leaving]]
+    requests = [*engine._requests, *leaving]
+    tables = [request.pages[request.first_page :] for request in requests]
     held = Counter(page for table in tables for page in table)
     assert dict(held) == {page: n for page, n in enumerate(pool._holders) if n}
     assert all(len(set(table)) == len(table) for table in tables)
+    for request, table in zip(requests, tables, strict=True):
+        assert set(request.pages[: request.first_page]) <= set(table[:1]), "another's page is in its block table"
 
 
 def run_until_idle(engine: EngineCore, seen: Seen | None = None, max_steps: int = 2000) -> Seen:

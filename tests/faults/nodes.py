@@ -70,6 +70,7 @@ CLIENT_LIFE_S: Final = 25.0
 COUNTERS: Final[dict[str, tuple[str, dict[str, str]]]] = {
     "failures": ("kvmesh_kv_transfers_total", {"outcome": "failed"}),
     "corrupt": ("kvmesh_kv_transfers_total", {"outcome": "failed", "cause": "KvCorrupt"}),
+    "bytes": ("kvmesh_kv_transfer_bytes_total", {}),
     "recomputes": ("kvmesh_prompts_computed_on_decode_total", {"reason": "transfer_failed"}),
 }
 
@@ -84,6 +85,7 @@ def make_engine(
     step_s: float = 0.0,
     ranks: int = 1,
     kv_heads: int = 1,
+    window: int | None = None,
 ) -> EngineCore:
     """One that answers as every worker of these meshes does. A step that computes takes `step_s`."""
     config = EngineConfig(
@@ -104,6 +106,7 @@ def make_engine(
             kv_heads=kv_heads,
             head_dim=8,
             answer_tokens=64,
+            window=window,
         ),
     )
     return build_engine(MODEL, config, home)
@@ -328,6 +331,7 @@ class Worker(Node):
             step_s=setup.prefill_step_s if self.role == "prefill" else setup.decode_step_s,
             ranks=setup.num_ranks(self.role),
             kv_heads=setup.kv_heads,
+            window=setup.window,
         )
 
     @property

@@ -36,6 +36,7 @@ class Setup:
     seals: bool = True  # decode sees in the aux slot that all has landed, as with NIXL; else it is told
     ranks: tuple[int, int] = (1, 1)  # of prefill, of decode
     kv_heads: int = 1
+    window: int | None = None  # keys that a token sees
 
     def __repr__(self) -> str:
         named = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
@@ -79,6 +80,7 @@ def varied(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
         pipeline=draw.random() < 0.5,
         seals=draw.random() < 0.7,
         asks=draw.random() < 0.3,
+        window=draw.choice((None, None, 32, 50)),
     )
 
 
@@ -98,6 +100,7 @@ def any_setup(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
         pipeline=draw.random() < 0.5,
         seals=draw.random() < 0.7,
         asks=draw.random() < 0.3,
+        window=draw.choice((None, None, 32, 50)),
     )
 
 

@@ -31,6 +31,13 @@ def test_pages_of_another_size_are_written_in_pieces(home: Path, sizes: tuple[in
     assert not any(client.error for client in outcome.clients)
 
 
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 32), (64, 16)])
+def test_pages_that_every_layer_has_left_are_not_written(home: Path, sizes: tuple[int, int]) -> None:
+    whole, windowed = (check(home, 1, [], setup=Setup(page_sizes=sizes, window=window)) for window in (None, 32))
+    assert not any(client.error for client in windowed.clients)
+    assert 0 < windowed.counts["bytes"] < whole.counts["bytes"]
+
+
 @pytest.mark.parametrize("what", CORRUPTED)
 @pytest.mark.parametrize(("http", "seals"), [(False, True), (True, True), (False, False)])
 def test_corrupted_kv_is_computed_anew_and_its_cause_is_named(home: Path, what: str, http: bool, seals: bool) -> None:

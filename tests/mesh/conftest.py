@@ -84,6 +84,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+def save_windowed(directory: Path, window: int) -> Path:
+    """The tiny model, but no layer sees more than the last `window` keys."""
+    described = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
+    (directory / "config.json").write_text(json.dumps({**TINY, **described}))
+    tiny_tokenizer().save(str(directory / "tokenizer.json"))
+    return directory
+
+
 @pytest.fixture
 def tiny_mesh(
     etcd_url: str, nats_url: str, preloaded: Preloaded, namespace: str, tiny_model: Path, tmp_path: Path

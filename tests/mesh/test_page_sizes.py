@@ -2,18 +2,21 @@
 
 import asyncio
 import random
+import re
 from itertools import pairwise
 from typing import Final
 
 import httpx
 import pytest
 
+from tests.mesh.conftest import save_windowed
 from tests.mesh.harness import Client, MeshProcesses, open_client
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
 MODEL: Final = "tiny"
 MAX_TOKENS: Final = 12
+DECODE_PAGE: Final = 64
 
 
 def _prompts() -> list[list[int]]:
@@ -37,12 +40,19 @@ async def _ask(client: Client, prompts: list[list[int]], salt: str) -> list[list
     return list(await asyncio.gather(*(one(p) for p in prompts)))
 
 
-def test_tokens_are_those_of_aggregated_serving(tiny_mesh: MeshProcesses) -> None:
-    """With smaller pages at prefill, then with larger ones.
+@pytest.mark.parametrize("window", [None, 100])
+def test_tokens_are_those_of_aggregated_serving(
+    tiny_mesh: MeshProcesses, tmp_path_factory: pytest.TempPathFactory, window: int | None
+) -> None:
+    """With smaller pages at prefill, then with larger ones; pages that every layer has left are not sent.
 
     The second round finds all prompts in decode's prefix cache but for their last pages, and those move.
     """
+    if window is not None:
+        tiny_mesh.env = {**tiny_mesh.env, "MESH_ENGINE__LOAD_FORMAT": "dummy"}
+        tiny_mesh.model = str(save_windowed(tmp_path_factory.mktemp("windowed"), window))
     prompts = _prompts()
+    most = sum(-(-len(p) // DECODE_PAGE) - max(0, len(p) - (window or len(p)) - 1) // DECODE_PAGE for p in prompts)
     assert any(a[:100] == b[:100] for a, b in pairwise(prompts))
 
     async def run() -> None:
@@ -59,6 +69,8 @@ def test_tokens_are_those_of_aggregated_serving(tiny_mesh: MeshProcesses) -> Non
                     assert beat.free_pages + beat.cached_pages == beat.total_pages
                 metrics = httpx.get(f"{worker.http}/metrics").text
                 assert f"\nkvmesh_kv_transfer_seconds_count {2 * len(prompts)}.0\n" in metrics
+                (sent,) = re.findall(r"\nkvmesh_kv_transfer_bytes_total (\S+)", metrics)
+                assert float(sent) <= 2 * most * DECODE_PAGE * worker.kv.layout.page_bytes / page_size
                 prefill.popen.terminate()
                 assert await asyncio.to_thread(prefill.popen.wait, 20) == 0
                 async with asyncio.timeout(10):
@@ -67,5 +79,5 @@ def test_tokens_are_those_of_aggregated_serving(tiny_mesh: MeshProcesses) -> Non
         assert "computing the prompt here" not in tiny_mesh.one("decode").logged()
         assert "prefill instance not used" not in tiny_mesh.one("decode").logged()
 
-    tiny_mesh.start("bootstrap", "decode", MESH_ENGINE__PAGE_SIZE="64", MESH_ENGINE__MAX_STEP_TOKENS="100")
+    tiny_mesh.start("bootstrap", "decode", MESH_ENGINE__PAGE_SIZE=str(DECODE_PAGE), MESH_ENGINE__MAX_STEP_TOKENS="100")
     asyncio.run(run())
