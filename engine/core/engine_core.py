@@ -40,7 +40,7 @@ from engine.scheduler.step_cost import ChunkLimit
 log = logging.getLogger(__name__)
 
 PACK_TOKENS: Final = 1536  # enough to keep a device busy
-CPU_ITL_TARGET_MS: Final = 30.0
+CPU_ITL_TARGET_MS: Final = 50.0
 
 
 class EngineCore:

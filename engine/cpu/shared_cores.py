@@ -5,8 +5,9 @@ A worker with new work waits until its cores are back: one thread too many makes
 A step with prompts takes idle cores at once. Decodes need memory more, so they take only cores of workers that have
 rested for a while.
 
-A step with prompts returns cores between layers if the kernels can, other steps at their end. Decodes pause after each
-step and lend their cores to prompts, which would take twice as long otherwise.
+A worker without work lends its cores. A step with prompts takes them at once, and returns them between layers if the
+kernels can; other steps return them at their end. A worker that goes on with its next step lends nothing meanwhile: to
+get its cores back it would wait for the end of a layer.
 """
 
 import fcntl
@@ -23,10 +24,7 @@ ROWS: Final = 4
 SILENT_NS: Final = 2 * 10**9  # then a busy worker may have been killed
 RESTED_NS: Final = 10**8
 LOOK_S: Final = 3e-4  # polling interval for own cores
-PAUSED_LOOK_S: Final = 2e-3  # polling interval in a pause of decodes
 PATIENCE_NS: Final = 10**9  # then the worker of a step may be stopped
-PAUSE: Final = 0.5  # of decodes, in lengths of their latest step
-LONGEST_PAUSE_NS: Final = 10**8
 
 
 class SharedCores:
@@ -45,11 +43,9 @@ class SharedCores:
 
     def __init__(self, path: Path, cores: int, least: int, spared: Callable[[], int] = lambda: 0) -> None:
         self._spared = spared
-        self.look_s = LOOK_S  # waiting time when `ask` returned 0
         self._cores = cores
         self._least = least
         self._adapts = False
-        self._paused_until = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._file, ROWS * SLOTS * 8)
@@ -76,7 +72,7 @@ class SharedCores:
         self._adapts = True
 
     def ask(self, *, prompts: bool, most: int | None = None) -> int:
-        """Threads for a step that begins now and ends with `done`; 0: ask again after `look_s`."""
+        """Threads for a step that begins now and ends with `done`; 0: ask again after `LOOK_S`."""
         mine, most = self._mine, self._cores if most is None else most
         if mine is None:
             return min(self._least, most)
@@ -89,15 +85,12 @@ class SharedCores:
         others = [slot for slot, since in enumerate(self._since) if since and self._needs(slot, since, now, rested)]
         cores = self._cores - self._spared()
         share = max(1, cores // (1 + len(others)))
-        if not prompts and self._pauses(others, share, now):
-            self.look_s = PAUSED_LOOK_S
-            return 0
         if self._waits(others, share, now):
-            self.look_s = LOOK_S
             return 0
         threads, adapts = share, prompts and self._adapts
         if adapts:
-            threads = max(threads, cores - sum(self._used[slot] for slot in others))
+            busy = (slot for slot in others if self._since[slot] > 0)
+            threads = max(threads, cores - sum(self._used[slot] or share for slot in busy))
         threads = min(threads, most)
         self._most[mine] = most
         self._allowed[mine] = threads if adapts else 0
@@ -109,17 +102,13 @@ class SharedCores:
         mine = self._mine
         if mine is None or not self._used[mine]:
             return
-        now = time.monotonic_ns()
-        prompts = self._allowed[mine] > 0
         self._allowed[mine] = self._used[mine] = 0
-        if not prompts:
-            self._paused_until = now + min(int(PAUSE * (now - self._since[mine])), LONGEST_PAUSE_NS)
-        self._lend()
 
     def rest(self) -> None:
         self.done()
         if self._mine is not None and self._since[self._mine] > 0:
             self._write(-time.monotonic_ns())
+            self._lend()
 
     def close(self) -> None:
         self._write(0)
@@ -140,12 +129,6 @@ class SharedCores:
         if since < 0:
             return -since > rested
         return now - since < SILENT_NS or not self._is_gone(slot)  # a step may take long
-
-    def _pauses(self, others: list[int], share: int, now: int) -> bool:
-        """Whether decodes leave their cores to a prompt now."""
-        return now < self._paused_until and any(
-            self._allowed[slot] > share and not self._is_late(slot, now) for slot in others
-        )
 
     def _waits(self, others: list[int], share: int, now: int) -> bool:
         """Ask for our cores; return whether another step still has one."""

@@ -12,7 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from components.wire.sampling import SamplingParams
-from engine.cpu.shared_cores import SharedCores
+from engine.cpu.shared_cores import LOOK_S, SharedCores
 from engine.cpu.thread_limit import ThreadLimit
 from engine.device.copies import Arrival, to_device
 from engine.model.pooling import Pooling
@@ -129,7 +129,7 @@ class TorchRunner:
         if self._cores is not None:
             threads = self._cores.ask(prompts=prompts, most=threads)
             if not threads:
-                return self._cores.look_s
+                return LOOK_S
         torch.set_num_threads(threads)  # always: earlier steps may have set OpenMP's threads only, not MKL's
         self._limit.begin(threads)
         return 0

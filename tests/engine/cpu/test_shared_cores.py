@@ -17,7 +17,7 @@ import torch
 from engine.build import assemble
 from engine.compilation.forward import EagerForward
 from engine.cpu import shared_cores
-from engine.cpu.shared_cores import SLOTS, SharedCores
+from engine.cpu.shared_cores import LOOK_S, SLOTS, SharedCores
 from engine.model.load import LoadedModel
 from engine.ports import Engine, EngineRequest, StepOutput
 from engine.start import run_engine
@@ -26,10 +26,10 @@ from tests.engine.tiny_engine import greedy, make_engine, prompt, run, small
 WORKING = """
 import sys, time
 from pathlib import Path
-from engine.cpu.shared_cores import SharedCores
+from engine.cpu.shared_cores import LOOK_S, SharedCores
 shared = SharedCores(Path(sys.argv[1]), 8, 2)
 while not (threads := shared.ask(prompts=True)):
-    time.sleep(shared.look_s)
+    time.sleep(LOOK_S)
 print(threads, flush=True)
 time.sleep(60)
 """
@@ -114,8 +114,7 @@ def test_more_workers_than_slots_have_their_share(tmp_path: Path) -> None:
     assert threads(SharedCores(tmp_path / "cores", 8, 2), prompts=True) == 8
 
 
-def test_cores_that_are_spared_are_neither_taken_nor_lent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_cores, "PAUSE", 0.0)
+def test_cores_that_are_spared_are_neither_taken_nor_lent(tmp_path: Path) -> None:
     spared = 1
     prefill, decode = (SharedCores(tmp_path / "cores", 4, 4, lambda: spared) for _ in range(2))
     prefill.adapt()
@@ -125,10 +124,9 @@ def test_cores_that_are_spared_are_neither_taken_nor_lent(tmp_path: Path, monkey
     assert allowed[0] == 1  # of three each has one, and a prompt what is left
     used[0] = 1
     assert decode.ask(prompts=False) == 1
-    decode.done()
+    decode.rest()
     assert allowed[0] == 3
     prefill.done()
-    decode.rest()
     spared = 0
     assert threads(prefill, prompts=True) == 4
     spared = 9
@@ -140,7 +138,7 @@ def test_no_worker_gets_more_cores_than_its_neighbours_outside_leave_it(tmp_path
     allowed, used = (cell for cell in prefill.cells() or ())
     assert decode.ask(prompts=False, most=3) == 3
     assert prefill.ask(prompts=True, most=6) == 5
-    decode.done()
+    decode.rest()
     assert (allowed[0], used[0]) == (6, 5)  # two cores are free still, and of no use to it
     prefill.done()
     assert prefill.ask(prompts=True, most=1) == 1
@@ -153,51 +151,33 @@ def adapting(path: Path, cores: int = 8, least: int = 4) -> SharedCores:
     return worker
 
 
-def test_a_prompt_has_the_cores_of_decodes_between_their_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_cores, "PAUSE", 5.0)
+def test_a_prompt_has_the_cores_of_decodes_while_these_rest(tmp_path: Path) -> None:
     prefill, decode = adapting(tmp_path / "cores"), SharedCores(tmp_path / "cores", 8, 4)
     allowed, used = (cell for cell in prefill.cells() or ())
-    assert threads(decode, prompts=False) == 8
     assert prefill.ask(prompts=True) == 8
     assert (allowed[0], used[0]) == (8, 8)
-    decode._paused_until = 0
     assert decode.ask(prompts=False) == 0  # first it must get them back
     assert allowed[0] == 4
     assert decode.ask(prompts=False) == 0
     used[0] = 4  # between two layers
     assert decode.ask(prompts=False) == 4
-    time.sleep(0.02)
+    decode.rest()
+    assert allowed[0] == 8
+
+
+def test_decodes_keep_their_cores_from_one_step_to_the_next(tmp_path: Path) -> None:
+    prefill, decode = adapting(tmp_path / "cores"), SharedCores(tmp_path / "cores", 8, 4)
+    allowed, _ = (cell for cell in prefill.cells() or ())
+    assert threads(decode, prompts=False) == 8
+    assert prefill.ask(prompts=True) == 4
+    assert decode.ask(prompts=False) == 4
     decode.done()
-    assert allowed[0] == 8
-    used[0] = 8
-    assert decode.ask(prompts=False) == 0
-    assert allowed[0] == 8  # while it pauses
-    time.sleep(0.06)
-    assert decode.ask(prompts=False) == 0
-    assert allowed[0] == 8
-    time.sleep(0.06)
-    assert decode.ask(prompts=False) == 0
     assert allowed[0] == 4
     prefill.done()
-    assert decode.ask(prompts=False) == 4
-
-
-def test_decodes_do_not_pause_for_one_who_has_none_of_their_cores(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Neither when its prompt is over, nor when it cannot adapt."""
-    monkeypatch.setattr(shared_cores, "PAUSE", 1e3)
-    prefill, decode = adapting(tmp_path / "cores"), SharedCores(tmp_path / "cores", 8, 4)
-    threads(prefill, prompts=True)
-    for _ in range(2):
-        assert threads(decode, prompts=False) == 4
-    assert prefill.ask(prompts=True) == 8
-    assert decode.ask(prompts=False) == 0
+    assert prefill.ask(prompts=True) == 4
+    decode.rest()
     prefill.done()
-    assert threads(decode, prompts=False) == 4
-    other = SharedCores(tmp_path / "cores", 8, 1)
-    assert other.ask(prompts=True) == 2
-    assert threads(decode, prompts=False) == 2
+    assert prefill.ask(prompts=True) == 8
 
 
 def test_two_prompts_and_decodes_never_have_more_cores_than_there_are(tmp_path: Path) -> None:
@@ -209,10 +189,10 @@ def test_two_prompts_and_decodes_never_have_more_cores_than_there_are(tmp_path: 
     assert decode.ask(prompts=False) == 0
     follow(first, second)
     assert decode.ask(prompts=False) == 1
-    first.done()
+    first.rest()
     follow(second)
     assert sum(first._used) == 4
-    decode.done()
+    decode.rest()
     follow(second)
     assert sum(first._used) == 4
 
@@ -231,7 +211,8 @@ def test_a_worker_that_is_killed_leaves_prompts_nothing_to_follow(tmp_path: Path
 def test_a_step_under_way_follows_between_two_layers(tmp_path: Path, tiny: LoadedModel) -> None:
     """Through the kernel, and with the tokens that it gives undisturbed."""
     other = SharedCores(tmp_path / "cores", 3, 1)
-    threads(other, prompts=True)  # it is about to have work
+    threads(other, prompts=True)
+    other.rest()
     wanted = run(make_engine(tiny), [asked()]).tokens["r"]
     seen: list[tuple[int, ...]] = []
 
@@ -345,7 +326,7 @@ def threads(worker: SharedCores, *, prompts: bool) -> int:
 def step(worker: SharedCores, *, prompts: bool) -> Iterator[int]:
     """For the time of a step: its threads, which may have to be waited for."""
     while not (number := worker.ask(prompts=prompts)):
-        time.sleep(worker.look_s)
+        time.sleep(LOOK_S)
     try:
         yield number
     finally:
