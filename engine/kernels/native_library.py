@@ -28,7 +28,7 @@ class KernelsUnavailable(Exception):
 
 
 def load_kernels(state_dir: Path) -> None:
-    """Load attend_pages and, if the processor can, the operators of linear.cpp.
+    """Load attend_pages, small_words and, if the processor can, the operators of linear.cpp.
 
     Raises: KernelsUnavailable.
     """
@@ -59,7 +59,7 @@ def load_package_class(state_dir: Path) -> None:
 
 def kernel_sources() -> list[Path]:
     """Part of a package's name: it runs with no other kernels."""
-    return [HERE / "attention.cpp", HERE / "linear.cpp", HERE / "cores.cpp"]
+    return [HERE / "attention.cpp", HERE / "linear.cpp", HERE / "cores.cpp", HERE / "noise.cpp"]
 
 
 def kernels_are_loaded() -> bool:

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 import numpy as np
 
 from components.wire.sampling import SamplingParams
-from engine.sampling.noise import Floats, Ids, Words, gumbel, noise_words, total_weight, weights
+from engine.sampling.noise import Floats, Ids, Words, gumbel, noise_words, tokens_of_words, total_weight, weights
 
 COLDEST: Final = 1e-12  # temperature
 EVERY: Final = float(np.finfo(np.float32).max)  # greatest distance of a token that is not excluded
@@ -17,7 +17,7 @@ WHOLE: Final = 1 << SHARE_BITS  # share without top_p
 STEPS: Final = (np.float32(4), np.float32(12))  # distances within which most distributions are
 WEIGHTLESS: Final = np.float32(28)  # distance; 2^-40 is at 27.7
 FEW: Final = 512  # tokens scored first
-ROUNDING: Final = 1.001  # noise is rounded, by less than 1e-5
+ROUNDING: Final = 1.001  # noise and distances are rounded, by less than 1e-5
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +53,30 @@ def weight_to_reach(total: int, share: int) -> int:
     return -(-total * share // WHOLE)
 
 
+@dataclass(frozen=True, slots=True)
+class Distances:
+    """Of a row's tokens, computed for those that may be drawn."""
+
+    logits: Floats  # [vocab]
+    largest: np.float32
+    how: Drawing
+
+    def of(self, token_ids: Ids) -> Floats:
+        found: Floats = (self.largest - self.logits[token_ids]) * np.float32(self.how.inverse)
+        return found
+
+    def within(self, limit: np.float32) -> tuple[Ids, Floats]:
+        """The tokens up to a distance, ascending, and their distances.
+
+        One comparison of all logits finds these and perhaps a few more, because distances are rounded.
+        """
+        bound = float(self.largest) - float(limit) / self.how.inverse * ROUNDING
+        token_ids = np.flatnonzero(self.logits >= np.float32(max(bound - abs(bound) * 1e-6, -EVERY)))
+        found = self.of(token_ids)
+        is_near = found <= limit
+        return token_ids[is_near], found[is_near]
+
+
 class Candidates(NamedTuple):
     """Tokens of a row of which one is drawn."""
 
@@ -68,15 +92,14 @@ def candidates(logits: Floats, best: int, key: int, how: Drawing) -> Candidates:
         logits: [vocab], adjusted.
         best: the first of the largest ones, which is finite.
     """
-    distances = logits[best] - logits
-    distances *= np.float32(how.inverse)
+    distances = Distances(logits, logits[best], how)
     if how.cuts:
-        token_ids = kept(distances, how)
+        token_ids = kept(distances)
     elif how.reach < EVERY:
-        token_ids = np.flatnonzero(distances <= np.float32(how.reach))
+        token_ids, _ = distances.within(np.float32(how.reach))
     else:
-        return _candidates_of_all(distances, key)
-    return Candidates(token_ids, noise_words(key, token_ids), distances[token_ids])
+        token_ids = _that_may_win(distances, key)
+    return Candidates(token_ids, noise_words(key, token_ids), distances.of(token_ids))
 
 
 def draw(rows: Sequence[Candidates]) -> list[int]:
@@ -90,23 +113,23 @@ def draw(rows: Sequence[Candidates]) -> list[int]:
     return drawn
 
 
-def kept(distances: Floats, how: Drawing) -> Ids:
+def kept(distances: Distances) -> Ids:
     """The tokens that min_p, top_k and top_p leave, in this order; ascending.
 
     The top_k nearest, lower ids first among equals; of these the smallest set that has the share of their weight.
 
     Source: top-k, Fan et al. 2018, arXiv:1805.04833; nucleus, Holtzman et al. 2020, arXiv:1904.09751.
     """
+    how = distances.how
     reach, top_k = np.float32(how.reach), how.top_k
     least = 0  # weight
     if not top_k:  # those without weight are never needed
-        near = distances[distances <= min(reach, WEIGHTLESS)]
+        _, near = distances.within(min(reach, WEIGHTLESS))
         least = weight_to_reach(total_weight(near), how.share)
     for limit in (*STEPS, reach):
-        token_ids = np.flatnonzero(distances <= min(limit, reach))
-        if len(token_ids) >= top_k if top_k else total_weight(distances[token_ids]) >= least:
+        token_ids, found = distances.within(min(limit, reach))
+        if len(token_ids) >= top_k if top_k else total_weight(found) >= least:
             break
-    found = distances[token_ids]
     if 0 < top_k < len(token_ids):
         nearest = found <= np.partition(found, top_k - 1)[top_k - 1]
         token_ids, found = token_ids[nearest], found[nearest]
@@ -120,21 +143,19 @@ def kept(distances: Floats, how: Drawing) -> Ids:
     return np.sort(token_ids[order])
 
 
-def _candidates_of_all(distances: Floats, key: int) -> Candidates:
-    """Leave out tokens that cannot win.
+def _that_may_win(distances: Distances, key: int) -> Ids:
+    """All tokens but those that cannot win.
 
     For v, the share of a token's word in 2^32, its noise is between log(1/v - 1) and log(1/v).
     """
-    near = np.flatnonzero(distances <= STEPS[0])
+    near, found = distances.within(STEPS[0])
     beyond = 0.0 if len(near) > FEW else float(STEPS[0])  # least distance of the others
-    near = near[:FEW]
-    words = noise_words(key, len(distances))
-    shares = (words[near] + 0.5) / 2**32
-    least = float((np.log(1 / shares - 1) - distances[near]).max())  # score of the one that is drawn
+    near, found = near[:FEW], found[:FEW]
+    shares = (noise_words(key, near) + 0.5) / 2**32
+    least = float((np.log(1 / shares - 1) - found).max())  # score of the one that is drawn
     near = near[shares <= math.exp(-least) * ROUNDING]
-    others = np.flatnonzero(words <= np.uint32(min(math.exp(-least - beyond) * ROUNDING * 2**32, 2**32 - 1)))
-    token_ids = np.concatenate([near, others])
-    return Candidates(token_ids, words[token_ids], distances[token_ids])
+    most = min(math.exp(-least - beyond) * ROUNDING * 2**32, 2**32 - 1)
+    return np.concatenate([near, tokens_of_words(key, len(distances.logits), int(most))])
 
 
 def _float32(value: float) -> float:

@@ -5,13 +5,14 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Final, Protocol
 
+import numpy as np
 import torch
 
 from engine.device.c_compiler import find_c_compiler
 from engine.sampling.adjust import Adjustments
 from engine.sampling.drawing import candidates, draw, drawing_of
 from engine.sampling.logprobs import DrawnLogprobs
-from engine.sampling.noise import Floats, keys, stream_starts
+from engine.sampling.noise import Floats, Ids, keys, stream_starts
 from engine.sampling.row import NO_TOKEN, Row
 
 GREEDY: Final = 0.0
@@ -64,7 +65,7 @@ class Batch:
         self._vocab = vocab
         self.adjustments = Adjustments(rows, vocab) if any(row.adjusts for row in rows) else None
         self.drawings = [drawing_of(row.params) for row in rows]
-        self.greedy = torch.tensor([how.inverse == GREEDY for how in self.drawings])
+        self.greedy = np.array([how.inverse == GREEDY for how in self.drawings])
         self.drawn = [i for i, how in enumerate(self.drawings) if how.inverse != GREEDY]
         self.streams = stream_starts(self.rows[i].params.seed for i in self.drawn)
 
@@ -72,24 +73,30 @@ class Batch:
         return self.rows == rows and self._vocab == vocab
 
 
+def _best(logits: Floats) -> tuple[Ids, Floats]:
+    """The first of the largest logits of each row, or a NaN: its id and value. Twice as fast as torch."""
+    chosen = logits.argmax(axis=1)
+    return chosen, logits[np.arange(len(logits)), chosen]
+
+
 class HostDraw:
     """Implements `Draw`."""
 
     def __init__(self, raw: torch.Tensor, batch: Batch) -> None:
         logprobs = DrawnLogprobs(raw, batch.rows)
-        logits = raw.to("cpu", torch.float32)
-        finite = logits.amax(dim=-1) < torch.inf  # false for NaN; -inf excludes a token
+        logits: Floats = raw.to("cpu", torch.float32).numpy()
+        chosen, largest = _best(logits)
+        finite = largest < np.inf  # false for NaN; -inf excludes a token
         if batch.adjustments is not None:
-            if logits.data_ptr() == raw.data_ptr():
-                logits = logits.clone()
-            batch.adjustments.apply(logits)
-        chosen = logits.argmax(dim=-1)
-        exists = logits.gather(1, chosen.unsqueeze(1)).squeeze(1) > -torch.inf
-        drawable = finite & (exists | batch.greedy)
-        self._host_ids: list[int] = torch.where(drawable, chosen, NO_TOKEN).tolist()
-        self._draw(logits.numpy(), batch)
-        ids = torch.tensor(self._host_ids, dtype=torch.int64)
-        self.token_ids = torch.where(drawable, ids, chosen).to(raw.device)
+            adjusted = torch.from_numpy(logits.copy())
+            batch.adjustments.apply(adjusted)
+            logits = adjusted.numpy()
+            chosen, largest = _best(logits)
+        drawable = finite & ((largest > -np.inf) | batch.greedy)
+        self._host_ids: list[int] = np.where(drawable, chosen, NO_TOKEN).tolist()
+        self._draw(logits, batch)
+        valid = np.where(drawable, self._host_ids, chosen)
+        self.token_ids = torch.from_numpy(valid).to(raw.device)
         logprobs.note(self.token_ids)
         self._logprobs = logprobs
 

@@ -8,7 +8,7 @@ from msgspec import structs
 
 from components.wire.sampling import SamplingParams
 from engine.sampling.adjust import Adjustments
-from engine.sampling.drawing import drawing_of, kept
+from engine.sampling.drawing import Distances, drawing_of, kept
 from engine.sampling.row import Row
 from engine.sampling.sampler import HostSampler
 from tests.engine.sampling.reference import adjusted, make_row, probabilities, sample, scores
@@ -81,7 +81,7 @@ def possible(values: list[float], how: SamplingParams) -> list[list[float]]:
 def test_distributions_are_cut_as_the_reference_does(logits: list[float], how: SamplingParams) -> None:
     row = np.array(logits, dtype=np.float32)
     drawing = drawing_of(how)
-    found = set(kept((row.max() - row) * np.float32(drawing.inverse), drawing).tolist())
+    found = set(kept(Distances(row, row.max(), drawing)).tolist())
     assert found in [{token for token, p in enumerate(probs) if p > 0} for probs in possible(logits, how)]
 
 

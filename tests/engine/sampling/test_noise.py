@@ -4,12 +4,23 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from components.wire.sampling import SamplingParams
+from engine.sampling import noise
 from engine.sampling.drawing import candidates, draw, drawing_of
-from engine.sampling.noise import CHUNK, gumbel, keys, noise_words, stream_starts, total_weight, weights
+from engine.sampling.noise import (
+    CHUNK,
+    gumbel,
+    keys,
+    noise_words,
+    stream_starts,
+    tokens_of_words,
+    total_weight,
+    weights,
+)
 from tests.engine.sampling.reference import noise_word
 
 CHI_SQUARE_99 = 161  # of 99 degrees of freedom: 99.99 % are below
@@ -37,14 +48,22 @@ def test_noise_depends_on_seed_position_and_token_alone(seed: int, position: int
     assert word == int(noise_words(key, np.array([5, token, 7]))[1])
 
 
-def test_noise_of_all_tokens_is_that_of_each() -> None:
-    key, count = key_of(3, 4), 2 * CHUNK + 77
-    assert (noise_words(key, count) == noise_words(key, np.arange(count))).all()
+@pytest.mark.parametrize("most", [0, 1 << 18, 1 << 24, 1 << 31, (1 << 32) - 1])
+@pytest.mark.parametrize("vocab", [1, 255, 256, 2 * CHUNK + 77])
+def test_tokens_with_small_words_are_found_with_and_without_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, kernel: str | None, vocab: int, most: int
+) -> None:
+    key = key_of(3, 4)
+    wanted = np.flatnonzero(noise_words(key, np.arange(vocab)) <= most).tolist()
+    assert hasattr(torch.ops.kvmesh, "small_words") == (kernel is None)
+    assert tokens_of_words(key, vocab, most).tolist() == wanted
+    monkeypatch.setattr(noise, "hasattr", lambda *_: False, raising=False)
+    assert tokens_of_words(key, vocab, most).tolist() == wanted
 
 
 def test_neighbouring_tokens_positions_and_seeds_have_nothing_to_do_with_each_other() -> None:
     count = 20_000
-    tokens = noise_words(key_of(7, 0), count + 768)
+    tokens = noise_words(key_of(7, 0), np.arange(count + 768))
     for lag in (1, 2, 16, 128, 768):
         assert chi_square_of_pairs(tokens[:count], tokens[lag:][:count]) < CHI_SQUARE_99
     token = np.array([11])
@@ -55,7 +74,7 @@ def test_neighbouring_tokens_positions_and_seeds_have_nothing_to_do_with_each_ot
     for words in (positions, seeds, tokens[:count]):
         assert chi_square_of_pairs(words[:-1], words[1:]) < CHI_SQUARE_99
     for other in (key_of(7, 1), key_of(8, 0)):
-        assert chi_square_of_pairs(tokens[:count], noise_words(other, count)) < CHI_SQUARE_99
+        assert chi_square_of_pairs(tokens[:count], noise_words(other, np.arange(count))) < CHI_SQUARE_99
 
 
 def test_every_bit_of_a_word_depends_on_every_bit_of_token_and_key() -> None:
@@ -70,7 +89,7 @@ def test_every_bit_of_a_word_depends_on_every_bit_of_token_and_key() -> None:
 
 
 def test_noise_has_the_gumbel_distribution() -> None:
-    noise = gumbel(noise_words(key_of(2, 2), 400_000)).astype(np.float64)
+    noise = gumbel(noise_words(key_of(2, 2), np.arange(400_000))).astype(np.float64)
     assert noise.mean() == pytest.approx(0.57722, abs=0.01)
     assert noise.var() == pytest.approx(math.pi**2 / 6, abs=0.02)
     cells = np.histogram(np.exp(-np.exp(-noise)), bins=100, range=(0, 1))[0]
@@ -107,5 +126,5 @@ def test_leaving_out_tokens_that_cannot_win_changes_no_draw(spread: float) -> No
     distances, best = logits.max() - logits, int(logits.argmax())
     how = drawing_of(SamplingParams(max_tokens=1))
     for key in keys(stream_starts(range(200)), [5] * 200).tolist():
-        scores = gumbel(noise_words(key, 3000)) - distances
+        scores = gumbel(noise_words(key, np.arange(3000))) - distances
         assert draw([candidates(logits, best, key, how)]) == [int(scores.argmax())]
