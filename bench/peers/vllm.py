@@ -153,6 +153,9 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
         input_len: InputLen = 256,
         output_len: OutputLen = 64,
         model: Model = "smollm2-135m",
+        kvmesh_prefill: Annotated[
+            int | None, typer.Option(min=0, help="prefill workers of kvmesh; 0: decode computes prompts, as one engine")
+        ] = None,
         mesh_env: Annotated[list[str], typer.Option(help="NAME=VALUE for kvmesh; may be given several times")] = [],  # noqa: B006
         vllm_env: Annotated[list[str], typer.Option(help="NAME=VALUE for vLLM, such as LD_PRELOAD=…")] = [],  # noqa: B006
         vllm_connector: Annotated[
@@ -172,8 +175,9 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
             sys.exit("--vllm-as-shipped: one engine on all cores is always as shipped")
         environments = name_values(mesh_env, "--mesh-env"), name_values(vllm_env, "--vllm-env")
         model_dir = model_directory(model)
+        mesh = MESHES[mode] | ({} if kvmesh_prefill is None else {"prefill": kvmesh_prefill})
         with ExitStack() as stack:
-            ours = stack.enter_context(start_kvmesh(KVMESH, model, MESHES[mode], environments[0]))
+            ours = stack.enter_context(start_kvmesh(KVMESH, model, mesh, environments[0]))
             name = model_name(int(ours.url.rpartition(":")[2]))
             vllm_pair = start_vllm(vllm, model_dir, name, mode, environments[1], connector, as_shipped=vllm_as_shipped)
             theirs = stack.enter_context(vllm_pair)
