@@ -47,11 +47,14 @@ def held_while(engine: EngineCore, request: EngineRequest, after: int = 0) -> in
     return most
 
 
-def test_a_long_answer_holds_the_pages_of_its_window_alone(windowed: LoadedModel, windowed_dir: Path) -> None:
-    engine = make_engine(windowed, num_pages=16)
+@pytest.mark.parametrize("attention", ["auto", "torch"])
+def test_a_long_answer_holds_the_pages_of_its_window_alone(
+    windowed: LoadedModel, windowed_dir: Path, attention: str
+) -> None:
+    engine = make_engine(windowed, num_pages=16, attention=attention)
     ids = prompt(30)
     assert held_while(engine, EngineRequest("r", ids, greedy(200, ignore_eos=True))) <= MOST
-    seen = run(make_engine(windowed, num_pages=16), [EngineRequest("r", ids, greedy(60))])
+    seen = run(make_engine(windowed, num_pages=16, attention=attention), [EngineRequest("r", ids, greedy(60))])
     assert seen.tokens["r"] == reference_greedy(reference(windowed_dir), ids, 60)
 
 

@@ -9,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from components.wire.sampling import SamplingParams
+from engine.model.load import LoadedModel
 from engine.ports import EngineRequest
 from tests.engine.embedding_model import save_embedding_model
 from tests.engine.model.families import FAMILIES, save_model
@@ -38,6 +39,19 @@ def test_sinks_of_a_rank_are_those_of_its_heads(tmp_path: Path, kernel: str | No
     wanted = run(make_engine(load_tiny(directory)), requests).tokens
     with led(directory, 2) as two:
         assert run(two.make(), requests).tokens == wanted
+
+
+def test_ranks_release_the_pages_that_every_layer_has_left(
+    windowed_dir: Path, windowed: LoadedModel, kernel: str | None
+) -> None:
+    """In a pool in which requests are preempted without it."""
+    requests = [EngineRequest(f"r{i}", prompt(60, start=i), greedy(60, ignore_eos=True)) for i in range(4)]
+    wanted = run(make_engine(windowed), requests).tokens
+    with led(windowed_dir, 2) as two:
+        seen = run(two.make(num_pages=18), requests)
+    assert seen.tokens == wanted
+    assert seen.steps[-1].retractions == 0
+    assert max(stats.num_running for stats in seen.steps) == 4
 
 
 def randomise_biases(directory: Path) -> None:
