@@ -93,7 +93,7 @@ class Exposed:
 
     request_id: str
     pages: list[int]
-    num_computed: int  # whole pages of a DECODE request, which are cached
+    num_computed: int  # whole pages of a DECODE request, which are cached or will not be read
     num_cached_tokens: int
     first_token: int | None = None  # with the last chunk
     finish: FinishReason | None = None
