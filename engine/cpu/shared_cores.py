@@ -2,12 +2,11 @@
 
 A worker with new work waits until its cores are back: one thread too many makes steps five times as long.
 
-A step with prompts takes idle cores at once. Decodes need memory more, so they take only cores of workers that have
-rested for a while.
-
 A worker without work lends its cores. A step with prompts takes them at once, and returns them between layers if the
-kernels can; other steps return them at their end. A worker that goes on with its next step lends nothing meanwhile: to
-get its cores back it would wait for the end of a layer.
+kernels can. Decodes need memory more, so they take only cores of workers that have rested for a while, and return them
+at the end of the step.
+
+A worker with work lends nothing between two steps: to get its cores back it would wait for the end of a layer.
 """
 
 import fcntl

@@ -93,7 +93,7 @@ def noise_words(key: int, token_ids: Ids) -> Words:
 
 
 def tokens_of_words(key: int, vocab: int, most: int) -> Ids:
-    """All tokens whose words are at most `most`, ascending. The kernel takes a tenth of the time."""
+    """All tokens whose words are at most `most`, ascending."""
     low, high = _halves(key)
     if hasattr(torch.ops.kvmesh, "small_words"):
         found = torch.empty(vocab, dtype=torch.int64)

@@ -149,7 +149,7 @@ class PrefillClient:
 
     def begin(self, engine_id: str, prefill: InstanceRecord) -> InboundTransfer:
         """Raises: QueueFull, if no aux slot is free."""
-        # Whoever knows a room may offer pages for it, so it must not follow from earlier ones.
+        # A process that knows a room may offer pages for it, so rooms must not be predictable.
         room, stamp = f"{randbits(63):x}", randbits(62) + 1
         transfer = InboundTransfer(
             self._transfer,

@@ -11,7 +11,12 @@ from typing import Any, Final
 
 from opentelemetry.metrics import Histogram, Meter
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import MetricExporter, PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.export import (
+    MetricExporter,
+    MetricExportResult,
+    MetricsData,
+    PeriodicExportingMetricReader,
+)
 from opentelemetry.sdk.resources import Resource
 
 from components.certificates import CA
@@ -76,6 +81,26 @@ class ServerMetrics:
             self._each.record((duration_s - first_s) / (num_tokens - 1), about)
 
 
+class ExportIfWanted(MetricExporter):
+    """Whether the receiver takes metrics is known after its first answer to spans, so some may be recorded before."""
+
+    def __init__(self, exporter: MetricExporter, are_wanted: Callable[[], bool]) -> None:
+        super().__init__(exporter._preferred_temporality, exporter._preferred_aggregation)
+        self._exporter = exporter
+        self._are_wanted = are_wanted
+
+    def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **options: Any) -> MetricExportResult:
+        if not self._are_wanted():
+            return MetricExportResult.SUCCESS
+        return self._exporter.export(metrics_data, timeout_millis, **options)
+
+    def force_flush(self, timeout_millis: float = 10_000) -> bool:
+        return self._exporter.force_flush(timeout_millis)
+
+    def shutdown(self, timeout_millis: float = 30_000, **options: Any) -> None:
+        self._exporter.shutdown(timeout_millis, **options)
+
+
 def _session(ca: Path | None) -> Any:
     """A session of `requests` that trusts whom the sender of spans trusts, whatever REQUESTS_CA_BUNDLE says.
 
@@ -105,7 +130,8 @@ async def send_server_metrics(
     exporter: MetricExporter = import_module(OTLP).OTLPMetricExporter(
         endpoint=endpoint, timeout=OTLP_TIMEOUT_S, session=session
     )
-    reader = PeriodicExportingMetricReader(exporter, EXPORT_EVERY_MS, OTLP_TIMEOUT_S * 1000)
+    wanted = ExportIfWanted(exporter, are_wanted)
+    reader = PeriodicExportingMetricReader(wanted, EXPORT_EVERY_MS, OTLP_TIMEOUT_S * 1000)
     about = Resource.create({"service.name": "kvmesh-frontend", "service.instance.id": instance_id})
     provider = MeterProvider([reader], about, shutdown_on_exit=False)
     try:

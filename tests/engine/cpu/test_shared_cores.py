@@ -130,7 +130,7 @@ def test_cores_that_are_spared_are_neither_taken_nor_lent(tmp_path: Path) -> Non
     spared = 0
     assert threads(prefill, prompts=True) == 4
     spared = 9
-    assert threads(prefill, prompts=True) == 1  # nobody waits for ever
+    assert threads(prefill, prompts=True) == 1  # no worker waits forever
 
 
 def test_no_worker_gets_more_cores_than_its_neighbours_outside_leave_it(tmp_path: Path) -> None:

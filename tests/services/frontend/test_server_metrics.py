@@ -151,6 +151,18 @@ async def test_an_observer_gets_no_metrics(collector: tuple[str, Received]) -> N
     assert not received
 
 
+async def test_an_observer_gets_none_of_a_request_before_its_first_answer(collector: tuple[str, Received]) -> None:
+    """Such metrics would be sent again and again, and refused."""
+    endpoint, received = collector
+    answers = iter([True])
+    settings = FrontendSettings(otlp_endpoint=endpoint)
+    async with send_server_metrics(settings, "f1", lambda: next(answers, False)) as server:
+        assert server is not None
+        server.served("chat", "m", duration_s=1.0, first_s=0.5, num_tokens=3, error=None)
+        assert next(answers, None) is None, "it was to be recorded"
+    assert not received
+
+
 def test_the_exporter_is_a_dependency_of_the_project() -> None:
     """It was one of `dev` alone, so in an image a frontend with a collector ended at its start."""
     dependencies = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]["dependencies"]
