@@ -14,6 +14,7 @@ from typing import Final
 import torch
 
 from components.startup import WrongSettings
+from components.wire.layout import of_shard
 from engine.attention.backend import AttentionBackend
 from engine.attention.choose_attention import make_attention
 from engine.attention.step_tables import StepLimits
@@ -174,14 +175,15 @@ def _pages_left(uses: Sequence[MemoryUse], loaded: LoadedModel, config: EngineCo
     Raises: WrongSettings, on each rank, if that is not even a request's.
     """
     layout, share = loaded.layout, config.gpu_memory_utilization
-    pages = [use.left(share) // layout.page_bytes for use in uses]
+    page_bytes = [of_shard(layout, rank, layout.shards).page_bytes for rank in range(len(uses))]
+    pages = [use.left(share) // each for use, each in zip(uses, page_bytes, strict=True)]
     least = min(pages)
     tokens = min(loaded.max_positions, config.max_context or config.step_size(str(loaded.device)).tokens)
     needed = layout.pages_for(tokens)
     if least < needed:
         rank = pages.index(least)
         which = f"{loaded.device}" if len(uses) == 1 else f"rank {rank}"
-        raise WrongSettings(f"too little memory on {which}: {uses[rank].shortage(needed * layout.page_bytes, share)}")
+        raise WrongSettings(f"too little memory on {which}: {uses[rank].shortage(needed * page_bytes[rank], share)}")
     return least
 
 

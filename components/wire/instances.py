@@ -8,7 +8,7 @@ from msgspec import field
 from components.errors import MalformedMessage
 from components.wire.codec import MALFORMED, Struct, message
 from components.wire.embed import EmbeddingModel
-from components.wire.layout import KvLayout
+from components.wire.layout import KvLayout, of_shard
 from components.wire.protocol import UNNAMED, understood
 
 Role = Literal["frontend", "decode", "prefill", "bootstrap"]
@@ -41,7 +41,8 @@ class KvEndpoint(Struct):
     @property
     def page_bytes(self) -> int:
         """Of a page on all ranks."""
-        return self.layout.page_bytes * (1 + len(self.followers))
+        shards = self.layout.shards
+        return sum(of_shard(self.layout, shard, shards).page_bytes for shard in range(shards))
 
     @property
     def devices(self) -> list[str]:

@@ -39,13 +39,16 @@ class KvLayout(Struct):
 
     @property
     def heads(self) -> range:
-        """KV heads of this shard. If there are more shards than heads, several have the same."""
+        """KV heads of this shard. If there are more shards than heads, several have the same.
+
+        If the shards do not divide the heads, some have one more than the first, and the last is one of them.
+        """
         first = self.shard * self.kv_heads // self.shards
-        return range(first, first + self.num_heads)
+        return range(first, max(first + 1, (self.shard + 1) * self.kv_heads // self.shards))
 
     @property
     def num_heads(self) -> int:
-        return max(1, self.kv_heads // self.shards)
+        return len(self.heads)
 
     @property
     def page_bytes(self) -> int:
@@ -71,6 +74,11 @@ def of_shard(layout: KvLayout, shard: int, shards: int) -> KvLayout:
     return msgspec.structs.replace(layout, version=SHARDED_VERSION, shards=shards, shard=shard)
 
 
+def largest_shard(layout: KvLayout) -> KvLayout:
+    """The layout of a rank with the most heads."""
+    return of_shard(layout, layout.shards - 1, layout.shards)
+
+
 def of_whole(layout: KvLayout) -> KvLayout:
     """The layout of an instance on one device."""
     if layout.version != SHARDED_VERSION:
@@ -79,12 +87,12 @@ def of_whole(layout: KvLayout) -> KvLayout:
 
 
 def can_shard(kv_heads: int, shards: int) -> bool:
-    """Whether one of them divides the other."""
-    return kv_heads % shards == 0 or shards % kv_heads == 0
+    """Whether each shard has whole heads, and each head equally many shards."""
+    return shards <= kv_heads or shards % kv_heads == 0
 
 
 def check_compatible(ours: KvLayout, theirs: KvLayout) -> None:
-    """One page size must divide the other, and the ranks of each must divide the KV heads or be divided by them.
+    """One page size must divide the other, and each must have as many ranks as `can_shard` allows.
 
     All else must be equal.
     Raises: IncompatibleLayout.

@@ -17,7 +17,7 @@ from typing import Final
 from zlib import crc32
 
 from components.startup import WrongSettings
-from components.wire.layout import KvLayout, of_shard
+from components.wire.layout import KvLayout, largest_shard, of_shard
 from components.wire.tokens import pack_tokens
 from engine.config import PAGE_SIZES
 from engine.ports import KvRegion, RankMemory
@@ -55,19 +55,24 @@ class MarkedPages:
             raise WrongSettings(
                 f"settings engine.kv_memory_gb and engine.num_pages: no memory for KV pages of {num_bytes / 1e9:.1f} GB"
             ) from exc
-        self._page_marks = layout.page_bytes // MARK.size
         self._block_marks = BLOCK * layout.row_bytes // MARK.size
         self._blocks = layout.page_size // BLOCK
         stripe_bytes = layout.page_size * layout.row_bytes
         head_bytes = stripe_bytes * layout.layers * 2
-        self._offsets = [  # of each mark of a page's first block, with what its head adds to it
-            ((rank * pool_bytes + i * head_bytes + place) // MARK.size, head << HEAD)
+        # of each mark of a block: words of a page, its offset in page 0, and what its head adds to it
+        self._places = [
+            (
+                of_rank.page_bytes // MARK.size,
+                (rank * pool_bytes + i * head_bytes + place) // MARK.size,
+                head << HEAD,
+            )
             for rank, of_rank in enumerate(ranks)
             for i, head in enumerate(of_rank.heads)
             for place in (0, head_bytes - stripe_bytes)
         ]
-        self._inner = self._offsets[1:-1]
-        self._last_offset, self._last_head = self._offsets[-1]
+        self._inner = self._places[1:-1]
+        self._first_words = self._places[0][0]
+        self._last_words, self._last_offset, self._last_head = self._places[-1]
         self._words = memoryview(memory).cast("B")[: num_bytes // MARK.size * MARK.size].cast("Q")
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self._pool_bytes = pool_bytes
@@ -90,16 +95,17 @@ class MarkedPages:
         offset = at % BLOCK
         if not offset:
             return None
-        first = self._place(pages, at // BLOCK)
-        last, words = first + self._last_offset, self._words
+        page, inner = self._place(pages, at // BLOCK)
+        first = page * self._first_words + inner
+        last, words = page * self._last_words + inner + self._last_offset, self._words
         mark = words[first]
         if mark & BYTE != offset or words[last] != mark + self._last_head:
             return None
-        if mark >> ALL & BYTE == offset and not self._agree(first, mark):
+        if mark >> ALL & BYTE == offset and not self._agree(page, inner, mark):
             return None
         checksum = crc32(TOKEN.pack(token_id), mark >> CHECKSUM)
         if offset + 1 == BLOCK:
-            self._mark_all(first, BLOCK, checksum)
+            self._mark_all(page, inner, BLOCK, checksum)
         else:
             mark = (mark & HEADER) + 1 | checksum << CHECKSUM
             words[first] = mark
@@ -119,46 +125,47 @@ class MarkedPages:
             block, offset = divmod(start, BLOCK)
             stop = min(end, start + BLOCK - offset)
             checksum = crc32(pack_tokens(tokens[start:stop]), checksum)
-            self._mark_all(self._place(pages, block), stop - block * BLOCK, checksum)
+            self._mark_all(*self._place(pages, block), stop - block * BLOCK, checksum)
             start = stop
         return checksum
 
     def copy(self, source: int, target: int) -> None:
         for block in range(self._blocks):
-            here, there = self._place([source], block), self._place([target], block)
-            for offset, _ in self._offsets:
-                self._words[there + offset] = self._words[here + offset]
+            inner = block * self._block_marks
+            for size, offset, _ in self._places:
+                self._words[target * size + inner + offset] = self._words[source * size + inner + offset]
 
     def marks(self, page: int, block: int) -> list[Mark]:
         """Of all ranks and heads, two each, of a block of `page`."""
-        first = self._place([page], block)
-        found = (self._words[first + offset] for offset, _ in self._offsets)
+        inner = block * self._block_marks
+        found = (self._words[page * size + inner + offset] for size, offset, _ in self._places)
         return [(mark & BYTE, mark >> ALL & BYTE, (mark & HEADER) >> HEAD, mark >> CHECKSUM) for mark in found]
 
-    def _place(self, pages: Sequence[int], block: int) -> int:
-        """Where the block's first mark is; the others are `_offsets` from there."""
+    def _place(self, pages: Sequence[int], block: int) -> tuple[int, int]:
+        """The block's page, and its words before the block."""
         index, inner = divmod(block, self._blocks)
-        return pages[index] * self._page_marks + inner * self._block_marks
+        return pages[index], inner * self._block_marks
 
-    def _mark_all(self, first: int, count: int, checksum: int) -> None:
+    def _mark_all(self, page: int, inner: int, count: int, checksum: int) -> None:
         mark, words = count | count << ALL | checksum << CHECKSUM, self._words
-        for offset, head in self._offsets:
-            words[first + offset] = mark + head
+        for size, offset, head in self._places:
+            words[page * size + inner + offset] = mark + head
 
-    def _agree(self, first: int, mark: int) -> bool:
+    def _agree(self, page: int, inner: int, mark: int) -> bool:
         """Whether the marks between the first and the last one are `mark`, with their heads."""
         words = self._words
-        return all(words[first + offset] == mark + head for offset, head in self._inner)
+        return all(words[page * size + inner + offset] == mark + head for size, offset, head in self._inner)
 
     def _read(self, pages: Sequence[int], tokens: Sequence[int], num_tokens: int, origin: int) -> int:
         """The checksum of `num_tokens`, of which the pages hold no more than a branch computes again."""
         block = (num_tokens - 1) // BLOCK
         wanted = num_tokens - block * BLOCK
-        first = self._place(pages, block)
-        mark = self._words[first] - self._offsets[0][1]
+        page, inner = self._place(pages, block)
+        first, last = page * self._first_words + inner, page * self._last_words + inner + self._last_offset
+        mark = self._words[first]
         count, of_all, checksum = mark & BYTE, mark >> ALL & BYTE, mark >> CHECKSUM
-        is_right = mark >= 0 and self._words[first + self._last_offset] == mark + self._last_head
-        if is_right and of_all == count == wanted and self._agree(first, mark):
+        is_right = self._words[last] == mark + self._last_head
+        if is_right and of_all == count == wanted and self._agree(page, inner, mark):
             return checksum
         if is_right and 0 < of_all <= count and wanted <= count <= wanted + LEAST_COMPUTED:
             start = num_tokens - wanted
@@ -167,10 +174,9 @@ class MarkedPages:
             def checksum_of(length: int) -> int:
                 return crc32(pack_tokens(tokens[start : start + length]), before)
 
-            inner = of_all | of_all << ALL | checksum_of(of_all) << CHECKSUM
-            if checksum_of(count) == checksum and self._agree(first, inner):
+            inner_mark = of_all | of_all << ALL | checksum_of(of_all) << CHECKSUM
+            if checksum_of(count) == checksum and self._agree(page, inner, inner_mark):
                 return checksum_of(wanted)
-        page = pages[block // self._blocks]
         found = dict.fromkeys(self.marks(page, block % self._blocks))
         raise StepFailed(
             f"a block of page {page} should hold {wanted} tokens, but its marks are {', '.join(map(str, found))}"
@@ -178,8 +184,8 @@ class MarkedPages:
 
 
 def rank_bytes(layout: KvLayout, num_pages: int) -> int:
-    """Of a rank's pool in shared memory, which begins at a page of the machine's memory."""
-    return -(-num_pages * layout.page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    """Of the largest rank's pool in shared memory, which begins at a page of the machine's memory."""
+    return -(-num_pages * largest_shard(layout).page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _allocate(num_bytes: int, *, shared: bool) -> tuple[int | None, mmap.mmap]:

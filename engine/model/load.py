@@ -27,7 +27,7 @@ from engine.model.progress import Progress, unless_quick
 from engine.model.resolve import is_random, model_dir, served_name
 from engine.model.support import check_config, max_positions
 from engine.sharding.cuts import NO_CUTS, cut_weights, join_sums, plan_cuts
-from engine.sharding.heads import check_heads
+from engine.sharding.heads import check_heads, query_heads
 from engine.sharding.read_part import read_part
 
 RANDOM_SEED: Final = 0
@@ -118,7 +118,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
         layout=shard,
         device=device,
         vocab_size=text.vocab_size,
-        query_group=heads // size // shard.num_heads,
+        query_group=len(query_heads(heads, shard)) // shard.num_heads,
         max_positions=max_positions(text) if limit is None else min(limit, max_positions(text)),
         eos_token_ids=_eos_token_ids(directory, text),
         adapters=adapters,

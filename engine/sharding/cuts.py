@@ -15,6 +15,7 @@ from components.wire.layout import KvLayout
 from engine.errors import UnsupportedModel
 from engine.sharding.experts import WHOLE_EXPERTS, ExpertCut, ReducedExperts, cut_experts, plan_experts
 from engine.sharding.group import Reduced
+from engine.sharding.heads import query_heads
 from engine.sharding.part import Part, packed, share
 
 # transformers' styles
@@ -98,6 +99,7 @@ def plan_cuts(name: str, module: Any, layout: KvLayout, heads: int) -> Cuts:
     styles = {**ADDED.get(text.model_type, {}), **styles}
     of_experts = getattr(text, "base_model_ep_plan", None) or {}
     prefix = "" if module.base_model is module else f"{module.base_model_prefix}."
+    rank = _Rank(layout, heads)
     linears: dict[str, Cut] = {}
     experts: dict[str, ExpertCut] = {}
     try:
@@ -110,9 +112,9 @@ def plan_cuts(name: str, module: Any, layout: KvLayout, heads: int) -> Cuts:
                 experts[prefix + path] = plan_experts(path, layer, whole, parts, layout.shard, layout.shards)
             elif style is not None and style not in WHOLE:
                 parent = module.base_model.get_submodule(path.rpartition(".")[0])
-                linears[prefix + path] = _cut(path, layer, style, parent, layout, heads)
+                linears[prefix + path] = _cut(path, layer, style, parent, rank)
         sinks = {
-            prefix + path: _sinks(path, parameter, styles.get(_pattern(path)), layout)
+            prefix + path: _sinks(path, parameter, styles.get(_pattern(path)), rank)
             for path, parameter in module.base_model.named_parameters()
             if path.rpartition(".")[2] == SINKS
         }
@@ -132,49 +134,66 @@ def _of_parameters(styles: Mapping[str, str], pattern: str) -> dict[str, str]:
     return {path.rpartition(".")[2]: style for path, style in styles.items() if path.rpartition(".")[0] == pattern}
 
 
-def _cut(  # noqa: PLR0917 - the layer, then how to cut it
-    path: str, layer: Any, style: str, parent: torch.nn.Module, layout: KvLayout, heads: int
-) -> Cut:
+@dataclass(frozen=True, slots=True)
+class _Rank:
+    """What a rank has of rows and columns."""
+
+    layout: KvLayout
+    heads: int  # query heads of the model
+
+    def of_heads(self, path: str, size: int) -> range:
+        """Those of the rank's query heads."""
+        if size % self.heads:
+            raise UnsupportedModel(f"{path} has {size} columns or rows, which are not those of {self.heads} heads")
+        own, each = query_heads(self.heads, self.layout), size // self.heads
+        return range(own.start * each, own.stop * each)
+
+    def even(self, path: str, size: int) -> range:
+        if size % self.layout.shards:
+            raise UnsupportedModel(f"{path} has {size} columns or rows, which {self.layout.shards} does not divide")
+        return share(size, self.layout.shard, self.layout.shards)
+
+    def part(self, path: str, size: int, attention: bool) -> range:
+        return self.of_heads(path, size) if attention else self.even(path, size)
+
+
+def _cut(path: str, layer: Any, style: str, parent: torch.nn.Module, rank: _Rank) -> Cut:
     if type(layer) is not torch.nn.Linear:
         raise UnsupportedModel(f"{path} is {style}, and no linear layer")
     leaf = path.rpartition(".")[2]
     shape = (layer.out_features, layer.in_features)
+    in_attention = any(hasattr(parent, one) for one in (*KV_LAYERS, FUSED_QKV))
     if style == OUTPUTS or (style == FUSED_OUTPUTS and leaf in FUSED):
-        matrices = _matrices(path, leaf, shape[0], layout, heads)
-        own_heads = (heads // layout.shards, layout.num_heads) if leaf == FUSED_QKV else None
+        matrices = _matrices(path, shape[0], rank, in_attention)
+        own_heads = (len(query_heads(rank.heads, rank.layout)), rank.layout.num_heads) if leaf == FUSED_QKV else None
         return Cut(Part(0, packed(matrices), shape[0]), shape, own_heads)
     if style == INPUTS or (style == FUSED_INPUTS and any(hasattr(parent, fused) for fused in FUSED)):
-        return Cut(Part(1, (_even(path, shape[1], layout),), shape[1]), shape)
+        return Cut(Part(1, (rank.part(path, shape[1], in_attention),), shape[1]), shape)
     raise UnsupportedModel(f"{path} is {style}: its module needs the outputs or inputs of all ranks")
 
 
-def _sinks(path: str, parameter: torch.Tensor, style: str | None, layout: KvLayout) -> Part:
+def _sinks(path: str, parameter: torch.Tensor, style: str | None, rank: _Rank) -> Part:
     if style != OUTPUTS:
         raise UnsupportedModel(f"{path} is not in transformers' plan")
-    return Part(0, (_even(path, len(parameter), layout),), len(parameter))
+    return Part(0, (rank.of_heads(path, len(parameter)),), len(parameter))
 
 
-def _matrices(path: str, leaf: str, outputs: int, layout: KvLayout, heads: int) -> list[tuple[int, range]]:
+def _matrices(path: str, outputs: int, rank: _Rank, in_attention: bool) -> list[tuple[int, range]]:
     """The matrices that the layer consists of, each by its number of rows and the rank's range of them."""
+    layout, leaf = rank.layout, path.rpartition(".")[2]
     size = layout.head_dim
     keys = (layout.kv_heads * size, range(layout.heads.start * size, layout.heads.stop * size))
     if leaf in KV_LAYERS:
         found = [keys]
     elif leaf == FUSED_QKV:
-        found = [(heads * size, _even(path, heads * size, layout)), keys, keys]
+        found = [(rank.heads * size, rank.of_heads(path, rank.heads * size)), keys, keys]
     elif leaf == FUSED_GATE and outputs % 2 == 0:
-        found = [(outputs // 2, _even(path, outputs // 2, layout))] * 2
+        found = [(outputs // 2, rank.even(path, outputs // 2))] * 2
     else:
-        found = [(outputs, _even(path, outputs, layout))]
+        found = [(outputs, rank.part(path, outputs, in_attention))]
     if sum(rows for rows, _ in found) != outputs:
         raise UnsupportedModel(f"{path} has {outputs} rows, which are not those of its heads")
     return found
-
-
-def _even(path: str, size: int, layout: KvLayout) -> range:
-    if size % layout.shards:
-        raise UnsupportedModel(f"{path} has {size} columns or rows, which {layout.shards} does not divide")
-    return share(size, layout.shard, layout.shards)
 
 
 def cut_weights(module: torch.nn.Module, cuts: Cuts, rank: int) -> None:

@@ -23,7 +23,17 @@ from tests.faults.schedules import Schedule, conditions, named, of_messages, of_
 from tests.faults.setup import EQUAL, LARGE_TO_SMALL, SMALL_TO_LARGE, Setup
 
 # ranks of prefill and of decode, and KV heads: with fewer heads than ranks several ranks have the same head
-RANKS: Final = (((2, 1), 2), ((1, 2), 2), ((2, 4), 4), ((4, 2), 2), ((2, 2), 2), ((4, 1), 4), ((2, 4), 2))
+RANKS: Final = (
+    ((2, 1), 2),
+    ((1, 2), 2),
+    ((2, 4), 4),
+    ((4, 2), 2),
+    ((2, 2), 2),
+    ((4, 1), 4),
+    ((2, 4), 2),
+    ((1, 2), 3),
+    ((3, 2), 5),
+)
 LOSSES: Final = ("write pages", "write aux", "decode running", "prefill computing", "inbound transfer", "message frame")
 EVERY: Final = 60  # `make test` runs one schedule of so many, and `make faults` all of them
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from components.errors import IncompatibleLayout
 from components.kv_transfer.pieces import cut
-from components.wire.layout import KvLayout, can_shard, check_compatible, of_shard
+from components.wire.layout import KvLayout, can_shard, check_compatible, largest_shard, of_shard
 
 WHOLE = KvLayout(model="m", dtype="float16", page_size=16, layers=2, kv_heads=4, head_dim=4)
 PAGES = 20
@@ -30,8 +30,8 @@ def numbers(layout: KvLayout, pages: Sequence[int], num_tokens: int) -> Bytes:
 
 
 @given(
-    kv_heads=st.sampled_from((1, 2, 3, 4, 6, 8)),
-    ranks=st.tuples(*(st.sampled_from((1, 2, 3, 4, 6, 8)) for _ in range(2))),
+    kv_heads=st.sampled_from((1, 2, 3, 4, 5, 6, 8)),
+    ranks=st.tuples(*(st.sampled_from((1, 2, 3, 4, 5, 6, 8)) for _ in range(2))),
     sizes=st.sampled_from(list(product((16, 32, 64), repeat=2))),
     num_tokens=st.integers(1, 130),
     first=st.integers(0, 129),
@@ -73,11 +73,21 @@ def test_a_page_is_one_piece_for_each_pair_of_ranks(prefill: int, decode: int, p
     assert sum(len(cut(ours, theirs, range(16), [3], [5])) for ours, theirs in layouts) == pieces
 
 
+@pytest.mark.parametrize(("kv_heads", "ranks"), [(3, 2), (5, 3), (8, 3), (8, 5)])
+def test_heads_that_the_ranks_do_not_divide_are_as_equal_as_they_can_be(kv_heads: int, ranks: int) -> None:
+    layouts = [of_shard(replace(WHOLE, kv_heads=kv_heads), rank, ranks) for rank in range(ranks)]
+    assert [head for layout in layouts for head in layout.heads] == list(range(kv_heads))
+    numbers = [layout.num_heads for layout in layouts]
+    assert max(numbers) - min(numbers) == 1
+    assert (numbers[0], largest_shard(layouts[0]).num_heads) == (min(numbers), max(numbers))
+
+
 def test_layouts_that_cannot_exchange_pages_name_both_values() -> None:
     check_compatible(of_shard(WHOLE, 1, 2), of_shard(WHOLE, 3, 4))
     check_compatible(WHOLE, of_shard(WHOLE, 0, 8))
-    with pytest.raises(IncompatibleLayout, match="shards: 2 here, 3 there"):
-        check_compatible(of_shard(WHOLE, 0, 2), of_shard(WHOLE, 0, 3))
+    check_compatible(of_shard(WHOLE, 0, 3), of_shard(WHOLE, 1, 2))
+    with pytest.raises(IncompatibleLayout, match="shards: 2 here, 6 there"):
+        check_compatible(of_shard(WHOLE, 0, 2), of_shard(WHOLE, 0, 6))
     with pytest.raises(IncompatibleLayout, match="version: 2 here, 3 there"):
         check_compatible(of_shard(WHOLE, 0, 2), replace(WHOLE, version=3))
     with pytest.raises(IncompatibleLayout, match="kv_heads: 4 here, 8 there"):

@@ -87,7 +87,14 @@ async def sums(side: Instance, layouts: Sequence[KvLayout], table: list[int], pe
 
 @pytest.mark.parametrize(
     ("ranks", "sizes"),
-    [((1, 2), (16, 16)), ((2, 1), (16, 16)), ((2, 2), (16, 16)), ((4, 2), (16, 32)), ((2, 8), (32, 16))],
+    [
+        ((1, 2), (16, 16)),
+        ((2, 1), (16, 16)),
+        ((2, 2), (16, 16)),
+        ((4, 2), (16, 32)),
+        ((2, 8), (32, 16)),
+        ((3, 2), (16, 16)),
+    ],
     ids=str,
 )
 async def test_pages_of_all_ranks_arrive_before_the_aux_slot(

@@ -23,7 +23,7 @@ from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import check_pages, greedy, prefilled, prompt, run, run_until_idle
 
 ENDLESS: Final = greedy(40, ignore_eos=True)
-SIZES: Final = [((1, 2), 2), ((2, 1), 4), ((2, 4), 4), ((4, 2), 2), ((4, 4), 2)]
+SIZES: Final = [((1, 2), 2), ((2, 1), 4), ((2, 4), 4), ((4, 2), 2), ((4, 4), 2), ((1, 2), 3), ((2, 1), 3), ((2, 3), 5)]
 
 
 def on(home: Path, ranks: int, kv_heads: int, page_size: int = 16) -> EngineCore:
@@ -89,9 +89,9 @@ def test_one_wrong_mark_of_any_head_is_noticed(tmp_path: Path, number: int) -> N
 
 def test_ranks_that_the_heads_do_not_allow_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        WrongSettings, match=r"tensor_parallel=2: mock has 9 query heads and 3 KV heads; .* into 1, 3, 9"
+        WrongSettings, match=r"tensor_parallel=4: mock has 9 query heads and 3 KV heads; .* into 1, 2, 3, 9"
     ):
-        build_engine("mock", EngineConfig(num_pages=8, tensor_parallel=2), tmp_path)
+        build_engine("mock", EngineConfig(num_pages=8, tensor_parallel=4), tmp_path)
 
 
 def test_followers_have_the_leader_s_pages_and_end_with_it_or_end_it(tmp_path: Path) -> None:

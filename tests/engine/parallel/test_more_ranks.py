@@ -74,10 +74,11 @@ def test_vectors_of_an_embedding_model_are_those_of_one_rank(tmp_path: Path, ker
 
 
 @pytest.mark.model
-def test_the_default_model_on_three_ranks_writes_what_it_writes_on_one(
-    real_model_dir: Path, kernel: str | None
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_default_model_on_ranks_writes_what_it_writes_on_one(
+    real_model_dir: Path, size: int, kernel: str | None
 ) -> None:
-    """Nine query heads and three KV heads, in fp32."""
+    """Nine query heads and three KV heads, in fp32: of two ranks the second has twice as many."""
     tokenizer = AutoTokenizer.from_pretrained(real_model_dir)
     texts = ("The capital of France is", "Once upon a time there was a", "def fibonacci(n):")
     requests = [
@@ -89,7 +90,7 @@ def test_the_default_model_on_three_ranks_writes_what_it_writes_on_one(
         )
     ]
     wanted = run(make_engine(load_tiny(real_model_dir)), requests).tokens
-    with led(real_model_dir, 3) as three:
-        seen = run(three.make(), requests)
+    with led(real_model_dir, size) as ranks:
+        seen = run(ranks.make(), requests)
     assert seen.tokens == wanted
     assert " Paris" in tokenizer.decode(seen.tokens["greedy0"])

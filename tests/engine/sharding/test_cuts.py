@@ -41,6 +41,18 @@ def test_the_parts_of_all_ranks_are_the_model(tmp_path: Path, size: int, load_fo
             assert all(torch.equal(part, weight) for part in found)
 
 
+def test_a_rank_has_whole_heads_where_the_ranks_do_not_divide_them(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
+    directory = save_tiny(tmp_path / "tiny", **sizes)
+    whole = dict(load_tiny(directory).module.named_parameters())
+    parts = [parameters(directory, 2, rank) for rank in range(2)]
+    for leaf, dim, heads in (("q_proj", 0, (2, 4)), ("k_proj", 0, (1, 2)), ("o_proj", 1, (2, 4))):
+        name = f"model.layers.0.self_attn.{leaf}.weight"
+        found = [part[name] for part in parts]
+        assert torch.equal(torch.cat(found, dim=dim), whole[name])
+        assert [part.shape[dim] for part in found] == [16 * number for number in heads]
+
+
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 def test_sinks_go_with_their_heads_and_experts_are_divided(tmp_path: Path, load_format: str) -> None:
     directory = save_model(tmp_path / "model", FAMILIES["gpt-oss"]())
@@ -135,7 +147,7 @@ def test_a_file_whose_tensors_have_other_shapes_is_refused(tmp_path: Path, famil
     ("changes", "size", "why"),
     [
         ({}, 3, "4 query heads and 2 KV heads; it can be cut into 1, 2, 4"),
-        ({"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 6}, 4, "it can be cut into 1, 2, 3, 6"),
+        ({"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}, 4, "it can be cut into 1, 2, 3, 6"),
         ({"intermediate_size": 97}, 2, "gate_proj has 97"),
     ],
 )

@@ -47,6 +47,20 @@ def test_logits_are_those_of_transformers(tmp_path: Path, family: str, monkeypat
             torch.testing.assert_close(logits, wanted, atol=2e-4 * float(wanted.abs().max()), rtol=0)
 
 
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in REFUSED])
+def test_logits_with_more_heads_on_one_rank_are_those_of_transformers(
+    tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = FAMILIES[family]()
+    config.update({"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3})
+    directory = save_model(tmp_path / family, config)
+    truth = reference_logits(reference(directory), PROMPT)
+    loaded = on_ranks(directory, 2)
+    assert [one.layout.num_heads for one in loaded] == [1, 2]
+    logits = logits_of(loaded, monkeypatch)
+    torch.testing.assert_close(logits, truth, atol=2e-4 * float(truth.abs().max()), rtol=0)
+
+
 def odd(**changes: int) -> PretrainedConfig:
     sizes = {"num_experts": 6, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 48, **changes}
     return Qwen2MoeConfig(**SIZES, **sizes)
