@@ -210,7 +210,7 @@ class RequestMemory:
         Returns: (source, target) pages to copy before the next step.
         """
         branch.num_computed = max(0, request.prompt_len - LEAST_COMPUTED)
-        branch.first_page = request.first_page
+        branch.first_page = branch.num_published = request.first_page
         num_shared = branch.num_computed // self.page_size
         shared = request.pages[branch.first_page : num_shared]
         copied = request.pages[num_shared : self._pages_for(request.prompt_len)]

@@ -3,9 +3,11 @@
 That no token changes, whatever else happens, is in test_engine_stateful.py and, against transformers, here.
 """
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
@@ -136,6 +138,18 @@ def test_decode_asks_for_the_pages_of_the_window_alone(
     assert first + rest.tokens["r"] == wanted.tokens["r"]
     assert rest.branches == wanted.branches
     assert len(rest.branches) == n - 1
+
+
+def test_a_branch_publishes_nothing_that_was_neither_computed_nor_received(windowed: LoadedModel) -> None:
+    """All pages that it begins with are its own: the window is in the last one, which branches write."""
+    d = make_engine(replace(windowed, layout=structs.replace(windowed.layout, page_size=32)), page_size=32)
+    ids = prompt(64)
+    assert reserve(d, ids, greedy(4, n=2)).num_computed == 32
+    d.deliver("r", 7)
+    run_until_idle(d)
+    first, second = d.prompt_blocks(pack_tokens(ids))(32)
+    assert first not in d.cached_blocks()
+    assert second in d.cached_blocks()
 
 
 def test_what_decode_has_cached_is_not_asked_for(windowed: LoadedModel) -> None:
