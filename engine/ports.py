@@ -192,7 +192,7 @@ class Recording(Protocol):
 
 
 class Engine(Protocol):
-    """`prompt_blocks` and `peek_prefix` may be called on any thread, the rest on the owning thread.
+    """`prompt_blocks`, `peek_prefix` and `continues` may be called on any thread, the rest on the owning thread.
 
     Between steps other threads may call what touches no device. That excludes profiling, `deliver` to a request with
     branches, and a step that `computes`.
@@ -229,6 +229,9 @@ class Engine(Protocol):
     def peek_prefix(self, blocks: PromptBlocks) -> int:
         """Cached tokens of a prompt, as a hint."""
 
+    def continues(self, num_tokens: int, sampling: SamplingParams, first_token: int) -> bool:
+        """Whether an answer has more tokens than `first_token`, after a prompt of `num_tokens`."""
+
     def cached_blocks(self) -> list[bytes]:
         """The sum of all cache events, including unreported ones."""
 
@@ -246,10 +249,13 @@ class Engine(Protocol):
         Raises: Rejected, if there is no such token or the mask forbids it; the request stays reserved.
         """
 
-    def recompute(self, request_id: str) -> None:
+    def recompute(self, request_id: str, first_token: int | None = None) -> None:
         """Queue a DECODE request as FULL at its old place, because its KV will not arrive.
 
         Its pages stay exposed. Unknown and delivered requests are ignored.
+
+        Args:
+            first_token: one that the client has already; it is not drawn again.
         """
 
     def cancel(self, request_id: str, branch: int | None = None) -> None:

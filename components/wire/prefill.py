@@ -84,9 +84,14 @@ class PagesOffered(Dated):
 
 @message("kv-coming.v1")
 class KvComing(Struct):
-    """prefill → decode, unanswered: the last pages follow at once."""
+    """prefill → decode, unanswered: the last pages follow at once.
+
+    The first token does not need them: clients get it while they are on their way.
+    """
 
     room: str
+    request_id: str = ""
+    first_token: int | None = None
 
 
 @message("room-close.v2")

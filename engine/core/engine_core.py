@@ -16,6 +16,7 @@ from typing import Final
 from components.errors import InvariantBroken, UnknownModel
 from components.wire.embed import EmbeddingModel
 from components.wire.logprobs import TokenLogprobs
+from components.wire.sampling import SamplingParams
 from components.wire.tokens import PromptBlocks, seed_hash
 from engine.config import EngineConfig
 from engine.core.open_requests import Limits, Requests
@@ -120,6 +121,10 @@ class EngineCore:
         page_size = self._region.layout.page_size
         return self._memory.num_cached(blocks(page_size)[: usable_pages(blocks.num_tokens, page_size)])
 
+    def continues(self, num_tokens: int, sampling: SamplingParams, first_token: int) -> bool:
+        ends = num_tokens + 1 >= self._limits.length(num_tokens, sampling) or self._limits.stops(sampling, first_token)
+        return 0 <= first_token < self._limits.vocab_size and not ends
+
     def cached_blocks(self) -> list[bytes]:
         return self._memory.prefix.blocks()
 
@@ -130,7 +135,7 @@ class EngineCore:
             id=request.request_id,
             tokens=tokens,
             prompt_len=len(tokens),
-            limit=min(len(tokens) + request.sampling.max_tokens, self._limits.max_context),
+            limit=self._limits.length(len(tokens), request.sampling),
             sampling=request.sampling,
             phase=request.phase,
             arrival=next(self._arrivals),
@@ -148,8 +153,8 @@ class EngineCore:
     def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> list[TokenOutput]:
         return self._outcomes.deliver(request_id, first_token, logprobs)
 
-    def recompute(self, request_id: str) -> None:
-        self._requests.recompute(request_id)
+    def recompute(self, request_id: str, first_token: int | None = None) -> None:
+        self._requests.recompute(request_id, first_token)
 
     def cancel(self, request_id: str, branch: int | None = None) -> None:
         if branch is None:

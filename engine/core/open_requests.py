@@ -4,6 +4,7 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from components.errors import PromptTooLong, Rejected
+from components.wire.sampling import SamplingParams
 from engine.ports import EngineRequest, Phase
 from engine.sampling.bounds import check_sampling, check_token_ids
 from engine.scheduler.request import Chunk, Request, RequestMemory, RequestState
@@ -46,6 +47,13 @@ class Limits:
             raise Rejected("prompt_logprobs come from where the prompt is computed", param="prompt_logprobs")
         check_token_ids(tokens, self.vocab_size, "token_ids")
         check_sampling(request.sampling, self.vocab_size, self.eos_token_ids, request.num_generated)
+
+    def length(self, num_tokens: int, sampling: SamplingParams) -> int:
+        """Tokens at which a request ends."""
+        return min(num_tokens + sampling.max_tokens, self.max_context)
+
+    def stops(self, sampling: SamplingParams, token_id: int) -> bool:
+        return token_id in sampling.stop_token_ids or (not sampling.ignore_eos and token_id in self.eos_token_ids)
 
 
 class Requests:
@@ -97,15 +105,16 @@ class Requests:
             copies += self._scheduler.fork(request, branch)
         return copies
 
-    def recompute(self, request_id: str) -> None:
+    def recompute(self, request_id: str, first_token: int | None = None) -> None:
         request = self._live.get(request_id)
         if request is None or request.phase is not Phase.DECODE:
             return
-        if request.state is RequestState.WAITING:  # it has no pages yet
+        if request.state is RequestState.WAITING:  # it has no pages yet, so prefill has not computed its first token
             request.phase = Phase.FULL
             return
         again = replace(
             request,
+            tokens=[*request.tokens, *([] if first_token is None else [first_token])],
             phase=Phase.FULL,
             pages=[],
             first_page=0,

@@ -134,15 +134,13 @@ class Outcomes:
             self._copy_page(source, target)
 
     def _append(self, request: Request, token_id: int) -> FinishReason | None:
-        tokens, sampling = request.tokens, request.sampling
+        tokens = request.tokens
         tokens.append(token_id)
         if request.mask is not None:
             request.mask.accept(token_id)
             if request.mask.is_complete:
                 return FinishReason.STOP
-        if token_id in sampling.stop_token_ids:
-            return FinishReason.STOP
-        if not sampling.ignore_eos and token_id in self._limits.eos_token_ids:
+        if self._limits.stops(request.sampling, token_id):
             return FinishReason.STOP
         return FinishReason.LENGTH if len(tokens) >= request.limit else None
 

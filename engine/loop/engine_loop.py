@@ -14,6 +14,7 @@ from engine.ports import Engine, Exposed, StepOutput, StepStats
 T = TypeVar("T")
 
 BLOCKED_TICK_S: Final = 0.25  # interval of steps while requests wait for pages
+REPORT_AFTER_S: Final = 0.003  # tokens and pages of a step leave before
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +54,7 @@ class EngineLoop(ABC):
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[BaseException | None] = self._loop.create_future()
         self._callbacks: list[Callable[[StepOutput], None]] = []
+        self._reports: list[Callable[[StepOutput], None]] = []
         self._stopping = False
         self._engine: Engine | None = None
 
@@ -88,6 +90,10 @@ class EngineLoop(ABC):
         """Outputs may be empty."""
         self._callbacks.append(callback)
 
+    def report(self, callback: Callable[[StepOutput], None]) -> None:
+        """Pass each output to `callback` REPORT_AFTER_S later: no request waits for it."""
+        self._reports.append(callback)
+
     async def failed(self) -> BaseException:
         """Wait until the engine ends, and return its error."""
         error = await asyncio.shield(self._ended)
@@ -104,6 +110,12 @@ class EngineLoop(ABC):
 
     def _hear(self, output: StepOutput) -> None:
         for callback in self._callbacks:
+            callback(output)
+        if self._reports:
+            self._loop.call_later(REPORT_AFTER_S, self._report, output)
+
+    def _report(self, output: StepOutput) -> None:
+        for callback in self._reports:
             callback(output)
 
 

@@ -97,7 +97,7 @@ def _reader(quota: CpuQuota) -> Callable[[], Held]:
 
 
 class BatchLog:
-    """Sums up steps; pass `stepped` to `EngineLoop.on_output`."""
+    """Sums up steps; pass `stepped` to `EngineLoop.report`."""
 
     def __init__(
         self,

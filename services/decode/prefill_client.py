@@ -179,6 +179,13 @@ class PrefillClient:
             kind = reported(failed.error, PrefillLost)
             transfer.failure.tell(kind(f"prefill {transfer.prefill.instance_id}: {failed.cause}"))
 
+    def offered(self, engine_id: str, room: str) -> Exposed | None:
+        """The pages of a transfer whose room is `room`, while prefill may write into them."""
+        transfer = self._transfers.get(engine_id)
+        if transfer is None or transfer.room != room or transfer.lifecycle.state is not S.TRANSFER:
+            return None
+        return transfer.reserved.result()
+
     def kv_coming(self, coming: KvComing) -> None:
         self._transfer.hasten(coming.room)
 

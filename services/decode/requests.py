@@ -20,6 +20,7 @@ from engine.ports import TokenMask, TokenOutput
 log = logging.getLogger(__name__)
 
 SPAN_LOCAL_PREFILL: Final = "decode.prefill"
+SPAN_FIRST: Final = "decode.first_token"
 
 
 class RequestState(StrEnum):
@@ -54,6 +55,7 @@ class ActiveRequest:
     waiting_span: str = SPAN_LOCAL_PREFILL  # it ends with the first token
     accepted_ns: int = field(default_factory=time.time_ns)
     first_token_ns: int = 0
+    early_token: int | None = None  # the first one, sent before the prompt's KV arrived
     num_generated: int = 0  # over all branches
     prefill: str = ""  # instance that was chosen
     why_local: str = ""  # the prompt is computed here: the reason

@@ -19,15 +19,16 @@ from components.telemetry.on_demand import OnDemand
 from components.telemetry.spans import NO_STEP, record_lost, step, use_span
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.instances import InstanceRecord
+from components.wire.prefill import KvComing
 from components.wire.sampling import Constraint
 from engine.loop.engine_loop import EngineLoop
 from engine.loop.log_line import BatchLog
-from engine.ports import Engine, EngineRequest, Phase, StepOutput, TokenMask
+from engine.ports import Engine, EngineRequest, Phase, StepOutput, TokenMask, TokenOutput
 from services.decode.config import OnTransferFailure
 from services.decode.inbound import InboundState, InboundTransfer
 from services.decode.prefill_choice import Local, PrefillChoice, Reason
 from services.decode.prefill_client import PrefillClient
-from services.decode.requests import SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, RequestState
+from services.decode.requests import SPAN_FIRST, SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, RequestState
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +87,7 @@ class RequestRunner:
             lambda: self.choice.num_incompatible,
         )
         engine.on_output(self._stepped)
-        engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size, more=self._transfers_to_log).stepped)
+        engine.report(BatchLog(engine.engine.kv_region.layout.page_size, more=self._transfers_to_log).stepped)
 
     def start(self, active: ActiveRequest) -> None:
         self._keep(active.engine_id, self._run(active))
@@ -103,6 +104,21 @@ class RequestRunner:
             return
         self.engine.between_steps(lambda engine: engine.cancel(active.engine_id, branch), light=True)
         self.active.drop(active, branch)
+
+    def kv_coming(self, coming: KvComing) -> None:
+        """Send the first token before the prompt's KV arrives, unless the answer may end with it."""
+        active, first_token = self.active.find(coming.request_id), coming.first_token
+        reserved = self.prefill.offered(coming.request_id, coming.room)
+        if active is None or reserved is None or first_token is None or active.first_token_ns:
+            return
+        if self._on_transfer_failure == "fail" and not active.request.num_generated:
+            return  # an error without a token has its HTTP status
+        sampling = active.request.sampling
+        is_simple = sampling.n == 1 and sampling.logprobs is None and active.mask is None
+        if is_simple and self.engine.engine.continues(len(active.token_ids), sampling, first_token):
+            active.early_token = first_token
+            active.wait(SPAN_FIRST)
+            self.active.emit(TokenOutput(active.engine_id, [first_token], None, reserved.num_cached_tokens))
 
     def prompts(self) -> PromptLoad:
         """Return the prompt tokens queued here, and the speed of their computation."""
@@ -217,11 +233,12 @@ class RequestRunner:
             self._submit(active, Phase.DECODE)
             record = await self.prefill.run(transfer, active.request)
             route.succeeded()
-            active.wait("decode.first_token")
+            active.wait(SPAN_FIRST)
+            first_token = record.first_token if active.early_token is None else active.early_token
             # Branches copy pages, and masks take time: not on the event loop.
             light = active.request.sampling.n == 1 and active.mask is None
             outputs = await self.engine.between_steps(
-                lambda engine: engine.deliver(active.engine_id, record.first_token, record.logprobs), light=light
+                lambda engine: engine.deliver(active.engine_id, first_token, record.logprobs), light=light
             )
         except MeshError as exc:
             in_time = now_ms() < active.request.deadline_unix_ms  # else the request came with too little time left
@@ -235,8 +252,9 @@ class RequestRunner:
             self._settle_later(transfer, cancelled=isinstance(active.error, Cancelled))
             raise
         else:
-            for output in outputs:  # before the next await: the next step's tokens may follow at once
-                self.active.emit(output)
+            if active.early_token is None:
+                for output in outputs:  # before the next await: the next step's tokens may follow at once
+                    self.active.emit(output)
             num_bytes = self.prefill.num_bytes(transfer)
             self._metrics.transferred(prefill.instance_id, num_bytes, transfer.duration_s, exemplar_of(active.span))
             await self.prefill.settle(transfer)
@@ -250,9 +268,10 @@ class RequestRunner:
         active.span.add_event("recompute", {"cause": cause.message})
         active.why_local = cause.message
         self._local.labels(Reason.TRANSFER_FAILED).inc()
-        active.enter(RequestState.WAITING)
-        active.wait(SPAN_LOCAL_PREFILL)
-        self.engine.between_steps(lambda engine: engine.recompute(active.engine_id), light=True)
+        if (early_token := active.early_token) is None:
+            active.enter(RequestState.WAITING)
+            active.wait(SPAN_LOCAL_PREFILL)
+        self.engine.between_steps(lambda engine: engine.recompute(active.engine_id, early_token), light=True)
 
     def _submit(self, active: ActiveRequest, phase: Phase) -> None:
         request = active.request

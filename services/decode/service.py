@@ -100,6 +100,7 @@ class DecodeService:
 
     async def kv_coming(self, coming: KvComing) -> RoomOk:
         self._prefill.kv_coming(coming)
+        self._runner.kv_coming(coming)
         return RoomOk(room=coming.room)
 
     def heartbeat(self) -> Heartbeat:

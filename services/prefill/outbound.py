@@ -46,7 +46,7 @@ NEXT: Final = {
 }
 
 
-async def _announce_nothing(_: PagesOffered) -> None:
+async def _announce_nothing(_offer: PagesOffered, _first_token: int | None) -> None:
     pass
 
 
@@ -65,7 +65,7 @@ class OutboundTransfer:
         writes: Writes | None = None,  # of all ranks; default: of `transfer`
         checksums: PageChecksums | None = None,  # if decode verifies
         bootstrap_timeout_s: float | None = None,  # until decode's offer
-        announce: Callable[[PagesOffered], Awaitable[None]] = _announce_nothing,  # before the last write
+        announce: Callable[[PagesOffered, int | None], Awaitable[None]] = _announce_nothing,  # before the last write
         num_cached: int = 0,  # prefix hit: must not count as queued
         step_s: Callable[[], float] = float,  # of the engine's last step
     ) -> None:
@@ -227,7 +227,7 @@ class OutboundTransfer:
             computed = self._computed
             if computed is not None and (ready := self._num_ready(computed, unit)) > sent:
                 if ready == self.num_tokens:
-                    await self._announce(offer)
+                    await self._announce(offer, computed.first_token)
                 self.num_bytes += await _to_its_end(self._write(offer, peer, computed.pages, range(sent, ready)))
                 sent = ready
             elif computed is not None and computed.first_token is not None:
@@ -242,9 +242,22 @@ class OutboundTransfer:
         return computed.num_computed // unit * unit
 
     def _write(self, offer: PagesOffered, peer: KvEndpoint, ours: list[int], tokens: range) -> Awaitable[int]:
+        if self._sums is None:
+            return self._begin_write(offer, peer, ours, tokens)
+        return self._write_and_sum(self._sums, offer, peer, ours, tokens)
+
+    async def _write_and_sum(
+        self, sums: Checksums, offer: PagesOffered, peer: KvEndpoint, ours: list[int], tokens: range
+    ) -> int:
         """Write and sum `tokens` at the same time: both only read."""
         write = self._begin_write(offer, peer, ours, tokens)
-        return write if self._sums is None else _with_sums(write, self._sums.add(ours, tokens))
+        summing = asyncio.ensure_future(sums.add(ours, tokens))
+        try:
+            moved = await write
+        finally:
+            await ended(summing)
+        summing.result()
+        return moved
 
     def _begin_write(self, offer: PagesOffered, peer: KvEndpoint, ours: list[int], tokens: range) -> Awaitable[int]:
         """Raises: DeadlineExceeded: afterwards decode may reuse its pages.
@@ -282,16 +295,6 @@ class OutboundTransfer:
             await _to_its_end(self._transfer.write_aux(peer.agent, slot, offer.aux_slot, offer.room))
         finally:
             self._transfer.aux.give_back(slot)
-
-
-async def _with_sums(write: Awaitable[int], sums: Awaitable[None]) -> int:
-    summing = asyncio.ensure_future(sums)
-    try:
-        moved = await write
-    finally:
-        await ended(summing)
-    summing.result()
-    return moved
 
 
 async def _to_its_end(write: Awaitable[T]) -> T:

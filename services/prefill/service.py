@@ -77,7 +77,7 @@ class PrefillService:
         self._num_accepted = 0
         self.draining = False
         engine.on_output(self._stepped)
-        engine.on_output(BatchLog(engine.engine.kv_region.layout.page_size, more=self._transfers_to_log).stepped)
+        engine.report(BatchLog(engine.engine.kv_region.layout.page_size, more=self._transfers_to_log).stepped)
         registry.book.subscribe(self._instance_changed)
 
     def _transfers_to_log(self) -> dict[str, float]:
@@ -262,12 +262,14 @@ class PrefillService:
         """Raises: Rejected, if this instance's pages cannot be read."""
         return PageChecksums(self._engine.engine.kv_region, self._writes.lines)
 
-    async def _announce(self, offer: PagesOffered) -> None:
-        """Let decode poll more often near the end: without this a transfer ends milliseconds later."""
+    async def _announce(self, offer: PagesOffered, first_token: int | None) -> None:
+        """Let decode send the first token, and poll more often: without this a transfer ends milliseconds later."""
         decode = self._registry.book.find(offer.decode_id, offer.decode_epoch)
         if decode is not None:
             with suppress(MeshError):
-                await self._bus.publish(f"{decode.subject}.kv_coming", KvComing(room=offer.room))
+                coming = KvComing(room=offer.room, request_id=offer.request_id, first_token=first_token)
+                await self._bus.publish(f"{decode.subject}.kv_coming", coming)
+                await asyncio.sleep(0)  # nats-py sends it now: the write that follows may hold this thread
 
     async def _run(self, transfer: OutboundTransfer, prompt: EngineRequest) -> None:
         request, constraint = transfer.request, prompt.sampling.constraint

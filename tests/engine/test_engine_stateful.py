@@ -138,13 +138,21 @@ def make_machine(
             self._deliver(name)
 
         @precondition(lambda self: self.reserved)
-        @rule(data=st.data(), spoilt=st.booleans())
-        def recompute(self, data: st.DataObject, spoilt: bool) -> None:
+        @rule(data=st.data(), spoilt=st.booleans(), has_token=st.booleans())
+        def recompute(self, data: st.DataObject, spoilt: bool, has_token: bool) -> None:
+            """`has_token`: the client has the first token already, if another one follows."""
             name = data.draw(st.sampled_from(sorted(self.reserved)))
             self.exposed[name] = self.reserved.pop(name)
             if spoilt:
                 self._spoil(self.exposed[name])
-            self.engine.recompute(name)
+            which, how, _ = self.asked[name]
+            first_token = expected(which, how)[0]
+            continues = self.engine.continues(len(PROMPTS[which]), SAMPLINGS[how], first_token)
+            if has_token and SAMPLINGS[how].n == 1 and continues:
+                self.first[name] = [first_token]
+                self.engine.recompute(name, first_token)
+            else:
+                self.engine.recompute(name)
 
         @precondition(lambda self: self.queued)
         @rule(data=st.data())
@@ -259,7 +267,7 @@ def make_machine(
                 case "deliver":
                     self.deliver(data)
                 case "recompute":
-                    self.recompute(data, data.draw(st.booleans()))
+                    self.recompute(data, data.draw(st.booleans()), data.draw(st.booleans()))
                 case "cancel":
                     self.cancel(data)
                 case "release":

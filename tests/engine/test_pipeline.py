@@ -272,6 +272,36 @@ def test_a_reservation_is_computed_here_while_a_step_is_in_flight(core: EngineCo
     assert core.step().stats.held_pages == 0
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "changes", "token", "continues"),
+    [
+        (20, {}, 9, True),
+        (20, {"max_tokens": 1}, 9, False),
+        (20, {"stop_token_ids": (9,)}, 9, False),
+        (20, {}, -1, False),
+        (20, {}, 1 << 30, False),
+    ],
+)
+def test_an_answer_has_more_tokens_unless_the_first_one_ends_it(
+    core: EngineCore, num_tokens: int, changes: dict[str, Any], token: int, continues: bool
+) -> None:
+    sampling = greedy(**{"max_tokens": 4, "ignore_eos": True, **changes})
+    assert core.continues(num_tokens, sampling, token) is continues
+    assert not core.continues(core.max_context - 1, sampling, token)
+
+
+def test_a_first_token_that_the_client_has_is_not_drawn_again(core: EngineCore, device: Device) -> None:
+    core.submit(EngineRequest("d", prompt(20, start=1), greedy(4), Phase.DECODE))
+    seen = Seen()
+    seen.take(core.step())
+    core.recompute("d", 9)
+    run_until_idle(core, seen)
+    assert seen.tokens["d"] == [7, 7, 7], "three of four"
+    core.release("d")
+    run_until_idle(core, seen)
+    assert core.step().stats.held_pages == 0
+
+
 def test_a_delivered_request_joins_behind_the_step_in_flight(core: EngineCore, device: Device) -> None:
     core.submit(EngineRequest("other", prompt(5), greedy(20)))
     core.submit(EngineRequest("d", prompt(20, start=1), greedy(4, n=2), Phase.DECODE))

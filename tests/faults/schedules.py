@@ -45,19 +45,20 @@ STATES: Final = (  # the first of each lifecycle by what leads to it: nothing mo
     "request reserved",
 )
 STATES_AFTER_FAILURE: Final = (
-    "decode waiting",
     "prefill failed",
     "inbound pinned",
     "inbound closed",
     "message room-failed.v1",
     "request held",
 )
+STATES_WITHOUT_TOKEN: Final = ("decode waiting",)
 STATES_AFTER_LOSS: Final = ("inbound pinned",)
 STATES_AFTER_CLIENT: Final = ("decode accepted to ended",)
 DELAYS_S: Final = (0.05, 3.0, 12.0)  # noticed by nobody, by some, by every call
 AWAY_S, LONG_AWAY_S = 8.0, 60.0  # longer than a lease; than anything waits
 STOP_S, LONG_STOP_S = 4.0, 9.0  # declared lost and back: before its lease has run out, and after
 A_TRANSFER_FAILS: Final = Fault(Do.WRITE_FAILS, "write pages")
+NO_EARLY_TOKEN: Final = Fault(Do.DROP, "message kv-coming.v1", count=999)
 A_PREFILL_IS_KILLED: Final = Fault(Do.KILL, "write pages", role="prefill")
 A_CLIENT_LEAVES: Final = Fault(Do.CLIENT_GONE, "inbound transfer", after_s=0.0005)
 
@@ -130,6 +131,9 @@ def of_states() -> Iterator[Schedule]:
         yield from ([fault] for fault in _at_state(at) if (at, fault.do) != ("message room-close.v2", Do.CLIENT_GONE))
     for at in STATES_AFTER_FAILURE:
         yield from ([A_TRANSFER_FAILS, fault] for fault in _at_state(at) if fault.do not in (Do.LEASE, Do.DRAIN))
+    for at in STATES_WITHOUT_TOKEN:
+        faults = (fault for fault in _at_state(at) if fault.do not in (Do.LEASE, Do.DRAIN))
+        yield from ([NO_EARLY_TOKEN, A_TRANSFER_FAILS, fault] for fault in faults)
     for at in STATES_AFTER_LOSS:
         yield from ([A_PREFILL_IS_KILLED, fault] for fault in _at_state(at) if fault.do is not Do.LEASE)
     for at in STATES_AFTER_CLIENT:

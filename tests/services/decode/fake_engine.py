@@ -7,6 +7,7 @@ from typing import Any
 
 from components.discovery.book import InstanceBook
 from components.wire.logprobs import TokenLogprobs
+from components.wire.sampling import SamplingParams
 from components.wire.tokens import PromptBlocks, seed_hash
 from engine.ports import EngineRequest, KvRegion, StepOutput, StepStats, TokenOutput
 from tests.components.kv_transfer.fake_transfer import LAYOUT
@@ -45,8 +46,11 @@ class FakeEngine:
         told = None if logprobs is None else [logprobs]
         return self.delivered or [TokenOutput(request_id, [first_token], logprobs=told)]
 
-    def recompute(self, request_id: str) -> None:
-        self.did.append(("recompute", request_id))
+    def continues(self, num_tokens: int, sampling: SamplingParams, first_token: int) -> bool:
+        return sampling.max_tokens > 1 and first_token not in sampling.stop_token_ids
+
+    def recompute(self, request_id: str, first_token: int | None = None) -> None:
+        self.did.append(("recompute", request_id, *(() if first_token is None else (first_token,))))
 
     def cancel(self, request_id: str, branch: int | None = None) -> None:
         self.did.append(("cancel", request_id, *(() if branch is None else (branch,))))
@@ -68,6 +72,9 @@ class FakeEngineLoop:
         return future
 
     def on_output(self, callback: Callable[[StepOutput], None]) -> None:
+        self.callbacks.append(callback)
+
+    def report(self, callback: Callable[[StepOutput], None]) -> None:
         self.callbacks.append(callback)
 
     def step(self, **output: Any) -> None:

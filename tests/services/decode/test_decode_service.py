@@ -281,6 +281,66 @@ async def test_kv_that_is_said_to_come_is_looked_for(decode: Decode) -> None:
     await decode.finish()
 
 
+async def test_the_first_token_is_sent_before_its_kv_arrives_and_not_twice(decode: Decode) -> None:
+    await decode.ask()
+    await decode.reserve()
+    coming = KvComing(room=ROOM, request_id=ID, first_token=42)
+    for _ in range(2):
+        await decode.service.kv_coming(coming)
+    await turns()
+    assert decode.tokens() == [42]
+    assert decode.engine.did("deliver") == []
+    await decode.land()
+    await decode.service.kv_coming(coming)
+    assert ("deliver", ID, 42) in decode.engine.engine.did
+    await decode.finish()
+    assert decode.tokens() == [42, 43]
+    assert [item.seq for item in decode.items()] == [0, 1]
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_prompt_whose_first_token_was_sent_is_computed_with_it_if_its_kv_does_not_arrive(
+    decode: Decode,
+) -> None:
+    await decode.ask()
+    await decode.reserve()
+    await decode.service.kv_coming(KvComing(room=ROOM, request_id=ID, first_token=42))
+    await decode.service.room_failed(RoomFailed(request_id=ID, room=ROOM, error="TransferFailed", cause="a bad cable"))
+    await turns()
+    assert ("recompute", ID, 42) in decode.engine.engine.did
+    await decode.service.kv_coming(KvComing(room=ROOM, request_id=ID, first_token=42))
+    await decode.finish()
+    assert decode.tokens() == [42, 43]
+    await decode.until_nothing_runs()
+    decode.assert_nothing_is_kept()
+
+
+@pytest.mark.parametrize(
+    ("sampling", "coming"),
+    [
+        ({"max_tokens": 1}, {}),
+        ({"stop_token_ids": (42,)}, {}),
+        ({"n": 2}, {}),
+        ({"logprobs": 0}, {}),
+        ({}, {"room": "another"}),
+        ({}, {"first_token": None}),
+    ],
+    ids=["the last", "an end", "branches", "log-probabilities", "another room", "no token"],
+)
+async def test_a_first_token_waits_for_its_kv_if_it_could_be_the_last_or_has_more_to_it(
+    decode: Decode, sampling: dict[str, Any], coming: dict[str, Any]
+) -> None:
+    await decode.ask(sampling=SamplingParams(**{"max_tokens": 5, **sampling}))
+    await decode.reserve()
+    await decode.service.kv_coming(KvComing(**{"room": ROOM, "request_id": ID, "first_token": 42, **coming}))
+    await turns()
+    assert not decode.items()
+    await decode.land()
+    assert decode.items()
+    await decode.cancel(1)
+    await decode.until_nothing_runs()
+
+
 async def test_a_request_whose_kv_does_not_come_waits_for_its_turn_here(decode: Decode) -> None:
     await decode.ask()
     await decode.reserve()

@@ -69,10 +69,10 @@ async def test_pages_leave_as_they_are_computed_and_the_aux_slot_last() -> None:
 
 async def test_the_last_pages_are_announced_before_they_are_written() -> None:
     prefill = FakeTransfer()
-    announced: list[tuple[str, int]] = []
+    announced: list[tuple[str, int | None, int]] = []
 
-    async def announce(offer: PagesOffered) -> None:
-        announced.append((offer.room, len(prefill.writes)))
+    async def announce(offer: PagesOffered, first_token: int | None) -> None:
+        announced.append((offer.room, first_token, len(prefill.writes)))
 
     sender = outbound(prefill, num_tokens=18, announce=announce)
     task = asyncio.create_task(run(sender))
@@ -82,7 +82,7 @@ async def test_the_last_pages_are_announced_before_they_are_written() -> None:
     assert not announced
     sender.computed(last_chunk(OURS, 42, 0))
     await task
-    assert announced == [(ROOM, 1)]
+    assert announced == [(ROOM, 42, 1)]
 
 
 async def test_what_was_computed_before_the_offer_leaves_in_one_write() -> None:

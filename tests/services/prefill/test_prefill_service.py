@@ -158,7 +158,7 @@ async def test_a_prompt_is_computed_at_once_sent_when_pages_are_offered_and_forg
     prefill.computed()
     await turns()
     assert prefill.transfer.writes[1:] == [([6, 7], [10, 30])]
-    assert prefill.bus.of(KvComing) == [KvComing(room=ROOM)]
+    assert prefill.bus.of(KvComing) == [KvComing(room=ROOM, request_id="r", first_token=42)]
     assert landed.done()
     assert prefill.decode.aux.read(2).stamp == 7
     assert await prefill.closed() == [ROOM]
@@ -553,6 +553,7 @@ async def test_a_deadline_during_a_write_waits_for_the_write(prefill: Prefill) -
     await prefill.ask(life_ms=300)
     await prefill.offer()
     prefill.computed()
+    await turns()
     quiet = prefill.quiesce()
     await asyncio.sleep(0.35)
     assert not quiet.done()
