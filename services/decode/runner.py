@@ -106,10 +106,16 @@ class RequestRunner:
         self.active.drop(active, branch)
 
     def kv_coming(self, coming: KvComing) -> None:
-        """Send the first token before the prompt's KV arrives, unless the answer may end with it."""
+        """Send the first token before the prompt's KV arrives, unless the answer may end with it.
+
+        While other requests run, the second token waits for the end of a step: then the first one waits for the KV, or
+        the gap between them would be two steps long.
+        """
         active, first_token = self.active.find(coming.request_id), coming.first_token
         reserved = self.prefill.offered(coming.request_id, coming.room)
         if active is None or reserved is None or first_token is None or active.first_token_ns:
+            return
+        if self.engine.stats.num_running:
             return
         if self._on_transfer_failure == "fail" and not active.request.num_generated:
             return  # an error without a token has its HTTP status

@@ -330,6 +330,15 @@ async def test_a_prompt_whose_first_token_was_sent_is_computed_with_it_if_its_kv
 async def test_a_first_token_waits_for_its_kv_if_it_could_be_the_last_or_has_more_to_it(
     decode: Decode, sampling: dict[str, Any], coming: dict[str, Any]
 ) -> None:
+    await _waits_for_its_kv(decode, sampling, coming)
+
+
+async def test_a_first_token_waits_for_its_kv_while_others_run(decode: Decode) -> None:
+    decode.engine.stats = StepStats(num_running=1)
+    await _waits_for_its_kv(decode, {}, {})
+
+
+async def _waits_for_its_kv(decode: Decode, sampling: dict[str, Any], coming: dict[str, Any]) -> None:
     await decode.ask(sampling=SamplingParams(**{"max_tokens": 5, **sampling}))
     await decode.reserve()
     await decode.service.kv_coming(KvComing(**{"room": ROOM, "request_id": ID, "first_token": 42, **coming}))
