@@ -19,7 +19,7 @@ def _can_cut(heads: int, kv_heads: int, size: int) -> bool:
 
 
 def query_heads(heads: int, layout: KvLayout) -> range:
-    """Of the model's query heads those of a rank: all of its KV heads, or its part of those of a shared one."""
+    """The query heads of a rank: all that read its KV heads, or a part of them if ranks share a KV head."""
     if layout.shards > layout.kv_heads:
         each = heads // layout.shards
         return range(layout.shard * each, (layout.shard + 1) * each)
