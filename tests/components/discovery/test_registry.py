@@ -128,11 +128,11 @@ async def test_a_record_has_not_vanished_while_the_mirror_has_not_seen_it_yet(
 async def test_an_unreadable_record_counts_as_absent(
     etcd_url: str, namespace: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """One that no process advertises: its owner would write it again."""
     key = f"{namespace}/instances/decode/one"
-    async with (
-        join_registry(etcd_url, namespace, TTL_S) as registry,
-        registry.advertise(Registration("one"), lambda epoch: record("one", epoch)),
-    ):
+    async with join_registry(etcd_url, namespace, TTL_S) as registry:
+        await asyncio.to_thread(write, etcd_url, key, _json("one"))
+        await until(lambda: epochs(registry), "the mirror has it")
         await asyncio.to_thread(write, etcd_url, f"{namespace}/instances/decode/garbage", "{")
         await asyncio.to_thread(write, etcd_url, key, '{"instance_id": "from the future"}')
         await until(lambda: not epochs(registry), "the mirror drops it")
