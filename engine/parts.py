@@ -1,8 +1,8 @@
 """A rank's parts of an engine: pages, attention over them, and the forward.
 
-On a device the pages come last, because recorded graphs hold their address. A small pool stands in for them while the
-model is compiled, the largest step is computed and a few graphs are recorded. All that is measured. Then the pool gets
-what is left, and the graphs are recorded again, over its pages.
+On a device the pages come last, because recorded graphs hold their address. First a trial with a small pool measures
+memory: it compiles the model, computes the largest step and records a few graphs. Then the real pool takes the memory
+that is left, and all graphs are recorded over its pages.
 """
 
 import logging

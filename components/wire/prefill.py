@@ -86,7 +86,7 @@ class PagesOffered(Dated):
 class KvComing(Struct):
     """prefill → decode, unanswered: the last pages follow at once.
 
-    The first token does not need them: clients get it while they are on their way.
+    Decode may send the first token to the client before the pages arrive.
     """
 
     room: str

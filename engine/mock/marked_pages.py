@@ -95,17 +95,17 @@ class MarkedPages:
         offset = at % BLOCK
         if not offset:
             return None
-        page, inner = self._place(pages, at // BLOCK)
-        first = page * self._first_words + inner
-        last, words = page * self._last_words + inner + self._last_offset, self._words
+        page, skipped = self._place(pages, at // BLOCK)
+        first = page * self._first_words + skipped
+        last, words = page * self._last_words + skipped + self._last_offset, self._words
         mark = words[first]
         if mark & BYTE != offset or words[last] != mark + self._last_head:
             return None
-        if mark >> ALL & BYTE == offset and not self._agree(page, inner, mark):
+        if mark >> ALL & BYTE == offset and not self._agree(page, skipped, mark):
             return None
         checksum = crc32(TOKEN.pack(token_id), mark >> CHECKSUM)
         if offset + 1 == BLOCK:
-            self._mark_all(page, inner, BLOCK, checksum)
+            self._mark_all(page, skipped, BLOCK, checksum)
         else:
             mark = (mark & HEADER) + 1 | checksum << CHECKSUM
             words[first] = mark
@@ -131,41 +131,41 @@ class MarkedPages:
 
     def copy(self, source: int, target: int) -> None:
         for block in range(self._blocks):
-            inner = block * self._block_marks
+            skipped = block * self._block_marks
             for size, offset, _ in self._places:
-                self._words[target * size + inner + offset] = self._words[source * size + inner + offset]
+                self._words[target * size + skipped + offset] = self._words[source * size + skipped + offset]
 
     def marks(self, page: int, block: int) -> list[Mark]:
         """Of all ranks and heads, two each, of a block of `page`."""
-        inner = block * self._block_marks
-        found = (self._words[page * size + inner + offset] for size, offset, _ in self._places)
+        skipped = block * self._block_marks
+        found = (self._words[page * size + skipped + offset] for size, offset, _ in self._places)
         return [(mark & BYTE, mark >> ALL & BYTE, (mark & HEADER) >> HEAD, mark >> CHECKSUM) for mark in found]
 
     def _place(self, pages: Sequence[int], block: int) -> tuple[int, int]:
-        """The block's page, and its words before the block."""
-        index, inner = divmod(block, self._blocks)
-        return pages[index], inner * self._block_marks
+        """The block's page, and the number of words before the block in each stripe."""
+        index, number = divmod(block, self._blocks)
+        return pages[index], number * self._block_marks
 
-    def _mark_all(self, page: int, inner: int, count: int, checksum: int) -> None:
+    def _mark_all(self, page: int, skipped: int, count: int, checksum: int) -> None:
         mark, words = count | count << ALL | checksum << CHECKSUM, self._words
         for size, offset, head in self._places:
-            words[page * size + inner + offset] = mark + head
+            words[page * size + skipped + offset] = mark + head
 
-    def _agree(self, page: int, inner: int, mark: int) -> bool:
+    def _agree(self, page: int, skipped: int, mark: int) -> bool:
         """Whether the marks between the first and the last one are `mark`, with their heads."""
         words = self._words
-        return all(words[page * size + inner + offset] == mark + head for size, offset, head in self._inner)
+        return all(words[page * size + skipped + offset] == mark + head for size, offset, head in self._inner)
 
     def _read(self, pages: Sequence[int], tokens: Sequence[int], num_tokens: int, origin: int) -> int:
         """The checksum of `num_tokens`, of which the pages hold no more than a branch computes again."""
         block = (num_tokens - 1) // BLOCK
         wanted = num_tokens - block * BLOCK
-        page, inner = self._place(pages, block)
-        first, last = page * self._first_words + inner, page * self._last_words + inner + self._last_offset
+        page, skipped = self._place(pages, block)
+        first, last = page * self._first_words + skipped, page * self._last_words + skipped + self._last_offset
         mark = self._words[first]
         count, of_all, checksum = mark & BYTE, mark >> ALL & BYTE, mark >> CHECKSUM
         is_right = self._words[last] == mark + self._last_head
-        if is_right and of_all == count == wanted and self._agree(page, inner, mark):
+        if is_right and of_all == count == wanted and self._agree(page, skipped, mark):
             return checksum
         if is_right and 0 < of_all <= count and wanted <= count <= wanted + LEAST_COMPUTED:
             start = num_tokens - wanted
@@ -175,7 +175,7 @@ class MarkedPages:
                 return crc32(pack_tokens(tokens[start : start + length]), before)
 
             inner_mark = of_all | of_all << ALL | checksum_of(of_all) << CHECKSUM
-            if checksum_of(count) == checksum and self._agree(page, inner, inner_mark):
+            if checksum_of(count) == checksum and self._agree(page, skipped, inner_mark):
                 return checksum_of(wanted)
         found = dict.fromkeys(self.marks(page, block % self._blocks))
         raise StepFailed(

@@ -136,13 +136,13 @@ def _of_parameters(styles: Mapping[str, str], pattern: str) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """What a rank has of rows and columns."""
+    """The rank that `layout` is of, and its rows or columns of a layer."""
 
     layout: KvLayout
     heads: int  # query heads of the model
 
     def of_heads(self, path: str, size: int) -> range:
-        """Those of the rank's query heads."""
+        """The rows or columns of the rank's query heads."""
         if size % self.heads:
             raise UnsupportedModel(f"{path} has {size} columns or rows, which are not those of {self.heads} heads")
         own, each = query_heads(self.heads, self.layout), size // self.heads
@@ -153,8 +153,8 @@ class _Rank:
             raise UnsupportedModel(f"{path} has {size} columns or rows, which {self.layout.shards} does not divide")
         return share(size, self.layout.shard, self.layout.shards)
 
-    def part(self, path: str, size: int, attention: bool) -> range:
-        return self.of_heads(path, size) if attention else self.even(path, size)
+    def part(self, path: str, size: int, in_attention: bool) -> range:
+        return self.of_heads(path, size) if in_attention else self.even(path, size)
 
 
 def _cut(path: str, layer: Any, style: str, parent: torch.nn.Module, rank: _Rank) -> Cut:

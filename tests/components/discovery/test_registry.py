@@ -76,7 +76,7 @@ async def test_a_later_process_sees_all_records(etcd_url: str, namespace: str) -
 
 
 async def test_a_dropped_lease_is_replaced_and_the_instance_keeps_its_epoch(etcd_url: str, namespace: str) -> None:
-    """A new epoch made everyone who had streams there, or pages offered, take the instance for another one."""
+    """With a new epoch, frontends would move its streams and prefill workers would refuse its pages."""
     async with join_registry(etcd_url, namespace, SHORT_TTL_S) as registry:
         changes: list[Any] = []
         registration = Registration("one")
@@ -94,7 +94,7 @@ async def test_a_dropped_lease_is_replaced_and_the_instance_keeps_its_epoch(etcd
 
 
 async def test_a_record_that_vanishes_under_a_valid_lease_is_written_again(etcd_url: str, namespace: str) -> None:
-    """Whoever could reach etcd emptied the registry for good: workers kept their leases alive and looked no further."""
+    """A client of etcd that deletes the records must not empty the registry for as long as the workers run."""
     async with (
         join_registry(etcd_url, namespace, SHORT_TTL_S) as registry,
         registry.advertise(Registration("one"), lambda epoch: record("one", epoch)),
@@ -204,7 +204,7 @@ async def test_etcd_may_be_away_at_the_start_and_restart_later(
 
 @pytest.mark.parametrize("count", [1, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE])
 async def test_a_prefix_is_read_in_pages_and_whole(etcd_url: str, namespace: str, count: int) -> None:
-    """More than 4 MiB of records could not be read at all: gRPC's default, and nobody could start any more."""
+    """gRPC refuses answers of more than 4 MiB, so the records of a large fleet are read in pages."""
     wanted = [f"i{number:04}" for number in range(count)]
 
     def fill() -> None:

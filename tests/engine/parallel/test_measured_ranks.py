@@ -7,16 +7,24 @@ import pytest
 from components.startup import WrongSettings
 from components.wire.layout import largest_shard
 from engine.build import assemble_led
+from engine.core.engine_core import EngineCore
 from engine.device import huge_pages
 from engine.kv.count import count_pages
 from engine.ports import EngineRequest
 from tests.engine.device.counted_memory import CountedMemory
-from tests.engine.parallel.led import led
+from tests.engine.parallel.led import Led, led
 from tests.engine.parallel.measured_follower import BYTES
 from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run, save_tiny, small
 
 FOLLOWER = "tests.engine.parallel.measured_follower"
 SMALL, LARGE = 14_000_000, 24_000_000
+
+
+def assembled(instance: Led) -> tuple[EngineCore, int]:
+    """An engine whose leader has LARGE bytes, and what is left of them."""
+    config = small(tensor_parallel=2, num_pages=None, max_running=6, max_step_tokens=32)
+    with CountedMemory(LARGE, instance.loaded) as memory:
+        return assemble_led(instance.loaded, config, instance.followers, memory=memory), memory.look().free
 
 
 def test_the_smallest_number_of_pages_counts(
@@ -25,10 +33,7 @@ def test_the_smallest_number_of_pages_counts(
     monkeypatch.setenv(BYTES, str(SMALL))
     monkeypatch.setattr(huge_pages, "BLOCK_BYTES", 0)
     with led(tiny_dir, 2, module=FOLLOWER) as instance:
-        config = small(tensor_parallel=2, num_pages=None, max_running=6, max_step_tokens=32)
-        with CountedMemory(LARGE, instance.loaded) as memory:
-            engine = assemble_led(instance.loaded, config, instance.followers, memory=memory)
-            left = memory.look().free
+        engine, left = assembled(instance)
         pages = engine.kv_region.num_pages
         assert 0.5 * SMALL < pages * engine.kv_region.layout.page_bytes < 0.9 * SMALL
         assert left > 0.3 * LARGE, "of the larger device much stays free"
@@ -49,9 +54,7 @@ def test_a_rank_with_more_heads_has_room_for_fewer_pages(
     monkeypatch.setenv(BYTES, str(LARGE))
     monkeypatch.setattr(huge_pages, "BLOCK_BYTES", 0)
     with led(directory, 2, module=FOLLOWER) as instance:
-        config = small(tensor_parallel=2, num_pages=None, max_running=6, max_step_tokens=32)
-        with CountedMemory(LARGE, instance.loaded) as memory:
-            engine = assemble_led(instance.loaded, config, instance.followers, memory=memory)
+        engine, _ = assembled(instance)
         layout = engine.kv_region.layout
         assert largest_shard(layout).page_bytes == 2 * layout.page_bytes
         assert 0.5 * LARGE < engine.kv_region.num_pages * largest_shard(layout).page_bytes < 0.9 * LARGE

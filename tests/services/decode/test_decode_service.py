@@ -546,7 +546,7 @@ async def test_an_adapter_that_is_not_here_is_refused_at_once(decode: Decode) ->
 async def test_a_wrong_request_is_refused_before_anything_is_taken(
     decode: Decode, changes: dict[str, Any], error: type[MeshError]
 ) -> None:
-    """Bad stop tokens were found only when an aux slot had been taken, which nobody gave back."""
+    """Before an aux slot is taken: a request that is refused later would keep it."""
     with pytest.raises(error):
         await decode.ask(**changes)
     await turns()
@@ -763,7 +763,7 @@ async def test_a_prefill_that_does_not_answer_and_still_listens_may_write(
 
 @pytest.mark.usefixtures("soon_gone")
 async def test_pages_come_back_whatever_the_asking_for_quiet_raises(decode: Decode) -> None:
-    """An exception that the bus let through ended the task, and pages and aux slot were lost for ever."""
+    """An exception must not end the task that will release the pages and the aux slot."""
     decode.prefill.quiet_failures = [RuntimeError("unable to perform operation on <TCPTransport closed=True>")]
     await decode.ask()
     await decode.reserve()
