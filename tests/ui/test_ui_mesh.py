@@ -207,6 +207,13 @@ def test_load_over_time_is_drawn(open_page: OpenPage, mesh: Running) -> None:
     picture(page, "load")
 
 
+def test_an_address_that_changes_while_the_page_is_drawn_first_is_followed(open_page: OpenPage, mesh: Running) -> None:
+    page = open_page(mesh.url)
+    page.add_init_script("addEventListener('DOMContentLoaded', () => { location.hash = '#/load'; })")
+    page.reload()
+    page.wait_for_selector(".chart")
+
+
 def test_text_is_legible_in_light_and_dark(open_page: OpenPage, mesh: Running) -> None:
     grounds: dict[str, str] = {}
     for scheme in ("light", "dark"):

@@ -1,6 +1,6 @@
 // The page: its parts by address, the state of the feed, and the question for an API key.
 import { render } from "preact";
-import { useEffect, useRef, useState } from "preact/hooks";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { apiKey, callJson, setApiKey, whenRefused } from "./api.js";
 import { Chat } from "./chat.js";
 import { follow, useMesh } from "./feed.js";
@@ -24,7 +24,8 @@ function address() {
 
 function useAddress() {
   const [at, move] = useState(address);
-  useEffect(() => {
+  // an effect would run after the first paint, and miss a change before it
+  useLayoutEffect(() => {
     const moved = () => move(address());
     addEventListener("hashchange", moved);
     return () => removeEventListener("hashchange", moved);
