@@ -2,13 +2,26 @@
 
 import mmap
 import socket
+import sys
 from pathlib import Path
+from subprocess import PIPE, Popen
 
 import pytest
 
 from components.kv_transfer import transport
 from components.kv_transfer.transport import observed_transport
 from components.wire.status import Connection
+
+_MAP_AND_CLOSE = """
+import mmap, sys
+def seen():
+    print(flush=True)
+    input()
+seen()
+with open(sys.argv[1], "r+b") as opened, mmap.mmap(opened.fileno(), 0):
+    seen()
+seen()
+"""
 
 
 def test_listeners_and_connections_of_this_process_are_seen_and_no_others() -> None:
@@ -29,15 +42,22 @@ def test_listeners_and_connections_of_this_process_are_seen_and_no_others() -> N
     assert not [one for one in seen.connections if port in (one.local, one.remote)]
 
 
-def test_a_segment_that_is_mapped_is_seen(tmp_path: Path) -> None:
+def test_a_segment_that_is_mapped_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process of its own: agents of other tests map segments in this one, and let go of them at any time."""
     file = tmp_path / "ucx_shm_posix_1"
     file.write_bytes(b"\0" * mmap.PAGESIZE)
-    before = observed_transport()
-    with file.open("r+b") as opened, mmap.mmap(opened.fileno(), 0):
-        seen = observed_transport()
-        assert seen.shared_memory
-        assert seen.rdma == before.rdma
-    assert observed_transport().shared_memory == before.shared_memory
+    with Popen([sys.executable, "-c", _MAP_AND_CLOSE, file], stdin=PIPE, stdout=PIPE, text=True) as process:
+        assert process.stdin
+        assert process.stdout
+        monkeypatch.setattr(transport, "SELF", Path(f"/proc/{process.pid}"))
+        seen = []
+        for _ in range(3):
+            process.stdout.readline()
+            seen.append(observed_transport())
+            process.stdin.write("\n")
+            process.stdin.flush()
+    assert [one.shared_memory for one in seen] == [False, True, False]
+    assert not any(one.rdma for one in seen)
 
 
 def test_many_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
