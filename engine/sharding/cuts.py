@@ -42,6 +42,7 @@ ADDED: Final[Mapping[str, Mapping[str, str]]] = {
 SINKS: Final = "sinks"  # [heads]
 KV_LAYERS: Final = ("k_proj", "v_proj")
 FUSED_QKV: Final = "qkv_proj"
+FUSED_BY_HEAD: Final = "query_key_value"  # queries, keys and values of one head, then of the next
 FUSED_GATE: Final = "gate_up_proj"
 FUSED: Final = (FUSED_QKV, FUSED_GATE)
 
@@ -162,7 +163,7 @@ def _cut(path: str, layer: Any, style: str, parent: torch.nn.Module, rank: _Rank
         raise UnsupportedModel(f"{path} is {style}, and no linear layer")
     leaf = path.rpartition(".")[2]
     shape = (layer.out_features, layer.in_features)
-    in_attention = any(hasattr(parent, one) for one in (*KV_LAYERS, FUSED_QKV))
+    in_attention = any(hasattr(parent, one) for one in (*KV_LAYERS, FUSED_QKV, FUSED_BY_HEAD))
     if style == OUTPUTS or (style == FUSED_OUTPUTS and leaf in FUSED):
         matrices = _matrices(path, shape[0], rank, in_attention)
         own_heads = (len(query_heads(rank.heads, rank.layout)), rank.layout.num_heads) if leaf == FUSED_QKV else None

@@ -113,7 +113,9 @@ class PrefillClient:
         return sum(self._num_exposed(each.reserved.result()) for each in exposed)
 
     def is_under_way(self, engine_id: str) -> bool:
-        return engine_id in self._transfers
+        """Whether KV may still arrive for this request."""
+        transfer = self._transfers.get(engine_id)
+        return transfer is not None and transfer.lifecycle.state not in (S.PINNED, S.CLOSED)
 
     def num_bytes(self, transfer: InboundTransfer) -> int:
         """Bytes that prefill wrote, once they have landed."""

@@ -315,6 +315,7 @@ class RequestRunner:
 
     def _settle_later(self, transfer: InboundTransfer, *, cancelled: bool = False) -> None:
         """Free the exposed pages as soon as prefill cannot write into them any more."""
+        transfer.abandon()  # at once: a late `KvComing` must not send a token that is computed here again
 
         async def settle() -> None:
             await self.prefill.settle(transfer, cancelled=cancelled)

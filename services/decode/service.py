@@ -17,7 +17,7 @@ from components.wire.prefill import KvComing, RoomFailed, RoomOk
 from components.wire.tokens import unpack_tokens
 from engine.sampling.bounds import check_branches
 from services.decode.embedding import EmbeddingService
-from services.decode.requests import ActiveRequest, RequestState
+from services.decode.requests import ActiveRequest
 from services.decode.runner import RequestRunner
 from services.worker import check_addressed, check_model
 
@@ -124,14 +124,8 @@ class DecodeService:
         self._metrics.num_exposed_pages = lambda: self._prefill.num_exposed_pages
 
     def _queues(self) -> dict[str, Queue]:
-        """An accepted request with a transfer under way is in the queue of the transfer alone."""
-
-        def is_alone(active: ActiveRequest) -> bool:
-            return active.lifecycle.state is not RequestState.ACCEPTED or not self._prefill.is_under_way(
-                active.engine_id
-            )
-
-        alone = (active.lifecycle for active in self._active.all() if is_alone(active))
+        """A request with a transfer under way is in the queue of the transfer alone."""
+        alone = (one.lifecycle for one in self._active.all() if not self._prefill.is_under_way(one.engine_id))
         return queues_of(alone, self._active.tally.states) | self._prefill.queues()
 
     def _breakers(self) -> dict[str, str]:

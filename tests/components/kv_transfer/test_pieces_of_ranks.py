@@ -92,3 +92,5 @@ def test_layouts_that_cannot_exchange_pages_name_both_values() -> None:
         check_compatible(of_shard(WHOLE, 0, 2), replace(WHOLE, version=3))
     with pytest.raises(IncompatibleLayout, match="kv_heads: 4 here, 8 there"):
         check_compatible(of_shard(WHOLE, 0, 2), of_shard(replace(WHOLE, kv_heads=8), 0, 4))
+    with pytest.raises(IncompatibleLayout, match="kv_heads: 4 here, 0 there"):  # a record that is wrong
+        check_compatible(WHOLE, replace(WHOLE, kv_heads=0))

@@ -13,6 +13,7 @@ from transformers import (
     Gemma3TextConfig,
     GlmConfig,
     GPT2Config,
+    GPTNeoXConfig,
     GptOssConfig,
     LlamaConfig,
     MistralConfig,
@@ -91,6 +92,7 @@ FAMILIES: Final[dict[str, Callable[[], PretrainedConfig]]] = {
     ),
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "glm": lambda: GlmConfig(**SIZES, head_dim=16, attention_bias=True),
+    "gpt-neox": lambda: GPTNeoXConfig(**{key: value for key, value in SIZES.items() if key != "num_key_value_heads"}),
     "gpt2": lambda: GPT2Config(
         n_embd=64, n_layer=4, n_head=4, n_positions=256, vocab_size=128, initializer_range=0.2, eos_token_id=5
     ),

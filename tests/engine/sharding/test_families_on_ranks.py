@@ -52,7 +52,9 @@ def test_logits_with_more_heads_on_one_rank_are_those_of_transformers(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = FAMILIES[family]()
-    config.update({"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3})
+    grouped = hasattr(config, "num_key_value_heads")
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3} if grouped else {"num_attention_heads": 3}
+    config.update({"hidden_size": 96, **heads})
     directory = save_model(tmp_path / family, config)
     truth = reference_logits(reference(directory), PROMPT)
     loaded = on_ranks(directory, 2)

@@ -315,6 +315,40 @@ async def test_a_prompt_whose_first_token_was_sent_is_computed_with_it_if_its_kv
     decode.assert_nothing_is_kept()
 
 
+@pytest.mark.parametrize("between", range(4))
+async def test_a_first_token_that_comes_just_after_the_failure_of_its_transfer_is_sent_once(
+    decode: Decode, between: int
+) -> None:
+    """`between` turns of the event loop after it."""
+    await decode.ask()
+    await decode.reserve()
+    await decode.service.room_failed(RoomFailed(request_id=ID, room=ROOM, error="TransferFailed", cause="a bad cable"))
+    await turns(between)
+    await decode.service.kv_coming(KvComing(room=ROOM, request_id=ID, first_token=42))
+    await turns()
+    early = [] if ("recompute", ID) in decode.engine.engine.did else [42]
+    assert decode.tokens() == early
+    assert ("recompute", ID, *early) in decode.engine.engine.did
+    await decode.finish()
+    assert decode.tokens() == [*early, 43]
+    await decode.until_nothing_runs()
+    decode.assert_nothing_is_kept()
+
+
+async def test_a_request_is_in_the_queue_of_its_transfer_until_its_kv_has_arrived(decode: Decode) -> None:
+    await decode.ask()
+    await decode.reserve()
+    assert decode.queues() == {"transfer": 1}
+    await decode.service.kv_coming(KvComing(room=ROOM, request_id=ID, first_token=42))
+    await turns()
+    assert decode.tokens() == [42]
+    assert decode.queues() == {"transfer": 1}
+    await decode.land()
+    assert decode.queues() == {"running": 1}
+    await decode.finish()
+    assert decode.queues() == {}
+
+
 @pytest.mark.parametrize(
     ("sampling", "coming"),
     [
