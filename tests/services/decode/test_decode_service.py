@@ -179,7 +179,7 @@ class Decode:
         """What prefill and bootstrap answer comes in several turns of the loop."""
         async with asyncio.timeout(5):
             while self.runner._tasks:
-                await asyncio.sleep(0.005)
+                await asyncio.sleep(0)
         await turns()
 
     def items(self) -> list[StreamItem]:
