@@ -68,7 +68,7 @@ class time_limit:  # noqa: N801 - it is used as `asyncio.timeout` is
 
 
 class exact_cancellation:  # noqa: N801 - it is used as `asyncio.timeout` is
-    """The body is cancelled if, and only if, its task was: nats-py swallows and invents cancellations."""
+    """Raise CancelledError exactly if the task was cancelled: nats-py may swallow a cancellation, or raise one of its own."""
 
     __slots__ = ("_before", "_task")
 
@@ -101,6 +101,8 @@ async def ended(task: asyncio.Future[Any]) -> None:
 
 
 class Failure:
+    """Interrupts one task's work with an error that another task reports."""
+
     __slots__ = ("_error", "_stopped", "_task")
 
     def __init__(self) -> None:

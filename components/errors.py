@@ -33,7 +33,7 @@ class UnknownResponse(Rejected):
 
 
 class MessageTooLarge(Rejected):
-    """The message exceeds the NATS server's `max_payload`. Its sender refuses it."""
+    """The message exceeds the NATS server's `max_payload`. The sending process raises this before it sends."""
 
 
 class MalformedMessage(Rejected):
@@ -44,6 +44,8 @@ class IncompatibleLayout(Rejected): ...
 
 
 class Overloaded(MeshError):
+    """Retry after `retry_after_s`, or elsewhere."""
+
     retryable = True
 
     def __init__(self, message: str, /, *, retry_after_s: float = 1.0, **fields: str | int | float | None) -> None:
@@ -102,9 +104,9 @@ class StaleInstance(PeerLost): ...
 
 
 class KvUnavailable(MeshError):
-    """Decode is set to fail without prefill's KV. The field `cause` has the error's class.
+    """KV did not arrive, and `on_transfer_failure` is "fail". The field `cause` names the error's class.
 
-    It is no PeerLost: with that setting, users want failures, not retries.
+    It is not a PeerLost, because frontends retry those.
     """
 
 
@@ -114,13 +116,16 @@ class BackendUnavailable(MeshError):
     retryable = True
 
 
-class DeadlineExceeded(MeshError): ...
+class DeadlineExceeded(MeshError):
+    """A time limit has passed. Retry elsewhere, unless it was the request's own deadline."""
 
 
-class Cancelled(MeshError): ...
+class Cancelled(MeshError):
+    """Do not retry: the client has gone."""
 
 
-class InvariantBroken(MeshError): ...
+class InvariantBroken(MeshError):
+    """A defect in this process: do not retry."""
 
 
 class IllegalTransition(InvariantBroken): ...
@@ -133,7 +138,7 @@ class PageLeak(InvariantBroken):
 class PeerBroken(InvariantBroken):
     """Another process reported InvariantBroken. The request may have caused it.
 
-    It counts for the circuit breaker. The request is sent to at most one other instance.
+    The circuit breaker counts it. The request is sent to at most one other instance.
     """
 
 
@@ -148,9 +153,9 @@ BY_NAME: dict[str, type[MeshError]] = {cls.__name__: cls for cls in _subclasses(
 
 
 def reported(name: str, unknown: type[MeshError] = PeerBroken) -> type[MeshError]:
-    """The class of another process's error; `unknown` if this process has none.
+    """Return the error class that another process named; `unknown` if this process has no such class.
 
-    Its InvariantBroken becomes PeerBroken: this process has no defect.
+    InvariantBroken becomes PeerBroken: the defect is in the other process.
     """
     cls = BY_NAME.get(name, unknown)
     if issubclass(cls, PeerBroken):

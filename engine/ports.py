@@ -1,7 +1,7 @@
 """The engine's interface.
 
-Pages are *exposed* while another process may access them: PREFILL from the first chunk, DECODE from the reservation
-until `deliver`. They outlive the request until `release`.
+Pages are *exposed* while another process may access them. A PREFILL request exposes its pages from its first chunk on,
+a DECODE request from the reservation until `deliver`. Exposed pages outlive their request, until `release`.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -65,15 +65,15 @@ class EngineRequest(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     phase: Phase = Phase.FULL
     cache_salt: str = ""  # prefixes are shared only between equal salts
-    num_generated: int = 0  # trailing token_ids of the answer, if the stream has moved
-    mask: TokenMask | None = None  # has accepted those
+    num_generated: int = 0  # last token_ids that belong to the answer; 0 unless the stream moved
+    mask: TokenMask | None = None  # has accepted these num_generated tokens
     priority: int = 0  # lower goes first
     adapter: str = ""  # "": none
     blocks: PromptBlocks | None = None
 
 
 class TokenOutput(msgspec.Struct, frozen=True):
-    """One step's tokens of a branch. A frozen dataclass takes ten times as long to make."""
+    """The tokens that one step drew for a branch. A frozen dataclass would take ten times as long to make."""
 
     request_id: str
     token_ids: list[int]
@@ -86,14 +86,14 @@ class TokenOutput(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Exposed:
-    """A request's pages, whose first `num_computed` tokens have KV.
+    """The block table of a request with exposed pages. Its first `num_computed` tokens have KV, or need none.
 
-    The rest of a DECODE request's pages may be written. A PREFILL request is reported after each chunk.
+    Prefill may write the other pages of a DECODE request. A PREFILL request is reported after each chunk.
     """
 
     request_id: str
     pages: list[int]
-    num_computed: int  # whole pages of a DECODE request, which are cached or will not be read
+    num_computed: int  # of a DECODE request: whole leading pages, cached or read by no layer
     num_cached_tokens: int
     first_token: int | None = None  # with the last chunk
     finish: FinishReason | None = None
@@ -110,18 +110,18 @@ class Embedded:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """All branches end; unexposed pages are free."""
+    """A failed request. All its branches have ended; its unexposed pages are free."""
 
     request_id: str
     error: MeshError
 
 
-# A block's hash, and whether the prefix cache has it now. Its parent may be evicted already.
+# (block hash, True if stored, False if evicted). The parent of a stored block may be evicted already.
 CacheEvent = tuple[bytes, bool]
 
 
 class StepStats(msgspec.Struct, frozen=True):
-    step: int = 0  # a constant number with waiting work is a hung engine
+    step: int = 0  # the same number while work waits: the engine hangs
     num_running: int = 0
     num_waiting: int = 0
     num_reserved: int = 0  # DECODE requests without KV yet
@@ -176,7 +176,7 @@ class KvRegion:
 
 class Pause(NamedTuple):
     reserved: list[Exposed]  # not repeated in the step's output
-    wait_s: float  # continuing earlier is harmless
+    wait_s: float  # until the next look at the device; an earlier one is harmless
 
 
 def max_request_pages(engine: "Engine") -> int:
@@ -192,10 +192,10 @@ class Recording(Protocol):
 
 
 class Engine(Protocol):
-    """`prompt_blocks`, `peek_prefix` and `continues` may be called on any thread, the rest on the owning thread.
+    """Any thread may call `prompt_blocks`, `peek_prefix` and `continues`; only the owning thread calls the rest.
 
-    Between steps other threads may call what touches no device. That excludes profiling, `deliver` to a request with
-    branches, and a step that `computes`.
+    Exception: between steps, another thread may call methods that touch no device. These touch it: profiling, `deliver`
+    to a request with several branches, and a step for which `computes()` is true.
     """
 
     @property
@@ -227,7 +227,7 @@ class Engine(Protocol):
         """
 
     def peek_prefix(self, blocks: PromptBlocks) -> int:
-        """Cached tokens of a prompt, as a hint."""
+        """Return the prompt tokens in the prefix cache. They may be evicted before the request is admitted."""
 
     def continues(self, num_tokens: int, sampling: SamplingParams, first_token: int) -> bool:
         """Whether an answer has more tokens than `first_token`, after a prompt of `num_tokens`."""
@@ -250,9 +250,9 @@ class Engine(Protocol):
         """
 
     def recompute(self, request_id: str, first_token: int | None = None) -> None:
-        """Queue a DECODE request as FULL at its old place, because its KV will not arrive.
+        """Queue a DECODE request again as FULL, at its old place in the queue, because its KV will not arrive.
 
-        Its pages stay exposed. Unknown and delivered requests are ignored.
+        Its old pages stay exposed. Unknown and delivered requests are ignored.
 
         Args:
             first_token: one that the client has already; it is not drawn again.
@@ -262,7 +262,7 @@ class Engine(Protocol):
         """End a request or one branch; unknown ones are ignored."""
 
     def release(self, request_id: str) -> None:
-        """Make a request's pages unexposed: no transfer uses them. Unknown ids are ignored."""
+        """End the exposure of a request's pages; call it when no transfer uses them. Unknown ids are ignored."""
 
     def has_work(self) -> bool: ...
 
@@ -270,7 +270,7 @@ class Engine(Protocol):
         """Whether a step would use the device or wait for it."""
 
     def wait_s(self) -> float:
-        """Seconds until the next try to get cores for a step; 0: it has them."""
+        """Return the seconds until the next try to get CPU cores for a step; 0 if it has them."""
 
     def step(self) -> StepOutput:
         """Run one step and report it; with `pipeline`, report the one before. Without work, report the pool."""
@@ -282,7 +282,7 @@ class Engine(Protocol):
         """
 
     def rest(self) -> None:
-        """Lend the cores while there is no work."""
+        """Lend this engine's cores to other workers while it has no work."""
 
     def start_profile(self, facts: Mapping[str, str]) -> None:
         """Record a profile; `facts` are written into the trace.

@@ -37,7 +37,7 @@ SLOTS: Final = 1024
 DAMAGED_AFTER_S: Final = 1.0  # longer than writing a slot takes
 POLL_COMING_S: Final = 0.0002
 POLL_EXPECTED_S: Final = 0.005  # frequent polls slow down the prompt's computation
-LINGER_POLLS: Final = 200  # after an arrival: its writer may still need our progress
+LINGER_POLLS: Final = 200  # extra polls after an arrival: its writer may still need our progress
 COMING_S: Final = 1.0
 
 
@@ -229,7 +229,7 @@ class Arrivals:
         return POLL_COMING_S if self._looks_often() else POLL_EXPECTED_S
 
     def begin_look(self) -> bool:
-        """Return whether peers need our progress."""
+        """Return whether to make progress for peers; counts down the polls after an arrival."""
         if self._expected:
             return True
         lingers = self._linger > 0

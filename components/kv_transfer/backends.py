@@ -50,7 +50,7 @@ def kv_opener(setting: str) -> Callable[[PageRegion, str, str, int], AbstractAsy
 
 
 def known_transport(backend: str) -> str:
-    """What moves the bytes of a backend. Empty if it is not known: UCX chooses for each pair of processes."""
+    """The transport of a backend, such as "tcp"; empty if unknown, because UCX chooses it for each pair of processes."""
     return {"mooncake": "tcp", "fake": "none", "nixl/UCX": os.environ.get("UCX_TLS", "")}.get(backend, "")
 
 

@@ -20,7 +20,7 @@ from components.wire.layout import KvLayout, of_shard
 
 
 class Checksums(Protocol):
-    """Of one transfer."""
+    """The checksums of one transfer."""
 
     def num_sums(self, tokens: range) -> int: ...
 
@@ -49,7 +49,7 @@ class PageChecksums:
         self._lines = lines
 
     def of_transfer(self, peer_page_size: int, peer_shards: int = 1, *, every_copy: bool = False) -> Checksums:
-        """`every_copy`: also of heads that several of our ranks have."""
+        """`every_copy`: also compare the copies of heads that several of our ranks hold."""
         layout = self._layout
         if layout.shards == peer_shards == 1:
             return TransferChecksums(self._reader, layout.page_size, peer_page_size)
@@ -64,9 +64,10 @@ def head_groups(layout: KvLayout) -> list[slice]:
 
 
 class RankedChecksums:
-    """Between instances of several ranks: of a page, the sum of its heads' sums, so that their places do not matter.
+    """Checksums between instances of several ranks.
 
-    Followers sum at the end, all at once.
+    A page's checksum combines those of its heads, so it does not depend on which rank holds a head. Followers sum at the
+    end, all at once.
     """
 
     def __init__(
@@ -98,7 +99,7 @@ class RankedChecksums:
         return [self._joined([rank[page] for rank in ranks]) for page in range(len(self._own.groups))]
 
     def _joined(self, ranks: Sequence[Sequence[int]]) -> int:
-        """Of one page, from the sums of each rank's heads."""
+        """One page's checksum, from each rank's heads."""
         heads: dict[int, int] = {}
         damaged = False
         for rank, sums in enumerate(ranks):
@@ -110,7 +111,7 @@ class RankedChecksums:
 
 
 class TransferChecksums:
-    """Of one rank; `groups` of its stripes are summed apart."""
+    """The checksums of one rank; `groups` of stripes are summed separately."""
 
     def __init__(
         self, reader: PageReader, page_size: int, peer_page_size: int, groups: Sequence[slice] = (slice(None),)

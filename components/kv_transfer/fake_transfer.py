@@ -77,7 +77,7 @@ async def open_fake(
     region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
 ) -> AsyncIterator[FakeKvTransfer]:
     if plugin:
-        raise WrongSettings(f"setting kv_transfer: the fake KV transfer has no plugin {plugin!r}: say fake")
+        raise WrongSettings(f"setting kv_transfer: the fake KV transfer has no plugin {plugin!r}: use fake")
     log.warning("KV transfer is fake: no KV moves, and what is generated after a transfer means nothing")
     transfer = FakeKvTransfer(region, agent_name, host, max_request_pages)
     async with transfer.bell.listening():

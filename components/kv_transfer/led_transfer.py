@@ -74,7 +74,7 @@ class LedTransfer:
 
 
 def _noticed(answer: asyncio.Future[Answer]) -> None:
-    """A follower that has ended ends the instance, whatever it did not answer."""
+    """Ignore the answer: when a follower ends, the instance ends, too."""
     if not answer.cancelled():
         answer.exception()
 

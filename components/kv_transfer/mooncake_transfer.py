@@ -128,7 +128,7 @@ async def open_mooncake(
 ) -> AsyncIterator[MooncakeTransfer]:
     if plugin:
         raise WrongSettings(
-            f"setting kv_transfer: mooncake moves KV over TCP and has no plugin {plugin!r}: say mooncake"
+            f"setting kv_transfer: mooncake moves KV over TCP and has no plugin {plugin!r}: use mooncake"
         )
     if region.device != "cpu":
         raise WrongSettings(f"setting kv_transfer: mooncake moves KV in host memory, not on {region.device}: use nixl")

@@ -55,9 +55,9 @@ def leave_out_rdma() -> None:
 
 
 def drop_dead_connections() -> None:
-    """Have the kernel give up a connection that was cut, and the bytes that it holds for it.
+    """Make the kernel close a connection whose peer is unreachable, and drop its unacknowledged bytes.
 
-    By default it repeats them for 15 minutes. They could land when decode has long reused its pages.
+    By default the kernel resends them for 15 minutes, so they could land after decode has reused its pages.
     """
     os.environ.setdefault(UCX_USER_TIMEOUT, UNANSWERED)
 

@@ -156,7 +156,7 @@ class NixlTransfer:
         post(lambda: self._post(make, agent, num_bytes, done))
         return done
 
-    # Below: on the thread, or on the event loop for short writes, never both.
+    # These run on NIXL's thread, and for short writes on the event loop; never both at once.
 
     def _create_agent(self) -> KvEndpoint:
         leave_out_rdma()

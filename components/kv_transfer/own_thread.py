@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class OwnThread:
-    """Runs long work and polls; a handover of short work would cost more than the work."""
+    """Runs long work and polls. Short work runs on the caller's thread: a handover would cost more than the work."""
 
     def __init__(self, name: str, poll: Callable[[], float | None]) -> None:
         """`poll` runs after each piece of work, and returns the seconds until the next poll; None: no poll."""

@@ -51,7 +51,7 @@ def cut(
 
 
 def shared_heads(ours: KvLayout, theirs: KvLayout) -> range:
-    """The heads that our rank writes into a rank of the peer. Of our ranks with the same head the first writes."""
+    """The heads that our rank writes into a rank of the peer. If several of our ranks hold a head, only the first writes it."""
     copies = max(1, ours.shards // ours.kv_heads)
     if ours.shard % copies:
         return range(0)

@@ -129,8 +129,8 @@ class RankLine:
     def ask(self, order: Order) -> asyncio.Future[Answer]:
         """Future of the answer; TransferFailed if the order failed, or the follower has ended.
 
-        A write that a follower leaves behind is not answered before `close`: its last bytes may still land. Until then the
-        instance, which ends, too, must not report that it is over.
+        If the follower ends during a write, the write's future stays open until `close`: its last bytes may still land.
+        This instance then ends, too. Until then it must not report the transfer as over.
         """
         future: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         if self._is_over:

@@ -1,7 +1,7 @@
 """How this process reaches its peers for KV transfer, seen in /proc.
 
-NIXL names its backend alone, and UCX tells a program of its choice for each peer by no call that NIXL offers. But a shared
-memory segment, an RDMA device and a TCP connection are open in the process that uses them.
+NIXL reports only its backend's name, and has no call for the transport that UCX chose for a peer. So read /proc: a shared
+memory segment, an RDMA device or a TCP connection is open in the process that uses it.
 """
 
 from contextlib import suppress

@@ -55,7 +55,7 @@ def write_rank(transfer: KvTransfer, to: KvEndpoint, copy: Copy) -> Awaitable[in
     ours, theirs, tokens = transfer.endpoint.layout, to.layout, copy.tokens
     if ours.page_size != theirs.page_size:
         return transfer.write_pieces(to.agent, cut(ours, theirs, tokens, copy.source, copy.target))
-    # With the unused rows of the last page: a whole page is one piece.
+    # Include the unused rows of the last page, so that a whole page is one piece.
     pages = slice(tokens.start // ours.page_size, ours.pages_for(tokens.stop))
     if ours.heads == theirs.heads:
         return transfer.write_pages(to.agent, copy.source[pages], copy.target[pages])

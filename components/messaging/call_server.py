@@ -122,7 +122,7 @@ class CallServer:
             self._refusals.count(endpoint.name, exc)
             facts = {"call": endpoint.name, "error": type(exc).__name__, "cause": exc.message}
             log.log(endpoint.refusal_level, "call refused", extra=facts)
-            # every release asks another instance after PeerLost, and that one may know this message
+            # every release tries another instance after PeerLost; that one may know this message
             answer = refusal(PeerLost(exc.message) if isinstance(exc, UnknownMessage) else exc)
         except Exception as exc:
             self._errors[endpoint.name] += 1

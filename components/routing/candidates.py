@@ -55,7 +55,7 @@ class Allowance:
         self._at_s = -math.inf
 
     def take(self, wanted: int, per_s: float, now_s: float) -> int:
-        """A busy router asks little about each prompt, not nothing about some."""
+        """Take up to `wanted` questions. A busy router asks a little about each prompt, instead of nothing about some."""
         most = max(LEAST_BURST, BURST_S * per_s)
         self._left = min(most, self._left + per_s * min(now_s - self._at_s, BURST_S))
         self._at_s = now_s

@@ -99,15 +99,14 @@ class _Warming:
 
 
 class Health:
-    """A new instance is a candidate only while it has credit, unless all are new.
+    """Slow start: a new instance is a candidate only while it has credit, unless all are new.
 
-    Each request of the role gives it part of an equal share: first a tenth, after `warm_s` the whole.
+    Each request of the role adds credit: at first a tenth of an equal share, after WARM_S a full share.
     """
 
-    def __init__(self, rng: Random, settings: BreakerSettings = USUAL, warm_s: float = WARM_S) -> None:
+    def __init__(self, rng: Random, settings: BreakerSettings = USUAL) -> None:
         self._rng = rng
         self._settings = settings
-        self._warm_s = warm_s
         self._known: set[str] = set()
         self._breakers: dict[str, Breaker] = {}
         self._warming: dict[str, _Warming] = {}
@@ -177,12 +176,12 @@ class Health:
         return 0.0 if breaker is None else breaker.ready_s
 
     def _end_of_warming(self, now_s: float) -> None:
-        over = [i for i, w in self._warming.items() if now_s - w.since_s >= self._warm_s]
+        over = [i for i, w in self._warming.items() if now_s - w.since_s >= WARM_S]
         for instance_id in over:
             del self._warming[instance_id]
 
     def _give_credit(self, now_s: float) -> None:
         each = 1 / max(len(self._known), 1)
         for warming in self._warming.values():
-            share = min(1.0, FIRST_SHARE + (1 - FIRST_SHARE) * (now_s - warming.since_s) / self._warm_s)
+            share = min(1.0, FIRST_SHARE + (1 - FIRST_SHARE) * (now_s - warming.since_s) / WARM_S)
             warming.credit = min(warming.credit + share * each, MOST_CREDIT)

@@ -37,7 +37,7 @@ class Follower:
         self._index = index
         self._held: dict[int, KvEventBatch] = {}
         self._held_blocks = 0  # counts repeated batches twice
-        self._doubted = False  # since the request for the dump
+        self._doubted = False  # doubted since the dump was requested
 
     def received(self, batch: KvEventBatch) -> None:
         if self.needs_dump or self.number is None:
@@ -55,7 +55,7 @@ class Follower:
         self.needs_dump = self._doubted = True
 
     def dump_asked(self) -> int | None:
-        """The number for the request. A worker without a later batch sends no dump."""
+        """The batch number to send with the dump request; a worker without a later batch sends no dump."""
         self._doubted = False
         return None if self.missing else self.number
 

@@ -14,14 +14,14 @@ from components.wire.heartbeat import Heartbeat
 
 FORGET_AFTER_S: Final = 12.0  # longer than a call, and than a lost instance's silence
 OURS_FOR_S: Final = 600.0  # a request whose end was never reported
-OVERTAKEN_FOR_S: Final = 2.0  # then a lower number is not late, but corrects a wrong one
+OVERTAKEN_FOR_S: Final = 2.0  # so long, a lower number is a late heartbeat; after that it corrects a wrong one
 
 _id = attrgetter("instance_id")
 
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """Its sender always passes it to `over`."""
+    """A request sent to an instance; the sender must pass it to `over` at its end."""
 
     tokens: int
     pages: int
@@ -65,8 +65,7 @@ class _InstanceLoad:
 
 
 class LoadBook:
-    def __init__(self, forget_after_s: float = FORGET_AFTER_S) -> None:
-        self._forget_after_s = forget_after_s
+    def __init__(self) -> None:
         self._instances: dict[str, _InstanceLoad] = {}
         self._members: list[Member] = []
         self._uncovered: dict[Sent, None] = {}  # oldest first
@@ -124,7 +123,7 @@ class LoadBook:
         return sent
 
     def accepted(self, sent: Sent, number: int) -> None:
-        """After 0, the next heartbeat covers the request."""
+        """Record the instance's number of the request. With 0, the next heartbeat covers it."""
         sent.number = number
         if 0 < number <= sent.where.order[0]:
             self._cover(sent)
@@ -177,7 +176,7 @@ class LoadBook:
     def expire(self, now_s: float) -> None:
         while self._uncovered:
             oldest = next(iter(self._uncovered))
-            if now_s - oldest.sent_s < self._forget_after_s:
+            if now_s - oldest.sent_s < FORGET_AFTER_S:
                 break
             self._cover(oldest)
         while self._ours:

@@ -44,7 +44,9 @@ class Limits:
                 param="num_generated",
             )
         if request.phase is Phase.DECODE and request.sampling.prompt_logprobs is not None:
-            raise Rejected("prompt_logprobs come from where the prompt is computed", param="prompt_logprobs")
+            raise Rejected(
+                "prompt_logprobs are not available here: prefill computes this prompt", param="prompt_logprobs"
+            )
         check_token_ids(tokens, self.vocab_size, "token_ids")
         check_sampling(request.sampling, self.vocab_size, self.eos_token_ids, request.num_generated)
 

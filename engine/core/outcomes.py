@@ -155,7 +155,7 @@ class Outcomes:
     def _failed(self, request: Request, mask: TokenMask, output: StepOutput) -> bool:
         if (fault := mask.fault) is None:
             return False
-        log.warning("off its grammar", extra={"request_id": request.id, "reason": fault})
+        log.warning("constraint violated", extra={"request_id": request.id, "reason": fault})
         self._requests.cancel(request.id)
         message = "the text cannot be continued within what a constraint may cost; simplify the schema or grammar"
         output.failed.append(Failed(request.id, Rejected(message)))
@@ -168,4 +168,4 @@ def _check_allowed(request: Request, first_token: int) -> None:
     tried = request.mask.fork()
     tried.accept(first_token)
     if (fault := tried.fault) is not None:
-        raise Rejected(f"first token {first_token} is none that the constraint allows: {fault}", param="first_token")
+        raise Rejected(f"the constraint does not allow the first token {first_token}: {fault}", param="first_token")

@@ -1,6 +1,6 @@
 """An engine stepped on the event loop, because a device computes the steps.
 
-A thread would contend with it for the GIL.
+An engine thread would contend with the event loop for the GIL.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class InlineLoop(EngineLoop):
         self._step: Iterator[Pause | StepOutput] | None = None  # it waits for the device
         self._next: asyncio.Handle | None = None
         self._is_soon = False  # in the event loop's next turn
-        self._context = Context()  # a step is not of the request whose call started it
+        self._context = Context()  # empty: a step must not inherit the request id of the call that started it
 
     def between_steps(self, call: Callable[[Engine], T], *, light: bool = False) -> asyncio.Future[T]:
         future: asyncio.Future[T] = self._loop.create_future()

@@ -1,6 +1,7 @@
 """An engine on its own thread, with a queue of calls.
 
-While the thread sleeps, calls without the device run on the caller's thread: waking it takes far longer.
+While the engine's thread sleeps, a call that touches no device runs on the caller's thread: waking the engine's thread
+takes far longer.
 """
 
 import asyncio
@@ -86,7 +87,7 @@ class ThreadedLoop(EngineLoop):
                 ticks, self._num_waiting = bool(self._num_waiting), output.stats.num_waiting
                 if not engine.has_work() and (ticks or not self._num_waiting):
                     return
-        except Exception as exc:  # noqa: BLE001 - the thread raises it: it ends of what its own steps raise, too
+        except Exception as exc:  # noqa: BLE001 - the engine's thread raises it, as it does errors of its own steps
             self._broken = exc
         self._calls.put(None)
 

@@ -146,7 +146,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 
 
 class Found(NamedTuple):
-    """What the prefix cache has of a request."""
+    """The result of a prefix-cache lookup."""
 
     first: int  # leading pages that it does not need
     pages: list[int]  # cached, from there on
@@ -156,9 +156,9 @@ class Found(NamedTuple):
 class RequestMemory:
     """Block tables, admission, and publication to the prefix cache; the only user of `PagePool`.
 
-    If no layer sees more than the last `window` keys, requests give back the pages before. They stay in the prefix
-    cache, and a request that finds the last ones of a prefix does without the others. A PREFILL keeps all of its pages,
-    because decode may have pages of another size, and so ask for earlier tokens.
+    If no layer reads more than the last `window` keys, a request releases the pages before them; they stay in the prefix
+    cache. A later request needs only the last window of a cached prefix. A PREFILL request keeps all pages: decode's page
+    size may differ, so its offer may start at an earlier token.
     """
 
     def __init__(
@@ -190,7 +190,7 @@ class RequestMemory:
         return left >= sum(more)
 
     def admit(self, request: Request) -> None:
-        """Cached tokens count as computed, as do those that no layer of a DECODE will see."""
+        """Give a request its pages. Cached tokens count as computed; so do tokens of a DECODE request that no layer reads."""
         first, found, num_tokens = self._match(request)
         self.pool.share(found)
         missing = self._pages_for(len(request.tokens)) - first - len(found)
@@ -233,7 +233,7 @@ class RequestMemory:
         return True
 
     def computed(self, request: Request) -> None:
-        """Publish what is new in `num_computed`, and give back the pages that every layer has left."""
+        """Publish newly full pages, and release pages that left every layer's window."""
         done, full = request.num_published, request.num_computed // self.page_size
         if full > done:
             self.prefix.insert(self._hashes(request, full)[done:], request.pages[done:full])
@@ -250,7 +250,7 @@ class RequestMemory:
 
     def give_back(self, request: Request) -> None:
         first, full = request.first_page, request.num_computed // self.page_size
-        # again, because the holder of an equal block may have been evicted
+        # insert again: the page with an equal block may have been evicted
         self.prefix.insert(self._hashes(request, full)[first:], request.pages[first:full])
         self.pool.release(request.pages[first:])
         request.pages = []

@@ -24,12 +24,13 @@ by_rank = attrgetter("priority", "arrival")  # the last is preempted first
 
 
 def by_turn(request: Request) -> tuple[int, int]:
-    """Preempted and moved requests do not wait again."""
+    """Sort key of prompts to compute. Preempted and moved requests count as short, so they do not wait again."""
     fresh = not (request.has_begun or request.num_generated or request.branch)
     return turn(request.arrival, request.priority, request.prompt_len if fresh else 0)
 
 
 def in_line(request: Request) -> tuple[int, int]:
+    """Sort key of the waiting queue."""
     return turn(request.arrival, request.priority, 0)
 
 
@@ -101,7 +102,7 @@ class Scheduler:
         """Plan one step. If `must_retract`, no step may be in flight.
 
         Args:
-            beside: prompt tokens that a step with so many decodes may compute; None: up to the budget.
+            beside: returns the prompt tokens that may share a step with N decodes; None: only the budget limits them.
 
         Returns: what to compute, and the DECODE requests that got pages.
         """
@@ -133,9 +134,9 @@ class Scheduler:
         return chunks, reserved
 
     def reserve(self) -> list[Request]:
-        """Give pages to DECODE requests, whose prefills hold pages meanwhile.
+        """Reserve pages for DECODE requests: their prefill workers hold pages meanwhile.
 
-        They overtake prompts if pages remain for all.
+        They may overtake queued prompts if pages remain for all of those.
         """
         reserved: list[Request] = []
         while not self._made_room and (at := self._first_decode()) is not None:
@@ -143,7 +144,7 @@ class Scheduler:
         return reserved
 
     def _first_decode(self) -> int | None:
-        """Queue position of the first DECODE, if all until it have room."""
+        """Queue position of the first DECODE request, if pages suffice for it and for all requests before it."""
         if not self._decodes_wait:
             return None
         at = next((i for i, r in enumerate(self.waiting[: PASSED + 1]) if r.phase is Phase.DECODE), None)
@@ -153,9 +154,9 @@ class Scheduler:
         return at if self._has_place(self.waiting[at], self.waiting[:at]) else None
 
     def _next(self, prompts: list[Request], *, admit: bool, more: bool) -> Request | None:
-        """Take the next prompt from `prompts`, whose first is last in the list.
+        """Pop the next prompt from `prompts`, which is in reverse order.
 
-        Queued requests are admitted first, if one comes before all `prompts`.
+        First admit queued requests, as long as one of them comes before all `prompts`.
 
         Args:
             admit: False after a preemption, as the preempted request would be next.
@@ -220,8 +221,8 @@ class Scheduler:
 def chunk_length(pending: int, budget: int) -> int:
     """Prompt tokens of `pending` that a step computes.
 
-    Never one of several, nor all but one: a matrix product with one row has other last bits, so logits would depend on
-    other requests.
+    Never compute one token of a longer prompt alone, and never leave one: a matrix product with one row rounds
+    differently, so results would depend on the batch (batch invariance).
     """
     if pending <= budget:
         return pending

@@ -10,9 +10,9 @@ REMEMBERED: Final = 9  # steps of a kind
 
 
 class StepCost:
-    """Learns the cost of steps from the latest ones.
+    """Medians of the latest steps.
 
-    A median forgets a single slow step, and follows a neighbour that stays busy after five steps.
+    One slow step changes nothing; a lasting change, such as another busy process, shows after five steps.
     """
 
     def __init__(self) -> None:
@@ -42,8 +42,8 @@ class StepCost:
 class ChunkLimit:
     """Limits prompt chunks beside decodes, so that a step takes no longer than `target_s`.
 
-    Where decodes alone take more than half of it, the chunk takes as long as they do: prompts always get half of the
-    time. The speeds are measured, as a machine may be shared.
+    If decodes alone take more than half of `target_s`, the chunk may take as long as they do, so prompts get at least
+    half of the time. The speeds are measured, as a machine may be shared.
 
     Source: chunked prefill, Agrawal et al. 2023, "SARATHI", arXiv:2308.16369.
     """

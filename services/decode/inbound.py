@@ -22,7 +22,7 @@ MAX_NAMED: Final = 16  # pages in an error message
 class InboundState(StrEnum):
     """In TRANSFER and PINNED prefill may write into our pages, so they must not be reused."""
 
-    PREALLOC = auto()  # prefill knows no page; it is asked to compute, and the engine to reserve pages
+    PREALLOC = auto()  # prefill is asked to compute, and the engine to reserve pages; no page is offered yet
     TRANSFER = auto()  # pages are offered to prefill
     LANDED = auto()  # prefill has written everything
     PINNED = auto()  # failed after the offer: kept until prefill is quiet or gone
@@ -80,7 +80,7 @@ class InboundTransfer:
 
     @property
     def waits_for_prefill(self) -> bool:
-        """False while it waits for our own pages, or for bootstrap: then prefill is not to blame."""
+        """True if prefill is to blame for a delay; False while the transfer waits for our own pages or for bootstrap."""
         return self.is_room_open or self.asking is None or not self.asking.done() or self.refusal is not None
 
     def expose(self, deadline_unix_ms: int) -> None:
@@ -93,12 +93,12 @@ class InboundTransfer:
     async def landed(self, pages: Sequence[int], tokens: range) -> AuxRecord:
         """Wait until prefill has written `tokens` into our block table `pages`. Raises: TransferFailed; KvCorrupt."""
         assert self._landed is not None, "expose() comes first"
-        await asyncio.shield(self._landed)  # its cancellation would stop the polling that prefill's write needs
+        await asyncio.shield(self._landed)  # cancelling the future would stop the polling that prefill's write needs
         record = self._transfer.aux.read(self.slot)
         found, expected = (record.stamp, record.num_pages), (self.stamp, len(pages))
         if found != expected:
             raise TransferFailed(
-                f"the aux slot says stamp {found[0]}, {found[1]} pages; expected {expected[0]}, {expected[1]}"
+                f"the aux slot has stamp {found[0]}, {found[1]} pages; expected {expected[0]}, {expected[1]}"
             )
         if self._checksums is not None:
             with step("decode.verify"):

@@ -26,15 +26,15 @@ log = logging.getLogger(__name__)
 class Reason(StrEnum):
     """Why decode computes a prompt itself."""
 
-    FEW_TOKENS = auto()  # are uncached
+    FEW_TOKENS = auto()  # few uncached tokens
     PROMPT_LOGPROBS = auto()  # they do not travel with KV
     NO_AUX_SLOT = auto()  # as many transfers as slots
     QUEUES = auto()  # every prefill queue takes longer
     NO_PREFILL = auto()  # none is registered and alive
     UNUSABLE = auto()  # all that are alive hang or are incompatible
     BREAKERS = auto()  # all that are usable have just failed
-    UNANSWERED = auto()  # none of those asked takes work
-    TRANSFER_FAILED = auto()  # its KV did not come
+    UNANSWERED = auto()  # no instance that was asked accepts work
+    TRANSFER_FAILED = auto()  # its KV did not arrive
 
 
 class Local(NamedTuple):
@@ -48,9 +48,9 @@ SOONER: Final = Local(Reason.QUEUES, "every prefill queue takes longer than comp
 
 
 class PrefillChoice:
-    """Knows which prefill instances are compatible with this one, and asks the router for one of them.
+    """Chooses a compatible prefill instance, or local prefill.
 
-    Compatibility of a transfer is checked in `_is_compatible`, and nowhere else before a backend connects.
+    Only `_is_compatible` checks compatibility; a backend checks it again when it connects.
     """
 
     def __init__(

@@ -206,7 +206,10 @@ class PrefillClient:
         return await self._within(left_s, "KV from", transfer, self._receive(transfer, reserved, tokens, left_s))
 
     async def settle(self, transfer: InboundTransfer, *, cancelled: bool = False) -> None:
-        """Return when prefill cannot write into the pages any more. `cancelled`: the client has gone."""
+        """End a transfer: stop prefill if it still works on it, and return when prefill cannot write into the pages.
+
+        `cancelled`: the client has gone.
+        """
         cause = "the client has gone" if cancelled else "decode gave this transfer up"
         quiesce = Quiesce(request_id=transfer.engine_id, cause=cause, cancelled=cancelled)
         match transfer.abandon():
@@ -218,7 +221,7 @@ class PrefillClient:
                         await self._transfer.catch_up()
                 transfer.close()
             case S.CLOSED if transfer.asking is not None:
-                # Prefill would compute, and hold its own pages until the deadline.
+                # Without this message prefill computes the prompt, and holds its own pages until a time limit.
                 await _until_answered(transfer)
                 with suppress(MeshError):  # a prefill instance that is gone holds nothing
                     await self._bus.publish(f"{transfer.prefill.subject}.quiesce", quiesce)
@@ -300,8 +303,9 @@ class PrefillClient:
     async def _until_quiet(self, transfer: InboundTransfer, quiesce: Quiesce) -> None:
         """Return when prefill cannot write into our pages.
 
-        Only prefill knows that: a released handle or a report of its death proves nothing. If NATS cannot find it, it may
-        be cut off, and still write. But it posts no write after the offer's deadline, so then the pages are safe.
+        Only prefill's own answer proves it; a released transfer handle or a report of its loss does not. A prefill without
+        a listener on NATS may be cut off and still write. It posts no write after the offer's deadline, so the pages are
+        safe soon after that.
         """
         subject = f"{transfer.prefill.subject}.quiesce"
         gone_since: float | None = None

@@ -24,9 +24,9 @@ SPAN_FIRST: Final = "decode.first_token"
 
 
 class RequestState(StrEnum):
-    """While prefill computes the prompt, `InboundState` says more."""
+    """While prefill computes the prompt, the request is ACCEPTED; `InboundState` has the details."""
 
-    ACCEPTED = auto()  # and not queued here
+    ACCEPTED = auto()  # the prompt is not queued on this instance
     WAITING = auto()  # prompt queued or computed here
     RUNNING = auto()  # it has its first token
     ENDED = auto()  # after its last token, or with an error
@@ -52,23 +52,23 @@ class ActiveRequest:
     mask: TokenMask | None = None
     num_cached: int = 0  # prefix hit at arrival
     waiting_since_ns: int = 0
-    waiting_span: str = SPAN_LOCAL_PREFILL  # it ends with the first token
+    waiting_span: str = SPAN_LOCAL_PREFILL  # span that ends with the first token
     accepted_ns: int = field(default_factory=time.time_ns)
     first_token_ns: int = 0
     early_token: int | None = None  # the first one, sent before the prompt's KV arrived
     num_generated: int = 0  # over all branches
     prefill: str = ""  # instance that was chosen
-    why_local: str = ""  # the prompt is computed here: the reason
+    why_local: str = ""  # reason for local prefill; empty: none
     expiry: asyncio.TimerHandle | None = None
     error: MeshError | None = None
 
     def enter(self, state: RequestState) -> None:
-        """Move on. Ignored after the end: the request's task may not be cancelled yet."""
+        """Enter `state`. Ignored after ENDED: the request's task may still run."""
         if not self.lifecycle.is_over:
             self.lifecycle.advance(state)
 
     def wait(self, span: str) -> None:
-        """Start the span that ends with the first token, in place of one before."""
+        """Start the span that ends with the first token; it replaces an earlier one."""
         self.waiting_since_ns, self.waiting_span = time.time_ns(), span
 
 
@@ -172,7 +172,7 @@ class ActiveRequests:
         now_ns = time.time_ns()
         first_ns = active.first_token_ns or now_ns
         facts = {
-            "request_id": active.request.request_id,  # the engine serves all requests: none is current
+            "request_id": active.request.request_id,  # called for all requests, so no request id is current
             "prompt_tokens": len(active.token_ids),
             "cached_tokens": active.num_cached,
             "output_tokens": active.num_generated,

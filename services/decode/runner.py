@@ -1,4 +1,4 @@
-"""The way of one request through a decode instance: where its prompt is computed, its KV, its tokens, its end."""
+"""Runs requests on decode: chooses where a prompt is computed, receives its KV, generates, ends it."""
 
 import asyncio
 import logging
@@ -72,7 +72,7 @@ class RequestRunner:
         self._masks = masks
         self._rate = PromptRate()
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._settling: set[asyncio.Task[None]] = set()  # of those: the request is over, its pages are pinned
+        self._settling: set[asyncio.Task[None]] = set()  # of those: the request has ended, its pages are still pinned
         self._local = Counter(
             "kvmesh_prompts_computed_on_decode",
             "Prompts that decode computed itself, by reason.",
@@ -108,8 +108,8 @@ class RequestRunner:
     def kv_coming(self, coming: KvComing) -> None:
         """Send the first token before the prompt's KV arrives, unless the answer may end with it.
 
-        While other requests run, the second token waits for the end of a step: then the first one waits for the KV, or
-        the gap between them would be two steps long.
+        Not while other requests run. The second token would wait for the end of their step, so an early first token would
+        only lengthen the gap after it.
         """
         active, first_token = self.active.find(coming.request_id), coming.first_token
         reserved = self.prefill.offered(coming.request_id, coming.room)
@@ -118,7 +118,7 @@ class RequestRunner:
         if self.engine.stats.num_running:
             return
         if self._on_transfer_failure == "fail" and not active.request.num_generated:
-            return  # an error without a token has its HTTP status
+            return  # before the first token, an error still has its HTTP status
         sampling = active.request.sampling
         is_simple = sampling.n == 1 and sampling.logprobs is None and active.mask is None
         if is_simple and self.engine.engine.continues(len(active.token_ids), sampling, first_token):
@@ -137,8 +137,8 @@ class RequestRunner:
     async def drained(self) -> None:
         """Wait until every request is answered.
 
-        Pinned pages get SETTLE_S, in which a prefill that lives answers. One that is dead does not, and its offer may last
-        for a minute. Nothing reuses the pages any more: their memory goes with this process.
+        Pinned pages get SETTLE_S. A live prefill answers within it. A dead one never does, and its offer may last a minute.
+        Giving up is safe: this process ends, so no request reuses the pages.
         """
         await self.active.drained()
         while running := set(self._tasks.values()) - self._settling:
@@ -167,8 +167,9 @@ class RequestRunner:
                 self.active.fail(active, PeerLost(f"decode failed: {type(exc).__name__}"))
 
     async def _mask_of(self, constraint: Constraint, active: ActiveRequest) -> TokenMask:
-        """Called before pages are reserved or prefill is asked: a request that waits for its mask must hold neither.
+        """Compile the constraint. Call it before pages are reserved and prefill is called.
 
+        A request that waits for its mask must not hold pages on either side.
         Raises: Rejected.
         """
         if self._masks is None:
@@ -233,7 +234,7 @@ class RequestRunner:
         transfer = self.prefill.begin(active.engine_id, prefill)
         try:
             self.prefill.ask(transfer, active.request, route)
-            # Let the task that asks and NATS's writer run: the request must leave before our engine plans a step.
+            # Yield to the task that calls prefill, and to NATS's writer: the message must leave before our engine plans a step.
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             self._submit(active, Phase.DECODE)

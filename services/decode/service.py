@@ -1,4 +1,4 @@
-"""What a decode instance answers over NATS, and the state of it that others see."""
+"""The NATS endpoints of a decode instance, and the load that it reports."""
 
 import asyncio
 import logging
@@ -77,7 +77,7 @@ class DecodeService:
         active.span.set_attributes(
             {"kvmesh.decode.instance": self._registration.instance_id, "kvmesh.prompt_tokens": len(active.token_ids)}
         )
-        # A frontend that is gone cancels nothing.
+        # Enforce the deadline here, too: a frontend that has died sends no cancel.
         expired = DeadlineExceeded("the request's deadline passed")
         active.expiry = asyncio.get_running_loop().call_later(left_s, self._runner.stop, active, expired)
         self._active.add(active)

@@ -6,7 +6,10 @@ from itertools import count
 
 
 class Unpredictable:
-    """The kernel's random numbers release the GIL, and the engine's thread would take it. So it is asked once."""
+    """Hashes of a counter, with a random key.
+
+    os.urandom releases the GIL, and the engine's thread would take it. So it is called only once.
+    """
 
     def __init__(self) -> None:
         self._key = b""  # drawn at the first use: a forked process must not share it

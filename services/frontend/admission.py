@@ -4,9 +4,9 @@ There is room while
 
     tokens in held pages + our tokens that have not begun + others' tokens without a page  <  admit_load · capacity
 
-Heartbeats report the first and the last, up to half a second late. We count our own from admission to the first token of each
-prompt. A request that has pages and has not begun counts twice, so with a load of 1 memory would not fill. The request that
-crosses the limit is still admitted: else one larger than the limit would never be.
+Heartbeats report the first and the last term, up to half a second late. Our own tokens count from admission to the prompt's
+first token. So a request with pages but no token counts twice, and with a load of 1 memory would not fill. The request that
+crosses the limit is admitted, or one larger than the limit never would be.
 
 Before the first instance registers there is room: it may never come. When all instances are lost later, queued requests wait
 `no_worker_wait_s`.
@@ -150,7 +150,7 @@ class Admission:
         self._look_at_s = now_s + LOOK_EVERY_S
         room = self._mesh.room()
         if room == self._room:
-            return  # old news: our requests that have begun since would be taken for others'
+            return  # unchanged: our requests that have begun since would be counted as others'
         self._room = room
         others = max(0, room.num_waiting - self._not_begun)
         self._known_tokens = room.held_tokens + others * self._usual_tokens

@@ -41,8 +41,8 @@ log = logging.getLogger(__name__)
 WAIT_FOR_DECODE_S: Final = 30.0  # for a request whose instance was lost and may restart
 NO_WORKER_WAIT_S: Final = 5.0  # for a new request, since the last instance was lost
 MOVES: Final = 5
-UNHEARD_S: Final = 10.0  # so long, sending to instances that do not listen uses up no moves
-BROKEN_MOVES: Final = 3  # that a `BREAKING` error uses up: two instances at most break
+UNHEARD_S: Final = 10.0  # so long, a send to an instance that does not listen costs no move
+BROKEN_MOVES: Final = 3  # that a BREAKING error costs: one request breaks at most two instances
 FIRST_BACK_OFF_S: Final = 0.05  # before an instance is tried again; doubles
 MOST_BACK_OFF_S: Final = 1.0
 # The instance or this request is broken, or the two do not understand each other.
@@ -107,7 +107,10 @@ class DecodeChoice:
                 await asyncio.sleep(0.1)
 
     def note_move(self, prompt: Prompt, route: Route, why: MeshError, attempts: Attempts) -> None:
-        """Raises: `why`, if the request has moved too often; DeadlineExceeded."""
+        """Count a move, and report the failure to the router.
+
+        Raises: `why`, if the request has moved too often; DeadlineExceeded.
+        """
         attempts.moves += self._cost(why, attempts)
         request_record().moved(why.message)
         if not isinstance(why, BLAMELESS):
@@ -123,8 +126,8 @@ class DecodeChoice:
         if not isinstance(why, NobodyListens):
             attempts.unheard_s = None
             return BROKEN_MOVES if isinstance(why, BREAKING) else 1
-        # Nothing has reached the instance. All may have died just now: their silence shows in two seconds, and then the
-        # request waits for another instance.
+        # The request reached no instance. All may have died just now: their silence is detected in two seconds, and then
+        # the request waits for another one.
         now_s = time.monotonic()
         attempts.unheard_s = attempts.unheard_s or now_s
         return 0 if now_s - attempts.unheard_s < UNHEARD_S else 1

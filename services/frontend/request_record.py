@@ -178,7 +178,7 @@ def decode_of(trace_id: str, tenant: str | None) -> str:
 
 
 def request_record() -> RequestRecord:
-    """That of the current request; one that is never read if there is none."""
+    """Return the current request's record; without one, a record that is never read."""
     found = _current.get()
     if found is not None:
         return found

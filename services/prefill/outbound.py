@@ -260,9 +260,9 @@ class OutboundTransfer:
         return moved
 
     def _begin_write(self, offer: PagesOffered, peer: KvEndpoint, ours: list[int], tokens: range) -> Awaitable[int]:
-        """Raises: DeadlineExceeded: afterwards decode may reuse its pages.
+        """Start a write. Raises: DeadlineExceeded after the offer's deadline, because decode may then reuse its pages.
 
-        The timer is not enough: a process that was stopped may get here before it.
+        The timer alone is not enough: a process that was stopped and resumed may run this before the timer's callback.
         """
         remaining_s(offer.deadline_unix_ms)
         return self._writes.write(peer, Copy(tokens, ours, offer.pages), offer.deadline_unix_ms)
@@ -298,7 +298,7 @@ class OutboundTransfer:
 
 
 async def _to_its_end(write: Awaitable[T]) -> T:
-    """Await a write even if cancelled: afterwards pages may be reused."""
+    """Await a write to its end, even if the caller is cancelled: pages may be reused after it."""
     writing: asyncio.Future[Any] = asyncio.ensure_future(write)
     await ended(writing)
     result: T = writing.result()

@@ -23,7 +23,7 @@ OVER_FOR_S: Final = 60.0  # longer than any message is late
 
 class Rooms:
     def __init__(
-        self, bus: Bus, registry: Registry, in_background: Callable[[Coroutine[Any, Any, None]], None]
+        self, bus: Bus, registry: Registry, in_background: Callable[[Coroutine[Any, Any, None], str], None]
     ) -> None:
         self._bus = bus
         self._registry = registry
@@ -36,7 +36,7 @@ class Rooms:
         """Keep an offer until its request arrives. Returns False if the request has ended, or for too many offers."""
         if offer.request_id in self._over or len(self._early) >= MAX_EARLY:
             return False
-        key = offer.request_id, offer.room  # an offer with another room cannot take the place of the right one
+        key = offer.request_id, offer.room  # an offer with a wrong room must not replace the right one
         if (other := self._early.get(key)) is not None:  # from another bootstrap replica
             self.close_later(other)
         self._early[key] = offer
@@ -71,7 +71,8 @@ class Rooms:
         for bootstrap_id, rooms in closing.items():
             bootstrap = self._registry.book.find(bootstrap_id)
             if bootstrap is not None:
-                self._in_background(self._bus.publish(f"{bootstrap.subject}.close", CloseRooms(rooms=rooms)))
+                closing_rooms = self._bus.publish(f"{bootstrap.subject}.close", CloseRooms(rooms=rooms))
+                self._in_background(closing_rooms, f"close rooms at {bootstrap_id}")
 
     async def notify_decode(self, of: PrefillRequest | PagesOffered, error: MeshError) -> None:
         decode = self._registry.book.find(of.decode_id)
@@ -87,4 +88,4 @@ class Rooms:
         if self._early.get((offer.request_id, offer.room)) is offer:
             self.end(offer.request_id)
             error = TransferFailed(f"room {offer.room} is unknown to this prefill instance")
-            self._in_background(self.notify_decode(offer, error))
+            self._in_background(self.notify_decode(offer, error), f"notify {offer.decode_id}")

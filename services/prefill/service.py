@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillService:
-    """Whether decode's KV layout and adapters are compatible is checked by decode, when it chooses an instance."""
+    """Serves prompts for decode instances. Decode checks that KV layout and adapters are compatible, when it chooses one."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class PrefillService:
         if transfer is None or transfer.request.room != offer.room:
             raise TransferFailed(f"room {offer.room} is over on this prefill instance")
         if (offer.decode_id, offer.decode_epoch) != (transfer.request.decode_id, transfer.request.decode_epoch):
-            # whoever asks for a prompt may have it written into its own memory alone
+            # KV goes only to the instance that sent the request
             raise TransferFailed(f"decode instance {offer.decode_id} offers pages for a request of another instance")
         record = self._registry.book.find(offer.decode_id, offer.decode_epoch)
         if record is None or record.kv is None:
@@ -153,7 +153,9 @@ class PrefillService:
         if len(offer.pages) != num_pages or not all(0 <= page < limit for page in offer.pages):
             raise TransferFailed(f"the offer must name {num_pages} pages below {limit}")
         if not 0 <= offer.num_cached_pages <= num_pages:
-            raise TransferFailed(f"{offer.num_cached_pages} cached pages of {num_pages}")
+            raise TransferFailed(
+                f"the offer has {offer.num_cached_pages} cached pages, but the prompt has {num_pages} pages"
+            )
         if not 0 <= offer.aux_slot < record.kv.aux_slots:
             raise TransferFailed(f"aux slot {offer.aux_slot} is out of range")
         transfer.offered(offer, record.kv)
@@ -263,7 +265,10 @@ class PrefillService:
         return PageChecksums(self._engine.engine.kv_region, self._writes.lines)
 
     async def _announce(self, offer: PagesOffered, first_token: int | None) -> None:
-        """Let decode send the first token, and poll more often: without this a transfer ends milliseconds later."""
+        """Notify decode that the last pages follow: it may send the first token, and polls more often.
+
+        Without this a transfer ends milliseconds later.
+        """
         decode = self._registry.book.find(offer.decode_id, offer.decode_epoch)
         if decode is not None:
             with suppress(MeshError):
@@ -324,10 +329,10 @@ class PrefillService:
             if (transfer.request.decode_id, transfer.request.decode_epoch) == (was.instance_id, was.epoch):
                 transfer.failure.tell(PeerLost(f"decode instance {was.instance_id} is gone"))
         if was.kv is not None and (now is None or now.kv is None or now.kv.agent != was.kv.agent):
-            self._in_background(self._writes.disconnect(was.kv.agent))
+            self._in_background(self._writes.disconnect(was.kv.agent), f"disconnect {was.instance_id}")
 
-    def _in_background(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(work)
+    def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         task.add_done_callback(_log_failure)
@@ -339,6 +344,6 @@ def _fail_unless_submitted(done: asyncio.Future[None], transfer: OutboundTransfe
         transfer.failure.tell(error if isinstance(error, MeshError) else TransferFailed(f"prefill failed: {error!r}"))
 
 
-def _log_failure(done: asyncio.Future[None]) -> None:
+def _log_failure(done: asyncio.Task[None]) -> None:
     if not done.cancelled() and (error := done.exception()) is not None:
-        log.warning("a message was not sent, or a peer not disconnected", extra={"cause": str(error)})
+        log.warning("background task failed", extra={"task": done.get_name(), "cause": str(error)})
