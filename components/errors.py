@@ -3,13 +3,9 @@
 Class names are part of the wire format: rename one only with a new message tag.
 """
 
-from typing import ClassVar
-
 
 class MeshError(Exception):
     """`fields` are facts for the log and the span."""
-
-    retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, /, **fields: str | int | float | None) -> None:
         super().__init__(message)
@@ -46,18 +42,12 @@ class IncompatibleLayout(Rejected): ...
 class Overloaded(MeshError):
     """Retry after `retry_after_s`, or elsewhere."""
 
-    retryable = True
-
     def __init__(self, message: str, /, *, retry_after_s: float = 1.0, **fields: str | int | float | None) -> None:
         super().__init__(message, retry_after_s=retry_after_s, **fields)
         self.retry_after_s = retry_after_s
 
 
 class NoDecodeInstance(Overloaded): ...
-
-
-class NoPrefillInstance(Overloaded):
-    """Decode computes the prompt instead: clients never see this."""
 
 
 class NoBootstrapInstance(Overloaded): ...
@@ -75,8 +65,6 @@ class KeyLimited(Overloaded):
 
 class PeerLost(MeshError):
     """The other side has ended or is silent: retry elsewhere before the first token."""
-
-    retryable = True
 
 
 class NobodyListens(PeerLost):
@@ -112,8 +100,6 @@ class KvUnavailable(MeshError):
 
 class BackendUnavailable(MeshError):
     """etcd, NATS or a KV transfer backend is unusable."""
-
-    retryable = True
 
 
 class DeadlineExceeded(MeshError):

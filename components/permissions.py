@@ -193,11 +193,11 @@ def users_of(arguments: Sequence[str]) -> dict[str, str]:
     return {argument.rpartition("/")[2]: argument for argument in arguments}
 
 
-def certified_users(namespace: str, users: Mapping[str, str] | None = None, administrator: str = "root") -> str:
+def certified_users(namespace: str, users: Mapping[str, str] | None = None) -> str:
     """Users by their certificates, for a nats.conf with `verify_and_map`; by default one for each role."""
     found = users_of(()) if users is None else users
     rights = [User(name, *_parted(of, f'user: "CN={name}"')) for name, of in found.items()]
-    return nats_users(namespace, rights, f'user: "CN={administrator}"')
+    return nats_users(namespace, rights, 'user: "CN=root"')
 
 
 def _parted(of: str, proof: str) -> tuple[str, str, str]:

@@ -45,7 +45,6 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.IncompatibleLayout: Row(500, _SERVER, "internal_error", _OURS),
     e.Overloaded: Row(503, _BUSY, "overloaded", "The server is overloaded. Try again shortly."),
     e.NoDecodeInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
-    e.NoPrefillInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
     e.NoBootstrapInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
     e.QueueFull: Row(429, "tokens", "rate_limit_exceeded", _TOO_MANY),  # the kind of limit, as in OpenAI's errors
     e.TooManyChecks: Row(429, "requests", "rate_limit_exceeded", _TOO_MANY_CHECKS),

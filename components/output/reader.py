@@ -172,9 +172,9 @@ class Reader:
         self._text.append(shown if self._said or not self.num_calls else shown.lstrip(SPACES))
         self._said = True
 
-    def begin_call(self, name: str, call_id: str | None = None) -> None:
+    def begin_call(self, name: str) -> None:
         self._mark = None
-        self._calls.append(CallDelta(self.num_calls, call_id or self._new_id(), name, ""))
+        self._calls.append(CallDelta(self.num_calls, self._new_id(), name, ""))
         self.num_calls += 1
         self.calling = True
 

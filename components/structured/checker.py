@@ -57,8 +57,6 @@ class ConstraintChecker:
 
     def __init__(self, folder: Path, budget_s: float, metrics: ConstraintMetrics) -> None:
         """`folder`: for the tokenizer. `budget_s`: CPU seconds per constraint."""
-        self._folder = folder
-        self._budget_s = budget_s
         self._metrics = metrics
         self._known: OrderedDict[Constraint, Constraint | str] = OrderedDict()
         self._known_bytes = 0

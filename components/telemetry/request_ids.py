@@ -1,23 +1,12 @@
 """The ids of the request that the current task works for, in each of its log lines."""
 
 import logging
-from collections.abc import Generator
-from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Final
 
 from opentelemetry import trace
 
 request_id: Final[ContextVar[str]] = ContextVar("request_id", default="")  # tasks and timers inherit it
-
-
-@contextmanager
-def of_request(name: str) -> Generator[None, None, None]:
-    token = request_id.set(name)
-    try:
-        yield
-    finally:
-        request_id.reset(token)
 
 
 class RequestIds(logging.Filter):

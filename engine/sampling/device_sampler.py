@@ -78,13 +78,12 @@ class DeviceSampler:
     kernel updates position and counts. Only rows that are new, or whose text is not what was drawn, are sent.
 
     Args:
-        block, warps: of the kernel; a draw does not depend on them.
+        block: of the kernel; a draw does not depend on it.
     """
 
-    def __init__(self, device: torch.device, *, block: int = BLOCK, warps: int = WARPS) -> None:
+    def __init__(self, device: torch.device, *, block: int = BLOCK) -> None:
         self._device = device
         self._block = block
-        self._warps = warps
         self._rows: list[Row] = []
         self._positions: list[int] = []  # where the device draws next
         self._slots: dict[Row, int] = {}
@@ -130,7 +129,7 @@ class DeviceSampler:
             tables.words,
             BLOCK=self._block,
             DEPTH=DEPTH,
-            num_warps=self._warps,
+            num_warps=WARPS,
             enable_fp_fusion=False,  # the noise must have the CPU's bits
         )
 

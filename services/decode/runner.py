@@ -7,7 +7,7 @@ from typing import Any, Final
 
 from prometheus_client import Counter
 
-from components.errors import Cancelled, KvUnavailable, MeshError, PeerBroken, PeerLost, PrefillLost, Rejected
+from components.errors import Cancelled, KvUnavailable, MeshError, PeerBroken, PeerLost, PrefillLost
 from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
 from components.routing.policy import PromptLoad, PromptRate
@@ -47,12 +47,12 @@ class RequestRunner:
         prefills: Fleet,
         active: ActiveRequests,
         *,
+        masks: MaskMaker,
         metrics: WorkerMetrics,
         model: str,
         max_local_prefill: int,
         local_prefill_on_queue: bool,
         on_transfer_failure: OnTransferFailure = "recompute",
-        masks: MaskMaker | None = None,  # None: requests with a constraint are refused
     ) -> None:
         self.engine = engine
         self.prefill = prefill
@@ -172,8 +172,6 @@ class RequestRunner:
         A request that waits for its mask must not hold pages on either side.
         Raises: Rejected.
         """
-        if self._masks is None:
-            raise Rejected("this instance has no masks for constraints")
         with step("decode.compile", active.span):
             return await self._masks.mask_of(constraint, active.token_ids, active.request.num_generated)
 

@@ -98,7 +98,7 @@ def holders(caches: Sequence[Cache], block: str) -> Mapping[str, Set[str]]:
     return found
 
 
-def most_shared(caches: Sequence[Cache], count: int = MOST_SHARED) -> list[Shared]:
+def most_shared(caches: Sequence[Cache]) -> list[Shared]:
     """Groups of blocks, by the instances that hold them: by the most instances first, then the largest."""
     of_block: dict[bytes, list[str]] = {}
     page_size: dict[bytes, int] = {}
@@ -114,7 +114,7 @@ def most_shared(caches: Sequence[Cache], count: int = MOST_SHARED) -> list[Share
         Shared(instances, len(blocks), sum(page_size[block] for block in blocks), blocks[-1].hex())
         for instances, blocks in groups.items()
     ]
-    return sorted(shared, key=lambda one: (-len(one.instances), -one.blocks))[:count]
+    return sorted(shared, key=lambda one: (-len(one.instances), -one.blocks))[:MOST_SHARED]
 
 
 async def show_kv(settings: MeshSettings, console: Console, wanted: Prefix, *, as_json: bool) -> None:

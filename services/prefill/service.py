@@ -53,10 +53,10 @@ class PrefillService:
         engine: EngineLoop,
         transfer: KvTransfer,
         *,
+        masks: MaskMaker,
         metrics: WorkerMetrics,
         writes: Writes | None = None,  # of all ranks; default: of `transfer`
         bootstrap_timeout_s: float | None = None,  # limit on the wait for decode's pages
-        masks: MaskMaker | None = None,  # None: prompts with a constraint are refused
     ) -> None:
         self._bus = bus
         self._registration = registration
@@ -118,8 +118,6 @@ class PrefillService:
 
     def _check(self, request: PrefillRequest) -> None:
         check_addressed(request, self._registration, draining=self.draining)
-        if request.sampling.constraint is not None and self._masks is None:
-            raise Rejected("this instance has no masks for constraints")
         if request.request_id in self._outbound or self._rooms.is_over(request.request_id):
             raise Rejected(f"request id {request.request_id!r} is in use, or was", param="request_id")
 
@@ -255,7 +253,6 @@ class PrefillService:
 
     async def _mask_of(self, constraint: Constraint, prompt: EngineRequest) -> TokenMask:
         """The mask of the first token. Raises: Rejected."""
-        assert self._masks is not None, "such a prompt was not accepted"
         with step("prefill.compile"):
             return await self._masks.mask_of(constraint, prompt.token_ids, prompt.num_generated)
 

@@ -57,6 +57,7 @@ from tests.faults.memory_ranks import MemoryRank, open_ranks
 from tests.faults.memory_transfer import Fabric, MemoryTransfer
 from tests.faults.setup import Setup
 from tests.faults.virtual_loop import Process, Running
+from tests.services.fake_masks import FakeMasks
 
 NAMESPACE: Final = "mesh"
 MODEL: Final = "mock"
@@ -422,11 +423,13 @@ class Decode(Worker):
             recomputes=setup.on_transfer_failure == "recompute",
         )
         self.active = ActiveRequests(outbox)
+        masks: Any = FakeMasks()
         self.runner = RequestRunner(
             self.engine,
             self.prefill_client,
             prefills,
             self.active,
+            masks=masks,
             metrics=self.metrics,
             model=MODEL,
             max_local_prefill=16,
@@ -456,12 +459,14 @@ class Prefill(Worker):
 
     async def _serve(self, stack: AsyncExitStack) -> None:
         await self._start_engine(stack)
+        masks: Any = FakeMasks()
         self.service = PrefillService(
             self.bus,
             self.registration,
             self.registry,
             self.engine,
             self.transfer,
+            masks=masks,
             metrics=self.metrics,
             writes=self.writes,
         )

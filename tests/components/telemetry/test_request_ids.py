@@ -4,14 +4,15 @@ import asyncio
 import io
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
 from components.telemetry.logs import configure_logs
 from components.telemetry.repeated_lines import BURST, CountingHandler
-from components.telemetry.request_ids import RequestIds, of_request
+from components.telemetry.request_ids import RequestIds, request_id
 
 ours, library = logging.getLogger("components.test"), logging.getLogger("a_library")
 
@@ -23,6 +24,15 @@ def _restored() -> Iterator[None]:
     yield
     root.handlers[:] = handlers
     root.setLevel(level)
+
+
+@contextmanager
+def of_request(name: str) -> Generator[None, None, None]:
+    token = request_id.set(name)
+    try:
+        yield
+    finally:
+        request_id.reset(token)
 
 
 def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, object]]:

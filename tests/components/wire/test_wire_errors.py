@@ -20,7 +20,6 @@ def test_an_error_is_raised_on_the_other_side_as_what_it_was(cls: type[MeshError
     assert type(error) is (PeerBroken if ours else cls)
     assert error.message == str(error) == "why"
     assert {"request_id": "r", "bytes": 7, "share": 0.5, "param": None}.items() <= error.fields.items()
-    assert error.retryable == cls.retryable
 
 
 @pytest.mark.parametrize("cls", [c for c in BY_NAME.values() if issubclass(c, Overloaded)])

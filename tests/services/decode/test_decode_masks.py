@@ -1,9 +1,5 @@
 """A request with a constraint holds no pages and asks no prefill before it has its mask."""
 
-import asyncio
-from collections.abc import Sequence
-from typing import Any
-
 import pytest
 from msgspec.structs import replace
 
@@ -12,32 +8,20 @@ from components.wire.sampling import Constraint, SamplingParams
 from engine.ports import Phase
 from tests.services.decode.fake_engine import turns
 from tests.services.decode.test_decode_service import ID, Decode, decode
+from tests.services.fake_masks import FakeMasks
 
 pytestmark = pytest.mark.anyio
 __all__ = ["decode"]
 CONSTRAINED = SamplingParams(max_tokens=5, constraint=Constraint(kind="regex", text="a+"))
 
 
-class Masks:
-    """What `MaskMaker` does, when the test lets it."""
-
-    def __init__(self) -> None:
-        self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self.asked: list[list[int]] = []
-
-    async def mask_of(self, constraint: Constraint, token_ids: Sequence[int], num_generated: int) -> Any:
-        self.asked.append(list(token_ids))
-        return await asyncio.shield(self.ready)
-
-
 @pytest.fixture
-async def masks(decode: Decode) -> Any:
-    made: Any = Masks()
-    decode.runner._masks = made
+def masks(decode: Decode) -> FakeMasks:
+    made: FakeMasks = decode.masks
     return made
 
 
-async def test_others_are_served_while_a_mask_is_compiled(decode: Decode, masks: Masks) -> None:
+async def test_others_are_served_while_a_mask_is_compiled(decode: Decode, masks: FakeMasks) -> None:
     await decode.ask(sampling=CONSTRAINED)
     await decode.ask(stream_id=9)
     assert decode.engine.engine.submitted.keys() == {"r.9"}
@@ -52,7 +36,7 @@ async def test_others_are_served_while_a_mask_is_compiled(decode: Decode, masks:
     await decode.cancel(9)
 
 
-async def test_who_leaves_meanwhile_is_never_submitted(decode: Decode, masks: Masks) -> None:
+async def test_who_leaves_meanwhile_is_never_submitted(decode: Decode, masks: FakeMasks) -> None:
     await decode.ask(sampling=CONSTRAINED)
     assert await decode.cancel() == 1
     masks.ready.set_result("the mask")
@@ -62,7 +46,7 @@ async def test_who_leaves_meanwhile_is_never_submitted(decode: Decode, masks: Ma
     decode.assert_nothing_is_kept()
 
 
-async def test_branches_that_leave_meanwhile_are_never_begun(decode: Decode, masks: Masks) -> None:
+async def test_branches_that_leave_meanwhile_are_never_begun(decode: Decode, masks: FakeMasks) -> None:
     """The engine did not know them yet when they were cancelled, and generated them for nobody."""
     await decode.ask(sampling=replace(CONSTRAINED, n=3))
     assert [await decode.cancel(stream_id) for stream_id in (1, 3)] == [1, 1]
@@ -74,14 +58,8 @@ async def test_branches_that_leave_meanwhile_are_never_begun(decode: Decode, mas
     decode.assert_nothing_is_kept()
 
 
-async def test_a_constraint_that_cannot_be_kept_is_the_client_s_fault(decode: Decode, masks: Masks) -> None:
+async def test_a_constraint_that_cannot_be_kept_is_the_client_s_fault(decode: Decode, masks: FakeMasks) -> None:
     masks.ready.set_exception(Rejected("a constraint that cannot be kept"))
-    await decode.ask(sampling=CONSTRAINED)
-    assert decode.errors() == ["Rejected"]
-    decode.assert_nothing_is_kept()
-
-
-async def test_without_masks_nothing_is_promised(decode: Decode) -> None:
     await decode.ask(sampling=CONSTRAINED)
     assert decode.errors() == ["Rejected"]
     decode.assert_nothing_is_kept()

@@ -62,6 +62,7 @@ from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, end
 from tests.components.kv_transfer.nixl_peer import Pages
 from tests.components.messaging.fake_bus import FakeBus
 from tests.services.decode.fake_engine import FakeEngineLoop, FakeRegistry, turns
+from tests.services.fake_masks import FakeMasks
 
 pytestmark = pytest.mark.anyio
 
@@ -130,12 +131,14 @@ class Decode:
             self.transfer,
             30.0,
         )
+        self.masks: Any = FakeMasks()
         self.metrics = WorkerMetrics()
         self.runner = RequestRunner(
             self.engine,
             self.prefill_client,
             self.fleet,
             self.active,
+            masks=self.masks,
             metrics=self.metrics,
             model="m",
             max_local_prefill=2,

@@ -1,7 +1,6 @@
 """The first token is drawn by a mask, and a prompt whose mask is not ready holds up no other."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -15,35 +14,21 @@ __all__ = ["prefill"]
 CONSTRAINED = SamplingParams(max_tokens=5, constraint=Constraint(kind="regex", text="a+"))
 
 
-class Masks:
-    """What `MaskMaker` does, when the test lets it."""
-
-    def __init__(self) -> None:
-        self.ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    async def mask_of(self, constraint: Constraint, token_ids: Any, num_generated: int) -> Any:
-        return await asyncio.shield(self.ready)
-
-
 async def test_others_are_computed_while_a_mask_is_compiled_and_decode_is_answered_before(prefill: Prefill) -> None:
-    masks: Any = Masks()
-    prefill.service._masks = masks
     await prefill.ask(sampling=CONSTRAINED)
     await prefill.ask("other")
     await turns()
     assert prefill.engine.engine.submitted.keys() == {"other"}
-    masks.ready.set_result("the mask")
+    prefill.masks.ready.set_result("the mask")
     await turns()
     assert prefill.engine.engine.submitted["r"].mask == "the mask"
 
 
 async def test_a_prompt_that_is_called_off_while_its_mask_is_compiled_is_never_computed(prefill: Prefill) -> None:
-    masks: Any = Masks()
-    prefill.service._masks = masks
     await prefill.ask(sampling=CONSTRAINED)
     await turns()
     await asyncio.wait_for(prefill.quiesce(), 1)
-    masks.ready.set_result("the mask")
+    prefill.masks.ready.set_result("the mask")
     await turns()
     assert not prefill.engine.engine.submitted
     prefill.assert_nothing_is_kept()
@@ -55,17 +40,9 @@ async def test_a_prompt_that_is_called_off_while_its_mask_is_compiled_is_never_c
 async def test_a_prompt_whose_mask_cannot_be_made_leaves_nothing_behind_and_decode_hears(
     prefill: Prefill, fault: Exception, told: str
 ) -> None:
-    masks: Any = Masks()
-    prefill.service._masks = masks
-    masks.ready.set_exception(fault)
+    prefill.masks.ready.set_exception(fault)
     await prefill.ask(sampling=CONSTRAINED)
     await turns()
     assert prefill.failures == [told]
     assert not prefill.engine.engine.submitted
     prefill.assert_nothing_is_kept()
-
-
-async def test_an_instance_without_masks_refuses_such_a_prompt(prefill: Prefill) -> None:
-    with pytest.raises(Rejected):
-        await prefill.ask(sampling=CONSTRAINED)
-    assert not prefill.service.num_transfers

@@ -42,6 +42,7 @@ from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, end
 from tests.components.kv_transfer.nixl_peer import Pages
 from tests.components.messaging.fake_bus import FakeBus
 from tests.services.decode.fake_engine import FakeEngineLoop, FakeRegistry, turns
+from tests.services.fake_masks import FakeMasks
 
 pytestmark = pytest.mark.anyio
 
@@ -63,6 +64,7 @@ class Prefill:
         book.put("boot", record("boot", "1", role="bootstrap"))
         book.put("d", record("d", "1", kv=endpoint("decode-d")))
         self.registration = Registration("p", "mine")
+        self.masks: Any = FakeMasks()
         self.metrics = WorkerMetrics()
         self.service = PrefillService(
             self.bus,
@@ -70,6 +72,7 @@ class Prefill:
             self.registry,
             self.engine,
             self.transfer,
+            masks=self.masks,
             metrics=self.metrics,
         )
 
