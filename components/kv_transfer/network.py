@@ -22,7 +22,9 @@ UCX_USER_TIMEOUT: Final = "UCX_TCP_USER_TIMEOUT"
 UNANSWERED: Final = "5s"  # TCP drops a connection whose bytes are unacknowledged for so long
 NO_RDMA: Final = "^ib"  # all modules except this one
 _GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR of Linux
-_LISTEN: Final = "0A"
+# socket states in /proc/<pid>/net/tcp
+ESTABLISHED: Final = "01"
+LISTEN: Final = "0A"
 
 
 class Listener(NamedTuple):
@@ -80,22 +82,32 @@ def listeners_told() -> Iterator[None]:
 
 
 def listeners(pid: int | None = None) -> Set[Listener]:
-    """TCP listeners of a process, by default this one.
+    """TCP listeners of a process, by default this one."""
+    process = Path("/proc") / str(pid or "self")
+    return {_listener(local) for local, _ in tcp_sockets(process, LISTEN, open_files(process))}
+
+
+def open_files(process: Path) -> set[str]:
+    """Targets of the open file descriptors of /proc/<pid>: paths, and `socket:[<inode>]`."""
+    found = set()
+    for entry in (process / "fd").iterdir():
+        with suppress(OSError):  # closed meanwhile
+            found.add(str(entry.readlink()))
+    return found
+
+
+def tcp_sockets(process: Path, state: str, files: Set[str]) -> list[tuple[str, str]]:
+    """Local and remote address of each TCP socket in `state` that is among `files`.
 
     Source: proc_net_tcp of the kernel's documentation.
     """
-    process = Path("/proc") / str(pid or "self")
-    own = set()
-    for entry in (process / "fd").iterdir():
-        with suppress(OSError):  # closed meanwhile
-            own.add(str(entry.readlink()))
-    found = set()
+    found = []
     for table in ("tcp", "tcp6"):
         with suppress(OSError):  # no IPv6
             for line in (process / "net" / table).read_text().splitlines()[1:]:
                 fields = line.split()
-                if fields[3] == _LISTEN and f"socket:[{fields[9]}]" in own:
-                    found.add(_listener(fields[1]))
+                if fields[3] == state and f"socket:[{fields[9]}]" in files:
+                    found.append((fields[1], fields[2]))
     return found
 
 

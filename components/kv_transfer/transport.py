@@ -4,22 +4,20 @@ NIXL reports only its backend's name, and has no call for the transport that UCX
 memory segment, an RDMA device or a TCP connection is open in the process that uses it.
 """
 
-from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from components.kv_transfer.network import listeners
+from components.kv_transfer.network import ESTABLISHED, listeners, open_files, tcp_sockets
 from components.wire.status import Connection, TransportStatus
 
 MOST_CONNECTIONS: Final = 1024  # reported; a worker has a few for each peer
-ESTABLISHED: Final = "01"
 SELF: Final = Path("/proc/self")
 
 
 def observed_transport() -> TransportStatus:
     """Reads files of /proc, which takes some 20 ms. Raises: OSError."""
     maps = (SELF / "maps").read_text(errors="replace")
-    files = _open_files()
+    files = open_files(SELF)
     return TransportStatus(
         ports=sorted({listener.port for listener in listeners()}),
         connections=_connections(files)[:MOST_CONNECTIONS],
@@ -28,21 +26,10 @@ def observed_transport() -> TransportStatus:
     )
 
 
-def _open_files() -> set[str]:
-    found = set()
-    for entry in (SELF / "fd").iterdir():
-        with suppress(OSError):  # closed meanwhile
-            found.add(str(entry.readlink()))
-    return found
-
-
 def _connections(files: set[str]) -> list[Connection]:
-    found = []
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):  # no IPv6
-            for line in (SELF / "net" / table).read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == ESTABLISHED and f"socket:[{fields[9]}]" in files:
-                    local, remote = (int(fields[side].rpartition(":")[2], 16) for side in (1, 2))
-                    found.append(Connection(local=local, remote=remote))
-    return found
+    sockets = tcp_sockets(SELF, ESTABLISHED, files)
+    return [Connection(local=_port(local), remote=_port(remote)) for local, remote in sockets]
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2], 16)
