@@ -1,6 +1,6 @@
 """What prefill and decode share: the parts of a worker process, and the check that a request is addressed to it."""
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Container, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -66,6 +66,12 @@ def check_model(model: str, served: str) -> None:
     """Raises: UnknownModel."""
     if model != served:
         raise UnknownModel(f"this instance serves {served!r}, not {model!r}")
+
+
+def check_adapter(adapter: str, known: Container[str], served: str) -> None:
+    """Raises: UnknownModel."""
+    if adapter and adapter not in known:
+        raise UnknownModel(f"this instance has no adapter {adapter!r} of {served!r}")
 
 
 def model_name(settings: WorkerSettings) -> str:

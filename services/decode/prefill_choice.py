@@ -7,7 +7,7 @@ from typing import Final, NamedTuple
 
 from opentelemetry import trace
 
-from components.errors import MeshError, UnknownModel
+from components.errors import MeshError
 from components.messaging.call_server import Endpoint
 from components.messaging.fleet import Fleet
 from components.routing.candidates import Inquiry
@@ -19,6 +19,7 @@ from components.wire.layout import check_compatible, check_same_adapter
 from components.wire.tokens import PromptBlocks
 from engine.ports import Engine
 from services.decode.prefill_client import PrefillClient
+from services.worker import check_adapter
 
 log = logging.getLogger(__name__)
 
@@ -141,8 +142,7 @@ class PrefillChoice:
 
     async def explain_route(self, request: ExplainRoute) -> RouteExplained:
         """Report where a prompt would be computed now, and why. Raises: UnknownModel."""
-        if request.adapter and request.adapter not in self._engine.adapters:
-            raise UnknownModel(f"this instance has no adapter {request.adapter!r} of {self._model!r}")
+        check_adapter(request.adapter, self._engine.adapters, self._model)
         blocks = self._engine.prompt_blocks(request.token_ids, request.cache_salt, request.adapter)
         remaining = blocks.num_tokens - self._engine.peek_prefix(blocks)
         chosen = await self.choose(

@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 from components.discovery.registry import Registration
-from components.errors import Cancelled, DeadlineExceeded, PeerLost, Rejected, UnknownModel
+from components.errors import Cancelled, DeadlineExceeded, PeerLost, Rejected
 from components.messaging.call_server import Endpoint
 from components.messaging.heartbeat_sender import heartbeat_of
 from components.messaging.outbox import OutStream
@@ -19,7 +19,7 @@ from engine.sampling.bounds import check_branches
 from services.decode.embedding import EmbeddingService
 from services.decode.requests import ActiveRequest
 from services.decode.runner import RequestRunner
-from services.worker import check_addressed, check_model
+from services.worker import check_adapter, check_addressed, check_model
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +56,7 @@ class DecodeService:
         """Accept a request; its tokens follow as frames. Raises: MeshError; the frontend then tries another instance."""
         left_s = check_addressed(request, self._registration, draining=self.draining)
         check_model(request.model, self._model)
-        if request.adapter and request.adapter not in self._engine.engine.adapters:
-            raise UnknownModel(f"this instance has no adapter {request.adapter!r} of {self._model!r}")
+        check_adapter(request.adapter, self._engine.engine.adapters, self._model)
         engine_id = f"{request.request_id}.{request.stream_id}"
         if self._active.find(engine_id) is not None:
             raise Rejected(f"request id {engine_id!r} is in use", param="request_id")
