@@ -16,10 +16,11 @@ from components.errors import MalformedMessage, MeshError, Overloaded
 from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
 from components.messaging.clocks import now_ms
+from components.messaging.failed_rooms import report_room_failed
 from components.process import subject_of
 from components.telemetry.figures import Figures
 from components.telemetry.on_demand import OnDemand
-from components.wire.prefill import CloseRooms, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomsClosed
+from components.wire.prefill import CloseRooms, OpenRoom, PagesOffered, RoomOk, RoomsClosed
 from components.wire.status import RoomStatus
 
 log = logging.getLogger(__name__)
@@ -120,16 +121,8 @@ class BootstrapService:
             await self._bus.call(f"{prefill}.pages", offer, RoomOk, timeout_s=FORWARD_TIMEOUT_S)
         except MeshError as exc:
             if self._close(request.room, "failed"):
-                await self._notify_decode(request, exc)
-
-    async def _notify_decode(self, request: OpenRoom, error: MeshError) -> None:
-        failed = RoomFailed(
-            request_id=request.request_id, room=request.room, error=type(error).__name__, cause=error.message
-        )
-        try:
-            await self._bus.publish(f"{subject_of(self._namespace, 'decode', request.decode_id)}.room_failed", failed)
-        except MeshError as exc:
-            log.warning("decode was not notified", extra={"instance": request.decode_id, "cause": exc.message})
+                decode = subject_of(self._namespace, "decode", request.decode_id)
+                await report_room_failed(self._bus, decode, request.request_id, request.room, exc)
 
     def _close(self, room: str, how: str) -> bool:
         """Returns False if it was not open."""

@@ -1,7 +1,6 @@
 """Rooms without a transfer: offers that arrived before their request, and requests that have ended."""
 
 import asyncio
-import logging
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
@@ -11,9 +10,8 @@ from typing import Any, Final
 from components.discovery.registry import Registry
 from components.errors import MeshError, TransferFailed
 from components.messaging.bus import Bus
-from components.wire.prefill import CloseRooms, PagesOffered, PrefillRequest, RoomFailed
-
-log = logging.getLogger(__name__)
+from components.messaging.failed_rooms import report_room_failed
+from components.wire.prefill import CloseRooms, PagesOffered, PrefillRequest
 
 CLOSE_EVERY_S: Final = 0.02
 EARLY_FOR_S: Final = 10.0  # decode's timeout for an answer
@@ -76,13 +74,8 @@ class Rooms:
 
     async def notify_decode(self, of: PrefillRequest | PagesOffered, error: MeshError) -> None:
         decode = self._registry.book.find(of.decode_id)
-        if decode is None:
-            return
-        failed = RoomFailed(request_id=of.request_id, room=of.room, error=type(error).__name__, cause=error.message)
-        try:
-            await self._bus.publish(f"{decode.subject}.room_failed", failed)
-        except MeshError as exc:
-            log.warning("decode was not notified", extra={"room": of.room, "cause": exc.message})
+        if decode is not None:
+            await report_room_failed(self._bus, decode.subject, of.request_id, of.room, error)
 
     def _expire(self, offer: PagesOffered) -> None:
         if self._early.get((offer.request_id, offer.room)) is offer:

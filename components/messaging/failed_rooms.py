@@ -1,0 +1,18 @@
+"""Reports to decode that a room's transfer has failed."""
+
+import logging
+
+from components.errors import MeshError
+from components.messaging.bus import Bus
+from components.wire.prefill import RoomFailed
+
+log = logging.getLogger(__name__)
+
+
+async def report_room_failed(bus: Bus, decode: str, request_id: str, room: str, error: MeshError) -> None:
+    """`decode`: the instance's subject. A lost report is only logged: decode then waits for the transfer's timeout."""
+    failed = RoomFailed(request_id=request_id, room=room, error=type(error).__name__, cause=error.message)
+    try:
+        await bus.publish(f"{decode}.room_failed", failed)
+    except MeshError as exc:
+        log.warning("decode was not notified", extra={"room": room, "subject": decode, "cause": exc.message})
