@@ -16,7 +16,7 @@ SLOW_S: Final = 0.1  # shorter steps are ignored
 KNOWN: Final = 20  # steps of a kind before its usual time is known
 LEARN: Final = 0.05  # weight of one step
 CAUSE: Final = 0.25  # share of a step that identifies a cause
-FAULTS_S: Final = 100  # major page faults per second
+FAULTS_PER_S: Final = 100  # major page faults per second
 WARN_EVERY_S: Final = 30.0
 READ_EVERY_S: Final = 1.0
 
@@ -87,7 +87,7 @@ def likely_cause(held: Held, step_s: float) -> str:
         return "the cgroup's CPU quota is used up"
     if held.cores_s > CAUSE * step_s:
         return "other processes use these cores"
-    if held.faults > FAULTS_S * step_s:
+    if held.faults > FAULTS_PER_S * step_s:
         return "memory is read back from disk"
     return "unknown: the process waited neither for cores, for its CPU quota nor for the disk"
 
