@@ -94,7 +94,7 @@ class PrefillChoice:
         """Choose an instance for a prompt with `remaining` tokens to compute."""
         if remaining <= self._max_local_prefill:
             return Local(Reason.FEW_TOKENS, f"only {remaining} tokens remain")
-        if not self._prefill.has_room:
+        if not self._prefill.has_free_aux_slot:
             return Local(Reason.NO_AUX_SLOT, "there are as many transfers as aux slots")
         usable = self._usable(adapter)
         explain = explain and (dry or len(usable) > 1)  # else there is nothing to compare

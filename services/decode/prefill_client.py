@@ -97,7 +97,7 @@ class PrefillClient:
         return len(self._transfers)
 
     @property
-    def has_room(self) -> bool:
+    def has_free_aux_slot(self) -> bool:
         return self._transfer.aux.num_free > 0
 
     @property
