@@ -142,7 +142,7 @@ class Router:
         self._usual_page_size = page_size
         self._or_none = or_none
         self._page_sizes: Counter[int] = Counter()
-        self._silent: set[str] = set()  # without KV events
+        self._without_kv_events: set[str] = set()
         self._usable: Sequence[HasInstanceId] | None = None  # of the last request; None: instances have changed
         self._members: Sequence[Member] = ()
 
@@ -158,7 +158,7 @@ class Router:
         size = page_size or self._usual_page_size
         self._page_sizes[size] += 1
         if not kv_events:
-            self._silent.add(instance_id)
+            self._without_kv_events.add(instance_id)
         self.health.joined(instance_id, self.now_s)
         return self.book.joined(instance_id, epoch, size, devices)
 
@@ -169,7 +169,7 @@ class Router:
         self._usable = None
         self._page_sizes[member.page_size] -= 1
         self._page_sizes += Counter()  # drops zero counts
-        self._silent.discard(instance_id)
+        self._without_kv_events.discard(instance_id)
         self._guess.remove(instance_id)
         self.health.left(instance_id)
         self.book.left(instance_id)
@@ -200,7 +200,11 @@ class Router:
         if choice is None:
             return None
         member = choice.member
-        hashes = blocks(member.page_size) if self._index is not None and member.instance_id in self._silent else ()
+        hashes = (
+            blocks(member.page_size)
+            if self._index is not None and member.instance_id in self._without_kv_events
+            else ()
+        )
         hit = min(cached.get(member.instance_id, 0), max(request.num_tokens - 1, 0))
         seen = self._seen(members, choice, cached) if request.explain else ()
         return RouteChoice(member.instance_id, hit, choice.why, len(members), hashes, seen)
@@ -231,7 +235,7 @@ class Router:
         cached: dict[str, int] = {}
         for size in self._page_sizes:
             hashes = blocks(size)
-            for found in (self._guess.find(hashes) if self._silent else {}, self._index.find(hashes)):
+            for found in (self._guess.find(hashes) if self._without_kv_events else {}, self._index.find(hashes)):
                 for instance_id, depth in found.items():
                     cached[instance_id] = depth * size
         return cached
