@@ -135,7 +135,7 @@ class StepStats(msgspec.Struct, frozen=True):
     step_s: float = 0.0
     prefix_queries: int = 0  # prompt tokens looked up since start
     prefix_hits: int = 0  # of those, found
-    retractions: int = 0  # since start
+    preemptions: int = 0  # since start
     forward: str = ""  # eager, compiled or graph
 
 

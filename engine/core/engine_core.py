@@ -211,7 +211,7 @@ class EngineCore:
         self._step += 1
         self._prompt_tokens = 0
         output = StepOutput()
-        if self._scheduler.must_retract():
+        if self._scheduler.must_preempt():
             if pauses:
                 yield from self._pauses(output, reserve=False)  # pages are short
             self._land(output)
@@ -320,7 +320,7 @@ class EngineCore:
             step_s=step_s,
             prefix_queries=self._memory.prefix_queries,
             prefix_hits=self._memory.prefix_hits,
-            retractions=scheduler.retractions,
+            preemptions=scheduler.preemptions,
             forward=self._runner.forward_kind,
         )
 

@@ -137,7 +137,7 @@ class BatchLog:
                 "#queue-req": stats.num_waiting,
                 "#prealloc-req": stats.num_reserved,
                 "#held-req": stats.num_held,
-                "#retracted-req": stats.retractions,
+                "#retracted-req": stats.preemptions,
                 **self._more(),
                 "forward": stats.forward,
             }

@@ -41,7 +41,7 @@ class Scheduler:
         self.waiting: list[Request] = []
         self.running: list[Request] = []
         self.reserved: list[Request] = []
-        self.retractions = 0
+        self.preemptions = 0
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
         self._pack_tokens = pack_tokens
@@ -91,7 +91,7 @@ class Scheduler:
     def _admits_prompt(self) -> bool:
         return self._can_admit() and any(request.phase is not Phase.DECODE for request in self.waiting)
 
-    def must_retract(self) -> bool:
+    def must_preempt(self) -> bool:
         available = self.memory.pool.num_available
         if available >= len(self.running):  # a page each
             return False
@@ -99,7 +99,7 @@ class Scheduler:
         return sum(1 for slots, start, pending in decodes if pending == 1 and start >= slots) > available
 
     def schedule(self, beside: Callable[[int], int] | None = None) -> tuple[list[Chunk], list[Request]]:
-        """Plan one step. If `must_retract`, no step may be in flight.
+        """Plan one step. If `must_preempt`, no step may be in flight.
 
         Args:
             beside: returns the prompt tokens that may share a step with N decodes; None: only the budget limits them.
@@ -107,11 +107,11 @@ class Scheduler:
         Returns: what to compute, and the DECODE requests that got pages.
         """
         budget = self._max_step_tokens
-        retractions, page_size = self.retractions, self.memory.page_size
+        preemptions, page_size = self.preemptions, self.memory.page_size
         chunks: list[Chunk] = []
         for request in list(self.running):  # the last may be preempted
             start, pending = request.upcoming
-            if pending != 1 or (self.retractions > retractions and request.state is not RequestState.RUNNING):
+            if pending != 1 or (self.preemptions > preemptions and request.state is not RequestState.RUNNING):
                 continue
             if start < len(request.pages) * page_size or self._make_room(request, start + 1):
                 chunks.append(Chunk(request, start, start + 1, True, start == len(request.tokens)))
@@ -121,7 +121,7 @@ class Scheduler:
         full = max(0, budget - self._pack_tokens)  # at this budget, no further prompt begins
         prompts = [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else []
         prompts.sort(key=by_turn, reverse=True)
-        self._made_room = self.retractions > retractions
+        self._made_room = self.preemptions > preemptions
         reserved = self.reserve()
         while (following := self._next(prompts, admit=not self._made_room, more=budget > full)) is not None:
             start, pending = following.upcoming
@@ -203,19 +203,19 @@ class Scheduler:
         """
         while not self.memory.grow(request, num_tokens):
             last = next(r for r in reversed(self.running) if r.phase is not Phase.PREFILL)
-            self._retract(last)
+            self._preempt(last)
             if last is request:
                 return False
         return True
 
-    def _retract(self, request: Request) -> None:
+    def _preempt(self, request: Request) -> None:
         assert request.in_flight is None, "pages that are being written would be given away"
         log.info("request retracted", extra={"request_id": request.id, "tokens": len(request.tokens)})
         self.running.remove(request)
         self.memory.give_back(request)
         request.advance(RequestState.WAITING)
         self.add(request)
-        self.retractions += 1
+        self.preemptions += 1
 
 
 def chunk_length(pending: int, budget: int) -> int:

@@ -86,7 +86,7 @@ def test_branches_for_which_there_is_no_room_wait_and_are_retracted_like_others(
     assert all_branches(seen, "b", 3) == separately(tiny, prompt(20, start=2), sampled(30, n=3))
     assert engine.step().stats.held_pages == 0
     if max_running > 2:
-        assert seen.steps[-1].retractions > 0
+        assert seen.steps[-1].preemptions > 0
 
 
 def test_every_branch_ends_for_itself(tiny: LoadedModel) -> None:

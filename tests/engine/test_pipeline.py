@@ -241,16 +241,16 @@ def test_nobody_is_retracted_while_in_flight(device: Device) -> None:
     for i in range(4):
         core.submit(EngineRequest(f"r{i}", prompt(17, start=i), greedy(60)))
     seen = Seen()
-    retractions = 0
+    preemptions = 0
     while core.has_work():
         launched = len(device.rows)
         seen.take(core.step())
         check_pages(core)
-        if seen.steps[-1].retractions > retractions:
-            retractions = seen.steps[-1].retractions
+        if seen.steps[-1].preemptions > preemptions:
+            preemptions = seen.steps[-1].preemptions
             told = device.told[device.told.index(f"launch {launched - 1}") :]
             assert told.index(f"result {launched - 1}") < told.index(f"launch {launched}")
-    assert retractions > 1
+    assert preemptions > 1
     assert all(tokens == [7] * 60 for tokens in seen.tokens.values())
 
 

@@ -68,7 +68,7 @@ def test_a_long_prompt_holds_them_as_soon_as_it_is_computed(windowed: LoadedMode
 def test_answers_that_would_not_fit_together_without_it_run_at_once(windowed: LoadedModel, tiny: LoadedModel) -> None:
     requests = [EngineRequest(f"r{i}", prompt(40, start=i), greedy(150, ignore_eos=True)) for i in range(3)]
     settings = {"num_pages": 3 * MOST, "reserve_tokens": 512}
-    assert run(make_engine(windowed, **settings), requests).steps[-1].retractions == 0
+    assert run(make_engine(windowed, **settings), requests).steps[-1].preemptions == 0
     steps = run(make_engine(windowed, **settings), requests).steps
     assert max(stats.num_running for stats in steps) == 3
     steps = run(make_engine(tiny, **settings), requests).steps

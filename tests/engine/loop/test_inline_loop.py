@@ -124,4 +124,4 @@ async def test_who_must_give_up_pages_does_not_stop_the_event_loop(
         listener = Listener(loop)
         asked = [listener.ask(loop, f"r{i}", prompt(17, start=i), greedy(40, ignore_eos=True)) for i in range(4)]
         assert [len(tokens) for tokens in await asyncio.gather(*asked)] == [40] * 4
-        assert loop.stats.retractions
+        assert loop.stats.preemptions

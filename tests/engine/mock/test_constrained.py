@@ -134,7 +134,7 @@ def test_retraction_changes_nothing(tmp_path: Path, vocabulary: LLTokenizer) -> 
         ]
 
     tight = run(make_mock(tmp_path, num_pages=24, reserve_tokens=0), requests())
-    assert tight.steps[-1].retractions > 0
+    assert tight.steps[-1].preemptions > 0
     assert tight.tokens == run(roomy(tmp_path), requests()).tokens
     assert all(whole(schema, text_of(tokens)) for tokens in tight.tokens.values())
 

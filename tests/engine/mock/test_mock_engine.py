@@ -76,7 +76,7 @@ def test_retraction_and_prefix_hits_change_no_token(tmp_path: Path) -> None:
     engine = make_mock(tmp_path, num_pages=16, reserve_tokens=0)
     requests = [EngineRequest(f"r{i}", prompt(33) + prompt(i, start=9), endless(80)) for i in range(6)]
     seen = run(engine, requests)
-    assert seen.steps[-1].retractions > 0
+    assert seen.steps[-1].preemptions > 0
     assert seen.steps[-1].prefix_hits > 0
     for request in requests:
         assert seen.tokens[request.request_id] == alone(tmp_path, list(request.token_ids), request.sampling)

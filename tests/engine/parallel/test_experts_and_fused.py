@@ -61,7 +61,7 @@ def test_ids_are_those_of_one_rank(case: Case, pool: dict[str, int], pipeline: s
     seen = run(case.two.make(**{"num_pages": 200, **pool, "pipeline": pipeline}), requests())
     assert seen.tokens == wanted.tokens
     assert seen.branches == wanted.branches
-    assert (max(stats.retractions for stats in seen.steps) > 0) == bool(pool)
+    assert (max(stats.preemptions for stats in seen.steps) > 0) == bool(pool)
 
 
 def test_ids_are_those_of_transformers_after_a_prefix_hit(case: Case) -> None:

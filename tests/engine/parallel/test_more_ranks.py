@@ -50,7 +50,7 @@ def test_ranks_release_the_pages_that_every_layer_has_left(
     with led(windowed_dir, 2) as two:
         seen = run(two.make(num_pages=18), requests)
     assert seen.tokens == wanted
-    assert seen.steps[-1].retractions == 0
+    assert seen.steps[-1].preemptions == 0
     assert max(stats.num_running for stats in seen.steps) == 4
 
 

@@ -77,7 +77,7 @@ def test_ids_are_those_of_one_rank(one: LoadedModel, two: Led, pool: dict[str, i
     assert seen.tokens == wanted.tokens
     assert seen.branches == wanted.branches
     assert len(seen.branches) == 2, "beside the first"
-    assert (max(stats.retractions for stats in seen.steps) > 0) == bool(pool)
+    assert (max(stats.preemptions for stats in seen.steps) > 0) == bool(pool)
     for name in ("logprobs", "prompt_logprobs"):
         ours, theirs = getattr(seen, name)["told"], getattr(wanted, name)["told"]
         assert [t.logprob for t in ours] == pytest.approx([t.logprob for t in theirs], abs=1e-4)

@@ -106,7 +106,7 @@ def test_requests_of_every_kind_give_the_same_alone_and_among_31_others(tiny: Lo
 def test_a_pool_too_small_and_small_chunks_change_nothing(tiny: LoadedModel) -> None:
     asked = [EngineRequest(f"r{how}", prompt(30, start=how), varied(how)) for how in range(len(VARIED))]
     seen = run(make_engine(tiny, num_pages=12, max_running=5, max_step_tokens=11, reserve_tokens=0), asked)
-    assert seen.steps[-1].retractions > 0
+    assert seen.steps[-1].preemptions > 0
     for how, request in enumerate(asked):
         assert seen.tokens[request.request_id] == alone(tiny, prompt(30, start=how), varied(how))
 
@@ -298,7 +298,7 @@ def test_logprobs_of_a_prompt_survive_a_retraction_and_come_once(tiny: LoadedMod
     params = greedy(40, ignore_eos=True, prompt_logprobs=1)
     asked = [EngineRequest(f"r{i}", prompt(30, start=i), params) for i in range(5)]
     seen = run(make_engine(tiny, num_pages=12, max_running=5, max_step_tokens=11, reserve_tokens=0), asked)
-    assert seen.steps[-1].retractions > 0
+    assert seen.steps[-1].preemptions > 0
     for i in range(5):
         single = run(make_engine(tiny), [EngineRequest("r", prompt(30, start=i), params)])
         assert [t.logprob for t in seen.prompt_logprobs[f"r{i}"]] == pytest.approx(

@@ -44,7 +44,7 @@ def test_the_running_batch_is_not_disturbed_by_a_better_one(tmp_path: Path) -> N
     engine.submit(request("first", 5, max_tokens=9))
     engine.step()
     assert order_of_first_tokens(engine, [request("urgent", 0)]) == ["first", "urgent"]
-    assert engine.step().stats.retractions == 0
+    assert engine.step().stats.preemptions == 0
 
 
 def test_the_youngest_of_the_worst_priority_is_retracted(tmp_path: Path, caplog) -> None:  # type: ignore[no-untyped-def]

@@ -108,7 +108,7 @@ def test_retracted_requests_come_back_and_go_on_with_the_same_tokens(tiny: Loade
     engine = make_engine(tiny, num_pages=10, reserve_tokens=0)
     prompts = {f"r{i}": prompt(17 + i, start=i) for i in range(5)}
     seen = run(engine, [EngineRequest(name, ids, endless(60)) for name, ids in prompts.items()])
-    assert seen.steps[-1].retractions > 2
+    assert seen.steps[-1].preemptions > 2
     assert seen.tokens == {name: alone(tiny, ids, endless(60)) for name, ids in prompts.items()}
 
 
@@ -118,7 +118,7 @@ def test_retracted_samples_go_on_with_the_same_draws(tiny: LoadedModel) -> None:
         f"r{i}": SamplingParams(max_tokens=60, temperature=1.0, top_p=0.9, seed=i, ignore_eos=True) for i in range(5)
     }
     seen = run(engine, [EngineRequest(name, prompt(17), params) for name, params in drawn.items()])
-    assert seen.steps[-1].retractions > 2
+    assert seen.steps[-1].preemptions > 2
     assert seen.tokens == {name: alone(tiny, prompt(17), params) for name, params in drawn.items()}
 
 
