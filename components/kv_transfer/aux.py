@@ -195,7 +195,7 @@ def _read_logprobs(head: np.void) -> TokenLogprobs | None:
     return TokenLogprobs(float(head["logprob"]), tuple(top))
 
 
-class Arrivals:
+class AuxArrivals:
     """Polls aux slots for complete records of peers. Event loop and thread share state by atomic operations only."""
 
     def __init__(self, aux: AuxBuffer, thread: OwnThread) -> None:

@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 
 from components.errors import TransferFailed
-from components.kv_transfer.aux import HEAD, Arrivals, AuxBuffer
+from components.kv_transfer.aux import HEAD, AuxArrivals, AuxBuffer
 from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
 from components.kv_transfer.network import choose_devices, drop_dead_connections, leave_out_rdma, listeners_told
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
@@ -72,7 +72,7 @@ class NixlTransfer:
         self._failed: list[_Write] = []  # not yet released by NIXL
         self._lost: set[str] = set()  # agents whose connection broke; the agents may live
         self._thread = OwnThread("NIXL", self._poll)
-        self._arrivals = Arrivals(self.aux, self._thread)
+        self._arrivals = AuxArrivals(self.aux, self._thread)
         self._endpoint: KvEndpoint | None = None
 
     @property
