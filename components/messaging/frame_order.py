@@ -32,7 +32,7 @@ class FrameCounts:
     checks: int = 0  # calls to an instance that was quiet
 
 
-class Arrivals:
+class FrameOrder:
     def __init__(
         self,
         instance_id: str,

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from components.aio import Failure, background
 from components.errors import DecodeLost, FramesLost, InvariantBroken, MalformedMessage, MeshError
 from components.messaging.bus import Bus
-from components.messaging.frame_order import LOOK_S, Arrivals, FrameCounts
+from components.messaging.frame_order import LOOK_S, FrameCounts, FrameOrder
 from components.messaging.refusals import DUPLICATE, GAP, STRANGER, Refusals
 from components.telemetry.on_demand import OnDemand
 from components.wire.generate import (
@@ -114,7 +114,7 @@ class InStream:
 
 @dataclass(slots=True)
 class _Source:
-    arrivals: Arrivals
+    order: FrameOrder
     streams: dict[int, InStream] = field(default_factory=dict)
 
 
@@ -166,14 +166,14 @@ class StreamInbox:
         source = self._source(instance_id)
         stream = InStream(next(self._ids), instance_id, epoch, self._refusals)
         source.streams[stream.stream_id] = stream
-        source.arrivals.opened()
+        source.order.opened()
         return stream
 
     def close(self, stream: InStream) -> None:
         stream.stop()
         source = self._sources.get(stream.instance_id)
         if source is not None and source.streams.pop(stream.stream_id, None) is not None:
-            source.arrivals.is_wanted = bool(source.streams)
+            source.order.is_wanted = bool(source.streams)
 
     def fail_instance(self, instance_id: str, error: MeshError) -> None:
         source = self._sources.get(instance_id)
@@ -184,7 +184,7 @@ class StreamInbox:
     def forget_instance(self, instance_id: str) -> None:
         source = self._sources.pop(instance_id, None)
         if source is not None:
-            source.arrivals.stop()
+            source.order.stop()
 
     async def receive(self, message: Msg) -> None:
         try:
@@ -201,30 +201,30 @@ class StreamInbox:
         source = self._sources.get(frame.instance_id)
         if source is None:
             self._refusals.count("tokens", STRANGER)
-        elif not source.arrivals.arrived(frame):
+        elif not source.order.arrived(frame):
             self._refusals.count("tokens", DUPLICATE)
 
     async def look(self) -> None:
         while True:
             await asyncio.sleep(LOOK_S)
             for source in list(self._sources.values()):
-                source.arrivals.look()
+                source.order.look()
 
     def stop(self) -> None:
         for source in self._sources.values():
-            source.arrivals.stop()
+            source.order.stop()
 
     def _source(self, instance_id: str) -> _Source:
         source = self._sources.get(instance_id)
         if source is None:
-            arrivals = Arrivals(
+            order = FrameOrder(
                 instance_id,
                 self._put,
                 partial(self.fail_instance, instance_id),
                 partial(self._resend, instance_id),
                 self.counts,
             )
-            source = self._sources[instance_id] = _Source(arrivals)
+            source = self._sources[instance_id] = _Source(order)
         return source
 
     def _put(self, frame: TokenFrame) -> None:

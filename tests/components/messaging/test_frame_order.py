@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from components.errors import BackendUnavailable, FramesLost
 from components.messaging import frame_order
-from components.messaging.frame_order import Arrivals, FrameCounts
+from components.messaging.frame_order import FrameCounts, FrameOrder
 from components.wire.generate import FramesResent, TokenFrame
 from tests.faults.virtual_loop import run_virtually
 
@@ -33,8 +33,8 @@ class Link:
         self.dealt: list[int] = []
         self.lost: list[FramesLost] = []
         self.counts = FrameCounts()
-        self.arrivals = Arrivals("d", lambda f: self.dealt.append(f.number), self.lost.append, self.resend, self.counts)
-        self.arrivals.opened()
+        self.order = FrameOrder("d", lambda f: self.dealt.append(f.number), self.lost.append, self.resend, self.counts)
+        self.order.opened()
 
     def send(self, count: int = 1) -> None:
         for _ in range(count):
@@ -43,7 +43,7 @@ class Link:
 
     def _deliver(self, number: int) -> None:
         if not self.loses(number):
-            self.arrivals.arrived(frame(number))
+            self.order.arrived(frame(number))
 
     async def resend(self, first: int) -> FramesResent:
         self.asked.append(first)
@@ -91,7 +91,7 @@ def test_a_lost_last_frame_is_asked_for_after_a_quiet_second() -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         while len(link.dealt) < 3:
-            link.arrivals.look()
+            link.order.look()
             await asyncio.sleep(frame_order.LOOK_S)
         assert loop.time() - began < 2.0
         assert link.counts == FrameCounts(lost=0, gaps=0, checks=1)
@@ -105,11 +105,11 @@ def test_nobody_is_asked_while_no_stream_is_open_or_frames_come() -> None:
         for _ in range(20):
             link.send()
             await asyncio.sleep(0.5)
-            link.arrivals.look()
-        link.arrivals.is_wanted = False
+            link.order.look()
+        link.order.is_wanted = False
         for _ in range(20):
             await asyncio.sleep(0.5)
-            link.arrivals.look()
+            link.order.look()
         assert link.asked == []
 
     run_virtually(test)
@@ -148,10 +148,10 @@ def test_a_frame_from_somebody_else_with_a_number_not_made_yet_is_dropped() -> N
     async def test() -> None:
         link = Link()
         link.send()
-        link.arrivals.arrived(frame(10**6))
+        link.order.arrived(frame(10**6))
         await asyncio.sleep(5)
         assert len(link.asked) == 1
-        assert not link.arrivals._held
+        assert not link.order._held
         link.send(2)
         assert link.dealt == [0, 1, 2]
 
@@ -162,8 +162,8 @@ def test_a_frame_that_was_dealt_is_a_duplicate() -> None:
     async def test() -> None:
         link = Link()
         link.send(2)
-        assert not link.arrivals.arrived(frame(0))
-        assert not link.arrivals.arrived(frame(1))
+        assert not link.order.arrived(frame(0))
+        assert not link.order.arrived(frame(1))
         assert link.dealt == [0, 1]
 
     run_virtually(test)
@@ -180,13 +180,13 @@ def test_whatever_is_lost_and_how_often_every_frame_is_dealt_once_in_order(seed:
             link.away = draw.random() < 0.2
             link.send(draw.randrange(4))
             await asyncio.sleep(draw.choice((0.0, 0.01, 0.3, 1.5)))
-            link.arrivals.look()
+            link.order.look()
         bad = link.away = False
         for _ in range(20):
             await asyncio.sleep(frame_order.LOOK_S)
-            link.arrivals.look()
+            link.order.look()
         assert link.dealt == list(range(link.made))
         assert not link.lost
-        link.arrivals.stop()
+        link.order.stop()
 
     run_virtually(test)

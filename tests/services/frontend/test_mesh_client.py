@@ -433,7 +433,7 @@ async def test_frames_that_are_lost_for_good_move_a_stream_and_speak_against_nob
             answers(decode, stream, request)
             return
         decode.send(stream.tokens([103]))
-        mesh.inbox._sources["a"].arrivals._lost(FramesLost("forgotten"))
+        mesh.inbox._sources["a"].order._lost(FramesLost("forgotten"))
 
     Decode(mesh, "a", script)
     assert tokens(await mesh.ask()) == WHOLE
