@@ -30,6 +30,7 @@ class Authority:
     def __init__(self, home: Path) -> None:
         """`home` is a directory for the files of certificates and keys; it may not exist yet."""
         self._home = home
+        self.life = LIFE  # of the certificates that it signs
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _named("kvmesh throw-away authority")
         self.ca = home / "ca.pem"
@@ -70,7 +71,7 @@ class Authority:
             .public_key(key)
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - CLOCKS_DIFFER_BY)
-            .not_valid_after(now + LIFE)
+            .not_valid_after(now + self.life)
             # tells authorities of one name apart, where two are trusted while one replaces the other
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
         )

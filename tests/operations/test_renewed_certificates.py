@@ -125,7 +125,7 @@ def secure(first: Authority, preloaded: Preloaded, tmp_path: Path) -> Iterator[S
     """Its certificates are valid for a short time only, its authority for a year."""
     live = Live(tmp_path / "live")
     live.home.mkdir(mode=0o700)
-    first._life = SHORT
+    first.life = SHORT
     live.renew(first)
     live.trust(first)
     certificates = {name: live.files(name) for name in (*ROLE_OF, ADMINISTRATOR, GATEWAY, *SERVERS)}
@@ -150,7 +150,7 @@ def test_certificates_and_their_authority_are_replaced_while_streams_run(
     with secure.nothing_fails("renewed, and the old ones have expired"):
         old = Live(tmp_path / "old")
         shutil.copytree(live.home, old.home)
-        first._life = timedelta(days=1)
+        first.life = timedelta(days=1)
         live.renew(first)
         secure.servers.reload(nats)
         old.until_expired("nats")
