@@ -137,8 +137,8 @@ class RequestRunner:
     async def drained(self) -> None:
         """Wait until every request is answered.
 
-        Pinned pages get SETTLE_S. A live prefill answers within it. A dead one never does, and its offer may last a minute.
-        Giving up is safe: this process ends, so no request reuses the pages.
+        Pinned pages get SETTLE_S. A live prefill answers within it. A dead one never does, and the offer to it may last a
+        minute. Giving up is safe: this process ends, so no request reuses the pages.
         """
         await self.active.drained()
         while running := set(self._tasks.values()) - self._settling:

@@ -578,6 +578,20 @@ async def test_a_decode_that_is_gone_ends_its_transfers_and_is_forgotten(prefill
     assert not prefill.service._tasks
 
 
+async def test_a_failed_disconnection_is_logged_by_the_name_of_its_task(
+    prefill: Prefill, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def refuse(_agent: str) -> None:
+        raise TransferFailed("the library refuses")
+
+    monkeypatch.setattr(prefill.transfer, "disconnect", refuse)
+    prefill.registry.book.remove("d")
+    await turns()
+    (logged,) = (vars(record) for record in caplog.records if record.message == "background task failed")
+    assert (logged["task"], logged["cause"]) == ("disconnect d", "the library refuses")
+    assert not prefill.service._tasks
+
+
 async def test_a_decode_that_registers_anew_keeps_its_connection_and_loses_its_transfers(prefill: Prefill) -> None:
     await prefill.ask()
     prefill.registry.book.put("d", record("d", "2", kv=endpoint("decode-d")))
