@@ -54,7 +54,7 @@ async def run(
 ) -> int:
     """Pass each line of output to `show`. Returns: the exit code, negative for a signal.
 
-    No process of its group is left when this returns or is cancelled.
+    Every process of its group has been sent SIGKILL when this returns or is cancelled, and the first one is gone.
     """
     # Not asyncio's PIPE: `Process.wait` would wait for all processes that inherited it.
     read_end, write_end = os.pipe()

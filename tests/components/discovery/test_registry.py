@@ -85,8 +85,8 @@ async def test_a_dropped_lease_is_replaced_and_the_instance_keeps_its_epoch(etcd
             epoch = registration.epoch
             registry.book.subscribe(lambda was, now: changes.append((was, now)))
             await asyncio.to_thread(revoke, etcd_url, f"{namespace}/instances/decode/one")
-            await until(lambda: len(changes) == 2, "it left and came back")
-            assert epochs(registry) == [("one", epoch)]
+            await until(lambda: len(changes) >= 2, "it left and came back")
+            await until(lambda: epochs(registry) == [("one", epoch)], "with its epoch")
             registration.check_epoch(epoch)
             with pytest.raises(StaleInstance):
                 registration.check_epoch("other")
@@ -104,8 +104,8 @@ async def test_a_record_that_vanishes_under_a_valid_lease_is_written_again(etcd_
         registry.book.subscribe(lambda was, now: changes.append((was, now)))
         with etcd_client(etcd_url) as client:
             await asyncio.to_thread(client.delete_prefix, f"{namespace}/")
-        await until(lambda: len(changes) == 2, "it left and came back")
-        left, came = changes
+        await until(lambda: len(changes) >= 2, "it left and came back")
+        left, came = changes[:2]
         assert left[0] == came[1]
 
 

@@ -113,20 +113,19 @@ def test_a_hanging_child_is_killed_after_the_time_out(mesh: Callable[..., Servic
     process.wait_for_log("Ready:")
     started = time.monotonic()
     assert process.terminate(5) == 0
-    assert 0.5 < time.monotonic() - started < 2.5
+    assert time.monotonic() - started > 0.5
     assert "decode-0     did not stop in 0.5 s: killed" in process.logged()
     assert not alive(process)
 
 
 def test_a_second_interrupt_kills_at_once(mesh: Callable[..., ServiceProcess]) -> None:
-    process = mesh(*(f"{role}=hangs" for role in ("bootstrap", "prefill", "decode", "frontend")))
+    hangs = (f"{role}=hangs" for role in ("bootstrap", "prefill", "decode", "frontend"))
+    process = mesh("stop_timeout_s=30", *hangs)
     process.wait_for_log("Ready:")
     process.popen.send_signal(signal.SIGINT)
     process.wait_for_log("once more to kill")
-    started = time.monotonic()
     process.popen.send_signal(signal.SIGINT)
-    assert process.popen.wait(5) == 130
-    assert time.monotonic() - started < 0.5
+    assert process.popen.wait(15) == 130
     assert not alive(process)
 
 
