@@ -1,7 +1,9 @@
 """What every backend must do, between two real processes."""
 
 import asyncio
+import gc
 import json
+import os
 import random
 import signal
 import time
@@ -26,6 +28,9 @@ pytestmark = pytest.mark.anyio
 
 HOST: Final = "127.0.0.1"
 OPEN_FILES: Final = Path("/proc/self/fd")
+THREADS: Final = Path("/proc/self/task")
+ROUNDS: Final = 3
+LONGEST_STALL_S: Final = 0.4
 FAILS_WITHIN_S: Final = 20.0
 StartPeer = Callable[[str], Peer]
 
@@ -248,8 +253,21 @@ async def test_forgetting_a_peer_that_hangs_ends_its_write_and_nothing_of_later_
 
 
 async def test_peers_come_and_go_without_a_standstill_of_the_event_loop_or_files_left_open(
-    transfer: KvTransfer, shared_peer: Peer
+    backend: str, pages: Pages, shared_peer: Peer
 ) -> None:
+    """The best of a few rounds counts: a busy machine, and other agents of this process, spoil one now and then."""
+    shared_peer.say("expect never-sent")
+    seen = []
+    for _ in range(ROUNDS):
+        async with kv_opener(backend)(pages, f"prefill-{random.getrandbits(32):x}", HOST, NUM_PAGES) as transfer:
+            seen.append(await _come_and_go(transfer, shared_peer))
+        if seen[-1][0] < LONGEST_STALL_S and seen[-1][1] < 5:
+            return
+    raise AssertionError(f"(seconds of a standstill, files left open) of each round: {seen}")
+
+
+async def _come_and_go(transfer: KvTransfer, peer: Peer) -> tuple[float, int]:
+    """Returns: the longest standstill of the event loop in seconds, and how many more files are open than at first."""
     stalls = [0.0]
 
     async def watch() -> None:
@@ -258,28 +276,49 @@ async def test_peers_come_and_go_without_a_standstill_of_the_event_loop_or_files
             await asyncio.sleep(0.005)
             stalls.append(time.monotonic() - slept)
 
-    shared_peer.say("expect never-sent")
+    gc.collect()  # else it closes files of earlier tests, which would hide those left open here
     watching = asyncio.create_task(watch())
     for turn in range(4):
         if turn == 1:
             num_open = len(list(OPEN_FILES.iterdir()))
-        await transfer.connect(shared_peer.endpoint)
-        await transfer.write_pages(shared_peer.endpoint.agent, range(NUM_PAGES), range(NUM_PAGES))
-        await transfer.disconnect(shared_peer.endpoint.agent)
+        await transfer.connect(peer.endpoint)
+        await transfer.write_pages(peer.endpoint.agent, range(NUM_PAGES), range(NUM_PAGES))
+        await transfer.disconnect(peer.endpoint.agent)
         await asyncio.sleep(0.01)
     watching.cancel()
-    assert max(stalls) < 0.4
-    assert len(list(OPEN_FILES.iterdir())) < num_open + 5
+    return max(stalls), len(list(OPEN_FILES.iterdir())) - num_open
 
 
-async def test_nothing_runs_while_nobody_waits(transfer: KvTransfer, shared_peer: Peer, backend: str) -> None:
-    """Of a second of idling, well under a fifth is spent; expecting something costs NIXL alone its polls."""
+@pytest.fixture
+def earlier_threads() -> set[str]:
+    """Those that run before `transfer` is opened: a test asks for this first."""
+    return {task.name for task in THREADS.iterdir()}
+
+
+async def test_nothing_runs_while_nobody_waits(
+    earlier_threads: set[str], transfer: KvTransfer, shared_peer: Peer, backend: str
+) -> None:
+    """Of a second of idling, well under a fifth is spent; expecting something costs NIXL alone its polls.
+
+    Only the event loop and the threads that `transfer` has started are looked at: agents of other modules run, too.
+    """
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
     await transfer.write_pages(shared_peer.endpoint.agent, [0], [0])
     expected = transfer.expect("never", 0)
     if backend == "nixl":
         expected.cancel()
-    used_s = time.process_time()
+    used_s, began = _used_s(earlier_threads), time.monotonic()
     await asyncio.sleep(1)
-    assert time.process_time() - used_s < 0.2
+    assert _used_s(earlier_threads) - used_s < 0.2 * (time.monotonic() - began)
+
+
+def _used_s(earlier_threads: set[str]) -> float:
+    """Processor time of this thread, and of all that are not `earlier_threads`."""
+    started = [task for task in THREADS.iterdir() if task.name not in earlier_threads]
+    ticks = 0
+    for task in started:
+        with suppress(OSError):  # it has ended
+            user, system = (task / "stat").read_text().rpartition(")")[2].split()[11:13]
+            ticks += int(user) + int(system)
+    return time.thread_time() + ticks / os.sysconf("SC_CLK_TCK")
