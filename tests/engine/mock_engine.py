@@ -1,7 +1,10 @@
 """Mock engines for tests: no torch, no waiting, and quick enough for thousands of steps."""
 
+import time
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from engine.config import EngineConfig, MockConfig
 from engine.core.engine_core import EngineCore
@@ -9,6 +12,27 @@ from engine.mock.mock_engine import build_engine
 from tests.engine.tiny_engine import PIPELINE
 
 AT_ONCE = float("inf")
+
+
+class HeldDevice:
+    """The clock of the devices that mocks simulate. Only a test moves it: a step computes for as long as the test needs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now_s = 1.0
+        self.is_busy = False  # whether a step has ever been launched
+        monkeypatch.setattr("engine.mock.mock_runner.time", self)
+
+    def perf_counter(self) -> float:
+        self.is_busy = True
+        return self.now_s
+
+    def finish(self) -> None:
+        """Let all steps that are in flight end; the engine sees it when its pause is over."""
+        self.now_s += 100.0
+
+    @staticmethod
+    def sleep(seconds: float) -> None:
+        time.sleep(seconds)
 
 
 def make_mock(home: Path, mock: dict[str, Any] | None = None, model: str = "mock", **changes: Any) -> EngineCore:

@@ -11,8 +11,8 @@ from engine.errors import ModelUnavailable
 from engine.model.load import LoadedModel
 from engine.ports import Engine, EngineRequest, Phase, StepOutput
 from engine.start import run_engine, start_engine
-from tests.engine.loops import FailingEngine, Listener, eventually, failing, running
-from tests.engine.mock_engine import make_mock
+from tests.engine.loops import FailingEngine, Listener, eventually, failing, processor_s, running
+from tests.engine.mock_engine import HeldDevice, make_mock
 from tests.engine.tiny_engine import alone, greedy, make_engine, peek, prompt, small
 
 pytestmark = pytest.mark.usefixtures("pipeline")
@@ -75,13 +75,21 @@ def test_an_idle_engine_sleeps_and_wakes_at_once(thread: bool, tiny: LoadedModel
             listener = Listener(loop)
             await listener.ask(loop, "warm", prompt(5), greedy(3))
             await asyncio.sleep(0.05)
-            before, cpu = len(listener.outputs), time.process_time()
-            await asyncio.sleep(0.5)
-            assert len(listener.outputs) == before
-            assert time.process_time() - cpu < 0.2
-            asked = time.perf_counter()
-            await loop.between_steps(lambda engine: None)
-            assert time.perf_counter() - asked < 0.2
+            slept = []
+            for _ in range(2):  # the last step may end late, and its output is no sign of life
+                before, used_s = len(listener.outputs), processor_s()
+                await asyncio.sleep(0.5)
+                slept.append((len(listener.outputs) - before, processor_s() - used_s))
+                if slept[-1][0] == 0:
+                    break
+            assert slept[-1][0] == 0, f"outputs and seconds of processor time while idle: {slept}"
+            assert slept[-1][1] < 0.2
+            took_s = []
+            for _ in range(3):  # the best of them: a busy machine spoils one now and then
+                asked = time.perf_counter()
+                await asyncio.wait_for(loop.between_steps(lambda engine: None), 10)
+                took_s.append(time.perf_counter() - asked)
+            assert min(took_s) < 0.2
 
     asyncio.run(main())
 
@@ -98,11 +106,11 @@ def test_requests_that_wait_for_held_pages_keep_the_step_counter_moving(thread: 
             await loop.between_steps(lambda engine: engine.cancel("d"))
             listener = Listener(loop)
             asked = asyncio.create_task(listener.ask(loop, "r", prompt(20), greedy(3)))
-            await asyncio.sleep(0.1)
-            before = loop.stats
-            assert (before.num_waiting, before.num_held) == (1, 1)
-            await asyncio.sleep(0.6)
-            assert before.step < loop.stats.step < before.step + 10
+            await eventually(lambda: (loop.stats.num_waiting, loop.stats.num_held) == (1, 1))
+            before, began = loop.stats.step, time.monotonic()
+            await eventually(lambda: loop.stats.step >= before + 2)
+            passed_s = time.monotonic() - began
+            assert loop.stats.step < before + 10 * max(1.0, passed_s / 0.5), "a few steps a second"
             await loop.between_steps(lambda engine: engine.release("d"))
             assert await asked
 
@@ -127,15 +135,19 @@ def test_what_deliver_returns_is_not_overtaken_by_the_next_step(thread: bool, ti
             delivered = loop.between_steps(lambda engine: engine.deliver("r", 7))
             time.sleep(0.1)  # the engine takes its steps while nobody listens
             told.append(f"first token {(await delivered)[0].token_ids}")
-            await asyncio.sleep(0.05)
+            await eventually(lambda: len(told) >= 4)
             assert told == ["first token [7]", "r", "r", "r"]
 
     asyncio.run(main())
 
 
-def test_pages_and_answers_are_had_while_a_device_computes(thread: bool, tmp_path: Path) -> None:
+def test_pages_and_answers_are_had_while_a_device_computes(
+    thread: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = HeldDevice(monkeypatch)
+
     async def main() -> None:
-        slow = {"speedup": 1.0, "step_s": 2.0}
+        slow = {"speedup": 1.0, "step_s": 0.2}
         async with run_engine(lambda: make_mock(tmp_path, mock=slow), thread=thread) as loop:
             told: list[str] = []
             reserved = asyncio.Event()
@@ -149,15 +161,15 @@ def test_pages_and_answers_are_had_while_a_device_computes(thread: bool, tmp_pat
 
             loop.on_output(take)
             await loop.between_steps(lambda engine: engine.submit(EngineRequest("computes", prompt(5), greedy(1))))
-            await asyncio.sleep(0.1)
+            await eventually(lambda: device.is_busy)
             request = EngineRequest("waits", prompt(5), greedy(4), Phase.DECODE)
             await loop.between_steps(lambda engine: engine.submit(request))
             await reserved.wait()
             assert await loop.between_steps(lambda engine: engine.deliver("waits", 7))
             assert told == ["waits"]
             await loop.between_steps(lambda engine: engine.cancel("waits"))
-            while "computes" not in told:
-                await asyncio.sleep(0.01)
+            device.finish()
+            await eventually(lambda: "computes" in told)
 
     asyncio.run(main())
 

@@ -16,8 +16,8 @@ from engine.loop.threaded_loop import ThreadedLoop
 from engine.model.load import LoadedModel
 from engine.ports import Engine, EngineRequest, Phase
 from engine.start import run_engine
-from tests.engine.loops import FailingEngine, Listener, failing, running
-from tests.engine.mock_engine import make_mock
+from tests.engine.loops import FailingEngine, Listener, eventually, failing, running
+from tests.engine.mock_engine import HeldDevice, make_mock
 from tests.engine.tiny_engine import greedy, prompt
 
 pytestmark = pytest.mark.usefixtures("pipeline")
@@ -58,7 +58,11 @@ def test_a_call_runs_where_it_is_made_while_the_engine_rests(tiny: LoadedModel) 
     asyncio.run(main())
 
 
-def test_a_call_to_an_engine_that_computes_waits_for_its_thread(tmp_path: Path) -> None:
+def test_a_call_to_an_engine_that_computes_waits_for_its_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = HeldDevice(monkeypatch)
+
     async def main() -> None:
         slow = {"speedup": 1.0, "step_s": 0.2}
         async with run_engine(lambda: make_mock(tmp_path, mock=slow)) as loop:
@@ -66,10 +70,11 @@ def test_a_call_to_an_engine_that_computes_waits_for_its_thread(tmp_path: Path) 
             loop.between_steps(
                 lambda engine: engine.submit(EngineRequest("r", prompt(5), greedy(2, ignore_eos=True))), light=True
             )
-            await asyncio.sleep(0.05)
+            await eventually(lambda: device.is_busy)
             called = loop.between_steps(lambda engine: threading.current_thread().name, light=True)
             assert not called.done()
             assert await called == "engine"
+            device.finish()
 
     asyncio.run(main())
 

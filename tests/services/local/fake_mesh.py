@@ -37,5 +37,7 @@ class FakePlan(Plan):
 if __name__ == "__main__":
     os.environ.update({"MESH_STATE_DIR": sys.argv[1], "MESH_FRONTEND_PORT": sys.argv[2]})
     os.environ["MESH_OTLP_ENDPOINT"] = "http://127.0.0.1:9"  # so that no observer is started
-    stop_timeout_s = next((float(arg.partition("=")[2]) for arg in sys.argv[3:] if arg.startswith("stop_timeout_s=")), 0.5)
+    stop_timeout_s = next(
+        (float(arg.partition("=")[2]) for arg in sys.argv[3:] if arg.startswith("stop_timeout_s=")), 0.5
+    )
     sys.exit(asyncio.run(run_mesh(FakePlan.read(dict.fromkeys(TIERS, 1), stop_timeout_s))))
