@@ -5,10 +5,10 @@ import { useMesh } from "./feed.js";
 import { ms, percent, short } from "./format.js";
 import { html } from "./html.js";
 import { byRole, KillButton, share, STATES } from "./mesh.js";
+import { useTrace } from "./trace.js";
 import { Waterfall } from "./waterfall.js";
 
-const TRACE_TRIES = 12;
-const TRACE_EVERY_MS = 700;
+const TRACE_AFTER_MS = 700; // of the answer's end: its spans have been exported by then
 const SERVING_EVERY_MS = 500;
 const RHYTHM_EVERY_MS = 100;
 
@@ -96,31 +96,6 @@ function useServing(id, isOver) {
   return serving;
 }
 
-function useTraceOf(id, isOver) {
-  const [found, setFound] = useState({ trace: null, note: "" });
-  useEffect(() => {
-    setFound({ trace: null, note: "" });
-    if (!id || !isOver) return undefined;
-    let timer = 0;
-    let tries = 0;
-    const ask = async () => {
-      tries += 1;
-      try {
-        const trace = await callJson(`ui/api/traces/${id}`);
-        const isWhole = trace.spans.some((span) => span.attributes["kvmesh.request_id"]);
-        setFound({ trace, note: "" });
-        if (isWhole) return;
-      } catch (error) {
-        if (tries >= TRACE_TRIES) setFound({ trace: null, note: error.message });
-      }
-      if (tries < TRACE_TRIES) timer = setTimeout(ask, TRACE_EVERY_MS);
-    };
-    timer = setTimeout(ask, TRACE_EVERY_MS);
-    return () => clearTimeout(timer);
-  }, [id, isOver]);
-  return found;
-}
-
 const IDLE = { traceId: "", times: [], tokens: null, deaths: [], startedAt: 0, isOver: true, fault: "" };
 
 // Returns the number of tokens that the server has counted: a piece of text may have several.
@@ -151,7 +126,7 @@ export function Chat({ shown, mayKill }) {
   const log = useRef(null);
   const field = useRef(null);
   const model = useRef(null);
-  const found = useTraceOf(run.traceId, run.isOver);
+  const found = useTrace(run.isOver ? run.traceId : "", TRACE_AFTER_MS);
   const serving = useServing(run.traceId, run.isOver);
   useEffect(() => {
     if (!shown) return;
@@ -247,8 +222,8 @@ export function Chat({ shown, mayKill }) {
       html`<h2>Tokens as they came</h2>
         <${Rhythm} times=${run.times} deaths=${run.deaths} tokens=${run.tokens} startedAt=${run.startedAt} isOver=${run.isOver} />`}
       ${run.traceId && run.isOver && html`<h2>Trace</h2>`}
-      ${found.note && html`<p class="soft">${found.note}</p>`}
-      ${run.traceId && run.isOver && !found.trace && !found.note && html`<p class="soft">Waiting for its spans…</p>`}
+      ${!found.isWaiting && found.fault && html`<p class="soft">${found.fault}</p>`}
+      ${run.traceId && run.isOver && found.isWaiting && html`<p class="soft">Waiting for its spans…</p>`}
       ${found.trace && run.isOver && html`<${Waterfall} key=${run.traceId} trace=${found.trace} />`}
     </section>
   </div>`;

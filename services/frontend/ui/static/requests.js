@@ -3,6 +3,7 @@ import { useEffect, useState } from "preact/hooks";
 import { callJson } from "./api.js";
 import { clock, ms } from "./format.js";
 import { html } from "./html.js";
+import { useTrace } from "./trace.js";
 import { Waterfall } from "./waterfall.js";
 
 const LISTS = [
@@ -57,22 +58,6 @@ function Row({ trace, isSelected }) {
     <td class="id prefill" data-label="prefill">${instances[0]}</td>
     <td class="id decode" data-label="decode">${instances[1]}</td>
   </tr>`;
-}
-
-function useTrace(id) {
-  const [found, setFound] = useState({ id: "", trace: null, fault: "" });
-  useEffect(() => {
-    if (!id) return undefined;
-    let isCurrent = true;
-    callJson(`ui/api/traces/${encodeURIComponent(id)}`).then(
-      (trace) => isCurrent && setFound({ id, trace, fault: "" }),
-      (error) => isCurrent && setFound({ id, trace: null, fault: error.message }),
-    );
-    return () => {
-      isCurrent = false;
-    };
-  }, [id]);
-  return found.id === id ? found : { trace: null, fault: "" };
 }
 
 export function Requests({ selected }) {
