@@ -154,6 +154,11 @@ class Connection(HttpToolsProtocol):
         self._end_cycles()
         super().connection_lost(exc)
 
+    def held_up(self, seconds: float) -> None:
+        """Leave out time in which this process did not run: what the client sent meanwhile has not been read yet."""
+        self.since_s += seconds
+        self._unread_since_s += seconds
+
     def check(self, now_s: float) -> None:
         limits, waited_s = self._limits, now_s - self.since_s
         if self._reads_too_little(now_s):
@@ -309,10 +314,14 @@ def _announces_body(name: bytes, value: bytes) -> bool:
 async def check_connections(connections: Iterable[Any], limits: ClientLimits) -> None:
     loop = asyncio.get_running_loop()
     while True:
+        due_s = loop.time() + limits.check_every_s
         await asyncio.sleep(limits.check_every_s)
         now_s = loop.time()
+        late_s = now_s - due_s
         for number, connection in enumerate(list(connections), 1):
             if isinstance(connection, Connection):
+                if late_s > limits.check_every_s:
+                    connection.held_up(late_s)
                 connection.check(now_s)
             if number % CHECKS_PER_TURN == 0:
                 await asyncio.sleep(0)

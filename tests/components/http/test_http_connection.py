@@ -44,19 +44,28 @@ async def test_a_body_that_does_not_come_is_408_and_the_request_is_over(how: byt
     async with served() as server:
         assert "body" in error_of(await server.ask(b"POST / HTTP/1.1\r\nhost: x\r\n%b\r\n\r\n" % how), 408)["message"]
         assert server.closed(Closed.BODY_LATE) == 1
-        async with asyncio.timeout(1):
-            await server.app.left.wait()
+        await asyncio.wait_for(server.app.left.wait(), 10)
 
 
 async def test_a_body_that_comes_at_the_least_rate_is_read_to_its_end() -> None:
-    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served() as server, asyncio.timeout(15), server.client() as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2000\r\n\r\n")
-        for _ in range(
-            20
-        ):  # 100 bytes each 40 ms: two and a half times what is asked for, five times longer than body_s
+        # 100 bytes each 40 ms: two and a half times what is asked for, five times longer than body_s
+        for _ in range(20):
             await asyncio.sleep(0.04)
             writer.write(b"b" * 100)
         assert (await reader.readuntil(b"\r\n\r\n2000")).startswith(b"HTTP/1.1 200")
+
+
+async def test_time_in_which_the_server_itself_was_held_up_is_not_the_clients() -> None:
+    """After a pause of the process all were closed at once whose next bytes had come meanwhile."""
+    async with served() as server, asyncio.timeout(10), server.client() as (reader, writer):
+        writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 200\r\n\r\n")
+        for _ in range(2):
+            await asyncio.sleep(0.06)
+            writer.write(b"b" * 100)
+            time.sleep(0.5)  # longer than body_s
+        assert (await reader.readuntil(b"\r\n\r\n200")).startswith(b"HTTP/1.1 200")
 
 
 async def test_a_body_that_dribbles_on_after_its_answer_is_cut_off() -> None:
@@ -124,10 +133,8 @@ async def test_a_reader_that_stops_is_closed_within_its_time_and_what_waits_for_
     async with served() as server, server.client() as (reader, writer):
         writer.write(GET.replace(b"/ ", b"/endless ", 1))
         await reader.readexactly(100)
-        began = time.monotonic()
         await server.until_closed(Closed.UNREAD)
-        assert time.monotonic() - began < 2.0
-        await asyncio.wait_for(server.app.left.wait(), 1)
+        await asyncio.wait_for(server.app.left.wait(), 10)
         assert server.app.written < 16 * 2**20, "the kernel's buffers on both sides, and 64 KB of ours"
         await server.answers()
 
