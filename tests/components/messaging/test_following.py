@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from components.discovery.book import InstanceBook
-from components.messaging import fan_out
+from components.messaging import fan_out, questions
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import serve_calls
 from components.messaging.fan_out import Following
@@ -90,6 +90,8 @@ async def until(condition: Callable[[], bool]) -> None:
 @pytest.fixture
 async def scene(nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     monkeypatch.setattr(fan_out, "ALL_PAIRS", 40)
+    for limit in ("ANSWER_WITHIN_S", "GIVEN_UP_AFTER_S"):  # NATS refuses at once what is asked of a stopped instance
+        monkeypatch.setattr(questions, limit, 5.0)
     book = InstanceBook()
     for name in NAMES:
         subject = f"{namespace}.prefill.{name}"

@@ -78,7 +78,7 @@ async def test_a_lost_question_or_answer_costs_a_second_and_the_call_runs_once(
             monkeypatch.setattr(CallServer, "_respond", losing_method(CallServer._respond))
         began = time.monotonic()
         await ask(client, subject)
-        assert replies.AGAIN_S * 0.9 < time.monotonic() - began < 2.0
+        assert replies.AGAIN_S * 0.9 < time.monotonic() - began < 8.0
         assert server.runs == ["r", "r"]
 
 
@@ -163,12 +163,21 @@ def test_frames_are_kept_for_a_while_in_bounded_memory_and_their_numbers_go_on(
     assert lane.next == 33
 
 
+class HandClock:
+    """In place of `time`."""
+
+    now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now_s
+
+
 async def test_a_frontend_that_nobody_hears_for_seconds_is_gone_and_one_that_reconnects_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Streams of a frontend that was killed were generated to their ends, for ten minutes."""
-    monkeypatch.setattr(outbox_module, "PROBE_S", 0.01)
-    monkeypatch.setattr(outbox_module, "GONE_AFTER_S", 0.1)
+    clock = HandClock()
+    monkeypatch.setattr(outbox_module, "time", clock)
     bus = FakeBus()
     gone: list[str] = []
     dead, stream = True, OutStream("front", 1)
@@ -176,20 +185,21 @@ async def test_a_frontend_that_nobody_hears_for_seconds_is_gone_and_one_that_rec
         box.on_gone(gone.append)
 
         async def run(seconds: float) -> None:
-            until = time.monotonic() + seconds
-            while time.monotonic() < until:
+            until = clock.now_s + seconds
+            while clock.now_s < until:
+                clock.now_s += outbox_module.PROBE_S / 2
                 box.put(stream, stream.tokens([1]))
-                await asyncio.sleep(0.005)
+                await box.flushed()
                 if dead and (unheard := bus.unheard.pop("front", None)) is not None:
                     unheard()
 
-        await run(0.05)
+        await run(0.5 * outbox_module.GONE_AFTER_S)
         dead = False
-        await run(0.1)
+        await run(outbox_module.GONE_AFTER_S)
         dead = True
-        await run(0.05)
+        await run(0.5 * outbox_module.GONE_AFTER_S)
         assert not gone, "it was away for a moment, twice"
-        await run(0.2)
+        await run(2 * outbox_module.GONE_AFTER_S)
         assert set(gone) == {"front"}
 
 
