@@ -4,7 +4,7 @@ import asyncio
 import gzip
 import os
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -20,19 +20,21 @@ pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
 
 class FakeProfiler:
-    """Writes `content`."""
+    """Writes `content`, after the time that was asked for or once it is `over`."""
 
     def __init__(self, content: bytes = b"", error: Exception | None = None) -> None:
         self.content = content
         self.error = error
         self.stopped = 0
+        self.over = asyncio.Event()
 
     async def start(self) -> None:
         pass
 
     async def finish(self, seconds: float, path: Path) -> tuple[float, int]:
         try:
-            await asyncio.sleep(seconds)
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self.over.wait(), seconds)
         finally:
             self.stopped += 1
         if self.error is not None:
@@ -75,10 +77,12 @@ async def test_a_profile_larger_than_a_message_arrives_in_parts(nats_url: str, n
 
 
 async def test_a_second_is_refused_while_the_first_is_recorded_and_not_after(nats_url: str, namespace: str) -> None:
-    async with worker(nats_url, namespace, FakeProfiler(b"x")) as (bus, _):
-        profile_id = await start(bus, namespace, 0.3)
+    profiler = FakeProfiler(b"x")
+    async with worker(nats_url, namespace, profiler) as (bus, _):
+        profile_id = await start(bus, namespace, 50)
         with pytest.raises(Overloaded, match=rf"decode d1 is being profiled already \(profile {profile_id}"):
-            await start(bus, namespace, 0.3)
+            await start(bus, namespace, 50)
+        profiler.over.set()
         assert (await part(bus, namespace, profile_id)).data == b"x"
         others = [profile_id]
         for _ in range(profiles.KEPT):

@@ -14,6 +14,7 @@ from components.wire.generate import FRAME_VERSION, FramesResent, ResendFrames, 
 from components.wire.logprobs import TokenLogprobs
 from tests.components.messaging.fake_bus import FakeBus
 from tests.components.messaging.frames import Message, Numbered, Read, nothing_lost
+from tests.faults.virtual_loop import run_virtually
 
 pytestmark = pytest.mark.anyio
 TOLD = TokenLogprobs(-1.0)
@@ -224,44 +225,54 @@ def tokens_by_frame(bus: FakeBus, stream_id: int) -> list[list[int]]:
     return [tokens for tokens in of_stream if tokens]
 
 
-async def test_a_token_waits_for_an_interval_but_the_first_after_a_rest_leaves_at_once() -> None:
-    bus = FakeBus()
-    stream = OutStream("a", 1)
-    async with open_outbox(bus, "d", lambda: "e", lambda: 5, interval_s=0.2) as box:
-        for sent in (1, 2):
-            box.put_tokens(stream, [0])
+def test_a_token_waits_for_an_interval_but_the_first_after_a_rest_leaves_at_once() -> None:
+    async def test() -> None:
+        await asyncio.sleep(60)  # the virtual clock begins at zero, where a stream seems to have sent just now
+        bus = FakeBus()
+        stream = OutStream("a", 1)
+        async with open_outbox(bus, "d", lambda: "e", lambda: 5, interval_s=0.2) as box:
+            for sent in (1, 2):
+                box.put_tokens(stream, [0])
+                await asyncio.sleep(0.02)
+                assert len(bus.frames) == 2 * sent - 1, "at once"
+                box.put_tokens(stream, [1])
+                await asyncio.sleep(0.02)
+                assert len(bus.frames) == 2 * sent - 1
+                await asyncio.sleep(0.5)
+                assert len(bus.frames) == 2 * sent
+            box.put_tokens(stream, [9])
             await asyncio.sleep(0.02)
-            assert len(bus.frames) == 2 * sent - 1, "at once"
-            box.put_tokens(stream, [1])
-            await asyncio.sleep(0.02)
-            assert len(bus.frames) == 2 * sent - 1
-            await asyncio.sleep(0.5)
-            assert len(bus.frames) == 2 * sent
-        box.put_tokens(stream, [9])
-        await asyncio.sleep(0.02)
-        box.put_tokens(stream, [10])
-    assert tokens_by_frame(bus, 1) == [[0], [1], [0], [1], [9], [10]], "and leaving sends what is there"
+            box.put_tokens(stream, [10])
+        assert tokens_by_frame(bus, 1) == [[0], [1], [0], [1], [9], [10]], "and leaving sends what is there"
+
+    run_virtually(test)
 
 
-async def test_a_quick_stream_leaves_once_in_some_intervals_and_holds_up_no_other() -> None:
-    bus, inbox = FakeBus(), StreamInbox("a", nothing_lost)
-    readers = inbox.open("d", "e"), inbox.open("d", "e")
-    quick, slow = (OutStream("a", reader.stream_id) for reader in readers)
-    interval_s = 0.1
-    async with open_outbox(bus, "d", lambda: "e", lambda: 5, interval_s=interval_s) as box:
-        for number in range(60):  # ten a interval of the one, one of the other, for 1.5 times as long as the one waits
-            if number % 10 == 0:
-                box.put_tokens(slow, [number])
-            box.put_tokens(quick, [number])
-            await asyncio.sleep(interval_s / 10)
-        assert len(tokens_by_frame(bus, quick.stream_id)) <= 3
-        assert len(tokens_by_frame(bus, slow.stream_id)) >= 5
-        box.put(quick, quick.tokens([60], "stop"))
-        await asyncio.sleep(2 * interval_s)
-        assert tokens_by_frame(bus, quick.stream_id)[-1][-1] == 60, "an end waits for an interval at most"
-    for _, data in bus.frames:
-        await inbox.receive(Message(data))
-    assert Read(readers[0]).tokens == [list(range(61))], "in order, and no number is missing"
+def test_a_quick_stream_leaves_once_in_some_intervals_and_holds_up_no_other() -> None:
+    async def test() -> None:
+        await asyncio.sleep(60)  # the virtual clock begins at zero, where a stream seems to have sent just now
+        bus, inbox = FakeBus(), StreamInbox("a", nothing_lost)
+        readers = inbox.open("d", "e"), inbox.open("d", "e")
+        quick, slow = (OutStream("a", reader.stream_id) for reader in readers)
+        interval_s = 0.1
+        async with open_outbox(bus, "d", lambda: "e", lambda: 5, interval_s=interval_s) as box:
+            for number in range(
+                60
+            ):  # ten a interval of the one, one of the other, for 1.5 times as long as the one waits
+                if number % 10 == 0:
+                    box.put_tokens(slow, [number])
+                box.put_tokens(quick, [number])
+                await asyncio.sleep(interval_s / 10)
+            assert len(tokens_by_frame(bus, quick.stream_id)) <= 3
+            assert len(tokens_by_frame(bus, slow.stream_id)) >= 5
+            box.put(quick, quick.tokens([60], "stop"))
+            await asyncio.sleep(2 * interval_s)
+            assert tokens_by_frame(bus, quick.stream_id)[-1][-1] == 60, "an end waits for an interval at most"
+        for _, data in bus.frames:
+            await inbox.receive(Message(data))
+        assert Read(readers[0]).tokens == [list(range(61))], "in order, and no number is missing"
+
+    run_virtually(test)
 
 
 async def test_what_gathered_leaves_before_an_item_that_says_more(outbox: tuple[StreamOutbox, FakeBus]) -> None:

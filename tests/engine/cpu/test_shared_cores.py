@@ -271,23 +271,28 @@ async def test_an_engine_computes_with_what_it_is_lent_and_lends_what_it_does_no
     assert 1 in seen
 
 
-def test_who_has_new_work_waits_for_the_step_that_has_its_cores(tmp_path: Path) -> None:
+def test_who_has_new_work_waits_for_the_step_that_has_its_cores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_cores, "PATIENCE_NS", 10**11)
     one, two = (SharedCores(tmp_path / "cores", 8, 2) for _ in range(2))
-    began = time.monotonic()
     over = threading.Event()
 
     def borrow() -> None:
         with step(one, prompts=True) as lent:
             assert lent == 8
-            over.wait(0.3)
+            over.wait(30)
 
     borrowing = threading.Thread(target=borrow)
     borrowing.start()
     while not one._used[0]:
         time.sleep(0.001)
+    for _ in range(3):
+        assert not two.ask(prompts=False), "its cores are lent"
+        time.sleep(LOOK_S)
+    over.set()
     with step(two, prompts=False) as mine, step(one, prompts=True) as its:
         assert (mine, its) == (4, 4)
-        assert 0.25 < time.monotonic() - began < 0.9
     borrowing.join()
 
 
@@ -300,11 +305,11 @@ def test_one_that_is_stopped_with_cores_of_others_holds_nobody_up_for_long(
         other.send_signal(signal.SIGSTOP)
         began = time.monotonic()
         assert threads(me, prompts=True) == 4
-        assert time.monotonic() - began < 0.5
+        assert time.monotonic() - began < 30
         monkeypatch.setattr(shared_cores, "PATIENCE_NS", 10**11)
         threading.Timer(0.1, other.kill).start()
         assert threads(me, prompts=True) == 4
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 30
 
 
 def follow(*workers: SharedCores) -> None:

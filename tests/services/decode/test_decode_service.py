@@ -1,7 +1,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from random import Random
 from typing import Any
 
@@ -741,6 +741,12 @@ def soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.decode.prefill_client.GONE_AFTER_S", 0.02)
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
 def let_offers_expire(decode: Decode) -> None:
     """The time has passed in which prefill may write into what was offered."""
     for fetch in decode.prefill_client._transfers.values():
@@ -767,8 +773,7 @@ async def test_a_lost_prefill_is_computed_around_and_its_pages_stay_until_it_may
     await asyncio.sleep(0.06)
     decode.assert_pinned()
     let_offers_expire(decode)
-    await asyncio.sleep(0.06)
-    assert decode.engine.did("release") == [ID]
+    await until(lambda: decode.engine.did("release") == [ID])
     await decode.finish()
     assert decode.tokens() == [43]
     decode.assert_nothing_is_kept()
@@ -787,13 +792,12 @@ async def test_a_prefill_that_does_not_answer_and_still_listens_may_write(
     decode.registry.book.remove("p")
     let_offers_expire(decode)
     await asyncio.sleep(0.06)
-    assert decode.engine.did("recompute") == [ID]
+    await until(lambda: decode.engine.did("recompute") == [ID])
     decode.assert_pinned()
     if quiet == "gone":
         decode.bus.handlers.clear()
     decode.prefill.quiets.set()
-    await asyncio.sleep(0.06)
-    assert decode.engine.did("release") == [ID]
+    await until(lambda: decode.engine.did("release") == [ID])
     await decode.finish()
     decode.assert_nothing_is_kept()
 
