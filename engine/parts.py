@@ -152,15 +152,17 @@ def _measured(
 def _trial_graphs(forward: DeviceForward, trial: Pool, memory: DeviceMemory) -> int:
     """Bytes of all graphs, by those of the first few. They share their largest memory, but each has some of its own.
 
-    Over the real pool they also have memory for split contexts, less than a thousandth of the pool.
+    Only this process's memory counts: another worker that starts on the device now would be multiplied, too. What the
+    driver holds for a graph is not in it, and comes out of what every share leaves free. Over the real pool graphs also
+    have memory for split contexts, less than a thousandth of the pool.
     """
-    before = memory.look().free
+    before = memory.look().own
     recorded, _ = forward.record(trial.attention, silent, most=1)
-    first = memory.look().free
+    first = memory.look().own
     recorded, wanted = forward.record(trial.attention, silent, most=TRIAL_GRAPHS)
-    last = memory.look().free
-    each = max(0, first - last) / max(1, recorded - 1)
-    return max(0, before - first) + round(each * max(0, wanted - 1))
+    last = memory.look().own
+    each = max(0, last - first) / max(1, recorded - 1)
+    return max(0, first - before) + round(each * max(0, wanted - 1))
 
 
 def _of_all_ranks(use: MemoryUse, loaded: LoadedModel) -> list[MemoryUse]:

@@ -30,7 +30,10 @@ def measure_mesh(scale: Scale, report: Report) -> bool:
         model = tiny if scale.on_cpu else stack.enter_context(saved(scale.model)) / "config.json"
         same, runs = True, {}
         if not scale.on_cpu:
-            with mesh(str(tiny), SPLIT, _env(scale, "float32"), port := free_port(), START_S):
+            few_pages = _env(scale, "float32") | {
+                "MESH_ENGINE__NUM_PAGES": "600"
+            }  # half a card has millions of tiny ones
+            with mesh(str(tiny), SPLIT, few_pages, port := free_port(), START_S):
                 same = _same_ids(scale, port, tiny)
         for name, counts in {"disaggregated": SPLIT, "aggregated": WHOLE}.items():
             with mesh(str(model), counts, _env(scale, scale.dtype), port := free_port(), START_S):

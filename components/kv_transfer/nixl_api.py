@@ -16,8 +16,9 @@ def _package() -> str:
         without_cuda = metadata.version("torch").endswith("+cpu")
     except metadata.PackageNotFoundError:
         without_cuda = False
-    builds = [name for name in ("nixl_cu13", "nixl_cu12") if find_spec(name)] if without_cuda else []
-    return (builds or ["nixl"])[0]
+    builds = [name for name in ("nixl_cu13", "nixl_cu12") if find_spec(name)]
+    is_needed = without_cuda or not find_spec("nixl")  # a build may be installed without the package that chooses one
+    return builds[0] if builds and is_needed else "nixl"
 
 
 _api: Any = import_module(_package())

@@ -25,6 +25,7 @@ from engine.model.progress import Progress
 log = logging.getLogger(__name__)
 
 TASK: Final = "Compiling the model"
+RECORD_S: Final = 60.0  # for all graphs; the time to compile is not part of it
 EXAMPLE: Final = (8, 4)  # tokens and kept ones; equal sizes would become one dimension
 
 Compiler = Callable[[torch.nn.Module], Compute]
@@ -80,7 +81,6 @@ class DeviceForward:
         self._traced = Traced(loaded.module)
         self._attention: AttentionBackend | None = attention
         self._recorder = recorder
-        self._deadline = 0.0
         self._compiler = compiler
         self._device = loaded.device
         self._layout = loaded.layout
@@ -93,7 +93,6 @@ class DeviceForward:
 
     @torch.inference_mode()
     def start(self, timeout_s: float, progress: Progress) -> None:
-        self._deadline = monotonic() + timeout_s
         progress(TASK, 0, 1)
         self._thread.start()
         self._thread.join(timeout_s)
@@ -120,12 +119,18 @@ class DeviceForward:
             self._attention = attention
             self._graphs = DecodeGraphs(self._compute, cast("Recordable", attention), self._recorder())
         try:
-            return self._graphs.record_all(self._deadline, progress, most), self._graphs.num_sizes
+            recorded, wanted = self._graphs.record_all(monotonic() + RECORD_S, progress, most), self._graphs.num_sizes
         except CaptureFailed as exc:
             log.warning("decodes run without CUDA graphs: recording them failed", extra={"reason": str(exc)})
             self.forget_graphs()
             self._recorder = None  # after a failure nothing may be recorded
             return 0, 0
+        if recorded < (most or wanted):
+            log.warning(
+                "decodes run in larger CUDA graphs than they need: recording took too long",
+                extra={"graphs": recorded, "wanted": most or wanted, "limit_s": RECORD_S},
+            )
+        return recorded, wanted
 
     def forget_graphs(self) -> None:
         """Free the graphs, and let go of the pages that they read."""

@@ -1,5 +1,7 @@
 """One tensor for all pages, each contiguous: NIXL needs one descriptor a page."""
 
+import os
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -9,6 +11,8 @@ from components.wire.layout import KvLayout
 from engine.cpu.machine_memory import check_fits
 from engine.device.huge_pages import HugeMemory
 
+ALLOCATOR_SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+SCATTERED: Final = ("expandable_segments:true", "backend:cudamallocasync")
 TORCH_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -24,6 +28,7 @@ def allocate_storage(layout: KvLayout, num_pages: int, device: torch.device) -> 
         check_fits(num_pages * layout.page_bytes, "settings engine.kv_memory_gb and engine.num_pages: KV pages")
         # huge pages save address translations
         return HugeMemory().take(shape, dtype)
+    check_allocator(os.environ)
     try:
         return torch.zeros(shape, dtype=dtype, device=device)
     except torch.OutOfMemoryError as exc:
@@ -32,3 +37,16 @@ def allocate_storage(layout: KvLayout, num_pages: int, device: torch.device) -> 
             f"settings engine.kv_memory_gb and engine.num_pages: KV pages take {num_pages * layout.page_bytes / 1e9:.1f} GB, "
             f"and of the {total / 1e9:.1f} GB of {device} {free / 1e9:.1f} GB are free"
         ) from exc
+
+
+def check_allocator(environment: Mapping[str, str]) -> None:
+    """A peer maps the pool by its first address, so it must be one allocation of `cudaMalloc`.
+
+    Raises: WrongSettings, for allocators that put it together from pieces.
+    """
+    for name in ALLOCATOR_SETTINGS:
+        value = environment.get(name, "")
+        if any(setting in value.lower().replace(" ", "") for setting in SCATTERED):
+            raise WrongSettings(
+                f"{name}={value}: peers cannot map KV pages of such an allocator; remove expandable_segments and backend"
+            )

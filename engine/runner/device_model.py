@@ -74,6 +74,9 @@ class DeviceModel:
 
     def copy_page(self, source: int, target: int) -> None:
         self._storage[target].copy_(self._storage[source])
+        if self.device.type == "cuda":
+            # Either page may be freed and offered to a peer at once, whose write does not wait for this stream.
+            torch.cuda.current_stream(self.device).synchronize()
 
     def on_loss(self, callback: Callable[[Exception], None]) -> None:
         pass

@@ -121,6 +121,29 @@ def test_what_graphs_hold_is_learnt_from_a_few_of_them(fresh: LoadedModel, monke
     assert parts.pool.max_context > 400
 
 
+def test_what_another_worker_takes_while_graphs_are_measured_is_not_multiplied(
+    fresh: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts_module, "TRIAL_GRAPHS", 2)
+
+    class Busy(Graphs):
+        def recorder(self) -> Callable[[Callable[[], None]], Callable[[], None]]:
+            record = super().recorder()
+
+            def beside_another(work: Callable[[], None]) -> Callable[[], None]:
+                memory.others += 100_000
+                return record(work)
+
+            return beside_another
+
+    config = settings(max_running=24, max_step_tokens=32)
+    numbers = []
+    for graphs in (Graphs(900_000, 200_000), Busy(900_000, 200_000)):
+        with CountedMemory(TOTAL, fresh) as memory:
+            numbers.append(len(made(fresh, memory, config, graphs).pool.storage))
+    assert numbers[0] == numbers[1]
+
+
 def test_pages_of_other_processes_are_not_counted_as_free(fresh: LoadedModel) -> None:
     with CountedMemory(TOTAL, fresh) as memory:
         alone = plain(fresh, memory)

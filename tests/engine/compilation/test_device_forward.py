@@ -55,6 +55,23 @@ class CountingRecorder:
         return replay
 
 
+def test_graphs_that_are_missing_when_time_is_up_are_reported(
+    fresh: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    pool = make_pool(fresh, small(max_running=24, attention="triton"))
+    forward = DeviceForward(fresh, pool.attention, CountingRecorder, lambda module: module)
+    forward.start(60.0, silent)
+    monkeypatch.setattr(device, "RECORD_S", -1.0)
+    assert forward.record(pool.attention, silent) == (1, 5)
+    assert "decodes run in larger CUDA graphs than they need" in caplog.text
+    caplog.clear()
+    assert forward.record(pool.attention, silent, most=1) == (1, 5)
+    assert not caplog.text
+    monkeypatch.setattr(device, "RECORD_S", 60.0)
+    assert forward.record(pool.attention, silent) == (5, 5)
+    assert not caplog.text
+
+
 def test_prompts_run_compiled_and_decodes_from_graphs_with_the_ids_of_the_eager_cpu_engine(
     tiny: LoadedModel, fresh: LoadedModel, one_thread: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

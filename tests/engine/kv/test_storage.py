@@ -5,7 +5,7 @@ from components.startup import WrongSettings
 from components.wire.layout import KvLayout
 from engine.config import EngineConfig
 from engine.kv.count import count_pages
-from engine.kv.storage import allocate_storage
+from engine.kv.storage import allocate_storage, check_allocator
 
 LAYOUT = KvLayout(model="m", dtype="bfloat16", page_size=16, layers=30, kv_heads=3, head_dim=64)
 
@@ -27,3 +27,17 @@ def test_a_page_is_one_contiguous_piece() -> None:
     assert storage[1].nbytes == LAYOUT.page_bytes
     assert storage[1].data_ptr() - storage.data_ptr() == LAYOUT.page_bytes
     assert not storage.any()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64, expandable_segments:True"),
+        ("PYTORCH_ALLOC_CONF", "backend:cudaMallocAsync"),
+    ],
+)
+def test_an_allocator_whose_memory_peers_cannot_map_is_refused(name: str, value: str) -> None:
+    with pytest.raises(WrongSettings, match=f"{name}={value}: peers cannot map KV pages"):
+        check_allocator({name: value})
+    check_allocator({name: "max_split_size_mb:64,expandable_segments:False"})
+    check_allocator({})
