@@ -33,11 +33,18 @@ ON_DEVICE: Final = (
     "tests/engine/test_phases.py",
     "tests/engine/test_pipeline.py",
 )
-# Of these, tests of what holds on a CPU alone: there the event loop posts short writes.
+# Of these, tests of what holds on a CPU alone.
 ON_CPU_ALONE: Final = (
+    # the event loop posts short writes
     "test_a_short_write_that_has_landed_at_once_costs_no_turn_of_the_loop",
     "test_others_have_a_turn_in_the_midst_of_a_long_write_and_may_end_it",
     "test_the_event_loop_posts_pages_some_at_a_time_and_the_thread_pieces",
+    # a write needs a receiver that lives; between processes of a GPU it is a copy that the writer makes alone
+    "test_a_dead_peer_fails_the_write_of_pieces",
+    "test_a_dead_peer_fails_its_writes_leaves_nothing_behind_and_a_restarted_one_is_served",
+    "test_a_write_in_flight_fails_when_its_peer_is_killed_or_forgotten",
+    "test_a_dead_peer_fails_its_writes_and_a_restarted_one_is_served",
+    "test_forgetting_a_peer_that_hangs_ends_its_write_and_nothing_of_later_pages_leaves",
 )
 HOST_BACKENDS: Final = ("fake", "mooncake")  # for pages in main memory
 

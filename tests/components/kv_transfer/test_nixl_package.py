@@ -26,6 +26,6 @@ def test_the_build_is_chosen_by_torch_and_by_what_is_installed(
             raise metadata.PackageNotFoundError(name)
         return torch
 
-    monkeypatch.setattr(nixl_api.metadata, "version", version)
+    monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(nixl_api, "find_spec", lambda name: name in installed or None)
     assert nixl_api._package() == chosen
