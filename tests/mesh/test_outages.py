@@ -55,7 +55,6 @@ OUTAGES: Final = [
 ]
 
 GONE_S: Final = 3.0  # the lost decode has been noticed, and its lease has run out
-RESTART_WITHIN_S: Final = 6.0  # a request waits for 5 s for a decode (MESH_FRONTEND_NO_WORKER_WAIT_S)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def mesh(preloaded: Preloaded, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.mark.parametrize("outage", OUTAGES, ids=str)
 def test_clients_notice_nothing_when(outage: Outage, mesh: OutageMesh) -> None:
-    assert not list(outage.problems(outage.happen(mesh)))
+    outage.check(mesh)
 
 
 def test_streams_of_a_killed_decode_move_and_are_counted(mesh: OutageMesh) -> None:
@@ -99,20 +98,19 @@ def test_requests_wait_while_the_only_decode_starts_again(mock_mesh: MeshProcess
         answers.append(await http.post("/v1/completions", json=body))
 
     async def run() -> None:
-        async with httpx.AsyncClient(base_url=mock_mesh.one("frontend").url, timeout=30) as http:
+        async with httpx.AsyncClient(base_url=mock_mesh.one("frontend").url, timeout=60) as http:
             over = asyncio.Event()
             asking = asyncio.create_task(ask_on(http, over))
             await asyncio.sleep(1.0)
             mock_mesh.one("decode").kill()
-            killed = time.monotonic()
             await asyncio.sleep(GONE_S)
             await asyncio.to_thread(mock_mesh.start_one, "decode")
-            assert time.monotonic() - killed < RESTART_WITHIN_S, "this machine is too slow for this test"
             await asyncio.sleep(1.0)
             over.set()
             await asking
 
-    mock_mesh.start("bootstrap", "prefill", "decode", "frontend")
+    # On a busy machine decode may start for longer than the usual 5 s.
+    mock_mesh.start("bootstrap", "prefill", "decode", "frontend", MESH_FRONTEND_NO_WORKER_WAIT_S="30")
     asyncio.run(run())
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1
