@@ -7,6 +7,7 @@ gives other tokens than the same prompt gives on an engine of its own.
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -22,6 +23,7 @@ from tests.mesh.mocks import (
     one_engine,
     random_prompts,
 )
+from tests.mesh.through_prefill import through_prefill
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -45,10 +47,9 @@ def test_200_prompts_give_the_same_tokens_aggregated_and_disaggregated(mock_mesh
             assert await _ask(client, prompts, salt="aggregated") == expected
             await asyncio.to_thread(mock_mesh.start, "prefill", "prefill")
             await client.until_usable("prefill", 2)
-            assert await _ask(client, prompts, salt="disaggregated") == expected
+            assert await through_prefill(client, lambda salt: _ask(client, prompts, salt)) == expected
             await no_page_is_lost(client)
-        assert "computing the prompt here" not in mock_mesh.one("decode").logged()
-        assert sum(_computed(r.http) for r in client.prefills.usable()) > 0.5 * sum(map(len, prompts))
+        assert sum(_computed(r.http) for r in client.book.of_role("prefill")) > 0.5 * sum(map(len, prompts))
 
     mock_mesh.start("bootstrap", "decode")
     asyncio.run(run())
@@ -63,11 +64,10 @@ def test_pages_of_different_sizes_change_no_token(mock_mesh: MeshProcesses, pref
     async def run() -> None:
         async with open_client(mock_mesh, MODEL) as client:
             await client.until_usable("prefill", 2)
-            assert await _ask(client, prompts, salt="sizes") == expected
+            assert await through_prefill(client, lambda salt: _ask(client, prompts, salt)) == expected
             await no_page_is_lost(client)
         assert [r.kv.layout.page_size for r in client.prefills.usable() if r.kv] == [prefill, prefill]
-        assert "computing the prompt here" not in mock_mesh.one("decode").logged()
-        assert sum(_computed(r.http) for r in client.prefills.usable()) > 0.5 * sum(map(len, prompts))
+        assert sum(_computed(r.http) for r in client.book.of_role("prefill")) > 0.5 * sum(map(len, prompts))
 
     sizes = {"MESH_PREFILL_ENGINE__PAGE_SIZE": str(prefill), "MESH_DECODE_ENGINE__PAGE_SIZE": str(decode)}
     mock_mesh.start("bootstrap", "decode", "prefill", "prefill", MESH_ENGINE__MAX_STEP_TOKENS="100", **sizes)
@@ -169,7 +169,7 @@ async def _each_status_is_told(client: Client) -> None:
     [into], [out] = decode.links, prefill.links
     assert (into.peer, out.peer) == (prefill.instance_id, decode.instance_id)
     assert (into.transfers, into.failures, into.bytes) == (out.transfers, out.failures, out.bytes)
-    assert out.transfers == 1
+    assert out.transfers >= 1
     assert out.bytes > 0
     assert decode.layout == prefill.layout != ""
     assert decode.kv_transfer == prefill.kv_transfer == "nixl/UCX"
@@ -232,7 +232,26 @@ def test_the_frontend_speaks_the_mocks_bytes_and_a_stop_string_ends_its_branch_a
         time.sleep(0.1)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": count, "ignore_eos": True, "temperature": 1.0, "seed": 3}
     body |= {"n": 3, "logprobs": 2, "stop": stop}
-    answer = httpx.post(f"{frontend.url}/v1/completions", json=body, timeout=60).json()
+
+    async def ask(decode_http: str, salt: str) -> tuple[Any, float]:
+        """The answer, and how many tokens had been generated before it."""
+        before = await asyncio.to_thread(_generated, decode_http)
+        url, salted = f"{frontend.url}/v1/completions", body | {"cache_salt": salt}
+        answer = await asyncio.to_thread(lambda: httpx.post(url, json=salted, timeout=60))
+        return answer.json(), before
+
+    async def run() -> tuple[Any, float]:
+        async with open_client(mock_mesh, MODEL) as client:
+            await client.until_usable("prefill")
+            [decode] = client.decodes.usable()
+            http = decode.http
+            assert http is not None
+            answer, before = await through_prefill(client, lambda salt: ask(http, salt))
+            await no_page_is_lost(client)
+            await _each_status_is_told(client)
+            return answer, await asyncio.to_thread(_generated, http) - before
+
+    answer, generated = asyncio.run(run())
     assert [choice["text"] for choice in answer["choices"]] == [texts[0], shown, texts[2]]
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "stop", "length"]
     counted = len(shown) + len(stop)
@@ -243,14 +262,4 @@ def test_the_frontend_speaks_the_mocks_bytes_and_a_stop_string_ends_its_branch_a
     for choice, right, length in zip(answer["choices"], whole, (count, counted, count), strict=True):
         assert choice["logprobs"]["token_logprobs"] == [told.logprob for told in right.logprobs[:length]]
         assert "".join(choice["logprobs"]["tokens"]) == bytes(right.token_ids[:length]).decode()
-
-    async def check() -> None:
-        async with open_client(mock_mesh, MODEL) as client:
-            await client.until_usable("prefill")
-            [decode] = client.decodes.usable()
-            assert decode.http is not None
-            await no_page_is_lost(client)
-            await _each_status_is_told(client)
-            assert await asyncio.to_thread(_generated, decode.http) < 2 * count + counted + 50, "it went on for nobody"
-
-    asyncio.run(check())
+    assert generated < 2 * count + counted + 50, "it went on for nobody"

@@ -3,14 +3,17 @@
 import asyncio
 import random
 import re
+from functools import partial
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import httpx
 import pytest
 
+from components.wire.instances import InstanceRecord
 from tests.mesh.conftest import save_windowed
 from tests.mesh.harness import Client, MeshProcesses, open_client
+from tests.mesh.through_prefill import through_prefill
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
@@ -40,6 +43,20 @@ async def _ask(client: Client, prompts: list[list[int]], salt: str) -> list[list
     return list(await asyncio.gather(*(one(p) for p in prompts)))
 
 
+async def _ask_twice(
+    client: Client, prompts: list[list[int]], prefill: InstanceRecord, salt: str
+) -> tuple[Any, Any, float]:
+    """Both rounds' answers, and the bytes that prefill sent."""
+    before = _sent_bytes(prefill)
+    first, second = await _ask(client, prompts, salt), await _ask(client, prompts, salt)
+    return first, second, _sent_bytes(prefill) - before
+
+
+def _sent_bytes(prefill: InstanceRecord) -> float:
+    (sent,) = re.findall(r"\nkvmesh_kv_transfer_bytes_total (\S+)", httpx.get(f"{prefill.http}/metrics").text)
+    return float(sent)
+
+
 @pytest.mark.parametrize("window", [None, 100])
 def test_tokens_are_those_of_aggregated_serving(
     tiny_mesh: MeshProcesses, tmp_path_factory: pytest.TempPathFactory, window: int | None
@@ -63,20 +80,16 @@ def test_tokens_are_those_of_aggregated_serving(
                 [worker] = await client.until_usable("prefill")
                 assert worker.kv is not None
                 assert worker.kv.layout.page_size == page_size
-                for _ in range(2):
-                    assert await _ask(client, prompts, f"from pages of {page_size}") == expected
+                first, second, sent = await through_prefill(client, partial(_ask_twice, client, prompts, worker))
+                assert first == second == expected
                 for beat in await client.until_quiet():
                     assert beat.free_pages + beat.cached_pages == beat.total_pages
-                metrics = httpx.get(f"{worker.http}/metrics").text
-                assert f"\nkvmesh_kv_transfer_seconds_count {2 * len(prompts)}.0\n" in metrics
-                (sent,) = re.findall(r"\nkvmesh_kv_transfer_bytes_total (\S+)", metrics)
-                assert float(sent) <= 2 * most * DECODE_PAGE * worker.kv.layout.page_bytes / page_size
+                assert 0 < sent <= 2 * most * DECODE_PAGE * worker.kv.layout.page_bytes / page_size
                 prefill.popen.terminate()
                 assert await asyncio.to_thread(prefill.popen.wait, 20) == 0
                 async with asyncio.timeout(10):
                     while client.prefills.usable():
                         await asyncio.sleep(0.02)
-        assert "computing the prompt here" not in tiny_mesh.one("decode").logged()
         assert "prefill instance not used" not in tiny_mesh.one("decode").logged()
 
     tiny_mesh.start("bootstrap", "decode", MESH_ENGINE__PAGE_SIZE=str(DECODE_PAGE), MESH_ENGINE__MAX_STEP_TOKENS="100")

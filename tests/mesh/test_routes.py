@@ -10,11 +10,11 @@ import pytest
 from rich.console import Console
 
 from components.settings import MeshSettings
-from components.telemetry.trace_store import TraceStore
 from components.wire.inspection import ExplainRoute
 from services.inspect.route import show_route
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MODEL
+from tests.mesh.trace_checks import traces_since
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -72,9 +72,8 @@ def test_policies_from_the_settings_are_those_that_choose(mock_mesh: MeshProcess
     assert "a prefill instance, by prefix_hash@load_factor=9,slack_tokens=99999" in " ".join(shown.split())
     for turn in range(4):
         _ask(frontend.url, f"{STORY}{turn}")
-    time.sleep(1)  # the last spans are on their way to the disk
-    store = TraceStore(mock_mesh.home)
-    traces = [{s.name: s.attributes for s in store.trace(trace_id)} for trace_id in store.last_trace_ids(4)]
+    found = traces_since(mock_mesh.home, 0, 4, {"frontend.route", "decode.choose_prefill"})
+    traces = [{span.name: span.attributes for span in spans} for spans in found]
     decodes = Counter(spans["frontend.route"]["kvmesh.decode.instance"] for spans in traces)
     assert sorted(decodes.values()) == [2, 2], "they take turns, whatever they have cached"
     assert len({spans["decode.choose_prefill"]["kvmesh.prefill.instance"] for spans in traces}) == 1

@@ -9,8 +9,10 @@ from typing import Final
 import httpx
 import pytest
 
-from components.telemetry.trace_store import Span, TraceStore
+from components.telemetry.trace_store import Span
 from tests.mesh.harness import MeshProcesses, open_client
+from tests.mesh.through_prefill import through_prefill
+from tests.mesh.trace_checks import traces_since
 from tests.mesh.transformers_ids import MODEL, generate, make_prompts, written
 
 pytestmark = [pytest.mark.mesh, pytest.mark.model, pytest.mark.timeout(600)]
@@ -63,27 +65,32 @@ class Served:
 def together(real_mesh: MeshProcesses, prompts: list[list[int]]) -> Served:
     """All of them, eight in flight. A salt each: chats begin alike, and a hit would spare pages."""
 
-    async def run() -> tuple[list[list[int]], float, int]:
+    async def run() -> tuple[list[list[int]], float, int, int]:
         async with open_client(real_mesh, MODEL) as client:
             await client.until_usable("prefill")
             [decode] = client.decodes.usable()
             assert decode.kv is not None
             assert decode.http is not None
-            before = _metric(decode.http, "kvmesh_prompt_tokens_total")
-            places = asyncio.Semaphore(8)
+            http = decode.http
 
-            async def one(i: int, count: int) -> list[int]:
-                async with places:
-                    return await client.generate(prompts[i], count, model=MODEL, salt=f"together {i}")
+            async def ask(salt: str) -> tuple[list[list[int]], float, int]:
+                """Also the prompt tokens that decode computed meanwhile, and when it began."""
+                began_ns = time.time_ns()
+                before = _metric(http, "kvmesh_prompt_tokens_total")
+                places = asyncio.Semaphore(8)
 
-            answers = list(await asyncio.gather(*(one(i, len(ids)) for i, ids in enumerate(written()))))
-            return answers, _metric(decode.http, "kvmesh_prompt_tokens_total") - before, decode.kv.layout.page_bytes
+                async def one(i: int, count: int) -> list[int]:
+                    async with places:
+                        return await client.generate(prompts[i], count, model=MODEL, salt=f"{salt} {i}")
 
-    answers, computed, page_bytes = asyncio.run(run())
-    time.sleep(1)  # the last spans are on their way to the disk
-    store = TraceStore(real_mesh.home)
-    traces = [{s.name: s for s in store.trace(trace_id)} for trace_id in store.last_trace_ids(len(prompts))]
-    return Served(answers, computed, page_bytes, traces)
+                answers = list(await asyncio.gather(*(one(i, len(ids)) for i, ids in enumerate(written()))))
+                return answers, _metric(http, "kvmesh_prompt_tokens_total") - before, began_ns
+
+            return *await through_prefill(client, ask), decode.kv.layout.page_bytes
+
+    answers, computed, began_ns, page_bytes = asyncio.run(run())
+    traces = traces_since(real_mesh.home, began_ns, len(prompts), {"decode.request", "prefill.transfer"})
+    return Served(answers, computed, page_bytes, [{span.name: span for span in trace} for trace in traces])
 
 
 def test_32_prompts_give_transformers_own_ids_with_8_in_flight(together: Served) -> None:

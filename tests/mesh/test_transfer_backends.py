@@ -1,29 +1,38 @@
 """The whole mesh with other KV transfer backends than NIXL; engines as in test_mock_mesh, whose tokens tell whether KV came."""
 
 import asyncio
-import time
-from typing import Any, Final
+from typing import Any
 
 import pytest
 
 from components.errors import InvariantBroken
 from components.kv_transfer.backends import kv_opener
 from components.startup import WrongSettings
-from components.telemetry.trace_store import TraceStore
 from components.wire.sampling import SamplingParams
-from tests.mesh.harness import MeshProcesses, open_client
+from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.mocks import MAX_TOKENS, MODEL, no_page_is_lost, one_engine, random_prompts
+from tests.mesh.through_prefill import through_prefill
+from tests.mesh.trace_checks import traces_since
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
-RECOMPUTED: Final = "computing the prompt here"
 
+def _answers(
+    mesh: MeshProcesses, prompts: list[list[int]], max_tokens: int = MAX_TOKENS, *, disaggregated: bool = True
+) -> list[list[int]]:
+    """`disaggregated`: prefill computes all prompts."""
 
-def _answers(mesh: MeshProcesses, prompts: list[list[int]], max_tokens: int = MAX_TOKENS) -> list[list[int]]:
+    async def ask(client: Client, salt: str) -> list[list[int]]:
+        asked = (client.generate(p, max_tokens, model=MODEL, salt=salt) for p in prompts)
+        return list(await asyncio.gather(*asked))
+
     async def run() -> list[list[int]]:
         async with open_client(mesh, MODEL) as client:
             await client.until_usable("prefill")
-            answers = list(await asyncio.gather(*(client.generate(p, max_tokens, model=MODEL) for p in prompts)))
+            if disaggregated:
+                answers = await through_prefill(client, lambda salt: ask(client, salt))
+            else:
+                answers = await ask(client, "")
             await no_page_is_lost(client)
         return answers
 
@@ -31,13 +40,9 @@ def _answers(mesh: MeshProcesses, prompts: list[list[int]], max_tokens: int = MA
 
 
 def _spans(mesh: MeshProcesses, name: str, count: int) -> list[dict[str, Any]]:
-    """Of the last `count` traces: when each has one, or after a second, in which the last spans reach the disk."""
-    store, deadline = TraceStore(mesh.home), time.monotonic() + 1
-    while True:
-        spans = [span for trace in store.last_trace_ids(count) for span in store.trace(trace) if span.name == name]
-        if len(spans) >= count or time.monotonic() > deadline:
-            return [dict(span.attributes) for span in spans]
-        time.sleep(0.05)
+    """All of the mesh, once as many as `count` traces have one."""
+    traces = traces_since(mesh.home, 0, count, {name})
+    return [dict(span.attributes) for spans in traces for span in spans if span.name == name]
 
 
 @pytest.mark.parametrize("page_size", [16, 64])  # of prefill; decode's is 16
@@ -53,7 +58,6 @@ def test_mooncake_moves_the_same_kv_as_nixl(mock_mesh: MeshProcesses, page_size:
     sizes = {"MESH_PREFILL_ENGINE__PAGE_SIZE": str(page_size)}
     mock_mesh.start("bootstrap", "prefill", "decode", MESH_KV_TRANSFER="mooncake", **sizes)
     assert _answers(mock_mesh, prompts) == expected
-    assert RECOMPUTED not in mock_mesh.one("decode").logged()
     assert {s["kvmesh.transfer.backend"] for s in _spans(mock_mesh, "prefill.transfer", 100)} == {"mooncake"}
 
 
@@ -62,12 +66,9 @@ def test_fake_runs_the_whole_protocol_moves_nothing_and_says_so(mock_mesh: MeshP
     expected = one_engine(mock_mesh.home, prompts, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
     mock_mesh.start("bootstrap", "prefill", "decode", MESH_KV_TRANSFER="fake")
     assert _answers(mock_mesh, prompts, 1) == expected, "the first token is prefill's"
-    assert RECOMPUTED not in mock_mesh.one("decode").logged()
     for role, span in (("prefill", "prefill.transfer"), ("decode", "decode.receive")):
         assert "KV transfer is fake" in mock_mesh.one(role).logged()
-        told = _spans(mock_mesh, span, 20)
-        assert len(told) == 20
-        assert {s["kvmesh.transfer.backend"] for s in told} == {"fake"}
+        assert {s["kvmesh.transfer.backend"] for s in _spans(mock_mesh, span, 20)} == {"fake"}
     assert {s["kvmesh.transfer.bytes"] for s in _spans(mock_mesh, "prefill.transfer", 20)} == {0}
     with pytest.raises(InvariantBroken, match=r"should hold .* tokens, but its marks are"):
         # Each attempt's first token is prefill's. The next one needs the pages, and the mock engine checks them.
@@ -80,8 +81,10 @@ def test_two_backends_do_not_try_each_other_and_decode_computes_the_prompts(mock
         mock_mesh.home, prompts, SamplingParams(max_tokens=MAX_TOKENS, temperature=0, ignore_eos=True)
     )
     mock_mesh.start("bootstrap", "prefill", "decode", MESH_PREFILL_KV_TRANSFER="fake")
-    assert _answers(mock_mesh, prompts) == expected
+    assert _answers(mock_mesh, prompts, disaggregated=False) == expected
     logged = mock_mesh.one("decode").logged()
     assert logged.count("--kv-transfer: nixl/UCX here, fake there") == 1
-    assert RECOMPUTED not in logged
-    assert not _spans(mock_mesh, "prefill.transfer", 10)
+    assert "computing the prompt here" not in logged
+    assert len(_spans(mock_mesh, "decode.request", 10)) == 10
+    assert not _spans(mock_mesh, "prefill.transfer", 0)
+    assert not _spans(mock_mesh, "prefill.request", 0)

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Final
 
 from components.telemetry.trace_reader import LocalTraceReader
-from components.telemetry.trace_store import LOST, Span
+from components.telemetry.trace_store import LOST, Span, TraceStore
 from components.telemetry.trace_summary import root_of
 
 WAIT_S: Final = 15.0  # for the last spans, which each process exports by itself
 COVERED: Final = 0.98
+MANY: Final = 1000  # traces, more than a test makes
 CALLS: Final = {"frontend.dispatch"}  # those with children
 TRIES: Final = 4  # a busy machine may take the processor away between two phases
 
@@ -27,6 +28,19 @@ def whole_trace(home: Path, request_id: str, names: Collection[str]) -> list[Spa
         assert time.monotonic() < deadline, (
             f"missing: {missing}; without parent: {orphans(spans)}; found: {sorted(found)}"
         )
+        time.sleep(0.1)
+
+
+def traces_since(home: Path, began_ns: int, count: int, names: Collection[str]) -> list[list[Span]]:
+    """The traces that began since then and have spans of these names, once there are `count`."""
+    store, deadline = TraceStore(home), time.monotonic() + WAIT_S
+    while True:
+        traces = store.traces(store.last_trace_ids(MANY)).values()
+        found = [spans for spans in traces if spans and spans[0].start_ns >= began_ns]
+        complete = [spans for spans in found if {span.name for span in spans} >= set(names)]
+        if len(complete) >= count:
+            return complete
+        assert time.monotonic() < deadline, [sorted({span.name for span in spans}) for spans in found]
         time.sleep(0.1)
 
 
