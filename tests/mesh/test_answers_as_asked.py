@@ -12,10 +12,11 @@ from openai import AsyncOpenAI
 
 from tests.components.structured.random_schemas import random_schema
 from tests.mesh.conftest import MODEL
-from tests.mesh.harness import MeshProcesses
+from tests.mesh.harness import MeshProcesses, Worker
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
+TRIES: Final = 3  # if one stream begins late, the others may be over when decode is killed
 PERSON: Final = {
     "type": "object",
     "properties": {
@@ -72,22 +73,25 @@ def test_a_stream_that_moves_goes_on_inside_its_constraint(mock_mesh: MeshProces
 
     async def run() -> None:
         async with AsyncOpenAI(base_url=f"{frontend.url}/v1", api_key="none", max_retries=0) as client:
-            schemas = [LONG, LONG, *(random_schema(seed) for seed in range(10))]
-            began = [asyncio.Event() for _ in range(2)]
-            killed = [
-                asyncio.create_task(
-                    streamed(client, "mock", event, response_format=asking(LONG), n=2, seed=i, max_tokens=900)
-                )
-                for i, event in enumerate(began)
-            ]
-            await asyncio.gather(*(event.wait() for event in began))
-            mock_mesh.one("decode").kill()
-            second = next(w for w in mock_mesh.workers if w.role == "decode" and w.popen.poll() is None)
-            assert second
-            for texts in await asyncio.gather(*killed):
-                assert len(texts) == 2
-                assert all(fits(LONG, text) for text in texts.values())
-            assert moves(frontend.logged()) >= 1, "the kill hit no stream: this test proved nothing"
+            schemas = [random_schema(seed) for seed in range(10)]
+            for _ in range(TRIES):
+                began = [asyncio.Event() for _ in range(2)]
+                killed = [
+                    asyncio.create_task(
+                        streamed(client, "mock", event, response_format=asking(LONG), n=2, seed=i, max_tokens=900)
+                    )
+                    for i, event in enumerate(began)
+                ]
+                await asyncio.gather(*(event.wait() for event in began))
+                mock_mesh.one("decode").kill()
+                for texts in await asyncio.gather(*killed):
+                    assert len(texts) == 2
+                    assert all(fits(LONG, text) for text in texts.values())
+                if moves(frontend.logged()):
+                    break
+                await asyncio.to_thread(mock_mesh.start_one, "decode", **slow)
+            else:
+                raise AssertionError("no kill hit a stream: this test proved nothing")
             answers = await asyncio.gather(
                 *(
                     client.chat.completions.create(
@@ -98,12 +102,12 @@ def test_a_stream_that_moves_goes_on_inside_its_constraint(mock_mesh: MeshProces
                         max_tokens=400,
                         temperature=1,
                     )
-                    for i, schema in enumerate(schemas[2:])
+                    for i, schema in enumerate(schemas)
                 )
             )
             complete = [
                 (schema, answer.choices[0])
-                for schema, answer in zip(schemas[2:], answers, strict=True)
+                for schema, answer in zip(schemas, answers, strict=True)
                 if answer.choices[0].finish_reason == "stop"
             ]
             assert len(complete) >= 8
@@ -147,9 +151,8 @@ def test_a_real_model_answers_as_asked_disaggregated(real_mesh: MeshProcesses) -
 @pytest.mark.model
 def test_a_real_model_s_stream_that_moves_stays_what_was_asked_for(real_mesh: MeshProcesses) -> None:
     frontend = real_mesh.one("frontend")
-    second = real_mesh.start_one("decode")
 
-    async def run() -> None:
+    async def run(second: Worker) -> None:
         async with AsyncOpenAI(base_url=f"{frontend.url}/v1", api_key="none", max_retries=0) as client:
             began = [asyncio.Event() for _ in range(3)]  # some of them go to each decode
             shorter = {**LONG, "minItems": 6, "maxItems": 6}
@@ -173,9 +176,14 @@ def test_a_real_model_s_stream_that_moves_stays_what_was_asked_for(real_mesh: Me
             for i, texts in enumerate(await asyncio.gather(*streams)):
                 assert len(texts) == 1 + i % 2
                 assert all(fits(shorter, text) for text in texts.values())
-            assert moves(frontend.logged()) >= 1, "the kill hit no stream: this test proved nothing"
 
-    try:
-        asyncio.run(run())
-    finally:
-        second.kill()
+    before = moves(frontend.logged())
+    for _ in range(TRIES):
+        second = real_mesh.start_one("decode")
+        try:
+            asyncio.run(run(second))
+        finally:
+            second.kill()
+        if moves(frontend.logged()) > before:
+            return
+    raise AssertionError("no kill hit a stream: this test proved nothing")
