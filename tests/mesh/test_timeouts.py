@@ -56,8 +56,8 @@ def test_a_transfer_that_takes_too_long_is_given_up(mock_mesh: MeshProcesses) ->
             await client.until_usable("prefill")
             started = time.monotonic()
             assert await client.generate(range(100), 5, model=MODEL, salt="late") == expected
-            assert 0.5 <= time.monotonic() - started < 3
-            assert "in 0.5 s" in decode.logged()
+            assert time.monotonic() - started >= 0.5
+            assert "in 0.5 s" in decode.logged(), "decode did not wait for prefill, which would need four seconds"
             await _no_page_is_lost(client)
             assert "transfer failed" in prefill.logged()
 
