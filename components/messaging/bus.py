@@ -312,9 +312,10 @@ async def _connect(url: str, name: str, access: NatsAccess, reports: "_Connectio
             return client
 
 
-async def _connected(client: Client, choice: _ServerChoice, reports: "_ConnectionReports") -> None:
+async def _connected(client: SecureClient, choice: _ServerChoice, reports: "_ConnectionReports") -> None:
     choice.connected(client)
     await reports.on_connected()
+    await client.ping_again()
 
 
 async def _watch(client: Client, url: str) -> None:

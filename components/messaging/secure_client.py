@@ -3,6 +3,7 @@
 It also reads the header of a traced call in a third of the time.
 """
 
+import asyncio
 import ssl
 import time
 from typing import Any, Final
@@ -37,6 +38,7 @@ class SecureClient(Client):  # type: ignore[misc]
         """Raises: WrongSettings."""
         super().__init__()
         self._transport: TcpTransport | None  # falsy before its first connection
+        self._unanswered: list[asyncio.Future[bool]] = []  # pings of earlier connections
         self._access = access
         self._in_url = login_of(url)
         try:
@@ -97,6 +99,21 @@ class SecureClient(Client):  # type: ignore[misc]
             return {"traceparent": headers[len(_TRACED) : -4].decode()}
         found: dict[str, str] | None = await super()._process_headers(headers)
         return found
+
+    async def _process_connect_init(self) -> None:
+        self._unanswered += self._pongs  # nats-py forgets them
+        self._pongs: list[asyncio.Future[bool]] = []
+        await super()._process_connect_init()
+
+    async def ping_again(self) -> None:
+        """After a reconnect: a `flush` that waited meanwhile would end with FlushTimeoutError after 10 s.
+
+        The subscriptions are sent again first, so the answer still proves that NATS has them.
+        """
+        while self._unanswered:
+            ping = self._unanswered.pop()
+            if not ping.done():
+                await self._send_ping(ping)
 
     async def _process_err(self, err_msg: str) -> None:
         """Connect again with what the files now hold; nats-py would close itself for good."""

@@ -135,6 +135,24 @@ async def test_a_subscription_is_there_when_it_says_so() -> None:
         assert b"SUB calls" in nats.processed
 
 
+async def test_a_subscription_that_waits_for_a_silent_server_is_there_after_the_reconnect() -> None:
+    """nats-py forgot the ping that it waited for: a process that started meanwhile ended with FlushTimeoutError."""
+    nats = FakeNats()
+
+    async def subscribe(bus: Bus) -> None:
+        async with bus.subscription("calls", _ignore):
+            assert b"SUB calls" in nats.processed
+
+    async with nats.running(), connect_bus(nats.url, "test") as bus:
+        nats.silent = True
+        subscribing = asyncio.create_task(subscribe(bus))
+        await asyncio.sleep(0.1)
+        nats.silent = False
+        nats.reset_all()
+        async with asyncio.timeout(8):  # its flush fails after 10 s
+            await subscribing
+
+
 async def test_the_subject_of_a_call_has_no_queue_group() -> None:
     """A frozen server's stale member of the group got half of the calls: an answer took six seconds instead of two."""
 
