@@ -148,7 +148,10 @@ def test_top_rooms_and_kv_show_transfers_while_they_run_and_afterwards(mesh: Mes
 
 
 def test_doctor_finds_nothing_wrong_in_a_mesh_that_works_and_names_its_transport(mesh: MeshProcesses) -> None:
-    code, text = inspected(mesh, "doctor")
+    for _ in range(3):  # a process that is stalled for a moment does not answer
+        code, text = inspected(mesh, "doctor")
+        if code == 0:
+            break
     assert code == 0, text
     assert "\n0 wrong" in text
     found = shown(mesh, "doctor")
@@ -207,8 +210,8 @@ def test_a_drained_worker_gets_nothing_until_it_is_undone_and_unknown_ids_are_re
     assert f"decode {one} has no work left" in text
     _until(lambda: _state(mesh, one) == "drained", "top shows it")
     assert {_asked(mesh, number)["decode"] for number in range(200, 204)} == {other}
-    found = [one for one in shown(mesh, "doctor") if one["level"] == "note"]
-    assert any("drains" in finding["what"] for finding in found)
+    drains = '"level": "note", "what": "decode ' + one + " drains"
+    _until(lambda: drains in inspected(mesh, "doctor", "--json")[1], "doctor notes it")
     assert inspected(mesh, "drain", one, "--undo")[0] == 0
     _until(lambda: _state(mesh, one) == "ok", "it takes work again")
     code, text = inspected(mesh, "drain", "zzzz")
@@ -257,7 +260,7 @@ def test_events_show_a_stop_and_a_kill_as_they_happen_and_doctor_fails_meanwhile
     with out.open("wb") as stream:
         events = subprocess.Popen(command, cwd=REPO, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
     try:
-        _until(lambda: len(_events(out, "first heartbeat")) == 3, "it follows all workers")
+        _until(lambda: len({*_events(out, "first heartbeat")}) == 3, "it follows all workers")
         code, text = inspected(mesh, "drain", stopped, "--stop", "--wait")
         assert code == 0, text
         worker = process_of(mesh, stopped)
