@@ -31,7 +31,8 @@ else
 endif
 
 faults: $(SETUP)  ## every fault at every message, write and state; make test tries four in ten of them
-	@$(BIN)/python -m pytest -n $(workers) -m 'faults or not faults' tests/faults tests/mesh/test_lost_ranks.py $(ARGS)
+	@$(BIN)/python -m pytest -n $(workers) -m 'faults or not faults' tests/faults tests/mesh/test_lost_ranks.py \
+	  tests/engine/parallel/test_more_ranks.py $(ARGS)
 
 secure-test: $(SETUP)  ## three minutes: meshes with users, rights and TLS; what a stolen credential cannot do
 	@$(BIN)/python -m pytest -m 'secure or not secure' tests/secure tests/components/test_permissions.py \

@@ -5,6 +5,8 @@ import logging
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -13,6 +15,7 @@ from engine import parts as parts_module
 from engine.build import assemble
 from engine.config import EngineConfig, StepSize
 from engine.device import huge_pages
+from engine.device.memory import Look
 from engine.model.load import LoadedModel
 from engine.parts import Parts, make_parts
 from engine.ports import EngineRequest, Phase
@@ -121,27 +124,23 @@ def test_what_graphs_hold_is_learnt_from_a_few_of_them(fresh: LoadedModel, monke
     assert parts.pool.max_context > 400
 
 
-def test_what_another_worker_takes_while_graphs_are_measured_is_not_multiplied(
-    fresh: LoadedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(parts_module, "TRIAL_GRAPHS", 2)
+def test_what_another_worker_takes_while_graphs_are_measured_is_not_multiplied() -> None:
+    own, others = 1000, 0
 
-    class Busy(Graphs):
-        def recorder(self) -> Callable[[Callable[[], None]], Callable[[], None]]:
-            record = super().recorder()
+    class Forward:
+        def record(self, _attention: object, _progress: object, most: int) -> tuple[int, int]:
+            nonlocal own, others
+            own += 100 if most == 1 else 30
+            others += 5000
+            return most, 35
 
-            def beside_another(work: Callable[[], None]) -> Callable[[], None]:
-                memory.others += 100_000
-                return record(work)
+    class Memory:
+        def look(self) -> Look:
+            return Look(10**6, 10**6 - own - others, own)
 
-            return beside_another
-
-    config = settings(max_running=24, max_step_tokens=32)
-    numbers = []
-    for graphs in (Graphs(900_000, 200_000), Busy(900_000, 200_000)):
-        with CountedMemory(TOTAL, fresh) as memory:
-            numbers.append(len(made(fresh, memory, config, graphs).pool.storage))
-    assert numbers[0] == numbers[1]
+    parts: Any = parts_module
+    graphs = parts._trial_graphs(Forward(), SimpleNamespace(attention=None), Memory())
+    assert graphs == 100 + 34 * 30 // (parts.TRIAL_GRAPHS - 1)
 
 
 def test_pages_of_other_processes_are_not_counted_as_free(fresh: LoadedModel) -> None:
