@@ -101,6 +101,11 @@ class CallServer:
 
         return start
 
+    def cancel(self) -> None:
+        """Leave running calls without an answer."""
+        for task in self._tasks:
+            task.cancel()
+
     async def drain(self) -> None:
         while self._tasks:
             await asyncio.wait(self._tasks)
@@ -174,7 +179,10 @@ class _Subscribed(MicroEndpoint):  # type: ignore[misc]  # nats-py has no types
 async def serve_calls(
     bus: Bus, role: str, subject: str, endpoints: Sequence[Endpoint], metadata: Mapping[str, str]
 ) -> AsyncIterator[None]:
-    """Answer calls; leaving waits for running ones.
+    """Answer calls; leaving waits for running ones, except after an error.
+
+    A call may wait for what this process will not do any more: `quiesce` for a write of a rank that has ended. Its caller
+    finds out when the process has ended.
 
     Args:
         role: name of the micro service, shared by the role's instances.
@@ -196,11 +204,15 @@ async def serve_calls(
         await subscribed._start()
         service._endpoints.append(subscribed)
     await bus.flush()
+    has_failed = True
     try:
         yield
+        has_failed = False
     finally:
         if bus.client.is_connected:
             with suppress(nats.errors.Error, OSError, TimeoutError):  # NATS hangs or is gone, so no call arrives
                 async with asyncio.timeout(STOP_S):
                     await service.stop()  # new calls are refused at once, not lost
+        if has_failed:
+            server.cancel()
         await server.drain()

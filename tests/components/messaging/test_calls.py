@@ -70,6 +70,32 @@ async def test_a_call_is_answered(bus: Bus, namespace: str) -> None:
     assert [a.room for a in answers] == [str(i) for i in range(50)]
 
 
+async def test_leaving_waits_for_calls_except_after_an_error(bus: Bus, namespace: str) -> None:
+    """A worker whose follower had ended in the midst of a write never ended: `quiesce` waited for that write."""
+    has_begun, may_end = asyncio.Event(), asyncio.Event()
+
+    async def wait(request: KvComing) -> RoomOk:
+        has_begun.set()
+        await may_end.wait()
+        return RoomOk(room=request.room)
+
+    async with asyncio.TaskGroup() as group:
+        async with served(bus, namespace, wait) as subject:
+            asked = group.create_task(ask(bus, subject))
+            await has_begun.wait()
+            asyncio.get_running_loop().call_later(0.1, may_end.set)
+        assert await asked == RoomOk(room="r")
+    has_begun.clear()
+    may_end.clear()
+    with pytest.raises(ZeroDivisionError):
+        async with asyncio.timeout(10), served(bus, namespace, wait) as subject:
+            asked = asyncio.create_task(ask(bus, subject, timeout_s=0.5))
+            await has_begun.wait()
+            raise ZeroDivisionError
+    with pytest.raises((PeerLost, DeadlineExceeded)):
+        await asked
+
+
 async def test_a_refusal_arrives_as_the_error_it_was(bus: Bus, namespace: str) -> None:
     async def full(_: KvComing) -> RoomOk:
         raise QueueFull("no room", retry_after_s=0.5, rooms=7)
