@@ -87,11 +87,12 @@ async def test_leaving_waits_for_calls_except_after_an_error(bus: Bus, namespace
         assert await asked == RoomOk(room="r")
     has_begun.clear()
     may_end.clear()
-    with pytest.raises(ZeroDivisionError):
-        async with asyncio.timeout(10), served(bus, namespace, wait) as subject:
-            asked = asyncio.create_task(ask(bus, subject, timeout_s=0.5))
-            await has_begun.wait()
-            raise ZeroDivisionError
+    async with asyncio.timeout(10):
+        with suppress(ZeroDivisionError):
+            async with served(bus, namespace, wait) as subject:
+                asked = asyncio.create_task(ask(bus, subject, timeout_s=0.5))
+                await has_begun.wait()
+                raise ZeroDivisionError
     with pytest.raises((PeerLost, DeadlineExceeded)):
         await asked
 
