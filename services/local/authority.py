@@ -1,4 +1,4 @@
-"""A throw-away certificate authority for `--secure`. Its key stays in memory, so nobody can sign more later.
+"""A throw-away certificate authority for `--secure`. Its key stays in memory, so it signs nothing after this process.
 
 `python -m services.local.authority FOLDER` makes one for docker-compose.secure.yml: a certificate for each role.
 """

@@ -1,4 +1,4 @@
-"""Answers are what was asked for through every process of the mesh, also when one of them dies in mid-stream."""
+"""The parameters of a request hold through every process of the mesh, also if one of them dies during the stream."""
 
 import asyncio
 import json

@@ -33,8 +33,10 @@ class Address:
 
 
 class App:
-    """Reads a request's body, answers with its size; `/endless` writes until nobody is there, `/pushed` lets others write,
-    `/headers` tells the request's, `/refused` is answered before the body has come.
+    """Reads a request's body and answers with its size.
+
+    `/endless` writes until the client has gone. `/pushed` lets the test write. `/headers` returns the request's headers.
+    `/refused` is answered before the body is read.
     """
 
     def __init__(self) -> None:

@@ -26,8 +26,9 @@ def _nothing() -> None:
 
 
 async def test_a_thread_that_loses_the_processor_goes_on_polling() -> None:
-    """A timed `get` of CPython's SimpleQueue waited for ever when its thread was preempted as it began: a transfer of a busy
-    machine hung until the next one came, or its deadline.
+    """A timed `get` of CPython's SimpleQueue waited forever if its thread was preempted as the wait began.
+
+    On a busy machine a transfer then hung until the next one came, or until its deadline.
     """
     polls = 0
 
@@ -54,7 +55,7 @@ async def test_a_thread_that_loses_the_processor_goes_on_polling() -> None:
         while time.monotonic() < until:
             before = polls
             await asyncio.sleep(0.1)
-            async with asyncio.timeout(10):  # it waited for work for ever, though it had something to poll
+            async with asyncio.timeout(10):  # the thread waited for work forever, although it had something to poll
                 while polls <= before + 1:
                     await asyncio.sleep(0.01)
     finally:
@@ -148,7 +149,7 @@ async def test_a_future_is_settled_at_once_on_the_loop_and_by_the_loop_from_the_
 
 
 async def test_after_its_end_nothing_is_done_any_more_and_what_was_handed_over_before_is() -> None:
-    """A short write used the library after `stop`, and whoever handed over anything else waited for ever."""
+    """A short write used the library after `stop`, and a caller that handed over other work waited forever."""
     done: list[str] = []
     busy = threading.Event()
     thread = OwnThread("ends", lambda: None)

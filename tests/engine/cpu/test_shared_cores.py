@@ -61,7 +61,7 @@ def test_one_that_is_alone_has_all_cores_and_one_of_two_its_half(tmp_path: Path)
 
 
 def test_where_workers_were_added_everybody_has_less_and_nobody_too_many(tmp_path: Path) -> None:
-    """Each kept the share that it was started with, so that those who had come later waited, or computed on cores of others."""
+    """Each worker kept the share that it started with, so later workers waited, or computed on cores of others."""
     crowd = [SharedCores(tmp_path / "cores", 4, 2) for _ in range(4)]
     for each in crowd:
         threads(each, prompts=True)

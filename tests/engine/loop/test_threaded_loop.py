@@ -116,7 +116,7 @@ def test_an_engine_that_cannot_start_leaves_it_to_the_service_to_say_so(caplog: 
 def test_calls_run_in_the_order_in_which_they_are_made(
     tmp_path_factory: pytest.TempPathFactory, ways: list[str]
 ) -> None:
-    """Here or on the engine's thread, and whoever waits for one has heard all that the engine said before it ran."""
+    """On this thread or the engine's. A caller that awaits a call has seen all outputs of the engine from before it."""
 
     home = tmp_path_factory.getbasetemp()
 

@@ -1,4 +1,4 @@
-"""Answers of the engine's core under a constraint are what was asked for, whatever happens to the request on its way."""
+"""The engine's core keeps a request's constraint, also if the request is preempted, moved or recomputed."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""API keys as clients meet them, over a real server: who comes in, by which spelling of a path, and how much they may."""
+"""API keys over a real server: which clients are let in, by which spelling of a path, and the limits of each key."""
 
 import asyncio
 import json

@@ -179,7 +179,7 @@ async def test_thousands_of_blocks_of_one_turn_take_linear_time(mesh: FakeMesh, 
 
 
 class LongPrompts(FakeMesh):
-    """A mesh that tells of prompts what comes over the wire; the fake's own tokens would take long to make."""
+    """A mesh whose prompts have the log-probabilities that a worker sends; the fake's own tokens take long to make."""
 
     async def _deltas(self, prompt: Prompt, branch: int) -> AsyncGenerator[StreamItem, None]:
         token_ids, alternatives = prompt.token_ids, prompt.sampling.prompt_logprobs
