@@ -63,6 +63,7 @@ SHIFT = tl.constexpr(noise.WEIGHT_BITS - noise.FRACTION_BITS)
 WHOLE = tl.constexpr(drawing.WHOLE)
 SHARE_BITS = tl.constexpr(drawing.SHARE_BITS)
 UNIT = tl.constexpr(2.0**-32)
+ALL_BITS = tl.constexpr(0xFFFFFFFF)
 MAGNITUDE = tl.constexpr(0x7FFFFFFF)
 NO_TOKEN = tl.constexpr(-1)
 
@@ -103,7 +104,9 @@ def _noise(ids, key):
     words = _finalised(ids.to(tl.uint32) * SPREAD + low)
     words = _finalised(words + high)
     small = (words.to(tl.float32) + 0.5) * UNIT
-    exponent, r = _parts(((~words).to(tl.float32) + 0.5) * UNIT)
+    exponent, r = _parts(
+        ((words ^ ALL_BITS).to(tl.float32) + 0.5) * UNIT
+    )  # ~words: Triton 3.7's interpreter refuses it
     r = tl.where(exponent == 0.0, -small, r)
     exponent, r = _parts(-_log(exponent, r))
     return -_log(exponent, r)
