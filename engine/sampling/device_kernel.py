@@ -104,9 +104,8 @@ def _noise(ids, key):
     words = _finalised(ids.to(tl.uint32) * SPREAD + low)
     words = _finalised(words + high)
     small = (words.to(tl.float32) + 0.5) * UNIT
-    exponent, r = _parts(
-        ((words ^ ALL_BITS).to(tl.float32) + 0.5) * UNIT
-    )  # ~words: Triton 3.7's interpreter refuses it
+    inverted = words ^ ALL_BITS  # Triton 3.7's interpreter refuses ~words
+    exponent, r = _parts((inverted.to(tl.float32) + 0.5) * UNIT)
     r = tl.where(exponent == 0.0, -small, r)
     exponent, r = _parts(-_log(exponent, r))
     return -_log(exponent, r)

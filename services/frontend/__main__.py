@@ -6,45 +6,37 @@ import logging
 from pathlib import Path
 from typing import Final
 
-from prometheus_client import CollectorRegistry
-
 from components.aio import first
-from components.api_keys import BadKeys, read_keys
 from components.discovery.pages import scrape_targets
-from components.discovery.registry import Registration, join_registry
 from components.http.limits import ClientLimits
 from components.http.server import serve_http
 from components.http.tls import Tls
 from components.http.writer import HeldWrites
-from components.messaging.bus import connect_bus
-from components.messaging.call_server import serve_calls
-from components.messaging.fleet import watch_fleet
-from components.messaging.inbox import open_inbox
-from components.messaging.kept_traces import announce_kept
+from components.messaging.call_server import Endpoint, serve_calls
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.roll_call import RollCall
 from components.openai.errors import http_refusal
 from components.openai.operations import WorkerList
 from components.output.formats import FormatOptions
-from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
+from components.process import record_maker, run, settle, stop_signal
 from components.process_control import ProcessControl
-from components.process_health import measure, serve_health, status_endpoint
+from components.process_health import serve_health, status_endpoint
 from components.startup import refuse
 from components.structured.checker import open_checker
 from components.structured.metrics import ConstraintMetrics
 from components.telemetry.logs import log_progress, log_ready
-from components.telemetry.spans import start_telemetry
 from components.text.sampling_defaults import read_sampling_defaults
 from components.text.tokenizer import TextModel
-from engine.model.resolve import model_dir, served_name
+from engine.model.resolve import model_dir
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
+from services.frontend.connections import Connections, open_connections
 from services.frontend.decode_choice import explain_endpoint
-from services.frontend.keys import KeyRing, follow_keys
+from services.frontend.keys import KeyRing, open_keys
 from services.frontend.mesh_client import MeshClient
 from services.frontend.operations import DRAINING, Operations, workers_of
 from services.frontend.server_metrics import send_server_metrics
-from services.frontend.stored import open_stored
+from services.frontend.stored import StoredResponses, open_stored
 from services.frontend.ui.run_ui import MeshSources, make_ui, run_ui
 
 log = logging.getLogger(__name__)
@@ -53,16 +45,6 @@ SHARED_PORT: Final = (
     "it shares its port with other frontends of this host, and the kernel would go on giving it connections; with --stop "
     "it finishes its requests and ends"
 )
-
-
-def key_ring(given: str | None, file: Path | None) -> KeyRing | None:
-    """Return the keys that clients need, or None. Exits if they are invalid."""
-    if given is None and file is None:
-        return None
-    try:
-        return KeyRing(read_keys(given, file))
-    except BadKeys as exc:
-        refuse(f"API keys: {exc}")
 
 
 def warn_if_exposed(settings: FrontendSettings, keys: KeyRing | None) -> None:
@@ -81,138 +63,126 @@ def warn_if_exposed(settings: FrontendSettings, keys: KeyRing | None) -> None:
         log.warning("API keys are sent unencrypted: set --tls-cert and --tls-key", extra={"host": settings.host})
 
 
-def tokens_subject(settings: FrontendSettings, instance_id: str) -> str:
-    """In a part that NATS may reserve for one frontend's user: no other then reads the answers to its clients."""
-    return f"{settings.namespace}.tokens.{settings.nats_name or 'frontend'}.{instance_id}"
+async def load_text(settings: FrontendSettings) -> tuple[Path, TextModel]:
+    """Return the model's folder, and its tokenizer and chat template. Exits if they cannot be used."""
+    folder = await asyncio.to_thread(model_dir, settings.model, settings.home, log_progress)
+    options = FormatOptions(settings.tool_format, settings.tool_parser, settings.reasoning_parser)
+    try:
+        return folder, await asyncio.to_thread(TextModel.load, folder, options)
+    except ValueError as exc:
+        refuse(f"settings: {exc}")
+
+
+def make_operations(settings: FrontendSettings, links: Connections, mesh: MeshClient, prefills: RollCall) -> Operations:
+    book, registration = links.registry.book, links.registration
+
+    async def workers() -> WorkerList:
+        """Ask prefill instances: a frontend does not follow their heartbeats."""
+        return workers_of(book, {"decode": links.decodes.alive, "prefill": await prefills.answers()})
+
+    return Operations(
+        mesh,
+        [
+            lambda: None if registration.leased_until else "this frontend has not registered in etcd yet",
+            lambda: None if links.bus.is_connected else "NATS cannot be reached",
+        ],
+        workers,
+        lambda host: scrape_targets(book, settings.namespace, host),
+    )
+
+
+def endpoints_of(
+    links: Connections, mesh: MeshClient, text: TextModel, control: ProcessControl, stored: StoredResponses | None
+) -> list[Endpoint]:
+    """What this frontend answers on NATS, besides its page at `/ui`."""
+    own = [
+        explain_endpoint(mesh.choice, text, links.model),
+        present_endpoint(links.registration),
+        status_endpoint(links.figures),
+        control.endpoint(),
+    ]
+    return own if stored is None else [*own, stored.endpoint()]
+
+
+def tls_of(settings: FrontendSettings) -> Tls | None:
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    return Tls(str(settings.tls_cert), str(settings.tls_key))
+
+
+def client_limits(settings: FrontendSettings) -> ClientLimits:
+    timeout_s = settings.client_timeout_s
+    return ClientLimits(head_s=timeout_s, body_s=timeout_s, unread_s=timeout_s)
 
 
 async def main(settings: FrontendSettings) -> None:
-    me = new_instance_id(settings.instance_id)
-    subject = subject_of(settings.namespace, "frontend", me)
-    model = settings.served_model_name or served_name(settings.model)
-    given_keys = None if settings.api_keys is None else settings.api_keys.get_secret_value()
+    """Serve until a stop signal, then finish the requests."""
     writes = HeldWrites()  # a frame has tokens of many requests; their events leave together
-    keys = key_ring(given_keys, settings.api_keys_file)
-    metrics = CollectorRegistry()
-    registration = Registration(me)
-    async with (
-        start_telemetry(settings, "frontend", me) as telemetry,
-        follow_keys(keys, given_keys, settings.api_keys_file),
-        connect_bus(settings.nats_url, f"frontend-{me}", settings.nats_access("frontend")) as bus,
-        announce_kept(bus, settings.namespace, telemetry.held),
-        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
-        watch_fleet(
-            bus,
-            settings.namespace,
-            "decode",
-            registry.book,
-            settings.decode_policy,
-            kv_index_blocks=settings.kv_index_blocks,
-            metrics=metrics,
-        ) as decodes,
-        open_inbox(bus, tokens_subject(settings, me), writes) as inbox,
-        measure(
-            settings,
-            "frontend",
-            me,
-            bus,
-            registry.contact_age_s,
-            metrics=metrics,
-            telemetry=telemetry,
-            epoch=lambda: registration.epoch,
-            model=model,
-        ) as figures,
-    ):
-        folder = await asyncio.to_thread(model_dir, settings.model, settings.home, log_progress)
-        options = FormatOptions(settings.tool_format, settings.tool_parser, settings.reasoning_parser)
-        try:
-            text = await asyncio.to_thread(TextModel.load, folder, options)
-        except ValueError as exc:
-            refuse(f"settings: {exc}")
-        mesh = MeshClient(bus, inbox, decodes, model, no_worker_wait_s=settings.no_worker_wait_s)
-        mesh.moves.show(metrics)
-        inbox.show(metrics)
-        stored = await open_stored(bus, settings, subject)
-        control = ProcessControl(figures, SHARED_PORT)
-        calls = [
-            explain_endpoint(mesh.choice, text, model),
-            present_endpoint(registration),
-            status_endpoint(figures),
-            control.endpoint(),
-        ]
-        if stored is not None:
-            calls.append(stored.endpoint())
-        files = (settings.tls_cert, settings.tls_key)
-        tls = Tls(str(files[0]), str(files[1])) if all(files) else None
-        timeout_s = settings.client_timeout_s
-        limits = ClientLimits(head_s=timeout_s, body_s=timeout_s, unread_s=timeout_s)
-        prefills = RollCall(bus, settings.namespace, "prefill", registry.book)
-
-        async def workers() -> WorkerList:
-            """Ask prefill instances: a frontend does not follow their heartbeats."""
-            return workers_of(registry.book, {"decode": decodes.alive, "prefill": await prefills.answers()})
-
-        operations = Operations(
-            mesh,
-            [
-                lambda: None if registration.leased_until else "this frontend has not registered in etcd yet",
-                lambda: None if bus.is_connected else "NATS cannot be reached",
-            ],
-            workers,
-            lambda host: scrape_targets(registry.book, settings.namespace, host),
+    async with open_keys(settings) as keys, open_connections(settings, writes) as links:
+        folder, text = await load_text(settings)
+        mesh = MeshClient(
+            links.bus, links.inbox, links.decodes, links.model, no_worker_wait_s=settings.no_worker_wait_s
         )
-        figures.is_draining = lambda: operations.is_draining
+        mesh.moves.show(links.metrics)
+        stored = await open_stored(links.bus, settings, links.subject)
+        prefills = RollCall(links.bus, settings.namespace, "prefill", links.registry.book)
+        operations = make_operations(settings, links, mesh, prefills)
+        links.figures.is_draining = lambda: operations.is_draining
+        control = ProcessControl(links.figures, SHARED_PORT)
         if not settings.share_port:
             control.serves(operations.order)
-        figures.heartbeat_ages_s = decodes.alive.ages_s
-        figures.breakers = decodes.router.health.states
-        sources = MeshSources(me, model, bus, registry.book, decodes.alive, prefills)
+        sources = MeshSources(
+            links.instance_id, links.model, links.bus, links.registry.book, links.decodes.alive, prefills
+        )
         ui, poll = make_ui(settings, sources, lambda: operations.draining)
-        calls.append(ui.history.endpoint())
+        endpoints = [*endpoints_of(links, mesh, text, control, stored), ui.history.endpoint()]
         leaving = asyncio.Event()
         async with (
-            send_server_metrics(settings, me, lambda: not telemetry.export.is_observed()) as server_metrics,
+            send_server_metrics(
+                settings, links.instance_id, lambda: not links.telemetry.export.is_observed()
+            ) as server_metrics,
             run_ui(ui, poll),
-            open_checker(folder, settings.compile_budget_s, ConstraintMetrics(metrics)) as checker,
+            open_checker(folder, settings.compile_budget_s, ConstraintMetrics(links.metrics)) as checker,
             serve_health(
                 settings,
-                metrics,
-                bus,
-                registry,
-                registration,
+                links.metrics,
+                links.bus,
+                links.registry,
+                links.registration,
                 facts=lambda: {"models": [model.name for model in mesh.models()]},
                 reasons=lambda: [DRAINING] if operations.is_draining else [],
             ) as page,
-            keep_present(bus, registry.book),
+            keep_present(links.bus, links.registry.book),
             # outside serve_http, which drains: background requests can be cancelled until then
-            serve_calls(bus, "frontend", subject, calls, {"instance_id": me}),
+            serve_calls(links.bus, "frontend", links.subject, endpoints, {"instance_id": links.instance_id}),
             serve_http(
                 create_app(
                     mesh,
                     text,
                     settings,
-                    metrics,
+                    links.metrics,
                     read_sampling_defaults(folder),
                     keys=keys,
                     stored=stored,
                     checker=checker,
                     operations=operations,
-                    figures=figures,
+                    figures=links.figures,
                     server_metrics=server_metrics,
                     ui=ui if settings.ui else None,
                 ),
                 settings,
                 share_port=settings.share_port,
-                tls=tls,
-                limits=limits,
+                tls=tls_of(settings),
+                limits=client_limits(settings),
                 refusal=http_refusal,
-                registry=metrics,
+                registry=links.metrics,
                 writes=writes,
                 leaving=leaving,
             ) as url,
         ):
-            record = record_maker(settings, "frontend", me, model=model, http=url, metrics=page)
-            async with registry.advertise(registration, record):
+            me = links.instance_id
+            record = record_maker(settings, "frontend", me, model=links.model, http=url, metrics=page)
+            async with links.registry.advertise(links.registration, record):
                 settle()
                 warn_if_exposed(settings, keys)
                 log_ready(instance=me, url=url, metrics=page)

@@ -11,6 +11,8 @@ from typing import Final, NamedTuple
 
 from components.aio import background
 from components.api_keys import ApiKey, BadKeys, digest_of, read_keys
+from components.startup import refuse
+from services.frontend.config import FrontendSettings
 from services.frontend.quota import Account
 
 log = logging.getLogger(__name__)
@@ -54,9 +56,25 @@ class KeyRing:
 
 
 @asynccontextmanager
-async def follow_keys(ring: KeyRing | None, from_environment: str | None, file: Path | None) -> AsyncIterator[None]:
+async def open_keys(settings: FrontendSettings) -> AsyncIterator[KeyRing | None]:
+    """Yield the keys that clients need, and follow their file; None if clients need no key. Exits if they are invalid."""
+    given = None if settings.api_keys is None else settings.api_keys.get_secret_value()
+    file = settings.api_keys_file
+    if given is None and file is None:
+        yield None
+        return
+    try:
+        ring = KeyRing(read_keys(given, file))
+    except BadKeys as exc:
+        refuse(f"API keys: {exc}")
+    async with follow_keys(ring, given, file):
+        yield ring
+
+
+@asynccontextmanager
+async def follow_keys(ring: KeyRing, from_environment: str | None, file: Path | None) -> AsyncIterator[None]:
     """While entered, reload the file when it changes and on SIGHUP. An invalid file changes nothing."""
-    if ring is None or file is None:
+    if file is None:
         yield
         return
     async with background(_follow(ring, from_environment, file), "api-keys"):

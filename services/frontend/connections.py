@@ -1,0 +1,92 @@
+"""A frontend's connections to the mesh, and its measurements."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+
+from components.discovery.registry import Registration, Registry, join_registry
+from components.http.writer import HeldWrites
+from components.messaging.bus import Bus, connect_bus
+from components.messaging.fleet import Fleet, watch_fleet
+from components.messaging.inbox import StreamInbox, open_inbox
+from components.messaging.kept_traces import announce_kept
+from components.process import new_instance_id, subject_of
+from components.process_health import measure
+from components.telemetry.figures import Figures
+from components.telemetry.spans import Telemetry, start_telemetry
+from engine.model.resolve import served_name
+from services.frontend.config import FrontendSettings
+
+
+@dataclass(frozen=True, slots=True)
+class Connections:
+    instance_id: str
+    subject: str  # where this frontend answers on NATS
+    model: str  # its served name
+    registration: Registration
+    metrics: CollectorRegistry
+    telemetry: Telemetry
+    figures: Figures
+    bus: Bus
+    registry: Registry
+    decodes: Fleet
+    inbox: StreamInbox  # of the streams from decode
+
+
+@asynccontextmanager
+async def open_connections(settings: FrontendSettings, writes: HeldWrites) -> AsyncIterator[Connections]:
+    """Connect to etcd and NATS, and follow the decode instances. `writes` are held while a frame is handled."""
+    me = new_instance_id(settings.instance_id)
+    model = settings.served_model_name or served_name(settings.model)
+    metrics = CollectorRegistry()
+    registration = Registration(me)
+    async with (
+        start_telemetry(settings, "frontend", me) as telemetry,
+        connect_bus(settings.nats_url, f"frontend-{me}", settings.nats_access("frontend")) as bus,
+        announce_kept(bus, settings.namespace, telemetry.held),
+        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
+        watch_fleet(
+            bus,
+            settings.namespace,
+            "decode",
+            registry.book,
+            settings.decode_policy,
+            kv_index_blocks=settings.kv_index_blocks,
+            metrics=metrics,
+        ) as decodes,
+        open_inbox(bus, _tokens_subject(settings, me), writes) as inbox,
+        measure(
+            settings,
+            "frontend",
+            me,
+            bus,
+            registry.contact_age_s,
+            metrics=metrics,
+            telemetry=telemetry,
+            epoch=lambda: registration.epoch,
+            model=model,
+        ) as figures,
+    ):
+        inbox.show(metrics)
+        figures.heartbeat_ages_s = decodes.alive.ages_s
+        figures.breakers = decodes.router.health.states
+        yield Connections(
+            instance_id=me,
+            subject=subject_of(settings.namespace, "frontend", me),
+            model=model,
+            registration=registration,
+            metrics=metrics,
+            telemetry=telemetry,
+            figures=figures,
+            bus=bus,
+            registry=registry,
+            decodes=decodes,
+            inbox=inbox,
+        )
+
+
+def _tokens_subject(settings: FrontendSettings, instance_id: str) -> str:
+    """In a part that NATS may reserve for one frontend's user: no other then reads the answers to its clients."""
+    return f"{settings.namespace}.tokens.{settings.nats_name or 'frontend'}.{instance_id}"
