@@ -6,7 +6,7 @@ past the check. Unknown paths need a key, too. Without API keys, requests are ch
 """
 
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 from uuid import uuid4
@@ -163,45 +163,40 @@ class Gate:
         self._sites = sites
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Forward the request, or answer 400, 401, 403 or 429."""
+        """Forward the request, or answer 400, 401, 403, 429 or 503."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        credentials, ring = _read_headers(scope["headers"]), self._ring
-        key, label = credentials.key, credentials.label
-        opened = scope["path"] in OPEN and scope["method"] in {"GET", "HEAD"}
-        refusal = None
-        if not opened:
-            refusal = (
-                SEVERAL if credentials.several else None if ring is not None else self._sites.refusal(scope["headers"])
-            )
-        if refusal is not None:
-            await self._refuse(scope, send, refusal, label)
+        credentials = _read_headers(scope["headers"])
+        caller = self._check(scope, credentials)
+        if isinstance(caller, _Refusal):
+            await self._refuse(scope, send, caller.error, credentials.label, headers=caller.headers)
             return
-        if self._operations.order.draining and _asks_for_work(scope):
-            self._metrics.refused.labels("draining").inc()
-            await self._refuse(scope, send, LEAVING, label, headers=[(b"connection", b"close")])
-            return
-        if ring is None:
-            scope[CALLER] = Caller(label) if label else NOBODY
-            await self._app(scope, receive, send)
-            return
-        account = None if key is None else ring.find(key)
-        if account is None and not (opened and key is None):
-            self._metrics.unauthorized.labels("missing" if key is None else "wrong").inc()
-        if opened:
-            scope[CALLER] = Caller(label, account, stranger=account is None)
-            await self._app(scope, receive, send)
-            return
-        if account is None:
-            headers = [(b"www-authenticate", b"Bearer")]
-            await self._refuse(scope, send, MISSING if key is None else WRONG, label, headers=headers)
-            return
-        scope[CALLER] = Caller(label, account)
-        if scope["method"] == "POST":
-            await self._limited(account, label, scope, receive, send)
+        scope[CALLER] = caller
+        if caller.account is not None and scope["method"] == "POST":
+            await self._limited(caller.account, credentials.label, scope, receive, send)
         else:
             await self._app(scope, receive, send)
+
+    def _check(self, scope: Scope, credentials: "_Credentials") -> "Caller | _Refusal":
+        ring, key = self._ring, credentials.key
+        is_open = scope["path"] in OPEN and scope["method"] in {"GET", "HEAD"}
+        if not is_open:
+            if credentials.several:
+                return _Refusal(SEVERAL)
+            if ring is None and (error := self._sites.refusal(scope["headers"])) is not None:
+                return _Refusal(error)
+        if self._operations.order.draining and _asks_for_work(scope):
+            self._metrics.refused.labels("draining").inc()
+            return _Refusal(LEAVING, [(b"connection", b"close")])
+        if ring is None:
+            return Caller(credentials.label) if credentials.label else NOBODY
+        account = None if key is None else ring.find(key)
+        if account is None and not (is_open and key is None):
+            self._metrics.unauthorized.labels("missing" if key is None else "wrong").inc()
+        if account is None and not is_open:
+            return _Refusal(MISSING if key is None else WRONG, [(b"www-authenticate", b"Bearer")])
+        return Caller(credentials.label, account, stranger=account is None)
 
     async def _limited(self, account: Account, label: str, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -252,6 +247,11 @@ def _asks_for_work(scope: Scope) -> bool:
     """Whether it is a new request: not an order of the page, nor the cancel of a response that runs here."""
     path: str = scope["path"]
     return scope["method"] == "POST" and not path.startswith(f"{ROOT}/") and not path.endswith("/cancel")
+
+
+class _Refusal(NamedTuple):
+    error: ApiError
+    headers: Sequence[tuple[bytes, bytes]] = ()
 
 
 class _Credentials(NamedTuple):
