@@ -26,7 +26,7 @@ from components.messaging.profiles import Profiles, keep_profiles
 from components.process import Draining, drain, new_instance_id, record_maker, settle, stop_signal, subject_of
 from components.process_control import Limit, ProcessControl
 from components.process_health import measure, serve_health, status_endpoint
-from components.routing.policies import Phase
+from components.routing.policies import WorkerRole
 from components.settings import WorkerSettings
 from components.structured.masks import MaskMaker, open_masks
 from components.structured.metrics import ConstraintMetrics
@@ -88,7 +88,7 @@ class WorkerService(Draining, Protocol):
 class Worker:
     """A worker process whose parts are open. `serve` registers it."""
 
-    role: Phase
+    role: WorkerRole
     instance_id: str
     subject: str
     settings: WorkerSettings
@@ -159,7 +159,7 @@ class Worker:
 
 
 @asynccontextmanager
-async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Phase) -> AsyncIterator[Worker]:
+async def open_worker(settings: WorkerSettings, config: EngineConfig, role: WorkerRole) -> AsyncIterator[Worker]:
     me = new_instance_id(settings.instance_id)
     subject = subject_of(settings.namespace, role, me)
     kv_opener(settings.kv_transfer)  # first: a wrong name must not cost the start of a model

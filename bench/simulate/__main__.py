@@ -47,7 +47,7 @@ from components.messaging.fan_out import heartbeat_rest_s, kv_events_rest_s, que
 from components.messaging.liveness import EVERY_S, silent_after_s
 from components.planning.needs import Targets
 from components.planning.planner import Bounds
-from components.routing.policies import POLICIES, Phase, parse_policy
+from components.routing.policies import POLICIES, WorkerRole, parse_policy
 from engine.config import MockConfig
 
 MOST_ROUTERS: Final = 16  # each receives every heartbeat
@@ -76,15 +76,15 @@ class Follow(StrEnum):
     ASK = "ask"  # ask candidates about each prompt
 
 
-def policy_maker(names: str, phase: Phase) -> MakePolicy:
-    """A policy for both phases, or `PREFILL/DECODE`. Raises: typer.BadParameter."""
+def policy_maker(names: str, role: WorkerRole) -> MakePolicy:
+    """A policy for both roles, or `PREFILL/DECODE`. Raises: typer.BadParameter."""
     prefill, _, decode = names.partition("/")
-    name = prefill if phase == "prefill" else decode or prefill
+    name = prefill if role == "prefill" else decode or prefill
     try:
         spec = parse_policy(name)
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from exc
-    return lambda rng: spec.make(phase, rng)
+    return lambda rng: spec.make(role, rng)
 
 
 def _row(label: str, cells: list[str]) -> str:
@@ -155,7 +155,7 @@ def main(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME for both phases or PREFILL/DECODE, NAME@OPTION=NUMBER,… as in settings; several times (all)"
+            help="NAME for both roles or PREFILL/DECODE, NAME@OPTION=NUMBER,… as in settings; several times (all)"
         ),
     ] = None,
     trace_file: Annotated[Path | None, typer.Option("--trace", help="a file in Mooncake's format")] = None,

@@ -27,7 +27,7 @@ class News:
 
 
 class Routers:
-    """The routers of one phase, each with its own book, breakers and policy.
+    """The routers of one role, each with its own book, breakers and policy.
 
     They follow all workers, or ask some about each prompt. They share one block index.
     """

@@ -17,7 +17,7 @@ from components.messaging.liveness import Liveness, Loss, Sight, watch_heartbeat
 from components.messaging.questions import ANSWER_WITHIN_S, Questions, ask_heartbeats
 from components.routing.candidates import CandidateChoice, Inquiry, depths
 from components.routing.kv_index import MAX_BLOCKS, KvIndex
-from components.routing.policies import Phase, parse_policy
+from components.routing.policies import WorkerRole, parse_policy
 from components.routing.policy import RouteRequest
 from components.routing.router import Router
 from components.telemetry.on_demand import OnDemand
@@ -30,7 +30,7 @@ class Fleet:
         self,
         book: InstanceBook,
         alive: Liveness,
-        phase: Phase,
+        role: WorkerRole,
         policy: str,
         rng: Random | None = None,
         *,
@@ -39,12 +39,12 @@ class Fleet:
         self.rng = rng = rng or Random()
         self.alive = alive
         self.policy = parse_policy(policy)
-        self.index = KvIndex(kv_index_blocks) if self.policy.uses_caches(phase) else None
-        or_none = phase == "prefill"  # decode can compute prompts itself
-        self.router = Router(self.policy.make(phase, rng), rng, time.monotonic, self.index, or_none=or_none)
+        self.index = KvIndex(kv_index_blocks) if self.policy.uses_caches(role) else None
+        or_none = role == "prefill"  # decode can compute prompts itself
+        self.router = Router(self.policy.make(role, rng), rng, time.monotonic, self.index, or_none=or_none)
         self.inquiries: Inquiries | None = None  # if the fleet may be too large to follow
-        self._phase = phase
-        for record in book.of_role(phase):
+        self._role = role
+        for record in book.of_role(role):
             self._changed(None, record)
         book.subscribe(self._changed)
         alive.on_heard(self.router.heard)
@@ -52,18 +52,18 @@ class Fleet:
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         if was is not None and now is not None and was.epoch == now.epoch:
             return
-        if was is not None and was.role == self._phase:
+        if was is not None and was.role == self._role:
             self.router.left(was.instance_id)
-        if now is not None and now.role == self._phase:
+        if now is not None and now.role == self._role:
             page_size = None if now.kv is None else now.kv.layout.page_size
             devices = 1 if now.kv is None else len(now.kv.devices)
             self.router.joined(now.instance_id, now.epoch, page_size, kv_events=now.kv_events, devices=devices)
 
 
 class Inquiries:
-    def __init__(self, fleet: Fleet, phase: Phase, following: Following, questions: Questions) -> None:
+    def __init__(self, fleet: Fleet, role: WorkerRole, following: Following, questions: Questions) -> None:
         self._fleet = fleet
-        self._phase: Phase = phase
+        self._role: WorkerRole = role
         self._following = following
         self._questions = questions
         self._candidates = CandidateChoice(fleet.rng)
@@ -85,7 +85,7 @@ class Inquiries:
         page_sizes = {record.instance_id: _page_size(record) for record in usable}
         prefixes = {size: depths(len(blocks(size)), size) for size in set(page_sizes.values())}
         hashes = {size: [blocks(size)[depth - 1] for depth in found] for size, found in prefixes.items()}
-        key = self._fleet.policy.meeting_key(self._phase, ask)
+        key = self._fleet.policy.meeting_key(self._role, ask)
         keys = hashes[min(hashes)] if hashes and key is None else []
         for candidates in self._candidates.rounds(keys or [key or ask.prefix or self._fleet.rng.randbytes(16)], usable):
             if router.now_s - began_s > ANSWER_WITHIN_S:
@@ -122,7 +122,7 @@ def _tokens(prefixes: Sequence[int], page_size: int, num_cached: int) -> int:
 async def watch_fleet(
     bus: Bus,
     namespace: str,
-    phase: Phase,
+    role: WorkerRole,
     book: InstanceBook,
     policy: str,
     *,
@@ -139,21 +139,21 @@ async def watch_fleet(
     """
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
-        alive = await enter(watch_heartbeats(bus, namespace, phase, book, following))
+        alive = await enter(watch_heartbeats(bus, namespace, role, book, following))
         if metrics is not None:
             show_instances(metrics, alive)
-        fleet = Fleet(book, alive, phase, policy, rng, kv_index_blocks=kv_index_blocks)
+        fleet = Fleet(book, alive, role, policy, rng, kv_index_blocks=kv_index_blocks)
         if fleet.index is not None:
             followed = book if following is None else following.followed
             mirroring = follow_kv_events(
-                bus, namespace, phase, followed, fleet.index, rng=fleet.rng, following=following
+                bus, namespace, role, followed, fleet.index, rng=fleet.rng, following=following
             )
             mirror = await enter(mirroring)
             if metrics is not None:
                 metrics.register(KvMirrorMetrics(fleet.index, mirror))
         if following is not None:
             questions = await enter(ask_heartbeats(bus, alive, following.sizes.questions_per_s, fleet.rng))
-            fleet.inquiries = Inquiries(fleet, phase, following, questions)
+            fleet.inquiries = Inquiries(fleet, role, following, questions)
         yield fleet
 
 

@@ -20,7 +20,7 @@ from components.routing.policy import (
     prompt_load,
 )
 
-Phase = Literal["prefill", "decode"]
+WorkerRole = Literal["prefill", "decode"]
 PolicyName = Literal[
     "round_robin",
     "random",
@@ -34,9 +34,9 @@ PolicyName = Literal[
     "session_affinity",
 ]
 POLICIES: Final[tuple[PolicyName, ...]] = get_args(PolicyName)
-DEFAULT: Final[dict[Phase, PolicyName]] = {"prefill": "kv_aware", "decode": "least_load"}
-LOADS: Final[dict[Phase, Load]] = {"prefill": prompt_load, "decode": memory_load}
-OVERLAP: Final[dict[Phase, float]] = {"prefill": 0.0, "decode": 1.0}  # of least_load
+DEFAULT: Final[dict[WorkerRole, PolicyName]] = {"prefill": "kv_aware", "decode": "least_load"}
+LOADS: Final[dict[WorkerRole, Load]] = {"prefill": prompt_load, "decode": memory_load}
+OVERLAP: Final[dict[WorkerRole, float]] = {"prefill": 0.0, "decode": 1.0}  # of least_load
 
 Options = Mapping[str, float]
 MOST: Final = 1e9  # of any option, to keep products finite
@@ -49,20 +49,20 @@ OPTIONS: Final[dict[PolicyName, Sequence[str]]] = {
     "bucket": ("balance_abs_tokens", "balance_rel"),
     "session_affinity": ("idle_s",),
 }
-_MAKERS: Final[dict[PolicyName, Callable[[Phase, Random, Options], Policy]]] = {
-    "round_robin": lambda phase, rng, options: RoundRobin(),
-    "random": lambda phase, rng, options: RandomChoice(rng),
-    "power_of_two": lambda phase, rng, options: PowerOfTwo(rng, LOADS[phase]),
-    "least_load": lambda phase, rng, options: LeastLoad(rng, LOADS[phase], _overlap(phase, options)),
-    "kv_aware": lambda phase, rng, options: KvAware(rng, KvWeights(**options)),
-    "cache_aware": lambda phase, rng, options: CacheAware(rng, CacheAwareThresholds(**options)),
-    "prefix_hash": lambda phase, rng, options: BoundedHashing(rng, LOADS[phase], prefix_only, "least_load", **options),
-    "consistent_hashing": lambda phase, rng, options: BoundedHashing(
-        rng, LOADS[phase], session_or_prefix, "next", **options
+_MAKERS: Final[dict[PolicyName, Callable[[WorkerRole, Random, Options], Policy]]] = {
+    "round_robin": lambda role, rng, options: RoundRobin(),
+    "random": lambda role, rng, options: RandomChoice(rng),
+    "power_of_two": lambda role, rng, options: PowerOfTwo(rng, LOADS[role]),
+    "least_load": lambda role, rng, options: LeastLoad(rng, LOADS[role], _overlap(role, options)),
+    "kv_aware": lambda role, rng, options: KvAware(rng, KvWeights(**options)),
+    "cache_aware": lambda role, rng, options: CacheAware(rng, CacheAwareThresholds(**options)),
+    "prefix_hash": lambda role, rng, options: BoundedHashing(rng, LOADS[role], prefix_only, "least_load", **options),
+    "consistent_hashing": lambda role, rng, options: BoundedHashing(
+        rng, LOADS[role], session_or_prefix, "next", **options
     ),
-    "bucket": lambda phase, rng, options: Bucket(rng, LOADS[phase], **options),
-    "session_affinity": lambda phase, rng, options: SessionAffinity(
-        _default(phase).make(phase, rng), LOADS[phase], **options
+    "bucket": lambda role, rng, options: Bucket(rng, LOADS[role], **options),
+    "session_affinity": lambda role, rng, options: SessionAffinity(
+        _default(role).make(role, rng), LOADS[role], **options
     ),
 }
 
@@ -73,24 +73,24 @@ class PolicySpec:
     name: PolicyName
     options: Options
 
-    def make(self, phase: Phase, rng: Random) -> Policy:
-        return _MAKERS[self.name](phase, rng, self.options)
+    def make(self, role: WorkerRole, rng: Random) -> Policy:
+        return _MAKERS[self.name](role, rng, self.options)
 
-    def uses_caches(self, phase: Phase) -> bool:
+    def uses_caches(self, role: WorkerRole) -> bool:
         if self.name == "session_affinity":
-            return _default(phase).uses_caches(phase)
+            return _default(role).uses_caches(role)
         return self.name in {"kv_aware", "cache_aware"} or (
-            self.name == "least_load" and _overlap(phase, self.options) > 0
+            self.name == "least_load" and _overlap(role, self.options) > 0
         )
 
-    def meeting_key(self, phase: Phase, request: RouteRequest) -> bytes | None:
+    def meeting_key(self, role: WorkerRole, request: RouteRequest) -> bytes | None:
         """The key whose candidates are asked in a large fleet.
 
         None: the hashes of the prompt's prefixes. Empty: a random key.
         """
         if self.name == "session_affinity" and request.session:
             return session_or_prefix(request)
-        if self.uses_caches(phase):
+        if self.uses_caches(role):
             return None
         if self.name == "prefix_hash":
             return prefix_only(request)
@@ -120,10 +120,10 @@ def parse_policy(text: str) -> PolicySpec:
     return spec
 
 
-def _default(phase: Phase) -> PolicySpec:
-    name = DEFAULT[phase]
+def _default(role: WorkerRole) -> PolicySpec:
+    name = DEFAULT[role]
     return PolicySpec(name, name, {})
 
 
-def _overlap(phase: Phase, options: Options) -> float:
-    return options.get("overlap", OVERLAP[phase])
+def _overlap(role: WorkerRole, options: Options) -> float:
+    return options.get("overlap", OVERLAP[role])

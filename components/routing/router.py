@@ -1,4 +1,4 @@
-"""One phase's choices in one process. No I/O: the simulator runs this code."""
+"""The choice among one role's instances in one process. No I/O: the simulator runs this code."""
 
 import json
 import math

@@ -24,7 +24,7 @@ from bench.simulate.setup import Link, Setup
 from bench.simulate.traffic import Lengths, Request, conversations, shared_prefixes, trace
 from bench.simulate.worker import Engine
 from components.routing.cache_policies import KvAware, KvWeights
-from components.routing.policies import Phase, PolicyName, parse_policy
+from components.routing.policies import PolicyName, WorkerRole, parse_policy
 from engine.config import MockConfig
 
 REPO = Path(__file__).resolve().parents[2]
@@ -33,8 +33,8 @@ ENGINE = Engine(FAST, num_pages=4096, page_tokens=64)
 LENGTHS = Lengths(prefix=1024, question=128, answer=32, block=64)
 
 
-def policy(name: PolicyName, phase: Phase = "decode") -> MakePolicy:
-    return lambda rng: parse_policy(name).make(phase, rng)
+def policy(name: PolicyName, role: WorkerRole = "decode") -> MakePolicy:
+    return lambda rng: parse_policy(name).make(role, rng)
 
 
 def simulated(

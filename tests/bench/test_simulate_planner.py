@@ -21,7 +21,7 @@ from bench.simulate.traffic import Request, swinging
 from bench.simulate.worker import Engine
 from components.planning.needs import Targets
 from components.planning.planner import Bounds
-from components.routing.policies import Phase, parse_policy
+from components.routing.policies import WorkerRole, parse_policy
 from engine.config import MockConfig
 
 REPO = Path(__file__).resolve().parents[2]
@@ -30,8 +30,8 @@ PLAN = Plan(Bounds(1, 7), Bounds(1, 4), Targets(ttft_s=SLO.ttft_s, itl_s=SLO.tpo
 ENGINE = Engine(MockConfig(), num_pages=2048, page_tokens=64)
 
 
-def least_load(phase: Phase) -> MakePolicy:
-    return lambda rng: parse_policy("least_load").make(phase, rng)
+def least_load(role: WorkerRole) -> MakePolicy:
+    return lambda rng: parse_policy("least_load").make(role, rng)
 
 
 def day(seed: int, count: int) -> Iterator[Request]:

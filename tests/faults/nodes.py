@@ -28,7 +28,7 @@ from components.messaging.kv_publisher import publish_kv_events
 from components.messaging.outbox import open_outbox
 from components.messaging.presence import keep_present, present_endpoint
 from components.process import drain, subject_of
-from components.routing.policies import DEFAULT, Phase, PolicyName
+from components.routing.policies import DEFAULT, PolicyName, WorkerRole
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.text.tokenizer import TextModel
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
@@ -233,11 +233,11 @@ class Node(ABC):
         return make
 
     def _watch(
-        self, phase: Phase, policy: PolicyName, following: Following | None = None
+        self, role: WorkerRole, policy: PolicyName, following: Following | None = None
     ) -> AbstractAsyncContextManager[Fleet]:
         """Draws are the same in each run."""
         book = self.registry.book
-        return watch_fleet(self.bus, NAMESPACE, phase, book, policy, rng=Random(self.id), following=following)
+        return watch_fleet(self.bus, NAMESPACE, role, book, policy, rng=Random(self.id), following=following)
 
     @asynccontextmanager
     async def _advertised(

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from components.routing.cache_policies import KvWeights
 from components.routing.load_book import FORGET_AFTER_S, OURS_FOR_S, LoadBook, Sent
-from components.routing.policies import DEFAULT, Phase, parse_policy
+from components.routing.policies import DEFAULT, WorkerRole, parse_policy
 from components.routing.policy import RouteRequest
 from components.wire.heartbeat import Heartbeat
 
@@ -247,9 +247,9 @@ def test_a_burst_is_seen_before_any_heartbeat() -> None:
     assert (member.running, member.queued_tokens, member.used_pages) == (5, 500, 35)
 
 
-@pytest.mark.parametrize("phase", ["prefill", "decode"])
-def test_a_burst_between_two_heartbeats_does_not_hit_the_instance_that_looked_idle(phase: Phase) -> None:
-    book, policy = LoadBook(), parse_policy(DEFAULT[phase]).make(phase, Random(0))
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_a_burst_between_two_heartbeats_does_not_hit_the_instance_that_looked_idle(role: WorkerRole) -> None:
+    book, policy = LoadBook(), parse_policy(DEFAULT[role]).make(role, Random(0))
     for instance_id, running in {"a": 20, "b": 20, "c": 20, "idle": 0}.items():
         book.joined(instance_id, "1")
         book.heard(beat(instance_id, num_requests=running, queued_tokens=320 * running, held_pages=20 * running), 0.0)
@@ -261,7 +261,7 @@ def test_a_burst_between_two_heartbeats_does_not_hit_the_instance_that_looked_id
 
 
 @pytest.mark.parametrize(
-    ("name", "phase", "bound"),
+    ("name", "role", "bound"),
     [
         ("kv_aware", "prefill", lambda fair: 2 * fair + KvWeights().spill_requests + 1),
         ("least_load", "prefill", lambda fair: fair + 1),
@@ -269,10 +269,10 @@ def test_a_burst_between_two_heartbeats_does_not_hit_the_instance_that_looked_id
     ],
 )
 def test_a_worker_that_reports_no_load_gets_no_more_than_its_bound(
-    name: str, phase: Phase, bound: Callable[[float], float]
+    name: str, role: WorkerRole, bound: Callable[[float], float]
 ) -> None:
     """Nothing ends, and after each request everybody tells what they have; one says zero each time."""
-    book, policy = LoadBook(), parse_policy(name).make(phase, Random(0))
+    book, policy = LoadBook(), parse_policy(name).make(role, Random(0))
     had = {"a": 0, "b": 0, "c": 0, "liar": 0}
     for instance_id in had:
         book.joined(instance_id, "1")
@@ -280,13 +280,13 @@ def test_a_worker_that_reports_no_load_gets_no_more_than_its_bound(
         choice = policy.choose(RouteRequest(320), book.members, {}, 0.0)
         assert choice is not None
         chosen = choice.member.instance_id
-        sent = book.send(chosen, 320 if phase == "prefill" else 0, 20, 0.0)
+        sent = book.send(chosen, 320 if role == "prefill" else 0, 20, 0.0)
         assert sent is not None
         had[chosen] += 1
         book.accepted(sent, had[chosen])
         for instance_id, requests in had.items():
             says = 0 if instance_id == "liar" else requests
-            load = {"queued_tokens": 320 * says} if phase == "prefill" else {"held_pages": 20 * says}
+            load = {"queued_tokens": 320 * says} if role == "prefill" else {"held_pages": 20 * says}
             book.heard(beat(instance_id, step=step, accepted=requests, num_requests=says, **load), 0.0)
         assert had["liar"] <= bound((step + 1) / 4)
 

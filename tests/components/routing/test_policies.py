@@ -26,8 +26,8 @@ from components.routing.policies import (
     DEFAULT,
     LOADS,
     POLICIES,
-    Phase,
     PolicyName,
+    WorkerRole,
     parse_policy,
 )
 from components.routing.policy import (
@@ -45,7 +45,7 @@ from components.routing.policy import (
     prompt_load,
 )
 
-PHASES: tuple[Phase, ...] = ("prefill", "decode")
+ROLES: tuple[WorkerRole, ...] = ("prefill", "decode")
 
 
 def fleet(count: int) -> list[Member]:
@@ -109,7 +109,7 @@ cached_maps = st.dictionaries(st.sampled_from([f"i{at:02}" for at in range(14)])
 
 @given(
     st.sampled_from(POLICIES),
-    st.sampled_from(PHASES),
+    st.sampled_from(ROLES),
     members_lists,
     st.lists(st.tuples(asks, cached_maps), max_size=8),
     st.integers(0, 9),
@@ -117,13 +117,13 @@ cached_maps = st.dictionaries(st.sampled_from([f"i{at:02}" for at in range(14)])
 @settings(max_examples=150, deadline=None)
 def test_a_policy_is_deterministic_with_its_seed_and_changes_no_member(
     name: PolicyName,
-    phase: Phase,
+    role: WorkerRole,
     members: list[Member],
     sequence: list[tuple[RouteRequest, dict[str, int]]],
     seed: int,
 ) -> None:
     before = repr(members)
-    one, other = (parse_policy(name).make(phase, Random(seed)) for _ in range(2))
+    one, other = (parse_policy(name).make(role, Random(seed)) for _ in range(2))
     for ask, cached in sequence:
         choice = choose(one, ask, members, cached)
         again = choose(other, ask, members, cached)
@@ -138,10 +138,10 @@ def test_a_policy_is_deterministic_with_its_seed_and_changes_no_member(
 
 
 @pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_policy_chooses_none_of_no_members(name: PolicyName, phase: Phase) -> None:
+@pytest.mark.parametrize("role", ROLES)
+def test_a_policy_chooses_none_of_no_members(name: PolicyName, role: WorkerRole) -> None:
     assert (
-        parse_policy(name).make(phase, Random(0)).choose(RouteRequest(5, session="s", prefix=b"p"), [], {}, 0.0) is None
+        parse_policy(name).make(role, Random(0)).choose(RouteRequest(5, session="s", prefix=b"p"), [], {}, 0.0) is None
     )
 
 
@@ -159,15 +159,15 @@ def test_equal_requests_of_many_sessions_spread_evenly(name: PolicyName) -> None
 # those that look at the load
 
 
-@given(members_lists, asks, cached_maps, st.sampled_from(PHASES), st.sampled_from([0.0, 0.5, 1.0]))
+@given(members_lists, asks, cached_maps, st.sampled_from(ROLES), st.sampled_from([0.0, 0.5, 1.0]))
 def test_least_load_is_a_minimum(
-    members: list[Member], ask: RouteRequest, cached: dict[str, int], phase: Phase, overlap: float
+    members: list[Member], ask: RouteRequest, cached: dict[str, int], role: WorkerRole, overlap: float
 ) -> None:
     def cost(member: Member) -> float:
         hit = min(cached.get(member.instance_id, 0), ask.num_tokens)
-        return LOADS[phase](member, ask.num_tokens) - overlap * hit / member.devices
+        return LOADS[role](member, ask.num_tokens) - overlap * hit / member.devices
 
-    chosen = choose(LeastLoad(Random(0), LOADS[phase], overlap), ask, members, cached)
+    chosen = choose(LeastLoad(Random(0), LOADS[role], overlap), ask, members, cached)
     assert cost(chosen.member) == min(map(cost, members))
 
 
@@ -186,10 +186,10 @@ def test_least_load_keeps_requests_within_one_of_each_other() -> None:
 
 
 @pytest.mark.parametrize("name", ["least_load", "kv_aware", "cache_aware", "power_of_two"])
-@pytest.mark.parametrize("phase", PHASES)
-def test_an_instance_of_several_devices_gets_as_many_times_the_requests(name: PolicyName, phase: Phase) -> None:
+@pytest.mark.parametrize("role", ROLES)
+def test_an_instance_of_several_devices_gets_as_many_times_the_requests(name: PolicyName, role: WorkerRole) -> None:
     """Among six instances of one device one of four was too full at a quarter of its share."""
-    members, policy = fleet(7), parse_policy(name).make(phase, Random(2))
+    members, policy = fleet(7), parse_policy(name).make(role, Random(2))
     members[3].devices = 4
     for _ in range(1000):
         give(choose(policy, RouteRequest(100), members).member, 100)
@@ -558,7 +558,7 @@ def test_sessions_are_forgotten_when_idle_and_never_more_than_so_many() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "phase", "options"),
+    ("text", "role", "options"),
     [
         ("kv_aware", "prefill", {}),
         ("kv_aware@temperature=0.5,queued=1", "prefill", {"temperature": 0.5, "queued": 1.0}),
@@ -569,10 +569,10 @@ def test_sessions_are_forgotten_when_idle_and_never_more_than_so_many() -> None:
         ("session_affinity@idle_s=60", "decode", {"idle_s": 60.0}),
     ],
 )
-def test_a_policy_is_named_with_options(text: str, phase: Phase, options: dict[str, float]) -> None:
+def test_a_policy_is_named_with_options(text: str, role: WorkerRole, options: dict[str, float]) -> None:
     spec = parse_policy(text)
     assert (spec.name, spec.options) == (text.partition("@")[0], options)
-    policy = spec.make(phase, Random(0))
+    policy = spec.make(role, Random(0))
     assert policy.choose(RouteRequest(10, session="s", prefix=b"p"), fleet(3), {}, 0.0) is not None
     if "temperature" in options:
         assert policy._weights == KvWeights(temperature=0.5, queued=1.0)  # type: ignore[attr-defined]
