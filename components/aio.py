@@ -110,7 +110,7 @@ class Failure:
         self._task: asyncio.Task[Any] | None = None
         self._stopped = False  # cancelled here
 
-    def tell(self, error: Exception) -> None:
+    def report(self, error: Exception) -> None:
         if self._error is not None:
             return
         self._error = error
@@ -120,7 +120,7 @@ class Failure:
             self._stop()
 
     async def unless(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of `work`, or raise the error of `tell` at once.
+        """Return the result of `work`, or raise the error of `report` at once.
 
         `work` must not swallow a cancellation, as Python 3.11's `asyncio.wait_for` may.
         """
@@ -142,7 +142,7 @@ class Failure:
                 task.uncancel()  # or the next cancellation would seem to be ours
 
     async def within(self, seconds: float, late: Exception, work: Coroutine[Any, Any, T]) -> T:
-        timer = asyncio.get_running_loop().call_later(seconds, self.tell, late)
+        timer = asyncio.get_running_loop().call_later(seconds, self.report, late)
         try:
             return await self.unless(work)
         finally:

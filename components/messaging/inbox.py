@@ -99,7 +99,7 @@ class InStream:
             return
         self.deal()
         self._error = self._error or error
-        self.failure.tell(self._error)
+        self.failure.report(self._error)
         self._end(self._error)
 
     def stop(self) -> None:

@@ -173,13 +173,13 @@ class PrefillClient:
     def instance_lost(self, record: InstanceRecord, why: str) -> None:
         for transfer in self._transfers.values():
             if (transfer.prefill.instance_id, transfer.prefill.epoch) == (record.instance_id, record.epoch):
-                transfer.failure.tell(PrefillLost(f"prefill {record.instance_id}: {why}"))
+                transfer.failure.report(PrefillLost(f"prefill {record.instance_id}: {why}"))
 
     def room_failed(self, failed: RoomFailed) -> None:
         transfer = self._transfers.get(failed.request_id)
         if transfer is not None and transfer.room == failed.room:
             kind = reported(failed.error, PrefillLost)
-            transfer.failure.tell(kind(f"prefill {transfer.prefill.instance_id}: {failed.cause}"))
+            transfer.failure.report(kind(f"prefill {transfer.prefill.instance_id}: {failed.cause}"))
 
     def offered(self, engine_id: str, room: str) -> Exposed | None:
         """The pages of a transfer whose room is `room`, while prefill may write into them."""
@@ -343,7 +343,7 @@ async def _until_answered(transfer: InboundTransfer) -> None:
 
 def _fail_if_refused(transfer: InboundTransfer, _: asyncio.Task[None]) -> None:
     if isinstance(transfer.refusal, Exception):
-        transfer.failure.tell(transfer.refusal)
+        transfer.failure.report(transfer.refusal)
 
 
 def _bootstrap_changed(was: InstanceRecord | None, now: InstanceRecord | None) -> None:

@@ -200,7 +200,7 @@ class OutboundTransfer:
         error = DeadlineExceeded("the transfer did not end before the request's deadline")
         if seconds is not None and seconds < left_s:
             left_s, error = seconds, DeadlineExceeded(f"{late} {seconds:g} s")
-        self._limit = asyncio.get_running_loop().call_later(left_s, self.failure.tell, error)
+        self._limit = asyncio.get_running_loop().call_later(left_s, self.failure.report, error)
 
     def _stop_limit(self) -> None:
         if self._limit is not None:

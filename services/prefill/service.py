@@ -167,7 +167,7 @@ class PrefillService:
         transfer = self._outbound.get(request.request_id)
         if transfer is not None:
             kind = Cancelled if request.cancelled else TransferFailed
-            transfer.failure.tell(kind(request.cause))
+            transfer.failure.report(kind(request.cause))
             await asyncio.wait((transfer.task,))
         self._rooms.end(request.request_id)
         return Quiet(request_id=request.request_id)
@@ -212,7 +212,7 @@ class PrefillService:
 
     def stop_all(self, cause: str) -> None:
         for transfer in self._outbound.values():
-            transfer.failure.tell(PeerLost(cause))
+            transfer.failure.report(PeerLost(cause))
 
     def _accept(self, request: PrefillRequest, span: trace.Span) -> PrefillAccepted:
         blocks = self._engine.engine.prompt_blocks(request.token_ids, request.cache_salt, request.adapter)
@@ -316,7 +316,7 @@ class PrefillService:
                 transfer.computed(event)
         for failed in output.failed:
             if (transfer := self._outbound.get(failed.request_id)) is not None:
-                transfer.failure.tell(failed.error)
+                transfer.failure.report(failed.error)
 
     def _instance_changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         """Fail the transfers to a decode instance that has left etcd. This is prefill's only check for a lost peer."""
@@ -324,7 +324,7 @@ class PrefillService:
             return
         for transfer in self._outbound.values():
             if (transfer.request.decode_id, transfer.request.decode_epoch) == (was.instance_id, was.epoch):
-                transfer.failure.tell(PeerLost(f"decode instance {was.instance_id} is gone"))
+                transfer.failure.report(PeerLost(f"decode instance {was.instance_id} is gone"))
         if was.kv is not None and (now is None or now.kv is None or now.kv.agent != was.kv.agent):
             self._in_background(self._writes.disconnect(was.kv.agent), f"disconnect {was.instance_id}")
 
@@ -338,7 +338,7 @@ class PrefillService:
 def _fail_unless_submitted(done: asyncio.Future[None], transfer: OutboundTransfer) -> None:
     error = None if done.cancelled() else done.exception()
     if error is not None:
-        transfer.failure.tell(error if isinstance(error, MeshError) else TransferFailed(f"prefill failed: {error!r}"))
+        transfer.failure.report(error if isinstance(error, MeshError) else TransferFailed(f"prefill failed: {error!r}"))
 
 
 def _log_failure(done: asyncio.Task[None]) -> None:

@@ -124,8 +124,8 @@ def test_a_failure_cancels_the_work_and_its_first_error_is_raised() -> None:
         finish = asyncio.Event()
         failure = Failure()
         loop = asyncio.get_running_loop()
-        loop.call_later(0.001, failure.tell, Broken("first"))
-        loop.call_later(0.001, failure.tell, Broken("second"))
+        loop.call_later(0.001, failure.report, Broken("first"))
+        loop.call_later(0.001, failure.report, Broken("second"))
         loop.call_later(0.005, finish.set)
         with pytest.raises(Broken, match="first"):
             await failure.unless(stubborn(seen, finish))
@@ -142,7 +142,7 @@ def test_a_failure_before_the_work_prevents_it() -> None:
             began.append("yes")
 
         failure = Failure()
-        failure.tell(Broken())
+        failure.report(Broken())
         with pytest.raises(Broken):
             await failure.unless(begins())
         assert not began
@@ -168,7 +168,7 @@ def test_work_that_takes_too_long_fails_and_its_timer_is_cancelled() -> None:
 
 def test_a_failure_without_work_has_no_effect() -> None:
     async def test() -> None:
-        Failure().tell(Broken())
+        Failure().report(Broken())
 
     in_loop(test)
 
@@ -182,7 +182,7 @@ def test_a_deadline_during_the_end_of_failed_work_still_waits_for_that_end() -> 
         failure = Failure()
         waiting = asyncio.create_task(failure.unless(stubborn(seen, finish)))
         await asyncio.sleep(0.001)
-        failure.tell(Broken())
+        failure.report(Broken())
         await asyncio.sleep(0.001)
         waiting.cancel()
         await asyncio.sleep(0.001)
@@ -199,16 +199,16 @@ def test_work_that_fails_itself_stops_at_its_next_await() -> None:
     async def test() -> None:
         failure = Failure()
 
-        async def tells(*, waits: bool) -> str:
-            failure.tell(Broken())
+        async def reports(*, waits: bool) -> str:
+            failure.report(Broken())
             if waits:
                 await asyncio.Event().wait()
             return "done"
 
         with pytest.raises(Broken):
-            await failure.unless(tells(waits=True))
+            await failure.unless(reports(waits=True))
         failure = Failure()
-        assert await failure.unless(tells(waits=False)) == "done"
+        assert await failure.unless(reports(waits=False)) == "done"
         await asyncio.sleep(0)  # nothing is left over that would cancel what comes after it
         with pytest.raises(Broken):
             await failure.unless(asyncio.sleep(0))
@@ -219,21 +219,21 @@ def test_work_that_fails_itself_stops_at_its_next_await() -> None:
 def test_a_failure_at_the_moment_of_the_result_leaves_no_cancellation() -> None:
     async def test() -> None:
         loop = asyncio.get_running_loop()
-        for tell_first in (True, False):
+        for report_first in (True, False):
             failure, answer = Failure(), loop.create_future()
 
             async def works(answer: asyncio.Future[str] = answer) -> str:
                 return await answer
 
             def both(
-                failure: Failure = failure, answer: asyncio.Future[str] = answer, first: bool = tell_first
+                failure: Failure = failure, answer: asyncio.Future[str] = answer, first: bool = report_first
             ) -> None:
                 if first:
-                    failure.tell(Broken())
+                    failure.report(Broken())
                 if not answer.done():
                     answer.set_result("done")
                 if not first:
-                    failure.tell(Broken())
+                    failure.report(Broken())
 
             loop.call_soon(both)
             with pytest.raises(Broken):
@@ -248,12 +248,12 @@ def test_a_failure_at_the_moment_of_the_result_leaves_no_cancellation() -> None:
 
 def test_a_cancellation_from_outside_is_not_taken_for_a_failure() -> None:
     async def test() -> None:
-        for told in (False, True):
+        for is_reported in (False, True):
             failure = Failure()
             waiting = asyncio.create_task(failure.unless(asyncio.sleep(60)))
             await asyncio.sleep(0)
-            if told:
-                failure.tell(Broken())
+            if is_reported:
+                failure.report(Broken())
             waiting.cancel()
             await asyncio.wait((waiting,))
             assert waiting.cancelled()
@@ -277,7 +277,7 @@ def test_failed_work_that_ends_otherwise_leaves_no_cancellation() -> None:
         assert task is not None
         for fails in (False, True):
             failure = Failure()
-            asyncio.get_running_loop().call_soon(failure.tell, Broken())
+            asyncio.get_running_loop().call_soon(failure.report, Broken())
             try:
                 assert await failure.unless(works(fails=fails)) == "done"
             except ValueError:
