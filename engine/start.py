@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final, Protocol, cast
 
 from engine.config import FOLLOWER, EngineConfig
-from engine.loop.engine_loop import EngineLoop, tell
+from engine.loop.engine_loop import EngineLoop, call_on_loop
 from engine.loop.inline_loop import InlineLoop
 from engine.loop.threaded_loop import ThreadedLoop
 from engine.model.mock_model import is_mock
@@ -49,7 +49,7 @@ async def start_engine(
     loop = asyncio.get_running_loop()
 
     def report(task: str, done: int, total: int) -> None:
-        tell(loop, progress, task, done, total)
+        call_on_loop(loop, progress, task, done, total)
 
     def build() -> Engine:
         return build_engine(model, config, state_dir, report, follower)

@@ -41,8 +41,8 @@ class CpuStep:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend; rows beyond the plan's tokens are zero and write no KV."""
-        told = scoring.scaling, scoring.window, scoring.softcap, None if sinks is None else sinks.float()
-        attended: torch.Tensor = torch.ops.kvmesh.attend_pages(query, key, value, self.pool, self.plan, layer, *told)
+        options = scoring.scaling, scoring.window, scoring.softcap, None if sinks is None else sinks.float()
+        attended: torch.Tensor = torch.ops.kvmesh.attend_pages(query, key, value, self.pool, self.plan, layer, *options)
         return attended
 
 

@@ -44,8 +44,8 @@ class OpaqueAttention:
         *,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        told = scoring.scaling, scoring.window, scoring.softcap
-        attended: torch.Tensor = torch.ops.kvmesh.attend(query, key, value, layer, *told, sinks)
+        options = scoring.scaling, scoring.window, scoring.softcap
+        attended: torch.Tensor = torch.ops.kvmesh.attend(query, key, value, layer, *options, sinks)
         return attended
 
 

@@ -164,10 +164,10 @@ def _run_child(order: Order, cache_dir: Path) -> None:
         command, env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
     ) as child:
         assert child.stderr is not None
-        said = child.stderr.read().decode(errors="replace").strip()
+        errors = child.stderr.read().decode(errors="replace").strip()
     if child.returncode != 0:
         raise CompilationFailed(
-            said.splitlines()[-1] if said else f"the compiling process ended with {child.returncode}"
+            errors.splitlines()[-1] if errors else f"the compiling process ended with {child.returncode}"
         )
 
 

@@ -259,8 +259,8 @@ class EngineCore:
 
     def _pauses(self, output: StepOutput, *, reserve: bool = True) -> Iterator[Pause]:
         while self._flight is not None and (wait_s := self._flight.wait_s()):
-            told, output.reserved = output.reserved, []
-            yield Pause(told, wait_s)
+            reserved, output.reserved = output.reserved, []
+            yield Pause(reserved, wait_s)
             if reserve:
                 output.reserved += _reserved(self._scheduler.reserve())
 

@@ -102,8 +102,8 @@ class Outcomes:
             finish = self._append(request, token_id)
             if request.mask is not None and self._failed(request, request.mask, output):
                 return
-            told = request.row.logprobs, request.row.prompt_logprobs
-            output.computed.append(Exposed(request.id, pages, computed, cached, token_id, finish, *told))
+            logprobs = request.row.logprobs, request.row.prompt_logprobs
+            output.computed.append(Exposed(request.id, pages, computed, cached, token_id, finish, *logprobs))
             self._requests.end(request)
         elif chunk.samples:  # EMBED
             output.embedded.append(Embedded(request.id, request.vector, request.num_cached_tokens))

@@ -105,10 +105,10 @@ class PrefixCache:
     Other threads may call `match` for a hint; the rest belongs to the engine's thread.
     """
 
-    def __init__(self, *, tells: bool = False) -> None:
-        """If it `tells`, the caller must take events."""
+    def __init__(self, *, records_events: bool = False) -> None:
+        """If it `records_events`, the caller must take them."""
         self.events: list[CacheEvent] = []
-        self._tells = tells
+        self._records_events = records_events
         self._page_of: dict[bytes, int] = {}
         self._hash_of: dict[int, bytes] = {}
 
@@ -154,13 +154,13 @@ class PrefixCache:
             if block not in self._page_of and page not in self._hash_of:
                 self._page_of[block] = page
                 self._hash_of[page] = block
-                if self._tells:
+                if self._records_events:
                     self.events.append((block, True))
 
     def forget(self, page: int) -> None:
         block = self._hash_of.pop(page)
         del self._page_of[block]
-        if self._tells:
+        if self._records_events:
             self.events.append((block, False))
 
     def take_events(self) -> list[CacheEvent]:

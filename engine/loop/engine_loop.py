@@ -101,14 +101,14 @@ class EngineLoop(ABC):
 
     def _receive(self, output: StepOutput) -> None:
         self.stats = output.stats
-        self._hear(output)
+        self._deliver(output)
 
     def _receive_early(self, reserved: Sequence[Exposed]) -> None:
         """Report reservations during a step, without counting tokens twice."""
         stats = msgspec.structs.replace(self.stats, prompt_tokens=0, decode_tokens=0, step_s=0.0)
-        self._hear(StepOutput(reserved=list(reserved), stats=stats))
+        self._deliver(StepOutput(reserved=list(reserved), stats=stats))
 
-    def _hear(self, output: StepOutput) -> None:
+    def _deliver(self, output: StepOutput) -> None:
         for callback in self._callbacks:
             callback(output)
         if self._reports:
@@ -119,7 +119,7 @@ class EngineLoop(ABC):
             callback(output)
 
 
-def tell(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
+def call_on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[..., object], *args: object) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(callback, *args)
 

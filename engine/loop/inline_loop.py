@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextvars import Context
 from typing import Final, TypeVar
 
-from engine.loop.engine_loop import BLOCKED_TICK_S, Call, Done, EngineLoop, dead, resolve, tell
+from engine.loop.engine_loop import BLOCKED_TICK_S, Call, Done, EngineLoop, call_on_loop, dead, resolve
 from engine.ports import Engine, Pause, StepOutput
 
 log = logging.getLogger(__name__)
@@ -47,14 +47,14 @@ class InlineLoop(EngineLoop):
                 done = Done(built, result=self._build())
             except Exception as exc:  # noqa: BLE001 - raised where it is waited for
                 done = Done(built, error=exc)
-            tell(self._loop, done.settle)
+            call_on_loop(self._loop, done.settle)
 
         # daemon: an exit does not wait for it
         thread = threading.Thread(target=build, name="engine", daemon=True)
         thread.start()
         self._engine = engine = await built
         thread.join()
-        engine.on_loss(lambda error: tell(self._loop, self._end, error))
+        engine.on_loss(lambda error: call_on_loop(self._loop, self._end, error))
         self._receive(engine.step())
 
     async def stop(self) -> None:
@@ -68,27 +68,27 @@ class InlineLoop(EngineLoop):
     def _turn(self) -> None:
         self._next = None
         try:
-            said = self._went_on()
+            result = self._advance()
         except Exception as exc:
             log.exception("engine died")
             self._end(exc)
             return
-        if isinstance(said, StepOutput):
-            self._receive(said)
-        elif said is not None and said.reserved:
-            self._receive_early(said.reserved)
+        if isinstance(result, StepOutput):
+            self._receive(result)
+        elif result is not None and result.reserved:
+            self._receive_early(result.reserved)
 
-    def _went_on(self) -> Pause | StepOutput | None:
+    def _advance(self) -> Pause | StepOutput | None:
         """Continue or begin a step. None: other workers have the cores."""
         if self._step is None:
             if wait_s := self.engine.wait_s():
                 self._later(wait_s)
                 return None
             self._step = self.engine.stepping()
-        said = next(self._step)
-        if isinstance(said, Pause):
-            self._later(said.wait_s)
-            return said
+        result = next(self._step)
+        if isinstance(result, Pause):
+            self._later(result.wait_s)
+            return result
         self._step = None
         if self._stopping:
             self._end(None)
@@ -96,9 +96,9 @@ class InlineLoop(EngineLoop):
             self._soon()
         else:
             self.engine.rest()
-            if said.stats.num_waiting:
+            if result.stats.num_waiting:
                 self._later(BLOCKED_TICK_S)
-        return said
+        return result
 
     def _soon(self) -> None:
         if self._next is not None:

@@ -15,7 +15,7 @@ from time import sleep
 from typing import TypeVar
 
 from components.startup import WrongSettings
-from engine.loop.engine_loop import BLOCKED_TICK_S, Call, Done, EngineLoop, dead, resolve, tell
+from engine.loop.engine_loop import BLOCKED_TICK_S, Call, Done, EngineLoop, call_on_loop, dead, resolve
 from engine.ports import Engine, Pause, StepOutput
 
 log = logging.getLogger(__name__)
@@ -29,7 +29,7 @@ class ThreadedLoop(EngineLoop):
         self._calls: Queue[Call | None] = Queue()  # None: wake up. CPython's SimpleQueue.get may hang with a timeout
         self._own = threading.Lock()  # held by the thread, unless it sleeps
         self._unsettled = 0  # calls without a delivered result
-        self._told = self._heard = 0  # outputs made and delivered; `_told` changes under the lock
+        self._num_made = self._num_delivered = 0  # outputs; `_num_made` changes under the lock
         self._num_waiting = 0  # for pages
         self._broken: Exception | None = None  # error of a step on the event loop's thread
         self._ready: asyncio.Future[Engine] = self._loop.create_future()
@@ -41,7 +41,7 @@ class ThreadedLoop(EngineLoop):
         if light and self._engine is not None and self._take():
             try:
                 Call(call, future).made(self._engine).settle()
-                self._go_on(self._engine)
+                self._light_step(self._engine)
             finally:
                 self._own.release()
         elif self._ended.done() or self._broken is not None:
@@ -72,17 +72,17 @@ class ThreadedLoop(EngineLoop):
         """Lock `_own` if the engine rests and all outputs were delivered."""
         if self._unsettled or self._stopping or self._ended.done() or not self._own.acquire(blocking=False):
             return False
-        if self._told == self._heard and self._broken is None:
+        if self._num_made == self._num_delivered and self._broken is None:
             return True
         self._own.release()
         return False
 
-    def _go_on(self, engine: Engine) -> None:
+    def _light_step(self, engine: Engine) -> None:
         """Step after a call, unless the step would compute."""
         try:
             if not engine.computes():
                 output = engine.step()
-                self._told += 1
+                self._num_made += 1
                 self._loop.call_soon(self._receive, output, context=Context())  # not of the call's request alone
                 ticks, self._num_waiting = bool(self._num_waiting), output.stats.num_waiting
                 if not engine.has_work() and (ticks or not self._num_waiting):
@@ -97,15 +97,15 @@ class ThreadedLoop(EngineLoop):
         try:
             with closing(self._build()) as engine:
                 engine.on_loss(self._lose)
-                self._hand_on(self._receive, engine.step())  # an empty step reports the pool's size
-                tell(self._loop, resolve, self._ready, engine)
+                self._send_to_loop(self._receive, engine.step())  # an empty step reports the pool's size
+                call_on_loop(self._loop, resolve, self._ready, engine)
                 self._run(engine)
         except WrongSettings as exc:  # the service reports it
             error = exc
         except Exception as exc:
             log.exception("engine died")
             error = exc
-        tell(self._loop, self._end, error)
+        call_on_loop(self._loop, self._end, error)
 
     def _lose(self, error: Exception) -> None:
         """End the thread, from another one."""
@@ -116,10 +116,10 @@ class ThreadedLoop(EngineLoop):
         wait_s = 0.0
         while True:
             if engine.has_work():
-                self._answer(engine, wait_s)
+                self._run_calls(engine, wait_s)
             else:
                 engine.rest()
-                self._answer(engine, BLOCKED_TICK_S if self._num_waiting else None, rests=True)
+                self._run_calls(engine, BLOCKED_TICK_S if self._num_waiting else None, rests=True)
             if self._stopping:
                 engine.rest()
                 return
@@ -127,27 +127,27 @@ class ThreadedLoop(EngineLoop):
                 raise self._broken
             if wait_s := engine.wait_s():
                 continue  # calls are answered meanwhile
-            for said in engine.stepping():
-                if isinstance(said, Pause):
-                    self._pause(engine, said)
+            for output in engine.stepping():
+                if isinstance(output, Pause):
+                    self._pause(engine, output)
                 else:
-                    self._num_waiting = said.stats.num_waiting
-                    self._hand_on(self._receive, said)
+                    self._num_waiting = output.stats.num_waiting
+                    self._send_to_loop(self._receive, output)
 
     def _pause(self, engine: Engine, pause: Pause) -> None:
         if pause.reserved:
-            self._hand_on(self._receive_early, pause.reserved)
+            self._send_to_loop(self._receive_early, pause.reserved)
         if self._stopping:
             sleep(pause.wait_s)
         else:
-            self._answer(engine, pause.wait_s)
+            self._run_calls(engine, pause.wait_s)
 
-    def _answer(self, engine: Engine, timeout_s: float | None, *, rests: bool = False) -> None:
+    def _run_calls(self, engine: Engine, timeout_s: float | None, *, rests: bool = False) -> None:
         """Run queued calls now: a first token must not wait for a step."""
-        if calls := self._come_in(timeout_s, rests=rests):
-            tell(self._loop, self._settle, [call.made(engine) for call in calls])
+        if calls := self._take_calls(timeout_s, rests=rests):
+            call_on_loop(self._loop, self._settle, [call.made(engine) for call in calls])
 
-    def _come_in(self, timeout_s: float | None, *, rests: bool = False) -> list[Call]:
+    def _take_calls(self, timeout_s: float | None, *, rests: bool = False) -> list[Call]:
         """Take queued calls, or wait for the first.
 
         Args:
@@ -175,16 +175,16 @@ class ThreadedLoop(EngineLoop):
         for done in finished:
             done.settle()
 
-    def _hand_on(self, receive: Callable[[T], None], what: T) -> None:
+    def _send_to_loop(self, receive: Callable[[T], None], what: T) -> None:
         """Deliver a turn later, so that tasks that await earlier calls resume first."""
-        self._told += 1
-        tell(self._loop, self._loop.call_soon, receive, what)
+        self._num_made += 1
+        call_on_loop(self._loop, self._loop.call_soon, receive, what)
 
-    def _hear(self, output: StepOutput) -> None:
+    def _deliver(self, output: StepOutput) -> None:
         try:
-            super()._hear(output)
+            super()._deliver(output)
         finally:
-            self._heard += 1  # so calls of a callback run after all callbacks
+            self._num_delivered += 1  # so calls of a callback run after all callbacks
 
     def _end(self, error: BaseException | None) -> None:
         """Complete all futures, on the event loop's thread."""

@@ -221,9 +221,9 @@ def made_up(checksum: int, token_id: int, alternatives: int, alphabet: Sequence[
 
 def leave_prompt_logprobs(chunk: Chunk, alphabet: Sequence[int]) -> None:
     request = chunk.request
-    told, alternatives = request.row.prompt_logprobs, request.sampling.prompt_logprobs
-    if told is None or alternatives is None:
+    logprobs, alternatives = request.row.prompt_logprobs, request.sampling.prompt_logprobs
+    if logprobs is None or alternatives is None:
         return
-    for position in range(len(told) + 1, min(chunk.end + 1, request.prompt_len)):
+    for position in range(len(logprobs) + 1, min(chunk.end + 1, request.prompt_len)):
         checksum = crc32(pack_tokens([position, request.tokens[position]]))
-        told.append(made_up(checksum, request.tokens[position], alternatives, alphabet))
+        logprobs.append(made_up(checksum, request.tokens[position], alternatives, alphabet))

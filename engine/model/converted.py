@@ -97,7 +97,7 @@ def _convert(task: str, source: Path, finishing: Sequence[Path | str], lock: IO[
     """
     command = [sys.executable, "-m", "engine.model.convert", str(source), *map(str, finishing)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    said: deque[str] = deque(maxlen=20)
+    lines: deque[str] = deque(maxlen=20)
     reason = ""
     with subprocess.Popen(
         command,
@@ -115,10 +115,7 @@ def _convert(task: str, source: Path, finishing: Sequence[Path | str], lock: IO[
             elif line.startswith(REASON_MARK):
                 reason = line.removeprefix(REASON_MARK).strip()
             else:
-                said.append(line)
+                lines.append(line)
     if child.returncode:
-        raise ModelUnavailable(f"{source} could not be converted: {reason}" if reason else _last_words(source, said))
-
-
-def _last_words(source: Path, said: deque[str]) -> str:
-    return f"{source} could not be converted:\n{''.join(said)}"
+        cause = f": {reason}" if reason else f":\n{''.join(lines)}"
+        raise ModelUnavailable(f"{source} could not be converted{cause}")

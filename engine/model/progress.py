@@ -19,12 +19,12 @@ def silent(task: str, done: int, total: int) -> None:
 
 def unless_quick(progress: Progress, clock: Callable[[], float] = time.monotonic) -> Progress:
     """Silence `progress` for the first `QUICK_S`."""
-    began_s, told = clock(), False
+    began_s, is_slow = clock(), False
 
     def report(task: str, done: int, total: int) -> None:
-        nonlocal told
-        if told or clock() - began_s >= QUICK_S:
-            told = True
+        nonlocal is_slow
+        if is_slow or clock() - began_s >= QUICK_S:
+            is_slow = True
             progress(task, done, total)
 
     return report

@@ -1,4 +1,4 @@
-"""What the leader tells followers: at the start as JSON on standard input, then in the step line."""
+"""What the leader sends to followers: at the start as JSON on standard input, then in the step line."""
 
 import json
 from dataclasses import asdict, dataclass

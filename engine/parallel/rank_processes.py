@@ -100,8 +100,8 @@ class RankProcesses:
         self._closing = False
 
         def start(rank: int) -> Follower:
-            told = Start(model, str(state_dir), config, rank, str(self.store), memory, list(wakers))
-            return Follower(rank, told, module, self._lose)
+            order = Start(model, str(state_dir), config, rank, str(self.store), memory, list(wakers))
+            return Follower(rank, order, module, self._lose)
 
         self._all = [start(rank) for rank in range(1, config.tensor_parallel)]
 

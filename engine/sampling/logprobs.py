@@ -57,8 +57,8 @@ class DrawnLogprobs:
 
     def leave(self) -> None:
         if self._rows:
-            for row, told in zip(self._rows, self._pending.read(), strict=True):
-                row.logprobs = told
+            for row, logprobs in zip(self._rows, self._pending.read(), strict=True):
+                row.logprobs = logprobs
 
 
 class PromptLogprobs:
@@ -69,12 +69,12 @@ class PromptLogprobs:
 
     def __init__(self, row: Row, logits: torch.Tensor, first: int) -> None:
         """Enqueue; logits[i] is of token `first` + i."""
-        told, count = row.prompt_logprobs, row.params.prompt_logprobs
-        assert told is not None
+        prompt_logprobs, count = row.prompt_logprobs, row.params.prompt_logprobs
+        assert prompt_logprobs is not None
         assert count is not None
-        begin, end = len(told), min(first + len(logits), len(row.tokens) - 1)
+        begin, end = len(prompt_logprobs), min(first + len(logits), len(row.tokens) - 1)
         tokens = row.tokens[begin + 1 : end + 1]  # logits at token p are for token p + 1
-        self._told = told
+        self._prompt_logprobs = prompt_logprobs
         self._pending: list[PendingLogprobs] = []
         for at in range(0, len(tokens), SLICE):
             some = tokens[at : at + SLICE]
@@ -84,5 +84,5 @@ class PromptLogprobs:
     def leave(self) -> bool:
         """Return False if they are not finite."""
         logprobs = [token for pending in self._pending for token in pending.read()]
-        self._told += logprobs
+        self._prompt_logprobs += logprobs
         return not any(isnan(token.logprob) for token in logprobs)

@@ -103,8 +103,8 @@ class Request:
     @property
     def reads_prompt(self) -> bool:
         """Whether all prompt tokens' logits are needed, so that none may come from a cache."""
-        told = self.row.prompt_logprobs
-        return self.pools_all or (told is not None and len(told) < self.prompt_len - 1)
+        logprobs = self.row.prompt_logprobs
+        return self.pools_all or (logprobs is not None and len(logprobs) < self.prompt_len - 1)
 
     def forked(self, branch: int) -> "Request":
         """A new branch without pages."""
@@ -164,7 +164,7 @@ class RequestMemory:
     def __init__(
         self, num_pages: int, page_size: int, reserve_tokens: int, *, window: int = 0, kv_events: bool = False
     ) -> None:
-        self.prefix = PrefixCache(tells=kv_events)
+        self.prefix = PrefixCache(records_events=kv_events)
         self.pool = PagePool(num_pages, self.prefix)
         self.page_size = page_size
         self.prefix_queries = 0
