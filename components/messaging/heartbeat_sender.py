@@ -117,7 +117,7 @@ class HeartbeatSender:
         self._num_cached = num_cached
         self._step = 0
         self._made_of_step = -1
-        self._moved_s = time.monotonic()  # last step or idle heartbeat
+        self._progress_s = time.monotonic()  # last step or idle heartbeat
         self._news = asyncio.Event()
         self._urgent = asyncio.Event()
 
@@ -153,8 +153,8 @@ class HeartbeatSender:
     def _heartbeat(self, rest_s: float) -> Heartbeat:
         heartbeat, now_s = self._make(), time.monotonic()
         if heartbeat.step != self._made_of_step or not heartbeat.busy:
-            self._made_of_step, self._moved_s = heartbeat.step, now_s
-        return structs.replace(heartbeat, next_s=max(EVERY_S, rest_s), still_s=now_s - self._moved_s)
+            self._made_of_step, self._progress_s = heartbeat.step, now_s
+        return structs.replace(heartbeat, next_s=max(EVERY_S, rest_s), still_s=now_s - self._progress_s)
 
 
 async def _set_within(seconds: float, event: asyncio.Event) -> bool:

@@ -31,7 +31,7 @@ EVERY_S: Final = USUAL_NEXT_S  # between two heartbeats; in a large fleet `next_
 LATE_S: Final = 1.0  # tolerated delay
 SILENT_AFTER_S: Final = 2 * EVERY_S + LATE_S  # two missing heartbeats
 HUNG_AFTER_S: Final = 20.0  # longest plausible step: a chunk on a busy CPU takes seconds
-STILL_AFTER_S: Final = EVERY_S + LATE_S  # without a heartbeat or step: then other instances get new work
+STALLED_AFTER_S: Final = EVERY_S + LATE_S  # without a heartbeat or step: then other instances get new work
 LONG_STEPS: Final = 2.0  # usual steps, if that is longer
 LONGEST_STEP_S: Final = 5.0  # upper bound of a usual step
 LATEST: Final = 0.5  # weight of the latest step in the usual time; less for a short step
@@ -69,7 +69,7 @@ class _Pulse:
     usual_s: float = 0.0  # between steps under load
     asked: float | None = None  # monotonic: oldest unanswered question
     is_lost: bool = False
-    is_still: bool = False
+    is_stalled: bool = False
 
     @property
     def is_draining(self) -> bool:
@@ -83,7 +83,7 @@ class _Pulse:
             return Sight.LOST
         if self.is_draining:
             return Sight.DRAINING
-        return Sight.STALLED if self.is_still else Sight.USABLE
+        return Sight.STALLED if self.is_stalled else Sight.USABLE
 
 
 class Liveness:
@@ -136,8 +136,8 @@ class Liveness:
             and model in (None, p.record.model)
             and (not adapter or adapter in p.record.adapters)
         ]
-        moving = [p for p in found if not p.is_still]
-        return sorted((p.record for p in (moving if moving or or_none else found)), key=lambda r: r.instance_id)
+        running = [p for p in found if not p.is_stalled]
+        return sorted((p.record for p in (running if running or or_none else found)), key=lambda r: r.instance_id)
 
     @property
     def asks(self) -> bool:
@@ -180,14 +180,14 @@ class Liveness:
             for instance_id, pulse in self._pulses.items()
             if pulse.asked is not None
             or pulse.is_lost
-            or pulse.is_still
+            or pulse.is_stalled
             or pulse.is_draining
             or instance_id in self._watched
         ]
 
     def is_usable(self, instance_id: str) -> bool:
         pulse = self._pulses.get(instance_id)
-        return pulse is not None and not (pulse.is_lost or pulse.is_still or pulse.is_draining)
+        return pulse is not None and not (pulse.is_lost or pulse.is_stalled or pulse.is_draining)
 
     def find(self, instance_id: str) -> InstanceRecord | None:
         pulse = self._pulses.get(instance_id)
@@ -243,7 +243,7 @@ class Liveness:
         if self._asks:
             self._check(pulse, now)
         else:
-            self._look(pulse, now)
+            self._update_stalled(pulse, now)
         for callback in self._on_heard:
             callback(heartbeat)
         return True
@@ -255,19 +255,19 @@ class Liveness:
             self._check(pulse, now)
 
     def _check(self, pulse: _Pulse, now: float) -> None:
-        silent_s, stood_s = self._silent_s(pulse, now), self._stood_s(pulse, now)
+        silent_s, since_step_s = self._silent_s(pulse, now), self._since_step_s(pulse, now)
         if silent_s > silent_after_s(self._next_s_of(pulse)):
             self._lose(pulse, Loss.SILENT, f"silent for {silent_s:.1f} s")
-        elif stood_s > HUNG_AFTER_S:
-            self._lose(pulse, Loss.HUNG, f"its engine stands still for {stood_s:.0f} s")
-        self._look(pulse, now)
+        elif since_step_s > HUNG_AFTER_S:
+            self._lose(pulse, Loss.HUNG, f"its engine has been stalled for {since_step_s:.0f} s")
+        self._update_stalled(pulse, now)
 
-    def _look(self, pulse: _Pulse, now: float) -> None:
-        still_after_s = STILL_AFTER_S + _beyond_usual_s(self._next_s_of(pulse))
-        patience_s = max(still_after_s, LONG_STEPS * pulse.usual_s)
-        is_still = self._silent_s(pulse, now) > still_after_s or self._stood_s(pulse, now) > patience_s
-        if is_still != pulse.is_still:
-            pulse.is_still = is_still
+    def _update_stalled(self, pulse: _Pulse, now: float) -> None:
+        stalled_after_s = STALLED_AFTER_S + _beyond_usual_s(self._next_s_of(pulse))
+        patience_s = max(stalled_after_s, LONG_STEPS * pulse.usual_s)
+        is_stalled = self._silent_s(pulse, now) > stalled_after_s or self._since_step_s(pulse, now) > patience_s
+        if is_stalled != pulse.is_stalled:
+            pulse.is_stalled = is_stalled
             self._usable.clear()
 
     def _next_s_of(self, pulse: _Pulse) -> float:
@@ -280,7 +280,7 @@ class Liveness:
             return 0.0 if pulse.asked is None else now - pulse.asked
         return now - pulse.heard
 
-    def _stood_s(self, pulse: _Pulse, now: float) -> float:
+    def _since_step_s(self, pulse: _Pulse, now: float) -> float:
         """Seconds without a step; for a process that asks, as of the last answer."""
         return (pulse.heard if self._asks else now) - pulse.advanced
 

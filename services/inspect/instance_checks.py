@@ -67,7 +67,7 @@ def check_heartbeats(facts: Facts) -> Iterator[Finding]:
             yield wrong(
                 "heartbeats",
                 f"{one.role} {one.instance_id} has sent no heartbeat for {age(silent[one.instance_id])}",
-                "its event loop or its host stands still: look at its log and processor; its requests have moved",
+                "its event loop or its host has stalled: look at its log and processor; its requests have moved",
             )
         if one.status is not None and one.status.event_loop_lag_s > LAG_S:
             what = f"the event loop of {one.role} {one.instance_id} was {one.status.event_loop_lag_s:.1f} s late"

@@ -27,7 +27,7 @@ class State(NamedTuple):
 
 UP: Final = State("up")
 WARMING: Final = State("warming", "registered, and not heard yet")
-SILENT: Final = State("silent", "it does not answer, or its engine stands still")
+SILENT: Final = State("silent", "it does not answer, or its engine has stalled")
 
 
 @dataclass(slots=True)

@@ -191,7 +191,7 @@ async def test_etcd_may_be_away_at_the_start_and_restart_later(
             registry.book.subscribe(lambda was, now: changes.append((was, now)))
             await _kill(server)
             await asyncio.sleep(0.2)
-            assert epochs(registry), "a mirror stands still while etcd is away"
+            assert epochs(registry), "a mirror stays as it is while etcd is away"
             assert not changes
             await server.restart()
             await asyncio.to_thread(write, server.url, f"{namespace}/instances/decode/two", _json("two"))

@@ -16,7 +16,7 @@ from components.messaging.liveness import (
     HUNG_AFTER_S,
     LATE_S,
     SILENT_AFTER_S,
-    STILL_AFTER_S,
+    STALLED_AFTER_S,
     Liveness,
     watch_heartbeats,
 )
@@ -117,7 +117,7 @@ def test_losses_are_counted_by_reason_and_instances_by_what_may_be_done_with_the
     assert shown("kvmesh_instances_lost_total", "reason") == {}
     watched.book.remove("a")  # it has drained
     watched.book.remove("c")
-    watched.after(STILL_AFTER_S + 0.1)
+    watched.after(STALLED_AFTER_S + 0.1)
     assert shown("kvmesh_instances", "state") == {"stalled": 1}
     watched.after(SILENT_AFTER_S)
     assert shown("kvmesh_instances", "state") == {"lost": 1}
@@ -145,14 +145,14 @@ def test_a_hung_engine_is_lost_until_it_moves() -> None:
     watched.beat("a", step=7, busy=True)
     watched.beat("b", step=7)
     watched.after(1.5)
-    assert [(name, why.split(" for")[0]) for name, _, why in watched.lost] == [("a", "its engine stands still")]
+    assert [(name, why.split(" for")[0]) for name, _, why in watched.lost] == [("a", "its engine has been stalled")]
     watched.beat("a", step=7, busy=True)
     assert watched.usable == ["b"], "a beat alone does not bring it back"
     watched.beat("a", step=8, busy=True)
     assert watched.usable == ["a", "b"]
 
 
-def test_an_idle_engine_may_stand_still_and_then_take_its_time() -> None:
+def test_an_idle_engine_makes_no_steps_and_may_then_take_its_time() -> None:
     watched = Watched()
     for _ in range(100):
         watched.beat("a", step=7)
@@ -310,7 +310,7 @@ def test_a_worker_tells_of_each_step_but_not_too_often(rest_s: float, step_s: fl
     assert run_virtually(lambda: beats_of(rest_s, step_s, early=early)) == pytest.approx(beats, abs=beats / 10)
 
 
-def test_a_heartbeat_announces_the_next_one_and_how_long_the_engine_stands_still() -> None:
+def test_a_heartbeat_announces_the_next_one_and_how_long_the_engine_has_been_stalled() -> None:
     async def test() -> None:
         beats: list[Heartbeat] = []
 
@@ -377,7 +377,7 @@ def test_what_is_usual_goes_by_time_not_by_heartbeats() -> None:
     assert watched.usable == ["b"]
 
 
-def test_who_stands_still_for_a_moment_gets_nothing_new_while_there_is_somebody_else() -> None:
+def test_a_stalled_instance_gets_no_new_work_while_another_is_usable() -> None:
     """Within two seconds of its last step, and long before it counts as lost: nothing moves away from it yet."""
     watched = Watched()
     for tick in range(1, 4):
@@ -425,7 +425,7 @@ def test_no_heartbeat_keeps_its_instance_alive_for_good(next_s: float) -> None:
     assert {name for name, _, _ in watched.lost} == {"a", "b"}
 
 
-def test_where_all_stand_still_all_are_usable() -> None:
+def test_if_all_are_stalled_all_are_usable() -> None:
     watched = Watched()
     watched.beat("a")
     watched.beat("b")
@@ -472,7 +472,7 @@ def test_who_is_usable_is_the_same_list_until_something_changes() -> None:
     assert [r.instance_id for r in watched.liveness.usable("m")] == ["b"]
 
 
-def test_steps_that_take_long_are_no_standstill_once_they_are_known() -> None:
+def test_long_steps_are_no_stall_once_they_are_known() -> None:
     watched = Watched()
     usable = []
     for tick in range(40):
@@ -486,4 +486,4 @@ def test_steps_that_take_long_are_no_standstill_once_they_are_known() -> None:
         watched.beat("a", step=10, busy=True)
         watched.beat("b", step=tick, busy=True)
         watched.after(0.5)
-    assert watched.usable == ["b"], "it has stood still for more than twice as long"
+    assert watched.usable == ["b"], "it has been stalled for more than twice as long"

@@ -65,7 +65,7 @@ async def test_of_nobody_nothing_is_asked(nats_url: str, namespace: str) -> None
         assert (await RollCall(bus, namespace, "decode", book).answers()).beats == {}
 
 
-def test_a_worker_whose_engine_stands_still_counts_as_lost() -> None:
+def test_a_worker_whose_engine_is_stalled_counts_as_lost() -> None:
     beats = {
         name: Heartbeat(instance_id=name, epoch="e", step=1, busy=True, still_s=still_s)
         for name, still_s in (("moves", 1.0), ("hangs", HUNG_AFTER_S + 1))

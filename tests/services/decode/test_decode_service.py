@@ -25,7 +25,7 @@ from components.kv_transfer.checksum import PageChecksums
 from components.messaging.call_server import Endpoint
 from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
-from components.messaging.liveness import STILL_AFTER_S, Liveness, Loss
+from components.messaging.liveness import STALLED_AFTER_S, Liveness, Loss
 from components.messaging.outbox import open_outbox
 from components.routing.health import USUAL, BreakerState
 from components.telemetry.figures import Figures
@@ -231,7 +231,7 @@ class Decode:
     def assert_pinned(self) -> None:
         assert self.engine.did("release") == []
         assert self.transfer.aux.num_free == self.transfer.aux.num_slots - 1
-        assert list(self.transfer.expected) == [ROOM], "prefill's write would stand still if nobody polled"
+        assert list(self.transfer.expected) == [ROOM], "prefill's write would stall if nobody polled"
 
 
 @pytest.fixture
@@ -1174,9 +1174,9 @@ async def test_a_prefill_whose_steps_fail_is_blamed_though_our_own_pages_are_wha
     assert decode.fleet.router.health.state("p") is BreakerState.OPEN
 
 
-async def test_a_prefill_that_stands_still_gets_no_new_prompts_though_there_is_no_other(decode: Decode) -> None:
+async def test_a_stalled_prefill_gets_no_new_prompts_though_there_is_no_other(decode: Decode) -> None:
     decode.beat(0, 0.0)
-    decode.prefills._clock = lambda: time.monotonic() + STILL_AFTER_S + 0.1
+    decode.prefills._clock = lambda: time.monotonic() + STALLED_AFTER_S + 0.1
     decode.prefills.check()
     assert not decode.prefills.is_lost("p")
     await decode.ask()

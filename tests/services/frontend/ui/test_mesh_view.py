@@ -6,7 +6,7 @@ import pytest
 from msgspec.structs import replace
 
 from components.discovery.book import InstanceBook
-from components.messaging.liveness import SILENT_AFTER_S, STILL_AFTER_S, Liveness
+from components.messaging.liveness import SILENT_AFTER_S, STALLED_AFTER_S, Liveness
 from components.messaging.roll_call import Answers
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, RankEndpoint
@@ -58,7 +58,7 @@ def test_a_decode_instance_warms_up_serves_stalls_is_silent_and_is_back() -> Non
     assert shown.state("d1") == "warming"
     shown.decodes.heard(beat("d1"))
     assert shown.state("d1") == "up"
-    shown.now_s += STILL_AFTER_S + 0.1
+    shown.now_s += STALLED_AFTER_S + 0.1
     shown.decodes.heard(beat("d2"))
     shown.decodes.check()
     assert shown.state("d1") == "late"
