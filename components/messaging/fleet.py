@@ -13,7 +13,7 @@ from components.discovery.book import InstanceBook
 from components.messaging.bus import Bus
 from components.messaging.fan_out import Following
 from components.messaging.kv_subscriber import KvMirror, follow_kv_events
-from components.messaging.liveness import Liveness, Loss, Sight, watch_heartbeats
+from components.messaging.liveness import InstanceState, Liveness, Loss, watch_heartbeats
 from components.messaging.questions import ANSWER_WITHIN_S, Questions, ask_heartbeats
 from components.routing.candidates import CandidateChoice, Inquiry, depths
 from components.routing.kv_index import MAX_BLOCKS, KvIndex
@@ -163,7 +163,7 @@ def show_instances(metrics: CollectorRegistry, *alive: Liveness) -> None:
     shown.gauge(
         "kvmesh_instances",
         "Instances by what this process may do with them.",
-        lambda: {(one.role, sight): one.sights()[sight] for one in alive for sight in Sight},
+        lambda: {(one.role, state): one.states()[state] for one in alive for state in InstanceState},
         ["role", "state"],
     )
     shown.counter(

@@ -50,7 +50,7 @@ class Loss(StrEnum):
     DRAINED = auto()  # it left in good order
 
 
-class Sight(StrEnum):
+class InstanceState(StrEnum):
     """What this process may do with an instance."""
 
     USABLE = auto()
@@ -61,7 +61,7 @@ class Sight(StrEnum):
 
 
 @dataclass(slots=True)
-class _Pulse:
+class _InstanceHealth:
     record: InstanceRecord
     heard: float  # monotonic
     advanced: float  # monotonic: last change of the step counter, or last idle heartbeat
@@ -76,14 +76,14 @@ class _Pulse:
         return self.last is not None and self.last.draining
 
     @property
-    def sight(self) -> Sight:
+    def state(self) -> InstanceState:
         if not self.record.is_understood:
-            return Sight.OTHER_PROTOCOL
+            return InstanceState.OTHER_PROTOCOL
         if self.is_lost:
-            return Sight.LOST
+            return InstanceState.LOST
         if self.is_draining:
-            return Sight.DRAINING
-        return Sight.STALLED if self.is_stalled else Sight.USABLE
+            return InstanceState.DRAINING
+        return InstanceState.STALLED if self.is_stalled else InstanceState.USABLE
 
 
 class Liveness:
@@ -97,7 +97,7 @@ class Liveness:
         self.role = role
         self.losses: Counter[Loss] = Counter()
         self._clock = clock
-        self._pulses: dict[str, _Pulse] = {}
+        self._health: dict[str, _InstanceHealth] = {}
         self._on_lost: list[OnLost] = []
         self._on_heard: list[OnHeard] = []
         self._next_s = EVERY_S  # of the latest heartbeat
@@ -129,7 +129,7 @@ class Liveness:
     def _find_usable(self, model: str | None, adapter: str, *, or_none: bool) -> Sequence[InstanceRecord]:
         found = [
             p
-            for p in self._pulses.values()
+            for p in self._health.values()
             if not p.is_lost
             and not p.is_draining
             and p.record.is_understood
@@ -146,8 +146,8 @@ class Liveness:
     @asks.setter
     def asks(self, asks: bool) -> None:
         self._asks = asks
-        for pulse in self._pulses.values():
-            pulse.asked = None
+        for health in self._health.values():
+            health.asked = None
         self._unanswered.clear()
         self.forgive()
 
@@ -163,163 +163,163 @@ class Liveness:
                 del self._watched[instance_id]
 
     def asked(self, instance_id: str) -> None:
-        pulse = self._pulses.get(instance_id)
-        if pulse is not None and pulse.asked is None:
-            pulse.asked = self._clock()
+        health = self._health.get(instance_id)
+        if health is not None and health.asked is None:
+            health.asked = self._clock()
             self._unanswered.add(instance_id)
 
     def unanswered_s(self, instance_id: str) -> float:
         """Age of the oldest unanswered question; 0 without one."""
-        pulse = self._pulses.get(instance_id)
-        return 0.0 if pulse is None or pulse.asked is None else self._clock() - pulse.asked
+        health = self._health.get(instance_id)
+        return 0.0 if health is None or health.asked is None else self._clock() - health.asked
 
     def to_be_asked(self) -> list[InstanceRecord]:
         """Watched instances, and those that get no work until they answer."""
         return [
-            pulse.record
-            for instance_id, pulse in self._pulses.items()
-            if pulse.asked is not None
-            or pulse.is_lost
-            or pulse.is_stalled
-            or pulse.is_draining
+            health.record
+            for instance_id, health in self._health.items()
+            if health.asked is not None
+            or health.is_lost
+            or health.is_stalled
+            or health.is_draining
             or instance_id in self._watched
         ]
 
     def is_usable(self, instance_id: str) -> bool:
-        pulse = self._pulses.get(instance_id)
-        return pulse is not None and not (pulse.is_lost or pulse.is_stalled or pulse.is_draining)
+        health = self._health.get(instance_id)
+        return health is not None and not (health.is_lost or health.is_stalled or health.is_draining)
 
     def find(self, instance_id: str) -> InstanceRecord | None:
-        pulse = self._pulses.get(instance_id)
-        return None if pulse is None else pulse.record
+        health = self._health.get(instance_id)
+        return None if health is None else health.record
 
     def is_lost(self, instance_id: str) -> bool:
         """True if it is gone, silent or hung, but not for a brief stall."""
-        pulse = self._pulses.get(instance_id)
-        return pulse is None or pulse.is_lost
+        health = self._health.get(instance_id)
+        return health is None or health.is_lost
 
     def last_heartbeat(self, instance_id: str) -> Heartbeat | None:
-        pulse = self._pulses.get(instance_id)
-        return None if pulse is None else pulse.last
+        health = self._health.get(instance_id)
+        return None if health is None else health.last
 
-    def sights(self) -> Counter[Sight]:
-        return Counter(pulse.sight for pulse in self._pulses.values())
+    def states(self) -> Counter[InstanceState]:
+        return Counter(health.state for health in self._health.values())
 
     def ages_s(self) -> dict[str, float]:
         """Age of the latest heartbeat, by instance; without one, of the record. Asked instances: of the open question."""
         now = self._clock()
-        return {instance_id: self._silent_s(pulse, now) for instance_id, pulse in self._pulses.items()}
+        return {instance_id: self._silent_s(health, now) for instance_id, health in self._health.items()}
 
     def prompts(self, instance_id: str) -> PromptLoad:
-        pulse = self._pulses.get(instance_id)
-        if pulse is None or pulse.last is None:
+        health = self._health.get(instance_id)
+        if health is None or health.last is None:
             return PromptLoad(0, 0.0)
-        return PromptLoad(pulse.last.queued_tokens, pulse.last.prompt_tokens_per_s, self._clock() - pulse.heard)
+        return PromptLoad(health.last.queued_tokens, health.last.prompt_tokens_per_s, self._clock() - health.heard)
 
     def heard(self, heartbeat: Heartbeat) -> bool:
         """Record a heartbeat. Return False if the epoch is stale or the instance unknown."""
-        pulse = self._pulses.get(heartbeat.instance_id)
-        if pulse is None or pulse.record.epoch != heartbeat.epoch:
+        health = self._health.get(heartbeat.instance_id)
+        if health is None or health.record.epoch != heartbeat.epoch:
             return False
         now = self._clock()
-        if pulse.last is None or pulse.last.step != heartbeat.step or not heartbeat.busy:
-            if pulse.last is not None and pulse.last.busy:
-                took_s = min(pulse.last.still_s if self._asks else now - pulse.advanced, LONGEST_STEP_S)
-                pulse.usual_s += LATEST * min(1.0, took_s / EVERY_S) * (took_s - pulse.usual_s)
-            pulse.advanced = now
+        if health.last is None or health.last.step != heartbeat.step or not heartbeat.busy:
+            if health.last is not None and health.last.busy:
+                took_s = min(health.last.still_s if self._asks else now - health.advanced, LONGEST_STEP_S)
+                health.usual_s += LATEST * min(1.0, took_s / EVERY_S) * (took_s - health.usual_s)
+            health.advanced = now
         if self._asks:
-            pulse.advanced = now - max(heartbeat.still_s, 0.0)
-        pulse.asked = None
+            health.advanced = now - max(heartbeat.still_s, 0.0)
+        health.asked = None
         self._unanswered.discard(heartbeat.instance_id)
-        if heartbeat.draining != pulse.is_draining:
+        if heartbeat.draining != health.is_draining:
             self._usable.clear()
-        pulse.heard = now
-        pulse.last = heartbeat
+        health.heard = now
+        health.last = heartbeat
         self._next_s = heartbeat.next_s
-        if pulse.is_lost and now - pulse.advanced < HUNG_AFTER_S:
-            pulse.is_lost = False
+        if health.is_lost and now - health.advanced < HUNG_AFTER_S:
+            health.is_lost = False
             self._usable.clear()
             log.info("instance is back", extra={"instance": heartbeat.instance_id})
         if self._asks:
-            self._check(pulse, now)
+            self._check(health, now)
         else:
-            self._update_stalled(pulse, now)
+            self._update_stalled(health, now)
         for callback in self._on_heard:
             callback(heartbeat)
         return True
 
     def check(self) -> None:
         now = self._clock()
-        pulses = [self._pulses[i] for i in self._unanswered] if self._asks else list(self._pulses.values())
-        for pulse in pulses:
-            self._check(pulse, now)
+        checked = [self._health[i] for i in self._unanswered] if self._asks else list(self._health.values())
+        for health in checked:
+            self._check(health, now)
 
-    def _check(self, pulse: _Pulse, now: float) -> None:
-        silent_s, since_step_s = self._silent_s(pulse, now), self._since_step_s(pulse, now)
-        if silent_s > silent_after_s(self._next_s_of(pulse)):
-            self._lose(pulse, Loss.SILENT, f"silent for {silent_s:.1f} s")
+    def _check(self, health: _InstanceHealth, now: float) -> None:
+        silent_s, since_step_s = self._silent_s(health, now), self._since_step_s(health, now)
+        if silent_s > silent_after_s(self._next_s_of(health)):
+            self._lose(health, Loss.SILENT, f"silent for {silent_s:.1f} s")
         elif since_step_s > HUNG_AFTER_S:
-            self._lose(pulse, Loss.HUNG, f"its engine has been stalled for {since_step_s:.0f} s")
-        self._update_stalled(pulse, now)
+            self._lose(health, Loss.HUNG, f"its engine has been stalled for {since_step_s:.0f} s")
+        self._update_stalled(health, now)
 
-    def _update_stalled(self, pulse: _Pulse, now: float) -> None:
-        stalled_after_s = STALLED_AFTER_S + _beyond_usual_s(self._next_s_of(pulse))
-        patience_s = max(stalled_after_s, LONG_STEPS * pulse.usual_s)
-        is_stalled = self._silent_s(pulse, now) > stalled_after_s or self._since_step_s(pulse, now) > patience_s
-        if is_stalled != pulse.is_stalled:
-            pulse.is_stalled = is_stalled
+    def _update_stalled(self, health: _InstanceHealth, now: float) -> None:
+        stalled_after_s = STALLED_AFTER_S + _beyond_usual_s(self._next_s_of(health))
+        patience_s = max(stalled_after_s, LONG_STEPS * health.usual_s)
+        is_stalled = self._silent_s(health, now) > stalled_after_s or self._since_step_s(health, now) > patience_s
+        if is_stalled != health.is_stalled:
+            health.is_stalled = is_stalled
             self._usable.clear()
 
-    def _next_s_of(self, pulse: _Pulse) -> float:
+    def _next_s_of(self, health: _InstanceHealth) -> float:
         if self._asks:
             return EVERY_S  # a question is repeated at this interval
-        return self._next_s if pulse.last is None else pulse.last.next_s
+        return self._next_s if health.last is None else health.last.next_s
 
-    def _silent_s(self, pulse: _Pulse, now: float) -> float:
+    def _silent_s(self, health: _InstanceHealth, now: float) -> float:
         if self._asks:
-            return 0.0 if pulse.asked is None else now - pulse.asked
-        return now - pulse.heard
+            return 0.0 if health.asked is None else now - health.asked
+        return now - health.heard
 
-    def _since_step_s(self, pulse: _Pulse, now: float) -> float:
+    def _since_step_s(self, health: _InstanceHealth, now: float) -> float:
         """Seconds without a step; for a process that asks, as of the last answer."""
-        return (pulse.heard if self._asks else now) - pulse.advanced
+        return (health.heard if self._asks else now) - health.advanced
 
     def forgive(self) -> None:
         """Start all instances afresh: this process was held up, so their silence may be its own fault."""
         now = self._clock()
-        for pulse in self._pulses.values():
-            pulse.heard = pulse.advanced = now
-            if pulse.asked is not None:
-                pulse.asked = now
+        for health in self._health.values():
+            health.heard = health.advanced = now
+            if health.asked is not None:
+                health.asked = now
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         if (now or was) is None or (now or was).role != self.role:  # type: ignore[union-attr]
             return
         self._usable.clear()
         if was is not None and now is not None and was.epoch == now.epoch:  # the same process changed its record
-            self._pulses[now.instance_id].record = now
+            self._health[now.instance_id].record = now
             return
-        if was is not None and (pulse := self._pulses.pop(was.instance_id, None)) is not None:
+        if was is not None and (health := self._health.pop(was.instance_id, None)) is not None:
             self._unanswered.discard(was.instance_id)
             if now is None:
-                self._lose(pulse, Loss.DRAINED if pulse.is_draining else Loss.LEFT, "left etcd")
+                self._lose(health, Loss.DRAINED if health.is_draining else Loss.LEFT, "left etcd")
             else:
-                self._lose(pulse, Loss.REPLACED, "registered anew")
+                self._lose(health, Loss.REPLACED, "registered anew")
         if now is not None:
             warn_of_protocol(was, now)
             at = self._clock()
-            self._pulses[now.instance_id] = _Pulse(now, at, at)
+            self._health[now.instance_id] = _InstanceHealth(now, at, at)
 
-    def _lose(self, pulse: _Pulse, loss: Loss, why: str) -> None:
-        if pulse.is_lost:
+    def _lose(self, health: _InstanceHealth, loss: Loss, why: str) -> None:
+        if health.is_lost:
             return
-        pulse.is_lost = True
+        health.is_lost = True
         self.losses[loss] += 1
         self._usable.clear()
-        level = logging.INFO if pulse.last is not None and pulse.last.draining else logging.WARNING
-        log.log(level, "instance lost", extra={"role": self.role, "instance": pulse.record.instance_id, "why": why})
+        level = logging.INFO if health.last is not None and health.last.draining else logging.WARNING
+        log.log(level, "instance lost", extra={"role": self.role, "instance": health.record.instance_id, "why": why})
         for callback in self._on_lost:
-            callback(pulse.record, why)
+            callback(health.record, why)
 
 
 def warn_of_protocol(was: InstanceRecord | None, now: InstanceRecord) -> None:

@@ -191,7 +191,7 @@ def test_an_instance_lost_to_silence_is_not_lost_again_when_it_leaves_etcd() -> 
     watched.book.remove("a")
     watched.book.remove("b")
     assert not watched.lost
-    assert not watched.liveness._pulses
+    assert not watched.liveness._health
 
 
 def test_strangers_and_other_roles_are_nobody() -> None:

@@ -763,7 +763,7 @@ async def test_a_lost_prefill_is_computed_around_and_its_pages_stay_until_it_may
     await decode.reserve()
     decode.bus.handlers.clear()  # it answers nobody any more
     if known == "silent":
-        decode.prefills._lose(decode.prefills._pulses["p"], Loss.SILENT, "silent")
+        decode.prefills._lose(decode.prefills._health["p"], Loss.SILENT, "silent")
     elif known == "room":
         await decode.service.room_failed(RoomFailed(request_id=ID, room=ROOM, error="PrefillLost", cause="gone"))
     else:

@@ -216,8 +216,8 @@ async def test_every_way_of_losing_an_instance_moves_its_stream(mesh: Mesh, lost
             stream.tokens([104])
             decode.send(stream.tokens([105]))
         elif lost == "silent":
-            pulse = mesh.decodes._pulses["a"]
-            asyncio.get_running_loop().call_later(0.005, mesh.decodes._lose, pulse, Loss.SILENT, "silent")
+            health = mesh.decodes._health["a"]
+            asyncio.get_running_loop().call_later(0.005, mesh.decodes._lose, health, Loss.SILENT, "silent")
         else:
             decode.send(stream.error(DecodeLost("leaving")))
 
