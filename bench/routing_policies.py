@@ -26,7 +26,7 @@ def fleet(count: int, rng: Random) -> tuple[LoadBook, Health]:
         instance_id = f"prefill-{at:08x}"
         book.joined(instance_id, "1")
         health.joined(instance_id, -60.0)
-        book.heard(heartbeat(instance_id, rng, 1), 0.0)
+        book.record_heartbeat(heartbeat(instance_id, rng, 1), 0.0)
     return book, health
 
 
@@ -98,7 +98,7 @@ def heartbeat_us(count: int) -> float:
     rng = Random(0)
     book, _ = fleet(count, rng)
     beat = heartbeat(book.members[0].instance_id, rng, 2)
-    return best_us(lambda _: book.heard(beat, 0.0), 5000)
+    return best_us(lambda _: book.record_heartbeat(beat, 0.0), 5000)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

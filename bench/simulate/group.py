@@ -70,7 +70,7 @@ class Group:
             now = (self.accepted[worker], len(self.flows[worker]), worker.pool.used, worker.queued_now())
             if self.told.get(worker) != now:  # unchanged reports are skipped
                 self.told[worker] = now
-                self.routers.heard(self._heartbeat(worker))
+                self.routers.record_heartbeat(self._heartbeat(worker))
 
     def _heartbeat(self, worker: Worker) -> Heartbeat:
         told = self.lies.get(worker, 1.0)

@@ -84,10 +84,10 @@ class Routers:
                 router.left(name)
             self._everyone = list(self._routers[0].book.members)
 
-    def heard(self, heartbeat: Heartbeat) -> None:
+    def record_heartbeat(self, heartbeat: Heartbeat) -> None:
         if self._candidates is None:
             for router in self._routers:
-                router.heard(heartbeat)
+                router.record_heartbeat(heartbeat)
 
     def changed(self, name: str, stored: list[bytes], removed: list[bytes]) -> None:
         self._late.append((self._clock.now_s + self._news.event_s, name, stored, removed))
@@ -130,7 +130,7 @@ class Routers:
         for member in asked:
             worker = self._known[member.instance_id]
             if worker.alive and worker.name not in tried:
-                router.heard(self.beat_of(worker))
+                router.record_heartbeat(self.beat_of(worker))
                 has = worker.found(request, tokens) // self._page_tokens
                 answers[worker.name] = max((d for d in prefixes if d <= has), default=0) * self._page_tokens
         return answers

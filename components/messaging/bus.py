@@ -108,12 +108,12 @@ class Bus:
         with nats_errors(subject, self.url):
             await publish(self.client, subject, data, reply)
 
-    def when_unheard(self, subject: str, callback: Callable[[], None]) -> str:
+    def on_no_responders(self, subject: str, callback: Callable[[], None]) -> str:
         """Return a reply subject for messages to `subject`: `callback` is called at once if no process listens.
 
         A new callback replaces the earlier one.
         """
-        return self._replies.when_unheard(subject, callback)
+        return self._replies.on_no_responders(subject, callback)
 
     @asynccontextmanager
     async def subscription(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:

@@ -19,7 +19,7 @@ WATCHERS: Final = 1  # a planner follows the heartbeats of all workers
 # deliveries a second of one kind of message
 DELIVERIES_PER_S: Final = 12_000
 QUESTIONS_PER_S: Final = 11_000  # by all decode instances; each costs two deliveries
-HEARD_PER_S: Final = 2_000  # heartbeats of one role that one process receives
+RECEIVED_PER_S: Final = 2_000  # heartbeats of one role that one process receives
 SOONEST_S: Final = 0.05  # between two messages of an instance
 LONGEST_S: Final = 5.0  # enough for 60,000 pairs of a decode instance and a frontend
 
@@ -27,8 +27,8 @@ ROLES: Final[tuple[Role, ...]] = ("frontend", "decode", "prefill")
 
 
 def heartbeat_rest_s(instances: int, followings: int) -> float:
-    heard = instances * DELIVERIES_PER_S / HEARD_PER_S
-    return _rest_s(max(followings + WATCHERS * instances, heard))
+    received = instances * DELIVERIES_PER_S / RECEIVED_PER_S
+    return _rest_s(max(followings + WATCHERS * instances, received))
 
 
 def kv_events_rest_s(followings: int) -> float:

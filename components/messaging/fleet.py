@@ -47,7 +47,7 @@ class Fleet:
         for record in book.of_role(role):
             self._changed(None, record)
         book.subscribe(self._changed)
-        alive.on_heard(self.router.heard)
+        alive.on_heartbeat(self.router.record_heartbeat)
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         if was is not None and now is not None and was.epoch == now.epoch:

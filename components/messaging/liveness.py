@@ -37,7 +37,7 @@ LONGEST_STEP_S: Final = 5.0  # upper bound of a usual step
 LATEST: Final = 0.5  # weight of the latest step in the usual time; less for a short step
 
 OnLost = Callable[[InstanceRecord, str], None]  # (instance, reason)
-OnHeard = Callable[[Heartbeat], None]
+OnHeartbeat = Callable[[Heartbeat], None]
 
 
 class Loss(StrEnum):
@@ -63,7 +63,7 @@ class InstanceState(StrEnum):
 @dataclass(slots=True)
 class _InstanceHealth:
     record: InstanceRecord
-    heard: float  # monotonic
+    received: float  # monotonic
     advanced: float  # monotonic: last change of the step counter, or last idle heartbeat
     last: Heartbeat | None = None
     usual_s: float = 0.0  # between steps under load
@@ -99,7 +99,7 @@ class Liveness:
         self._clock = clock
         self._health: dict[str, _InstanceHealth] = {}
         self._on_lost: list[OnLost] = []
-        self._on_heard: list[OnHeard] = []
+        self._on_heartbeat: list[OnHeartbeat] = []
         self._next_s = EVERY_S  # of the latest heartbeat
         self._asks = False
         self._watched: Counter[str] = Counter()  # by instance id
@@ -112,8 +112,8 @@ class Liveness:
     def on_lost(self, callback: OnLost) -> None:
         self._on_lost.append(callback)
 
-    def on_heard(self, callback: OnHeard) -> None:
-        self._on_heard.append(callback)
+    def on_heartbeat(self, callback: OnHeartbeat) -> None:
+        self._on_heartbeat.append(callback)
 
     def usable(self, model: str | None = None, adapter: str = "", *, or_none: bool = False) -> Sequence[InstanceRecord]:
         """Return live instances that accept work, sorted by id.
@@ -214,9 +214,9 @@ class Liveness:
         health = self._health.get(instance_id)
         if health is None or health.last is None:
             return PromptLoad(0, 0.0)
-        return PromptLoad(health.last.queued_tokens, health.last.prompt_tokens_per_s, self._clock() - health.heard)
+        return PromptLoad(health.last.queued_tokens, health.last.prompt_tokens_per_s, self._clock() - health.received)
 
-    def heard(self, heartbeat: Heartbeat) -> bool:
+    def record_heartbeat(self, heartbeat: Heartbeat) -> bool:
         """Record a heartbeat. Return False if the epoch is stale or the instance unknown."""
         health = self._health.get(heartbeat.instance_id)
         if health is None or health.record.epoch != heartbeat.epoch:
@@ -233,7 +233,7 @@ class Liveness:
         self._unanswered.discard(heartbeat.instance_id)
         if heartbeat.draining != health.is_draining:
             self._usable.clear()
-        health.heard = now
+        health.received = now
         health.last = heartbeat
         self._next_s = heartbeat.next_s
         if health.is_lost and now - health.advanced < HUNG_AFTER_S:
@@ -244,7 +244,7 @@ class Liveness:
             self._check(health, now)
         else:
             self._update_stalled(health, now)
-        for callback in self._on_heard:
+        for callback in self._on_heartbeat:
             callback(heartbeat)
         return True
 
@@ -278,17 +278,17 @@ class Liveness:
     def _silent_s(self, health: _InstanceHealth, now: float) -> float:
         if self._asks:
             return 0.0 if health.asked is None else now - health.asked
-        return now - health.heard
+        return now - health.received
 
     def _since_step_s(self, health: _InstanceHealth, now: float) -> float:
         """Seconds without a step; for a process that asks, as of the last answer."""
-        return (health.heard if self._asks else now) - health.advanced
+        return (health.received if self._asks else now) - health.advanced
 
     def forgive(self) -> None:
         """Start all instances afresh: this process was held up, so their silence may be its own fault."""
         now = self._clock()
         for health in self._health.values():
-            health.heard = health.advanced = now
+            health.received = health.advanced = now
             if health.asked is not None:
                 health.asked = now
 
@@ -351,7 +351,7 @@ async def watch_heartbeats(
 
     async def receive(message: Msg) -> None:
         try:
-            if not liveness.heard(unpack(message.data, Heartbeat)):
+            if not liveness.record_heartbeat(unpack(message.data, Heartbeat)):
                 bus.refusals.count("heartbeat", STRANGER)
         except MalformedMessage as exc:
             bus.refusals.count("heartbeat", exc)

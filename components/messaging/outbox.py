@@ -257,7 +257,7 @@ class StreamOutbox:
                 for callback in self._on_gone:
                     callback(lane.reply_to)
 
-        return self._bus.when_unheard(lane.reply_to, no_listener)
+        return self._bus.on_no_responders(lane.reply_to, no_listener)
 
 
 @asynccontextmanager

@@ -101,7 +101,7 @@ class Questions:
             if self._asking.get(instance_id) is asyncio.current_task():
                 del self._asking[instance_id]
         self._waits.pop(instance_id, None)
-        if beat.instance_id != instance_id or not self._alive.heard(beat):
+        if beat.instance_id != instance_id or not self._alive.record_heartbeat(beat):
             self._bus.refusals.count("ask_heartbeat", STRANGER)
             return None
         return beat.cached

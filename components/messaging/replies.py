@@ -46,7 +46,7 @@ class Replies:
         self._prefix = f"{inbox}."
         self._numbers = count()
         self._waiting: dict[str, _Call] = {}  # by reply subject
-        self._unheard: dict[str, Callable[[], None]] = {}  # by reply subject
+        self._on_no_responders: dict[str, Callable[[], None]] = {}  # by reply subject
         self._probes: dict[str, str] = {}  # reply subjects by probed subject
 
     async def call(self, subject: str, data: bytes, headers: dict[str, str] | None, timeout_s: float) -> Msg:
@@ -68,18 +68,18 @@ class Replies:
             raise nats.errors.NoRespondersError
         return message
 
-    def when_unheard(self, subject: str, callback: Callable[[], None]) -> str:
+    def on_no_responders(self, subject: str, callback: Callable[[], None]) -> str:
         reply = self._probes.get(subject)
         if reply is None:
             reply = self._probes[subject] = f"{self._prefix}{next(self._numbers)}"
-        self._unheard[reply] = callback
+        self._on_no_responders[reply] = callback
         return reply
 
     async def receive(self, message: Msg) -> None:
         call = self._waiting.get(message.subject)
         if call is None:
-            if _no_responders(message) and (unheard := self._unheard.get(message.subject)) is not None:
-                unheard()
+            if _no_responders(message) and (callback := self._on_no_responders.get(message.subject)) is not None:
+                callback()
             return
         call.answered_by(message)
 

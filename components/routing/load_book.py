@@ -153,7 +153,7 @@ class LoadBook:
         instance.uncovered_branches -= sent.branches
         instance.show()
 
-    def heard(self, heartbeat: Heartbeat, now_s: float) -> None:
+    def record_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> None:
         """Ignore a heartbeat of a stale epoch or older than the last one."""
         self.expire(now_s)
         instance = self._instances.get(heartbeat.instance_id)

@@ -174,8 +174,8 @@ class Router:
         self.health.left(instance_id)
         self.book.left(instance_id)
 
-    def heard(self, heartbeat: Heartbeat) -> None:
-        self.book.heard(heartbeat, self.now_s)
+    def record_heartbeat(self, heartbeat: Heartbeat) -> None:
+        self.book.record_heartbeat(heartbeat, self.now_s)
 
     def choose(
         self,

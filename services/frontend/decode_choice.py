@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 WAIT_FOR_DECODE_S: Final = 30.0  # for a request whose instance was lost and may restart
 NO_WORKER_WAIT_S: Final = 5.0  # for a new request, since the last instance was lost
 MOVES: Final = 5
-UNHEARD_S: Final = 10.0  # so long, a send to an instance that does not listen costs no move
+NO_RESPONDERS_S: Final = 10.0  # so long, a send to an instance that does not listen costs no move
 BROKEN_MOVES: Final = 3  # that a BREAKING error costs: one request breaks at most two instances
 FIRST_BACK_OFF_S: Final = 0.05  # before an instance is tried again; doubles
 MOST_BACK_OFF_S: Final = 1.0
@@ -56,7 +56,7 @@ BLAMELESS: Final = (FramesLost, BackendUnavailable)  # NATS's fault: the instanc
 class Attempts:
     failed: list[str] = field(default_factory=list)  # ids of instances, the latest last
     moves: int = 0
-    unheard_s: float | None = None  # monotonic: since when its instances do not listen
+    no_responders_s: float | None = None  # monotonic: since when its instances do not listen
 
 
 class DecodeChoice:
@@ -124,13 +124,13 @@ class DecodeChoice:
 
     def _cost(self, why: MeshError, attempts: Attempts) -> int:
         if not isinstance(why, NobodyListens):
-            attempts.unheard_s = None
+            attempts.no_responders_s = None
             return BROKEN_MOVES if isinstance(why, BREAKING) else 1
         # The request reached no instance. All may have died just now: their silence is detected in two seconds, and then
         # the request waits for another one.
         now_s = time.monotonic()
-        attempts.unheard_s = attempts.unheard_s or now_s
-        return 0 if now_s - attempts.unheard_s < UNHEARD_S else 1
+        attempts.no_responders_s = attempts.no_responders_s or now_s
+        return 0 if now_s - attempts.no_responders_s < NO_RESPONDERS_S else 1
 
     def _seen(self) -> None:
         self._seen_s = time.monotonic()

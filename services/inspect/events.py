@@ -75,7 +75,7 @@ class Watch:
             again = f"epoch {was.epoch} → {now.epoch}" if was.epoch != now.epoch else "its record"
             self._event("etcd", "changed", record.role, record.instance_id, again)
 
-    def heard(self, role: str, beat: Heartbeat) -> None:
+    def record_heartbeat(self, role: str, beat: Heartbeat) -> None:
         before = self._states.get(beat.instance_id)
         load = f"{beat.num_running} running {beat.num_waiting} waiting"
         idle = not (beat.num_running or beat.num_waiting or beat.num_requests or beat.num_held)
@@ -142,7 +142,7 @@ async def show_events(settings: MeshSettings, console: Console, *, as_json: bool
 
 def _follow(watch: Watch, role: str, liveness: Liveness) -> None:
     liveness.on_lost(watch.lost)
-    liveness.on_heard(lambda beat: watch.heard(role, beat))
+    liveness.on_heartbeat(lambda beat: watch.record_heartbeat(role, beat))
 
 
 async def _look(mesh: Mesh, watch: Watch) -> None:

@@ -62,9 +62,9 @@ class Observer:
         self._access = access
         self._heartbeats: dict[str, _Heartbeats] = {}
         for of_role in liveness.values():
-            of_role.on_heard(self._hear)
+            of_role.on_heartbeat(self._receive)
 
-    def _hear(self, beat: Heartbeat) -> None:
+    def _receive(self, beat: Heartbeat) -> None:
         now_s = self._clock()
         if (known := self._heartbeats.get(beat.instance_id)) is None:
             self._heartbeats[beat.instance_id] = _Heartbeats(beat, now_s)
@@ -87,7 +87,7 @@ class Observer:
             asyncio.gather(*(self._frontend(record, unknown) for record in self._book.of_role("frontend"))),
         )
         known = {record.instance_id for role in PLANNED for record in records[role]}
-        self._heartbeats = {name: heard for name, heard in self._heartbeats.items() if name in known}
+        self._heartbeats = {name: beats for name, beats in self._heartbeats.items() if name in known}
         return Observation(
             at_s=self._clock(),
             wanted=wanted,
@@ -102,13 +102,13 @@ class Observer:
         return [sample for sample in samples if sample is not None]
 
     async def _worker(self, record: InstanceRecord, alive: set[str], unknown: list[str]) -> WorkerSample | None:
-        heard, url = self._heartbeats.get(record.instance_id), page_of(record)
+        beats, url = self._heartbeats.get(record.instance_id), page_of(record)
         silent = (
-            heard is None
-            or heard.last.epoch != record.epoch
-            or self._clock() - heard.arrived_s > silent_after_s(heard.last.next_s)
+            beats is None
+            or beats.last.epoch != record.epoch
+            or self._clock() - beats.arrived_s > silent_after_s(beats.last.next_s)
         )
-        if heard is None or silent or url is None or record.instance_id not in alive:
+        if beats is None or silent or url is None or record.instance_id not in alive:
             unknown.append(record.instance_id)
             return None
         try:
@@ -117,7 +117,7 @@ class Observer:
             log.debug("cannot read metrics page", extra={"instance": record.instance_id, "cause": exc.message})
             unknown.append(record.instance_id)
             return None
-        beat = heard.last
+        beat = beats.last
         return WorkerSample(
             instance_id=record.instance_id,
             busy_s=counters.busy_s,
@@ -127,7 +127,7 @@ class Observer:
             accepted=beat.accepted,
             queued_tokens=beat.queued_tokens,
             running=beat.num_running,
-            waiting=heard.mean_waiting(self._clock()),
+            waiting=beats.mean_waiting(self._clock()),
             used_pages=beat.total_pages - beat.free_pages - beat.cached_pages,
             total_pages=beat.total_pages,
             draining=beat.draining,

@@ -26,7 +26,7 @@ class State(NamedTuple):
 
 
 UP: Final = State("up")
-WARMING: Final = State("warming", "registered, and not heard yet")
+WARMING: Final = State("warming", "registered; no heartbeat yet")
 SILENT: Final = State("silent", "it does not answer, or its engine has stalled")
 
 

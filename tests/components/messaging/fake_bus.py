@@ -22,7 +22,7 @@ class FakeBus:
         self.sent: list[tuple[str, Any]] = []  # every message, called or published
         self.frames: list[tuple[str, bytes]] = []
         self.broken: MeshError | None = None  # raised instead of sending
-        self.unheard: dict[str, Callable[[], None]] = {}  # to be called where nobody listens
+        self.no_responders: dict[str, Callable[[], None]] = {}  # to be called where nobody listens
         self.max_bytes = 8 << 20
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -59,8 +59,8 @@ class FakeBus:
     def steady_s(self) -> float:
         return 3600.0
 
-    def when_unheard(self, subject: str, callback: Callable[[], None]) -> str:
-        self.unheard[subject] = callback
+    def on_no_responders(self, subject: str, callback: Callable[[], None]) -> str:
+        self.no_responders[subject] = callback
         return f"reply.{subject}"
 
     def check_size(self, subject: str, data: bytes, what: str = "message") -> None:

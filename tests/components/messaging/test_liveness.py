@@ -46,7 +46,7 @@ class Watched:
     def beat(
         self, name: str = "a", step: int = 0, epoch: str = "1", *, busy: bool = False, drain: bool = False
     ) -> None:
-        self.liveness.heard(Heartbeat(instance_id=name, epoch=epoch, step=step, busy=busy, draining=drain))
+        self.liveness.record_heartbeat(Heartbeat(instance_id=name, epoch=epoch, step=step, busy=busy, draining=drain))
 
     def after(self, seconds: float) -> None:
         self.now += seconds
@@ -234,7 +234,7 @@ def test_a_heartbeat_says_what_the_engine_measured() -> None:
 def test_what_an_instance_said_of_its_prompts_grows_old() -> None:
     watched = Watched()
     assert watched.liveness.prompts("a") == watched.liveness.prompts("unknown") == IDLE
-    watched.liveness.heard(heartbeat_of("a", "1", StepStats(), PromptLoad(70, 2.5), draining=False))
+    watched.liveness.record_heartbeat(heartbeat_of("a", "1", StepStats(), PromptLoad(70, 2.5), draining=False))
     watched.after(1.5)
     assert watched.liveness.prompts("a") == PromptLoad(70, 2.5, age_s=1.5)
 
@@ -403,7 +403,7 @@ def test_who_is_silent_for_a_moment_gets_nothing_new() -> None:
 
 def test_an_instance_of_a_large_fleet_is_silent_when_two_announced_heartbeats_are_missing() -> None:
     watched = Watched()
-    watched.liveness.heard(Heartbeat(instance_id="a", epoch="1", step=1, busy=False, next_s=2.0))
+    watched.liveness.record_heartbeat(Heartbeat(instance_id="a", epoch="1", step=1, busy=False, next_s=2.0))
     watched.after(2.9)
     assert watched.usable == ["a", "b"], "one that has sent none yet is taken to send as often as the others"
     watched.after(0.2)
@@ -418,7 +418,7 @@ def test_an_instance_of_a_large_fleet_is_silent_when_two_announced_heartbeats_ar
 @pytest.mark.parametrize("next_s", [1e9, float("inf"), float("nan"), -1.0, 0.0])
 def test_no_heartbeat_keeps_its_instance_alive_for_good(next_s: float) -> None:
     watched = Watched()
-    watched.liveness.heard(Heartbeat(instance_id="a", epoch="1", step=1, busy=False, next_s=next_s))
+    watched.liveness.record_heartbeat(Heartbeat(instance_id="a", epoch="1", step=1, busy=False, next_s=next_s))
     watched.after(SILENT_AFTER_S - 0.1)
     assert not watched.lost
     watched.after(2 * LONGEST_S + LATE_S)
@@ -456,7 +456,7 @@ def test_who_hangs_again_and_again_is_passed_over_each_time() -> None:
 def test_a_heartbeat_is_passed_on_if_it_is_of_the_present_epoch() -> None:
     watched = Watched()
     heard: list[str] = []
-    watched.liveness.on_heard(lambda beat: heard.append(beat.instance_id))
+    watched.liveness.on_heartbeat(lambda beat: heard.append(beat.instance_id))
     watched.beat("a")
     watched.beat("a", epoch="old")
     watched.beat("nobody")

@@ -172,7 +172,7 @@ class HandClock:
         return self.now_s
 
 
-async def test_a_frontend_that_nobody_hears_for_seconds_is_gone_and_one_that_reconnects_is_not(
+async def test_a_frontend_that_does_not_listen_for_seconds_is_gone_and_one_that_reconnects_is_not(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Streams of a frontend that was killed were generated to their ends, for ten minutes."""
@@ -190,8 +190,8 @@ async def test_a_frontend_that_nobody_hears_for_seconds_is_gone_and_one_that_rec
                 clock.now_s += outbox_module.PROBE_S / 2
                 box.put(stream, stream.tokens([1]))
                 await box.flushed()
-                if dead and (unheard := bus.unheard.pop("front", None)) is not None:
-                    unheard()
+                if dead and (callback := bus.no_responders.pop("front", None)) is not None:
+                    callback()
 
         await run(0.5 * outbox_module.GONE_AFTER_S)
         dead = False
@@ -205,10 +205,10 @@ async def test_a_frontend_that_nobody_hears_for_seconds_is_gone_and_one_that_rec
 
 @pytest.mark.mesh
 async def test_nats_says_whether_anybody_listens_for_frames(nats_url: str, namespace: str) -> None:
-    unheard: list[str] = []
+    no_responders: list[str] = []
     async with connect_bus(nats_url, "decode") as bus:
         subject = f"{namespace}.frontend.f.tokens"
-        reply = bus.when_unheard(subject, lambda: unheard.append(subject))
+        reply = bus.on_no_responders(subject, lambda: no_responders.append(subject))
 
         async def receive(_: Msg) -> None:
             """It reads."""
@@ -217,10 +217,10 @@ async def test_nats_says_whether_anybody_listens_for_frames(nats_url: str, names
             await bus.publish_bytes(subject, b"x", reply)
             await bus.flush()
             await asyncio.sleep(0.05)
-            assert not unheard
+            assert not no_responders
         await bus.publish_bytes(subject, b"x", reply)
         async with asyncio.timeout(5):
-            while not unheard:
+            while not no_responders:
                 await asyncio.sleep(0.01)
 
 

@@ -140,7 +140,7 @@ class Scene:
         self.inquiry = Inquiry(self.router, RouteRequest(2000))
 
     def queue(self, name: str, tokens: int) -> None:
-        self.router.heard(Heartbeat(instance_id=name, epoch="e1", step=1, busy=True, queued_tokens=tokens))
+        self.router.record_heartbeat(Heartbeat(instance_id=name, epoch="e1", step=1, busy=True, queued_tokens=tokens))
 
 
 def test_an_instance_that_can_begin_at_once_is_enough() -> None:

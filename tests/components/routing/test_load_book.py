@@ -175,7 +175,7 @@ class BookAgainstWorld(RuleBasedStateMachine):
             request.given_up = True
 
     def deliver(self, heartbeat: Heartbeat) -> None:
-        self.book.heard(heartbeat, self.now)
+        self.book.record_heartbeat(heartbeat, self.now)
         worker = self.workers.get(heartbeat.instance_id)
         if worker is None or worker.epoch != heartbeat.epoch:
             return
@@ -252,7 +252,9 @@ def test_a_burst_between_two_heartbeats_does_not_hit_the_instance_that_looked_id
     book, policy = LoadBook(), parse_policy(DEFAULT[role]).make(role, Random(0))
     for instance_id, running in {"a": 20, "b": 20, "c": 20, "idle": 0}.items():
         book.joined(instance_id, "1")
-        book.heard(beat(instance_id, num_requests=running, queued_tokens=320 * running, held_pages=20 * running), 0.0)
+        book.record_heartbeat(
+            beat(instance_id, num_requests=running, queued_tokens=320 * running, held_pages=20 * running), 0.0
+        )
     for _ in range(100):
         choice = policy.choose(RouteRequest(320), book.members, {}, 0.0)
         assert choice is not None
@@ -287,7 +289,7 @@ def test_a_worker_that_reports_no_load_gets_no_more_than_its_bound(
         for instance_id, requests in had.items():
             says = 0 if instance_id == "liar" else requests
             load = {"queued_tokens": 320 * says} if role == "prefill" else {"held_pages": 20 * says}
-            book.heard(beat(instance_id, step=step, accepted=requests, num_requests=says, **load), 0.0)
+            book.record_heartbeat(beat(instance_id, step=step, accepted=requests, num_requests=says, **load), 0.0)
         assert had["liar"] <= bound((step + 1) / 4)
 
 
@@ -296,7 +298,7 @@ def test_a_heartbeat_that_overtakes_the_answer_covers_the_request() -> None:
     member = book.joined("a", "1")
     sent = book.send("a", 100, 7, 0.0)
     assert sent is not None
-    book.heard(beat(accepted=1, num_requests=1), 0.0)
+    book.record_heartbeat(beat(accepted=1, num_requests=1), 0.0)
     book.accepted(sent, 1)
     assert (member.running, book.num_uncovered) == (1, 0)
 
@@ -304,8 +306,8 @@ def test_a_heartbeat_that_overtakes_the_answer_covers_the_request() -> None:
 def test_a_heartbeat_of_another_epoch_is_ignored() -> None:
     book = LoadBook()
     member = book.joined("a", "2")
-    book.heard(beat(epoch="1", num_requests=5), 0.0)
-    book.heard(beat("b", epoch="2", num_requests=5), 0.0)
+    book.record_heartbeat(beat(epoch="1", num_requests=5), 0.0)
+    book.record_heartbeat(beat("b", epoch="2", num_requests=5), 0.0)
     assert (member.running, book.find("b")) == (0, None)
 
 
@@ -316,9 +318,9 @@ def test_requests_of_a_worker_that_never_reports_them_are_forgotten() -> None:
     assert sent is not None
     book.accepted(sent, 1)
     for tenth in range(1, int(FORGET_AFTER_S * 10)):
-        book.heard(beat(step=tenth), tenth / 10)
+        book.record_heartbeat(beat(step=tenth), tenth / 10)
         assert member.running == 1
-    book.heard(beat(step=10_000), FORGET_AFTER_S)
+    book.record_heartbeat(beat(step=10_000), FORGET_AFTER_S)
     assert book.num_uncovered == 0
     # For all we know it is there.
     assert (member.running, member.queued_tokens, member.used_pages) == (1, 100, 7)
@@ -346,21 +348,21 @@ def test_the_next_heartbeat_of_a_worker_without_numbers_covers_its_requests() ->
     member = book.joined("a", "1")
     sent = book.send("a", 100, 7, 0.0)
     assert sent is not None
-    book.heard(beat(step=1, num_running=3, num_waiting=1, num_reserved=2), 0.0)
+    book.record_heartbeat(beat(step=1, num_running=3, num_waiting=1, num_reserved=2), 0.0)
     assert member.running == 7
     book.accepted(sent, 0)
     assert member.running == 7
-    book.heard(beat(step=2, num_running=4), 0.5)
+    book.record_heartbeat(beat(step=2, num_running=4), 0.5)
     assert (member.running, member.queued_tokens) == (4, 0)
 
 
 def test_one_that_boasted_is_believed_again_after_a_while() -> None:
     book = LoadBook()
     member = book.joined("a", "1")
-    book.heard(beat(step=1, accepted=2**60, num_requests=9), 0.0)
-    book.heard(beat(step=2, accepted=5, num_requests=1), 0.5)
+    book.record_heartbeat(beat(step=1, accepted=2**60, num_requests=9), 0.0)
+    book.record_heartbeat(beat(step=2, accepted=5, num_requests=1), 0.5)
     assert member.running == 9
-    book.heard(beat(step=3, accepted=6, num_requests=2), 2.0)
+    book.record_heartbeat(beat(step=3, accepted=6, num_requests=2), 2.0)
     assert member.running == 2
 
 
@@ -368,5 +370,5 @@ def test_one_that_boasted_is_believed_again_after_a_while() -> None:
 def test_loads_are_never_negative(field_name: str) -> None:
     book = LoadBook()
     member = book.joined("a", "1")
-    book.heard(replace(beat(), **{field_name: -5}), 0.0)
+    book.record_heartbeat(replace(beat(), **{field_name: -5}), 0.0)
     assert min(member.running, member.queued_tokens, member.used_pages, member.total_pages) == 0

@@ -53,7 +53,7 @@ class Fleet:
         return self.router.send(chosen, tokens, pages=4)
 
     def beat(self, name: str, **said: int) -> None:
-        self.router.heard(Heartbeat(instance_id=name, epoch="e", step=1, busy=True, **said))
+        self.router.record_heartbeat(Heartbeat(instance_id=name, epoch="e", step=1, busy=True, **said))
 
 
 def test_kv_events_of_an_instance_attract_the_prompt() -> None:

@@ -202,7 +202,7 @@ class Decode:
 
     def beat(self, queued_tokens: int, prompt_tokens_per_s: float) -> None:
         load = {"queued_tokens": queued_tokens, "prompt_tokens_per_s": prompt_tokens_per_s}
-        self.prefills.heard(Heartbeat(instance_id="p", epoch="1", step=1, busy=True, **load))
+        self.prefills.record_heartbeat(Heartbeat(instance_id="p", epoch="1", step=1, busy=True, **load))
 
     def local(self, reason: str) -> float | None:
         """Prompts computed here."""

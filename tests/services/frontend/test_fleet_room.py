@@ -32,7 +32,7 @@ def registered(mesh: Mesh, name: str, page_size: int) -> None:
 
 
 def says(mesh: Mesh, name: str, **counts: Any) -> None:
-    mesh.decodes.heard(Heartbeat(instance_id=name, epoch="1", step=1, busy=True, total_pages=100, **counts))
+    mesh.decodes.record_heartbeat(Heartbeat(instance_id=name, epoch="1", step=1, busy=True, total_pages=100, **counts))
 
 
 async def test_room_is_what_all_that_take_new_work_have_said() -> None:

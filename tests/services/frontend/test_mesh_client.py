@@ -366,7 +366,7 @@ async def test_a_request_cancelled_while_it_is_sent_sending_the_stream(mesh: Mes
 
 async def test_a_draining_instance_gets_no_new_stream(mesh: Mesh) -> None:
     leaving, staying = Decode(mesh, "a", answers), Decode(mesh, "b", answers)
-    mesh.decodes.heard(Heartbeat(instance_id="a", epoch="1", step=0, busy=False, draining=True))
+    mesh.decodes.record_heartbeat(Heartbeat(instance_id="a", epoch="1", step=0, busy=False, draining=True))
     for _ in range(3):
         await mesh.ask()
     assert (len(leaving.requests), len(staying.requests)) == (0, 3)

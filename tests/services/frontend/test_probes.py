@@ -95,7 +95,7 @@ def test_workers_are_those_in_etcd_with_what_they_said_last() -> None:
     alive = Liveness(book, "decode", lambda: now[0])
     now[0] = SILENT_AFTER_S + 1
     load = {"num_running": 3, "free_pages": 5, "queued_tokens": 9}
-    alive.heard(Heartbeat(instance_id="d", epoch="e1", step=1, busy=True, draining=True, **load))
+    alive.record_heartbeat(Heartbeat(instance_id="d", epoch="e1", step=1, busy=True, draining=True, **load))
     alive.check()
     listed = {w["id"]: w for w in workers_of(book, {"decode": alive}).model_dump()["data"]}
     assert list(listed) == ["f", "d", "e", "p"]

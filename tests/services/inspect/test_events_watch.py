@@ -42,17 +42,17 @@ def test_records_that_come_change_and_go_have_a_line_each() -> None:
 def test_a_worker_that_drains_is_told_once_for_each_state() -> None:
     told = Told()
     for load in (beat(), beat(num_running=1), beat(draining=True, num_running=1), beat(draining=True, num_running=1)):
-        told.watch.heard("decode", load)
-    told.watch.heard("decode", beat(draining=True))
-    told.watch.heard("decode", beat())
+        told.watch.record_heartbeat("decode", load)
+    told.watch.record_heartbeat("decode", beat(draining=True))
+    told.watch.record_heartbeat("decode", beat())
     assert [what for _, what, _ in told.take()] == ["first heartbeat", "draining", "drained", "takes work again"]
 
 
 def test_a_silent_worker_is_lost_and_back_and_one_that_left_etcd_has_no_second_line() -> None:
     told = Told()
-    told.watch.heard("decode", beat())
+    told.watch.record_heartbeat("decode", beat())
     told.watch.lost(record("d"), "silent for 2.1 s")
-    told.watch.heard("decode", beat())
+    told.watch.record_heartbeat("decode", beat())
     told.watch.lost(record("d"), "left etcd")
     assert [what for _, what, _ in told.take()] == ["first heartbeat", "lost", "is back"]
 

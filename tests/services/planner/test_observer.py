@@ -48,7 +48,7 @@ class Mesh:
     def beat(self, name: str, **facts: object) -> None:
         beat = Heartbeat(instance_id=name, epoch="e", step=1, busy=False, total_pages=10, free_pages=4, **facts)
         for liveness in self.liveness.values():
-            liveness.heard(beat)
+            liveness.record_heartbeat(beat)
 
 
 async def test_a_sample_joins_page_and_heartbeats_and_averages_waiting_requests() -> None:

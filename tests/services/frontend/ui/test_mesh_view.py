@@ -56,19 +56,19 @@ def test_an_instance_on_several_devices_names_them() -> None:
 def test_a_decode_instance_warms_up_serves_stalls_is_silent_and_is_back() -> None:
     shown = Shown(instance("d1"), instance("d2"))
     assert shown.state("d1") == "warming"
-    shown.decodes.heard(beat("d1"))
+    shown.decodes.record_heartbeat(beat("d1"))
     assert shown.state("d1") == "up"
     shown.now_s += STALLED_AFTER_S + 0.1
-    shown.decodes.heard(beat("d2"))
+    shown.decodes.record_heartbeat(beat("d2"))
     shown.decodes.check()
     assert shown.state("d1") == "late"
     shown.now_s += SILENT_AFTER_S
     shown.decodes.check()
     assert shown.state("d1") == "silent"
     assert shown.view.look().instances["d1"]["beat_age"] > 0
-    shown.decodes.heard(beat("d1", draining=True))
+    shown.decodes.record_heartbeat(beat("d1", draining=True))
     assert shown.state("d1") == "draining"
-    shown.decodes.heard(beat("d1"))
+    shown.decodes.record_heartbeat(beat("d1"))
     assert shown.state("d1") == "up"
     assert "beat_age" not in shown.view.look().instances["d1"]
 
@@ -105,7 +105,7 @@ def test_an_instance_of_another_protocol_is_foreign() -> None:
 
 def test_a_status_adds_what_a_heartbeat_lacks_and_one_of_an_earlier_process_does_not() -> None:
     shown = Shown(instance("d1"))
-    shown.decodes.heard(beat("d1", num_running=2, total_pages=8))
+    shown.decodes.record_heartbeat(beat("d1", num_running=2, total_pages=8))
     status = Status(
         instance_id="d1",
         role="decode",
