@@ -26,7 +26,7 @@ from engine.model.load import LoadedModel, load_model, pick_device
 from engine.model.progress import Progress, silent
 from engine.parallel.followers import Followers
 from engine.parallel.led_model import LedModel
-from engine.parallel.orders import line_of
+from engine.parallel.orders import transfer_socket_of
 from engine.parts import Pool, make_model, make_parts, make_pool
 from engine.ports import KvRegion, RankMemory
 from engine.runner.device_model import StepModel
@@ -154,7 +154,7 @@ def assemble_led(
     with followers.together():
         parts = make_parts(loaded, config, progress, memory)
     ranks = [
-        RankMemory(made.pid, made.device, made.address, str(line_of(followers.directory, rank)))
+        RankMemory(made.pid, made.device, made.address, str(transfer_socket_of(followers.directory, rank)))
         for rank, made in enumerate(followers.made(), 1)
     ]
     # ranks must route alike, and a router's last bits depend on the number of threads

@@ -156,7 +156,7 @@ class RankMemory:
     pid: int
     device: str
     address: int
-    line: str  # path of a Unix socket, if the follower has a transfer end
+    socket_path: str  # if the follower has a transfer end
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 from components.aio import ended
 from components.kv_transfer.backend import PageRegion
 from components.kv_transfer.page_reader import PageArray, PageReader, open_reader
-from components.kv_transfer.rank_line import RankLine, Sum
+from components.kv_transfer.rank_connection import RankConnection, Sum
 from components.wire.layout import KvLayout, of_shard
 
 
@@ -40,13 +40,13 @@ class PageChecksums:
     """Reads one pool, which must outlive it. Raises: Rejected, if it cannot be read.
 
     Args:
-        lines: to the followers, which sum their own pages.
+        connections: to the followers, which sum their own pages.
     """
 
-    def __init__(self, region: PageRegion, lines: Sequence[RankLine] = ()) -> None:
+    def __init__(self, region: PageRegion, connections: Sequence[RankConnection] = ()) -> None:
         self._reader = open_reader(region)
         self._layout = region.layout
-        self._lines = lines
+        self._connections = connections
 
     def of_transfer(self, peer_page_size: int, peer_shards: int = 1, *, every_copy: bool = False) -> Checksums:
         """`every_copy`: also compare the copies of heads that several of our ranks hold."""
@@ -54,7 +54,7 @@ class PageChecksums:
         if layout.shards == peer_shards == 1:
             return TransferChecksums(self._reader, layout.page_size, peer_page_size)
         own = TransferChecksums(self._reader, layout.page_size, peer_page_size, head_groups(layout))
-        return RankedChecksums(own, layout, peer_page_size, self._lines, every_copy=every_copy)
+        return RankedChecksums(own, layout, peer_page_size, self._connections, every_copy=every_copy)
 
 
 def head_groups(layout: KvLayout) -> list[slice]:
@@ -75,7 +75,7 @@ class RankedChecksums:
         own: "TransferChecksums",
         layout: KvLayout,
         peer_page_size: int,
-        lines: Sequence[RankLine],
+        connections: Sequence[RankConnection],
         *,
         every_copy: bool,
     ) -> None:
@@ -83,7 +83,7 @@ class RankedChecksums:
         self._own = own
         self._layout = layout
         self._peer_page_size = peer_page_size
-        self._lines = lines
+        self._connections = connections
         self._every_copy = every_copy
         self._pages: Sequence[int] = ()
         self._tokens = range(0)
@@ -95,7 +95,10 @@ class RankedChecksums:
 
     async def total(self) -> list[int]:
         order = Sum(list(self._pages), (self._tokens.start, self._tokens.stop), self._peer_page_size)
-        ranks = [self._own.groups, *[answer.sums for answer in [await line.ask(order) for line in self._lines]]]
+        ranks = [
+            self._own.groups,
+            *[answer.sums for answer in [await connection.ask(order) for connection in self._connections]],
+        ]
         return [self._joined([rank[page] for rank in ranks]) for page in range(len(self._own.groups))]
 
     def _joined(self, ranks: Sequence[Sequence[int]]) -> int:

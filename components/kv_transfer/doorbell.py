@@ -13,22 +13,22 @@ from typing import Final
 from components.aio import ended
 from components.errors import MalformedMessage, TransferFailed
 from components.wire.codec import pack, unpack
-from components.wire.doorbell import Heard, Ring
+from components.wire.doorbell import Ring, RingAcknowledged
 
 log = logging.getLogger(__name__)
 
 MAX_FRAME_BYTES: Final = 4096
-DIAL_TIMEOUT_S: Final = 5.0
+CONNECT_TIMEOUT_S: Final = 5.0
 
 
-class Bell:
+class DoorbellServer:
     def __init__(self, agent: str, host: str, write_aux: Callable[[int, bytes], None] | None) -> None:
         self.address = ""  # "<host>:<port>", once it listens
         self._agent = agent
         self._host = host
         self._write_aux = write_aux
         self._expected: dict[str, asyncio.Future[None]] = {}
-        self._callers: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._connections: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     def expect(self, notification: str) -> asyncio.Future[None]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -44,26 +44,26 @@ class Bell:
             yield
         finally:
             server.close()
-            for caller, writer in list(self._callers.items()):
+            for task, writer in list(self._connections.items()):
                 writer.transport.abort()
-                await ended(caller)
+                await ended(task)
             await server.wait_closed()
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         me = asyncio.current_task()
         assert me is not None
-        self._callers[me] = writer
+        self._connections[me] = writer
         try:
             while True:
                 self._ring(unpack(await _read_frame(reader), Ring))
-                _write_frame(writer, pack(Heard(agent=self._agent)))
+                _write_frame(writer, pack(RingAcknowledged(agent=self._agent)))
                 await writer.drain()
         except (asyncio.IncompleteReadError, OSError):
-            pass  # the caller has gone
+            pass  # the client has gone
         except MalformedMessage as exc:
-            log.warning("doorbell: caller dropped", extra={"cause": exc.message})
+            log.warning("doorbell: client dropped", extra={"cause": exc.message})
         finally:
-            self._callers.pop(me, None)
+            self._connections.pop(me, None)
             await _close(writer)
 
     def _ring(self, ring: Ring) -> None:
@@ -75,7 +75,7 @@ class Bell:
         future.set_result(None)
 
 
-class Line:
+class DoorbellClient:
     def __init__(self, agent: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._agent = agent
         self._reader = reader
@@ -90,14 +90,14 @@ class Line:
     async def ring(self, ring: Ring) -> None:
         """Wait for the peer's acknowledgement, without a time limit.
 
-        Raises: TransferFailed, also after `hang_up`.
+        Raises: TransferFailed, also after `close`.
         """
         asking = asyncio.ensure_future(self._ask(ring))
         self._asking.add(asking)
         asking.add_done_callback(self._asked)
         await asyncio.shield(asking)  # a cancelled caller must not leave an answer for the next
 
-    async def hang_up(self) -> None:
+    async def close(self) -> None:
         self._writer.transport.abort()  # a peer that reads nothing would block a close
         for asking in list(self._asking):
             await ended(asking)
@@ -108,13 +108,13 @@ class Line:
             try:
                 _write_frame(self._writer, pack(ring))
                 await self._writer.drain()
-                heard = unpack(await _read_frame(self._reader), Heard)
+                answer = unpack(await _read_frame(self._reader), RingAcknowledged)
             except (asyncio.IncompleteReadError, OSError, MalformedMessage) as exc:
                 self._writer.transport.abort()
                 raise TransferFailed(f"{self._agent} does not answer: {exc or type(exc).__name__}") from exc
-            if heard.agent != self._agent:
+            if answer.agent != self._agent:
                 self._writer.transport.abort()
-                raise TransferFailed(f"{heard.agent!r} answers where {self._agent!r} belongs")
+                raise TransferFailed(f"{answer.agent!r} answers where {self._agent!r} belongs")
 
     def _asked(self, asking: asyncio.Task[None]) -> None:
         self._asking.discard(asking)
@@ -122,23 +122,23 @@ class Line:
             asking.exception()  # retrieved, in case the caller has gone
 
 
-async def dial(address: str, agent: str) -> Line:
+async def connect(address: str, agent: str) -> DoorbellClient:
     host, _, port = address.rpartition(":")
-    line: Line | None = None
+    client: DoorbellClient | None = None
     try:
-        async with asyncio.timeout(DIAL_TIMEOUT_S):
+        async with asyncio.timeout(CONNECT_TIMEOUT_S):
             reader, writer = await asyncio.open_connection(host, int(port))
-            line = Line(agent, reader, writer)
-            await line.ring(Ring())
+            client = DoorbellClient(agent, reader, writer)
+            await client.ring(Ring())
     except (OSError, ValueError, OverflowError) as exc:  # also a timeout or an invalid port
-        if line is not None:
-            await line.hang_up()
+        if client is not None:
+            await client.close()
         raise TransferFailed(f"{agent} cannot be reached at {address!r}: {exc or type(exc).__name__}") from exc
     except BaseException:
-        if line is not None:
-            await line.hang_up()
+        if client is not None:
+            await client.close()
         raise
-    return line
+    return client
 
 
 def _write_frame(writer: asyncio.StreamWriter, data: bytes) -> None:

@@ -10,8 +10,8 @@ from contextlib import asynccontextmanager
 
 from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
-from components.kv_transfer.doorbell import Bell
-from components.kv_transfer.lines import Lines
+from components.kv_transfer.doorbell import DoorbellServer
+from components.kv_transfer.doorbell_clients import DoorbellClients
 from components.kv_transfer.pieces import Pieces
 from components.kv_transfer.runs import runs
 from components.startup import WrongSettings
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 class FakeKvTransfer:
     def __init__(self, region: PageRegion, agent_name: str, host: str, max_request_pages: int) -> None:
         self.aux = AuxBuffer(max_checksums=max_request_pages)
-        self.bell = Bell(agent_name, host, self.aux.put)
+        self.bell = DoorbellServer(agent_name, host, self.aux.put)
         self._region = region
         self._name = agent_name
-        self._lines = Lines()
+        self._clients = DoorbellClients()
         self._num_pages: dict[str, int] = {}  # of each peer's pool
 
     @property
@@ -38,29 +38,29 @@ class FakeKvTransfer:
     async def connect(self, peer: KvEndpoint) -> None:
         check_same_backend("fake", peer.backend)
         check_compatible(self._region.layout, peer.layout)
-        await self._lines.connect(peer.agent, peer.agent_metadata)
+        await self._clients.connect(peer.agent, peer.agent_metadata)
         self._num_pages[peer.agent] = peer.num_pages
 
     async def disconnect(self, agent: str) -> None:
         self._num_pages.pop(agent, None)
-        await self._lines.disconnect(agent)
+        await self._clients.disconnect(agent)
 
     async def stop(self) -> None:
-        await self._lines.disconnect_all()
+        await self._clients.disconnect_all()
 
     async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
-        line = self._lines.to(agent)
+        client = self._clients.to(agent)
         runs(source, target, self._region.num_pages, self._num_pages[agent])  # checks that the pages exist
-        await line.ring(Ring())
+        await client.ring(Ring())
         return 0
 
     async def write_pieces(self, agent: str, pieces: Pieces) -> int:
-        await self._lines.to(agent).ring(Ring())
+        await self._clients.to(agent).ring(Ring())
         return 0
 
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
         record = self.aux.raw(source_slot)
-        await self._lines.to(agent).ring(Ring(notification=notification, aux_slot=target_slot, aux=record))
+        await self._clients.to(agent).ring(Ring(notification=notification, aux_slot=target_slot, aux=record))
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         return self.bell.expect(notification)

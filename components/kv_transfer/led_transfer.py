@@ -12,7 +12,7 @@ from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.backend import KvTransfer, PageRegion
 from components.kv_transfer.backends import kv_opener
 from components.kv_transfer.pieces import Pieces
-from components.kv_transfer.rank_line import Answer, CatchUp, Hasten, Open, RankLine, Receive
+from components.kv_transfer.rank_connection import Answer, CatchUp, Hasten, Open, RankConnection, Receive
 from components.kv_transfer.writes import Writes
 from components.wire.instances import KvEndpoint, RankEndpoint
 from components.wire.layout import of_shard
@@ -21,9 +21,9 @@ from components.wire.layout import of_shard
 class LedTransfer:
     """Implements `KvTransfer`. Its own `write_pages` and `write_pieces` are rank 0's: use `Writes` for all ranks."""
 
-    def __init__(self, own: KvTransfer, lines: Sequence[RankLine], followers: list[RankEndpoint]) -> None:
+    def __init__(self, own: KvTransfer, connections: Sequence[RankConnection], followers: list[RankEndpoint]) -> None:
         self._own = own
-        self._lines = lines
+        self._connections = connections
         self.endpoint: KvEndpoint = msgspec.structs.replace(own.endpoint, followers=followers)
         self._num_expected = 0
 
@@ -60,7 +60,7 @@ class LedTransfer:
 
     async def catch_up(self) -> None:
         await self._own.catch_up()
-        for answer in [line.ask(CatchUp()) for line in self._lines]:
+        for answer in [connection.ask(CatchUp()) for connection in self._connections]:
             await answer
 
     def _expected(self, _future: asyncio.Future[None]) -> None:
@@ -69,8 +69,8 @@ class LedTransfer:
             self._tell(Receive(on=False))
 
     def _tell(self, order: Receive | Hasten) -> None:
-        for line in self._lines:
-            line.ask(order).add_done_callback(_noticed)
+        for connection in self._connections:
+            connection.ask(order).add_done_callback(_noticed)
 
 
 def _noticed(answer: asyncio.Future[Answer]) -> None:
@@ -89,7 +89,7 @@ class RankPlace(Protocol):
     def address(self) -> int: ...
 
     @property
-    def line(self) -> str: ...
+    def socket_path(self) -> str: ...
 
 
 class LedRegion(PageRegion, Protocol):
@@ -113,12 +113,12 @@ async def open_transfer(
         if not region.followers:
             yield Opened(own, Writes(own))
             return
-        lines: list[RankLine] = []
+        connections: list[RankConnection] = []
         try:
             followers: list[RankEndpoint] = []
             for i, rank in enumerate(region.followers, 1):
-                line = await RankLine.open(i, rank.line)
-                lines.append(line)
+                connection = await RankConnection.open(i, rank.socket_path)
+                connections.append(connection)
                 layout = of_shard(region.layout, i, region.layout.shards)
                 order = Open(
                     setting,
@@ -130,11 +130,11 @@ async def open_transfer(
                     rank.device,
                     layout,
                 )
-                endpoint = (await line.ask(order)).endpoint
+                endpoint = (await connection.ask(order)).endpoint
                 assert endpoint is not None, "opening answers with it"
                 followers.append(endpoint)
-            transfer = LedTransfer(own, lines, followers)
-            yield Opened(transfer, Writes(transfer, lines))
+            transfer = LedTransfer(own, connections, followers)
+            yield Opened(transfer, Writes(transfer, connections))
         finally:
-            for line in lines:
-                await line.close()
+            for connection in connections:
+                await connection.close()

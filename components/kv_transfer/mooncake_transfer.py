@@ -12,8 +12,8 @@ from typing import Any
 from components.errors import BackendUnavailable, TransferFailed
 from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
-from components.kv_transfer.doorbell import Bell
-from components.kv_transfer.lines import Lines
+from components.kv_transfer.doorbell import DoorbellServer
+from components.kv_transfer.doorbell_clients import DoorbellClients
 from components.kv_transfer.mooncake_api import start_engine
 from components.kv_transfer.mooncake_peer import MooncakePeer, Piece
 from components.kv_transfer.pieces import Pieces
@@ -27,11 +27,11 @@ from components.wire.layout import check_compatible
 class MooncakeTransfer:
     def __init__(self, region: PageRegion, agent_name: str, host: str, max_request_pages: int) -> None:
         self.aux = AuxBuffer(max_checksums=max_request_pages)
-        self.bell = Bell(agent_name, host, None)
+        self.bell = DoorbellServer(agent_name, host, None)
         self._region = region
         self._name = agent_name
         self._host = host
-        self._lines = Lines()
+        self._clients = DoorbellClients()
         self._peers: dict[str, MooncakePeer] = {}
         self._engine: Any = None
         self._segment = ""  # this engine's name for peers
@@ -46,14 +46,14 @@ class MooncakeTransfer:
 
     async def stop(self) -> None:
         await asyncio.gather(*(self.disconnect(agent) for agent in list(self._peers)))
-        await self._lines.disconnect_all()
+        await self._clients.disconnect_all()
         await asyncio.to_thread(self._close)
 
     async def connect(self, peer: KvEndpoint) -> None:
         check_same_backend("mooncake", peer.backend)
         check_compatible(self._region.layout, peer.layout)
         segment, _, bell = peer.agent_metadata.partition(",")
-        await self._lines.connect(peer.agent, bell)  # first: it answers fast and identifies the process
+        await self._clients.connect(peer.agent, bell)  # first: it answers fast and identifies the process
         known = self._peers.get(peer.agent) or MooncakePeer(peer, segment, self._host)
         self._peers[peer.agent] = known
         try:
@@ -65,7 +65,7 @@ class MooncakeTransfer:
 
     async def disconnect(self, agent: str) -> None:
         peer = self._peers.pop(agent, None)
-        await self._lines.disconnect(agent)
+        await self._clients.disconnect(agent)
         if peer is not None:
             await peer.stop()
 
@@ -85,12 +85,12 @@ class MooncakeTransfer:
         return await peer.write([Piece(ours + source, theirs + target, size) for source, target, size in copies])
 
     async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
-        peer, line = self._peer(agent), self._lines.to(agent)
+        peer, client = self._peer(agent), self._clients.to(agent)
         source = self.aux.address + source_slot * self.aux.slot_bytes
         target = peer.endpoint.aux_address + target_slot * peer.endpoint.aux_slot_bytes
         size = min(self.aux.slot_bytes, peer.endpoint.aux_slot_bytes)  # a longer slot's rest stays unused
         await peer.write([Piece(source, target, size)])
-        await line.ring(Ring(notification=notification))
+        await client.ring(Ring(notification=notification))
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         return self.bell.expect(notification)

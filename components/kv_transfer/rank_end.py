@@ -13,7 +13,7 @@ from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import kv_opener
 from components.kv_transfer.checksum import TransferChecksums, head_groups
 from components.kv_transfer.page_reader import open_reader
-from components.kv_transfer.rank_line import (
+from components.kv_transfer.rank_connection import (
     Answer,
     CatchUp,
     Connect,

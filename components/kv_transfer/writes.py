@@ -1,6 +1,6 @@
 """Writes of tokens from the ranks of this instance into those of a peer.
 
-Each rank has its own end of the transfer backend. Rank 0's is here; a `RankLine` reaches that of a follower.
+Each rank has its own end of the transfer backend. Rank 0's is here; a `RankConnection` reaches that of a follower.
 """
 
 import asyncio
@@ -12,7 +12,7 @@ import msgspec
 from components.aio import ended
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.pieces import cut, shared_heads
-from components.kv_transfer.rank_line import Connect, Disconnect, RankLine, Write
+from components.kv_transfer.rank_connection import Connect, Disconnect, RankConnection, Write
 from components.wire.instances import KvEndpoint
 from components.wire.layout import KvLayout, of_shard
 
@@ -84,22 +84,22 @@ async def all_ended(writes: Sequence[Awaitable[int]]) -> int:
 class Writes:
     """All ranks of this instance write through it."""
 
-    def __init__(self, transfer: KvTransfer, lines: Sequence[RankLine] = ()) -> None:
+    def __init__(self, transfer: KvTransfer, connections: Sequence[RankConnection] = ()) -> None:
         self._transfer = transfer  # of rank 0
-        self.lines = lines
+        self.connections = connections
         self._agents: dict[str, list[str]] = {}  # of a peer's ranks, by the agent of its first
 
     async def connect(self, peer: KvEndpoint) -> None:
         """Raises: IncompatibleLayout, TransferFailed."""
         self._agents[peer.agent] = [peer.agent, *(rank.agent for rank in peer.followers)]
-        for line in self.lines:
-            await line.ask(Connect(peer))
+        for connection in self.connections:
+            await connection.ask(Connect(peer))
         await connect_ranks(self._transfer, peer)
 
     async def disconnect(self, agent: str) -> None:
         agents = self._agents.pop(agent, [agent])
-        for line in self.lines:
-            await line.ask(Disconnect(agents))
+        for connection in self.connections:
+            await connection.ask(Disconnect(agents))
         for one in agents:
             await self._transfer.disconnect(one)
 
@@ -109,9 +109,9 @@ class Writes:
         Returns: an awaitable of the bytes that have landed, which may be done already.
         Raises: TransferFailed, when no byte is in flight any more but not all have landed.
         """
-        if not self.lines and not peer.followers:
+        if not self.connections and not peer.followers:
             return write_rank(self._transfer, peer, copy)
         tokens = (copy.tokens.start, copy.tokens.stop)
         order = Write(peer.agent, tokens, list(copy.source), list(copy.target), deadline_unix_ms)
         own = write_ranks(self._transfer, peer, copy)
-        return all_ended([own, *(line.moved(order) for line in self.lines)])
+        return all_ended([own, *(connection.moved(order) for connection in self.connections)])

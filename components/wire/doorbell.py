@@ -16,5 +16,5 @@ class Ring(Struct):
 
 
 @message("doorbell-heard.v1")
-class Heard(Struct):
+class RingAcknowledged(Struct):
     agent: str  # another agent may have the address now

@@ -16,7 +16,7 @@ from engine.model.mock_model import LETTERS, MOCK
 from engine.model.pooling import read_pooling
 from engine.model.progress import Progress, silent
 from engine.model.resolve import model_dir, served_name
-from engine.parallel.orders import line_of
+from engine.parallel.orders import transfer_socket_of
 from engine.parallel.rank_processes import RankProcesses
 from engine.ports import RankMemory
 from engine.sharding.heads import check_heads
@@ -77,7 +77,7 @@ def _pools(processes: RankProcesses) -> list[RankMemory]:
     """Raises: RankLost."""
     try:
         return [
-            RankMemory(made.pid, made.device, made.address, str(line_of(processes.directory, rank)))
+            RankMemory(made.pid, made.device, made.address, str(transfer_socket_of(processes.directory, rank)))
             for rank, made in enumerate(processes.reports(), 1)
         ]
     except BaseException:

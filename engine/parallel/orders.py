@@ -27,7 +27,7 @@ class Start:
         return json.dumps(asdict(self), default=str)
 
 
-def line_of(directory: Path, rank: int) -> Path:
+def transfer_socket_of(directory: Path, rank: int) -> Path:
     """Return the path at which a follower's transfer end listens."""
     return directory / f"rank-{rank}"
 

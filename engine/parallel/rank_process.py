@@ -20,7 +20,7 @@ from pydantic import TypeAdapter
 from components.errors import MeshError
 from components.startup import WrongSettings
 from engine.model.mock_model import is_mock
-from engine.parallel.orders import Report, Start, line_of
+from engine.parallel.orders import Report, Start, transfer_socket_of
 
 log = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def main(serve: Callable[[Path], None] | None = None) -> None:
     try:
         follow = cast("Follow", import_module(MOCK if is_mock(start.model) else TORCH).follow)
         if serve is not None:
-            serve(line_of(home, start.rank))
+            serve(transfer_socket_of(home, start.rank))
         follow(start, say)
     except Exception as exc:
         message = exc.message if isinstance(exc, MeshError) else f"{type(exc).__name__}: {exc}"

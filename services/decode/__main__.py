@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from components.errors import Rejected
 from components.kv_transfer.checksum import PageChecksums
-from components.kv_transfer.rank_line import RankLine
+from components.kv_transfer.rank_connection import RankConnection
 from components.messaging.fan_out import Following
 from components.messaging.fleet import watch_fleet
 from components.messaging.outbox import open_outbox
@@ -19,10 +19,10 @@ from services.decode.service import DecodeService
 from services.worker import model_name, open_worker
 
 
-def page_checksums(region: KvRegion, lines: Sequence[RankLine] = ()) -> PageChecksums:
+def page_checksums(region: KvRegion, connections: Sequence[RankConnection] = ()) -> PageChecksums:
     """Ends the process if the pages cannot be read."""
     try:
-        return PageChecksums(region, lines)
+        return PageChecksums(region, connections)
     except Rejected as exc:
         refuse(f"setting verify_kv: {exc.message}")
 
@@ -60,7 +60,7 @@ async def main(settings: DecodeSettings) -> None:
             worker.transfer,
             settings.transfer_timeout_s,
             bootstrap_timeout_s=settings.bootstrap_timeout_s,
-            checksums=page_checksums(engine.kv_region, worker.writes.lines) if settings.verify_kv else None,
+            checksums=page_checksums(engine.kv_region, worker.writes.connections) if settings.verify_kv else None,
             recomputes=settings.on_transfer_failure == "recompute",
         )
         runner = RequestRunner(

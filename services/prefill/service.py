@@ -259,7 +259,7 @@ class PrefillService:
     @cached_property
     def _checksums(self) -> PageChecksums:
         """Raises: Rejected, if this instance's pages cannot be read."""
-        return PageChecksums(self._engine.engine.kv_region, self._writes.lines)
+        return PageChecksums(self._engine.engine.kv_region, self._writes.connections)
 
     async def _announce(self, offer: PagesOffered, first_token: int | None) -> None:
         """Notify decode that the last pages follow: it may send the first token, and polls more often.

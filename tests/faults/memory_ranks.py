@@ -1,4 +1,4 @@
-"""Followers of a worker inside this process: transfer ends and lines to the leader as they are, pipes in memory.
+"""Followers of a worker inside this process: transfer ends and connections to the leader as they are, pipes in memory.
 
 A follower is a process of its own: it runs while its leader is stopped, and ends with it.
 """
@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from typing import Final, cast
 
+from components.kv_transfer.rank_connection import Answer, Open, RankConnection, rank_endpoint
 from components.kv_transfer.rank_end import RankEnd, obey_orders
-from components.kv_transfer.rank_line import Answer, Open, RankLine, rank_endpoint
 from components.wire.instances import RankEndpoint
 from components.wire.layout import of_shard
 from engine.ports import KvRegion
@@ -76,7 +76,7 @@ class MemoryRank:
         self._fabric = fabric
         self._holder = holder
         self._to, self._from = Pipe(fabric), Pipe(fabric)
-        self.line = RankLine(rank, self._from.reader, self._to.writer())
+        self.connection = RankConnection(rank, self._from.reader, self._to.writer())
         self._task = self.process.spawn(self._serve(), "transfers")
 
     async def _serve(self) -> None:
@@ -96,7 +96,7 @@ class MemoryRank:
 
     async def end(self) -> None:
         """When its leader leaves."""
-        await self.line.close()
+        await self.connection.close()
         if not self.process.is_dead:
             await self._task
 
@@ -107,7 +107,7 @@ async def open_ranks(ranks: Sequence[MemoryRank], region: KvRegion, agent: str, 
     for i, (rank, memory) in enumerate(zip(ranks, region.followers, strict=True), 1):
         layout = of_shard(region.layout, i, region.layout.shards)
         order = Open("memory", f"{agent}-rank{i}", "", pages, memory.address, region.num_pages, memory.device, layout)
-        endpoint = (await rank.line.ask(order)).endpoint
+        endpoint = (await rank.connection.ask(order)).endpoint
         assert endpoint is not None, "opening answers with it"
         found.append(endpoint)
     return found

@@ -313,9 +313,9 @@ class Worker(Node):
             self.ranks = [MemoryRank(i, self.id, fabric, self._exposed_for) for i in numbers]
             for rank in self.ranks:
                 stack.push_async_callback(rank.end)
-            lines = [rank.line for rank in self.ranks]
-            self.transfer = LedTransfer(self.memory, lines, await open_ranks(self.ranks, region, self.id, pages))
-            self.writes = Writes(self.transfer, lines)
+            connections = [rank.connection for rank in self.ranks]
+            self.transfer = LedTransfer(self.memory, connections, await open_ranks(self.ranks, region, self.id, pages))
+            self.writes = Writes(self.transfer, connections)
         self.kv_events = await stack.enter_async_context(
             publish_kv_events(self.bus, self.subject, self.id, lambda: self.registration.epoch)
         )
@@ -419,7 +419,7 @@ class Decode(Worker):
             self.registry,
             self.transfer,
             TRANSFER_TIMEOUT_S,
-            checksums=PageChecksums(self.engine.engine.kv_region, self.writes.lines) if setup.verify_kv else None,
+            checksums=PageChecksums(self.engine.engine.kv_region, self.writes.connections) if setup.verify_kv else None,
             recomputes=setup.on_transfer_failure == "recompute",
         )
         self.active = ActiveRequests(outbox)

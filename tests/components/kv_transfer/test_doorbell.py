@@ -6,9 +6,9 @@ import pytest
 
 from components.errors import TransferFailed
 from components.kv_transfer.aux import HEAD, AuxBuffer, AuxRecord
-from components.kv_transfer.doorbell import Bell, dial
+from components.kv_transfer.doorbell import DoorbellServer, connect
 from components.wire.codec import pack, unpack
-from components.wire.doorbell import Heard, Ring
+from components.wire.doorbell import Ring, RingAcknowledged
 
 pytestmark = pytest.mark.anyio
 
@@ -19,8 +19,8 @@ def aux() -> AuxBuffer:
 
 
 @pytest.fixture
-async def bell(aux: AuxBuffer) -> AsyncIterator[Bell]:
-    opened = Bell("decode-d", "127.0.0.1", aux.put)
+async def bell(aux: AuxBuffer) -> AsyncIterator[DoorbellServer]:
+    opened = DoorbellServer("decode-d", "127.0.0.1", aux.put)
     async with opened.listening():
         yield opened
 
@@ -36,31 +36,31 @@ def _record(stamp: int) -> bytes:
     return buffer.raw(0)
 
 
-async def test_a_ring_fills_the_slot_before_it_is_heard(bell: Bell, aux: AuxBuffer) -> None:
-    line = await dial(bell.address, "decode-d")
+async def test_a_ring_fills_the_slot_before_it_is_acknowledged(bell: DoorbellServer, aux: AuxBuffer) -> None:
+    client = await connect(bell.address, "decode-d")
     expected = bell.expect("room")
-    await line.ring(Ring(notification="room", aux_slot=2, aux=_record(9)))
+    await client.ring(Ring(notification="room", aux_slot=2, aux=_record(9)))
     assert expected.done()
     assert aux.read(2) == AuxRecord(9, 3, -1, 2)
-    await line.hang_up()
+    await client.close()
 
 
-async def test_a_ring_for_nobody_leaves_a_slot_that_is_anothers_by_now(bell: Bell, aux: AuxBuffer) -> None:
-    line = await dial(bell.address, "decode-d")
+async def test_a_ring_for_nobody_leaves_a_slot_that_is_anothers_by_now(bell: DoorbellServer, aux: AuxBuffer) -> None:
+    client = await connect(bell.address, "decode-d")
     bell.expect("room").cancel()
     await asyncio.sleep(0)
     for text in ("room", "never", ""):
-        await line.ring(Ring(notification=text, aux_slot=2, aux=_record(9)))
+        await client.ring(Ring(notification=text, aux_slot=2, aux=_record(9)))
     assert aux.read(2).stamp == 0
-    await line.hang_up()
+    await client.close()
 
 
-async def test_it_is_the_right_process_or_none(bell: Bell) -> None:
+async def test_it_is_the_right_process_or_none(bell: DoorbellServer) -> None:
     with pytest.raises(TransferFailed, match="'decode-d' answers where 'decode-e' belongs"):
-        await dial(bell.address, "decode-e")
+        await connect(bell.address, "decode-e")
     for nowhere in ("", "nonsense", "127.0.0.1:1", "127.0.0.1:99999"):
         with pytest.raises(TransferFailed, match="decode-e"):
-            await dial(nowhere, "decode-e")
+            await connect(nowhere, "decode-e")
 
 
 @pytest.mark.parametrize(
@@ -69,13 +69,13 @@ async def test_it_is_the_right_process_or_none(bell: Bell) -> None:
         b"\xff\xff\xff\xff",
         b"\x00\x00\x00\x03abc",
         b"\x00\x00\x00\x00",
-        _frame(Heard(agent="x")),
+        _frame(RingAcknowledged(agent="x")),
         _frame(Ring(notification="room", aux_slot=4, aux=bytes(HEAD.itemsize))),
         _frame(Ring(notification="room", aux=b"short")),
     ],
 )
 async def test_who_sends_nonsense_is_hung_up_on_and_others_are_served(
-    bell: Bell, caplog: pytest.LogCaptureFixture, frame: bytes
+    bell: DoorbellServer, caplog: pytest.LogCaptureFixture, frame: bytes
 ) -> None:
     expected = bell.expect("room")
     reader, writer = await asyncio.open_connection(*bell.address.split(":"))
@@ -83,32 +83,32 @@ async def test_who_sends_nonsense_is_hung_up_on_and_others_are_served(
     assert await asyncio.wait_for(reader.read(), 5) == b""
     writer.close()
     await writer.wait_closed()
-    assert caplog.messages == ["doorbell: caller dropped"]
+    assert caplog.messages == ["doorbell: client dropped"]
     assert not expected.done()
-    line = await dial(bell.address, "decode-d")
-    await line.ring(Ring(notification="room", aux=_record(1)))
+    client = await connect(bell.address, "decode-d")
+    await client.ring(Ring(notification="room", aux=_record(1)))
     assert expected.done()
-    await line.hang_up()
+    await client.close()
 
 
-async def test_hanging_up_fails_what_is_being_said() -> None:
-    """A peer that hangs: it answered when it was dialled, and never again."""
+async def test_a_close_fails_the_rings_in_flight() -> None:
+    """A peer that hangs: it answered when the client connected, and never again."""
 
     async def answer_once(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(len(_frame(Ring())))
-        writer.write(_frame(Heard(agent="decode-d")))
+        writer.write(_frame(RingAcknowledged(agent="decode-d")))
         await reader.read()
         writer.close()
 
     async with await asyncio.start_server(answer_once, "127.0.0.1", 0) as server:
-        line = await dial(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "decode-d")
-        said = [asyncio.create_task(line.ring(Ring())) for _ in range(3)]
-        assert not (await asyncio.wait(said, timeout=0.1))[0]
-        await line.hang_up()
-        for ring in said:
+        client = await connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "decode-d")
+        ringing = [asyncio.create_task(client.ring(Ring())) for _ in range(3)]
+        assert not (await asyncio.wait(ringing, timeout=0.1))[0]
+        await client.close()
+        for ring in ringing:
             with pytest.raises(TransferFailed, match="decode-d does not answer"):
                 await ring
-        assert line.is_broken
+        assert client.is_broken
     await asyncio.sleep(0.05)  # the server's side closes too
 
 
@@ -122,25 +122,25 @@ async def test_a_cancelled_ring_does_not_leave_its_answer_to_the_next() -> None:
                 ring = unpack(await reader.readexactly(size), Ring)
                 await asyncio.sleep(0.1)
                 taken_in.append(ring.notification)
-                writer.write(_frame(Heard(agent="decode-d")))
+                writer.write(_frame(RingAcknowledged(agent="decode-d")))
         writer.close()
 
     async with await asyncio.start_server(answer_slowly, "127.0.0.1", 0) as server:
-        line = await dial(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "decode-d")
+        client = await connect(f"127.0.0.1:{server.sockets[0].getsockname()[1]}", "decode-d")
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.05):
-                await line.ring(Ring(notification="cancelled"))
-        await line.ring(Ring(notification="next"))
+                await client.ring(Ring(notification="cancelled"))
+        await client.ring(Ring(notification="next"))
         assert taken_in == ["", "cancelled", "next"]
-        await line.hang_up()
+        await client.close()
         await asyncio.sleep(0.05)  # the server's side closes too
 
 
 async def test_a_bell_that_is_closed_answers_nobody() -> None:
-    bell = Bell("decode-d", "127.0.0.1", None)
+    bell = DoorbellServer("decode-d", "127.0.0.1", None)
     async with bell.listening():
-        line = await dial(bell.address, "decode-d")
+        client = await connect(bell.address, "decode-d")
     with pytest.raises(TransferFailed, match="decode-d does not answer"):
-        await line.ring(Ring())
-    assert line.is_broken
-    await line.hang_up()
+        await client.ring(Ring())
+    assert client.is_broken
+    await client.close()

@@ -32,7 +32,7 @@ Pool = NDArray[np.uint8]  # [pages, heads, layers, 2, page_size, row]
 class Place:
     device: str
     address: int
-    line: str
+    socket_path: str
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ async def instance(
     pools = [pool(layout, whole) for layout in layouts]
     places = []
     for rank in range(1, ranks):
-        line = home / f"{name}-{rank}"
-        serve_rank(line)
-        places.append(Place("cpu", pools[rank].ctypes.data, str(line)))
+        socket_path = home / f"{name}-{rank}"
+        serve_rank(socket_path)
+        places.append(Place("cpu", pools[rank].ctypes.data, str(socket_path)))
     region = Region(pools[0].ctypes.data, PAGES, layouts[0], followers=places)
     async with open_transfer("nixl", region, name, "127.0.0.1", 0) as opened:
         yield Instance(opened, pools)
@@ -78,7 +78,7 @@ async def instance(
 async def sums(side: Instance, layouts: Sequence[KvLayout], table: list[int], peer_shards: int) -> list[int]:
     """Of all tokens: of prefill, or of every copy on decode."""
     own = Region(side.pools[0].ctypes.data, PAGES, side.opened.transfer.endpoint.layout)
-    checksums = PageChecksums(own, side.opened.writes.lines)
+    checksums = PageChecksums(own, side.opened.writes.connections)
     one = checksums.of_transfer(layouts[1].page_size, peer_shards, every_copy=True)
     for tokens in (range(32), range(32, TOKENS)):
         await one.add(table, tokens)

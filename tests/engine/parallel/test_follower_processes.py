@@ -28,7 +28,7 @@ from pathlib import Path
 from tests.engine.parallel.led import HOME
 from tests.engine.tiny_engine import small
 engine = build_engine(sys.argv[1], small(tensor_parallel=2), HOME)
-print(json.dumps([(rank.pid, str(Path(rank.line).parent)) for rank in engine.kv_region.followers]), flush=True)
+print(json.dumps([(rank.pid, str(Path(rank.socket_path).parent)) for rank in engine.kv_region.followers]), flush=True)
 time.sleep(100)
 """
 

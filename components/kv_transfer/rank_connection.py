@@ -104,7 +104,7 @@ def write_frame(writer: asyncio.StreamWriter, message: Numbered | Answer) -> Non
     writer.write(LENGTH.pack(len(data)) + data)
 
 
-class RankLine:
+class RankConnection:
     """The leader's side of one follower."""
 
     def __init__(self, rank: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -117,7 +117,7 @@ class RankLine:
         self._reading = asyncio.create_task(self._read(reader), name=f"rank {rank}")
 
     @classmethod
-    async def open(cls, rank: int, path: str) -> "RankLine":
+    async def open(cls, rank: int, path: str) -> "RankConnection":
         """Raises: TransferFailed."""
         try:
             async with asyncio.timeout(CONNECT_S):
