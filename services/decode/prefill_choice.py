@@ -24,7 +24,7 @@ from services.worker import check_adapter
 log = logging.getLogger(__name__)
 
 
-class Reason(StrEnum):
+class LocalPrefillReason(StrEnum):
     """Why decode computes a prompt itself."""
 
     FEW_TOKENS = auto()  # few uncached tokens
@@ -38,14 +38,14 @@ class Reason(StrEnum):
     TRANSFER_FAILED = auto()  # its KV did not arrive
 
 
-class Local(NamedTuple):
+class LocalPrefill(NamedTuple):
     """The choice to compute a prompt on decode."""
 
-    reason: Reason
+    reason: LocalPrefillReason
     why: str
 
 
-SOONER: Final = Local(Reason.QUEUES, "every prefill queue takes longer than computing it here")
+SOONER: Final = LocalPrefill(LocalPrefillReason.QUEUES, "every prefill queue takes longer than computing it here")
 
 
 class PrefillChoice:
@@ -90,12 +90,12 @@ class PrefillChoice:
         session: str,
         explain: bool = False,
         dry: bool = False,
-    ) -> RouteChoice | Local:
+    ) -> RouteChoice | LocalPrefill:
         """Choose an instance for a prompt with `remaining` tokens to compute."""
         if remaining <= self._max_local_prefill:
-            return Local(Reason.FEW_TOKENS, f"only {remaining} tokens remain")
+            return LocalPrefill(LocalPrefillReason.FEW_TOKENS, f"only {remaining} tokens remain")
         if not self._prefill.has_free_aux_slot:
-            return Local(Reason.NO_AUX_SLOT, "there are as many transfers as aux slots")
+            return LocalPrefill(LocalPrefillReason.NO_AUX_SLOT, "there are as many transfers as aux slots")
         usable = self._usable(adapter)
         explain = explain and (dry or len(usable) > 1)  # else there is nothing to compare
         ask = RouteRequest(blocks.num_tokens, session=session, prefix=blocks.prefix(), explain=explain, dry=dry)
@@ -108,13 +108,15 @@ class PrefillChoice:
 
     def _chosen_by(
         self, inquiry: Inquiry, remaining: int, usable: Sequence[InstanceRecord], adapter: str
-    ) -> RouteChoice | Local:
+    ) -> RouteChoice | LocalPrefill:
         trace.get_current_span().set_attribute("kvmesh.route.asked", inquiry.num_asked)
         if self._is_sooner_here(remaining, inquiry.answered):
             return SOONER
         chosen = inquiry.choose()
         if chosen is None and inquiry.num_asked:
-            return Local(Reason.UNANSWERED, f"none of the {inquiry.num_asked} prefill instances asked takes work")
+            return LocalPrefill(
+                LocalPrefillReason.UNANSWERED, f"none of the {inquiry.num_asked} prefill instances asked takes work"
+            )
         return chosen or self._why_none(usable, adapter)
 
     def _is_sooner_here(self, remaining: int, instance_ids: Sequence[str]) -> bool:
@@ -122,13 +124,13 @@ class PrefillChoice:
             return False
         return sooner_here(remaining, self._own_prompts(), (self._alive.prompts(i) for i in instance_ids))
 
-    def _why_none(self, usable: Sequence[InstanceRecord], adapter: str) -> Local:
+    def _why_none(self, usable: Sequence[InstanceRecord], adapter: str) -> LocalPrefill:
         which = f"prefill instance{f' with adapter {adapter}' if adapter else ''}"
         if usable:
-            return Local(Reason.BREAKERS, f"every {which} has just failed, and is retried later")
+            return LocalPrefill(LocalPrefillReason.BREAKERS, f"every {which} has just failed, and is retried later")
         if self._alive.usable(self._model, adapter):
-            return Local(Reason.UNUSABLE, f"every {which} hangs, or is incompatible")
-        return Local(Reason.NO_PREFILL, f"no {which} is alive")
+            return LocalPrefill(LocalPrefillReason.UNUSABLE, f"every {which} hangs, or is incompatible")
+        return LocalPrefill(LocalPrefillReason.NO_PREFILL, f"no {which} is alive")
 
     @property
     def num_incompatible(self) -> int:
@@ -148,7 +150,7 @@ class PrefillChoice:
         chosen = await self.choose(
             blocks, remaining, adapter=request.adapter, session=request.session, explain=True, dry=True
         )
-        shown = chosen.why if isinstance(chosen, Local) else chosen
+        shown = chosen.why if isinstance(chosen, LocalPrefill) else chosen
         return explained(self._fleet.policy.text, request.token_ids, shown)
 
     def _usable(self, adapter: str) -> Sequence[InstanceRecord]:

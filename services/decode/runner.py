@@ -26,13 +26,15 @@ from engine.loop.log_line import BatchLog
 from engine.ports import Engine, EngineRequest, Phase, StepOutput, TokenMask, TokenOutput
 from services.decode.config import OnTransferFailure
 from services.decode.inbound import InboundState, InboundTransfer
-from services.decode.prefill_choice import Local, PrefillChoice, Reason
+from services.decode.prefill_choice import LocalPrefill, LocalPrefillReason, PrefillChoice
 from services.decode.prefill_client import PrefillClient
 from services.decode.requests import SPAN_FIRST, SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, RequestState
 
 log = logging.getLogger(__name__)
 
-PROMPT_LOGPROBS: Final = Local(Reason.PROMPT_LOGPROBS, "the prompt's log-probabilities are asked for")
+PROMPT_LOGPROBS: Final = LocalPrefill(
+    LocalPrefillReason.PROMPT_LOGPROBS, "the prompt's log-probabilities are asked for"
+)
 LIGHT_TOKENS: Final = 4096  # checking and hashing so many takes less than a millisecond
 SETTLE_S: Final = 1.0  # when this process leaves: for prefill workers to answer that they write no more
 
@@ -79,7 +81,7 @@ class RequestRunner:
             ["reason"],
             registry=metrics.registry,
         )
-        for reason in Reason:
+        for reason in LocalPrefillReason:
             self._local.labels(reason)
         OnDemand(metrics.registry).gauge(
             "kvmesh_prefill_instances_incompatible",
@@ -193,7 +195,7 @@ class RequestRunner:
                 session=request.session,
                 explain=choosing is not NO_STEP,
             )
-            if isinstance(chosen, Local):
+            if isinstance(chosen, LocalPrefill):
                 self._locally(chosen, active, choosing)
                 return None
             active.prefill = chosen.instance_id
@@ -201,7 +203,7 @@ class RequestRunner:
                 choosing.note({"kvmesh.prefill.instance": chosen.instance_id, **chosen.facts()})
             return self.choice.record_of(chosen), chosen
 
-    def _locally(self, choice: Local, active: ActiveRequest, choosing: Step) -> None:
+    def _locally(self, choice: LocalPrefill, active: ActiveRequest, choosing: Step) -> None:
         active.why_local = choice.why
         choosing.note({"kvmesh.prefill.why_local": choice.why})
         self._local.labels(choice.reason).inc()
@@ -272,7 +274,7 @@ class RequestRunner:
         log.warning("computing the prompt here", extra={"cause": cause.message})
         active.span.add_event("recompute", {"cause": cause.message})
         active.why_local = cause.message
-        self._local.labels(Reason.TRANSFER_FAILED).inc()
+        self._local.labels(LocalPrefillReason.TRANSFER_FAILED).inc()
         if (early_token := active.early_token) is None:
             active.enter(RequestState.WAITING)
             active.wait(SPAN_LOCAL_PREFILL)
