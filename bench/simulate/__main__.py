@@ -50,7 +50,7 @@ from components.planning.planner import Bounds
 from components.routing.policies import POLICIES, WorkerRole, parse_policy
 from engine.config import MockConfig
 
-MOST_ROUTERS: Final = 16  # each receives every heartbeat
+MAX_ROUTERS: Final = 16  # each receives every heartbeat
 COLUMNS: Final = (
     ("TTFT p50", "ttft_ms_p50"),
     ("p90", "ttft_ms_p90"),
@@ -244,7 +244,7 @@ def main(
         news=News(heartbeat_s, news_ms / 1000),
         slo=Slo(slo_ttft_ms / 1000, slo_tpot_ms / 1000),
         decode_routers=frontends,
-        prefill_routers=prefill_routers or max(1, min(decode, MOST_ROUTERS)),
+        prefill_routers=prefill_routers or max(1, min(decode, MAX_ROUTERS)),
         seed=seed,
     )
     known: dict[happening.Role, int] = {"prefill": prefill, "decode": decode}

@@ -10,7 +10,7 @@ from typing import Final
 from components.kv_transfer.network import ESTABLISHED, listeners, open_files, tcp_sockets
 from components.wire.status import Connection, TransportStatus
 
-MOST_CONNECTIONS: Final = 1024  # reported; a worker has a few for each peer
+MAX_CONNECTIONS: Final = 1024  # reported; a worker has a few for each peer
 SELF: Final = Path("/proc/self")
 
 
@@ -20,7 +20,7 @@ def observed_transport() -> TransportStatus:
     files = open_files(SELF)
     return TransportStatus(
         ports=sorted({listener.port for listener in listeners()}),
-        connections=_connections(files)[:MOST_CONNECTIONS],
+        connections=_connections(files)[:MAX_CONNECTIONS],
         shared_memory="/ucx_shm_" in maps or "/SYSV" in maps,
         rdma=any(name.startswith("/dev/infiniband") for name in files),
     )

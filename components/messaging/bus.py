@@ -43,7 +43,7 @@ S = TypeVar("S", bound=Struct)
 CONNECT_TIMEOUT_S: Final = 2
 # Leave a silent server after 1.6 s, before peers declare this process silent. nats-py's default is four minutes.
 PING_EVERY_S: Final = 0.4
-MOST_PINGS: Final = 3  # unanswered
+MAX_PINGS: Final = 3  # unanswered
 RETRY_EVERY_S: Final = 0.5
 WATCH_EVERY_S: Final = 1.0
 PENDING_MESSAGES: Final = 1 << 20  # a subscription silently drops messages beyond this; frame numbers reveal it
@@ -73,7 +73,7 @@ class Bus:
         """Seconds since NATS last answered a ping, in steps of PING_EVERY_S."""
         if self.client.is_connected:
             return float(self.client._pings_outstanding) * PING_EVERY_S
-        return time.monotonic() - self.disconnected_at + MOST_PINGS * PING_EVERY_S
+        return time.monotonic() - self.disconnected_at + MAX_PINGS * PING_EVERY_S
 
     def answers(self) -> AbstractAsyncContextManager[None]:
         return self.subscription(self._replies.subject, self._replies.receive)
@@ -296,7 +296,7 @@ async def _connect(url: str, name: str, access: NatsAccess, reports: "_Connectio
                 **client.login_options(),
                 connect_timeout=CONNECT_TIMEOUT_S,
                 ping_interval=PING_EVERY_S,
-                max_outstanding_pings=MOST_PINGS,
+                max_outstanding_pings=MAX_PINGS,
                 max_reconnect_attempts=-1,
                 allow_reconnect=True,
                 reconnect_to_server_handler=choice,

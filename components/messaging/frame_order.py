@@ -18,7 +18,7 @@ QUIET_S: Final = 1.0  # without a frame, until the instance is asked
 LOOK_S: Final = 0.25
 AGAIN_S: Final = 0.5  # after a failed call
 ARRIVE_S: Final = 0.5  # for frames that were sent again
-MOST_HELD: Final = 4096  # frames after a gap; later ones are requested again
+MAX_HELD: Final = 4096  # frames after a gap; later ones are requested again
 
 Resend = Callable[[int], Awaitable[FramesResent]]  # number of the first missing frame
 
@@ -66,7 +66,7 @@ class FrameOrder:
             return False
         self._last_frame_s = self._loop.time()
         if frame.number > self._expected:
-            if len(self._held) < MOST_HELD:
+            if len(self._held) < MAX_HELD:
                 self._held[frame.number] = frame
             self.repair()
             return True

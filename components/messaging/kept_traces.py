@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 EVERY_S: Final = 0.1
 ID_BYTES: Final = 16
-MOST_IDS: Final = 1000  # in one message, and waiting
+MAX_IDS: Final = 1000  # in one message, and waiting
 
 
 def subject(namespace: str) -> str:
@@ -36,7 +36,7 @@ async def announce_kept(bus: Bus, namespace: str, held: HeldTraces) -> AsyncIter
             await asyncio.sleep(EVERY_S)
             if not ids:
                 continue
-            batch = [trace_id.to_bytes(ID_BYTES, "big") for trace_id in ids[:MOST_IDS]]
+            batch = [trace_id.to_bytes(ID_BYTES, "big") for trace_id in ids[:MAX_IDS]]
             ids.clear()
             try:
                 await bus.publish(subject(namespace), KeepTraces(trace_ids=b"".join(batch)))

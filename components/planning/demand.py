@@ -6,7 +6,7 @@ from math import exp, floor, inf, log2, sqrt
 from statistics import NormalDist
 from typing import Final
 
-MOST_WORKERS: Final = 1000
+MAX_WORKERS: Final = 1000
 NEWEST: Final = 0.03  # least weight of a new sample
 
 
@@ -44,10 +44,10 @@ def prefill_workers(
         variability: 1 for random arrivals and lengths, more for bursts.
     """
     fewest = max(1, floor(offered) + 1)
-    for workers in range(fewest, MOST_WORKERS):
+    for workers in range(fewest, MAX_WORKERS):
         if late(workers, offered, patience_s, service_s, variability) <= late_share:
             return workers
-    return MOST_WORKERS
+    return MAX_WORKERS
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ def decode_workers(tokens_per_s: float, line: StepLine, target_s: float, share: 
     """The fewest workers that keep gaps within `target_s`; None if a single request is too slow."""
     if line.fixed_s + line.each_s > target_s:
         return None
-    for workers in range(1, MOST_WORKERS):
+    for workers in range(1, MAX_WORKERS):
         if gap_s(workers, tokens_per_s, line, share) <= target_s:
             return workers
-    return MOST_WORKERS
+    return MAX_WORKERS

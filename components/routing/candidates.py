@@ -18,13 +18,13 @@ from components.routing.router import RouteChoice, Router
 
 FIRST_DEPTH_TOKENS: Final = 512
 GROWTH: Final = 1.5  # two prompts share a depth of at least two thirds of their common prefix
-MOST_DEPTHS: Final = 12
+MAX_DEPTHS: Final = 12
 SAMPLED: Final = 6  # instances per later round, from all depths
 REMEMBERED: Final = 4096
 LEAST_BURST: Final = 32.0
 BURST_S: Final = 20.0  # of the rate
 FEWEST: Final = 2  # questions per round
-MOST_OF_IT: Final = 0.1  # share of the allowance per round
+MAX_SHARE: Final = 0.1  # share of the allowance per round
 
 
 class Round(NamedTuple):
@@ -40,7 +40,7 @@ def depths(num_blocks: int, page_size: int) -> list[int]:
     """Prefix lengths in blocks, ascending. A short prompt has one: all its blocks."""
     found: list[int] = []
     tokens = float(FIRST_DEPTH_TOKENS)
-    while len(found) < MOST_DEPTHS and (depth := max(1, round(tokens / page_size))) < num_blocks:
+    while len(found) < MAX_DEPTHS and (depth := max(1, round(tokens / page_size))) < num_blocks:
         if not found or depth > found[-1]:
             found.append(depth)
         tokens *= GROWTH
@@ -59,7 +59,7 @@ class Allowance:
         most = max(LEAST_BURST, BURST_S * per_s)
         self._left = min(most, self._left + per_s * min(now_s - self._at_s, BURST_S))
         self._at_s = now_s
-        taken = min(wanted, int(self._left), max(FEWEST, int(self._left * MOST_OF_IT)))
+        taken = min(wanted, int(self._left), max(FEWEST, int(self._left * MAX_SHARE)))
         self._left -= taken
         return taken
 

@@ -11,7 +11,7 @@ from components.routing.policy import Member
 
 WARM_S: Final = 10.0
 FIRST_SHARE: Final = 0.1  # of an equal share
-MOST_CREDIT: Final = 2.0  # requests
+MAX_CREDIT: Final = 2.0  # requests
 
 
 class BreakerState(StrEnum):
@@ -184,4 +184,4 @@ class Health:
         each = 1 / max(len(self._known), 1)
         for warming in self._warming.values():
             share = min(1.0, FIRST_SHARE + (1 - FIRST_SHARE) * (now_s - warming.since_s) / WARM_S)
-            warming.credit = min(warming.credit + share * each, MOST_CREDIT)
+            warming.credit = min(warming.credit + share * each, MAX_CREDIT)

@@ -39,7 +39,7 @@ LOADS: Final[dict[WorkerRole, Load]] = {"prefill": prompt_load, "decode": memory
 OVERLAP: Final[dict[WorkerRole, float]] = {"prefill": 0.0, "decode": 1.0}  # of least_load
 
 Options = Mapping[str, float]
-MOST: Final = 1e9  # of any option, to keep products finite
+MAX_OPTION: Final = 1e9  # of any option, to keep products finite
 OPTIONS: Final[dict[PolicyName, Sequence[str]]] = {
     "least_load": ("overlap",),
     "kv_aware": ("cached", "queued", "temperature"),
@@ -113,8 +113,8 @@ def parse_policy(text: str) -> PolicySpec:
             options[option] = float(number)
         except ValueError:
             raise ValueError(f"{name}@{given}: OPTION=NUMBER is wanted") from None
-        if not 0 <= options[option] <= MOST:
-            raise ValueError(f"{name}@{given}: a number from 0 to {MOST:g} is wanted")
+        if not 0 <= options[option] <= MAX_OPTION:
+            raise ValueError(f"{name}@{given}: a number from 0 to {MAX_OPTION:g} is wanted")
     spec = PolicySpec(text, known, options)
     spec.make("prefill", Random())  # refuses numbers that would exclude all
     return spec

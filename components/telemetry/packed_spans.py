@@ -12,7 +12,7 @@ from opentelemetry.trace import StatusCode
 from components.telemetry.light_span import LightSpan
 from components.telemetry.otlp_encoder import encode_whole
 
-MOST_BYTES: Final = 32_768  # of one piece; OTLP's encoder cuts long texts of clients
+MAX_BYTES: Final = 32_768  # of one piece; OTLP's encoder cuts long texts of clients
 PACKED_FIRST: Final = b"\x90"  # least first byte of a msgpack array; those of OTLP are less
 
 PackedEvent = tuple[str, int, dict[str, Any]]  # name, wall-clock nanoseconds, attributes
@@ -43,7 +43,7 @@ def pack_spans(roots: Sequence[LightSpan]) -> tuple[int, bytes]:
         data = _encoder.encode(fields)
     except (OverflowError, UnicodeEncodeError):  # numbers and texts that no message holds
         data = b""
-    if not 0 < len(data) <= MOST_BYTES * len(roots):
+    if not 0 < len(data) <= MAX_BYTES * len(roots):
         data = b"".join([encode_whole(root) for root in roots])
     return len(fields), data
 

@@ -21,7 +21,7 @@ from typing import Final, TextIO
 BURST: Final = 5  # equal lines
 WINDOW_S: Final = 10.0  # from the first line
 GATHER_S: Final = 0.2
-MOST_WINDOWS: Final = 1024  # bounds memory: some libraries put facts into their messages
+MAX_WINDOWS: Final = 1024  # bounds memory: some libraries put facts into their messages
 
 status = logging.getLogger("kvmesh.status")
 requests = logging.getLogger("kvmesh.requests")
@@ -63,7 +63,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         now_s, key = self._clock(), _key(record)
         window = self._windows.get(key)
         if window is None or now_s >= window.ends_s:
-            self.sweep(all_of_them=len(self._windows) >= MOST_WINDOWS)
+            self.sweep(all_of_them=len(self._windows) >= MAX_WINDOWS)
             window = self._windows[key] = _Window(now_s + self._window_s)
         window.count += 1
         if window.count <= BURST:

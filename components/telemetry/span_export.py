@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 
 EVERY_S: Final = 0.5  # so that `inspect trace last` shows the latest request
 BATCH: Final = 256  # spans of requests that are sent together, each with all below it: some 400 KB
-MOST_WAITING: Final = 4096  # spans of requests; more are dropped and counted
+MAX_WAITING: Final = 4096  # spans of requests; more are dropped and counted
 STOP_S: Final = 5.0  # for the last export
 
 
@@ -65,7 +65,7 @@ class SpanExport:
         self._thread.join(STOP_S)
 
     def put(self, span: LightSpan) -> None:
-        if len(self._waiting) < MOST_WAITING:
+        if len(self._waiting) < MAX_WAITING:
             self._waiting.append(span)
         else:
             self._too_many += 1 + len(span.steps)

@@ -15,7 +15,7 @@ from engine.scheduler.scheduler import Scheduler
 
 log = logging.getLogger(__name__)
 
-MOST_FAILED: Final = 5  # steps in a row
+MAX_FAILED_STEPS: Final = 5  # steps in a row
 FULL: Final = Phase.FULL  # enum attributes are slow
 
 
@@ -43,7 +43,7 @@ class FailedSteps:
             self._count = 0
 
     def check(self) -> None:
-        if self._count >= MOST_FAILED:
+        if self._count >= MAX_FAILED_STEPS:
             log.critical("every step fails: the engine ends", extra={"steps": self._count, "cause": self._cause})
             raise EngineBroken(f"{self._count} steps in a row failed, the last one with: {self._cause}")
 

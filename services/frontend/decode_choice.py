@@ -44,7 +44,7 @@ MOVES: Final = 5
 NO_RESPONDERS_S: Final = 10.0  # so long, a send to an instance that does not listen costs no move
 BROKEN_MOVES: Final = 3  # that a BREAKING error costs: one request breaks at most two instances
 FIRST_BACK_OFF_S: Final = 0.05  # before an instance is tried again; doubles
-MOST_BACK_OFF_S: Final = 1.0
+MAX_BACK_OFF_S: Final = 1.0
 # The instance or this request is broken, or the two do not understand each other.
 BREAKING: Final = (PeerBroken, MalformedMessage)
 # With these errors a request tries another instance.
@@ -150,7 +150,7 @@ class DecodeChoice:
 
     def _back_off_s(self, tries: int) -> float:
         """`tries`: beyond one of each instance."""
-        return self._rng.uniform(0.5, 1.0) * min(MOST_BACK_OFF_S, FIRST_BACK_OFF_S * 2.0 ** min(tries, 10))
+        return self._rng.uniform(0.5, 1.0) * min(MAX_BACK_OFF_S, FIRST_BACK_OFF_S * 2.0 ** min(tries, 10))
 
     def _route(
         self, prompt: Prompt, usable: Sequence[InstanceRecord], of: RequestRecord, step: Step

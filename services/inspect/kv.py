@@ -21,7 +21,7 @@ from services.inspect.mesh import Mesh, open_mesh
 from services.inspect.route import first_answer
 
 ANSWER_S: Final = 5.0
-MOST_SHARED: Final = 10
+MAX_SHARED: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +114,7 @@ def most_shared(caches: Sequence[Cache]) -> list[Shared]:
         Shared(instances, len(blocks), sum(page_size[block] for block in blocks), blocks[-1].hex())
         for instances, blocks in groups.items()
     ]
-    return sorted(shared, key=lambda one: (-len(one.instances), -one.blocks))[:MOST_SHARED]
+    return sorted(shared, key=lambda one: (-len(one.instances), -one.blocks))[:MAX_SHARED]
 
 
 async def show_kv(settings: MeshSettings, console: Console, wanted: Prefix, *, as_json: bool) -> None:

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 WAITING_BYTES: Final = 64 << 20  # bodies that are being read or written
-MOST_LISTED: Final = 1000
+MAX_LISTED: Final = 1000
 DEFAULT_LISTED: Final = 50
 
 
@@ -158,7 +158,7 @@ class ObserverApp:
 def _limit(given: str) -> int:
     if not given.isascii() or not given.isdigit() or len(given) > 9:
         raise Rejected(f"limit={given[:20]!r} is no number of traces")
-    return min(int(given), MOST_LISTED)
+    return min(int(given), MAX_LISTED)
 
 
 def _json(value: Any) -> Response:

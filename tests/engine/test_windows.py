@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("pipeline")
 
 PAGE = 16
 KEPT = -(-(WINDOW + 1) // PAGE)  # full pages: those of the window, and of the one token that branches compute again
-MOST = KEPT + 2  # with the one that is being filled, and one before the first is given back
+MAX_PAGES = KEPT + 2  # with the one that is being filled, and one before the first is given back
 
 
 def held_while(engine: EngineCore, request: EngineRequest, after: int = 0) -> int:
@@ -55,19 +55,19 @@ def test_a_long_answer_holds_the_pages_of_its_window_alone(
 ) -> None:
     engine = make_engine(windowed, num_pages=16, attention=attention)
     ids = prompt(30)
-    assert held_while(engine, EngineRequest("r", ids, greedy(200, ignore_eos=True))) <= MOST
+    assert held_while(engine, EngineRequest("r", ids, greedy(200, ignore_eos=True))) <= MAX_PAGES
     seen = run(make_engine(windowed, num_pages=16, attention=attention), [EngineRequest("r", ids, greedy(60))])
     assert seen.tokens["r"] == reference_greedy(reference(windowed_dir), ids, 60)
 
 
 def test_a_long_prompt_holds_them_as_soon_as_it_is_computed(windowed: LoadedModel) -> None:
     engine = make_engine(windowed, num_pages=16)
-    assert held_while(engine, EngineRequest("r", prompt(200), greedy(30, ignore_eos=True)), after=2) <= MOST
+    assert held_while(engine, EngineRequest("r", prompt(200), greedy(30, ignore_eos=True)), after=2) <= MAX_PAGES
 
 
 def test_answers_that_would_not_fit_together_without_it_run_at_once(windowed: LoadedModel, tiny: LoadedModel) -> None:
     requests = [EngineRequest(f"r{i}", prompt(40, start=i), greedy(150, ignore_eos=True)) for i in range(3)]
-    settings = {"num_pages": 3 * MOST, "reserve_tokens": 512}
+    settings = {"num_pages": 3 * MAX_PAGES, "reserve_tokens": 512}
     assert run(make_engine(windowed, **settings), requests).steps[-1].preemptions == 0
     steps = run(make_engine(windowed, **settings), requests).steps
     assert max(stats.num_running for stats in steps) == 3

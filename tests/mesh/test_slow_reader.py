@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
 READERS: Final = 3
 CUT_OFF_S: Final = 3.0
-MOST_GROWTH: Final = 48 * 2**20  # bytes of the frontend
+MAX_GROWTH: Final = 48 * 2**20  # bytes of the frontend
 FAST: Final = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}
 BODY: Final[dict[str, Any]] = {"model": MODEL, "prompt": "a", "ignore_eos": True, "stream": True}
 
@@ -85,7 +85,7 @@ def test_readers_that_stop_cost_bounded_memory_and_are_cut_off_while_others_stre
                 lengths.append(answer.elapsed.total_seconds())
                 most = max(most, resident_bytes(frontend.popen.pid) - before)
                 assert time.monotonic() - began < 60, "they are not cut off"
-            assert most < MOST_GROWTH
+            assert most < MAX_GROWTH
             assert max(lengths) < 15, "others stream meanwhile: a bound for a busy machine"
             await no_page_is_lost(client)
 

@@ -24,7 +24,7 @@ from services.frontend.ui.page import PATHS, ROOT, serve_file
 from services.frontend.ui.traces import WHICH, Traces, span_fields
 
 API: Final = f"{ROOT}/api"
-MOST_BODY_BYTES: Final = 4096
+MAX_BODY_BYTES: Final = 4096
 NO_STORE: Final = {"cache-control": "no-store"}
 
 
@@ -129,6 +129,6 @@ async def _body(request: Request) -> bytes:
     body = b""
     async for part in request.stream():
         body += part
-        if len(body) > MOST_BODY_BYTES:
+        if len(body) > MAX_BODY_BYTES:
             raise Rejected("the body is too long")
     return body

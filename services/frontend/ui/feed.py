@@ -13,8 +13,8 @@ from typing import Any, Final
 from components.errors import Overloaded
 
 EVERY_S: Final = 0.5  # between two events
-MOST_VIEWERS: Final = 64  # each holds a connection
-MOST_UNSENT: Final = 8  # events; a viewer that is further behind gets a new snapshot
+MAX_VIEWERS: Final = 64  # each holds a connection
+MAX_UNSENT: Final = 8  # events; a viewer that is further behind gets a new snapshot
 
 Fields = Mapping[str, Any]  # JSON
 
@@ -38,7 +38,7 @@ class Viewer:
         self.woken = asyncio.Event()
 
     def add(self, event: bytes) -> None:
-        if len(self.unsent) >= MOST_UNSENT:
+        if len(self.unsent) >= MAX_UNSENT:
             self.unsent.clear()
             self.wants_snapshot = True
         if not self.wants_snapshot:
@@ -80,7 +80,7 @@ class Feed:
 
     def watch(self) -> AsyncGenerator[bytes, None]:
         """Return the events until the feed is over. Raises: Overloaded."""
-        if self._is_over() or len(self._viewers) >= MOST_VIEWERS:
+        if self._is_over() or len(self._viewers) >= MAX_VIEWERS:
             raise Overloaded("the live feed takes no more viewers now", retry_after_s=5.0)
         return self._events()
 

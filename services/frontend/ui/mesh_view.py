@@ -17,7 +17,7 @@ from services.frontend.ui.feed import Fields, View
 ROLES: Final[tuple[Role, ...]] = ("frontend", "bootstrap", "prefill", "decode")
 WARMING_S: Final = 3.0  # a new instance may be without a heartbeat so long
 OLD_BEAT_S: Final = 1.5  # an older heartbeat is shown with its age
-MOST_BREAKERS: Final = 16  # shown of one instance
+MAX_BREAKERS: Final = 16  # shown of one instance
 
 
 class State(NamedTuple):
@@ -179,7 +179,7 @@ def _reported(status: Status, *, with_load: bool) -> dict[str, Any]:
     if with_load:
         shown |= {"running": status.running, "waiting": status.waiting}
     if open_breakers := {i: state for i, state in status.breakers.items() if state != "closed"}:
-        shown["breakers"] = dict(sorted(open_breakers.items())[:MOST_BREAKERS])
+        shown["breakers"] = dict(sorted(open_breakers.items())[:MAX_BREAKERS])
     return {name: value for name, value in shown.items() if value not in ("", {})}
 
 

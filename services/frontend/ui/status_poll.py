@@ -20,7 +20,7 @@ from services.frontend.ui.mesh_load import MeshLoad
 from services.frontend.ui.mesh_view import ROLES, Reports
 
 EVERY_S: Final = 1.0
-MOST_ASKED: Final = 200  # a second: 40 µs of processor time each; in a larger mesh each instance is asked less often
+MAX_ASKED_PER_S: Final = 200  # 40 µs of processor time each; in a larger mesh each instance is asked less often
 AT_ONCE: Final = 8
 ANSWER_S: Final = 1.0
 
@@ -65,7 +65,7 @@ class StatusPoll:
                 self._reports.unanswered.pop(instance_id, None)
         after = [r for r in records if r.instance_id > self._asked]
         before = [r for r in records if r.instance_id <= self._asked]
-        chosen = list(islice((*after, *before), MOST_ASKED))
+        chosen = list(islice((*after, *before), MAX_ASKED_PER_S))
         if chosen:
             self._asked = chosen[-1].instance_id
         return chosen

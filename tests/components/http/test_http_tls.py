@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 PEMS: Final = Path(__file__).parents[2] / "services/frontend"
 CERTIFICATE: Final = Tls(str(PEMS / "localhost.cert.pem"), str(PEMS / "localhost.key.pem"))
-MOST: Final = 256  # connections
+MAX_CONNECTIONS: Final = 256
 
 
 @pytest.fixture(scope="session", params=[True, False], ids=["uvloop", "asyncio"])
@@ -42,10 +42,13 @@ async def silent(server: Served, count: int) -> AsyncIterator[list[asyncio.Strea
 
 async def test_silent_handshakes_hold_up_no_new_client() -> None:
     """490 silent connections took all 512 files of a process for a minute: no client was answered."""
-    async with served(ClientLimits(check_every_s=0.02, connections=MOST), CERTIFICATE) as server, silent(server, 490):
+    async with (
+        served(ClientLimits(check_every_s=0.02, connections=MAX_CONNECTIONS), CERTIFICATE) as server,
+        silent(server, 490),
+    ):
         for _ in range(3):
             await server.answers()
-        assert server.closed(Closed.TOO_MANY) >= 490 - MOST
+        assert server.closed(Closed.TOO_MANY) >= 490 - MAX_CONNECTIONS
 
 
 async def test_a_handshake_that_does_not_end_is_given_up() -> None:

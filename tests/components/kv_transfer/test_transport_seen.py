@@ -61,7 +61,7 @@ def test_a_segment_that_is_mapped_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_many_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transport, "MOST_CONNECTIONS", 1)
+    monkeypatch.setattr(transport, "MAX_CONNECTIONS", 1)
     pairs = [socket.socketpair(socket.AF_UNIX) for _ in range(3)]  # no TCP: not counted
     with socket.create_server(("127.0.0.1", 0)) as listener:
         clients = [socket.create_connection(listener.getsockname()) for _ in range(3)]

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 
 from components.messaging import bus as bus_module
-from components.messaging.bus import MOST_PINGS, PING_EVERY_S, Bus, _ConnectionReports
+from components.messaging.bus import MAX_PINGS, PING_EVERY_S, Bus, _ConnectionReports
 
 
 def test_contact_is_as_old_as_the_pings_without_an_answer_and_then_as_the_outage(
@@ -24,4 +24,4 @@ def test_contact_is_as_old_as_the_pings_without_an_answer_and_then_as_the_outage
     asyncio.run(reports.on_disconnected())
     now_s += 10
     asyncio.run(reports.on_disconnected())  # a failed attempt to reconnect is the same outage
-    assert bus.contact_age_s() == 10 + MOST_PINGS * PING_EVERY_S
+    assert bus.contact_age_s() == 10 + MAX_PINGS * PING_EVERY_S

@@ -11,7 +11,7 @@ from components.errors import IllegalTransition
 from components.lifecycle import Lifecycle
 from components.routing.health import (
     FIRST_SHARE,
-    MOST_CREDIT,
+    MAX_CREDIT,
     NEXT,
     USUAL,
     WARM_S,
@@ -218,7 +218,7 @@ def test_one_that_comes_or_comes_back_idle_gets_a_share_that_grows(failed_before
     fair = per_s / 10
     for second, count in enumerate(got):
         share = FIRST_SHARE + (1 - FIRST_SHARE) * (second + 1) / WARM_S
-        assert count <= fair * share + MOST_CREDIT
+        assert count <= fair * share + MAX_CREDIT
         assert count >= fair * (FIRST_SHARE + (1 - FIRST_SHARE) * second / WARM_S) - 2
     assert sum(got) < 0.62 * fair * WARM_S
     for at in range(100):

@@ -60,7 +60,7 @@ def test_none_is_dropped_while_all_works(tmp_path: Path) -> None:
 def test_spans_beyond_what_waits_for_the_export_are_export_slow(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(span_export, "MOST_WAITING", 10)
+    monkeypatch.setattr(span_export, "MAX_WAITING", 10)
     assert exported(tmp_path, None, 13) == {**NONE, "export_slow": 3}
 
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from components.telemetry.logs import configure_logs, log_progress, log_ready
-from components.telemetry.repeated_lines import BURST, MOST_WINDOWS, WINDOW_S, CountingHandler, requests
+from components.telemetry.repeated_lines import BURST, MAX_WINDOWS, WINDOW_S, CountingHandler, requests
 
 log = logging.getLogger("components.counted")
 
@@ -184,10 +184,10 @@ def test_a_line_that_is_held_back_is_told_without_another_line() -> None:
 
 
 def test_messages_that_are_all_unlike_take_bounded_memory(lines: Lines) -> None:
-    for n in range(3 * MOST_WINDOWS):
+    for n in range(3 * MAX_WINDOWS):
         log.info(f"message {n}")
-    assert len(lines.take()) == 3 * MOST_WINDOWS
-    assert len(lines.handler._windows) <= MOST_WINDOWS
+    assert len(lines.take()) == 3 * MAX_WINDOWS
+    assert len(lines.handler._windows) <= MAX_WINDOWS
 
 
 def test_threads_lose_no_line(lines: Lines) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.engine_core import EngineCore
-from engine.core.outcomes import MOST_FAILED, EngineBroken
+from engine.core.outcomes import MAX_FAILED_STEPS, EngineBroken
 from engine.ports import Engine, EngineRequest
 from engine.runner.step_runner import Launched, StepFailed
 from engine.scheduler.request import Chunk
@@ -52,30 +52,32 @@ def test_an_engine_whose_steps_all_fail_is_dead_after_a_few(tmp_path: Path) -> N
     """It lived on, and failed every request that came: with nothing to do it looked like the best choice."""
     failed: list[str] = []
     core = breaking(make_mock(tmp_path), every_step)
-    for number in range(MOST_FAILED - 1):
+    for number in range(MAX_FAILED_STEPS - 1):
         ask(core, f"r{number}", prompt(20, start=number), failed)
-    assert failed == [f"r{number}" for number in range(MOST_FAILED - 1)]
-    with pytest.raises(EngineBroken, match=f"{MOST_FAILED} steps in a row failed, the last one with: out of memory"):
-        ask(core, "last", prompt(20, start=MOST_FAILED), failed)
+    assert failed == [f"r{number}" for number in range(MAX_FAILED_STEPS - 1)]
+    with pytest.raises(
+        EngineBroken, match=f"{MAX_FAILED_STEPS} steps in a row failed, the last one with: out of memory"
+    ):
+        ask(core, "last", prompt(20, start=MAX_FAILED_STEPS), failed)
 
 
 def test_a_request_that_fails_each_of_its_steps_does_not_end_the_engine(tmp_path: Path) -> None:
     failed: list[str] = []
     core = breaking(make_mock(tmp_path), with_poison)
     poison = [99, *prompt(20)]
-    for number in range(3 * MOST_FAILED):
+    for number in range(3 * MAX_FAILED_STEPS):
         ask(core, f"r{number}", poison, failed)
-    assert len(failed) == 3 * MOST_FAILED
+    assert len(failed) == 3 * MAX_FAILED_STEPS
 
 
 def test_a_step_that_lands_begins_the_count_anew(tmp_path: Path) -> None:
     failed: list[str] = []
     core = breaking(make_mock(tmp_path), with_poison)
-    for number in range(3 * MOST_FAILED):
+    for number in range(3 * MAX_FAILED_STEPS):
         ask(core, f"bad{number}", [99, *prompt(20, start=number)], failed)
-        if number % (MOST_FAILED - 1) == MOST_FAILED - 2:
+        if number % (MAX_FAILED_STEPS - 1) == MAX_FAILED_STEPS - 2:
             ask(core, f"good{number}", prompt(20), failed)
-    assert failed == [f"bad{number}" for number in range(3 * MOST_FAILED)]
+    assert failed == [f"bad{number}" for number in range(3 * MAX_FAILED_STEPS)]
 
 
 @pytest.mark.anyio
@@ -84,7 +86,7 @@ async def test_the_loop_of_a_dead_engine_says_so(tmp_path: Path, *, thread: bool
     async with run_engine(lambda: breaking(make_mock(tmp_path), every_step), thread=thread) as loop:
         failed: list[str] = []
         loop.on_output(lambda output: failed.extend(one.request_id for one in output.failed))
-        for number in range(MOST_FAILED):
+        for number in range(MAX_FAILED_STEPS):
             request = EngineRequest(f"r{number}", prompt(20, start=number), greedy(2))
             await eventually(lambda number=number: len(failed) == number)  # type: ignore[misc]
             await loop.between_steps(lambda engine, request=request: engine.submit(request))  # type: ignore[misc]

@@ -18,7 +18,7 @@ from tests.services.decode.test_decode_service import FRONT, ID, ROOM, STAMP, De
 
 pytestmark = pytest.mark.anyio
 
-MOST_TURNS: Final = 3  # between two events; a failed transfer is settled two turns later
+MAX_TURNS: Final = 3  # between two events; a failed transfer is settled two turns later
 
 
 async def _announced(decode: Decode) -> None:
@@ -66,7 +66,7 @@ def _drawn(decode: Decode) -> list[int]:
 async def test_each_token_is_sent_once(first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.decode.prefill_client.randbits", lambda _: STAMP - 1)
     for others in permutations([name for name in EVENTS if name != first], 2):
-        for pauses in product(range(MOST_TURNS + 1), repeat=2):
+        for pauses in product(range(MAX_TURNS + 1), repeat=2):
             order = [first, *others]
             bus = FakeBus()
             async with open_outbox(bus, "d", lambda: "mine", lambda: 1) as outbox:

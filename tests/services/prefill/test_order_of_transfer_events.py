@@ -14,7 +14,7 @@ from tests.services.prefill.test_prefill_service import ROOM, Prefill
 
 pytestmark = pytest.mark.anyio
 
-MOST_TURNS: Final = 3  # between two events
+MAX_TURNS: Final = 3  # between two events
 
 
 async def _asked(prefill: Prefill) -> None:
@@ -77,7 +77,7 @@ async def _run(order: tuple[str, ...], pause: int) -> None:
 async def test_nothing_is_written_after_quiet_and_nothing_is_kept(first: str) -> None:
     others = [name for name in (*EVENTS, "quiesced") if name != first]
     for following in permutations(others):
-        for pause in range(MOST_TURNS):
+        for pause in range(MAX_TURNS):
             order = (first, *following)
             try:
                 await _run(order, pause)

@@ -6,11 +6,11 @@ import { useMesh } from "./feed.js";
 import { age, bytes, clock, ms, percent, rate, short } from "./format.js";
 import { html } from "./html.js";
 
-const MOST_CARDS = 8; // of a role; more are cells
-const MOST_ARROWS = 30;
-const MOST_WIDE = 12; // arrows; more are thin
-const MOST_NAMED = 4; // arrows with their rate beside them
-const MOST_LINKS = 10; // listed before "show all"
+const MAX_CARDS = 8; // of a role; more are cells
+const MAX_ARROWS = 30;
+const MAX_WIDE = 12; // arrows; more are thin
+const MAX_NAMED = 4; // arrows with their rate beside them
+const MAX_LINKS = 10; // listed before "show all"
 const COLUMNS = [
   ["entry", ["frontend", "bootstrap"]],
   ["prefill", ["prefill"]],
@@ -103,7 +103,7 @@ class Tile extends Component {
 // Instances of one role. Tab stops once; arrows move within.
 function Group({ role, instances, selected, onSelect }) {
   const [stop, setStop] = useState("");
-  const compact = instances.length > MOST_CARDS;
+  const compact = instances.length > MAX_CARDS;
   const stopId = instances.some((of) => of.id === stop) ? stop : instances[0]?.id;
   const onKeyDown = (event) => {
     const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
@@ -142,7 +142,7 @@ function Arrows({ links, layout, box, selected }) {
   const [shapes, setShapes] = useState([]);
   const shown = busiest(links)
     .filter((link) => link.bytes_per_s > 0 || link.from === selected || link.to === selected)
-    .slice(0, MOST_ARROWS);
+    .slice(0, MAX_ARROWS);
   const signature = shown.map((l) => `${l.from}>${l.to}:${Math.round(2 * Math.log10(1 + l.bytes_per_s))}`).join();
   useLayoutEffect(() => {
     const root = box.current;
@@ -155,7 +155,7 @@ function Arrows({ links, layout, box, selected }) {
       const around = tile.parentElement.getBoundingClientRect(); // a line begins beside the cells, not among them
       return { x: (side === "right" ? around.right : around.left) - base.left, y: at.top + at.height / 2 - base.top };
     };
-    const most = shown.length > MOST_WIDE ? 2.5 : 8;
+    const most = shown.length > MAX_WIDE ? 2.5 : 8;
     setShapes(
       shown.flatMap((link) => {
         const a = edge(link.from, "right");
@@ -167,7 +167,7 @@ function Arrows({ links, layout, box, selected }) {
       }),
     );
   }, [signature, layout, selected]);
-  const named = shapes.length <= MOST_NAMED;
+  const named = shapes.length <= MAX_NAMED;
   return html`<svg class="arrows" aria-hidden="true">
     ${shapes.map(
       ({ link, width, path, x, y }) => html`<g key=${`${link.from}>${link.to}`} class=${[
@@ -186,7 +186,7 @@ function Arrows({ links, layout, box, selected }) {
 function Links({ links }) {
   const [all, setAll] = useState(false);
   const sorted = busiest(links);
-  const shown = all ? sorted : sorted.slice(0, MOST_LINKS);
+  const shown = all ? sorted : sorted.slice(0, MAX_LINKS);
   if (!sorted.length) {
     return html`<section class="links"><h2>KV transfers</h2><p class="none">no transfer yet</p></section>`;
   }
@@ -218,7 +218,7 @@ function Links({ links }) {
         </tbody>
       </table>
     </div>
-    ${sorted.length > MOST_LINKS &&
+    ${sorted.length > MAX_LINKS &&
     html`<button class="plain" onClick=${() => setAll(!all)}>${all ? "Show fewer" : `Show all ${sorted.length}`}</button>`}
   </section>`;
 }

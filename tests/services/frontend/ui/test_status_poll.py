@@ -15,7 +15,7 @@ from components.wire.status import Status
 from services.frontend.ui.load_history import LoadHistory
 from services.frontend.ui.mesh_load import MeshLoad
 from services.frontend.ui.mesh_view import Reports
-from services.frontend.ui.status_poll import AT_ONCE, MOST_ASKED, StatusPoll
+from services.frontend.ui.status_poll import AT_ONCE, MAX_ASKED_PER_S, StatusPoll
 from tests.components.discovery.records import record
 
 pytestmark = pytest.mark.anyio
@@ -74,14 +74,14 @@ async def test_each_other_frontend_is_asked_for_its_new_samples() -> None:
 
 
 async def test_in_a_large_mesh_all_get_their_turn_a_few_at_a_time() -> None:
-    poll, bus, _, reports = polled(4 * MOST_ASKED)
+    poll, bus, _, reports = polled(4 * MAX_ASKED_PER_S)
     await poll.once()
-    assert bus.asked.total() == MOST_ASKED
+    assert bus.asked.total() == MAX_ASKED_PER_S
     assert bus.most_at_once <= AT_ONCE
     for _ in range(3):
         await poll.once()
     assert set(bus.asked.values()) == {1}
-    assert len(bus.asked) == len(reports.statuses) == 4 * MOST_ASKED
+    assert len(bus.asked) == len(reports.statuses) == 4 * MAX_ASKED_PER_S
 
 
 async def test_an_instance_that_does_not_answer_is_counted_until_it_does_or_is_gone() -> None:

@@ -10,7 +10,7 @@ import pytest
 from components.aio import background
 from components.errors import Overloaded
 from services.frontend.ui import feed as feed_module
-from services.frontend.ui.feed import MOST_UNSENT, MOST_VIEWERS, Feed, View, changes
+from services.frontend.ui.feed import MAX_UNSENT, MAX_VIEWERS, Feed, View, changes
 from tests.services.frontend.fake_mesh import FakeMesh
 from tests.services.frontend.ui.parts import make_page, served
 
@@ -113,21 +113,21 @@ async def test_a_viewer_that_falls_behind_gets_a_new_snapshot() -> None:
         mesh.instances["d1"]["running"] = 1
         await until(events, "instances")
         looks = mesh.looks
-        while mesh.looks < looks + 2 * MOST_UNSENT:  # it reads nothing meanwhile
+        while mesh.looks < looks + 2 * MAX_UNSENT:  # it reads nothing meanwhile
             mesh.instances["d1"]["running"] += 1
             await asyncio.sleep(0.001)
         kinds = []
         while "snapshot" not in kinds:
             kind, fields = parsed(await anext(events))
             kinds.append(kind)
-        assert len(kinds) <= MOST_UNSENT + 1
+        assert len(kinds) <= MAX_UNSENT + 1
         assert fields["instances"]["d1"]["running"] > 1
         await events.aclose()
 
 
 async def test_viewers_are_bounded() -> None:
     feed = Feed(View)
-    viewers = [feed.watch() for _ in range(MOST_VIEWERS)]
+    viewers = [feed.watch() for _ in range(MAX_VIEWERS)]
     for viewer in viewers:
         await anext(viewer)
     with pytest.raises(Overloaded):
