@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Coroutine, Iterator
 from types import TracebackType
 from typing import Any, TypeVar
 
@@ -43,6 +43,40 @@ async def background(work: Coroutine[Any, Any, None], name: str) -> AsyncIterato
         error = failed.exceptions[-1]  # the body's own is the last
     if error is not None:
         raise error
+
+
+class BackgroundTasks:
+    """Owns tasks that run beside their caller: the event loop itself keeps only weak references."""
+
+    __slots__ = ("_tasks",)
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def __iter__(self) -> Iterator[asyncio.Task[Any]]:
+        return iter(self._tasks)
+
+    def start(self, work: Coroutine[Any, Any, T], name: str | None = None) -> asyncio.Task[T]:
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def drain(self) -> None:
+        """Wait until all tasks have ended, also those that start meanwhile. Their errors are not raised."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    async def close(self) -> None:
+        self.cancel()
+        await self.drain()
 
 
 class time_limit:  # noqa: N801 - it is used as `asyncio.timeout` is

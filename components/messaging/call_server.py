@@ -18,6 +18,7 @@ from nats.micro.service import EndpointConfig, EndpointStats
 from opentelemetry import context, trace
 from opentelemetry.trace import SpanKind, StatusCode
 
+from components.aio import BackgroundTasks
 from components.errors import InvariantBroken, MeshError, PeerLost
 from components.messaging.bus import Bus, nats_errors
 from components.messaging.clocks import PeerClocks
@@ -83,7 +84,7 @@ class CallServer:
         self._url = url  # for errors
         self._refusals = refusals
         self._clocks = clocks
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
         self._answers = SentAnswers()
         self._errors: dict[str, int] = {e.name: 0 for e in endpoints}
 
@@ -95,20 +96,16 @@ class CallServer:
             return partial(self._answer, endpoint)
 
         async def start(request: Request) -> None:
-            task = asyncio.create_task(self._answer(endpoint, request))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._answer(endpoint, request))
 
         return start
 
     def cancel(self) -> None:
         """Leave running calls without an answer."""
-        for task in self._tasks:
-            task.cancel()
+        self._tasks.cancel()
 
     async def drain(self) -> None:
-        while self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.drain()
 
     async def _answer(self, endpoint: Endpoint, request: Request) -> None:
         reply = request._msg.reply

@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from random import Random
 from typing import Final
 
-from components.aio import background
+from components.aio import BackgroundTasks, background
 from components.errors import MeshError
 from components.messaging.bus import Bus
 from components.messaging.liveness import EVERY_S, Liveness
@@ -29,7 +29,7 @@ class Questions:
         self._rng = rng
         self._allowance = Allowance()
         self._asking: dict[str, asyncio.Task[int | None]] = {}  # latest question, by instance id
-        self._tasks: set[asyncio.Task[int | None]] = set()
+        self._tasks = BackgroundTasks()
         self._waits: dict[str, tuple[float, float]] = {}  # of lost instances: seconds, and monotonic end
 
     def take(self, wanted: int) -> int:
@@ -74,16 +74,11 @@ class Questions:
                 self._ask(record, b"")
 
     async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.close()
 
     def _ask(self, record: InstanceRecord, hashes: bytes) -> asyncio.Task[int | None]:
-        task = asyncio.create_task(self._answer(record, hashes), name=f"ask {record.instance_id}")
+        task = self._tasks.start(self._answer(record, hashes), f"ask {record.instance_id}")
         self._asking[record.instance_id] = task
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
         return task
 
     async def _answer(self, record: InstanceRecord, hashes: bytes) -> int | None:

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter
 
+from components.aio import BackgroundTasks
 from components.discovery.registry import Registration
 from components.errors import MalformedMessage, MeshError, Overloaded
 from components.messaging.bus import Bus
@@ -42,7 +43,7 @@ class BootstrapService:
         self._instance_id = registration.instance_id
         self.draining = False  # by an operator's order
         self._open: dict[str, _Room] = {}  # by room
-        self._forwarding: set[asyncio.Task[None]] = set()
+        self._forwarding = BackgroundTasks()
         OnDemand(metrics).gauge("kvmesh_open_rooms", "Bootstrap rooms open in this replica.", lambda: len(self))
         self._ended = Counter(
             "kvmesh_rooms_ended",
@@ -83,9 +84,7 @@ class BootstrapService:
         self._open[request.room] = _Room(
             request.request_id, request.prefill_id, request.deadline_unix_ms, time.monotonic()
         )
-        forwarding = asyncio.create_task(self._forward(request), name=f"forward {request.room}")
-        self._forwarding.add(forwarding)
-        forwarding.add_done_callback(self._forwarding.discard)
+        self._forwarding.start(self._forward(request), f"forward {request.room}")
         return RoomOk(room=request.room)
 
     async def close(self, request: CloseRooms) -> RoomsClosed:

@@ -2,11 +2,12 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine
-from typing import Any, Final
+from contextlib import suppress
+from typing import Final
 
 from prometheus_client import Counter
 
+from components.aio import BackgroundTasks
 from components.errors import Cancelled, KvUnavailable, MeshError, PeerBroken, PeerLost, PrefillLost
 from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
@@ -73,8 +74,8 @@ class RequestRunner:
         self._on_transfer_failure = on_transfer_failure
         self._masks = masks
         self._rate = PromptRate()
-        self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._settling: set[asyncio.Task[None]] = set()  # of those: the request has ended, its pages are still pinned
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # of requests, by engine id
+        self._settling = BackgroundTasks()  # the request has ended, its pages are still pinned
         self._local = Counter(
             "kvmesh_prompts_computed_on_decode",
             "Prompts that decode computed itself, by reason.",
@@ -92,7 +93,9 @@ class RequestRunner:
         engine.report(BatchLog(engine.engine.kv_region.layout.page_size, more=self._transfers_to_log).stepped)
 
     def start(self, active: ActiveRequest) -> None:
-        self._keep(active.engine_id, self._run(active))
+        engine_id = active.engine_id
+        task = self._tasks[engine_id] = asyncio.create_task(self._run(active), name=engine_id)
+        task.add_done_callback(lambda _: self._tasks.pop(engine_id, None))
 
     def stop(self, active: ActiveRequest, error: MeshError) -> None:
         self.engine.between_steps(lambda engine: engine.cancel(active.engine_id), light=True)
@@ -143,12 +146,12 @@ class RequestRunner:
         minute. Giving up is safe: this process ends, so no request reuses the pages.
         """
         await self.active.drained()
-        while running := set(self._tasks.values()) - self._settling:
-            await asyncio.wait(running)
-        if self._settling:
-            await asyncio.wait(self._settling, timeout=SETTLE_S)
-        for task in self._settling:
-            task.cancel()
+        while self._tasks:
+            await asyncio.wait(self._tasks.values())
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SETTLE_S):
+                await self._settling.drain()
+        self._settling.cancel()
 
     async def _run(self, active: ActiveRequest) -> None:
         with use_span(active.span):
@@ -322,15 +325,7 @@ class RequestRunner:
             await self.prefill.settle(transfer, cancelled=cancelled)
             self.engine.between_steps(lambda engine: engine.release(transfer.engine_id), light=True)
 
-        task = self._keep(f"settle {transfer.engine_id}", settle())
-        self._settling.add(task)
-        task.add_done_callback(self._settling.discard)
-
-    def _keep(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
-        task = asyncio.create_task(work, name=name)
-        self._tasks[name] = task
-        task.add_done_callback(lambda _: self._tasks.pop(name, None))
-        return task
+        self._settling.start(settle(), f"settle {transfer.engine_id}")
 
     def _stepped(self, output: StepOutput) -> None:
         self._metrics.record(output.stats)

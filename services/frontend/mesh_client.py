@@ -11,6 +11,7 @@ from typing import Final
 from msgspec import structs
 from opentelemetry import trace
 
+from components.aio import BackgroundTasks
 from components.errors import DecodeLost, FramesLost, MeshError, NobodyListens
 from components.messaging.bus import Bus
 from components.messaging.clocks import now_ms, remaining_s
@@ -51,7 +52,7 @@ class MeshClient:
         self._inbox = inbox
         self._decodes = decodes.alive
         self._model = model
-        self._sending: set[asyncio.Task[None]] = set()  # messages on their way
+        self._sending = BackgroundTasks()  # messages on their way
         self._served: list[ServedModel] = []  # by the instances that were last seen
         self.moves = Moves()
         self.choice = DecodeChoice(decodes, model, no_worker_wait_s)
@@ -167,9 +168,7 @@ class MeshClient:
             with contextlib.suppress(MeshError):  # a lost instance needs no message
                 await self._bus.publish(subject, message)
 
-        task = asyncio.create_task(send())
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        self._sending.start(send())
 
     def _instance_lost(self, record: InstanceRecord, why: str) -> None:
         self._inbox.fail_instance(record.instance_id, DecodeLost(f"decode {record.instance_id}: {why}"))

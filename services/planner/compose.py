@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from components.aio import BackgroundTasks
 from components.errors import BackendUnavailable
 from components.planning.planner import Change
 from components.planning.samples import PLANNED, Planned
@@ -24,7 +25,7 @@ class ComposeConnector:
         flags = [word for file in (files or "").split(":") if file for word in ("-f", file)]
         self._command = [*shlex.split(command), *flags, *(["-p", project] if project else [])]
         self._under_way: dict[Planned, int] = {}  # removing a worker lasts until it has drained
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks = BackgroundTasks()
 
     async def counts(self) -> Mapping[Planned, int]:
         """Running containers of each role; during a change, the number that was ordered. Raises: BackendUnavailable."""
@@ -35,9 +36,7 @@ class ComposeConnector:
         if self._under_way:
             raise BackendUnavailable("another change is in progress")
         self._under_way[change.role] = change.after
-        task = asyncio.create_task(self._scale(change.role, change.after), name="compose-scale")
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks.start(self._scale(change.role, change.after), "compose-scale")
 
     async def _count(self, role: Planned) -> int:
         if (under_way := self._under_way.get(role)) is not None:

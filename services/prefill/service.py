@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 from opentelemetry import trace
 
+from components.aio import BackgroundTasks
 from components.discovery.registry import Registration, Registry
 from components.errors import Cancelled, MeshError, PeerLost, Rejected, TransferFailed
 from components.kv_transfer.backend import KvTransfer
@@ -70,7 +71,7 @@ class PrefillService:
         self._outbound: dict[str, OutboundTransfer] = {}  # by request id
         self._idle = asyncio.Event()
         self._idle.set()
-        self._tasks: set[asyncio.Task[None]] = set()  # messages to send, peers to disconnect
+        self._tasks = BackgroundTasks()  # messages to send, peers to disconnect
         self._rooms = Rooms(bus, registry, self._in_background)
         self._tally = Tally(NEXT)
         self._rate = PromptRate()
@@ -207,8 +208,7 @@ class PrefillService:
         """Wait until every transfer is over and every message is sent."""
         await self._idle.wait()
         self._rooms.send_closes()
-        if self._tasks:
-            await asyncio.wait(self._tasks)
+        await self._tasks.drain()
 
     def stop_all(self, cause: str) -> None:
         for transfer in self._outbound.values():
@@ -329,10 +329,7 @@ class PrefillService:
             self._in_background(self._writes.disconnect(was.kv.agent), f"disconnect {was.instance_id}")
 
     def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        task = asyncio.create_task(work, name=name)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(_log_failure)
+        self._tasks.start(work, name).add_done_callback(_log_failure)
 
 
 def _fail_unless_submitted(done: asyncio.Future[None], transfer: OutboundTransfer) -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from components.aio import Failure, background, ended, first, raises, time_limit
+from components.aio import BackgroundTasks, Failure, background, ended, first, raises, time_limit
 from components.errors import DeadlineExceeded
 
 
@@ -317,5 +317,41 @@ def test_ended_outlasts_every_cancellation_and_raises_one() -> None:
         await asyncio.wait((waiting,))
         assert waiting.cancelled()
         await ended(asyncio.create_task(breaks()))
+
+    in_loop(test)
+
+
+def test_background_tasks_are_held_until_they_end_and_waited_for_with_those_they_start() -> None:
+    async def test() -> None:
+        tasks, done = BackgroundTasks(), list[str]()
+
+        async def work(name: str, then: str = "") -> None:
+            await asyncio.sleep(0)
+            done.append(name)
+            if then:
+                tasks.start(work(then), then)
+
+        first_task = tasks.start(work("first", then="second"), "first")
+        assert (first_task.get_name(), len(tasks)) == ("first", 1)
+        await tasks.drain()
+        assert done == ["first", "second"]
+        assert not tasks
+
+    in_loop(test)
+
+
+def test_a_close_of_background_tasks_waits_for_work_that_takes_its_time_to_end() -> None:
+    async def test() -> None:
+        tasks, seen, finish = BackgroundTasks(), list[str](), asyncio.Event()
+        tasks.start(stubborn(seen, finish))
+        await asyncio.sleep(0)
+        closing = asyncio.create_task(tasks.close())
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not closing.done()
+        finish.set()
+        await closing
+        assert seen
+        assert not tasks
 
     in_loop(test)

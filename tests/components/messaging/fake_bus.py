@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from components.aio import BackgroundTasks
 from components.errors import DeadlineExceeded, MeshError, MessageTooLarge, NobodyListens
 from components.messaging.call_server import Endpoint
 from components.messaging.refusals import Refusals
@@ -24,7 +25,7 @@ class FakeBus:
         self.broken: MeshError | None = None  # raised instead of sending
         self.no_responders: dict[str, Callable[[], None]] = {}  # to be called where nobody listens
         self.max_bytes = 8 << 20
-        self._tasks: set[asyncio.Task[Any]] = set()
+        self._tasks = BackgroundTasks()
 
     def serve(self, subject: str, endpoints: list[Endpoint]) -> None:
         """Let these endpoints answer."""
@@ -52,9 +53,7 @@ class FakeBus:
     async def publish(self, subject: str, message: Struct) -> None:
         handler = self._send(subject, message)
         if handler is not None:
-            task = asyncio.ensure_future(self._answer(handler, message))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._tasks.start(self._answer(handler, message))
 
     def steady_s(self) -> float:
         return 3600.0

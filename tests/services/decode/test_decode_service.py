@@ -181,7 +181,7 @@ class Decode:
     async def until_nothing_runs(self) -> None:
         """What prefill and bootstrap answer comes in several turns of the loop."""
         async with asyncio.timeout(5):
-            while self.runner._tasks:
+            while self.runner._tasks or self.runner._settling:
                 await asyncio.sleep(0)
         await turns()
 
@@ -222,6 +222,7 @@ class Decode:
     def assert_nothing_is_kept(self) -> None:
         assert not self.queues()
         assert not self.runner._tasks
+        assert not self.runner._settling
         assert not self.prefill_client._transfers
         assert not len(self.active)
         assert not self.active._by_stream
