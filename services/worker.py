@@ -35,12 +35,15 @@ from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.spans import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.embed import EmbeddingModel
+from components.wire.generate import GenerateRequest
 from components.wire.heartbeat import Heartbeat
+from components.wire.prefill import PrefillRequest
+from components.wire.tokens import PromptBlocks
 from engine.config import EngineConfig
 from engine.loop.engine_loop import EngineLoop
 from engine.loop.profiler import EngineProfiler
 from engine.model.resolve import model_dir, served_name
-from engine.ports import max_request_pages
+from engine.ports import EngineRequest, Phase, TokenMask, max_request_pages
 from engine.start import start_engine
 
 RANK: Final = "services.rank"
@@ -72,6 +75,30 @@ def check_adapter(adapter: str, known: Container[str], served: str) -> None:
     """Raises: UnknownModel."""
     if adapter and adapter not in known:
         raise UnknownModel(f"this instance has no adapter {adapter!r} of {served!r}")
+
+
+def engine_request(
+    request: GenerateRequest | PrefillRequest,
+    engine_id: str,
+    token_ids: Sequence[int],
+    blocks: PromptBlocks,
+    *,
+    phase: Phase,
+    mask: TokenMask | None = None,
+) -> EngineRequest:
+    """`engine_id` is unique within the engine; `token_ids` and `blocks` are the message's, unpacked."""
+    return EngineRequest(
+        request_id=engine_id,
+        token_ids=token_ids,
+        sampling=request.sampling,
+        phase=phase,
+        cache_salt=request.cache_salt,
+        num_generated=request.num_generated,
+        mask=mask,
+        priority=request.priority,
+        adapter=request.adapter,
+        blocks=blocks,
+    )
 
 
 def model_name(settings: WorkerSettings) -> str:

@@ -24,12 +24,13 @@ from components.wire.prefill import KvComing
 from components.wire.sampling import Constraint
 from engine.loop.engine_loop import EngineLoop
 from engine.loop.log_line import BatchLog
-from engine.ports import Engine, EngineRequest, Phase, StepOutput, TokenMask, TokenOutput
+from engine.ports import Engine, Phase, StepOutput, TokenMask, TokenOutput
 from services.decode.config import OnTransferFailure
 from services.decode.inbound import InboundState, InboundTransfer
 from services.decode.prefill_choice import LocalPrefill, LocalPrefillReason, PrefillChoice
 from services.decode.prefill_client import PrefillClient
 from services.decode.requests import SPAN_FIRST, SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, RequestState
+from services.worker import engine_request
 
 log = logging.getLogger(__name__)
 
@@ -286,17 +287,8 @@ class RequestRunner:
     def _submit(self, active: ActiveRequest, phase: Phase) -> None:
         request = active.request
         active.wait(SPAN_LOCAL_PREFILL)
-        prompt = EngineRequest(
-            request_id=active.engine_id,
-            token_ids=active.token_ids,
-            sampling=request.sampling,
-            phase=phase,
-            cache_salt=request.cache_salt,
-            num_generated=request.num_generated,
-            mask=active.mask,
-            priority=request.priority,
-            adapter=request.adapter,
-            blocks=active.blocks,
+        prompt = engine_request(
+            request, active.engine_id, active.token_ids, active.blocks, phase=phase, mask=active.mask
         )
 
         # Branches may be cancelled while the mask is compiled.

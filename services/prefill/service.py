@@ -38,7 +38,7 @@ from engine.loop.log_line import BatchLog
 from engine.ports import Engine, EngineRequest, Phase, StepOutput, TokenMask
 from services.prefill.outbound import NEXT, OutboundState, OutboundTransfer
 from services.prefill.rooms import Rooms
-from services.worker import check_addressed
+from services.worker import check_addressed, engine_request
 
 log = logging.getLogger(__name__)
 
@@ -216,16 +216,8 @@ class PrefillService:
 
     def _accept(self, request: PrefillRequest, span: trace.Span) -> PrefillAccepted:
         blocks = self._engine.engine.prompt_blocks(request.token_ids, request.cache_salt, request.adapter)
-        prompt = EngineRequest(
-            request_id=request.request_id,
-            token_ids=unpack_tokens(request.token_ids),
-            sampling=request.sampling,
-            phase=Phase.PREFILL,
-            cache_salt=request.cache_salt,
-            num_generated=request.num_generated,
-            priority=request.priority,
-            adapter=request.adapter,
-            blocks=blocks,
+        prompt = engine_request(
+            request, request.request_id, unpack_tokens(request.token_ids), blocks, phase=Phase.PREFILL
         )
         transfer = OutboundTransfer(
             self._transfer,
