@@ -59,6 +59,7 @@ COMPONENTS_ORDER: Final = (
     "components.settings_help",
     "components.turns",
     "components.aio",
+    "components.backoff",
     "components.lifecycle",
     "components.startup",
     "components.followed_files",

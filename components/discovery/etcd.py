@@ -10,6 +10,7 @@ from urllib.parse import unquote, urlsplit
 
 import grpc
 
+from components.backoff import Backoff
 from components.certificates import Pem
 from components.credentials import EtcdAccess
 from components.discovery.etcd_stubs import etcd3, etcdrpc
@@ -108,7 +109,7 @@ def keep_lease(
     *,
     access: EtcdAccess = ANYONE,
     renewed: Callable[[float], object] = lambda _: None,
-    failed: Callable[[BackendUnavailable, "Backoff"], object] = lambda *_: None,
+    failed: Callable[[BackendUnavailable, Backoff], object] = lambda *_: None,
 ) -> None:
     """Refresh a lease until `stop` is set or etcd has dropped it.
 
@@ -254,21 +255,3 @@ def _is_refusal(exc: grpc.RpcError) -> bool:
 def _cause(exc: grpc.RpcError) -> str:
     details = exc.details() if hasattr(exc, "details") else None
     return details or type(exc).__name__
-
-
-class Backoff:
-    def __init__(self, first_s: float = 0.2, last_s: float = 5.0) -> None:
-        self._first_s = first_s
-        self._last_s = last_s
-        self._next_s = first_s
-        self.failures = 0  # in this outage
-
-    def failed(self) -> float:
-        """Seconds until the next try."""
-        self.failures += 1
-        wait_s, self._next_s = self._next_s, min(self._next_s * 2, self._last_s)
-        return wait_s * random.uniform(0.5, 1.0)
-
-    def reset(self) -> None:
-        self._next_s = self._first_s
-        self.failures = 0

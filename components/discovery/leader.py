@@ -10,8 +10,9 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from typing import Any, Final
 
+from components.backoff import Backoff
 from components.credentials import EtcdAccess
-from components.discovery.etcd import ANYONE, Backoff, etcd_client, keep_lease
+from components.discovery.etcd import ANYONE, etcd_client, keep_lease
 from components.errors import BackendUnavailable
 
 log = logging.getLogger(__name__)

@@ -16,13 +16,13 @@ from functools import partial
 from secrets import token_hex
 from typing import Any, Final
 
+from components.backoff import Backoff
 from components.credentials import EtcdAccess
 from components.discovery.book import InstanceBook
 from components.discovery.etcd import (
     ANYONE,
     CALL_TIMEOUT_S,
     HAS_LEADER,
-    Backoff,
     check_access,
     etcd_client,
     keep_lease,

@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from components.backoff import Backoff
 from components.startup import EX_CONFIG
 from services.local.child_process import CannotStart, describe_exit, run, stop
 from services.local.output import Output
@@ -30,17 +31,15 @@ class ChildSpec:
     env: Mapping[str, str]
 
 
-class Backoff:
-    """Delays before restarts, doubled after each short life."""
-
+class RestartDelays:
     def __init__(self) -> None:
-        self._next_s = FIRST_DELAY_S
+        self._backoff = Backoff(FIRST_DELAY_S, LONGEST_DELAY_S, jitter=0.0)
 
     def after(self, lived_s: float) -> float:
+        """Seconds until the restart of a process that lived `lived_s`."""
         if lived_s >= STEADY_S:
-            self._next_s = FIRST_DELAY_S
-        delay_s, self._next_s = self._next_s, min(2 * self._next_s, LONGEST_DELAY_S)
-        return delay_s
+            self._backoff.reset()
+        return self._backoff.failed()
 
 
 class Supervision:
@@ -96,7 +95,7 @@ class Child:
         return True
 
     async def keep_running(self) -> None:
-        backoff, deaths = Backoff(), 0
+        delays, deaths = RestartDelays(), 0
         while not self._stopping.is_set():
             started = time.monotonic()
             returncode = await self._live_once()
@@ -112,7 +111,7 @@ class Child:
                     f"{self.spec.name} ended {GIVE_UP_AFTER} times before it was ready ({cause}); see its output above"
                 )
                 return
-            delay_s = backoff.after(time.monotonic() - started)
+            delay_s = delays.after(time.monotonic() - started)
             self._shared.output.say(
                 self.spec.name, f"died ({cause}), restart in {delay_s:g} s", level="error", restarts=deaths
             )

@@ -20,7 +20,7 @@ from services.local.accounts import OBSERVER as OBSERVER_USER
 from services.local.accounts import Accounts, Backends, Reach
 from services.local.checks import check_plan, own_ports
 from services.local.child_process import CannotStart, describe_exit, kill, run
-from services.local.children import Announce, Backoff, Child, Supervision, running_children
+from services.local.children import Announce, Child, RestartDelays, Supervision, running_children
 from services.local.observer import NAME as OBSERVER
 from services.local.observer import running_observer, with_certificate, with_observer
 from services.local.output import Output
@@ -136,12 +136,12 @@ async def _embedded(kind: Kind, home: Path, supervision: Supervision, accounts: 
 
 
 async def _keep(server: Server, output: Output) -> None:
-    backoff = Backoff()
+    delays = RestartDelays()
     while server.process is not None:
         started = time.monotonic()
         returncode = await server.process.wait()
         await kill(server.process)
-        delay_s = backoff.after(time.monotonic() - started)
+        delay_s = delays.after(time.monotonic() - started)
         output.say(server.kind.name, f"died ({describe_exit(returncode)}), restart in {delay_s:g} s", level="error")
         await asyncio.sleep(delay_s)
         try:

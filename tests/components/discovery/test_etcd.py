@@ -3,7 +3,7 @@ import asyncio
 import grpc
 import pytest
 
-from components.discovery.etcd import Backoff, Endpoint, endpoints, etcd_errors
+from components.discovery.etcd import Endpoint, endpoints, etcd_errors
 from components.discovery.etcd_stubs import etcd3
 from components.discovery.registry import join_registry
 from components.errors import BackendUnavailable
@@ -51,18 +51,6 @@ def test_errors_of_etcd_name_address_cause_and_remedy(error: Exception, cause: s
     said = rf"etcd at http://e:1 cannot be reached \(.*{cause}.*\): start it"
     with pytest.raises(BackendUnavailable, match=said), etcd_errors("http://e:1"):
         raise error
-
-
-def test_waits_double_to_a_limit_with_jitter_and_start_over_after_success() -> None:
-    """Without jitter, thousands of processes asked a recovering etcd in the same moments."""
-    backoff = Backoff(first_s=1, last_s=5)
-    for most in (1, 2, 4, 5, 5):
-        assert most / 2 <= backoff.failed() <= most
-    assert backoff.failures == 5
-    backoff.reset()
-    assert backoff.failures == 0
-    assert 0.5 <= backoff.failed() <= 1
-    assert len({Backoff().failed() for _ in range(10)}) > 1
 
 
 @pytest.mark.parametrize("bad", ["https://etcd:2379", "https://user:secret@etcd", "http://secret@etcd", "grpc://etcd"])

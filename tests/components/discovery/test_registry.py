@@ -8,7 +8,8 @@ from typing import Any, Final
 
 import pytest
 
-from components.discovery.etcd import Backoff, etcd_client, etcd_errors
+from components.backoff import Backoff
+from components.discovery.etcd import etcd_client, etcd_errors
 from components.discovery.registry import PAGE, Registration, Registry, join_registry
 from components.errors import BackendUnavailable, StaleInstance
 from components.urls import without_password

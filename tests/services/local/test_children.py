@@ -16,7 +16,7 @@ from rich.console import Console
 
 from services.local import children
 from services.local.child_process import run
-from services.local.children import Backoff, Child, ChildSpec, Supervision, running_children
+from services.local.children import Child, ChildSpec, RestartDelays, Supervision, running_children
 from services.local.output import Output
 from services.local.shared_memory import SharedMemoryFiles
 
@@ -53,9 +53,9 @@ def exists(pid: int) -> bool:
 
 
 def test_backoff_doubles_to_its_limit_and_starts_over_after_a_long_life() -> None:
-    backoff = Backoff()
-    assert [backoff.after(1.0) for _ in range(6)] == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
-    assert backoff.after(30.0) == 0.5
+    delays = RestartDelays()
+    assert [delays.after(1.0) for _ in range(6)] == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
+    assert delays.after(30.0) == 0.5
 
 
 def test_a_killed_child_is_restarted_and_its_signal_reported() -> None:
