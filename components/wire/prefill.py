@@ -5,7 +5,6 @@ replica's memory.
 """
 
 from components.wire.codec import Dated, Struct, message
-from components.wire.layout import KvLayout
 from components.wire.sampling import SamplingParams
 
 
@@ -25,8 +24,6 @@ class PrefillRequest(Dated):
     cache_salt: str = ""
     priority: int = 0
     adapter: str = ""
-    adapter_identity: str = ""  # hash of its weights; only older versions check it
-    layout: KvLayout | None = None  # likewise
     verify_kv: bool = False  # by checksums in the aux slot
 
 
@@ -65,7 +62,6 @@ class OpenRoom(Dated):
     pages: list[int]  # the whole prompt's, in order
     num_cached_pages: int  # leading pages, not sent
     aux_slot: int
-    layout: KvLayout | None = None  # only older versions check it
 
 
 @message("room-pages.v2")

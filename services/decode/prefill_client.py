@@ -261,8 +261,6 @@ class PrefillClient:
             cache_salt=request.cache_salt,
             priority=request.priority,
             adapter=request.adapter,
-            adapter_identity=prefill.adapters.get(request.adapter, ""),
-            layout=self._transfer.endpoint.layout,
             verify_kv=self._checksums is not None,
         )
         # a step: prefill's span outlasts it
@@ -287,7 +285,6 @@ class PrefillClient:
             deadline_unix_ms=deadline_unix_ms,
             sender=self._registration.instance_id,
             sent_unix_ms=now_ms(),
-            layout=self._transfer.endpoint.layout,
         )
         replicas = [r for r in self._registry.book.of_role("bootstrap") if r.is_understood]
         if not replicas:

@@ -957,15 +957,14 @@ async def test_the_time_of_a_transfer_begins_with_the_offer_and_prefill_is_told_
     decode.assert_nothing_is_kept()
 
 
-async def test_decode_tells_prefill_and_bootstrap_what_its_pages_and_adapters_are(decode: Decode) -> None:
+async def test_prefill_is_asked_for_the_adapter_and_for_no_checksums_by_default(decode: Decode) -> None:
     decode.engine.engine.adapters = {"legal": "w1"}
     kv = endpoint("prefill-p")
     decode.registry.book.put("p", record("p", "1", role="prefill", model="m", kv=kv, adapters={"legal": "w1"}))
     await decode.ask(adapter="legal")
     await decode.reserve()
-    [asked], [offer] = decode.prefill.asked, decode.prefill.offered
-    assert (asked.adapter_identity, asked.layout, offer.layout) == ("w1", LAYOUT, LAYOUT)
-    assert not asked.verify_kv
+    [asked] = decode.prefill.asked
+    assert (asked.adapter, asked.verify_kv) == ("legal", False)
     await decode.land()
     await decode.finish()
 
