@@ -232,9 +232,6 @@ class Engine(Protocol):
     def continues(self, num_tokens: int, sampling: SamplingParams, first_token: int) -> bool:
         """Whether an answer has more tokens than `first_token`, after a prompt of `num_tokens`."""
 
-    def cached_blocks(self) -> list[bytes]:
-        """The sum of all cache events, including unreported ones."""
-
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. An answer that reaches `max_context` ends with "length".
 

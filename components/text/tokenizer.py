@@ -97,10 +97,6 @@ class TextModel:
     def token_bytes(self) -> TokenBytes:
         return TokenBytes(self._tokenizer)
 
-    @property
-    def has_chat_template(self) -> bool:
-        return self._chat_template is not None
-
     def mentions(self, variable: str) -> bool:
         return variable in variables_of(self._chat_template or "")
 

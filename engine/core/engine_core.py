@@ -125,9 +125,6 @@ class EngineCore:
         ends = num_tokens + 1 >= self._limits.length(num_tokens, sampling) or self._limits.stops(sampling, first_token)
         return 0 <= first_token < self._limits.vocab_size and not ends
 
-    def cached_blocks(self) -> list[bytes]:
-        return self._memory.prefix.blocks()
-
     def submit(self, request: EngineRequest) -> None:
         tokens = list(request.token_ids)
         self._limits.check(request, tokens, self._requests)

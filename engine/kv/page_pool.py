@@ -145,9 +145,6 @@ class PrefixCache:
     def page_of(self, block: bytes) -> int | None:
         return self._page_of.get(block)
 
-    def blocks(self) -> list[bytes]:
-        return list(self._page_of)
-
     def insert(self, hashes: Sequence[bytes], pages: Sequence[int]) -> None:
         """Name full pages; a block keeps its page."""
         for block, page in zip(hashes, pages, strict=True):

@@ -86,6 +86,11 @@ def peek(engine: Engine, token_ids: Sequence[int], cache_salt: str = "", adapter
     return engine.peek_prefix(engine.prompt_blocks(pack_tokens(token_ids), cache_salt, adapter))
 
 
+def cached_blocks(engine: EngineCore) -> list[bytes]:
+    """The sum of all cache events, including unreported ones, in the order in which they were stored."""
+    return list(engine._memory.prefix._page_of)
+
+
 def greedy(max_tokens: int, **changes: object) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, temperature=0, **changes)
 

@@ -23,7 +23,7 @@ LOST: Final = 5
 def telling(endpoints: Any) -> Any:
     def wrapper(self: Any) -> list[Endpoint]:
         async def cached_blocks(_: FetchKvDump) -> KvDumpPart:
-            blocks = await self._engine.between_steps(lambda engine: engine.cached_blocks())
+            blocks = await self._engine.between_steps(lambda engine: list(engine._memory.prefix._page_of))
             return KvDumpPart(number=0, blocks=pack_hashes(blocks))
 
         return [*endpoints(self), Endpoint("cached_blocks", FetchKvDump, cached_blocks)]

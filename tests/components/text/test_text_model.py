@@ -44,7 +44,6 @@ def test_a_template_is_found_wherever_a_model_directory_keeps_it(tmp_path: Path,
 def test_a_model_without_template_says_so_and_still_takes_plain_text(tmp_path: Path) -> None:
     save(tmp_path, {})
     text = TextModel.load(tmp_path)
-    assert not text.has_chat_template
     with pytest.raises(Rejected, match="no chat template") as caught:
         text.render(HELLO)
     assert caught.value.fields["param"] == "model"

@@ -10,7 +10,7 @@ from components.wire.tokens import block_hashes, seed_hash
 from engine.core.engine_core import EngineCore
 from engine.ports import EngineRequest, Phase, StepOutput
 from tests.engine.mock_engine import make_mock
-from tests.engine.tiny_engine import GENERATING, greedy, peek, prompt, run
+from tests.engine.tiny_engine import GENERATING, cached_blocks, greedy, peek, prompt, run
 
 PROMPTS = [prompt(n, start=s) + prompt(m, start=9) for n, s, m in [(16, 0, 0), (40, 0, 5), (40, 0, 30), (70, 1, 0)]]
 
@@ -30,7 +30,7 @@ class Replica:
                 self.blocks.remove(block)
 
     def check(self, engine: EngineCore) -> None:
-        assert self.blocks == engine.cached_blocks()
+        assert self.blocks == cached_blocks(engine)
         assert set(self.blocks) == set(engine._memory.prefix._hash_of.values())
 
 
@@ -72,7 +72,7 @@ def test_nothing_is_told_where_nobody_listens(tmp_path: Path) -> None:
     engine.submit(EngineRequest("r", prompt(50), greedy(2)))
     for _ in range(2):
         assert engine.step().cache_events == []
-    assert len(engine.cached_blocks()) == 3
+    assert len(cached_blocks(engine)) == 3
     assert not engine._memory.prefix.events, "nothing piles up"
 
 
