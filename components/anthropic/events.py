@@ -63,13 +63,13 @@ class MessageEvents:
         return data
 
     def end(self, reason: StopReason, sequence: str | None, usage: MessageUsage) -> bytes:
-        told = {
+        event = {
             "type": "message_delta",
             "delta": {"stop_reason": reason, "stop_sequence": sequence},
             "usage": usage.model_dump(),
         }
         last = _stop(self.blocks.all[-1]) if self.blocks.all else b""
-        return b"%bevent: message_delta\ndata: %b\n\n%b" % (last, as_json(told), STOP)
+        return b"%bevent: message_delta\ndata: %b\n\n%b" % (last, as_json(event), STOP)
 
 
 def _start(block: Block) -> bytes:

@@ -29,7 +29,7 @@ from components.discovery.etcd import (
 )
 from components.discovery.etcd_stubs import etcdrpc
 from components.errors import BackendUnavailable, MalformedMessage, StaleInstance
-from components.telemetry.waiting import tells_of_waiting
+from components.telemetry.waiting import waiting_logged
 from components.wire.instances import InstanceRecord, dump_record, load_record
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class Registry:
         )
         thread.start()
         try:
-            async with tells_of_waiting("etcd", self._url):
+            async with waiting_logged("etcd", self._url):
                 await registered.wait()
             yield
         finally:
@@ -254,7 +254,7 @@ async def join_registry(url: str, namespace: str, ttl_s: float, access: EtcdAcce
     thread = threading.Thread(target=registry._mirror, name="etcd-mirror")
     thread.start()
     try:
-        async with tells_of_waiting("etcd", url):
+        async with waiting_logged("etcd", url):
             await registry._synced.wait()
         yield registry
     finally:

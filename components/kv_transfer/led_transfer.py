@@ -50,13 +50,13 @@ class LedTransfer:
         future = self._own.expect(notification, slot)
         self._num_expected += 1
         if self._num_expected == 1:
-            self._tell(Receive(on=True))
+            self._order_all(Receive(on=True))
         future.add_done_callback(self._expected)
         return future
 
     def hasten(self, notification: str) -> None:
         self._own.hasten(notification)
-        self._tell(Hasten())
+        self._order_all(Hasten())
 
     async def catch_up(self) -> None:
         await self._own.catch_up()
@@ -66,9 +66,9 @@ class LedTransfer:
     def _expected(self, _future: asyncio.Future[None]) -> None:
         self._num_expected -= 1
         if not self._num_expected:
-            self._tell(Receive(on=False))
+            self._order_all(Receive(on=False))
 
-    def _tell(self, order: Receive | Hasten) -> None:
+    def _order_all(self, order: Receive | Hasten) -> None:
         for connection in self._connections:
             connection.ask(order).add_done_callback(_noticed)
 

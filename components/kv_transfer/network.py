@@ -65,7 +65,7 @@ def drop_dead_connections() -> None:
 
 
 @contextmanager
-def listeners_told() -> Iterator[None]:
+def new_listeners_logged() -> Iterator[None]:
     """Log the listening sockets that the block opens."""
     before = listeners()
     yield

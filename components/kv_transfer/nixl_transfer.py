@@ -19,7 +19,7 @@ import numpy as np
 from components.errors import TransferFailed
 from components.kv_transfer.aux import HEAD, AuxArrivals, AuxBuffer
 from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
-from components.kv_transfer.network import choose_devices, drop_dead_connections, leave_out_rdma, listeners_told
+from components.kv_transfer.network import choose_devices, drop_dead_connections, leave_out_rdma, new_listeners_logged
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.own_thread import OwnThread
 from components.kv_transfer.pieces import Offsets, Pieces
@@ -327,7 +327,7 @@ async def open_nixl(
 ) -> AsyncIterator[NixlTransfer]:
     transfer = NixlTransfer(region, agent_name, backend, max_request_pages)
     try:
-        with listeners_told():
+        with new_listeners_logged():
             await transfer.start()
         yield transfer
     finally:

@@ -31,7 +31,7 @@ from components.messaging.refusals import Refusals
 from components.messaging.replies import Replies, publish
 from components.messaging.secure_client import ANYONE, SecureClient, TlsRefused
 from components.telemetry.spans import trace_headers
-from components.telemetry.waiting import tells_of_waiting
+from components.telemetry.waiting import waiting_logged
 from components.urls import without_password
 from components.wire.codec import Struct, pack, unpack
 from components.wire.refused import Refused, raised
@@ -223,7 +223,7 @@ async def connect_bus(url: str, name: str, access: NatsAccess = ANYONE) -> Async
         access: each connection uses what its files hold then.
     """
     reports = _ConnectionReports(url)
-    async with tells_of_waiting("NATS", url):
+    async with waiting_logged("NATS", url):
         client = await _connect(url, name, access, reports)
     bus = reports.bus = Bus(client, url)
     try:
@@ -242,15 +242,15 @@ class _ConnectionReports:
         self.bus: Bus | None = None
         self._url = url
         self._away = True
-        self._said = False
+        self._has_reported = False
 
     async def on_error(self, exc: Exception) -> None:
         if not self._away:
             log.warning("NATS client error", extra={"cause": str(exc) or type(exc).__name__})
         elif not self.closing:
-            level = logging.DEBUG if self._said else logging.ERROR
+            level = logging.DEBUG if self._has_reported else logging.ERROR
             log.log(level, "NATS cannot be reached, trying again", extra={"reason": unreachable(self._url, exc)})
-            self._said = True
+            self._has_reported = True
 
     async def on_disconnected(self) -> None:
         if self.bus is not None and not self._away:
@@ -258,11 +258,11 @@ class _ConnectionReports:
         self._away = True
 
     async def on_connected(self) -> None:
-        if self._said:
+        if self._has_reported:
             log.info("NATS connected", extra={"url": without_password(self._url)})
         if self.bus is not None:
             self.bus.reconnected_at = time.monotonic()
-        self._away = self._said = False
+        self._away = self._has_reported = False
 
 
 class _ServerChoice:

@@ -48,7 +48,7 @@ class _Peer:
     before: int
     heard_s: float
     count: int = 0
-    told: int = 0  # last reported skew
+    reported_ms: int = 0  # last reported skew
 
     @property
     def skew_ms(self) -> int:
@@ -89,14 +89,14 @@ class PeerClocks(Collector):
         peer.heard_s = now_s
         peer.count += 1
         skew_ms = peer.skew_ms
-        if abs(skew_ms) > TOLERATED_MS or peer.told:
+        if abs(skew_ms) > TOLERATED_MS or peer.reported_ms:
             self._report(sender, peer, skew_ms)
         return skew_ms
 
     def _report(self, sender: str, peer: _Peer, skew_ms: int) -> None:
         is_certain = skew_ms < 0 or peer.count >= MIN_MESSAGES
-        if is_certain and abs(skew_ms - peer.told) > max(TOLERATED_MS, abs(peer.told) // 2):
-            peer.told = skew_ms
+        if is_certain and abs(skew_ms - peer.reported_ms) > max(TOLERATED_MS, abs(peer.reported_ms) // 2):
+            peer.reported_ms = skew_ms
             log.warning(
                 "clock skew, deadlines are converted", extra={"peer": sender, "ahead_of_peer_s": skew_ms / 1000}
             )

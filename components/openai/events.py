@@ -100,13 +100,13 @@ class Events:
             quoted = quote(reasoning)
             deltas.insert(0, b'"reasoning_content":%b,"reasoning":%b' % (quoted, quoted))
         deltas += [b'"tool_calls":[%b]' % _call(delta) for delta in calls]
-        told = [b"null" if logprobs is None else as_json(logprobs)]
-        told += [b"null"] * (len(deltas) - 1)
+        shown_logprobs = [b"null" if logprobs is None else as_json(logprobs)]
+        shown_logprobs += [b"null"] * (len(deltas) - 1)
         mores = [more, *[More(usage=more.usage)] * (len(deltas) - 1)]
         return b"".join(
             b'%b%d,"delta":{%b},"logprobs":%b,"finish_reason":null%b}]%b%b}\n\n'
             % (self.head, index, delta, shown, *own)
-            for delta, shown, own in zip(deltas, told, mores, strict=True)
+            for delta, shown, own in zip(deltas, shown_logprobs, mores, strict=True)
         )
 
     def finish(self, index: int, reason: str, more: More = NOTHING) -> bytes:

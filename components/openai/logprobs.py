@@ -96,19 +96,19 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]
 
 
 def prompt_parts(
-    token_ids: Sequence[int], told: Sequence[TokenLogprobs], alternatives: int, name: Callable[[int], bytes]
+    token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], alternatives: int, name: Callable[[int], bytes]
 ) -> Items:
-    """Yield the items of a prompt's `PromptLogprobs`; `told` starts with the second token."""
+    """Yield the items of a prompt's `PromptLogprobs`; `logprobs` starts with the second token."""
     yield b"null"
-    for i, of in enumerate(told, 1):
+    for i, of in enumerate(logprobs, 1):
         yield _places.dump_json(_place(token_ids[i], of, alternatives, name))
 
 
 def _place(
-    token_id: int, told: TokenLogprobs, alternatives: int, name: Callable[[int], bytes]
+    token_id: int, logprobs: TokenLogprobs, alternatives: int, name: Callable[[int], bytes]
 ) -> dict[str, PromptLogprob]:
-    ranks = {other: rank for rank, (other, _) in enumerate(told.top, start=1)}
-    found = {token_id: told.logprob, **dict(told.top[:alternatives])}
+    ranks = {other: rank for rank, (other, _) in enumerate(logprobs.top, start=1)}
+    found = {token_id: logprobs.logprob, **dict(logprobs.top[:alternatives])}
     return {
         str(i): PromptLogprob(logprob=max(logprob, LEAST), rank=ranks.get(i), decoded_token=_text(name(i)))
         for i, logprob in found.items()

@@ -53,9 +53,9 @@ class Tool(Strict):
 
     def for_template(self) -> dict[str, Any]:
         """Return the tool without unset fields, but with parameters, which templates iterate."""
-        told = self.function.model_dump(exclude_none=True, exclude={"strict"})
-        told.setdefault("parameters", {"type": "object", "properties": {}})
-        return {"type": "function", "function": told}
+        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        function.setdefault("parameters", {"type": "object", "properties": {}})
+        return {"type": "function", "function": function}
 
 
 MODES: Final[tuple[Literal["none", "auto", "required"], ...]] = ("none", "auto", "required")

@@ -15,7 +15,7 @@ SEPARATOR: Final = "<｜tool▁sep｜>"
 
 
 def deepseek(r: Reader) -> Steps[None]:
-    while begin := (yield from r.until([CALLS, CALL], r.say)):
+    while begin := (yield from r.until([CALLS, CALL], r.emit_text)):
         r.hold()
         if begin == CALLS:
             r.skip(len(CALLS))

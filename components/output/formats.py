@@ -160,8 +160,8 @@ class OutputFormats:
     @classmethod
     def of(cls, template: str, options: FormatOptions) -> Self:
         """Raises: ValueError if the options contradict the chat template."""
-        told = "tools" in variables_of(template)
-        ours = options.tool_format == "hermes" or (options.tool_format == "auto" and not told)
+        knows_tools = "tools" in variables_of(template)
+        ours = options.tool_format == "hermes" or (options.tool_format == "auto" and not knows_tools)
         if ours and options.tool_parser not in {None, "hermes"}:
             raise ValueError(
                 f"--tool-parser {options.tool_parser} needs a model whose chat template speaks of tools, and --tool-format "
@@ -171,4 +171,4 @@ class OutputFormats:
         reasoning = reasoning_format_of(template)
         if options.reasoning_parser is not None:
             reasoning = REASONING_FORMATS.get(options.reasoning_parser)
-        return cls(chosen if ours or told or options.tool_parser else None, ours, reasoning)
+        return cls(chosen if ours or knows_tools or options.tool_parser else None, ours, reasoning)

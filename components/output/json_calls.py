@@ -15,7 +15,7 @@ TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 def hermes(r: Reader) -> Steps[None]:
     """`<tool_call>{…}</tool_call>`, as in Hermes and Qwen 2.5 and 3."""
     begin, end = HERMES
-    while (yield from r.until([begin], r.say)):
+    while (yield from r.until([begin], r.emit_text)):
         r.hold()
         r.skip(len(begin))
         yield from r.spaces()
@@ -28,7 +28,7 @@ def hermes(r: Reader) -> Steps[None]:
 def llama3_json(r: Reader) -> Steps[None]:
     """Llama 3: the answer is calls separated by semicolons, or they follow a tag."""
     yield from _bare(r, [PYTHON_TAG])
-    while (yield from r.until([PYTHON_TAG], r.say)):
+    while (yield from r.until([PYTHON_TAG], r.emit_text)):
         r.hold()
         r.skip(len(PYTHON_TAG))
         yield from r.spaces()
@@ -40,12 +40,12 @@ def llama3_json(r: Reader) -> Steps[None]:
 
 def plain_json(r: Reader) -> Steps[None]:
     yield from _bare(r, [])
-    yield from r.until([], r.say)
+    yield from r.until([], r.emit_text)
 
 
 def mistral(r: Reader) -> Steps[None]:
     """Mistral: a list after one token, or since tokenizer version 11 `f[ARGS]{…}` after a token each."""
-    while (yield from r.until([TOOL_CALLS], r.say)):
+    while (yield from r.until([TOOL_CALLS], r.emit_text)):
         r.hold()
         r.skip(len(TOOL_CALLS))
         yield from r.spaces()

@@ -57,8 +57,8 @@ class OutputParser:
             thought, text = self._reasoning.feed(text)
         if self._calls is None or not text:
             return Parsed(text, thought, ())
-        said, calls = self._calls.feed(text)
-        return Parsed(said, thought, calls)
+        answer, calls = self._calls.feed(text)
+        return Parsed(answer, thought, calls)
 
     def flush(self) -> Parsed:
         """Return the held text at the end."""
@@ -67,24 +67,24 @@ class OutputParser:
             thought, text = self._reasoning.flush()
         if self._calls is None:
             return Parsed(text, thought, ())
-        said, calls = self._calls.feed(text)
+        answer, calls = self._calls.feed(text)
         more, last = self._calls.end()
-        return Parsed(said + more, thought, [*calls, *last])
+        return Parsed(answer + more, thought, [*calls, *last])
 
 
 class ContinuingParser(OutputParser):
     """Parses the continuation of a text, which `begin` reads.
 
-    Unless `tells`, the earlier text is not reported, except a call that it ends within.
+    Unless `reports_before`, the earlier text is not reported, except a call that it ends within.
     """
 
-    __slots__ = ("_before", "_earlier", "_known", "_tells", "_untold")
+    __slots__ = ("_before", "_earlier", "_known", "_reports_before", "_unreported")
 
-    def __init__(self, reasoning: Reasoning | None, calls: Reader | None, before: str, *, tells: bool) -> None:
+    def __init__(self, reasoning: Reasoning | None, calls: Reader | None, before: str, *, reports_before: bool) -> None:
         super().__init__(reasoning, calls)
-        self._untold = NOTHING  # parts of `before` to report later
+        self._unreported = NOTHING  # parts of `before` to report later
         self._before = before
-        self._tells = tells
+        self._reports_before = reports_before
         self._known = ""  # held end of `before`: not new when it is shown
         self._earlier = 0  # complete calls in it
 
@@ -95,12 +95,12 @@ class ContinuingParser(OutputParser):
 
     def begin(self) -> Parsed:
         before = super().feed(self._before)
-        self._untold = before
-        if not self._tells:
+        self._unreported = before
+        if not self._reports_before:
             self._known = self.held
             if self._calls is not None:
                 self._earlier = self._calls.num_calls - int(self._calls.calling)
-            self._untold = Parsed("", "", [delta for delta in before.calls if delta.index >= self._earlier])
+            self._unreported = Parsed("", "", [delta for delta in before.calls if delta.index >= self._earlier])
         return before
 
     def feed(self, text: str) -> Parsed:
@@ -118,9 +118,9 @@ class ContinuingParser(OutputParser):
                 text = self._without_known(text)
             if calls:
                 self._known = ""
-        if (first := self._untold) is not NOTHING:
+        if (first := self._unreported) is not NOTHING:
             text, thought, calls = first.text + text, first.reasoning + thought, [*first.calls, *calls]
-            self._untold = NOTHING
+            self._unreported = NOTHING
         if calls and self._earlier:
             calls = [delta._replace(index=delta.index - self._earlier) for delta in calls]
         return Parsed(text, thought, calls)

@@ -19,11 +19,11 @@ class OutputPlan:
     shown: frozenset[int] = frozenset()  # special tokens of either format
     before: str = ""  # the model continues this text
 
-    def parser(self, *, tells_before: bool = False) -> OutputParser:
-        """`tells_before`: report the parts of `before`, too."""
+    def parser(self, *, reports_before: bool = False) -> OutputParser:
+        """`reports_before`: report the parts of `before`, too."""
         reasoning, tools = self.reasoning, self.tools
         thoughts = None if reasoning is None else Reasoning(reasoning.begin, reasoning.end, opened=self.opened)
         calls = None if tools is None else Reader(tools.read, self.offered, tools.new_id, single=self.single)
         if not self.before:
             return OutputParser(thoughts, calls)
-        return ContinuingParser(thoughts, calls, self.before, tells=tells_before)
+        return ContinuingParser(thoughts, calls, self.before, reports_before=reports_before)

@@ -18,7 +18,7 @@ def pythonic(r: Reader) -> Steps[None]:
     yield from r.literal(START)
     if not ((yield from r.literal("[")) and (yield from _calls(r))):
         r.give_back()
-    yield from r.until([], r.say)
+    yield from r.until([], r.emit_text)
 
 
 def _calls(r: Reader) -> Steps[bool]:

@@ -16,7 +16,7 @@ VALUE_ENDS: Final = ("\n" + PARAMETER_END, PARAMETER_END, "\n" + PARAMETER, "\n"
 
 def qwen3_coder(r: Reader) -> Steps[None]:
     """`<tool_call> <function=f> <parameter=a> 1 </parameter> </function> </tool_call>`, the outermost optional."""
-    while begin := (yield from r.until([CALL, FUNCTION], r.say)):
+    while begin := (yield from r.until([CALL, FUNCTION], r.emit_text)):
         r.hold()
         if begin == CALL:
             r.skip(len(CALL))

@@ -54,7 +54,7 @@ class Reader:
         self._text: list[str] = []
         self._calls: list[CallDelta] = []
         self._spaces = ""  # after the answer's text: shown if more text follows, or no call
-        self._said = False
+        self._has_text = False
         self._steps = read(self)
 
     @property
@@ -134,7 +134,7 @@ class Reader:
         if not (yield from self.literal(text)) and self._ended and text.startswith(self._buffer[self._at :]):
             self._at = len(self._buffer)
 
-    def until(self, markers: Sequence[str], tell: Callable[[str], None]) -> Steps[str]:
+    def until(self, markers: Sequence[str], emit: Callable[[str], None]) -> Steps[str]:
         """Report the text before the first of `markers`. Returns: that marker, not consumed; "" at the end."""
         while True:
             found = [(at, marker) for marker in markers if (at := self._buffer.find(marker, self._at)) >= 0]
@@ -143,7 +143,7 @@ class Reader:
             if not marker and not self._ended:
                 at -= beginning(self._buffer, self._at, markers)
             if at > self._at:
-                tell(self._buffer[self._at : at])
+                emit(self._buffer[self._at : at])
                 self._at = at
             if marker or self._ended:
                 return marker
@@ -157,20 +157,20 @@ class Reader:
         assert self._mark is not None
         self._at, self._mark = self._mark + count, None
         if count:
-            self.say(self._buffer[self._at - count : self._at])
+            self.emit_text(self._buffer[self._at - count : self._at])
 
     def release(self) -> None:
         self._mark = None
 
-    def say(self, text: str) -> None:
+    def emit_text(self, text: str) -> None:
         whole = self._spaces + text
         shown = whole.rstrip(SPACES)
         if not shown:
             self._spaces = whole
             return
         self._spaces = whole[len(shown) :]
-        self._text.append(shown if self._said or not self.num_calls else shown.lstrip(SPACES))
-        self._said = True
+        self._text.append(shown if self._has_text or not self.num_calls else shown.lstrip(SPACES))
+        self._has_text = True
 
     def begin_call(self, name: str) -> None:
         self._mark = None
@@ -193,7 +193,7 @@ class Reader:
         text = yield from self.run(_PLAIN)
         return text if (yield from self.literal('"')) else None
 
-    def value(self, tell: Callable[[str], None]) -> Steps[bool]:
+    def value(self, emit: Callable[[str], None]) -> Steps[bool]:
         """Report a JSON value as it arrives, numbers and names whole.
 
         Returns: False in front of a fault. Control characters in strings become escapes.
@@ -201,49 +201,49 @@ class Reader:
         opened: list[str] = []  # expected closing brackets
         first = False  # directly after an opening bracket
         while True:
-            yield from self._pass_spaces(tell)
+            yield from self._pass_spaces(emit)
             char = yield from self.char()
             if first and char == opened[-1]:
                 pass  # an empty one
-            elif opened and opened[-1] == "}" and not (yield from self._key(tell)):
+            elif opened and opened[-1] == "}" and not (yield from self._key(emit)):
                 return False
             else:
                 char = yield from self.char()
                 if char and char in "{[":
-                    self._pass(char, tell)
+                    self._pass(char, emit)
                     opened.append("}" if char == "{" else "]")
                     first = True
                     continue
-                if not (yield from self._scalar(char, tell)):
+                if not (yield from self._scalar(char, emit)):
                     return False
             first = False
             while opened:  # after a value, or before the bracket that closes an empty one
-                yield from self._pass_spaces(tell)
+                yield from self._pass_spaces(emit)
                 char = yield from self.char()
                 if char == opened[-1]:
-                    self._pass(char, tell)
+                    self._pass(char, emit)
                     opened.pop()
                 elif char == ",":
-                    self._pass(char, tell)
+                    self._pass(char, emit)
                     break
                 else:
                     return False
             if not opened:
                 return True
 
-    def _key(self, tell: Callable[[str], None]) -> Steps[bool]:
-        if not (yield from self._string(tell)):
+    def _key(self, emit: Callable[[str], None]) -> Steps[bool]:
+        if not (yield from self._string(emit)):
             return False
-        yield from self._pass_spaces(tell)
+        yield from self._pass_spaces(emit)
         if (yield from self.char()) != ":":
             return False
-        self._pass(":", tell)
-        yield from self._pass_spaces(tell)
+        self._pass(":", emit)
+        yield from self._pass_spaces(emit)
         return True
 
-    def _scalar(self, char: str, tell: Callable[[str], None]) -> Steps[bool]:
+    def _scalar(self, char: str, emit: Callable[[str], None]) -> Steps[bool]:
         if char == '"':
-            return (yield from self._string(tell))
+            return (yield from self._string(emit))
         while True:
             match = _WORD.match(self._buffer, self._at)
             assert match is not None
@@ -253,32 +253,32 @@ class Reader:
         word = match[0]
         if word not in {"true", "false", "null"} and not _NUMBER.fullmatch(word):
             return False
-        self._pass(word, tell)
+        self._pass(word, emit)
         return True
 
-    def _string(self, tell: Callable[[str], None]) -> Steps[bool]:
+    def _string(self, emit: Callable[[str], None]) -> Steps[bool]:
         if (yield from self.char()) != '"':
             return False
-        self._pass('"', tell)
+        self._pass('"', emit)
         while True:
             match = _PLAIN.match(self._buffer, self._at)
             assert match is not None
             if match[0]:
-                self._pass(match[0], tell)
+                self._pass(match[0], emit)
             char = yield from self.char()
             if char == '"':
-                self._pass('"', tell)
+                self._pass('"', emit)
                 return True
             if char == "\\":
-                if not (yield from self._escape(tell)):
+                if not (yield from self._escape(emit)):
                     return False
             elif not char:
                 return False
             elif char < " ":
                 self._at += 1
-                tell(_RAW.get(char) or f"\\u{ord(char):04x}")
+                emit(_RAW.get(char) or f"\\u{ord(char):04x}")
 
-    def _escape(self, tell: Callable[[str], None]) -> Steps[bool]:
+    def _escape(self, emit: Callable[[str], None]) -> Steps[bool]:
         sequence = "\\"
         length = 2
         while len(sequence) < length:
@@ -292,16 +292,16 @@ class Reader:
             if char not in ('"\\/bfnrtu' if len(sequence) == 1 else _HEX):
                 return False
             sequence += char
-        self._pass(sequence, tell)
+        self._pass(sequence, emit)
         return True
 
-    def _pass_spaces(self, tell: Callable[[str], None]) -> Steps[None]:
+    def _pass_spaces(self, emit: Callable[[str], None]) -> Steps[None]:
         if spaces := (yield from self.run(_SPACES)):
-            tell(spaces)
+            emit(spaces)
 
-    def _pass(self, text: str, tell: Callable[[str], None]) -> None:
+    def _pass(self, text: str, emit: Callable[[str], None]) -> None:
         self._at += len(text)
-        tell(text)
+        emit(text)
 
 
 def _joined(deltas: Sequence[CallDelta]) -> list[CallDelta]:

@@ -19,7 +19,7 @@ class Reasoning:
     Without the first marker there is no reasoning, unless the prompt ends with it.
     """
 
-    __slots__ = ("_begin", "_end", "_held", "_inside", "_opened", "_said", "over")
+    __slots__ = ("_begin", "_end", "_has_reported", "_held", "_inside", "_opened", "over")
 
     def __init__(self, begin: str, end: str, *, opened: bool) -> None:
         """`opened`: the prompt ends with `begin`."""
@@ -29,7 +29,7 @@ class Reasoning:
         self._opened = opened
         self._inside: bool | None = None  # None: not known yet
         self._held = ""
-        self._said = False  # some reasoning was reported; once `over`, some answer
+        self._has_reported = False  # some reasoning was reported; once `over`, some answer
 
     @property
     def inside(self) -> bool:
@@ -59,26 +59,26 @@ class Reasoning:
         if not (self._inside or (self._inside is None and self._opened)):
             return self._no_reasoning()
         held, self._held = self._held, ""
-        return Thought((held if self._said else held.lstrip(SPACES)).rstrip(SPACES), "")
+        return Thought((held if self._has_reported else held.lstrip(SPACES)).rstrip(SPACES), "")
 
     def _no_reasoning(self) -> Thought:
-        self.over = self._said = True
+        self.over = self._has_reported = True
         held, self._held = self._held, ""
         return Thought("", held)
 
     def _think(self) -> Thought:
-        held = self._held if self._said else self._held.lstrip(SPACES)
+        held = self._held if self._has_reported else self._held.lstrip(SPACES)
         thought, end, text = held.partition(self._end)
         if end:
-            self.over, self._said, self._held = True, False, ""
+            self.over, self._has_reported, self._held = True, False, ""
             return Thought(thought.rstrip(SPACES), self._answer(text))
         shown = held[: len(held) - beginning(held, 0, [self._end])].rstrip(SPACES)
-        self._said = self._said or bool(shown)
+        self._has_reported = self._has_reported or bool(shown)
         self._held = held[len(shown) :]
         return Thought(shown, "")
 
     def _answer(self, text: str) -> str:
-        if not self._said:
+        if not self._has_reported:
             text = text.lstrip(SPACES)
-            self._said = bool(text)
+            self._has_reported = bool(text)
         return text

@@ -20,7 +20,7 @@ NOT_KEPT: Final = re.compile(r"^[a-z_]\w*\[[^\]\n]*\b(temperature)\s*=", re.MULT
 JSON_BEGINS: Final = re.compile(r"%json\s*(?={)")
 DECODER: Final = json.JSONDecoder()
 REGEX_FAULT: Final = re.compile(r"regex parse error:.*?\nerror: ([^\n]+)", re.DOTALL)
-TOLD: Final = (  # rewordings of llguidance's messages; the first match counts
+REWORDINGS: Final = (  # of llguidance's messages; the first match counts
     ("coerce_one_of", "'oneOf' is supported only for schemas that exclude one another; use 'anyOf'"),
     ("NoExtension", "there is nothing that satisfies it"),
     ("unknown special token", "it names a special token that this model does not have"),
@@ -50,9 +50,9 @@ def check(vocabulary: LLTokenizer, constraint: Constraint) -> Constraint:
         constraint = as_lark(constraint)
         matcher = start_matcher(vocabulary, constraint)
     except ValueError as exc:
-        raise Unusable(_told(str(exc))) from exc
+        raise Unusable(_reworded(str(exc))) from exc
     if matcher.is_error():
-        raise Unusable(_told(matcher.get_error()))
+        raise Unusable(_reworded(matcher.get_error()))
     _try_out(vocabulary, matcher)
     return constraint
 
@@ -90,15 +90,15 @@ def _try_out(vocabulary: LLTokenizer, matcher: LLMatcher) -> None:
     for _ in range(STEPS):
         mask.fill(words)
         if (fault := fault_of(matcher)) is not None:
-            raise Unusable(_told(fault))
+            raise Unusable(_reworded(fault))
         if mask.is_complete:
             return
         (allowed,) = np.nonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
         mask.accept(int(allowed[int(len(allowed) * chance.random() ** 4)]))
 
 
-def _told(reason: str) -> str:
+def _reworded(reason: str) -> str:
     if (wrong := REGEX_FAULT.search(reason)) is not None:
         return f"invalid regex: {wrong[1]}"
     shown = reason.partition("\n")[0][:LONGEST_REASON]
-    return next((text.format(shown) for sign, text in TOLD if sign in reason), shown)
+    return next((text.format(shown) for sign, text in REWORDINGS if sign in reason), shown)

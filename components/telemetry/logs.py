@@ -85,13 +85,13 @@ class ProgressLog:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._told: dict[str, float] = {}
+        self._shown_s: dict[str, float] = {}
 
     def __call__(self, task: str, done: int, total: int) -> None:
         now = self._clock()
-        if 0 < done < total and now - self._told.get(task, -math.inf) < PROGRESS_S:
+        if 0 < done < total and now - self._shown_s.get(task, -math.inf) < PROGRESS_S:
             return
-        self._told[task] = now
+        self._shown_s[task] = now
         status.info("progress", extra={"task": task, "done": done, "total": total})
 
 

@@ -17,13 +17,13 @@ AGAIN_S: Final = 10.0
 
 
 @asynccontextmanager
-async def tells_of_waiting(what: str, url: str) -> AsyncIterator[None]:
+async def waiting_logged(what: str, url: str) -> AsyncIterator[None]:
     """Log after `FIRST_S`, then every `AGAIN_S`."""
-    async with background(_tell(what, without_password(url)), f"waiting-for-{what}"):
+    async with background(_log_waiting(what, without_password(url)), f"waiting-for-{what}"):
         yield
 
 
-async def _tell(what: str, url: str) -> None:
+async def _log_waiting(what: str, url: str) -> None:
     began_s = time.monotonic()
     await asyncio.sleep(FIRST_S)
     log.warning(f"waiting for {what}", extra={"url": url})

@@ -85,8 +85,8 @@ def instructed(
 
     For a template without tools, in Hermes' format, which most small models know.
     """
-    told = tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)
-    if not told:
+    uses_tools = tools or any("tool_calls" in message or message["role"] == "tool" for message in messages)
+    if not uses_tools:
         return messages
     turns: list[dict[str, Any]] = []
     for message in messages:
@@ -102,14 +102,14 @@ def instructed(
         kept = {key: value for key, value in message.items() if key not in {"tool_calls", "tool_call_id"}}
         turns.append({**kept, "content": "\n".join([content, *calls] if content else calls) if calls else content})
     if tools:
-        _tell(
+        _add_to_system_message(
             turns,
             TOOLS_HEAD + "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools) + TOOLS_TAIL,
         )
     return [{key: value for key, value in turn.items() if key != "answers"} for turn in turns]
 
 
-def _tell(turns: list[dict[str, Any]], instruction: str) -> None:
+def _add_to_system_message(turns: list[dict[str, Any]], instruction: str) -> None:
     if turns and turns[0]["role"] == "system":
         turns[0]["content"] += f"\n\n{instruction}"
     else:

@@ -128,7 +128,7 @@ class LongPrompts:
         await self._turn(chars)
         loop = asyncio.get_running_loop()
         job = self._executor.submit(work)
-        job.add_done_callback(lambda _: _tell(loop, self._pass_on))  # the thread is busy until then
+        job.add_done_callback(lambda _: _call_on_loop(loop, self._pass_on))  # the thread is busy until then
         return await asyncio.wrap_future(job)
 
     async def _turn(self, chars: int) -> None:
@@ -162,6 +162,6 @@ class LongPrompts:
         self._free += 1
 
 
-def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
+def _call_on_loop(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
     if not loop.is_closed():
         loop.call_soon_threadsafe(callback)

@@ -22,7 +22,7 @@ class AskPlan(Struct): ...
 
 
 @message("plan-told.v1")
-class PlanTold(Struct):
+class PlanReported(Struct):
     leading: bool  # one planner per namespace leads
     connector: Literal["none", "local", "compose", "kubernetes"]
     prefill: RolePlan

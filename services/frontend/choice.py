@@ -166,7 +166,7 @@ class ParsedChoice(Choice):
 
     def __init__(self, index: int, prompt: Prompt, text: TextModel, plan: OutputPlan) -> None:
         super().__init__(index, prompt, text)
-        self._parser = plan.parser(tells_before=bool(prompt.echo))
+        self._parser = plan.parser(reports_before=bool(prompt.echo))
         self._before = plan.before
         self._echo = ""  # the parser returns it
 

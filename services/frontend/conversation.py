@@ -102,7 +102,7 @@ def _thinking(text: TextModel, reasoning: ReasoningFormat, prompt: Sequence[int]
 async def _check_goes_on(text: TextModel, output: OutputPlan, held_to: AskedConstraint | None) -> None:
     """Raises: Rejected, if the rest cannot both keep its constraint and continue the last message."""
     parser = output.parser()
-    said, _, calls = await text.run(len(output.before), parser.begin)
+    answer, _, calls = await text.run(len(output.before), parser.begin)
     param = "continue_final_message"
     if parser.done:
         raise _unsupported(param, "the last message already has a tool call, and only one is wanted")
@@ -111,7 +111,7 @@ async def _check_goes_on(text: TextModel, output: OutputPlan, held_to: AskedCons
     if parser.undecided:
         raise _unsupported(param, f"'{held_to.param}' cannot begin where the last message ends")
     bare = output.tools is not None and output.tools.style is not None and not output.tools.style.marker
-    if held_to.param == "tools" and bare and (said.strip() or calls):
+    if held_to.param == "tools" and bare and (answer.strip() or calls):
         raise _unsupported(param, "this model's calls are whole answers, and the last message already has text")
 
 

@@ -1,4 +1,4 @@
-"""Changes of the mesh as they happen: records in etcd, and what heartbeats over NATS tell of workers. One line each."""
+"""Changes of the mesh as they happen: records in etcd, and what heartbeats over NATS report of workers. One line each."""
 
 import asyncio
 import json
@@ -51,10 +51,10 @@ class Event:
 
 
 class Watch:
-    """Turns what it is told into events. No I/O."""
+    """Turns changes and heartbeats into events. No I/O."""
 
-    def __init__(self, tell: Callable[[Event], None], clock: Callable[[], float] = time.time) -> None:
-        self._tell = tell
+    def __init__(self, emit: Callable[[Event], None], clock: Callable[[], float] = time.time) -> None:
+        self._emit = emit
         self._clock = clock
         self._states: dict[str, str] = {}  # of workers, by heartbeat
         self._planners: dict[str, str] | None = None  # host by instance id; None: not asked yet
@@ -112,7 +112,7 @@ class Watch:
         self._event("etcd", "reached again" if connected else "out of reach", "inspect", "")
 
     def _event(self, source: str, what: str, role: str, instance: str, facts: str = "") -> None:
-        self._tell(Event(self._clock(), source, what, role, instance, facts))
+        self._emit(Event(self._clock(), source, what, role, instance, facts))
 
 
 def _about(record: InstanceRecord) -> str:
@@ -122,14 +122,14 @@ def _about(record: InstanceRecord) -> str:
 async def show_events(settings: MeshSettings, console: Console, *, as_json: bool) -> None:
     """Until Ctrl-C. The first lines are what is there already."""
 
-    def tell(event: Event) -> None:
+    def emit(event: Event) -> None:
         if as_json:
             console.out(event.json(), highlight=False)
         else:
             console.print(event.text(), soft_wrap=True)
 
     async with open_mesh(settings) as mesh:
-        watch = Watch(tell)
+        watch = Watch(emit)
         for record in mesh.records():
             watch.found(record)
         mesh.book.subscribe(watch.record_changed)

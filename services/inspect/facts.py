@@ -129,14 +129,18 @@ def _etcd_member(url: str, access: EtcdAccess, key: str) -> Server:
     began_s, shown = time.monotonic(), without_password(url)
     try:
         with etcd_client(url, access) as client:
-            told = etcdrpc.MaintenanceStub(client.channel).Status(etcdrpc.StatusRequest(), CALL_TIMEOUT_S)
+            status = etcdrpc.MaintenanceStub(client.channel).Status(etcdrpc.StatusRequest(), CALL_TIMEOUT_S)
             client.put(key, "")
             client.delete(key)
     except (MeshError, WrongSettings) as exc:
         return Server(shown, exc.message)
     took_ms = (time.monotonic() - began_s) * SECOND_MS
     return Server(
-        shown, "", told.version, took_ms, {"db_bytes": told.dbSize, "is_leader": told.leader == told.header.member_id}
+        shown,
+        "",
+        status.version,
+        took_ms,
+        {"db_bytes": status.dbSize, "is_leader": status.leader == status.header.member_id},
     )
 
 

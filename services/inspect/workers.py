@@ -19,7 +19,7 @@ from components.messaging.roll_call import RollCall
 from components.settings import MeshSettings
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
-from components.wire.plans import AskPlan, PlanTold
+from components.wire.plans import AskPlan, PlanReported
 from services.inspect.ages import age
 from services.inspect.connection import one_line_errors
 
@@ -195,7 +195,7 @@ async def show_planners(settings: MeshSettings, console: Console, *, as_json: bo
         ):
             services = await srv_answers(bus, "$SRV.PING.kvmesh-planner", settings.namespace, PING_S)
             subjects = sorted({service["metadata"]["subject"] for service in services})
-            plans = [(s, await bus.call(f"{s}.plan", AskPlan(), PlanTold, timeout_s=ANSWER_S)) for s in subjects]
+            plans = [(s, await bus.call(f"{s}.plan", AskPlan(), PlanReported, timeout_s=ANSWER_S)) for s in subjects]
     if not plans:
         raise SystemExit(f"no planner answers in namespace {settings.namespace}: python -m services.planner starts one")
     if as_json:
@@ -205,12 +205,12 @@ async def show_planners(settings: MeshSettings, console: Console, *, as_json: bo
         show_plan(subject, plan, console)
 
 
-def plan_fields(subject: str, plan: PlanTold) -> dict[str, Any]:
+def plan_fields(subject: str, plan: PlanReported) -> dict[str, Any]:
     roles = {"prefill": asdict(plan.prefill), "decode": asdict(plan.decode)}
     return {"instance": subject.rpartition(".")[2], **asdict(plan), **roles}
 
 
-def show_plan(subject: str, plan: PlanTold, console: Console) -> None:
+def show_plan(subject: str, plan: PlanReported, console: Console) -> None:
     state = "leads" if plan.leading else "does not lead: another planner does, or etcd is unreachable"
     table = Table(
         title=f"planner {subject.rpartition('.')[2]}, connector {plan.connector}: {state}", title_justify="left"

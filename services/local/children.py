@@ -112,7 +112,7 @@ class Child:
                 )
                 return
             delay_s = delays.after(time.monotonic() - started)
-            self._shared.output.say(
+            self._shared.output.report(
                 self.spec.name, f"died ({cause}), restart in {delay_s:g} s", level="error", restarts=deaths
             )
             with contextlib.suppress(TimeoutError):
@@ -159,7 +159,7 @@ class Child:
 
     def _give_up(self, why: str) -> None:
         if not self._essential:
-            self._shared.output.say(self.spec.name, f"{why}; given up", level="error")
+            self._shared.output.report(self.spec.name, f"{why}; given up", level="error")
         elif not self._shared.gave_up.done():
             self._shared.gave_up.set_result(CannotStart(why))
 
@@ -172,7 +172,7 @@ class Child:
         self._shared.shared_memory.remember(process.pid)
         if not await stop(process, timeout_s, hurry):
             why = "" if hurry.is_set() else f"did not stop in {timeout_s:g} s: "
-            self._shared.output.say(self.spec.name, f"{why}killed", level="warning")
+            self._shared.output.report(self.spec.name, f"{why}killed", level="warning")
 
 
 class Tier:
@@ -204,9 +204,9 @@ class Tier:
         try:
             await child.stop(drain_s, self._retirement_over)
         except TimeoutError:  # freeing much memory may take long
-            self._shared.output.say(child.spec.name, "killed, but not gone yet", level="warning")
+            self._shared.output.report(child.spec.name, "killed, but not gone yet", level="warning")
         else:
-            self._shared.output.say(child.spec.name, "stopped")
+            self._shared.output.report(child.spec.name, "stopped")
 
     async def _keep(self, child: Child) -> None:
         await child.keep_running()

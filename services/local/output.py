@@ -62,7 +62,7 @@ class Output:
             self._console.print(Text(_traceback(facts["exception"])))
         return event
 
-    def say(self, name: str, event: str, *, level: str = "info", **facts: str | float | None) -> None:
+    def report(self, name: str, event: str, *, level: str = "info", **facts: str | float | None) -> None:
         self.show(name, json.dumps({"level": level, "event": event, **facts}))
 
     def print(self, *lines: str) -> None:

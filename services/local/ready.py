@@ -39,7 +39,7 @@ async def until_ready(children: list[Child], model: str | None, output: Output, 
             missing = ["the model at every frontend"]
         if time.monotonic() - reported > REPORT_S:
             reported = time.monotonic()
-            output.say("local", f"still waiting for {', '.join(missing)}", level="warning")
+            output.report("local", f"still waiting for {', '.join(missing)}", level="warning")
         await asyncio.sleep(0.05)
 
 

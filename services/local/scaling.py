@@ -57,18 +57,18 @@ class Scaling:
             spec = self._make_spec(order.role, self._started[order.role])
             self._started[order.role] += 1
             tier.start(spec, essential=False)
-            self._output.say("local", f"starting {spec.name}")
+            self._output.report("local", f"starting {spec.name}")
         else:
             drain_s = float(tier.children[-1].spec.env[f"MESH_{order.role.upper()}_DRAIN_TIMEOUT_S"])
             left = tier.retire_newest(drain_s + MARGIN_S)
-            self._output.say("local", f"stopping {left} after its requests")
+            self._output.report("local", f"stopping {left} after its requests")
         return await self.count(AskCounts())
 
     async def kill(self, order: KillWorker) -> WorkerKilled:
         """Kill a worker, which is then started again as after any death. Raises: Rejected."""
         for child in (child for role in KILLED for child in self._tiers[role]):
             if child.instance_id == order.instance_id and child.kill():
-                self._output.say("local", f"killed {child.spec.name}, as asked at /ui", level="warning")
+                self._output.report("local", f"killed {child.spec.name}, as asked at /ui", level="warning")
                 return WorkerKilled(name=child.spec.name)
         raise Rejected(f"no worker {order.instance_id[:40]!r} runs here: it has just ended, or another machine runs it")
 
@@ -79,7 +79,7 @@ class _Shown(logging.Handler):
         self._output = output
 
     def emit(self, record: logging.LogRecord) -> None:
-        self._output.say("local", record.getMessage(), level=record.levelname.lower())
+        self._output.report("local", record.getMessage(), level=record.levelname.lower())
 
 
 async def answer_scaling(scaling: Scaling, settings: MeshSettings, subject: str, output: Output) -> None:
@@ -97,7 +97,7 @@ async def answer_scaling(scaling: Scaling, settings: MeshSettings, subject: str,
                 ):
                     await asyncio.Event().wait()
             except (BackendUnavailable, nats.errors.Error, OSError) as exc:
-                output.say("local", "cannot receive a planner's calls", level="warning", cause=str(exc))
+                output.report("local", "cannot receive a planner's calls", level="warning", cause=str(exc))
                 await asyncio.sleep(RETRY_S)
     finally:
         logger.removeHandler(shown)

@@ -42,7 +42,7 @@ async def run_mesh(plan: Plan) -> int:
         with _stop_signals(serving, supervision):
             output.error((await serving).message)
     except asyncio.CancelledError:  # by a signal; everything has stopped
-        output.say("local", "stopped")
+        output.report("local", "stopped")
         return 128 + signal.SIGINT if supervision.hurry.is_set() else 0
     except CannotStart as exc:
         output.error(exc.message)
@@ -126,7 +126,7 @@ def _own_folder(path: Path) -> Iterator[Path]:
 @asynccontextmanager
 async def _embedded(kind: Kind, home: Path, supervision: Supervision, accounts: Accounts) -> AsyncIterator[Server]:
     async with running(kind, home, supervision.hurry, accounts) as server:
-        supervision.output.say(kind.name, "ready", url=without_password(server.url), log=str(server.log_file))
+        supervision.output.report(kind.name, "ready", url=without_password(server.url), log=str(server.log_file))
         keeper = asyncio.create_task(_keep(server, supervision.output))
         try:
             yield server
@@ -142,14 +142,14 @@ async def _keep(server: Server, output: Output) -> None:
         returncode = await server.process.wait()
         await kill(server.process)
         delay_s = delays.after(time.monotonic() - started)
-        output.say(server.kind.name, f"died ({describe_exit(returncode)}), restart in {delay_s:g} s", level="error")
+        output.report(server.kind.name, f"died ({describe_exit(returncode)}), restart in {delay_s:g} s", level="error")
         await asyncio.sleep(delay_s)
         try:
             await server.restart()
         except CannotStart as exc:
-            output.say(server.kind.name, exc.message, level="error")
+            output.report(server.kind.name, exc.message, level="error")
         else:
-            output.say(server.kind.name, "ready", url=without_password(server.url))
+            output.report(server.kind.name, "ready", url=without_password(server.url))
 
 
 async def prepare_model(model: str, command: Sequence[str], output: Output) -> None:
@@ -178,7 +178,7 @@ def _announcer(plan: Plan, reach: Reach, output: Output) -> Announce:
         try:
             await asyncio.to_thread(remove_record, mine.etcd_url, mine.namespace, role, instance_id, access)
         except BackendUnavailable as exc:
-            output.say("local", f"cannot remove {name} from etcd", level="warning", cause=exc.message)
+            output.report("local", f"cannot remove {name} from etcd", level="warning", cause=exc.message)
 
     return announce
 
@@ -197,7 +197,7 @@ def _stop_signals(serving: asyncio.Task[CannotStart], supervision: Supervision) 
     def on_signal(number: signal.Signals) -> None:
         if not stopping.is_set():
             stopping.set()
-            supervision.output.say("local", f"stopping ({number.name}); once more to kill")
+            supervision.output.report("local", f"stopping ({number.name}); once more to kill")
             serving.cancel()
         elif number != signal.SIGHUP:  # shell and terminal may each send one
             supervision.hurry.set()

@@ -14,7 +14,7 @@ from components.errors import MeshError
 from components.messaging.call_server import Endpoint
 from components.planning.planner import Change, Planner, Verdict
 from components.planning.samples import PLANNED, Observation, Planned
-from components.wire.plans import AskPlan, PlanTold, RolePlan
+from components.wire.plans import AskPlan, PlanReported, RolePlan
 from services.planner.config import PlannerSettings
 from services.planner.connectors import Connector
 from services.planner.metrics import PlannerMetrics
@@ -114,8 +114,8 @@ class Planning:
     def endpoints(self) -> list[Endpoint]:
         return [Endpoint("plan", AskPlan, self.plan)]
 
-    async def plan(self, _: AskPlan) -> PlanTold:
-        return PlanTold(
+    async def plan(self, _: AskPlan) -> PlanReported:
+        return PlanReported(
             leading=self._leadership.is_held(),
             connector=self._settings.connector,
             prefill=self._role("prefill"),

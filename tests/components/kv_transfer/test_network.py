@@ -11,7 +11,7 @@ from ipaddress import ip_address
 import pytest
 
 from components.kv_transfer import network
-from components.kv_transfer.network import Listener, choose_devices, leave_out_rdma, listeners, listeners_told
+from components.kv_transfer.network import Listener, choose_devices, leave_out_rdma, listeners, new_listeners_logged
 
 OPEN_AGENT = """
 import json, sys
@@ -96,7 +96,7 @@ def test_a_public_address_is_warned_of(
     caplog.set_level(logging.INFO, "components")
     found = iter([set(), {Listener(ip_address(address), 7)}])
     monkeypatch.setattr(network, "listeners", lambda: next(found))
-    with listeners_told():
+    with new_listeners_logged():
         pass
     [said] = caplog.records
     assert (said.levelno, vars(said)["addresses"]) == (level, [f"{address}:7"])

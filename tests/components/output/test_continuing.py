@@ -116,7 +116,7 @@ def test_what_was_there_and_what_is_new_make_the_whole(
     before, rest = text[: at % (len(text) + 1)], text[at % (len(text) + 1) :]
     whole = told(plan(name=name, opened=opened).parser(), text)
     new = told(plan(before, name=name, opened=opened).parser(), rest, [cut for cut in cuts if cut < len(rest)])
-    assert told(plan(before, name=name, opened=opened).parser(tells_before=True), rest) == whole
+    assert told(plan(before, name=name, opened=opened).parser(reports_before=True), rest) == whole
     first = plan(name=name, opened=opened).parser()
     shown = first.feed(before)
     assert whole.calls[len(whole.calls) - len(new.calls) :] == new.calls

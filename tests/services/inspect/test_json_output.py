@@ -7,7 +7,7 @@ import typer
 
 from components.wire.heartbeat import Heartbeat
 from components.wire.inspection import Candidate, RouteExplained
-from components.wire.plans import PlanTold, RolePlan
+from components.wire.plans import PlanReported, RolePlan
 from services.inspect import __main__ as inspect
 from services.inspect import route, workers
 from tests.services.inspect.meshes import seen, with_ranks
@@ -40,7 +40,7 @@ def test_workers_are_objects_with_the_record_the_load_and_the_calls() -> None:
 
 
 def test_a_plan_has_all_its_fields_also_those_that_are_unknown() -> None:
-    plan = PlanTold(
+    plan = PlanReported(
         leading=True,
         connector="local",
         prefill=RolePlan(least=1, most=4, serving=2, wanted=3, needed=4, why="busy"),

@@ -2,11 +2,11 @@
 
 from rich.console import Console
 
-from components.wire.plans import PlanTold, RolePlan
+from components.wire.plans import PlanReported, RolePlan
 from services.inspect.workers import show_plan
 
 
-def shown(plan: PlanTold) -> str:
+def shown(plan: PlanReported) -> str:
     console = Console(width=200, record=True)
     show_plan("mesh.planner.ab12", plan, console)
     return console.export_text()
@@ -14,7 +14,7 @@ def shown(plan: PlanTold) -> str:
 
 def test_a_plan_shows_the_leader_the_needs_and_the_changes() -> None:
     prefill = RolePlan(least=1, most=4, serving=2, wanted=3, needed=4, why="prompts keep 2.10 workers busy")
-    plan = PlanTold(
+    plan = PlanReported(
         leading=True,
         connector="local",
         prefill=prefill,
@@ -42,7 +42,7 @@ def test_a_plan_shows_the_leader_the_needs_and_the_changes() -> None:
 
 
 def test_a_limit_of_devices_is_shown_with_what_a_worker_takes() -> None:
-    plan = PlanTold(
+    plan = PlanReported(
         leading=True,
         connector="none",
         prefill=RolePlan(least=1, most=4, serving=2, devices=4),
