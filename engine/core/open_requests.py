@@ -123,6 +123,7 @@ class Requests:
             num_computed=0,
             num_published=0,
             num_cached_tokens=0,
+            was_looked_up=False,
             released=False,
         )
         self.end(request)

@@ -52,6 +52,7 @@ class Request:
     num_computed: int = 0  # leading tokens with KV in `pages`
     num_published: int = 0  # leading pages in the prefix cache
     num_cached_tokens: int = 0
+    was_looked_up: bool = False  # its prefix hit is counted
     released: bool = False  # `release` came before the end
     num_generated: int = 0
     eos_token_ids: frozenset[int] = frozenset()
@@ -199,7 +200,8 @@ class RequestMemory:
         request.first_page = first
         request.num_published = first + len(found)
         request.num_computed = request.num_published * self.page_size
-        if len(request.tokens) == request.prompt_len:  # not counted again after a preemption
+        if not request.was_looked_up:  # after a preemption it would find what it computed itself; so would a branch
+            request.was_looked_up = True
             request.num_cached_tokens = num_tokens
             self.prefix_queries += request.prompt_len
             self.prefix_hits += num_tokens

@@ -175,3 +175,22 @@ def test_prefix_hits_are_counted(engine: EngineCore) -> None:
     run(engine, [EngineRequest("a", prompt(40), endless(2))])
     stats = run(engine, [EngineRequest("b", prompt(40), endless(2))]).steps[-1]
     assert (stats.prefix_queries, stats.prefix_hits) == (80, 32)
+
+
+def test_a_prompt_retracted_before_its_first_token_is_no_prefix_hit_of_itself(tiny: LoadedModel) -> None:
+    """The client was told, and metrics counted, the pages that the request had computed before it was retracted."""
+    engine = make_engine(tiny, num_pages=8, reserve_tokens=0, max_step_tokens=24)
+    seen = run(
+        engine,
+        [EngineRequest("talks", prompt(30), endless(10)), EngineRequest("prompt", prompt(90, start=1), endless(2))],
+    )
+    assert seen.steps[-1].preemptions == 1
+    assert seen.prompt_tokens < 30 + 90 + 90, "it used its own pages again"
+    assert seen.cached["prompt"] == 0
+    assert (seen.steps[-1].prefix_queries, seen.steps[-1].prefix_hits) == (30 + 90, 0)
+
+
+def test_a_branch_that_waits_for_a_place_is_no_prefix_hit_of_its_own_prompt(tiny: LoadedModel) -> None:
+    seen = run(make_engine(tiny, max_running=1), [EngineRequest("r", prompt(40), greedy(2, n=2))])
+    assert ("r", 1) in seen.branches
+    assert (seen.steps[-1].prefix_queries, seen.steps[-1].prefix_hits) == (40, 0)
