@@ -46,6 +46,7 @@ class LocalPrefill(NamedTuple):
 
 
 SOONER: Final = LocalPrefill(LocalPrefillReason.QUEUES, "every prefill queue takes longer than computing it here")
+NO_SLOT: Final = LocalPrefill(LocalPrefillReason.NO_AUX_SLOT, "there are as many transfers as aux slots")
 
 
 class PrefillChoice:
@@ -95,13 +96,16 @@ class PrefillChoice:
         if remaining <= self._max_local_prefill:
             return LocalPrefill(LocalPrefillReason.FEW_TOKENS, f"only {remaining} tokens remain")
         if not self._prefill.has_free_aux_slot:
-            return LocalPrefill(LocalPrefillReason.NO_AUX_SLOT, "there are as many transfers as aux slots")
+            return NO_SLOT
         usable = self._usable(adapter)
         explain = explain and (dry or len(usable) > 1)  # else there is nothing to compare
         ask = RouteRequest(blocks.num_tokens, session=session, prefix=blocks.prefix(), explain=explain, dry=dry)
         inquiries = self._fleet.inquiries
         if inquiries is not None and inquiries.are_needed:
-            return self._chosen_by(await inquiries.about(ask, blocks, usable), remaining, usable, adapter)
+            inquiry = await inquiries.about(ask, blocks, usable)
+            if not self._prefill.has_free_aux_slot:  # other requests took the last ones meanwhile
+                return NO_SLOT
+            return self._chosen_by(inquiry, remaining, usable, adapter)
         if self._is_sooner_here(remaining, [record.instance_id for record in usable]):
             return SOONER
         return self._fleet.router.choose(ask, blocks, usable) or self._why_none(usable, adapter)

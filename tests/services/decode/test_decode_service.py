@@ -27,7 +27,9 @@ from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
 from components.messaging.liveness import STALLED_AFTER_S, Liveness, Loss
 from components.messaging.outbox import open_outbox
+from components.routing.candidates import Inquiry
 from components.routing.health import USUAL, BreakerState
+from components.routing.policy import RouteRequest
 from components.telemetry.figures import Figures
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import (
@@ -440,6 +442,32 @@ async def test_a_transfer_too_many_is_none(decode: Decode) -> None:
     taken = [decode.transfer.aux.take() for _ in range(decode.transfer.aux.num_slots)]
     await decode.ask()
     assert decode.engine.engine.submitted[ID].phase is Phase.FULL
+    await decode.finish()
+    for slot in taken:
+        decode.transfer.aux.give_back(slot)
+    decode.assert_nothing_is_kept()
+
+
+async def test_slots_that_others_take_while_prefill_instances_are_asked_leave_none(decode: Decode) -> None:
+    """The request failed with QueueFull: only before the questions was it known whether a slot was free."""
+    taken: list[int] = []
+
+    class Asking:
+        are_needed = True
+
+        async def about(self, ask: RouteRequest, *_: object) -> Inquiry:
+            inquiry = Inquiry(decode.fleet.router, ask)
+            inquiry.take(1, {"p": 0})
+            aux = decode.transfer.aux
+            taken.extend(aux.take() for _ in range(aux.num_slots))
+            return inquiry
+
+    inquiries: Any = Asking()
+    decode.fleet.inquiries = inquiries
+    await decode.ask()
+    assert decode.errors() == []
+    assert decode.engine.engine.submitted[ID].phase is Phase.FULL
+    assert decode.local("no_aux_slot") == 1
     await decode.finish()
     for slot in taken:
         decode.transfer.aux.give_back(slot)
