@@ -88,6 +88,7 @@ class KvComing(Struct):
     room: str
     request_id: str = ""
     first_token: int | None = None
+    num_cached_tokens: int = 0  # of the prompt, in prefill's prefix cache
 
 
 @message("room-close.v2")

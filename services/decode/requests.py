@@ -51,6 +51,7 @@ class ActiveRequest:
     lifecycle: Lifecycle[RequestState]
     mask: TokenMask | None = None
     num_cached: int = 0  # prefix hit at arrival
+    prefill_hit: int = 0  # prefix hit on prefill, which computed the rest
     waiting_since_ns: int = 0
     waiting_span: str = SPAN_LOCAL_PREFILL  # span that ends with the first token
     accepted_ns: int = field(default_factory=time.time_ns)
@@ -123,7 +124,7 @@ class ActiveRequests:
         item = stream.tokens(
             token_ids,
             finish,
-            output.num_cached_tokens if sent_ns else 0,
+            max(output.num_cached_tokens, min(active.prefill_hit, len(active.token_ids))) if sent_ns else 0,
             sent_ns,
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,

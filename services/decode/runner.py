@@ -128,7 +128,7 @@ class RequestRunner:
         sampling = active.request.sampling
         is_simple = sampling.n == 1 and sampling.logprobs is None and active.mask is None
         if is_simple and self.engine.engine.continues(len(active.token_ids), sampling, first_token):
-            active.early_token = first_token
+            active.early_token, active.prefill_hit = first_token, coming.num_cached_tokens
             active.wait(SPAN_FIRST)
             self.active.emit(TokenOutput(active.engine_id, [first_token], None, reserved.num_cached_tokens))
 
@@ -263,6 +263,7 @@ class RequestRunner:
             self._settle_later(transfer, cancelled=isinstance(active.error, Cancelled))
             raise
         else:
+            active.prefill_hit = record.num_cached_tokens
             if active.early_token is None:
                 for output in outputs:  # before the next await: the next step's tokens may follow at once
                     self.active.emit(output)

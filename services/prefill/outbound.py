@@ -46,7 +46,7 @@ NEXT: Final = {
 }
 
 
-async def _announce_nothing(_offer: PagesOffered, _first_token: int | None) -> None:
+async def _announce_nothing(_offer: PagesOffered, _last: Exposed) -> None:
     pass
 
 
@@ -65,7 +65,7 @@ class OutboundTransfer:
         writes: Writes | None = None,  # of all ranks; default: of `transfer`
         checksums: PageChecksums | None = None,  # if decode verifies
         bootstrap_timeout_s: float | None = None,  # until decode's offer
-        announce: Callable[[PagesOffered, int | None], Awaitable[None]] = _announce_nothing,  # before the last write
+        announce: Callable[[PagesOffered, Exposed], Awaitable[None]] = _announce_nothing,  # before the last write
         num_cached: int = 0,  # prefix hit: must not count as queued
         step_s: Callable[[], float] = float,  # of the engine's last step
     ) -> None:
@@ -227,7 +227,7 @@ class OutboundTransfer:
             computed = self._computed
             if computed is not None and (ready := self._num_ready(computed, unit)) > sent:
                 if ready == self.num_tokens:
-                    await self._announce(offer, computed.first_token)
+                    await self._announce(offer, computed)
                 self.num_bytes += await _to_its_end(self._write(offer, peer, computed.pages, range(sent, ready)))
                 sent = ready
             elif computed is not None and computed.first_token is not None:

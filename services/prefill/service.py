@@ -35,7 +35,7 @@ from components.wire.status import RoomStatus
 from components.wire.tokens import unpack_tokens
 from engine.loop.engine_loop import EngineLoop
 from engine.loop.log_line import BatchLog
-from engine.ports import Engine, EngineRequest, Phase, StepOutput, TokenMask
+from engine.ports import Engine, EngineRequest, Exposed, Phase, StepOutput, TokenMask
 from services.prefill.outbound import NEXT, OutboundState, OutboundTransfer
 from services.prefill.rooms import Rooms
 from services.worker import check_addressed, engine_request
@@ -253,7 +253,7 @@ class PrefillService:
         """Raises: Rejected, if this instance's pages cannot be read."""
         return PageChecksums(self._engine.engine.kv_region, self._writes.connections)
 
-    async def _announce(self, offer: PagesOffered, first_token: int | None) -> None:
+    async def _announce(self, offer: PagesOffered, last: Exposed) -> None:
         """Notify decode that the last pages follow: it may send the first token, and polls more often.
 
         Without this a transfer ends milliseconds later.
@@ -261,7 +261,12 @@ class PrefillService:
         decode = self._registry.book.find(offer.decode_id, offer.decode_epoch)
         if decode is not None:
             with suppress(MeshError):
-                coming = KvComing(room=offer.room, request_id=offer.request_id, first_token=first_token)
+                coming = KvComing(
+                    room=offer.room,
+                    request_id=offer.request_id,
+                    first_token=last.first_token,
+                    num_cached_tokens=last.num_cached_tokens,
+                )
                 await self._bus.publish(f"{decode.subject}.kv_coming", coming)
                 await asyncio.sleep(0)  # nats-py sends it now: the write that follows may hold this thread
 

@@ -30,7 +30,7 @@ def _shown(mesh: MeshProcesses, text: str) -> str:
 
 
 def _ask(url: str, text: str) -> int:
-    """Prompt tokens that decode had cached."""
+    """Prompt tokens that prefill or decode had cached."""
     body = {"model": MODEL, "prompt": text, "max_tokens": 4, "ignore_eos": True}
     answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
     answer.raise_for_status()

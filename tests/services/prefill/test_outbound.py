@@ -7,6 +7,7 @@ from components.errors import DeadlineExceeded, IncompatibleLayout, TransferFail
 from components.kv_transfer.aux import AuxRecord
 from components.messaging.clocks import now_ms
 from components.wire.prefill import PagesOffered
+from engine.ports import Exposed
 from services.prefill.outbound import OutboundState, OutboundTransfer
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
 from tests.services.prefill.outbound import ROOM, STAMP, chunk, last_chunk, outbound, run
@@ -71,8 +72,8 @@ async def test_the_last_pages_are_announced_before_they_are_written() -> None:
     prefill = FakeTransfer()
     announced: list[tuple[str, int | None, int]] = []
 
-    async def announce(offer: PagesOffered, first_token: int | None) -> None:
-        announced.append((offer.room, first_token, len(prefill.writes)))
+    async def announce(offer: PagesOffered, last: Exposed) -> None:
+        announced.append((offer.room, last.first_token, len(prefill.writes)))
 
     sender = outbound(prefill, num_tokens=18, announce=announce)
     task = asyncio.create_task(run(sender))

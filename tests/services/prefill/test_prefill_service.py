@@ -145,6 +145,16 @@ async def prefill() -> AsyncIterator[Prefill]:
     await made.service.drained()
 
 
+async def test_decode_is_told_how_much_of_the_prompt_was_cached_here(prefill: Prefill) -> None:
+    prefill.decode.expect(ROOM, 0)
+    await prefill.ask()
+    await prefill.offer()
+    prefill.engine.step(computed=[Exposed("r", PAGES, 10, 8, 42)])
+    await turns()
+    assert [coming.num_cached_tokens for coming in prefill.bus.of(KvComing)] == [8]
+    assert prefill.decode.aux.read(2).num_cached_tokens == 8
+
+
 async def test_a_prompt_is_computed_at_once_sent_when_pages_are_offered_and_forgotten(prefill: Prefill) -> None:
     landed = prefill.decode.expect(ROOM, 0)
     accepted = await prefill.ask(sampling=SamplingParams(max_tokens=5, stop_token_ids=(9,)), cache_salt="s")
