@@ -175,6 +175,7 @@ class PagePool:
         # oldest release first; a dict would skip all deleted keys to find its first
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._holders = [0] * num_pages
+        self._broken: set[int] = set()  # not to be published before they are allocated anew
 
     @property
     def num_free(self) -> int:
@@ -207,6 +208,8 @@ class PagePool:
         while count > 1 and free.longest < count and len(free) < most:
             self._evict(min(count, most - len(free)))
         pages = free.take(count, after)
+        if self._broken:
+            self._broken.difference_update(pages)
         for page in pages:
             self._holders[page] = 1
         return pages
@@ -245,6 +248,16 @@ class PagePool:
         if page in self._cached:
             del self._cached[page]
             self._free.give([page])
+
+    def distrust(self, pages: Sequence[int]) -> None:
+        """Unpublish held pages whose KV may be broken. Other holders must not publish them again."""
+        for page in pages:
+            if page in self._prefix:
+                self._prefix.forget(page)
+        self._broken.update(pages)
+
+    def trusts(self, pages: Sequence[int]) -> bool:
+        return not self._broken or self._broken.isdisjoint(pages)
 
     def check(self) -> None:
         """Raises: PageLeak, unless each page is free, cached or held once."""

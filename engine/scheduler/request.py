@@ -212,8 +212,8 @@ class RequestMemory:
         Returns: (source, target) pages to copy before the next step.
         """
         branch.num_computed = max(0, request.prompt_len - LEAST_COMPUTED)
-        branch.first_page = branch.num_published = request.first_page
-        num_shared = branch.num_computed // self.page_size
+        branch.first_page = request.first_page
+        branch.num_published = num_shared = branch.num_computed // self.page_size
         shared = request.pages[branch.first_page : num_shared]
         copied = request.pages[num_shared : self._pages_for(request.prompt_len)]
         self.pool.share(shared)
@@ -238,7 +238,7 @@ class RequestMemory:
         """Publish newly full pages, and release pages that left every layer's window."""
         done, full = request.num_published, request.num_computed // self.page_size
         if full > done:
-            self.prefix.insert(self._hashes(request, full)[done:], request.pages[done:full])
+            self._publish(request, done, full)
             request.num_published = full
         if self._kept_tokens and request.phase is not Phase.PREFILL:
             self._leave(request)
@@ -247,18 +247,25 @@ class RequestMemory:
         """Unpublish blocks whose KV may be broken, also in pages that were given back."""
         for block in self._hashes(request, request.num_published):
             self.pool.forget(block)
+        self.pool.distrust(request.pages[request.first_page :])
         request.num_computed = 0
         request.num_published = 0
 
     def give_back(self, request: Request) -> None:
         first, full = request.first_page, request.num_computed // self.page_size
-        # insert again: the page with an equal block may have been evicted
-        self.prefix.insert(self._hashes(request, full)[first:], request.pages[first:full])
+        self._publish(request, first, full)  # again: the page with an equal block may have been evicted
         self.pool.release(request.pages[first:])
         request.pages = []
         request.first_page = 0
         request.num_computed = 0
         request.num_published = 0
+
+    def _publish(self, request: Request, first: int, full: int) -> None:
+        """Publish pages from `first` to `full`. If the request shares a broken page, what it computed may be broken, too."""
+        if self.pool.trusts(request.pages):
+            self.prefix.insert(self._hashes(request, full)[first:], request.pages[first:full])
+        else:
+            self.pool.distrust(request.pages[request.first_page :])
 
     def num_cached(self, blocks: Sequence[bytes]) -> int:
         """Leading tokens of a prompt that need no computation. Other threads may ask for a hint."""

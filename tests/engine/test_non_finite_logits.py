@@ -7,11 +7,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from msgspec import structs
 
 from components.errors import NonFiniteLogits, reported
 from components.openai.errors import from_mesh
 from components.wire.refused import raised, refusal
-from components.wire.sampling import SamplingParams
+from components.wire.sampling import SamplingParams, branch_seed
 from engine.attention.backend import StepAttention
 from engine.build import assemble
 from engine.compilation.forward import EagerForward
@@ -146,6 +147,59 @@ def test_all_branches_end_with_the_broken_one_and_it_is_told_once(tiny: LoadedMo
         check_pages(core)
     assert [failed.request_id for failed in told] == ["r"]
     assert peek(core, prompt(LONG)) == 0, "nor does one of them leave the prompt's pages in the cache"
+
+
+def test_pages_of_a_broken_request_are_not_published_again_by_another_that_holds_them(tiny: LoadedModel) -> None:
+    """Each request publishes its pages again when it ends."""
+    core = broken_at(tiny, 4)
+    core.submit(EngineRequest("broken", prompt(LONG), greedy(20, ignore_eos=True)))
+    core.step()
+    core.step()
+    core.submit(EngineRequest("shares", prompt(LONG), greedy(60, ignore_eos=True)))
+    seen = Seen()
+    while not seen.failed:
+        seen.take(core.step())
+    assert list(seen.failed) == ["broken"]
+    assert seen.cached["shares"] == 16
+    for _ in range(10):  # its second page becomes full; it was computed from the first
+        seen.take(core.step())
+    core.cancel("shares")
+    run_until_idle(core, seen)
+    assert peek(core, prompt(LONG)) == 0
+    assert not core.cached_blocks()
+    run(core, [EngineRequest("again", prompt(LONG), greedy(2))])
+    assert peek(core, prompt(LONG)) == 16, "pages that are free again may be published"
+
+
+def sampled_twice(tiny: LoadedModel) -> tuple[SamplingParams, list[int], list[int]]:
+    """Parameters of a request with two branches, and the tokens of both."""
+    params = SamplingParams(max_tokens=20, seed=3, n=2, ignore_eos=True)
+    seeds = (branch_seed(params.seed, branch) for branch in range(2))
+    first, second = (alone(tiny, prompt(LONG), structs.replace(params, n=1, seed=seed)) for seed in seeds)
+    return params, first, second
+
+
+def test_a_branch_that_breaks_at_once_leaves_no_pages_of_a_prompt_whose_first_branch_is_over(tiny: LoadedModel) -> None:
+    """The prompt's pages counted as published by the first branch alone, and it was no longer asked."""
+    params, first, second = sampled_twice(tiny)
+    assert first[0] != second[0]
+    core = broken_at(tiny, 1)
+    seen = run(core, [EngineRequest("r", prompt(LONG), structs.replace(params, stop_token_ids=(first[0],)))])
+    assert seen.tokens["r"] == first[:1]
+    assert list(seen.failed) == ["r"]
+    assert not core.cached_blocks()
+
+
+def test_a_branch_that_ended_in_flight_does_not_publish_the_prompt_of_a_broken_one(tiny: LoadedModel) -> None:
+    """It gives its pages back when the step has landed: after the other branch had them forgotten."""
+    params, first, second = sampled_twice(tiny)
+    assert second[1] not in {*first[:4], second[0]}
+    core = broken_at(tiny, 3)
+    seen = run(core, [EngineRequest("r", prompt(LONG), structs.replace(params, stop_token_ids=(second[1],)))])
+    assert seen.branches["r", 1] == second[:2]
+    assert seen.tokens["r"] == first[:3]
+    assert list(seen.failed) == ["r"]
+    assert not core.cached_blocks()
 
 
 def test_a_prefill_fails_and_its_pages_wait_for_their_release(tiny: LoadedModel) -> None:
