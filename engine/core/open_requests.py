@@ -67,6 +67,7 @@ class Requests:
         self._live: dict[str, Request] = {}
         self._held: dict[str, Request] = {}  # ended, pages still exposed
         self._branches: dict[str, list[Request]] = {}  # live branches, except branch 0
+        self._leaving: set[Request] = set()  # ended, pages still in the step in flight
 
     def __contains__(self, request_id: object) -> bool:
         return any(request_id in known for known in (self._live, self._held, self._branches))
@@ -90,8 +91,10 @@ class Requests:
         return request if request is not None and request.state is RequestState.RESERVED else None
 
     def branches(self, request_id: str) -> list[Request]:
+        """The live ones, and those whose pages the step in flight still uses."""
         first = self._live.get(request_id)
-        return [*([] if first is None else [first]), *self._branches.get(request_id, ())]
+        leaving = (request for request in self._leaving if request.id == request_id)
+        return [*([] if first is None else [first]), *self._branches.get(request_id, ()), *leaving]
 
     def fork(self, request: Request) -> list[tuple[int, int]]:
         """Start the other branches after the prompt.
@@ -185,9 +188,12 @@ class Requests:
             return
         request.in_flight = None
         if request.state is RequestState.FINISHED:
+            self._leaving.discard(request)
             self._memory.give_back(request)
 
     def _give_back(self, request: Request) -> None:
         """`landed` does it for a request in flight."""
         if request.in_flight is None:
             self._memory.give_back(request)
+        else:
+            self._leaving.add(request)

@@ -171,11 +171,11 @@ def test_pages_of_a_broken_request_are_not_published_again_by_another_that_holds
     assert peek(core, prompt(LONG)) == 16, "pages that are free again may be published"
 
 
-def sampled_twice(tiny: LoadedModel) -> tuple[SamplingParams, list[int], list[int]]:
+def sampled_twice(tiny: LoadedModel, length: int = LONG) -> tuple[SamplingParams, list[int], list[int]]:
     """Parameters of a request with two branches, and the tokens of both."""
     params = SamplingParams(max_tokens=20, seed=3, n=2, ignore_eos=True)
     seeds = (branch_seed(params.seed, branch) for branch in range(2))
-    first, second = (alone(tiny, prompt(LONG), structs.replace(params, n=1, seed=seed)) for seed in seeds)
+    first, second = (alone(tiny, prompt(length), structs.replace(params, n=1, seed=seed)) for seed in seeds)
     return params, first, second
 
 
@@ -190,12 +190,15 @@ def test_a_branch_that_breaks_at_once_leaves_no_pages_of_a_prompt_whose_first_br
     assert not core.cached_blocks()
 
 
-def test_a_branch_that_ended_in_flight_does_not_publish_the_prompt_of_a_broken_one(tiny: LoadedModel) -> None:
+@pytest.mark.parametrize("length", [LONG, 16])  # of 16 tokens no page is shared: the full one is copied
+def test_a_branch_that_ended_in_flight_does_not_publish_the_prompt_of_a_broken_one(
+    tiny: LoadedModel, length: int
+) -> None:
     """It gives its pages back when the step has landed: after the other branch had them forgotten."""
-    params, first, second = sampled_twice(tiny)
+    params, first, second = sampled_twice(tiny, length)
     assert second[1] not in {*first[:4], second[0]}
     core = broken_at(tiny, 3)
-    seen = run(core, [EngineRequest("r", prompt(LONG), structs.replace(params, stop_token_ids=(second[1],)))])
+    seen = run(core, [EngineRequest("r", prompt(length), structs.replace(params, stop_token_ids=(second[1],)))])
     assert seen.branches["r", 1] == second[:2]
     assert seen.tokens["r"] == first[:3]
     assert list(seen.failed) == ["r"]
