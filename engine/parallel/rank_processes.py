@@ -58,7 +58,8 @@ class Follower:
 
     def end(self) -> None:
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with suppress(BrokenPipeError):  # it flushes what could not be sent
+            self.process.stdin.close()
 
     def wait(self) -> None:
         try:

@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from components.startup import WrongSettings
 from engine.build import build_engine
-from engine.parallel.rank_processes import RankLost
+from engine.parallel.rank_processes import RankLost, RankProcesses
 from engine.ports import EngineRequest
 from engine.start import run_engine
 from tests.engine.loops import eventually
@@ -57,6 +58,26 @@ def test_an_engine_that_loses_a_follower_ends_and_names_it(tiny_dir: Path, busy:
         assert not is_alive(follower)
 
     asyncio.run(main())
+
+
+def test_followers_that_ended_before_their_orders_were_sent_are_closed_like_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The orders that could not be sent were flushed again when the pipe was closed, and `close` stopped there."""
+
+    class EndedAtOnce(subprocess.Popen[bytes]):
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.wait()
+
+    monkeypatch.setattr(subprocess, "Popen", EndedAtOnce)
+    processes = RankProcesses(
+        "mock", small(tensor_parallel=3), tmp_path, "tests.engine.parallel.no_such_module", memory=0
+    )
+    with pytest.raises(RankLost, match="rank 1: it ended with 1"):
+        processes.reports()
+    assert processes.close()
+    assert not processes.directory.exists()
 
 
 def test_an_engine_that_is_stopped_ends_its_followers(tiny_dir: Path, kernel: str | None) -> None:
