@@ -25,6 +25,7 @@ from tests.engine.tiny_engine import (
     VOCAB,
     Seen,
     alone,
+    cached_blocks,
     check_pages,
     greedy,
     load_tiny,
@@ -166,7 +167,7 @@ def test_pages_of_a_broken_request_are_not_published_again_by_another_that_holds
     core.cancel("shares")
     run_until_idle(core, seen)
     assert peek(core, prompt(LONG)) == 0
-    assert not core.cached_blocks()
+    assert not cached_blocks(core)
     run(core, [EngineRequest("again", prompt(LONG), greedy(2))])
     assert peek(core, prompt(LONG)) == 16, "pages that are free again may be published"
 
@@ -187,7 +188,7 @@ def test_a_branch_that_breaks_at_once_leaves_no_pages_of_a_prompt_whose_first_br
     seen = run(core, [EngineRequest("r", prompt(LONG), structs.replace(params, stop_token_ids=(first[0],)))])
     assert seen.tokens["r"] == first[:1]
     assert list(seen.failed) == ["r"]
-    assert not core.cached_blocks()
+    assert not cached_blocks(core)
 
 
 @pytest.mark.parametrize("length", [LONG, 16])  # of 16 tokens no page is shared: the full one is copied
@@ -202,7 +203,7 @@ def test_a_branch_that_ended_in_flight_does_not_publish_the_prompt_of_a_broken_o
     assert seen.branches["r", 1] == second[:2]
     assert seen.tokens["r"] == first[:3]
     assert list(seen.failed) == ["r"]
-    assert not core.cached_blocks()
+    assert not cached_blocks(core)
 
 
 def test_a_prefill_fails_and_its_pages_wait_for_their_release(tiny: LoadedModel) -> None:
