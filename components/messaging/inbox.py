@@ -114,6 +114,7 @@ class InStream:
 
 @dataclass(slots=True)
 class _Source:
+    epoch: str
     order: FrameOrder
     streams: dict[int, InStream] = field(default_factory=dict)
 
@@ -163,7 +164,7 @@ class StreamInbox:
 
     def open(self, instance_id: str, epoch: str) -> InStream:
         """Open a stream from an instance. Calls in a row return consecutive ids."""
-        source = self._source(instance_id)
+        source = self._source(instance_id, epoch)
         stream = InStream(next(self._ids), instance_id, epoch, self._refusals)
         source.streams[stream.stream_id] = stream
         source.order.opened()
@@ -199,7 +200,7 @@ class StreamInbox:
             log.warning("frame refused", extra={"cause": exc.message})
             return
         source = self._sources.get(frame.instance_id)
-        if source is None:
+        if source is None or source.epoch != frame.epoch:
             self._refusals.count("tokens", STRANGER)
         elif not source.order.arrived(frame):
             self._refusals.count("tokens", DUPLICATE)
@@ -214,8 +215,12 @@ class StreamInbox:
         for source in self._sources.values():
             source.order.stop()
 
-    def _source(self, instance_id: str) -> _Source:
+    def _source(self, instance_id: str, epoch: str) -> _Source:
         source = self._sources.get(instance_id)
+        if source is not None and source.epoch != epoch:  # another process has the id: its frames count from 0 again
+            self.fail_instance(instance_id, DecodeLost(f"decode {instance_id}: registered anew"))
+            self.forget_instance(instance_id)
+            source = None
         if source is None:
             order = FrameOrder(
                 instance_id,
@@ -224,7 +229,7 @@ class StreamInbox:
                 partial(self._resend, instance_id),
                 self.counts,
             )
-            source = self._sources[instance_id] = _Source(order)
+            source = self._sources[instance_id] = _Source(epoch, order)
         return source
 
     def _put(self, frame: TokenFrame) -> None:

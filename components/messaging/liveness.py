@@ -37,6 +37,7 @@ LONGEST_STEP_S: Final = 5.0  # upper bound of a usual step
 LATEST: Final = 0.5  # weight of the latest step in the usual time; less for a short step
 
 OnLost = Callable[[InstanceRecord, str], None]  # (instance, reason)
+OnEnded = Callable[[InstanceRecord], None]
 OnHeartbeat = Callable[[Heartbeat], None]
 
 
@@ -99,6 +100,7 @@ class Liveness:
         self._clock = clock
         self._health: dict[str, _InstanceHealth] = {}
         self._on_lost: list[OnLost] = []
+        self._on_ended: list[OnEnded] = []
         self._on_heartbeat: list[OnHeartbeat] = []
         self._next_s = EVERY_S  # of the latest heartbeat
         self._asks = False
@@ -111,6 +113,13 @@ class Liveness:
 
     def on_lost(self, callback: OnLost) -> None:
         self._on_lost.append(callback)
+
+    def on_ended(self, callback: OnEnded) -> None:
+        """Call `callback` when a process has ended: its record has left etcd, or another one has its instance id.
+
+        A silent instance is lost before it has ended, and may be back.
+        """
+        self._on_ended.append(callback)
 
     def on_heartbeat(self, callback: OnHeartbeat) -> None:
         self._on_heartbeat.append(callback)
@@ -305,6 +314,8 @@ class Liveness:
                 self._lose(health, Loss.DRAINED if health.is_draining else Loss.LEFT, "left etcd")
             else:
                 self._lose(health, Loss.REPLACED, "registered anew")
+            for callback in self._on_ended:
+                callback(was)
         if now is not None:
             warn_of_protocol(was, now)
             at = self._clock()

@@ -58,6 +58,7 @@ class MeshClient:
         self.choice = DecodeChoice(decodes, model, no_worker_wait_s)
         self._embed_calls = EmbedCalls(bus, inbox, self.choice, model, self._send_later)
         self._decodes.on_lost(self._instance_lost)
+        self._decodes.on_ended(lambda record: inbox.forget_instance(record.instance_id))
 
     def models(self) -> list[ServedModel]:
         """The model and its adapters; for a while also after the last instance was lost, as requests wait for it."""
@@ -172,8 +173,6 @@ class MeshClient:
 
     def _instance_lost(self, record: InstanceRecord, why: str) -> None:
         self._inbox.fail_instance(record.instance_id, DecodeLost(f"decode {record.instance_id}: {why}"))
-        if self._decodes.find(record.instance_id) is None:  # it has ended; a silent one may be back
-            self._inbox.forget_instance(record.instance_id)
 
 
 class Branch:

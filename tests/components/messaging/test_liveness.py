@@ -102,6 +102,21 @@ def test_a_silent_instance_is_lost_once_and_comes_back_with_its_next_beat() -> N
     assert [name for name, _, _ in watched.lost] == ["a", "a", "b"]
 
 
+def test_the_end_of_a_process_is_reported_also_if_it_was_lost_before() -> None:
+    """What a frontend kept of a decode that was silent first was kept for ever."""
+    watched = Watched()
+    ended: list[tuple[str, str]] = []
+    watched.liveness.on_ended(lambda r: ended.append((r.instance_id, r.epoch)))
+    watched.after(SILENT_AFTER_S + 0.1)
+    assert ended == [], "they may be back"
+    watched.book.put("a", record("a", "1", model="m", max_context=7))
+    assert ended == [], "a new record of the same process"
+    watched.book.put("a", record("a", "2", model="m"))
+    watched.book.remove("b")
+    watched.book.remove("a")
+    assert ended == [("a", "1"), ("b", "1"), ("a", "2")]
+
+
 def test_losses_are_counted_by_reason_and_instances_by_what_may_be_done_with_them() -> None:
     watched = Watched()
     registry = CollectorRegistry()

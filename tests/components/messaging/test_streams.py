@@ -10,10 +10,12 @@ from components.errors import BackendUnavailable, DecodeLost, InvariantBroken, M
 from components.messaging.bus import connect_bus
 from components.messaging.inbox import InStream, StreamInbox, open_inbox
 from components.messaging.outbox import OutStream, StreamOutbox, open_outbox
+from components.messaging.refusals import STRANGER
 from components.wire.generate import FRAME_VERSION, FramesResent, ResendFrames, StreamItem, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from tests.components.messaging.fake_bus import FakeBus
 from tests.components.messaging.frames import Message, Numbered, Read, nothing_lost
+from tests.components.wire.frames import frame_of
 from tests.faults.virtual_loop import run_virtually
 
 pytestmark = pytest.mark.anyio
@@ -128,6 +130,26 @@ async def test_frames_of_another_instance_and_of_closed_streams_are_ignored() ->
     await ends.deliver(again.tokens([4]))
     await asyncio.sleep(0)
     assert read.tokens == [[2]], "nothing is pushed after the close, also not what had arrived"
+    assert not len(ends.inbox)
+
+
+async def test_a_process_that_starts_again_under_its_id_is_read_from_its_first_frame() -> None:
+    """Its frames were taken for those of the process before, and dropped: a request waited to its deadline."""
+    ends = Ends()
+    read = Read(ends.stream)
+    await ends.deliver(ends.sender.tokens([1]), ends.sender.tokens([2]))
+    again = ends.inbox.open("d", "anew")
+    assert isinstance(read.error, DecodeLost)
+    late = Message(frame_of("d", "e", 1, [OutStream("x", again.stream_id).tokens([6])], 0).pack())
+    sender, after = OutStream("x", again.stream_id), Read(again)
+    for number, token in enumerate((7, 8)):
+        await ends.inbox.receive(late)
+        await ends.inbox.receive(Message(frame_of("d", "anew", 1, [sender.tokens([token])], number).pack()))
+    await asyncio.sleep(0)
+    assert after.tokens == [[7, 8]]
+    assert ends.inbox._refusals._counts["tokens", STRANGER] == 2
+    ends.inbox.close(again)
+    ends.inbox.close(ends.stream)
     assert not len(ends.inbox)
 
 
