@@ -270,7 +270,7 @@ def _broken(cause: Exception) -> InvariantBroken:
 async def open_inbox(
     bus: Bus, subject: str, together: AbstractContextManager[object] | None = None
 ) -> AsyncIterator[StreamInbox]:
-    """`subject` begins with the namespace: `<namespace>.tokens.<NATS name>.<instance id>`."""
+    """`subject` begins with the namespace: `<namespace>.tokens.<NATS name>.<instance id>-<epoch>`."""
     namespace = subject.partition(".")[0]
 
     async def resend(instance_id: str, first: int) -> FramesResent:

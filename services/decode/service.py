@@ -58,18 +58,24 @@ class DecodeService:
         check_model(request.model, self._model)
         check_adapter(request.adapter, self._engine.engine.adapters, self._model)
         engine_id = f"{request.request_id}.{request.stream_id}"
-        if self._active.find(engine_id) is not None:
-            raise Rejected(f"request id {engine_id!r} is in use", param="request_id")
+        if (running := self._active.find(engine_id)) is not None:
+            if running.request.reply_to != request.reply_to:
+                raise Rejected(f"request id {engine_id!r} is in use", param="request_id")
+            # The answer was lost with NATS: after a reconnect the frontend sends the request again, by another call.
+            return GenerateAccepted(request_id=request.request_id, number=self._num_accepted)
         check_branches(request.sampling)
         num_branches = request.sampling.n
         if not 0 <= request.stream_id <= MAX_STREAM_ID - num_branches:
             raise Rejected(f"stream id {request.stream_id} is out of range", param="stream_id")
+        stream_ids = range(request.stream_id, request.stream_id + num_branches)
+        if any(self._active.of_stream(request.reply_to, stream_id) is not None for stream_id in stream_ids):
+            raise Rejected(f"stream id {request.stream_id} is in use", param="stream_id")
         active = ActiveRequest(
             engine_id=engine_id,
             request=request,
             token_ids=unpack_tokens(request.token_ids),
             blocks=self._engine.engine.prompt_blocks(request.token_ids, request.cache_salt, request.adapter),
-            streams={i: OutStream(request.reply_to, request.stream_id + i) for i in range(num_branches)},
+            streams={i: OutStream(request.reply_to, stream_id) for i, stream_id in enumerate(stream_ids)},
             span=tracer.start_called_span("decode.request", self._registration.instance_id),
             lifecycle=self._active.lifecycle(engine_id),
         )

@@ -56,7 +56,7 @@ async def open_connections(settings: FrontendSettings, writes: HeldWrites) -> As
             kv_index_blocks=settings.kv_index_blocks,
             metrics=metrics,
         ) as decodes,
-        open_inbox(bus, _tokens_subject(settings, me), writes) as inbox,
+        open_inbox(bus, _tokens_subject(settings, registration), writes) as inbox,
         measure(
             settings,
             "frontend",
@@ -87,6 +87,11 @@ async def open_connections(settings: FrontendSettings, writes: HeldWrites) -> As
         )
 
 
-def _tokens_subject(settings: FrontendSettings, instance_id: str) -> str:
-    """In a part that NATS may reserve for one frontend's user: no other then reads the answers to its clients."""
-    return f"{settings.namespace}.tokens.{settings.nats_name or 'frontend'}.{instance_id}"
+def _tokens_subject(settings: FrontendSettings, registration: Registration) -> str:
+    """In a part that NATS may reserve for one frontend's user: no other then reads the answers to its clients.
+
+    A process that starts again under its id has another subject. Decode still sends answers to the clients of the process
+    before, and its streams have the same numbers.
+    """
+    me = f"{registration.instance_id}-{registration.epoch}"
+    return f"{settings.namespace}.tokens.{settings.nats_name or 'frontend'}.{me}"

@@ -137,7 +137,7 @@ async def published_garbage_is_counted(client: Client, by_role: dict[str, Instan
     frontend, decode, prefill = by_role["frontend"], by_role["decode"], by_role["prefill"]
     user = "frontend-0" if SECURED else "frontend"
     for subject, reader, name in (
-        (f"{namespace_of(frontend)}.tokens.{user}.{frontend.instance_id}", frontend, "tokens"),
+        (f"{namespace_of(frontend)}.tokens.{user}.{frontend.instance_id}-{frontend.epoch}", frontend, "tokens"),
         (f"{decode.subject}.heartbeat", frontend, "heartbeat"),
         (f"{prefill.subject}.heartbeat", decode, "heartbeat"),
         (f"{prefill.subject}.kv_events", decode, "kv_events"),

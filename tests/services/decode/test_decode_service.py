@@ -594,15 +594,34 @@ async def test_no_prefill_with_the_adapters_weights_means_computing_here(
 
 
 async def test_a_request_that_comes_twice_is_answered_once(decode: Decode) -> None:
-    """The second one took the first one's place, was refused by the engine, and ended the stream with that."""
-    await decode.ask()
-    with pytest.raises(Rejected, match="in use"):
-        await decode.ask()
+    """The second one took the first one's place, was refused by the engine, and ended the stream with that.
+
+    Then it was refused, and a client got that as its answer: NATS had restarted, and the answer to the first was lost.
+    """
+    for _ in range(2):
+        assert await decode.ask() == GenerateAccepted(request_id="r", number=1)
+    with pytest.raises(Rejected, match=r"request id 'r\.1' is in use"):
+        await decode.ask(reply_to="ns.frontend.other.tokens")
+    assert decode.engine.did("submit") == [ID]
     await decode.reserve()
     await decode.land()
     await decode.finish()
     assert decode.tokens() == [42, 43]
     assert decode.errors() == []
+    decode.assert_nothing_is_kept()
+
+
+@pytest.mark.parametrize("stream_id", [1, 2])
+async def test_a_stream_belongs_to_one_request(decode: Decode, stream_id: int) -> None:
+    """Of two requests with one stream, the end of the second failed in the engine's loop."""
+    short = pack_tokens([1])
+    await decode.ask(stream_id, token_ids=short)
+    with pytest.raises(Rejected, match="stream id 1 is in use"):
+        await decode.ask(request_id="other", token_ids=short, sampling=SamplingParams(max_tokens=5, n=2))
+    await decode.ask(stream_id, request_id="other", token_ids=short, reply_to="ns.frontend.other.tokens")
+    for engine_id in (f"r.{stream_id}", f"other.{stream_id}"):
+        await decode.finish(engine_id)
+    assert [item.token_ids for item in decode.items()] == [[43]] * 2
     decode.assert_nothing_is_kept()
 
 

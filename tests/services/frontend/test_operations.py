@@ -9,7 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
+from components.discovery.registry import Registration
 from components.errors import DecodeLost
+from services.frontend.__main__ import tokens_subject
+from services.frontend.config import FrontendSettings
 from services.frontend.ports import ServedModel
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 
@@ -115,3 +118,12 @@ def test_a_frontend_loads_no_torch() -> None:
     """It derives the seeds of branches as the engine does, from a module that has nothing else in it."""
     program = "import sys, services.frontend.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+def test_a_frontend_that_starts_again_under_its_id_reads_tokens_on_another_subject() -> None:
+    """Decode went on with the streams of the process before, and their tokens reached clients of the new one."""
+    settings = FrontendSettings(nats_name="front", namespace="mesh")
+    first, second = (tokens_subject(settings, Registration("f1")) for _ in range(2))
+    assert first != second
+    for subject in (first, second):
+        assert re.fullmatch(r"mesh\.tokens\.front\.f1-[0-9a-f]+", subject), "of four parts, for NATS's permissions"
