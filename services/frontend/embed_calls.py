@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Final
 
 from components.errors import MalformedMessage
@@ -56,16 +57,16 @@ class EmbedCalls:
         together = [token for tokens in texts.token_ids for token in tokens]
         nothing = SamplingParams(max_tokens=1)
         prompt = Prompt(texts.request_id, texts.model, together, nothing, texts.cache_salt, texts.deadline_unix_ms)
-        attempts = Attempts()
+        attempts, numbers = Attempts(), count()
         while True:
             record, route = await self._choice.choose(prompt, attempts)
             route.accepted(0)  # the next heartbeat counts it: its answer comes at its end
             stream = self._inbox.open(record.instance_id, record.epoch)  # only for its failure
             try:
                 with request_record().dispatching():
-                    vectors = await self._call_embed(
-                        replace(texts, request_id=f"{texts.request_id}-{attempts.moves}"), record, stream
-                    )
+                    # another id at each try: an instance may still run the one before
+                    again = replace(texts, request_id=f"{texts.request_id}-{next(numbers)}")
+                    vectors = await self._call_embed(again, record, stream)
                 route.succeeded()
             except MOVING as exc:
                 self._choice.note_move(prompt, route, exc, attempts)

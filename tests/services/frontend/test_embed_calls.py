@@ -7,7 +7,15 @@ from random import Random
 import pytest
 
 from components.discovery.book import InstanceBook
-from components.errors import DecodeLost, MalformedMessage, MeshError, NoDecodeInstance, Overloaded, PromptTooLong
+from components.errors import (
+    DecodeLost,
+    MalformedMessage,
+    MeshError,
+    NobodyListens,
+    NoDecodeInstance,
+    Overloaded,
+    PromptTooLong,
+)
 from components.messaging.call_server import Endpoint
 from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
@@ -84,6 +92,14 @@ async def test_texts_go_in_shares_to_all_instances_and_come_back_in_order(mesh: 
     assert await mesh.embed(*long) == long
     assert [len(request.texts) for request in (both[0].asked + both[1].asked)[-3:]].count(2) <= 1
     assert not mesh.bus.of(CancelEmbed)
+
+
+async def test_each_call_has_an_id_of_its_own(mesh: Mesh) -> None:
+    """A call whose answer NATS had lost was sent again with its id, which was in use: its client got that as an error."""
+    decode = Decode(mesh, "a")
+    decode.refusals += [NobodyListens("NATS restarts"), NobodyListens("NATS restarts")]
+    assert await mesh.embed(3) == [3]
+    assert len({request.request_id for request in decode.asked}) == 3
 
 
 @pytest.mark.parametrize("how", ["refused", "lost"])
