@@ -71,6 +71,10 @@ class NobodyListens(PeerLost):
     """NATS has no subscriber for the subject."""
 
 
+class ListenerGone(NobodyListens):
+    """Only repetitions of a call found no subscriber: a process may have taken it, and have lost NATS since."""
+
+
 class PrefillLost(PeerLost): ...
 
 

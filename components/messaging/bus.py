@@ -21,6 +21,7 @@ from components.credentials import NatsAccess
 from components.errors import (
     BackendUnavailable,
     DeadlineExceeded,
+    ListenerGone,
     MalformedMessage,
     MeshError,
     MessageTooLarge,
@@ -28,7 +29,7 @@ from components.errors import (
 )
 from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import Refusals
-from components.messaging.replies import Replies, publish
+from components.messaging.replies import RepetitionsUnheard, Replies, publish
 from components.messaging.secure_client import ANYONE, SecureClient, TlsRefused
 from components.telemetry.spans import trace_headers
 from components.telemetry.waiting import waiting_logged
@@ -179,6 +180,8 @@ class nats_errors:  # noqa: N801 - a function with `contextmanager` takes thrice
 
 
 def _ours(error: BaseException, subject: str, url: str) -> MeshError | None:
+    if isinstance(error, RepetitionsUnheard):
+        return ListenerGone(f"nobody listens on {subject} any more", subject=subject)
     if isinstance(error, nats.errors.NoRespondersError):
         return NobodyListens(f"nobody listens on {subject}", subject=subject)
     if isinstance(error, nats.errors.TimeoutError | TimeoutError):

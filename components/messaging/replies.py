@@ -24,6 +24,10 @@ STATUS: Final = "Status"  # header of the server's own messages
 NO_RESPONDERS: Final = "503"
 
 
+class RepetitionsUnheard(nats.errors.NoRespondersError):  # type: ignore[misc]  # nats-py has no types
+    """The first message of the call may have had a receiver."""
+
+
 async def publish(
     client: Client, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None
 ) -> None:
@@ -52,7 +56,7 @@ class Replies:
     async def call(self, subject: str, data: bytes, headers: dict[str, str] | None, timeout_s: float) -> Msg:
         """Send `data` and wait for the answer.
 
-        Raises: nats.errors.NoRespondersError at once; TimeoutError; errors of `publish`.
+        Raises: nats.errors.NoRespondersError at once; RepetitionsUnheard; TimeoutError; errors of `publish`.
         """
         reply = f"{self._prefix}{next(self._numbers)}"
         call = self._waiting[reply] = _Call(self._client, subject, data, reply, headers)
@@ -65,7 +69,7 @@ class Replies:
         if message is None:
             raise nats.errors.TimeoutError
         if _no_responders(message):
-            raise nats.errors.NoRespondersError
+            raise RepetitionsUnheard if call.was_repeated else nats.errors.NoRespondersError
         return message
 
     def on_no_responders(self, subject: str, callback: Callable[[], None]) -> str:
@@ -96,6 +100,10 @@ class _Call:
         self._refused = 0
         self._repeating: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def was_repeated(self) -> bool:
+        return self._repeats > 0
 
     async def answer(self) -> Msg | None:
         """Repeat the call until `end`. Return None if it is too late."""

@@ -51,6 +51,7 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.KeyLimited: Row(429, "tokens", "rate_limit_exceeded", _USED_UP),
     e.PeerLost: Row(502, _SERVER, "instance_lost", _LOST),
     e.NobodyListens: Row(502, _SERVER, "instance_lost", _LOST),
+    e.ListenerGone: Row(502, _SERVER, "instance_lost", _LOST),
     e.PrefillLost: Row(502, _SERVER, "instance_lost", _LOST),
     e.DecodeLost: Row(502, _SERVER, "instance_lost", _LOST),
     e.FramesLost: Row(502, _SERVER, "instance_lost", _LOST),

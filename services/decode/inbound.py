@@ -7,7 +7,7 @@ from enum import StrEnum, auto
 from typing import Final
 
 from components.aio import Failure
-from components.errors import KvCorrupt, TransferFailed
+from components.errors import KvCorrupt, ListenerGone, NobodyListens, TransferFailed
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import Checksums, PageChecksums
@@ -77,6 +77,11 @@ class InboundTransfer:
         if self.asking is None or not self.asking.done() or self.asking.cancelled():
             return None
         return self.asking.exception()
+
+    @property
+    def reached_no_process(self) -> bool:
+        """True if certainly no process has the prompt, so that none can write."""
+        return isinstance(self.refusal, NobodyListens) and not isinstance(self.refusal, ListenerGone)
 
     @property
     def waits_for_prefill(self) -> bool:

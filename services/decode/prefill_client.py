@@ -16,7 +16,6 @@ from components.discovery.registry import Registration, Registry
 from components.errors import (
     DeadlineExceeded,
     MeshError,
-    NobodyListens,
     NoBootstrapInstance,
     PeerLost,
     PrefillLost,
@@ -215,7 +214,7 @@ class PrefillClient:
         match transfer.abandon():
             case S.PINNED:
                 await _until_answered(transfer)
-                if not isinstance(transfer.refusal, NobodyListens):  # else the request has reached no process
+                if not transfer.reached_no_process:
                     await self._until_quiet(transfer, quiesce)
                     with suppress(MeshError):  # this process leaves
                         await self._transfer.catch_up()

@@ -10,7 +10,7 @@ import nats.errors
 import pytest
 from nats.aio.msg import Msg
 
-from components.errors import BackendUnavailable, PeerLost
+from components.errors import BackendUnavailable, ListenerGone, NobodyListens
 from components.messaging import outbox as outbox_module
 from components.messaging import replies
 from components.messaging.bus import Bus, connect_bus, nats_errors
@@ -119,8 +119,11 @@ async def test_a_receiver_that_goes_away_after_it_took_a_call_ends_it_when_repet
         async with served.subscription(subject, swallow):
             asking = asyncio.create_task(ask(client, subject))
             await asyncio.sleep(0.02)
-        with pytest.raises(PeerLost):
+        with pytest.raises(ListenerGone):
             await asking
+        with pytest.raises(NobodyListens) as unheard:
+            await ask(client, subject)
+        assert unheard.type is NobodyListens, "it has certainly reached no process"
 
 
 def test_answers_are_kept_for_a_while_and_in_bounded_memory() -> None:

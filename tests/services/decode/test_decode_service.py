@@ -11,8 +11,10 @@ from msgspec.structs import replace
 from components.discovery.registry import Registration
 from components.errors import (
     InvariantBroken,
+    ListenerGone,
     MalformedMessage,
     MeshError,
+    NobodyListens,
     Overloaded,
     PeerLost,
     PromptTooLong,
@@ -818,6 +820,31 @@ def let_offers_expire(decode: Decode) -> None:
     """The time has passed in which prefill may write into what was offered."""
     for fetch in decode.prefill_client._transfers.values():
         fetch.deadline_unix_ms = now_ms() - 10_000
+
+
+@pytest.mark.parametrize("error", [NobodyListens, ListenerGone])
+async def test_pages_stay_if_prefill_may_have_the_prompt_though_it_does_not_listen_now(
+    decode: Decode, error: type[NobodyListens]
+) -> None:
+    """Prefill had accepted the prompt, NATS restarted, and decode was back first. It took prefill for gone, and reused
+    pages into which prefill could write: it had the offer, or got it later."""
+    decode.prefill.answers.clear()
+    decode.prefill.quiets.clear()
+    await decode.ask()
+    await decode.reserve()
+    decode.prefill.refusal = error("nobody listens")
+    decode.prefill.answers.set()
+    await turns()
+    assert decode.engine.did("recompute") == [ID]
+    if error is ListenerGone:
+        decode.assert_pinned()
+    assert len(decode.prefill.called_off) == (error is ListenerGone)
+    decode.prefill.quiets.set()
+    await decode.until_nothing_runs()
+    assert decode.engine.did("release") == [ID]
+    await decode.finish()
+    assert decode.tokens() == [43]
+    decode.assert_nothing_is_kept()
 
 
 @pytest.mark.usefixtures("soon_gone")
