@@ -351,6 +351,7 @@ async def _run(order: tuple[str, ...], num_branches: int, begun: int, pause: int
     for name in order:
         await EVENTS[name](mesh, client)
         await _turns(pause)
+        _assert_load_is_counted(mesh)
     await _end(mesh, client)
     if client.left:
         assert "left" in order
@@ -399,6 +400,14 @@ async def _end(mesh: Mesh, client: Client) -> None:
     for branch, (tokens, end) in enumerate(zip(client.tokens, client.ends, strict=True)):
         assert tokens == whole(branch)[: len(tokens)]
         assert (end == "length") == (len(tokens) == MOST_TOKENS)
+
+
+def _assert_load_is_counted(mesh: Mesh) -> None:
+    """A request counts as a whole until its last branch is over."""
+    for member in mesh.fleet.router.book.members:
+        source = mesh.inbox._sources.get(member.instance_id)
+        assert min(member.running, member.queued_tokens, member.used_pages) >= 0
+        assert member.running >= (0 if source is None else len(source.streams))
 
 
 def _assert_nothing_is_kept(mesh: Mesh) -> None:
