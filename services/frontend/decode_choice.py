@@ -12,6 +12,7 @@ from opentelemetry import trace
 
 from components.errors import (
     BackendUnavailable,
+    Cancelled,
     DeadlineExceeded,
     FramesLost,
     MalformedMessage,
@@ -47,9 +48,10 @@ FIRST_BACK_OFF_S: Final = 0.05  # before an instance is tried again; doubles
 MAX_BACK_OFF_S: Final = 1.0
 # The instance or this request is broken, or the two do not understand each other.
 BREAKING: Final = (PeerBroken, MalformedMessage)
-# With these errors a request tries another instance.
-MOVING: Final = (PeerLost, *BREAKING, Overloaded, BackendUnavailable, DeadlineExceeded)
-BLAMELESS: Final = (FramesLost, BackendUnavailable)  # NATS's fault: the instance may be tried again
+# With these errors a request tries another instance. Cancelled: NATS had no listener for this process's tokens for a while,
+# and decode took it for gone.
+MOVING: Final = (PeerLost, *BREAKING, Overloaded, BackendUnavailable, DeadlineExceeded, Cancelled)
+BLAMELESS: Final = (FramesLost, BackendUnavailable, Cancelled)  # NATS's fault: the instance may be tried again
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ class Scene:
 
     def start(self) -> None:
         self.metrics = CollectorRegistry()
-        self.service = BootstrapService(self.bus, "ns", Registration("boot"), self.metrics)  # type: ignore[arg-type]
+        self.service = BootstrapService(self.bus, "ns", Registration("boot"), self.metrics)
         self.cleaning = asyncio.ensure_future(self.service.clean(CLEAN_S))
 
     async def stop(self) -> None:

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 
 from components.discovery.book import InstanceBook
 from components.errors import (
+    Cancelled,
     DeadlineExceeded,
     DecodeLost,
     FramesLost,
@@ -438,6 +439,21 @@ async def test_frames_that_are_lost_for_good_move_a_stream_and_speak_against_nob
     Decode(mesh, "a", script)
     assert tokens(await mesh.ask()) == WHOLE
     assert len(asked) == 2
+    assert mesh.client.choice._router.health._breakers == {}
+
+
+async def test_a_stream_of_a_frontend_that_decode_took_for_gone_moves_and_speaks_against_nobody(mesh: Mesh) -> None:
+    """NATS had no listener for its tokens for six seconds. Its clients got 499."""
+
+    def script(decode: Decode, stream: OutStream, request: GenerateRequest) -> None:
+        if len(decode.requests) > 1:
+            answers(decode, stream, request)
+        else:
+            decode.send(stream.tokens([103]), stream.error(Cancelled("the frontend has gone")))
+
+    decode = Decode(mesh, "a", script)
+    assert tokens(await mesh.ask()) == WHOLE
+    assert len(decode.requests) == 2
     assert mesh.client.choice._router.health._breakers == {}
 
 

@@ -12,7 +12,15 @@ from typing import Any, Final
 import pytest
 
 from components.discovery.book import InstanceBook
-from components.errors import DeadlineExceeded, DecodeLost, MeshError, NobodyListens, Overloaded, PromptTooLong
+from components.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    DecodeLost,
+    MeshError,
+    NobodyListens,
+    Overloaded,
+    PromptTooLong,
+)
 from components.messaging import fleet, liveness
 from components.messaging.call_server import Endpoint
 from components.messaging.clocks import now_ms
@@ -119,7 +127,7 @@ class Worker:
         data = frame_of(self.name, self.epoch, 1, items, len(self.frames)).pack()
         self.frames.append(data)
         if not lost:
-            await self.mesh.inbox.receive(Message(data))  # type: ignore[arg-type]
+            await self.mesh.inbox.receive(Message(data))
 
     def next_item(self, served: Served) -> StreamItem:
         served.left -= 1
@@ -173,7 +181,7 @@ class Mesh:
         self.inbox = StreamInbox("ns.frontend.f.tokens", self.resend)
         self.decodes = liveness.Liveness(self.book, "decode")
         self.fleet = fleet.Fleet(self.book, self.decodes, "decode", "round_robin", Random(0))
-        self.client = MeshClient(self.bus, self.inbox, self.fleet, "m")  # type: ignore[arg-type]
+        self.client = MeshClient(self.bus, self.inbox, self.fleet, "m")
         self.tasks: list[asyncio.Future[None]] = []
         self.workers: list[Worker] = []
         self.serving: dict[str, Worker] = {}
@@ -201,7 +209,7 @@ class Mesh:
             raise NobodyListens("gone")
         made = len(worker.frames)
         for data in worker.frames[max(first, worker.oldest) :]:
-            await self.inbox.receive(Message(data))  # type: ignore[arg-type]
+            await self.inbox.receive(Message(data))
         return FramesResent(oldest=worker.oldest, next=max(first, made), made=made)
 
 
@@ -279,7 +287,7 @@ def on_first(act: Callable[[Worker], Awaitable[None]]) -> Event:
 
 async def _again(worker: Worker) -> None:
     for data in worker.frames[-2:]:
-        await worker.mesh.inbox.receive(Message(data))  # type: ignore[arg-type]
+        await worker.mesh.inbox.receive(Message(data))
 
 
 async def _forgotten(worker: Worker) -> None:
@@ -325,6 +333,7 @@ EVENTS: Final[dict[str, Event]] = {
     "end": on_first(lambda worker: worker.end(only_first=True)),
     "drains": on_first(lambda worker: worker.fail(Overloaded("this instance is leaving"))),
     "breaks": on_first(lambda worker: worker.fail(DecodeLost("stopped"))),
+    "gives up": on_first(lambda worker: worker.fail(Cancelled("the frontend has gone"))),
     "refuses": on_first(lambda worker: worker.fail(PromptTooLong("too long"))),
     "expires": _expires,
     "reconnects": _reconnects,
