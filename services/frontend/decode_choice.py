@@ -116,7 +116,8 @@ class DecodeChoice:
         attempts.moves += self._cost(why, attempts)
         request_record().moved(why.message)
         if not isinstance(why, BLAMELESS):
-            route.failed(why)
+            if now_ms() < prompt.deadline_unix_ms:  # else the request came with too little time left
+                route.failed(why)
             attempts.failed.append(route.instance_id)
         if attempts.moves > MOVES:
             raise why

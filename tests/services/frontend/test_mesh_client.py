@@ -47,6 +47,7 @@ from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
 from tests.components.messaging.frames import nothing_lost
 from tests.components.wire.frames import frame_of
+from tests.faults.virtual_loop import run_virtually
 from tests.services.frontend.reading import Reading, reading
 
 pytestmark = pytest.mark.anyio
@@ -455,6 +456,26 @@ async def test_a_stream_of_a_frontend_that_decode_took_for_gone_moves_and_speaks
     assert tokens(await mesh.ask()) == WHOLE
     assert len(decode.requests) == 2
     assert mesh.client.choice._router.health._breakers == {}
+
+
+def test_requests_that_take_longer_than_they_may_speak_against_nobody() -> None:
+    """Three in a row opened the breaker of a healthy decode."""
+
+    def script(decode: Decode, stream: OutStream, request: GenerateRequest) -> None:
+        late_s = (request.deadline_unix_ms - now_ms()) / 1000 + 0.002
+        error = stream.error(DeadlineExceeded("the request's deadline passed"))
+        asyncio.get_running_loop().call_later(late_s, decode.send, error)
+
+    async def test() -> None:
+        mesh = Mesh()
+        decode = Decode(mesh, "a", script)
+        for _ in range(3):
+            with pytest.raises(DeadlineExceeded):
+                await mesh.ask(life_ms=5000)
+        assert len(decode.requests) == 3
+        assert mesh.client.choice._router.health._breakers == {}
+
+    run_virtually(test)
 
 
 def with_adapters(mesh: Mesh, name: str, adapters: dict[str, str], **facts: Any) -> Decode:
