@@ -56,7 +56,7 @@ async def open_connections(settings: FrontendSettings, writes: HeldWrites) -> As
             kv_index_blocks=settings.kv_index_blocks,
             metrics=metrics,
         ) as decodes,
-        open_inbox(bus, _tokens_subject(settings, registration), writes) as inbox,
+        open_inbox(bus, tokens_subject(settings, registration), writes) as inbox,
         measure(
             settings,
             "frontend",
@@ -87,7 +87,7 @@ async def open_connections(settings: FrontendSettings, writes: HeldWrites) -> As
         )
 
 
-def _tokens_subject(settings: FrontendSettings, registration: Registration) -> str:
+def tokens_subject(settings: FrontendSettings, registration: Registration) -> str:
     """In a part that NATS may reserve for one frontend's user: no other then reads the answers to its clients.
 
     A process that starts again under its id has another subject. Decode still sends answers to the clients of the process

@@ -11,8 +11,8 @@ import pytest
 
 from components.discovery.registry import Registration
 from components.errors import DecodeLost
-from services.frontend.__main__ import tokens_subject
 from services.frontend.config import FrontendSettings
+from services.frontend.connections import tokens_subject
 from services.frontend.ports import ServedModel
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 

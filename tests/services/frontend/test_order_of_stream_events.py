@@ -305,8 +305,8 @@ async def _reconnects(mesh: Mesh, _: Client) -> None:
 
 
 async def _silent(mesh: Mesh, _: Client) -> None:
-    if (pulse := mesh.decodes._pulses.get("a")) is not None:
-        mesh.decodes._lose(pulse, Loss.SILENT, "silent")
+    if (health := mesh.decodes._health.get("a")) is not None:
+        mesh.decodes._lose(health, Loss.SILENT, "silent")
 
 
 async def _ended(mesh: Mesh, _: Client) -> None:
