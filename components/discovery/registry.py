@@ -46,7 +46,8 @@ class Registration:
         self.epoch = epoch or token_hex(4)
         self.leased_until = 0.0  # monotonic; set by the lease thread
         self.leaving = False
-        self.revision = 0  # of etcd at the last write; only for the lease thread
+        self.revision = 0  # of etcd at the last write; only for the lease thread, as is `reads`
+        self.reads = 0  # that the mirror had begun at the last write
 
     def is_leased(self) -> bool:
         return time.monotonic() < self.leased_until
@@ -73,7 +74,9 @@ class Registry:
         self._stop = threading.Event()
         self._watch_call: Any = None
         self._synced = asyncio.Event()
-        self._revision = 0  # of etcd, reached by the book; set by the event loop
+        self._revision = 0  # of etcd, reached by the book; set by the event loop, as is `_reads_taken`
+        self._reads = 0  # of the whole prefix, begun by the mirror thread
+        self._reads_taken = 0  # the latest read in the book
 
     def contact_age_s(self) -> float:
         """Seconds since etcd last answered. A registered process asks after a third of its lease's lifetime."""
@@ -144,12 +147,14 @@ class Registry:
     def _write(self, client: Any, registration: Registration, record: InstanceRecord, lease_id: int) -> None:
         put = client.put(_key(self._prefix, record.role, record.instance_id), dump_record(record), lease_id)
         registration.revision = int(put.header.revision)
+        registration.reads = self._reads
 
     def _renewed(self, registration: Registration, record: InstanceRecord, lease_id: int, until: float) -> None:
         registration.renewed(until)
         self._contacted()
         key = _key(self._prefix, record.role, record.instance_id)
-        if self._revision < registration.revision:  # the book has not seen our own write yet
+        # a read begun after our write has it, also if etcd has lost its data since and its revision is lower
+        if self._revision < registration.revision and self._reads_taken <= registration.reads:
             return
         if self.connected and (self.book.at(key) is None or key in self.book.doubted):
             log.warning("the record has vanished from etcd, writing it again", extra={"epoch": record.epoch})
@@ -179,11 +184,13 @@ class Registry:
 
     def _follow(self, client: Any, backoff: Backoff) -> None:
         """Read the prefix, then watch it until etcd cancels the watch: after a compaction no watch can resume."""
+        self._reads += 1
+        reads = self._reads
         records, revision = self._read(client)
         backoff.reset()
         self.connected = True
         self._contacted()
-        self._loop.call_soon_threadsafe(self._snapshot_taken, records, revision)
+        self._loop.call_soon_threadsafe(self._snapshot_taken, records, revision, reads)
         create = etcdrpc.WatchCreateRequest(
             key=self._prefix.encode(), range_end=self._range_end, start_revision=revision + 1
         )
@@ -198,6 +205,9 @@ class Registry:
                     facts = {"compacted": response.compact_revision, "cause": response.cancel_reason}
                     log.warning("watch cancelled, reading again", extra=facts)
                     return
+                if response.created and response.header.revision < revision:
+                    log.warning("etcd is behind what was read, reading again", extra={"revision": revision})
+                    return  # this watch would begin when etcd reaches the old revision again
                 for event in response.events:
                     self._loop.call_soon_threadsafe(self._changed, event.kv, event.type)
         finally:
@@ -224,9 +234,10 @@ class Registry:
     def _range_end(self) -> bytes:
         return f"{self._prefix[:-1]}0".encode()  # "0" follows "/"
 
-    def _snapshot_taken(self, records: dict[str, InstanceRecord], revision: int) -> None:
+    def _snapshot_taken(self, records: dict[str, InstanceRecord], revision: int, reads: int) -> None:
         self.book.replace_all(records)
         self._revision = revision  # not max(): an etcd that lost its data counts from 1 again
+        self._reads_taken = reads
         self._synced.set()
 
     def _changed(self, kv: Any, kind: int) -> None:

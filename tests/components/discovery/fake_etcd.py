@@ -120,7 +120,9 @@ class Member:
         wants_leader = ("hasleader", "true") in [(item.key, item.value) for item in context.invocation_metadata()]
         self.watches += 1
         try:
-            yield rpc.WatchResponse(created=True)
+            created = rpc.WatchResponse(created=True)
+            created.header.revision = 1  # as of each range
+            yield created
             while not ended.wait(LOOK_S):
                 if wants_leader:
                     self._quorum(context)
