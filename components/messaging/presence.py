@@ -81,8 +81,8 @@ class PresenceCheck:
         gone = record is None or await self._is_gone(record)
         self._asking.discard(key)
         self._wake.set()
-        if key not in self._book.doubted:
-            return
+        if key not in self._book.doubted or self._book.at(key) is not record:
+            return  # a later record of this key is asked about for itself
         if gone:
             self._book.drop(key)
         else:
