@@ -7,7 +7,7 @@ import random
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any, Final, TypeVar, cast
@@ -68,7 +68,10 @@ class Bus:
 
     def steady_s(self) -> float:
         """Seconds since the latest reconnect: infinite without one, 0 while disconnected."""
-        return time.monotonic() - self.reconnected_at if self.client.is_connected else 0.0
+        # nats-py counts as connected before it calls us; answers to calls that waited for NATS arrive in between
+        if not self.client.is_connected or self.disconnected_at > self.reconnected_at:
+            return 0.0
+        return time.monotonic() - self.reconnected_at
 
     def contact_age_s(self) -> float:
         """Seconds since NATS last answered a ping, in steps of PING_EVERY_S."""
@@ -123,13 +126,14 @@ class Bus:
             subscription = await self.client.subscribe(
                 subject, cb=handler, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=PENDING_BYTES
             )
-            await self.flush()  # NATS must have it before any request leaves
         try:
+            with nats_errors(subject, self.url):
+                await self.flush()  # NATS must have it before any request leaves
             yield
         finally:
-            if self.client.is_connected:
-                with exact_cancellation():
-                    await subscription.unsubscribe()
+            # also without a connection: nats-py subscribes again after an outage to all that it still has
+            with suppress(nats.errors.Error, OSError, RuntimeError, AttributeError), exact_cancellation():
+                await subscription.unsubscribe()
 
     async def flush(self) -> None:
         """Wait until NATS has processed everything sent before.

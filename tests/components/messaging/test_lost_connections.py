@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import re
 import socket
 import struct
 import time
@@ -11,8 +12,9 @@ from contextlib import asynccontextmanager, suppress
 import pytest
 import uvloop
 from nats.aio.msg import Msg
+from nats.errors import FlushTimeoutError
 
-from components.errors import BackendUnavailable, DeadlineExceeded
+from components.errors import BackendUnavailable, DeadlineExceeded, NobodyListens
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
 from components.wire.prefill import KvComing, RoomOk
@@ -30,6 +32,7 @@ class FakeNats:
         self.processed = b""  # what had arrived when the last PING was answered
         self.silent = False
         self.connections = 0  # so far
+        self.refuses_calls = False  # as a server without listeners does
         self._writers: set[asyncio.StreamWriter] = set()
         self.url = ""
 
@@ -65,6 +68,8 @@ class FakeNats:
             while data := await reader.read(65536):
                 received += data
                 self.processed = received[: received.rfind(b"PING\r\n")]
+                if self.refuses_calls:
+                    writer.writelines(_refusals(received, data))
                 if not self.silent:
                     writer.write(b"PONG\r\n" * data.count(b"PING\r\n"))
         except OSError:
@@ -72,6 +77,13 @@ class FakeNats:
         finally:
             self._writers.discard(writer)
             writer.close()
+
+
+def _refusals(received: bytes, data: bytes) -> list[bytes]:
+    """What NATS answers to the calls in `data`, to the first subscription with a wildcard."""
+    sid = re.findall(rb"SUB \S+\.\* +(\d+)\r", received)[:1]
+    replies = re.findall(rb"PUB \S+ (_INBOX\S+) [\d ]+\r", data)
+    return [b"HMSG %s %s 16 16\r\nNATS/1.0 503\r\n\r\n\r\n" % (reply, *sid) for reply in replies]
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:
@@ -222,3 +234,55 @@ async def test_a_call_that_our_own_outage_delayed_is_not_blamed_on_the_other_ins
         nats.reset_all()
         with pytest.raises(BackendUnavailable):
             await calling
+
+
+async def _until_disconnected(nats_server: FakeNats, bus: Bus) -> None:
+    nats_server.reset_all()
+    async with asyncio.timeout(10):
+        while bus.client.is_connected:
+            await asyncio.sleep(0)
+
+
+async def test_an_answer_that_comes_at_once_after_an_outage_is_not_of_a_steady_connection() -> None:
+    """nats-py tells of a reconnect after what was sent meanwhile is answered: others had no time to reconnect.
+
+    An instance that lived was taken for dead when etcd had lost its record in the same outage.
+    """
+    server = FakeNats()
+
+    async def call(bus: Bus) -> float:
+        with pytest.raises(NobodyListens):
+            await bus.call("nobody.listens", KvComing(room="r"), RoomOk, timeout_s=10)
+        return bus.steady_s()
+
+    async with server.running(), connect_bus(server.url, "test") as bus:
+        server.refuses_calls = True
+        assert await call(bus) > 1e9
+        await _until_disconnected(server, bus)
+        assert await call(bus) < 1.0
+
+
+async def test_a_subscription_that_ends_in_an_outage_is_not_renewed_after_it() -> None:
+    """Its messages were still handled, and twice where the same subject was subscribed again."""
+    server = FakeNats()
+    async with server.running(), connect_bus(server.url, "test") as bus:
+        async with bus.subscription("news", _ignore):
+            await _until_disconnected(server, bus)
+        await _until_connected(bus)
+        await bus.flush()
+        assert b"SUB news" not in server.processed
+
+
+async def test_a_subscription_that_failed_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was tried again, and each message was handled twice."""
+    server = FakeNats()
+
+    async def fail() -> None:
+        raise FlushTimeoutError
+
+    async with server.running(), connect_bus(server.url, "test") as bus:
+        before = set(bus.client._subs)
+        monkeypatch.setattr(bus, "flush", fail)
+        with pytest.raises(DeadlineExceeded):
+            await bus.subscription("news", _ignore).__aenter__()
+        assert set(bus.client._subs) == before
