@@ -126,7 +126,9 @@ class CallServer:
             log.log(endpoint.refusal_level, "call refused", extra=facts)
             # every release tries another instance after PeerLost; that one may know this message
             answer = refusal(PeerLost(exc.message) if isinstance(exc, UnknownMessage) else exc)
-        except Exception as exc:
+        except (Exception, asyncio.CancelledError) as exc:
+            if isinstance(exc, asyncio.CancelledError) and _is_cancelled():
+                raise  # else the handler waited for what another task cancelled: the subscription must go on
             self._errors[endpoint.name] += 1
             log.exception("call failed", extra={"call": endpoint.name})
             answer = refusal(InvariantBroken(f"{endpoint.name} failed: {type(exc).__name__}"))
@@ -171,6 +173,25 @@ class _Subscribed(MicroEndpoint):  # type: ignore[misc]  # nats-py has no types
         self._queue_group = ""
         self._subscription = await self._service._client.subscribe(self._subject, cb=self._handle_request)
 
+    async def _stop(self) -> None:
+        """Take the calls that NATS has delivered already: their callers would find out only by repeating them."""
+        try:
+            await self._subscription.drain()
+        except BaseException:
+            self._service._client._remove_sub(self._subscription._id)
+            self._subscription._stop_processing()
+            raise
+
+    async def forget(self) -> None:
+        """Also without a connection: nats-py subscribes again after an outage to all that it still has."""
+        with suppress(nats.errors.Error, OSError):
+            await self._subscription.unsubscribe()
+
+
+def _is_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
 
 @asynccontextmanager
 async def serve_calls(
@@ -195,11 +216,13 @@ async def serve_calls(
         metadata={"subject": subject, **metadata},
         stats_handler=server.stats,
     )
+    listening: list[_Subscribed] = []
     for endpoint in endpoints:
         config = EndpointConfig(endpoint.name, server.receive(endpoint), subject=f"{subject}.{endpoint.name}")
         subscribed = _Subscribed(service, config)
         await subscribed._start()
         service._endpoints.append(subscribed)
+        listening.append(subscribed)
     await bus.flush()
     has_failed = True
     try:
@@ -210,6 +233,8 @@ async def serve_calls(
             with suppress(nats.errors.Error, OSError, TimeoutError):  # NATS hangs or is gone, so no call arrives
                 async with asyncio.timeout(STOP_S):
                     await service.stop()  # new calls are refused at once, not lost
+        for subscribed in listening:
+            await subscribed.forget()
         if has_failed:
             server.cancel()
         await server.drain()

@@ -19,7 +19,7 @@ from components.aio import exact_cancellation
 
 AGAIN_S: Final = 1.0  # then an unanswered call is sent again
 EVERY_SECOND: Final = 8  # repetitions each second; later ones are rarer
-GONE_AFTER: Final = 2  # repetitions without a listener
+LONGEST_S: Final = 8.0  # between repetitions: the receiver keeps an answer for 30 s, and two may be lost
 STATUS: Final = "Status"  # header of the server's own messages
 NO_RESPONDERS: Final = "503"
 
@@ -97,7 +97,7 @@ class _Call:
         self._message = message
         self._answered: asyncio.Future[Msg | None] = asyncio.get_running_loop().create_future()
         self._repeats = 0
-        self._refused = 0
+        self._refused = 0  # number of the latest repetition without a listener
         self._repeating: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -120,8 +120,8 @@ class _Call:
     def answered_by(self, message: Msg) -> None:
         if _no_responders(message) and self._repeats:
             # The first message was accepted; its receiver may be reconnecting, or about to answer and leave.
-            self._refused += 1
-            if self._refused < GONE_AFTER:
+            before, self._refused = self._refused, self._repeats
+            if not 0 < before == self._repeats - 1:
                 return
         self.end(message)
 
@@ -136,7 +136,7 @@ class _Call:
         self._repeats += 1
         if self._repeating is None or self._repeating.done():
             self._repeating = asyncio.ensure_future(self._publish_again())
-        self._repeat_after(waited_s if self._repeats < EVERY_SECOND else 2 * waited_s)
+        self._repeat_after(waited_s if self._repeats < EVERY_SECOND else min(2 * waited_s, LONGEST_S))
 
     async def _publish_again(self) -> None:
         # the call fails at its timeout, unless a later try succeeds

@@ -17,6 +17,7 @@ from nats.errors import FlushTimeoutError
 from components.errors import BackendUnavailable, DeadlineExceeded, NobodyListens
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
+from components.wire.codec import pack
 from components.wire.prefill import KvComing, RoomOk
 
 pytestmark = pytest.mark.anyio
@@ -47,6 +48,12 @@ class FakeNats:
     def reset_all(self) -> None:
         for writer in self._writers:
             _reset(writer)
+
+    def deliver(self, subject: str, reply: str, data: bytes) -> None:
+        """Send a message to whoever has subscribed to it."""
+        for writer in self._writers:
+            sid = re.findall(rf"SUB {subject} +(\d+)\r".encode(), self.processed)[-1]
+            writer.write(b"MSG %s %s %s %d\r\n%s\r\n" % (subject.encode(), sid, reply.encode(), len(data), data))
 
     def refuse_all(self) -> None:
         """What a server says to users that it knows no longer."""
@@ -286,3 +293,32 @@ async def test_a_subscription_that_failed_is_not_kept(monkeypatch: pytest.Monkey
         with pytest.raises(DeadlineExceeded):
             await bus.subscription("news", _ignore).__aenter__()
         assert set(bus.client._subs) == before
+
+
+async def test_a_service_that_ends_in_an_outage_takes_no_calls_after_it() -> None:
+    """A process that left while NATS was away was subscribed again, and took calls that it had nothing left to answer with."""
+
+    async def answer(request: KvComing) -> RoomOk:
+        return RoomOk(room=request.room)
+
+    server, endpoint = FakeNats(), Endpoint("close", KvComing, answer)
+    async with server.running(), connect_bus(server.url, "test") as bus:
+        async with serve_calls(bus, "test", "calls", [endpoint], {}):
+            await _until_disconnected(server, bus)
+        await _until_connected(bus)
+        await bus.flush()
+        assert b"SUB calls.close" not in server.processed
+
+
+async def test_a_call_that_nats_has_delivered_to_a_leaving_instance_is_answered() -> None:
+    """Its caller waited for two repetitions, two seconds, until it tried another instance."""
+
+    async def answer(request: KvComing) -> RoomOk:
+        return RoomOk(room=request.room)
+
+    server, endpoint = FakeNats(), Endpoint("close", KvComing, answer, immediate=True)
+    async with server.running(), connect_bus(server.url, "test") as bus:
+        async with serve_calls(bus, "test", "calls", [endpoint], {}):
+            server.deliver("calls.close", "reply", pack(KvComing(room="r")))
+        await bus.flush()
+        assert server.processed.count(b"PUB reply ") == 1
