@@ -15,7 +15,7 @@ from nats.aio.msg import Msg
 from components.aio import background
 from components.discovery.book import InstanceBook
 from components.errors import MalformedMessage
-from components.messaging.bus import Bus
+from components.messaging.bus import PING_EVERY_S, Bus
 from components.messaging.fan_out import LONGEST_S, Following
 from components.messaging.following import subscribed
 from components.messaging.refusals import STRANGER
@@ -34,6 +34,7 @@ HUNG_AFTER_S: Final = 20.0  # longest plausible step: a chunk on a busy CPU take
 STALLED_AFTER_S: Final = EVERY_S + LATE_S  # without a heartbeat or step: then other instances get new work
 LONG_STEPS: Final = 2.0  # usual steps, if that is longer
 LONGEST_STEP_S: Final = 5.0  # upper bound of a usual step
+NATS_SILENT_AFTER_S: Final = PING_EVERY_S  # if NATS does not answer for longer, silence proves nothing
 LATEST: Final = 0.5  # weight of the latest step in the usual time; less for a short step
 
 OnLost = Callable[[InstanceRecord, str], None]  # (instance, reason)
@@ -372,7 +373,7 @@ async def watch_heartbeats(
         while True:
             asked = time.monotonic()
             await asyncio.sleep(EVERY_S / 2)
-            if time.monotonic() - asked > SILENT_AFTER_S / 2 or not bus.client.is_connected:
+            if time.monotonic() - asked > SILENT_AFTER_S / 2 or bus.contact_age_s() > NATS_SILENT_AFTER_S:
                 liveness.forgive()
             liveness.check()
 

@@ -167,6 +167,7 @@ class MemoryClient:
     """What `Bus` and `nats.micro` use of a connection."""
 
     max_payload = 8 << 20
+    _pings_outstanding = 0
     _nuid = _Ids()
 
     def __init__(self, server: MemoryNats, process: Process) -> None:
