@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -13,7 +14,7 @@ from nats.aio.msg import Msg
 from components.aio import background
 from components.errors import MalformedMessage, MeshError
 from components.messaging.bus import Bus
-from components.messaging.liveness import EVERY_S
+from components.messaging.liveness import EVERY_S, LATE_S
 from components.routing.policy import PromptLoad
 from components.wire.codec import unpack
 from components.wire.heartbeat import AskHeartbeat, Heartbeat
@@ -118,6 +119,7 @@ class HeartbeatSender:
         self._step = 0
         self._made_of_step = -1
         self._progress_s = time.monotonic()  # last step or idle heartbeat
+        self._due_s = math.inf  # monotonic: next heartbeat at the latest
         self._news = asyncio.Event()
         self._urgent = asyncio.Event()
 
@@ -152,7 +154,9 @@ class HeartbeatSender:
 
     def _heartbeat(self, rest_s: float) -> Heartbeat:
         heartbeat, now_s = self._make(), time.monotonic()
-        if heartbeat.step != self._made_of_step or not heartbeat.busy:
+        was_stopped = now_s > self._due_s + LATE_S  # this process, its engine too
+        self._due_s = now_s + max(EVERY_S, rest_s)
+        if heartbeat.step != self._made_of_step or not heartbeat.busy or was_stopped:
             self._made_of_step, self._progress_s = heartbeat.step, now_s
         return structs.replace(heartbeat, next_s=max(EVERY_S, rest_s), still_s=now_s - self._progress_s)
 

@@ -12,6 +12,7 @@ from typing import Any, Final
 import pytest
 
 from components.discovery import registry as registry_module
+from components.discovery.etcd_stubs import etcdrpc
 from components.discovery.registry import Registration, Registry
 from components.errors import BackendUnavailable
 from components.wire.instances import InstanceRecord, dump_record, load_record
@@ -220,7 +221,7 @@ def without_grpc(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixtu
             return Watch(running[-1].watch(next(requests).create_request.start_revision))
 
     monkeypatch.setattr(registry_module, "etcd_client", client)
-    monkeypatch.setattr(registry_module.etcdrpc, "WatchStub", WatchStub)
+    monkeypatch.setattr(etcdrpc, "WatchStub", WatchStub)
     return running.append
 
 

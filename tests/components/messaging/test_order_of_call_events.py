@@ -39,7 +39,7 @@ class Calling:
         self.running: list[asyncio.Future[None]] = []
         self.runs = 0
         self.refused_in_row = self.most_refused_in_row = self.arrived = 0
-        self.replies = Replies(self)  # type: ignore[arg-type]
+        self.replies = Replies(self)
         endpoint = Endpoint("call", KvComing, self._handle)
         self.server = CallServer([endpoint], "nats://n", Refusals(), PeerClocks())
         self._receive = self.server.receive(endpoint)
@@ -48,7 +48,7 @@ class Calling:
         return "inbox"
 
     async def publish(self, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None) -> None:
-        message = Msg(_client=self, subject=subject, reply=reply, data=data, headers=headers)  # type: ignore[arg-type]
+        message = Msg(_client=self, subject=subject, reply=reply, data=data, headers=headers)
         (self.questions if reply else self.answers).append(message)
 
     async def call(self) -> Msg:
@@ -81,7 +81,7 @@ class Calling:
         self.refused_in_row += 1
         self.most_refused_in_row = max(self.most_refused_in_row, self.refused_in_row)
         headers = {STATUS: NO_RESPONDERS}
-        await self.replies.receive(Msg(_client=self, subject=message.reply, headers=headers))  # type: ignore[arg-type]
+        await self.replies.receive(Msg(_client=self, subject=message.reply, headers=headers))
 
     async def lose_question(self) -> None:
         await self._next_question()

@@ -96,7 +96,7 @@ EVENTS: Final[dict[str, Callable[[Instance], Awaitable[None]]]] = {
 
 async def _run(order: tuple[str, ...]) -> None:
     one = Instance()
-    async with keep_present(one, one.book, Random(0)):  # type: ignore[arg-type]
+    async with keep_present(one, one.book, Random(0)):
         await one.register()
         known = one.in_etcd  # the latest epoch that etcd had
         for name in order:

@@ -12,6 +12,7 @@ from nats.aio.msg import Msg
 from components.aio import background
 from components.discovery.book import InstanceBook
 from components.messaging.bus import MOST_PINGS, PING_EVERY_S, Bus
+from components.messaging.heartbeat_sender import HeartbeatSender
 from components.messaging.liveness import EVERY_S, HUNG_AFTER_S, SILENT_AFTER_S, Liveness, watch_heartbeats
 from components.wire.codec import pack
 from components.wire.heartbeat import Heartbeat
@@ -210,7 +211,7 @@ async def _beat(client: StallingClient, first_s: float) -> None:
     await asyncio.sleep(first_s)
     data = pack(Heartbeat(instance_id="a", epoch="1", step=1, busy=False))
     while True:
-        await client.deliver(Msg(_client=client, data=data))  # type: ignore[arg-type]
+        await client.deliver(Msg(_client=client, data=data))
         await asyncio.sleep(EVERY_S)
 
 
@@ -218,7 +219,7 @@ async def _losses_in_stall(stall_s: float, first_beat_s: float, first_ping_s: fl
     book = InstanceBook()
     book.put("a", record("a", "1"))
     client = StallingClient(first_ping_s)
-    bus = Bus(client, "nats://n")  # type: ignore[arg-type]
+    bus = Bus(client, "nats://n")
     async with (
         background(client.ping(), "ping"),
         background(_beat(client, first_beat_s), "beat"),
@@ -249,7 +250,7 @@ async def _losses_while_stopped(stopped_s: float, begins_s: float) -> int:
     losses: list[int] = []
 
     async def watch() -> None:
-        async with watch_heartbeats(Bus(client, "nats://n"), "ns", "decode", book) as alive:  # type: ignore[arg-type]
+        async with watch_heartbeats(Bus(client, "nats://n"), "ns", "decode", book) as alive:
             await asyncio.sleep(3.0 + stopped_s + 3.0)
             losses.append(alive.losses.total())
 
@@ -270,3 +271,35 @@ def test_a_process_that_is_stopped_itself_loses_no_instance() -> None:
     for stopped_s, begins_s in product([0.2, 0.9, 1.0, 1.1, 1.9, 2.5, 60.0], [0.0, 0.1, 0.2, 0.24, 0.3, 0.4, 0.49]):
         losses = run_virtually(lambda: _losses_while_stopped(stopped_s, begins_s))  # noqa: B023
         assert losses == 0, (stopped_s, begins_s)
+
+
+class Published:
+    def __init__(self) -> None:
+        self.still_s: list[float] = []
+
+    async def publish(self, _subject: str, message: Heartbeat) -> None:
+        self.still_s.append(round(message.still_s, 1))
+
+
+@pytest.mark.parametrize("rest_s", [0.05, 1.4])
+def test_an_engine_does_not_hang_while_its_process_is_stopped(rest_s: float) -> None:
+    """When a whole machine had paused, each answer to a question told of an engine that hangs, and all were lost."""
+
+    async def run() -> list[float]:
+        published, process = Published(), Process("worker")
+        busy = Heartbeat(instance_id="a", epoch="1", step=1, busy=True)
+        sender = HeartbeatSender(published, "ns.decode.a", lambda: busy, lambda: rest_s)
+        running = process.spawn(sender.run(), "heartbeat")
+        await asyncio.sleep(3.0)
+        process.state = Running.STOPPED
+        await asyncio.sleep(30.0)
+        process.go_on()
+        await asyncio.sleep(25.0)
+        running.cancel()
+        return published.still_s
+
+    still_s = run_virtually(run)
+    at = still_s.index(0.0, 1)
+    assert max(still_s[:at]) <= 3.0
+    assert still_s[at:] == sorted(still_s[at:])
+    assert still_s[-1] > HUNG_AFTER_S, "it does hang"
