@@ -18,7 +18,7 @@ from nats.micro.service import EndpointConfig, EndpointStats
 from opentelemetry import context, trace
 from opentelemetry.trace import SpanKind, StatusCode
 
-from components.aio import BackgroundTasks
+from components.aio import BackgroundTasks, exact_cancellation
 from components.errors import InvariantBroken, MeshError, PeerLost
 from components.messaging.bus import Bus, nats_errors
 from components.messaging.clocks import PeerClocks
@@ -176,7 +176,8 @@ class _Subscribed(MicroEndpoint):  # type: ignore[misc]  # nats-py has no types
     async def _stop(self) -> None:
         """Take the calls that NATS has delivered already: their callers would find out only by repeating them."""
         try:
-            await self._subscription.drain()
+            with exact_cancellation():
+                await self._subscription.drain()
         except BaseException:
             self._service._client._remove_sub(self._subscription._id)
             self._subscription._stop_processing()
@@ -184,7 +185,7 @@ class _Subscribed(MicroEndpoint):  # type: ignore[misc]  # nats-py has no types
 
     async def forget(self) -> None:
         """Also without a connection: nats-py subscribes again after an outage to all that it still has."""
-        with suppress(nats.errors.Error, OSError):
+        with suppress(nats.errors.Error, OSError, RuntimeError, AttributeError), exact_cancellation():
             await self._subscription.unsubscribe()
 
 
