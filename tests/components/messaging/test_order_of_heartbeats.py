@@ -11,7 +11,7 @@ from nats.aio.msg import Msg
 
 from components.aio import background
 from components.discovery.book import InstanceBook
-from components.messaging.bus import MOST_PINGS, PING_EVERY_S, Bus
+from components.messaging.bus import MAX_PINGS, PING_EVERY_S, Bus
 from components.messaging.heartbeat_sender import HeartbeatSender
 from components.messaging.liveness import EVERY_S, HUNG_AFTER_S, SILENT_AFTER_S, Liveness, watch_heartbeats
 from components.wire.codec import pack
@@ -58,7 +58,7 @@ class Watched:
         self.step, self.heard_s = step, self.now
         still_s = self.now - self.moved_s
         sent = Heartbeat(instance_id="a", epoch=str(self.epoch), step=step, busy=busy, still_s=still_s)
-        assert self.liveness.heard(sent) == self.is_known
+        assert self.liveness.record_heartbeat(sent) == self.is_known
 
     def step_on(self) -> None:
         self.beat(self.step + 1)
@@ -73,7 +73,9 @@ class Watched:
         self.beat(self.step)
 
     def beat_of_predecessor(self) -> None:
-        assert not self.liveness.heard(Heartbeat(instance_id="a", epoch=str(self.epoch - 1), step=99, busy=False))
+        assert not self.liveness.record_heartbeat(
+            Heartbeat(instance_id="a", epoch=str(self.epoch - 1), step=99, busy=False)
+        )
 
     def pause(self) -> None:
         if self.liveness.asks:
@@ -185,7 +187,7 @@ class StallingClient:
         await asyncio.sleep(self._first_ping_s)
         while True:
             self._pings_outstanding += 1
-            if self._pings_outstanding > MOST_PINGS:
+            if self._pings_outstanding > MAX_PINGS:
                 self.is_connected = False
                 self._waiting.clear()
             elif not self.is_stalled:
