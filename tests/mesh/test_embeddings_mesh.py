@@ -32,7 +32,7 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def url(etcd_url: str, nats_url: str, preloaded: Preloaded, directory: Path, tmp_path: Path) -> Iterator[str]:
     env = {**TINY_ENV, "MESH_SERVED_MODEL_NAME": "embedder", "MESH_ENGINE__MAX_STEP_TOKENS": "80"}
-    env["MESH_TRACES_PER_S"] = "inf"
+    env |= {"MESH_TRACES_PER_S": "inf", "MESH_FRONTEND_NO_WORKER_WAIT_S": "1"}
     with MeshProcesses(
         etcd_url, nats_url, f"embed-{secrets.token_hex(3)}", tmp_path, str(directory), env, preloaded
     ) as mesh:

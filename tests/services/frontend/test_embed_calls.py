@@ -130,6 +130,7 @@ async def test_what_is_wrong_with_a_text_is_told_at_once(mesh: Mesh) -> None:
     with pytest.raises(MalformedMessage):
         await mesh.embed(1, 2)
     mesh.book.remove("a")
+    mesh.client.choice._no_worker_wait_s = 0.1
     with pytest.raises(NoDecodeInstance):
         await mesh.embed(1)
 
