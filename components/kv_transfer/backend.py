@@ -3,13 +3,15 @@
 import asyncio
 from collections.abc import Awaitable, Sequence
 from contextlib import AbstractAsyncContextManager
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from components.errors import IncompatibleLayout
-from components.kv_transfer.aux import AuxBuffer
-from components.kv_transfer.pieces import Pieces
 from components.wire.instances import KvEndpoint
 from components.wire.layout import KvLayout
+
+if TYPE_CHECKING:  # services.local and services.inspect start without numpy
+    from components.kv_transfer.aux import AuxBuffer
+    from components.kv_transfer.pieces import Pieces
 
 
 class PageRegion(Protocol):
@@ -40,7 +42,7 @@ class KvTransfer(Protocol):
         """Part of this instance's record in etcd."""
 
     @property
-    def aux(self) -> AuxBuffer:
+    def aux(self) -> "AuxBuffer":
         pass
 
     async def connect(self, peer: KvEndpoint) -> None:
@@ -60,7 +62,7 @@ class KvTransfer(Protocol):
         Raises: TransferFailed, when no byte is in flight any more but not all have landed.
         """
 
-    def write_pieces(self, agent: str, pieces: Pieces) -> Awaitable[int]:
+    def write_pieces(self, agent: str, pieces: "Pieces") -> Awaitable[int]:
         """Copy at least one piece into a pool with another page size.
 
         Other bytes of the target pages stay unchanged.
@@ -106,7 +108,7 @@ class OpenTransfer(Protocol):
         """
 
 
-def endpoint_of(backend: str, agent: str, agent_metadata: str, region: PageRegion, aux: AuxBuffer) -> KvEndpoint:
+def endpoint_of(backend: str, agent: str, agent_metadata: str, region: PageRegion, aux: "AuxBuffer") -> KvEndpoint:
     return KvEndpoint(
         backend=backend,
         agent=agent,

@@ -62,6 +62,16 @@ def test_help_has_the_common_options_and_fits_into_80_columns() -> None:
     assert len(text.splitlines()) < 45
 
 
+def test_it_and_inspect_load_neither_torch_nor_numpy() -> None:
+    """A name of a KV transfer backend was checked beside the interface of backends, which loaded numpy: 0.1 s."""
+    program = (
+        "import services.inspect.__main__, services.local.__main__, sys; print({'numpy', 'torch'} & {*sys.modules})"
+    )
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "set()\n"
+    )
+
+
 def test_help_all_has_every_setting_once_and_cuts_no_name() -> None:
     """At 80 columns variables were cut: MESH_FRONTEND_HOS…"""
     text = ended("--help-all").stdout
