@@ -24,8 +24,9 @@ from engine.kernels.shared_linear import merge_products, share_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 
-OWN_WEIGHTS: Final = {"freezing": True}  # folded in and packed
-NO_WEIGHTS: Final = {"always_keep_tensor_constants": True, "aot_inductor.package_constants_in_so": False}
+ONCE: Final = {"aot_inductor.precompile_headers": False}  # 7 s and 290 MB in /tmp, of use only to the next package
+OWN_WEIGHTS: Final = ONCE | {"freezing": True}  # folded in and packed
+NO_WEIGHTS: Final = ONCE | {"always_keep_tensor_constants": True, "aot_inductor.package_constants_in_so": False}
 EXAMPLE: Final = 8  # tokens
 
 
