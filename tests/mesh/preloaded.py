@@ -7,6 +7,7 @@ libraries. Tests of the start itself run the command.
 import ctypes
 import gc
 import json
+import math
 import os
 import runpy
 import signal
@@ -52,11 +53,11 @@ class Fork:
                     self.returncode = os.waitstatus_to_exitcode(status)
             return self.returncode
 
-    def wait(self, timeout: float) -> int:
+    def wait(self, timeout: float | None = None) -> int:
         """The same, when it has ended. Raises: subprocess.TimeoutExpired."""
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
         while (code := self.poll()) is None:
-            if time.monotonic() > deadline:
+            if timeout is not None and time.monotonic() > deadline:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout)
             time.sleep(POLL_S)
         return code
@@ -69,6 +70,10 @@ class Fork:
     def terminate(self) -> None:
         """SIGTERM."""
         self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """SIGKILL."""
+        self.send_signal(signal.SIGKILL)
 
 
 class Preloaded:
@@ -86,12 +91,12 @@ class Preloaded:
             assert parent.stdout is not None
             log.touch()
             # who is orphaned now becomes our child: its parent's fork, through which it comes
-            _set_subreaper(on=True)
+            set_subreaper(on=True)
             try:
                 parent.stdin.write(json.dumps({"module": module, "env": dict(env), "log": str(log)}) + "\n")
                 return Fork(int(parent.stdout.readline()))
             finally:
-                _set_subreaper(on=False)
+                set_subreaper(on=False)
 
     def __enter__(self) -> Self:
         return self
@@ -110,7 +115,7 @@ def _parent(modules: Sequence[str]) -> "subprocess.Popen[str]":
     return subprocess.Popen(command, cwd=REPO, env=env, stdin=pipe, stdout=pipe, text=True, bufsize=1)
 
 
-def _set_subreaper(*, on: bool) -> None:
+def set_subreaper(*, on: bool) -> None:
     assert ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, on, 0, 0, 0) == 0
 
 

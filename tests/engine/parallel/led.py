@@ -1,4 +1,4 @@
-"""Instances of several ranks: this process leads, the followers are processes."""
+"""Instances of several ranks: this process leads, the followers are processes, forked for the sake of time."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,9 +10,11 @@ from engine.config import FOLLOWER
 from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.parallel.followers import Followers
+from tests.engine.parallel.forked_ranks import ForkingRanks
 from tests.engine.tiny_engine import small
 
 HOME = Path("~/.cache/kvmesh").expanduser()
+FORKING = ForkingRanks()  # the directory's conftest ends it
 
 
 @dataclass(frozen=True)
@@ -29,7 +31,8 @@ class Led:
 @contextmanager
 def led(directory: Path, size: int, module: str = FOLLOWER, **changes: object) -> Iterator[Led]:
     config = small(tensor_parallel=size, **changes)
-    followers = Followers(str(directory), config, HOME, module)
+    with FORKING.in_use():
+        followers = Followers(str(directory), config, HOME, module)
     try:
         loaded = prepare_model(str(directory), config, HOME)
         followers.join(loaded.device)
