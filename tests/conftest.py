@@ -41,6 +41,7 @@ if hypothesis_settings.get_current_profile_name() == "default":
     hypothesis_settings.load_profile("untimed")
 
 REPO: Final = Path(__file__).resolve().parents[1]
+SHORT: Final = "tests/services/frontend/"  # many files, none of which takes long
 ENDS_WITH_US: Final = re.compile(r"multiprocessing[. ]resource_tracker|torch/_inductor/compile_worker")
 _counter: Final = itertools.count()
 
@@ -57,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in filter(is_on_device, items):
         item.add_marker(pytest.mark.gpu)
+    # last, so that the processes which share the files end at nearly the same time
+    items.sort(key=lambda item: item.nodeid.startswith(SHORT))
 
 
 @pytest.hookimpl(wrapper=True)
