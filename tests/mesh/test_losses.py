@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Final
 
 import httpx
@@ -10,8 +12,9 @@ import pytest
 from components.discovery.registry import join_registry
 from components.wire.instances import Role
 from tests.mesh.harness import Client, MeshProcesses, open_client
-from tests.mesh.mocks import MAX_TOKENS, no_page_is_lost, one_engine, random_prompts
+from tests.mesh.mocks import MAX_TOKENS, MOCK_ENV, no_page_is_lost, one_engine, random_prompts
 from tests.mesh.mocks import MODEL as MOCK
+from tests.mesh.preloaded import Preloaded
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
@@ -81,22 +84,36 @@ def test_two_hundred_requests_survive_their_prefill_instances_being_killed(mock_
     asyncio.run(run())
 
 
-@pytest.mark.parametrize("role", ["bootstrap", "prefill", "decode", "frontend"])
 def test_a_killed_service_leaves_etcd_within_its_lease_and_a_new_one_serves(
-    role: Role, mock_mesh: MeshProcesses
+    etcd_url: str, nats_url: str, preloaded: Preloaded, namespace: str, tmp_path: Path
 ) -> None:
+    """One of each role, in a mesh of its own. The meshes wait for their leases at the same time."""
+    roles: tuple[Role, ...] = ("bootstrap", "prefill", "decode", "frontend")
+
+    def loses(role: Role) -> None:
+        home = tmp_path / role
+        home.mkdir()
+        with MeshProcesses(etcd_url, nats_url, f"{namespace}-{role}", home, "mock", MOCK_ENV, preloaded) as mesh:
+            _replaced(role, mesh)
+
+    with ThreadPoolExecutor(len(roles)) as meshes:
+        for lost in [meshes.submit(loses, role) for role in roles]:
+            lost.result()
+
+
+def _replaced(role: Role, mesh: MeshProcesses) -> None:
     async def run() -> None:
-        async with join_registry(mock_mesh.etcd_url, mock_mesh.namespace, 3.0) as registry:
+        async with join_registry(mesh.etcd_url, mesh.namespace, 3.0) as registry:
             book = registry.book
-            victim = mock_mesh.one(role)
-            others = {w.popen.pid for w in mock_mesh.workers} - {victim.popen.pid}
+            victim = mesh.one(role)
+            others = {w.popen.pid for w in mesh.workers} - {victim.popen.pid}
             [record] = [r for r in book.of_role(role) if r.pid == victim.popen.pid]
             await asyncio.to_thread(victim.kill)
             async with asyncio.timeout(20):  # its lease is 3 s, but etcd may be late
                 while book.find(record.instance_id) is not None:
                     await asyncio.sleep(0.02)
-        restarted = await asyncio.to_thread(mock_mesh.start_one, role)
-        async with open_client(mock_mesh, MOCK) as client:
+        restarted = await asyncio.to_thread(mesh.start_one, role)
+        async with open_client(mesh, MOCK) as client:
             await client.until_usable("prefill")
             assert len(await client.generate(range(3, 103), 5, model=MOCK)) == 5
         if role == "frontend":
@@ -104,10 +121,9 @@ def test_a_killed_service_leaves_etcd_within_its_lease_and_a_new_one_serves(
                 f"{restarted.url}/v1/completions", json={"model": MOCK, "prompt": "Hi", "max_tokens": 3}
             )
             assert answer.json()["usage"]["completion_tokens"] <= 3
-        assert others <= {w.popen.pid for w in mock_mesh.workers if w.popen.poll() is None}
+        assert others <= {w.popen.pid for w in mesh.workers if w.popen.poll() is None}
 
-    roles = {"bootstrap", "prefill", "decode", role}
-    mock_mesh.start(*sorted(roles))
+    mesh.start(*sorted({"bootstrap", "prefill", "decode", role}))
     asyncio.run(run())
 
 
