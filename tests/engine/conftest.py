@@ -1,12 +1,21 @@
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Final
+from unittest import mock
 
 import pytest
 
+from engine.compilation import packages
 from engine.core.engine_core import EngineCore
 from engine.kernels.native_library import KernelsUnavailable, load_kernels
 from engine.model.load import LoadedModel
 from tests.engine.model.families import FAMILIES, save_model
 from tests.engine.tiny_engine import PIPELINE, load_tiny, make_engine, save_tiny
+
+EAGER_TO_COMPILE: Final = "import engine.compilation.build_package as b; b._step_back = lambda: None; b.main()"
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,13 +29,23 @@ def kernel() -> str | None:
 
 
 @pytest.fixture(scope="session")
-def compile_home(kernel: str | None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A state directory to compile models in: without packages, with our own C++; inductor tries the compiler only once."""
+def compile_home(kernel: str | None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A state directory to compile models in: without packages, with our own C++; inductor tries the compiler only once.
+
+    The compiling process does not step back: on a busy machine it would get no core, and the test runs out of time.
+    """
     home = tmp_path_factory.mktemp("compiled")
     (home / "compile").mkdir()
     for library in Path("~/.cache/kvmesh/compile").expanduser().glob("*.so"):
         (home / "compile" / library.name).symlink_to(library)
-    return home
+    names = SimpleNamespace(PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL, Popen=_compiling)
+    with mock.patch.object(packages, "subprocess", names):
+        yield home
+
+
+def _compiling(command: Sequence[str], **options: Any) -> "subprocess.Popen[bytes]":
+    assert command[:3] == [sys.executable, "-m", "engine.compilation.build_package"]
+    return subprocess.Popen([sys.executable, "-c", EAGER_TO_COMPILE, *command[3:]], **options)
 
 
 @pytest.fixture(scope="session")
