@@ -3,13 +3,17 @@
 import os
 import subprocess
 import sys
+from inspect import getsource
 from pathlib import Path
 
-AUTOGROUP = Path("/proc/self/autogroup")  # where the kernel schedules by sessions
-STEPPING_BACK = """
-import os
-from pathlib import Path
 from engine.compilation.build_package import _step_back
+
+AUTOGROUP = Path("/proc/self/autogroup")  # where the kernel schedules by sessions
+STEPPING_BACK = f"""
+import os
+from contextlib import suppress
+from pathlib import Path
+{getsource(_step_back)}  # without its module, which loads torch
 _step_back()
 group = Path("/proc/self/autogroup")
 print(os.nice(0), os.getsid(0) == os.getpid(), group.read_text() if group.exists() else "")
