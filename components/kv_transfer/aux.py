@@ -272,7 +272,9 @@ class AuxArrivals:
             self._thread.settle(future, error=KvCorrupt("the aux slot did not arrive as prefill wrote it"))
 
     def _forget(self, notification: str, future: asyncio.Future[None]) -> None:
-        self._expected.pop(notification, None)
-        self._coming.pop(notification, None)
+        _, present = self._expected.get(notification, (0, None))
+        if present is None or present is future:  # else it was cancelled and is expected again, in the same turn
+            self._expected.pop(notification, None)
+            self._coming.pop(notification, None)
         if not future.cancelled():
             future.exception()  # retrieved, in case its caller has gone

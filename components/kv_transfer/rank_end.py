@@ -145,7 +145,9 @@ class RankEnd:
     def _receive(self, transfer: KvTransfer, *, on: bool) -> None:
         """A backend makes progress while a slot is expected; this one is never written."""
         if on and self._receiving is None:
-            self._receiving = transfer.expect(RECEIVING, transfer.aux.take())
+            slot = transfer.aux.take()
+            self._receiving = transfer.expect(RECEIVING, slot)
+            self._receiving.add_done_callback(lambda _: transfer.aux.give_back(slot))
         elif not on and self._receiving is not None:
             self._receiving.cancel()
             self._receiving = None
