@@ -147,7 +147,7 @@ class RankConnection:
         return (await self.ask(order)).num_bytes
 
     async def close(self) -> None:
-        self._writer.close()
+        self._writer.transport.abort()  # a follower that reads nothing would block a close
         with suppress(OSError):
             await self._writer.wait_closed()
         await self._reading

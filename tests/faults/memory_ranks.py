@@ -35,6 +35,15 @@ class Pipe:
         loop = asyncio.get_running_loop()
         loop.call_at(loop.time() + PIPE_S, self._arrive, context=self._fabric.context)
 
+    @property
+    def transport(self) -> "Pipe":
+        """See asyncio.StreamWriter."""
+        return self
+
+    def abort(self) -> None:
+        """See asyncio.WriteTransport."""
+        self.close()
+
     def close(self) -> None:
         """Its end is read after all that was written."""
         self.write(b"")

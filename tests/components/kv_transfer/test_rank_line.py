@@ -1,0 +1,140 @@
+"""The leader's line to a follower: each order's future ends once, whatever comes in whatever order."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from itertools import permutations
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from components.errors import TransferFailed
+from components.kv_transfer.rank_line import Answer, CatchUp, RankLine, Write, orders, read_frame, write_frame
+from tests.services.decode.fake_engine import turns
+
+pytestmark = pytest.mark.anyio
+
+WRITE: Final = Write("decode", (0, 16), [1], [2], 1 << 50)
+LONG: Final = Write("decode", (0, 16 * 5000), list(range(5000)), list(range(5000)), 1 << 50)
+ENOUGH: Final = 100  # long orders that no socket's buffers hold
+SOON_S: Final = 10.0
+
+
+@dataclass
+class Follower:
+    """It answers what the test lets it."""
+
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+
+    async def answer(self, error: str = "") -> None:
+        frame = await read_frame(self.reader)
+        assert frame is not None
+        write_frame(self.writer, Answer(orders.decode(frame).number, error=error, num_bytes=7))
+
+    async def end(self) -> None:
+        self.writer.transport.abort()
+
+
+@asynccontextmanager
+async def joined(home: Path) -> AsyncIterator[tuple[RankLine, Follower]]:
+    followers: asyncio.Queue[Follower] = asyncio.Queue()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await followers.put(Follower(reader, writer))
+
+    path = home / "line"
+    async with await asyncio.start_unix_server(serve, path):
+        line = await RankLine.open(1, str(path))
+        follower = await followers.get()
+        try:
+            yield line, follower
+        finally:
+            follower.writer.transport.abort()
+            await line.close()
+    path.unlink()
+
+
+async def run(home: Path, order: tuple[str, ...]) -> None:
+    async with joined(home) as (line, follower):
+        asked: list[tuple[bool, asyncio.Future[Answer]]] = []
+        ended = closed = False
+
+        def ask(order: Write | CatchUp) -> None:
+            asked.append((isinstance(order, Write), line.ask(order)))
+
+        events: dict[str, Callable[[], Awaitable[Any]]] = {
+            "answered": lambda: follower.answer() if asked and not ended and not closed else turns(1),
+            "end": follower.end,
+            "close": line.close,
+        }
+        for name in order:
+            if name == "write":
+                ask(WRITE)
+            elif name == "other":
+                ask(CatchUp())
+            else:
+                await events[name]()
+                ended, closed = ended or name == "end", closed or name == "close"
+            await asyncio.sleep(0.0005)
+            if closed:
+                assert all(future.done() for _, future in asked)
+            elif ended:
+                await until(lambda: all(is_write or future.done() for is_write, future in asked))
+        await line.close()
+        assert all(future.done() for _, future in asked)
+        assert not line._waiting
+        for _, future in asked:
+            assert isinstance(future.exception(), TransferFailed | None)
+
+
+async def until(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON_S):
+        while not holds():
+            await asyncio.sleep(0.001)
+
+
+async def test_every_order_ends_once_the_line_is_closed(tmp_path: Path) -> None:
+    for order in permutations(["write", "other", "answered", "end", "close"]):
+        try:
+            await run(tmp_path, order)
+        except Exception as exc:
+            exc.add_note(str(order))
+            raise
+
+
+async def test_an_order_that_its_caller_gave_up_is_answered_without_harm(tmp_path: Path) -> None:
+    async with joined(tmp_path) as (line, follower):
+        given_up, kept = line.ask(WRITE), line.ask(WRITE)
+        given_up.cancel()
+        await follower.answer("late")
+        await follower.answer()
+        assert (await asyncio.wait_for(kept, SOON_S)).num_bytes == 7
+
+
+async def test_a_write_of_a_follower_that_ends_is_over_only_when_the_line_is_closed(tmp_path: Path) -> None:
+    """Its last bytes may still land. An order that cannot write fails at once."""
+    async with joined(tmp_path) as (line, follower):
+        write, other = line.ask(WRITE), line.ask(CatchUp())
+        await follower.end()
+        with pytest.raises(TransferFailed, match="rank 1 of this instance has ended"):
+            await asyncio.wait_for(other, SOON_S)
+        await turns()
+        assert not write.done()
+        with pytest.raises(TransferFailed, match="has ended"):
+            await line.ask(WRITE)  # it was never sent
+        await line.close()
+        with pytest.raises(TransferFailed, match="has ended"):
+            await write
+
+
+async def test_a_leader_closes_the_line_of_a_follower_that_reads_nothing(tmp_path: Path) -> None:
+    """A leader that left waited for a stopped follower to read its orders, and so never came to kill it."""
+    async with joined(tmp_path) as (line, _):
+        writes = [line.ask(LONG) for _ in range(ENOUGH)]
+        await asyncio.wait_for(line.close(), SOON_S)
+        for write in writes:
+            with pytest.raises(TransferFailed, match="has ended"):
+                await write
