@@ -95,10 +95,8 @@ class RankedChecksums:
 
     async def total(self) -> list[int]:
         order = Sum(list(self._pages), (self._tokens.start, self._tokens.stop), self._peer_page_size)
-        ranks = [
-            self._own.groups,
-            *[answer.sums for answer in [await connection.ask(order) for connection in self._connections]],
-        ]
+        answers = await asyncio.gather(*(connection.ask(order) for connection in self._connections))
+        ranks = [self._own.groups, *(answer.sums for answer in answers)]
         return [self._joined([rank[page] for rank in ranks]) for page in range(len(self._own.groups))]
 
     def _joined(self, ranks: Sequence[Sequence[int]]) -> int:

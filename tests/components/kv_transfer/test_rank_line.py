@@ -11,7 +11,10 @@ from typing import Any, Final
 import pytest
 
 from components.errors import TransferFailed
+from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.rank_line import Answer, CatchUp, RankLine, Write, orders, read_frame, write_frame
+from components.wire.layout import of_shard
+from tests.components.kv_transfer.nixl_peer import LAYOUT, Pages
 from tests.services.decode.fake_engine import turns
 
 pytestmark = pytest.mark.anyio
@@ -45,7 +48,7 @@ async def joined(home: Path) -> AsyncIterator[tuple[RankLine, Follower]]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await followers.put(Follower(reader, writer))
 
-    path = home / "line"
+    path = home / f"line-{len(list(home.iterdir()))}"
     async with await asyncio.start_unix_server(serve, path):
         line = await RankLine.open(1, str(path))
         follower = await followers.get()
@@ -138,3 +141,14 @@ async def test_a_leader_closes_the_line_of_a_follower_that_reads_nothing(tmp_pat
         for write in writes:
             with pytest.raises(TransferFailed, match="has ended"):
                 await write
+
+
+async def test_followers_sum_their_pages_at_the_same_time(tmp_path: Path) -> None:
+    """The second was asked only after the first had answered."""
+    region = Pages(layout=of_shard(LAYOUT, 0, 2), num_pages=1)
+    async with joined(tmp_path) as (first, one), joined(tmp_path) as (second, other):
+        sums = PageChecksums(region, [first, second]).of_transfer(LAYOUT.page_size)
+        total = asyncio.ensure_future(sums.total())
+        for follower in (other, one):
+            await asyncio.wait_for(follower.answer(), SOON_S)
+        assert await asyncio.wait_for(total, SOON_S) == []
