@@ -70,7 +70,7 @@ def read_worker(text: str) -> Counters:
             prompt_tokens=int(values["kvmesh_prompt_tokens_total"]),
             generated_tokens=int(values["kvmesh_generation_tokens_total"]),
         )
-    except (KeyError, ValueError) as exc:
+    except KeyError as exc:
         raise MalformedMessage(f"the worker's page has no number for {exc.args[0]}") from exc
 
 
@@ -85,8 +85,10 @@ def read_frontend(instance_id: str, text: str) -> FrontendSample:
 
 
 def _samples(text: str) -> Iterable[Sample]:
+    """Without NaN and infinity, which would stay in the planner's averages for good."""
     try:
-        return [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        return [sample for sample in found if math.isfinite(sample.value)]
     except ValueError as exc:
         raise MalformedMessage(f"not a metrics page: {exc}") from exc
 

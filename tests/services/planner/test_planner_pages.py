@@ -37,6 +37,26 @@ def test_a_workers_page_has_its_counters() -> None:
         read_worker("# HELP nothing\n")
 
 
+@pytest.mark.parametrize("number", ["+Inf", "-Inf", "NaN", "1e400"])
+@pytest.mark.parametrize("name", ["kvmesh_engine_step_seconds_sum", "kvmesh_engine_step_seconds_count"])
+def test_a_number_that_is_not_finite_is_none(name: str, number: str) -> None:
+    """An infinite count ended the planner; NaN seconds stayed in its step times, and it ordered as many as it may."""
+    metrics = WorkerMetrics()
+    metrics.record(StepStats(prompt_tokens=100, decode_tokens=3, step_s=1.0))
+    page = generate_latest(metrics.registry).decode()
+    assert f"{name} 1.0" in page
+    with pytest.raises(MalformedMessage, match=name):
+        read_worker(page.replace(f"{name} 1.0", f"{name} {number}"))
+
+
+def test_a_frontends_sum_that_is_not_finite_does_not_count() -> None:
+    metrics = FrontendMetrics(CollectorRegistry())
+    metrics.time_to_first_token.labels("a", "chat").observe(0.5)
+    page = generate_latest(metrics.registry).decode()
+    seen = read_frontend("f", page.replace("} 0.5\n", "} NaN\n"))
+    assert (seen.ttft.count, seen.ttft.total_s) == (1.0, 0.0)
+
+
 def test_histograms_of_a_frontends_page_are_summed_over_models() -> None:
     metrics = FrontendMetrics(CollectorRegistry())
     assert read_frontend("f", generate_latest(metrics.registry).decode()).ttft.count == 0
