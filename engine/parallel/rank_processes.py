@@ -49,7 +49,13 @@ class Follower:
         last = Report(self.process.pid)
         with self.process.stdout as lines:
             for line in lines:
-                last = msgspec.json.decode(line, type=Report)
+                try:
+                    last = msgspec.json.decode(line, type=Report)
+                except msgspec.DecodeError:  # a library printed it, or the process was killed as it wrote
+                    log.warning(
+                        "a follower printed", extra={"rank": self.rank, "text": line.decode(errors="replace").strip()}
+                    )
+                    continue
                 self.reports.put(last)
         why = last.failure or f"it ended with {self.process.wait()}"
         if not last.failure:
