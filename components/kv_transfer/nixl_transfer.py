@@ -97,7 +97,6 @@ class NixlTransfer:
         check_same_backend(self.endpoint.backend, peer.backend)
         check_compatible(self._region.layout, peer.layout)
         if peer.agent in self._lost:  # NIXL does not connect again by itself
-            self._lost.discard(peer.agent)
             log.info("connecting again", extra={"peer": peer.agent})
             await self.disconnect(peer.agent)
         if peer.agent not in self._peers:
@@ -105,6 +104,7 @@ class NixlTransfer:
 
     async def disconnect(self, agent: str) -> None:
         known = self._peers.pop(agent, None)  # at once: a new connection waits behind this
+        self._lost.discard(agent)
         await self._thread.ask(lambda: self._disconnect(agent, known))
 
     def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> Awaitable[int]:

@@ -531,6 +531,7 @@ async def test_a_dead_peer_fails_its_writes_leaves_nothing_behind_and_a_restarte
     with pytest.raises(TransferFailed, match="no connection"):
         await transfer.write_pages("decode-first", [0], [0])
     assert not [file for file in mapped if file.exists()]
+    assert not transfer._lost, "names of dead peers pile up"
     await transfer.connect(again.endpoint)
     again.say("expect room")
     await transfer.write_pages("decode-again", range(NUM_PAGES), range(NUM_PAGES))
