@@ -60,6 +60,7 @@ class _Role:
     enough: deque[tuple[float, int]] = field(default_factory=deque)  # (time, sufficient workers)
     missing_since_s: float | None = None
     went_down_s: float | None = None
+    devices: int = 1  # of a worker, by the latest reports
     patience: int = 1  # times `down_after_s`; doubled when a worker was removed too early
 
 
@@ -102,6 +103,9 @@ class Planner:
         self._not_before_s = now_s + self._pace.retry_s
 
     def see(self, now: Observation) -> Verdict:
+        for role, state in self._roles.items():
+            if now.workers.get(role):
+                state.devices = now.devices(role)
         span = self._history.see(now)
         if span is None:
             self._forget()
@@ -236,7 +240,7 @@ class Planner:
 
     def _lacking(self, role: Planned, now: Observation) -> str:
         """Why there are no devices for another worker; empty: there are."""
-        used, needed = sum(now.wanted[one] * now.devices(one) for one in PLANNED), now.devices(role)
+        used, needed = sum(now.wanted[one] * self._roles[one].devices for one in PLANNED), self._roles[role].devices
         if self._most_devices is None or used + needed <= self._most_devices:
             return ""
         return f"another {role} worker takes {needed} devices, and {used} of {self._most_devices} are used"

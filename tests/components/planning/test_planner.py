@@ -330,3 +330,13 @@ def test_workers_are_added_while_there_are_devices_for_them(devices: int, most: 
     used = (1 + ordered) * devices + 1
     full = f"another prefill worker takes {devices} devices, and {used} of {most} are used"
     assert (full in held) == (most is not None)
+
+
+def test_workers_without_a_report_keep_their_devices() -> None:
+    """A silent worker of four devices counted as one device, and another one was ordered for the lower bound."""
+    fleet = MadeUp(devices={"decode": 4})
+    pace = replace(PACE, start_timeout_s=100.0)
+    planner = Planner(TARGETS, {"prefill": Bounds(1, 2), "decode": Bounds(2, 2)}, pace, most_devices=8)
+    play(fleet, planner, steady(1.0, 20.0, 20))
+    silent = after(fleet, planner, 300, workers={"prefill": fleet.look().workers["prefill"], "decode": []})
+    assert not any(verdict.change for verdict in silent)
