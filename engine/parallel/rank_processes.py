@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -67,9 +68,10 @@ class Follower:
         with suppress(BrokenPipeError):  # it flushes what could not be sent
             self.process.stdin.close()
 
-    def wait(self) -> None:
+    def wait(self, until_s: float) -> None:
+        """Kill the process if it lives at `until_s`, which is monotonic."""
         try:
-            self.process.wait(END_S)
+            self.process.wait(max(0.0, until_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             log.warning(
                 "a follower did not end, and is killed", extra={"rank": self.rank, "follower": self.process.pid}
@@ -138,8 +140,9 @@ class RankProcesses:
         self.is_over.set()
         for follower in self._all:
             follower.end()
+        until_s = time.monotonic() + END_S  # for all: a supervisor may soon kill this process
         for follower in self._all:
-            follower.wait()
+            follower.wait(until_s)
         shutil.rmtree(self.directory, ignore_errors=True)
         return True
 

@@ -1,18 +1,22 @@
-"""The leader reads its followers' reports, whatever else they print."""
+"""The leader reads its followers' reports, whatever else they print, and ends them."""
 
 import os
+import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from engine.config import EngineConfig
+from engine.parallel import rank_processes
 from engine.parallel.orders import Report
 from engine.parallel.rank_processes import RankProcesses
 from tests.engine.parallel.printing_follower import TORN
 
 SOON_S = 20.0
-Start = Callable[[str], RankProcesses]
+END_S = 1.0
+Start = Callable[..., RankProcesses]
 
 
 @pytest.fixture
@@ -20,8 +24,8 @@ def start(tmp_path: Path) -> Iterator[Start]:
     memory = os.memfd_create("reports")
     started: list[RankProcesses] = []
 
-    def start(model: str) -> RankProcesses:
-        config = EngineConfig(tensor_parallel=2)
+    def start(model: str, ranks: int = 2) -> RankProcesses:
+        config = EngineConfig(tensor_parallel=ranks)
         module = "tests.engine.parallel.printing_follower"
         started.append(RankProcesses(model, config, tmp_path, module, memory=memory))
         return started[-1]
@@ -50,3 +54,16 @@ def test_a_follower_that_ends_in_the_midst_of_a_report_is_lost(start: Start) -> 
     assert next_report(processes).failure == "it ended with 3"
     assert processes.is_over.wait(SOON_S)
     assert processes.lost is not None
+
+
+def test_followers_that_do_not_end_are_killed_at_the_same_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each had its own time limit, one after the other: eight of them outlasted the grace period of a pod."""
+    monkeypatch.setattr(rank_processes, "END_S", END_S)
+    processes = start("m", ranks=4)
+    processes.reports()
+    for follower in processes._all:
+        os.kill(follower.process.pid, signal.SIGSTOP)
+    started = time.monotonic()
+    processes.close()
+    assert END_S < time.monotonic() - started < 2.5 * END_S
+    assert {follower.process.returncode for follower in processes._all} == {-signal.SIGKILL}
