@@ -115,6 +115,8 @@ async def test_an_order_that_its_caller_gave_up_is_answered_without_harm(tmp_pat
         await follower.answer("late")
         await follower.answer()
         assert (await asyncio.wait_for(kept, SOON_S)).num_bytes == 7
+        line.ask(WRITE).cancel()
+        await line.close()
 
 
 async def test_a_write_of_a_follower_that_ends_is_over_only_when_the_line_is_closed(tmp_path: Path) -> None:
