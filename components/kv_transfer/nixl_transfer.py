@@ -90,8 +90,10 @@ class NixlTransfer:
             ) from exc
 
     async def stop(self) -> None:
-        """End the thread; writes in flight never complete."""
+        """End the thread. Writes in flight fail, although bytes may land: nothing may report their transfers as over."""
         await self._thread.stop()
+        for write in [*self._writes, *self._failed]:  # else their callers would keep this process from its end
+            self._thread.settle(write.done, error=TransferFailed("this process is leaving"))
 
     async def connect(self, peer: KvEndpoint) -> None:
         check_same_backend(self.endpoint.backend, peer.backend)

@@ -32,6 +32,7 @@ from components.wire.refused import refusal
 log = logging.getLogger(__name__)
 
 STOP_S: Final = 2.0  # for NATS to process our leaving
+LEAVE_S: Final = 5.0  # for running calls to end
 KEPT_S: Final = 30.0  # answers, for repeated calls
 OVER_NATS: Final = {"messaging.system": "nats"}  # attributes of a span
 KEPT_BYTES: Final = 32 << 20  # of all kept answers
@@ -198,10 +199,10 @@ def _is_cancelled() -> bool:
 async def serve_calls(
     bus: Bus, role: str, subject: str, endpoints: Sequence[Endpoint], metadata: Mapping[str, str]
 ) -> AsyncIterator[None]:
-    """Answer calls; leaving waits for running ones, except after an error.
+    """Answer calls; leaving waits LEAVE_S for running ones, except after an error.
 
-    A call may wait for what this process will not do any more: `quiesce` for a write of a rank that has ended. Its caller
-    finds out when the process has ended.
+    A call may wait for what this process will not do any more: `quiesce` for a write of a rank that has ended, or to a
+    peer that is out of reach. Its caller finds out when the process has ended.
 
     Args:
         role: name of the micro service, shared by the role's instances.
@@ -236,6 +237,9 @@ async def serve_calls(
                     await service.stop()  # new calls are refused at once, not lost
         for subscribed in listening:
             await subscribed.forget()
-        if has_failed:
-            server.cancel()
+        if not has_failed:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_S):
+                    await server.drain()
+        server.cancel()
         await server.drain()

@@ -211,3 +211,18 @@ async def test_a_write_ends_once_and_not_while_it_may_land(names: list[str], sto
         except Exception as exc:
             exc.add_note(str(order))
             raise
+
+
+async def test_a_process_that_leaves_is_not_kept_by_its_open_writes(story: Story) -> None:
+    """A worker that left while a peer was out of reach never ended: a transfer waited for its write, even if cancelled."""
+    await story.transfer.connect(story.peer)
+    await story.write()
+    await story.break_()
+    await story.write()
+    await story.polled()
+    writes = [done for done, _ in story.writes]
+    assert not any(write.done() for write in writes)
+    await story.transfer.stop()
+    for write in writes:
+        with pytest.raises(TransferFailed, match="this process is leaving"):
+            await asyncio.wait_for(write, SOON_S)

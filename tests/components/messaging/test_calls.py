@@ -23,6 +23,7 @@ from components.errors import (
     PeerLost,
     QueueFull,
 )
+from components.messaging import call_server
 from components.messaging.bus import HEADERS_BYTES, Bus, connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
 from components.messaging.presence import present_endpoint
@@ -93,6 +94,25 @@ async def test_leaving_waits_for_calls_except_after_an_error(bus: Bus, namespace
                 asked = asyncio.create_task(ask(bus, subject, timeout_s=0.5))
                 await has_begun.wait()
                 raise ZeroDivisionError
+    with pytest.raises((PeerLost, DeadlineExceeded)):
+        await asked
+
+
+async def test_leaving_gives_up_a_call_that_does_not_end(
+    bus: Bus, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker waited for `quiesce`, which waited for a write to a peer out of reach."""
+    monkeypatch.setattr(call_server, "LEAVE_S", 0.1)
+    has_begun = asyncio.Event()
+
+    async def wait(_: KvComing) -> RoomOk:
+        has_begun.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async with asyncio.timeout(10), served(bus, namespace, wait) as subject:
+        asked = asyncio.create_task(ask(bus, subject, timeout_s=0.5))
+        await has_begun.wait()
     with pytest.raises((PeerLost, DeadlineExceeded)):
         await asked
 
