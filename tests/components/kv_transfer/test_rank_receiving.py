@@ -10,8 +10,8 @@ import pytest
 
 from components.kv_transfer.aux import SLOTS
 from components.kv_transfer.nixl_transfer import NixlTransfer
+from components.kv_transfer.rank_connection import Hasten, Open, Order, Receive
 from components.kv_transfer.rank_end import RankEnd
-from components.kv_transfer.rank_line import Hasten, Open, Order, Receive
 from tests.components.kv_transfer.nixl_peer import LAYOUT, on_tested_device
 
 pytestmark = pytest.mark.anyio

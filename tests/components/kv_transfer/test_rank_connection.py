@@ -12,7 +12,15 @@ import pytest
 
 from components.errors import TransferFailed
 from components.kv_transfer.checksum import PageChecksums
-from components.kv_transfer.rank_line import Answer, CatchUp, RankLine, Write, orders, read_frame, write_frame
+from components.kv_transfer.rank_connection import (
+    Answer,
+    CatchUp,
+    RankConnection,
+    Write,
+    orders,
+    read_frame,
+    write_frame,
+)
 from components.wire.layout import of_shard
 from tests.components.kv_transfer.nixl_peer import LAYOUT, Pages
 from tests.services.decode.fake_engine import turns
@@ -42,7 +50,7 @@ class Follower:
 
 
 @asynccontextmanager
-async def joined(home: Path) -> AsyncIterator[tuple[RankLine, Follower]]:
+async def joined(home: Path) -> AsyncIterator[tuple[RankConnection, Follower]]:
     followers: asyncio.Queue[Follower] = asyncio.Queue()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -50,28 +58,28 @@ async def joined(home: Path) -> AsyncIterator[tuple[RankLine, Follower]]:
 
     path = home / f"line-{len(list(home.iterdir()))}"
     async with await asyncio.start_unix_server(serve, path):
-        line = await RankLine.open(1, str(path))
+        connection = await RankConnection.open(1, str(path))
         follower = await followers.get()
         try:
-            yield line, follower
+            yield connection, follower
         finally:
             follower.writer.transport.abort()
-            await line.close()
+            await connection.close()
     path.unlink()
 
 
 async def run(home: Path, order: tuple[str, ...]) -> None:
-    async with joined(home) as (line, follower):
+    async with joined(home) as (connection, follower):
         asked: list[tuple[bool, asyncio.Future[Answer]]] = []
         ended = closed = False
 
         def ask(order: Write | CatchUp) -> None:
-            asked.append((isinstance(order, Write), line.ask(order)))
+            asked.append((isinstance(order, Write), connection.ask(order)))
 
         events: dict[str, Callable[[], Awaitable[Any]]] = {
             "answered": lambda: follower.answer() if asked and not ended and not closed else turns(1),
             "end": follower.end,
-            "close": line.close,
+            "close": connection.close,
         }
         for name in order:
             if name == "write":
@@ -86,7 +94,7 @@ async def run(home: Path, order: tuple[str, ...]) -> None:
                 assert all(future.done() for _, future in asked)
             elif ended:
                 await until(lambda: all(is_write or future.done() for is_write, future in asked))
-        await line.close()
+        await connection.close()
         assert all(future.done() for _, future in asked)
         assert not line._waiting
         for _, future in asked:
@@ -109,28 +117,28 @@ async def test_every_order_ends_once_the_line_is_closed(tmp_path: Path) -> None:
 
 
 async def test_an_order_that_its_caller_gave_up_is_answered_without_harm(tmp_path: Path) -> None:
-    async with joined(tmp_path) as (line, follower):
-        given_up, kept = line.ask(WRITE), line.ask(WRITE)
+    async with joined(tmp_path) as (connection, follower):
+        given_up, kept = connection.ask(WRITE), connection.ask(WRITE)
         given_up.cancel()
         await follower.answer("late")
         await follower.answer()
         assert (await asyncio.wait_for(kept, SOON_S)).num_bytes == 7
-        line.ask(WRITE).cancel()
-        await line.close()
+        connection.ask(WRITE).cancel()
+        await connection.close()
 
 
 async def test_a_write_of_a_follower_that_ends_is_over_only_when_the_line_is_closed(tmp_path: Path) -> None:
     """Its last bytes may still land. An order that cannot write fails at once."""
-    async with joined(tmp_path) as (line, follower):
-        write, other = line.ask(WRITE), line.ask(CatchUp())
+    async with joined(tmp_path) as (connection, follower):
+        write, other = connection.ask(WRITE), connection.ask(CatchUp())
         await follower.end()
         with pytest.raises(TransferFailed, match="rank 1 of this instance has ended"):
             await asyncio.wait_for(other, SOON_S)
         await turns()
         assert not write.done()
         with pytest.raises(TransferFailed, match="has ended"):
-            await line.ask(WRITE)  # it was never sent
-        await line.close()
+            await connection.ask(WRITE)  # it was never sent
+        await connection.close()
         with pytest.raises(TransferFailed, match="has ended"):
             await write
 
@@ -138,8 +146,8 @@ async def test_a_write_of_a_follower_that_ends_is_over_only_when_the_line_is_clo
 async def test_a_leader_closes_the_line_of_a_follower_that_reads_nothing(tmp_path: Path) -> None:
     """A leader that left waited for a stopped follower to read its orders, and so never came to kill it."""
     async with joined(tmp_path) as (line, _):
-        writes = [line.ask(LONG) for _ in range(ENOUGH)]
-        await asyncio.wait_for(line.close(), SOON_S)
+        writes = [connection.ask(LONG) for _ in range(ENOUGH)]
+        await asyncio.wait_for(connection.close(), SOON_S)
         for write in writes:
             with pytest.raises(TransferFailed, match="has ended"):
                 await write
