@@ -1,4 +1,4 @@
-"""The leader's line to a follower: each order's future ends once, whatever comes in whatever order."""
+"""The leader's connection to a follower: each order's future ends once, whatever comes in whatever order."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -56,7 +56,7 @@ async def joined(home: Path) -> AsyncIterator[tuple[RankConnection, Follower]]:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await followers.put(Follower(reader, writer))
 
-    path = home / f"line-{len(list(home.iterdir()))}"
+    path = home / f"socket-{len(list(home.iterdir()))}"
     async with await asyncio.start_unix_server(serve, path):
         connection = await RankConnection.open(1, str(path))
         follower = await followers.get()
@@ -96,7 +96,7 @@ async def run(home: Path, order: tuple[str, ...]) -> None:
                 await until(lambda: all(is_write or future.done() for is_write, future in asked))
         await connection.close()
         assert all(future.done() for _, future in asked)
-        assert not line._waiting
+        assert not connection._waiting
         for _, future in asked:
             assert isinstance(future.exception(), TransferFailed | None)
 
@@ -107,7 +107,7 @@ async def until(holds: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def test_every_order_ends_once_the_line_is_closed(tmp_path: Path) -> None:
+async def test_every_order_ends_once_the_connection_is_closed(tmp_path: Path) -> None:
     for order in permutations(["write", "other", "answered", "end", "close"]):
         try:
             await run(tmp_path, order)
@@ -127,7 +127,7 @@ async def test_an_order_that_its_caller_gave_up_is_answered_without_harm(tmp_pat
         await connection.close()
 
 
-async def test_a_write_of_a_follower_that_ends_is_over_only_when_the_line_is_closed(tmp_path: Path) -> None:
+async def test_a_write_of_a_follower_that_ends_is_over_only_when_the_connection_is_closed(tmp_path: Path) -> None:
     """Its last bytes may still land. An order that cannot write fails at once."""
     async with joined(tmp_path) as (connection, follower):
         write, other = connection.ask(WRITE), connection.ask(CatchUp())
@@ -143,9 +143,9 @@ async def test_a_write_of_a_follower_that_ends_is_over_only_when_the_line_is_clo
             await write
 
 
-async def test_a_leader_closes_the_line_of_a_follower_that_reads_nothing(tmp_path: Path) -> None:
+async def test_a_leader_closes_the_connection_of_a_follower_that_reads_nothing(tmp_path: Path) -> None:
     """A leader that left waited for a stopped follower to read its orders, and so never came to kill it."""
-    async with joined(tmp_path) as (line, _):
+    async with joined(tmp_path) as (connection, _):
         writes = [connection.ask(LONG) for _ in range(ENOUGH)]
         await asyncio.wait_for(connection.close(), SOON_S)
         for write in writes:
