@@ -141,7 +141,7 @@ class TraceStore:
         one = trace_ids[0] if len(trace_ids) == 1 else ""
         batches = [batch for batch, ids in self._containing(one) if not found.keys().isdisjoint(ids)]
         for service, packed in self._rows(_PIECES.format(",".join(map(str, batches))), ()):
-            for piece in unpack_batch(packed):
+            for piece in _pieces(packed):
                 if (spans := found.get(piece.trace_id)) is None:
                     continue
                 for span in read_piece(piece.trace_id, service, piece.spans):
@@ -185,6 +185,7 @@ class TraceWriter:
         self._path = home / FILE_NAME
         self._limits = limits
         self._connection: sqlite3.Connection | None = None
+        self._inode = 0  # of the file that is open
         self._writes = 0
 
     def write(self, service: str, pieces: Sequence[Piece]) -> bool:
@@ -216,13 +217,23 @@ class TraceWriter:
         self._writes += 1
 
     def _open(self) -> sqlite3.Connection:
+        if self._connection is not None and self._inode != self._inode_there():
+            self.close()  # without this, spans would go to a file that no reader can open
         if self._connection is None:
             with suppress(OSError):  # SQLite's own error says more
+                self._path.parent.mkdir(parents=True, exist_ok=True)
                 self._path.touch(mode=0o600)
                 self._path.chmod(0o600)  # also for an earlier run's file; SQLite's other files inherit the mode
             self._connection = _connect(self._path)
+            self._inode = self._inode_there()
             self._connection.executescript(_SCHEMA)
         return self._connection
+
+    def _inode_there(self) -> int:
+        try:
+            return self._path.stat().st_ino
+        except OSError:  # deleted
+            return 0
 
 
 def read_piece(trace_id: str, service: str, data: bytes) -> list[Span]:
@@ -289,10 +300,6 @@ def plain(value: AnyValue) -> Any:
     return found.hex() if isinstance(found, bytes) else found
 
 
-def _is_special(root: Root) -> bool:
-    return root.failed or root.slow or root.moved
-
-
 def _add(connection: sqlite3.Connection, service: str, pieces: Sequence[Piece]) -> None:
     batch = connection.execute(_ADD_BATCH, (service, *_contents(pieces))).lastrowid
     connection.execute("insert into batch_spans values (?, ?)", (batch, pack_batch(pieces)))
@@ -345,9 +352,21 @@ def _thin(connection: sqlite3.Connection, batch: int, kept_ids: Set[str]) -> Non
         connection.execute("delete from batch_spans where batch = ?", (batch,))
         return
     (packed,) = connection.execute("select packed from batch_spans where batch = ?", (batch,)).fetchone()
-    kept = [piece for piece in unpack_batch(packed) if piece.trace_id in kept_ids]
+    kept = [piece for piece in _pieces(packed) if piece.trace_id in kept_ids]
+    if not kept:  # it cannot be read
+        _thin(connection, batch, frozenset())
+        return
     connection.execute(_THIN, (*_contents(kept), batch))
     connection.execute("update batch_spans set packed = ? where batch = ?", (pack_batch(kept), batch))
+
+
+def _pieces(packed: bytes) -> list[Piece]:
+    """None of a batch that a power failure tore, or that another release wrote."""
+    try:
+        return unpack_batch(packed)
+    except msgspec.DecodeError:
+        log.warning("a batch of spans that cannot be read was left out")
+        return []
 
 
 def _delete_beyond(connection: sqlite3.Connection, num_spans: int) -> bool:

@@ -219,6 +219,44 @@ def test_a_broken_file_costs_the_spans_and_not_the_process(tmp_path: Path, caplo
     writer.close()
 
 
+def test_a_batch_that_cannot_be_read_costs_its_own_spans_alone(tmp_path: Path) -> None:
+    """The trim of old batches failed at a torn one, and with it each later write of every process."""
+    writer = TraceWriter(tmp_path, Limits(traces=3))
+    for number in range(1, 6):
+        assert writer.write("test", [piece(number, slow=number in (2, 3))])
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as file, file:
+        file.execute("update batch_spans set packed = x'93ff' where batch = 2")
+    reader = LocalTraceReader(tmp_path)
+    assert [one.trace_id[-1] for one in reader.recent()] == ["5", "4", "3", "1"]
+    assert reader.spans(f"{2:032x}") == []
+    for number in range(6, 2 * TRIM_EVERY):
+        assert writer.write("test", [piece(number)])
+    writer.close()
+    newest = [2 * TRIM_EVERY - 1 - number for number in range(3)]
+    assert TraceStore(tmp_path).last_trace_ids(3) == [f"{number:032x}" for number in newest]
+    assert [one.trace_id[-1] for one in reader.slow()] == ["3"]
+
+
+@pytest.mark.parametrize("what", ["the file", "its folder"])
+def test_spans_after_the_file_was_deleted_are_in_a_new_one(what: str, tmp_path: Path) -> None:
+    """A running process went on with the file that nobody can open any more, until its end."""
+    home = tmp_path / "home"
+    first, second = TraceWriter(home), TraceWriter(home)
+    for writer in (first, second):
+        assert writer.write("test", [piece(1)])
+    for path in home.iterdir():
+        path.unlink()
+    if what == "its folder":
+        home.rmdir()
+    for number in range(2, 6):
+        assert (first if number % 2 else second).write("test", [piece(number)])
+    assert TraceStore(home).last_trace_ids() == [f"{number:032x}" for number in (5, 4, 3, 2)]
+    first.close()
+    assert second.write("test", [piece(6)])
+    second.close()
+    assert len(TraceStore(home).last_trace_ids()) == 5
+
+
 def test_a_broken_file_is_said_to_be_one(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"this is no database, " * 100)
     with pytest.raises(sqlite3.DatabaseError, match="not a database"):
