@@ -90,6 +90,9 @@ class OtlpSender:
             if reused:  # the receiver may have closed an idle connection
                 return self._sent_anew(body, kind)
             return self._failed(str(exc) or type(exc).__name__)
+        except ValueError:  # its text holds the header, which may be a secret
+            self.close()
+            return self._failed("a header of OTEL_EXPORTER_OTLP_HEADERS is not valid in HTTP")
         return self._judge(status, reason)
 
     def _sent_anew(self, body: bytes, kind: str) -> bool:

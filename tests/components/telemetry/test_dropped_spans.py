@@ -12,7 +12,7 @@ from components.telemetry import otlp_sender, span_export
 from components.telemetry.otlp_sender import OtlpSender
 from components.telemetry.span_export import SpanExport
 from components.telemetry.spans import Spans
-from components.telemetry.trace_store import FILE_NAME, TraceWriter
+from components.telemetry.trace_store import FILE_NAME, TraceStore, TraceWriter
 
 NOBODY = "http://127.0.0.1:1"
 NONE = {"export_slow": 0, "file": 0, "receiver_away": 0, "receiver_refused": 0}
@@ -74,6 +74,19 @@ def test_spans_beyond_what_waits_for_a_receiver_that_is_away_are_receiver_away(
 def test_spans_that_the_receiver_refuses_are_receiver_refused(tmp_path: Path) -> None:
     with receiver(401) as endpoint:
         assert exported(tmp_path, endpoint, 2, 3) == {**NONE, "receiver_refused": 5}
+
+
+def test_a_header_that_cannot_be_sent_costs_the_file_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The export failed before it wrote the file, and showed the header in the log."""
+    for value in ("key=sec%0Aret", "key=sec%E2%82%ACret"):
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", value)
+        with receiver(200) as endpoint:
+            assert exported(tmp_path, endpoint, 2, 3) == NONE
+    assert len(TraceStore(tmp_path).last_trace_ids()) == 10
+    assert "OTLP receiver away, spans wait" in caplog.messages
+    assert not any("ret" in str(record.__dict__) for record in caplog.records)
 
 
 def test_spans_that_the_file_does_not_take_are_file(tmp_path: Path) -> None:
