@@ -32,23 +32,27 @@ async def announce_kept(bus: Bus, namespace: str, held: HeldTraces) -> AsyncIter
     ids: list[int] = []
 
     async def publish() -> None:
+        if not ids:
+            return
+        batch = [trace_id.to_bytes(ID_BYTES, "big") for trace_id in ids[:MAX_IDS]]
+        ids.clear()
+        try:
+            await bus.publish(subject(namespace), KeepTraces(trace_ids=b"".join(batch)))
+        except MeshError as exc:  # the traces lack the spans of other processes
+            log.warning("kept traces not announced", extra={"count": len(batch), "cause": exc.message})
+
+    async def run() -> None:
         while True:
             await asyncio.sleep(EVERY_S)
-            if not ids:
-                continue
-            batch = [trace_id.to_bytes(ID_BYTES, "big") for trace_id in ids[:MAX_IDS]]
-            ids.clear()
-            try:
-                await bus.publish(subject(namespace), KeepTraces(trace_ids=b"".join(batch)))
-            except MeshError as exc:  # the traces lack the spans of other processes
-                log.warning("kept traces not announced", extra={"count": len(batch), "cause": exc.message})
+            await publish()
 
     held.announce_to(ids.append)
     try:
-        async with background(publish(), "announce-kept-traces"):
+        async with background(run(), "announce-kept-traces"):
             yield
     finally:
         held.announce_to(None)
+        await publish()  # of requests that failed as this process left
 
 
 @asynccontextmanager

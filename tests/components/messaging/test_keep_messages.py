@@ -24,15 +24,37 @@ async def test_the_frontends_decision_lets_another_process_export_what_it_holds(
     ):
         for data in (b"", b"\xff" * 40, b"\x92\xa1x\x90"):  # what a stranger sends ends nothing
             await bus.publish_bytes(subject(namespace), data)
-        root = Spans(frontend.take, TraceRate(0), holds=True).start_span(
-            "chat", kind=SpanKind.SERVER, attributes={"kvmesh.request_id": "r"}
-        )
-        called = trace.set_span_in_context(trace.NonRecordingSpan(root.get_span_context()))
-        Spans(decode.take, TraceRate(0), holds=True).start_span("decode.request", called).end()
+        root = called_root(frontend, decode)
         assert not others
         root.set_status(StatusCode.ERROR, "why")
         root.end()
-        async with asyncio.timeout(20):
-            while not others:
-                await asyncio.sleep(0.01)
+        await until_some(others)
     assert [span.name for span in (*own, *others)] == ["chat", "decode.request"]
+
+
+async def test_a_frontend_that_leaves_announces_its_last_decisions(nats_url: str, namespace: str) -> None:
+    """Requests that failed as it left were traced without the spans of other processes."""
+    others: list[LightSpan] = []
+    frontend, decode = HeldTraces(lambda _: None), HeldTraces(others.append)
+    async with connect_bus(nats_url, "decode") as its_bus, follow_kept(its_bus, namespace, decode):
+        async with connect_bus(nats_url, "frontend") as bus, announce_kept(bus, namespace, frontend):
+            root = called_root(frontend, decode)
+            root.set_status(StatusCode.ERROR, "this instance is leaving")
+            root.end()
+        await until_some(others)
+
+
+def called_root(frontend: HeldTraces, decode: HeldTraces) -> trace.Span:
+    """The span of a request at the frontend. Decode's span of it has ended."""
+    root = Spans(frontend.take, TraceRate(0), holds=True).start_span(
+        "chat", kind=SpanKind.SERVER, attributes={"kvmesh.request_id": "r"}
+    )
+    called = trace.set_span_in_context(trace.NonRecordingSpan(root.get_span_context()))
+    Spans(decode.take, TraceRate(0), holds=True).start_span("decode.request", called).end()
+    return root
+
+
+async def until_some(spans: list[LightSpan]) -> None:
+    async with asyncio.timeout(20):
+        while not spans:
+            await asyncio.sleep(0.01)
