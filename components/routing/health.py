@@ -39,6 +39,12 @@ class BreakerSettings:
 USUAL: Final = BreakerSettings()
 
 
+class Trial:
+    """One request's turn at an instance whose breaker is half open."""
+
+    __slots__ = ()
+
+
 class Breaker:
     """After failures in a row, an instance gets no requests, then one on trial."""
 
@@ -49,6 +55,7 @@ class Breaker:
         self._failures = 0
         self._tries = 0  # failed trials in a row
         self._until_s = 0.0  # end of the back-off or trial
+        self._trial: Trial | None = None  # the latest
 
     @property
     def state(self) -> BreakerState:
@@ -59,12 +66,15 @@ class Breaker:
         """Requests may pass from this time on; 0: any time."""
         return 0.0 if self.state is B.CLOSED else self._until_s
 
-    def sent(self, now_s: float) -> None:
+    def sent(self, now_s: float) -> Trial | None:
+        """Returns: the trial that this request is."""
         if self.state is B.CLOSED or now_s < self._until_s:
-            return
+            return None
         if self.state is B.OPEN:
             self._lifecycle.advance(B.HALF_OPEN)
         self._until_s = now_s + self._settings.try_s
+        self._trial = Trial()
+        return self._trial
 
     def succeeded(self) -> bool:
         if self.state is B.OPEN:  # a request from before
@@ -75,8 +85,8 @@ class Breaker:
         self._lifecycle.advance(B.CLOSED)
         return True
 
-    def undecided(self, now_s: float) -> None:
-        if self.state is B.HALF_OPEN:
+    def undecided(self, trial: Trial, now_s: float) -> None:
+        if self.state is B.HALF_OPEN and trial is self._trial:
             self._until_s = min(self._until_s, now_s)
 
     def failed(self, now_s: float) -> None:
@@ -142,13 +152,15 @@ class Health:
         """Of every known instance."""
         return {instance_id: self.state(instance_id) for instance_id in self._known}
 
-    def sent(self, instance_id: str, now_s: float) -> None:
-        if (breaker := self._breakers.get(instance_id)) is not None:
-            breaker.sent(now_s)
+    def sent(self, instance_id: str, now_s: float) -> Trial | None:
+        """Returns: what to pass to `undecided`, if this request is a trial."""
+        breaker = self._breakers.get(instance_id)
+        trial = None if breaker is None else breaker.sent(now_s)
         if self._warming:
             self._give_credit(now_s)
             if (warming := self._warming.get(instance_id)) is not None:
                 warming.credit = max(warming.credit - 1, 0.0)
+        return trial
 
     def succeeded(self, instance_id: str, now_s: float) -> None:
         breaker = self._breakers.get(instance_id)
@@ -159,10 +171,10 @@ class Health:
         if breaker.state is BreakerState.CLOSED:
             del self._breakers[instance_id]
 
-    def undecided(self, instance_id: str, now_s: float) -> None:
-        """The request was refused or cancelled."""
+    def undecided(self, instance_id: str, trial: Trial, now_s: float) -> None:
+        """The request of this trial was refused or cancelled: another one may follow."""
         if (breaker := self._breakers.get(instance_id)) is not None:
-            breaker.undecided(now_s)
+            breaker.undecided(trial, now_s)
 
     def failed(self, instance_id: str, now_s: float) -> None:
         if instance_id not in self._known:

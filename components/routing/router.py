@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from components.errors import DeadlineExceeded, MalformedMessage, MeshError, PeerBroken, PeerLost, StaleInstance
 from components.routing.approximate_index import ApproximateIndex
-from components.routing.health import Health
+from components.routing.health import Health, Trial
 from components.routing.kv_index import KvIndex
 from components.routing.load_book import LoadBook, Sent
 from components.routing.policy import HasInstanceId, Member, Policy, PolicyChoice, RouteRequest
@@ -82,12 +82,15 @@ def explained(policy: str, token_ids: bytes, chosen: RouteChoice | str) -> Route
 class Route:
     """A request at an instance. Its sender reports each outcome, and `over` for every branch."""
 
-    __slots__ = ("_failed", "_left", "_router", "_sent", "_succeeded", "instance_id")
+    __slots__ = ("_failed", "_left", "_router", "_sent", "_succeeded", "_trial", "instance_id")
 
-    def __init__(self, router: "Router", instance_id: str, sent: Sent | None, branches: int) -> None:
+    def __init__(
+        self, router: "Router", instance_id: str, sent: Sent | None, branches: int, trial: Trial | None
+    ) -> None:
         self._router = router
         self._sent = sent
         self._left = branches
+        self._trial = trial
         self._failed = self._succeeded = False
         self.instance_id = instance_id
 
@@ -99,11 +102,12 @@ class Route:
         self._succeeded = True
         if self._sent is not None:
             self._router.book.computed(self._sent)
-        self._router.health.succeeded(self.instance_id, self._router.now_s)
+        if self._is_of_present:
+            self._router.health.succeeded(self.instance_id, self._router.now_s)
 
     def failed(self, error: MeshError) -> None:
         """Counts once for all branches."""
-        counts = isinstance(error, AGAINST) and not isinstance(error, StaleInstance)
+        counts = isinstance(error, AGAINST) and not isinstance(error, StaleInstance) and self._is_of_present
         if counts and not self._failed:
             self._failed = True
             self._router.health.failed(self.instance_id, self._router.now_s)
@@ -114,8 +118,13 @@ class Route:
             return
         if self._sent is not None:
             self._router.book.over(self._sent)
-        if not (self._failed or self._succeeded):
-            self._router.health.undecided(self.instance_id, self._router.now_s)
+        if self._trial is not None and not (self._failed or self._succeeded):
+            self._router.health.undecided(self.instance_id, self._trial, self._router.now_s)
+
+    @property
+    def _is_of_present(self) -> bool:
+        """Whether the request went to the present process with this id: a restarted one has not failed it."""
+        return self._sent is not None and self._router.book.find(self.instance_id) is self._sent.where.member
 
 
 class Router:
@@ -215,10 +224,11 @@ class Router:
     def send(self, chosen: RouteChoice, tokens: int, pages: int, branches: int = 1) -> Route:
         """`tokens`: to compute there; `pages`: to hold there."""
         now_s, instance_id = self.now_s, chosen.instance_id
-        self.health.sent(instance_id, now_s)
+        trial = self.health.sent(instance_id, now_s)
         if chosen.blocks:
             self._guess.routed(instance_id, chosen.blocks)
-        return Route(self, instance_id, self.book.send(instance_id, tokens, pages, now_s, branches), branches)
+        sent = self.book.send(instance_id, tokens, pages, now_s, branches)
+        return Route(self, instance_id, sent, branches, trial)
 
     def pages_for(self, instance_id: str, tokens: int) -> int:
         member = self.book.find(instance_id)

@@ -60,7 +60,8 @@ class BreakerByTheClock(RuleBasedStateMachine):
             assert self.now >= self.opened_s + self.back_off_s / 2
             assert self.trying_s is None or self.now >= self.trying_s + USUAL.try_s
             self.trying_s = self.now
-        self.breaker.sent(self.now)
+        trial = self.breaker.sent(self.now)
+        assert (trial is None) == (self.trying_s is None)
         assert self.breaker.state is (B.CLOSED if self.trying_s is None else B.HALF_OPEN)
         assert self.breaker.state is B.CLOSED or self.breaker.ready_s > self.now  # a single one
 
@@ -159,14 +160,16 @@ def test_a_trial_without_a_result_blocks_its_instance_for_a_while_only() -> None
 def test_an_undecided_trial_lets_another_one_follow() -> None:
     health = Health(Random(0), BreakerSettings(failures=1))
     members = old_fleet(1, health)
+    assert health.sent("i000", 0.0) is None
     health.failed("i000", 0.0)
-    health.undecided("i000", 0.1)
-    assert names(health.candidates(members, 0.2, or_none=True)) == "", "it was one from before"
-    health.sent("i000", 1.1)
+    assert health.sent("i000", 0.1) is None, "sent though no request may be"
+    trial = health.sent("i000", 1.1)
+    assert trial is not None
     assert names(health.candidates(members, 1.2, or_none=True)) == ""
-    health.undecided("i000", 1.3)
+    health.undecided("i000", trial, 1.3)
     assert names(health.candidates(members, 1.3, or_none=True)) == "i000"
-    health.sent("i000", 1.3)
+    assert health.sent("i000", 1.3) is not None
+    health.undecided("i000", trial, 1.4)
     assert names(health.candidates(members, 1.4, or_none=True)) == "", "one at a time"
     assert health.state("i000") is B.HALF_OPEN
 

@@ -163,6 +163,25 @@ def test_success_makes_up_for_failures() -> None:
     assert fleet.router.health.state("b") is BreakerState.CLOSED
 
 
+@pytest.mark.parametrize("outcome", ["fail", "succeed"])
+def test_requests_to_an_earlier_process_say_nothing_about_the_one_with_its_id(outcome: str) -> None:
+    """Requests that a worker lost as it restarted opened the breaker of its next process at once."""
+    fleet = Fleet("round_robin")
+    before = [fleet.send(fleet.choose("b")) for _ in range(USUAL.failures)]
+    fleet.router.joined("b", "anew", 16)
+    if outcome == "succeed":
+        for _ in range(USUAL.failures):
+            fleet.send(fleet.choose("b")).failed(DecodeLost("silent"))
+        fleet.now += 2 * USUAL.first_s
+        fleet.send(fleet.choose("b"))  # on trial
+    state = fleet.router.health.state("b")
+    for route in before:
+        route.failed(DecodeLost("its lease has expired")) if outcome == "fail" else route.succeeded()
+        route.over()
+    assert fleet.router.health.state("b") is state
+    assert state is (BreakerState.CLOSED if outcome == "fail" else BreakerState.HALF_OPEN)
+
+
 def test_an_explanation_names_the_candidates_and_leaves_no_trace() -> None:
     fleet = Fleet("kv_aware")
     fleet.index.add("b", block_hashes(PROMPT, 16, SEED)[:2])
