@@ -31,6 +31,8 @@ FIRST_WAIT_S: Final = 0.1  # after a failed dump; doubles
 LAST_WAIT_S: Final = 5.0
 CALM_S: Final = 10.0  # without a dump; then the waits start afresh
 LOOK_EVERY_S: Final = 0.5
+SWEEPS: Final = 32  # slices in one look
+SWEEP_REST_S: Final = 0.01  # between two
 
 
 @dataclass(slots=True)
@@ -118,6 +120,14 @@ class KvMirror:
                     instance.follower.doubt()
                     self._ask(instance)
             self._make_up_for_refused()
+            await self._sweep()
+
+    async def _sweep(self) -> None:
+        """Free the room of instances that left, if others need it. New blocks do it too, but perhaps none come."""
+        for _ in range(SWEEPS):
+            if not (self.missing and self._index.sweep(SLICE_BLOCKS)):
+                return
+            await asyncio.sleep(SWEEP_REST_S)
 
     def _make_up_for_refused(self) -> None:
         without = [i for i in self._instances.values() if i.follower.missing and not i.follower.needs_dump]

@@ -23,6 +23,9 @@ class BlockIndex(Protocol):
     def remove(self, instance_id: str) -> None:
         pass
 
+    def sweep(self, num_blocks: int) -> bool:
+        """Free room of removed instances. Returns whether some may be left."""
+
 
 class Follower:
     """Batches may arrive out of order, twice, or never. While a dump is needed, they are held."""

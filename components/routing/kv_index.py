@@ -100,6 +100,12 @@ class KvIndex:
                 del shard[block]
                 self.num_blocks -= 1
 
+    def sweep(self, num_blocks: int) -> bool:
+        """Look for blocks that removed instances alone had. Returns whether some may be left."""
+        self._credit += num_blocks
+        self._sweep(0)
+        return self._left != 0
+
     def remove(self, instance_id: str) -> None:
         slot = self._slots.pop(instance_id, None)
         if slot is None:
