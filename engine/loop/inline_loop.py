@@ -42,12 +42,19 @@ class InlineLoop(EngineLoop):
     async def start(self) -> None:
         built: asyncio.Future[Engine] = self._loop.create_future()
 
+        def hand_over(engine: Engine) -> None:
+            if built.done():  # the start was cancelled
+                engine.close()
+            else:
+                built.set_result(engine)
+
         def build() -> None:
             try:
-                done = Done(built, result=self._build())
+                engine = self._build()
             except Exception as exc:  # noqa: BLE001 - raised where it is waited for
-                done = Done(built, error=exc)
-            call_on_loop(self._loop, done.settle)
+                call_on_loop(self._loop, Done(built, error=exc).settle)
+                return
+            call_on_loop(self._loop, hand_over, engine)
 
         # daemon: an exit does not wait for it
         thread = threading.Thread(target=build, name="engine", daemon=True)

@@ -213,12 +213,18 @@ def test_an_error_while_loading_is_raised_where_the_engine_is_started(tmp_path: 
     asyncio.run(main())
 
 
-def test_a_start_that_is_cancelled_leaves_no_thread_behind(thread: bool, tiny: LoadedModel) -> None:
+def test_a_start_that_is_cancelled_leaves_no_thread_and_no_open_engine_behind(
+    thread: bool, tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the event loop, an engine that was built after the cancellation kept its other processes."""
     go_on = threading.Event()
+    closed: list[Engine] = []
 
     def slow() -> Engine:
         go_on.wait(10)
-        return make_engine(tiny)
+        engine = make_engine(tiny)
+        monkeypatch.setattr(engine, "close", lambda: closed.append(engine))
+        return engine
 
     async def main() -> None:
         starting = asyncio.create_task(run_engine(slow, thread=thread).__aenter__())
@@ -228,5 +234,6 @@ def test_a_start_that_is_cancelled_leaves_no_thread_behind(thread: bool, tiny: L
             await starting
         go_on.set()
         await eventually(lambda: not any(thread.name == "engine" for thread in threading.enumerate()))
+        await eventually(lambda: len(closed) == 1)
 
     asyncio.run(main())
