@@ -1,6 +1,7 @@
 """Profiles of a worker over NATS: one is recorded at a time, and fetched in parts."""
 
 import asyncio
+import os
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -42,9 +43,8 @@ class Profiles:
     def __init__(self, who: str, profiler: Profiler) -> None:
         self._who = who
         self._profiler = profiler
-        self._home: tempfile.TemporaryDirectory[str] | None = (
-            None  # made with the first profile: a kill -9 leaves it behind
-        )
+        # Made with the first profile. A kill -9 leaves it behind; services.local finds it by our process id in the name.
+        self._home: tempfile.TemporaryDirectory[str] | None = None
         self._ordered: dict[str, Ordered] = {}
         self._starting = False
 
@@ -61,7 +61,9 @@ class Profiles:
         self._starting = True
         try:
             if self._home is None:
-                self._home = tempfile.TemporaryDirectory(prefix="kvmesh-profile-", ignore_cleanup_errors=True)
+                self._home = tempfile.TemporaryDirectory(
+                    prefix=f"kvmesh-profile-{os.getpid()}-", ignore_cleanup_errors=True
+                )
             await self._profiler.start()
         except OSError as exc:
             raise InvariantBroken(f"the profile of {self._who} cannot be kept there: {exc}") from exc

@@ -1,6 +1,7 @@
 """The leader's side of its followers' processes: it starts them, reads their reports, and notices when one ends."""
 
 import logging
+import os
 import shutil
 import subprocess
 import sys
@@ -99,7 +100,8 @@ class RankProcesses:
         wakers: Sequence[int] = (),
         on_loss: Callable[[], None] | None = None,
     ) -> None:
-        self.directory = Path(tempfile.mkdtemp(prefix="kvmesh-ranks-"))  # private; followers remove it
+        # Private. Followers remove it, or services.local if it has killed them too: the name holds our process id.
+        self.directory = Path(tempfile.mkdtemp(prefix=f"kvmesh-ranks-{os.getpid()}-"))
         self.store = self.directory / "store"
         self.is_over = threading.Event()  # a follower is lost, or `close` was called
         self.lost: RankLost | None = None

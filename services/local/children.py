@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import json
+import shutil
+import tempfile
 import time
 from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from components.backoff import Backoff
@@ -135,6 +138,7 @@ class Child:
             self._shared.output.end_progress(self.spec.name)
             if self._process is not None:
                 self._shared.shared_memory.remove_files_of(self._process.pid)
+                _remove_folders_of(self._process.pid)
 
     def _started(self, process: Process) -> None:
         self._process = process
@@ -173,6 +177,12 @@ class Child:
         if not await stop(process, timeout_s, hurry):
             why = "" if hurry.is_set() else f"did not stop in {timeout_s:g} s: "
             self._shared.output.report(self.spec.name, f"{why}killed", level="warning")
+
+
+def _remove_folders_of(pid: int) -> None:
+    """Remove temporary folders of a process that was killed, and with it all that would have removed them."""
+    for folder in Path(tempfile.gettempdir()).glob(f"kvmesh-*-{pid}-*"):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 class Tier:

@@ -101,6 +101,7 @@ def test_followers_do_not_outlive_a_leader_that_is_killed(tiny_dir: Path, kernel
             [(follower, home)] = json.loads(leader.stdout.readline())
             assert is_alive(follower)
             assert Path(home).is_dir()
+            assert f"-{leader.pid}-" in Path(home).name, "by this a supervisor finds it, if it kills all of them"
             leader.kill()
         await eventually(lambda: not is_alive(follower))
         assert not Path(home).exists()

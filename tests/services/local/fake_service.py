@@ -1,8 +1,8 @@
 """A service as its supervisor sees it: logs JSON lines, says "ready", ends on SIGTERM; or misbehaves as told.
 
 `fake_service.py [--http PORT] [habit …]`, habits: `hangs` on SIGTERM, `dies` right after "ready", `dies-early` before it,
-`is-misconfigured`, `breeds` a grandchild that would outlive it, `leaves-shm` a file in /dev/shm, `progresses` before it is
-ready, `drains` for 0.3 s when told to stop, `registers` with an instance id.
+`is-misconfigured`, `breeds` a grandchild that would outlive it, `leaves-shm` a file in /dev/shm, `leaves-folder` a
+temporary folder, `progresses` before it is ready, `drains` for 0.3 s when told to stop, `registers` with an instance id.
 """
 
 import http.server
@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -46,6 +47,8 @@ def main(argv: list[str]) -> None:
     if "progresses" in habits:
         for done in range(11):
             log("progress", task="loading", done=done, total=10)
+    if "leaves-folder" in habits:
+        log("made", folder=tempfile.mkdtemp(prefix=f"kvmesh-test-{os.getpid()}-"))
     if "is-misconfigured" in habits:
         sys.stderr.write("setting flavour: no such thing\n")
         sys.exit(78)

@@ -122,6 +122,22 @@ def test_a_hanging_child_is_killed_and_its_shared_memory_removed() -> None:
     assert "did not stop in 0.3 s: killed" in shown
 
 
+@pytest.mark.parametrize("habit", ["hangs", "dies-early"])
+def test_a_temporary_folder_of_a_child_ends_with_it(habit: str) -> None:
+    """Ranks of a worker remove its folder after its death, but are killed with it."""
+
+    async def scenario(_: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
+        folder = (await until(r"folder=(\S+)"))[1]
+        if habit == "dies-early":
+            await until("died")
+            assert not Path(folder).exists(), "before the next start"
+
+    shown = supervise(habit, "leaves-folder", scenario=scenario)
+    folders = re.findall(r"folder=(\S+)", shown)
+    assert folders
+    assert not any(Path(folder).exists() for folder in folders)
+
+
 def test_shared_memory_that_a_live_process_maps_is_kept(tmp_path: Path) -> None:
     files = SharedMemoryFiles()
     kept: list[bool] = []
