@@ -92,7 +92,7 @@ class Server:
             port, second_port = _free_ports()
             self._site = replace(self._site, port=port, second_port=second_port)
             shutil.rmtree(self.home, ignore_errors=True)
-            self.home.mkdir(parents=True)
+            self.home.parent.mkdir(parents=True, exist_ok=True)
             self.log_file.unlink(missing_ok=True)
             try:
                 await self.restart()
@@ -105,6 +105,8 @@ class Server:
                 return
 
     async def restart(self) -> None:
+        """Raises: CannotStart, OSError."""
+        self.home.mkdir(parents=True, exist_ok=True)
         command = self.kind.command(self._site)
         with self.log_file.open("ab") as log:
             self.process = await spawn(command, output=log, cwd=self.home)

@@ -146,8 +146,8 @@ async def _keep(server: Server, output: Output) -> None:
         await asyncio.sleep(delay_s)
         try:
             await server.restart()
-        except CannotStart as exc:
-            output.report(server.kind.name, exc.message, level="error")
+        except (CannotStart, OSError) as exc:  # a full disk, for example, may have room later
+            output.report(server.kind.name, str(exc), level="error")
         else:
             output.report(server.kind.name, "ready", url=without_password(server.url))
 
@@ -198,7 +198,8 @@ def _stop_signals(serving: asyncio.Task[CannotStart], supervision: Supervision) 
         if not stopping.is_set():
             stopping.set()
             supervision.output.report("local", f"stopping ({number.name}); once more to kill")
-            serving.cancel()
+            if not supervision.gave_up.done():  # else everything stops already, and the reason is to be shown
+                serving.cancel()
         elif number != signal.SIGHUP:  # shell and terminal may each send one
             supervision.hurry.set()
 

@@ -1,20 +1,27 @@
 """The embedded servers are real, start on free ports, answer, and leave nothing."""
 
 import asyncio
+import errno
 import http.client
+import io
 import json
 import os
+import shutil
 import socket
 from base64 import b64encode
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from rich.console import Console
 
 from components.discovery.etcd import etcd_client
 from components.errors import BackendUnavailable
-from services.local import servers
+from services.local import children, servers, supervisor
+from services.local.accounts import Accounts
 from services.local.child_process import CannotStart, kill
+from services.local.children import Supervision
+from services.local.output import Output
 from services.local.servers import ETCD, NATS, Kind, Server, running
 
 
@@ -121,6 +128,38 @@ def test_a_killed_server_comes_back_at_the_same_address_with_its_data(tmp_path: 
             assert "INFO" in await asyncio.to_thread(_info_line, url)
 
     asyncio.run(scenario())
+
+
+@pytest.mark.mesh
+def test_a_server_whose_folder_was_deleted_or_whose_disk_is_full_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The task that keeps it running ended without a word at the first error that was not of the server."""
+    monkeypatch.setattr(children, "FIRST_DELAY_S", 0.01)
+    shown = io.StringIO()
+    errors = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
+
+    async def scenario() -> None:
+        supervision = Supervision(Output(["nats"], Console(file=shown, width=200)), stop_timeout_s=1.0)
+        async with supervisor._embedded(NATS, tmp_path, supervision, Accounts()) as server:
+            restart = server.restart
+
+            async def full_at_first() -> None:
+                if errors:
+                    raise errors.pop()
+                await restart()
+
+            monkeypatch.setattr(server, "restart", full_at_first)
+            assert server.process is not None
+            shutil.rmtree(tmp_path)
+            await kill(server.process)
+            async with asyncio.timeout(20):
+                while shown.getvalue().count("ready") < 2:
+                    await asyncio.sleep(0.01)
+            assert "INFO" in await asyncio.to_thread(_info_line, server.url)
+
+    asyncio.run(scenario())
+    assert "No space left on device" in shown.getvalue()
 
 
 @pytest.mark.mesh

@@ -140,6 +140,17 @@ def test_a_child_that_never_gets_ready_ends_the_run_with_its_last_line(mesh: Cal
     assert not alive(process)
 
 
+def test_an_interrupt_while_a_failed_run_stops_hides_no_reason(mesh: Callable[..., ServiceProcess]) -> None:
+    """The exit code was 0, the last line "stopped", and the workers that still drained were killed."""
+    process = mesh("decode=drains", "prefill=dies-early")
+    process.wait_for_log("draining")
+    process.popen.send_signal(signal.SIGINT)
+    assert process.popen.wait(10) == 1
+    assert process.logged().splitlines()[-1].startswith("error: prefill-0 ended 3 times before it was ready")
+    assert "decode-0     drained" in process.logged()
+    assert not alive(process)
+
+
 def test_wrong_settings_of_a_child_end_the_run_at_once_with_its_line(mesh: Callable[..., ServiceProcess]) -> None:
     """It was started three times, and the last line said how often."""
     process = mesh("decode=is-misconfigured")
