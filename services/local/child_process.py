@@ -55,6 +55,8 @@ async def run(
     """Pass each line of output to `show`. Returns: the exit code, negative for a signal.
 
     Every process of its group has been sent SIGKILL when this returns or is cancelled, and the first one is gone.
+
+    Raises: CannotStart, if the kernel refuses a new process.
     """
     # Not asyncio's PIPE: `Process.wait` would wait for all processes that inherited it.
     read_end, write_end = os.pipe()
@@ -65,6 +67,8 @@ async def run(
     try:
         try:
             process = await spawn(command, output=write_end, env=env)
+        except OSError as exc:
+            raise CannotStart(f"no process for {command[0]}: {exc.strerror or exc}") from exc
         finally:
             os.close(write_end)
         reading = asyncio.create_task(_each_line(lines, show))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 import shutil
 import tempfile
 import time
@@ -131,7 +132,11 @@ class Child:
                     self._started(process)
                     tasks.create_task(self._announce_death(process))
 
-                return await run(self.spec.command, self._show, env=self.spec.env, started=started)
+                try:
+                    return await run(self.spec.command, self._show, env=self.spec.env, started=started)
+                except CannotStart as exc:  # too many processes, for example: there may be room later
+                    self._shared.output.say(self.spec.name, exc.message, level="error")
+                    return os.EX_OSERR
         finally:
             self._instance_id = None
             self.ready.clear()

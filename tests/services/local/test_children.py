@@ -1,6 +1,7 @@
 """Children die, hang, breed and litter; the supervisor says so, starts them again and cleans up."""
 
 import asyncio
+import errno
 import io
 import json
 import os
@@ -8,13 +9,14 @@ import re
 import signal
 import sys
 import time
+from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from services.local import children
+from services.local import child_process, children
 from services.local.child_process import run
 from services.local.children import Child, ChildSpec, RestartDelays, Supervision, running_children
 from services.local.output import Output
@@ -120,6 +122,26 @@ def test_a_hanging_child_is_killed_and_its_shared_memory_removed() -> None:
     assert file is not None
     assert not Path(file[1]).exists()
     assert "did not stop in 0.3 s: killed" in shown
+
+
+def test_a_child_for_which_there_is_no_process_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole mesh ended with a traceback if the kernel refused a process at a restart."""
+    monkeypatch.setattr(children, "FIRST_DELAY_S", 0.01)
+    spawn = child_process.spawn
+
+    async def refused(*_: object, **__: object) -> Process:
+        monkeypatch.setattr(child_process, "spawn", spawn)
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    async def scenario(_: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
+        pid = int((await until(r"pid=(\d+)"))[1])
+        await until("ready")
+        monkeypatch.setattr(child_process, "spawn", refused)
+        os.kill(pid, signal.SIGKILL)
+        await until("Resource temporarily unavailable")
+        await until(r"(?s)ready.*died.*died \(exit code 71\).*ready")
+
+    supervise(scenario=scenario)
 
 
 @pytest.mark.parametrize("habit", ["hangs", "dies-early"])
