@@ -115,7 +115,7 @@ class ThreadedLoop(EngineLoop):
     def _run(self, engine: Engine) -> None:
         wait_s = 0.0
         while True:
-            if engine.has_work():
+            if engine.has_work() or self._stopping or self._broken is not None:  # a pause may have taken the wake-up
                 self._run_calls(engine, wait_s)
             else:
                 engine.rest()

@@ -2,6 +2,7 @@ import asyncio
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -170,6 +171,31 @@ def test_pages_and_answers_are_had_while_a_device_computes(
             await loop.between_steps(lambda engine: engine.cancel("waits"))
             device.finish()
             await eventually(lambda: "computes" in told)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("ends", ["stopped", "lost"])
+def test_an_engine_that_ends_in_its_last_step_does_not_sleep_on(
+    thread: bool, ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the device computed, the engine's thread took the wake-up for a call. After the step it slept for ever."""
+    device = HeldDevice(monkeypatch)
+    lose: list[Callable[[Exception], None]] = []
+
+    def build() -> Engine:
+        engine = make_mock(tmp_path, mock={"speedup": 1.0, "step_s": 0.2})
+        monkeypatch.setattr(engine, "on_loss", lose.append)
+        return engine
+
+    async def main() -> None:
+        async with asyncio.timeout(10), run_engine(build, thread=thread) as loop:
+            await loop.between_steps(lambda engine: engine.submit(EngineRequest("r", prompt(5), greedy(1))))
+            await eventually(lambda: device.is_busy)
+            asyncio.get_running_loop().call_later(0.1, device.finish)
+            if ends == "lost":
+                lose[0](OSError("rank 1 has ended"))
+                assert isinstance(await loop.failed(), OSError)
 
     asyncio.run(main())
 
