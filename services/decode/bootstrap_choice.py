@@ -88,7 +88,7 @@ class BootstrapChoice:
         if instance_id not in self._breakers:
             self._breakers[instance_id] = Breaker(f"bootstrap {instance_id}", self._rng, PAUSES)
         breaker, asked_s = self._breakers[instance_id], clock()
-        breaker.sent(asked_s)
+        trial = breaker.sent(asked_s)
         self._asked_s.setdefault(instance_id, []).append(asked_s)
         try:
             await call
@@ -96,7 +96,8 @@ class BootstrapChoice:
             breaker.failed(clock())
             raise
         except PeerLost:  # no listener, which costs no time
-            breaker.undecided(clock())
+            if trial is not None:
+                breaker.undecided(trial, clock())
             raise
         except Exception:
             breaker.succeeded()

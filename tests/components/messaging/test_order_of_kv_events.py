@@ -77,7 +77,7 @@ class Scene:
         self.bus = Nats()
         self.book = InstanceBook()
         self.index = KvIndex(MAX_BLOCKS)
-        self.mirror = KvMirror(self.bus, "prefill", self.book, self.index, Random(1))  # type: ignore[arg-type]
+        self.mirror = KvMirror(self.bus, "prefill", self.book, self.index, Random(1))
         self.bus.receive = self.mirror.receive
         self.fresh = fresh
         self.epochs = count(1)
@@ -101,7 +101,7 @@ class Scene:
         await self._stack.aclose()
 
     async def _start(self) -> None:
-        publisher = KvEventPublisher(self.bus, "w", "w", lambda: self.epoch)  # type: ignore[arg-type]
+        publisher = KvEventPublisher(self.bus, "w", "w", lambda: self.epoch)
         self.publisher = publisher
         self.bus.serve("w", publisher.endpoints())
         self._publishing = asyncio.create_task(publisher.run())
