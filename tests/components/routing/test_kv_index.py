@@ -60,7 +60,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     @rule()
     def sweep(self) -> None:
-        self.index._sweep(100)
+        assert self.index.sweep(400) == bool(self.index._left)
 
     @invariant()
     def it_finds_what_is_held(self) -> None:
