@@ -135,7 +135,7 @@ class Child:
                 try:
                     return await run(self.spec.command, self._show, env=self.spec.env, started=started)
                 except CannotStart as exc:  # too many processes, for example: there may be room later
-                    self._shared.output.say(self.spec.name, exc.message, level="error")
+                    self._shared.output.report(self.spec.name, exc.message, level="error")
                     return os.EX_OSERR
         finally:
             self._instance_id = None
