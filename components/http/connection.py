@@ -5,12 +5,13 @@ uvicorn itself closes only idle connections. A check each second finds late clie
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from enum import StrEnum, auto
 from typing import Any, Final
 from uuid import uuid4
 
 import httptools
+from uvicorn._types import ASGISendEvent
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from components.http.limits import (
@@ -86,19 +87,27 @@ class Connection(HttpToolsProtocol):
         self._moved = False
         self._unset_keepalive_if_required()
         try:
-            self.parser.feed_data(data)
+            self._parse(data)
         except httptools.HttpParserError:
             self._refuse(self._fault)
-        except httptools.HttpParserUpgrade:
-            return  # the request is answered as plain HTTP
         if self._waits is Waits.HEAD and self._taken_bytes > self._limits.head_bytes:
             self._refuse(Closed.HEAD_TOO_LARGE)
         elif self._waits is Waits.BODY:
             self._bound_body(len(data))
 
+    def _parse(self, data: bytes) -> None:
+        while data:
+            try:
+                self.parser.feed_data(data)
+            except httptools.HttpParserUpgrade as stopped:
+                data = data[stopped.args[0] :]  # the request is answered as plain HTTP, and so are those behind it
+            else:
+                return
+
     def on_message_begin(self) -> None:
         if self._waits is Waits.REQUEST:  # a pipelined request
             self._wait(Waits.HEAD)
+        self._unset_keepalive_if_required()
         super().on_message_begin()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -115,6 +124,10 @@ class Connection(HttpToolsProtocol):
         self._cycles.append(self.cycle)
         if self._connections.leaving:
             self.cycle.keep_alive = False
+        if self.scope["http_version"] == "1.0":
+            self.cycle.waiting_for_100_continue = False  # such a client would take 100 for the answer
+        if self.scope["http_version"] == "1.0" or self.expect_100_continue:
+            self.cycle.send = _suited_send(self.cycle)  # type: ignore[method-assign]
         self.scope[PUSH] = BodyPush(self.cycle)  # type: ignore[typeddict-unknown-key]  # a server may add its own
         self._wait(Waits.BODY)
 
@@ -126,6 +139,10 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         super().on_message_complete()
         self._wait(Waits.REQUEST)
+        if self.cycle.response_complete:  # uvicorn's timer began with the answer, and ended with the rest of the body
+            self.timeout_keep_alive_task = self.loop.call_later(
+                self.timeout_keep_alive, self.timeout_keep_alive_handler
+            )
 
     def on_response_complete(self) -> None:
         while self._cycles and self._cycles[0].response_complete:
@@ -305,6 +322,26 @@ class BodyPush:
     def send(self, data: bytes) -> None:
         """Call only while `is_open`."""
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+
+def _suited_send(cycle: RequestResponseCycle) -> Callable[[ASGISendEvent], Awaitable[None]]:
+    """`cycle.send` for a client of HTTP/1.0, which reads no chunks, or for one that may never send its body."""
+    is_old, send = cycle.scope["http_version"] == "1.0", cycle.send
+    to_close = False  # the close ends the body
+
+    async def suited(message: ASGISendEvent) -> None:
+        nonlocal to_close
+        if message["type"] == "http.response.start":
+            if cycle.waiting_for_100_continue and cycle.more_body:
+                cycle.keep_alive = False  # a client that left the body out sends its next request in the body's place
+            to_close = is_old and all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
+            if to_close:
+                cycle.chunked_encoding = False
+        elif to_close and message["type"] == "http.response.body":
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares
+        await send(message)
+
+    return suited
 
 
 def _announces_body(name: bytes, value: bytes) -> bool:

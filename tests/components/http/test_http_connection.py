@@ -222,3 +222,77 @@ async def test_a_client_whose_answer_breaks_off_holds_up_no_other(end: str) -> N
             got = b""
             while got.count(b"4\r\ntick\r\n") < ticks:
                 got += await good_reader.read(1000)
+
+
+EARLY: Final = b"POST /refused HTTP/1.1\r\nhost: x\r\n%bcontent-length: 3\r\n\r\n"
+
+
+async def test_a_connection_whose_answer_came_before_the_end_of_the_body_is_closed_when_it_is_idle(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The rest of the body ended the timer of idle connections: a client without a key could keep one for ever."""
+    monkeypatch.setattr("components.http.server.KEEP_ALIVE_S", 0.1)
+    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+        writer.write(EARLY % b"")
+        await reader.readuntil(b"\r\n\r\n0")
+        writer.write(b"abc")
+        assert await reader.read() == b""
+
+
+async def test_a_request_behind_such_a_body_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("components.http.server.KEEP_ALIVE_S", 0.1)
+    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+        writer.write(EARLY % b"")
+        await reader.readuntil(b"\r\n\r\n0")
+        writer.write(b"abc" + GET.replace(b"/", b"/pushed", 1))
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.2)
+        server.app.pushes[0].send(b"late")
+        assert await reader.readuntil(b"late")
+
+
+async def test_who_waits_for_100_and_gets_an_answer_is_told_that_the_connection_ends() -> None:
+    """Its next request was read as the body that it had never sent."""
+    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+        writer.write(EARLY % b"expect: 100-continue\r\n")
+        assert b"\r\nconnection: close\r\n" in await reader.readuntil(b"\r\n\r\n0")
+    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+        writer.write(EARLY % b"expect: 100-continue\r\n" + b"abc")
+        assert b"\r\nconnection: close\r\n" not in await reader.readuntil(b"\r\n\r\n0")
+        writer.write(GET.replace(b"host", b"expect: 100-continue\r\ncontent-length: 3\r\nhost"))
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"abc")
+        assert b"\r\nconnection: close\r\n" not in await reader.readuntil(b"\r\n\r\n3")
+
+
+async def test_a_client_of_http_1_0_gets_neither_chunks_nor_100() -> None:
+    """RFC 9112, 6.1, and RFC 9110, 10.1.1. Such a client took the sizes of chunks for text, and 100 for its answer."""
+    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+        writer.write(b"GET /pushed HTTP/1.0\r\n\r\n")
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert b"\r\nconnection: close\r\n" in head
+        assert b"chunked" not in head
+        assert not server.app.pushes[0].is_open, "pushed parts are chunks"
+    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+        writer.write(b"GET /endless HTTP/1.0\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        assert await reader.readexactly(50_000) == b"x" * 50_000
+    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+        writer.write(b"POST / HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\n")
+        await asyncio.sleep(0.02)
+        writer.write(b"abc")
+        assert (await reader.read()).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+@pytest.mark.parametrize("cut", [None, 1])
+async def test_requests_behind_one_that_asks_for_an_upgrade_are_answered(cut: int | None) -> None:
+    """They were dropped if they came in the same packet: the parser stops at an upgrade."""
+    upgrade = GET.replace(b"host", b"connection: upgrade\r\nupgrade: websocket\r\nhost")
+    sent = upgrade + GET + upgrade + GET
+    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+        for start in range(0, len(sent), cut or len(sent)):
+            writer.write(sent[start : start + (cut or len(sent))])
+            if cut is not None:
+                await asyncio.sleep(0)
+        for _ in range(4):
+            assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
