@@ -50,7 +50,7 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
         call.record.pause()
         vectors = await frontend.mesh.embed(texts)
     finally:
-        frontend.admission.leave(place)
+        caller.leave(frontend.admission, place, prompt_tokens=num_tokens)
         running.dec()
     frontend.metrics.prompt_tokens.labels(model.name).inc(num_tokens)
     if caller.account is not None:

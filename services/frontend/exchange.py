@@ -106,11 +106,13 @@ class Exchange:
         try:
             async with cancelled_on_disconnect(receive, lambda: reply.answered):
                 prompts = await self._prepare(scope, request, model, limit)
-                place = self._enter(scope, prompts)
+                prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+                place = self._enter(scope, prompts, prompt_tokens)
                 try:
                     await self._generate(reply, request, prompts, place)
                 finally:
-                    self._frontend.admission.leave(place, self._num_generated)
+                    admission, answer_tokens = self._frontend.admission, self._num_generated
+                    self._caller.leave(admission, place, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
         finally:
             running.dec()
 
@@ -170,15 +172,14 @@ class Exchange:
         except Unusable as exc:
             raise Rejected(f"Invalid '{asked.param}': {exc}.", param=asked.param, code="invalid_value") from exc
 
-    def _enter(self, scope: Scope, prompts: list[Prompt]) -> Place:
-        tokens, choices = sum(len(p.token_ids) for p in prompts), sum(p.sampling.n for p in prompts)
+    def _enter(self, scope: Scope, prompts: list[Prompt], prompt_tokens: int) -> Place:
         return self._caller.enter(
             scope,
             self._frontend.admission,
             self._frontend.metrics,
             priority=prompts[0].priority,
-            prompt_tokens=tokens,
-            choices=choices,
+            prompt_tokens=prompt_tokens,
+            choices=sum(prompt.sampling.n for prompt in prompts),
         )
 
     async def _stream(self, reply: Reply, generation: Generation) -> None:

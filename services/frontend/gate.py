@@ -120,6 +120,12 @@ class Caller:
             account.take(prompt_tokens)
         return place
 
+    def leave(self, admission: Admission, place: Place, *, prompt_tokens: int, answer_tokens: int = 0) -> None:
+        """Leave admission. The API key gets the tokens of a prompt back that was refused, or given up, in the queue."""
+        if self.account is not None and not place.inside:
+            self.account.take(-prompt_tokens)
+        admission.leave(place, answer_tokens)
+
 
 NOBODY: Final = Caller()
 

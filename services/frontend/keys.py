@@ -19,6 +19,8 @@ log = logging.getLogger(__name__)
 
 LOOK_EVERY_S: Final = 1.0  # how often the file is checked for changes
 
+Stamp = tuple[int, int, int]  # changes with a file
+
 
 class _Known(NamedTuple):
     digest: bytes
@@ -63,38 +65,40 @@ async def open_keys(settings: FrontendSettings) -> AsyncIterator[KeyRing | None]
     if given is None and file is None:
         yield None
         return
+    seen = None if file is None else stamp_of(file)  # before it is read, or a change just after would never be seen
     try:
         ring = KeyRing(read_keys(given, file))
     except BadKeys as exc:
         refuse(f"API keys: {exc}")
-    async with follow_keys(ring, given, file):
+    async with follow_keys(ring, given, file, seen):
         yield ring
 
 
 @asynccontextmanager
-async def follow_keys(ring: KeyRing, from_environment: str | None, file: Path | None) -> AsyncIterator[None]:
-    """While entered, reload the file when it changes and on SIGHUP. An invalid file changes nothing."""
+async def follow_keys(
+    ring: KeyRing, from_environment: str | None, file: Path | None, seen: Stamp | None
+) -> AsyncIterator[None]:
+    """While entered, reload the file when it no longer has the stamp `seen`, and on SIGHUP. An invalid file changes nothing."""
     if file is None:
         yield
         return
-    async with background(_follow(ring, from_environment, file), "api-keys"):
+    async with background(_follow(ring, from_environment, file, seen), "api-keys"):
         yield
 
 
-async def _follow(ring: KeyRing, from_environment: str | None, file: Path) -> None:
+async def _follow(ring: KeyRing, from_environment: str | None, file: Path, seen: Stamp | None) -> None:
     hangup = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, hangup.set)
     try:
-        seen = _stamp(file)
         while True:
             try:
                 await asyncio.wait_for(hangup.wait(), LOOK_EVERY_S)
             except TimeoutError:
-                if _stamp(file) == seen:
+                if stamp_of(file) == seen:
                     continue
             hangup.clear()
-            seen = _stamp(file)
+            seen = stamp_of(file)
             try:
                 ring.replace(read_keys(from_environment, file))
             except BadKeys as exc:
@@ -105,7 +109,7 @@ async def _follow(ring: KeyRing, from_environment: str | None, file: Path) -> No
         loop.remove_signal_handler(signal.SIGHUP)
 
 
-def _stamp(file: Path) -> tuple[int, int, int] | None:
+def stamp_of(file: Path) -> Stamp | None:
     """Return a value that changes with the file, also when the file is replaced by a rename."""
     try:
         found = file.stat()

@@ -1,7 +1,8 @@
 """The limits of one API key, its usage, and OpenAI's rate-limit headers.
 
-Limits per minute refill continuously. Tokens are charged when they are known: a prompt's when it is admitted, an answer's when
-it ends. So the requests in flight may put a key into debt; its next requests wait until that is paid.
+Limits per minute refill continuously. Tokens are charged when they are known: a prompt's when it enters, an answer's when it
+ends. A prompt that is never admitted is given back. The requests in flight may put a key into debt; its next requests wait
+until that is paid.
 """
 
 import time
@@ -80,7 +81,7 @@ class Account:
             raise self._refusal("tokens", f"{limit} tokens a minute", self._tokens.wait_s(needed))
 
     def take(self, tokens: int) -> None:
-        """Charge the tokens of an admitted prompt, or of an answer, however it ended."""
+        """Charge the tokens of a prompt that enters, or of an answer, however it ended; below 0, give them back."""
         limit = self.limits.tokens_per_minute
         if limit is not None:
             self._tokens.left(limit, self._clock())

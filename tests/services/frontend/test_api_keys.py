@@ -21,11 +21,13 @@ from components.errors import KeyLimited
 from components.http.server import serve_http
 from components.http.tls import Tls
 from components.startup import WrongSettings
+from components.wire.embed import EmbeddingModel
 from services.frontend import keys as keys_module
 from services.frontend.admission import LOOK_EVERY_S
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
-from services.frontend.keys import KeyRing, follow_keys
+from services.frontend.keys import KeyRing, follow_keys, open_keys, stamp_of
+from services.frontend.ports import FleetRoom, ServedModel
 from services.frontend.quota import Account
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 from tests.services.frontend.raw_http import send
@@ -44,8 +46,14 @@ AUTH: Final = {"authorization": f"Bearer {ALICE}"}
 
 @asynccontextmanager
 async def served(mesh: FakeMesh, file: str, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with serving(mesh, KeyRing(parse_file(file)), **settings) as client:
+        yield client
+
+
+@asynccontextmanager
+async def serving(mesh: FakeMesh, ring: KeyRing, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     limits = FrontendSettings(port=0, drain_timeout_s=2, **settings)
-    app = create_app(mesh, mesh.text, limits, keys=KeyRing(parse_file(file)))
+    app = create_app(mesh, mesh.text, limits, keys=ring)
     async with serve_http(app, limits) as url, httpx.AsyncClient(base_url=url, timeout=10) as client:
         yield client
 
@@ -362,6 +370,45 @@ async def test_a_key_that_has_used_what_it_may_takes_nobodys_place(mesh: FakeMes
         waits.cancel()
 
 
+@pytest.mark.parametrize("route", ["chat", "embeddings"])
+@pytest.mark.parametrize("end", ["too old", "the client leaves", "admitted"])
+async def test_a_prompt_that_never_leaves_the_queue_costs_its_key_nothing(mesh: FakeMesh, route: str, end: str) -> None:
+    """Under load, requests that were refused used up the tokens of those that came after."""
+    mesh.fleet = FULL
+    if route == "embeddings":
+        mesh.served = [ServedModel(MODEL, 512, 0, embedding=EmbeddingModel(dimensions=4))]
+    path, body = (CHAT, HELLO) if route == "chat" else ("/v1/embeddings", {"model": MODEL, "input": "Hello"})
+    limits = {"queue_timeout_s": 0.1} if end == "too old" else {}
+    ring = KeyRing(parse_file(table("alice", ALICE, tokens_per_minute=1000)))
+    account = ring.find(ALICE.encode())
+    assert account is not None
+    account._clock = lambda: 0.0
+
+    def left() -> int:
+        return int(dict(account.headers())[b"x-ratelimit-remaining-tokens"])
+
+    async with serving(mesh, ring, **limits) as http:
+        request = asyncio.create_task(http.post(path, json=body, headers=AUTH))
+        async with asyncio.timeout(5):
+            while left() == 1000:
+                assert not request.done()
+                await asyncio.sleep(0.001)
+            if end == "the client leaves":
+                request.cancel()
+                while left() < 1000:
+                    await asyncio.sleep(0.001)
+            elif end == "admitted":
+                mesh.fleet = FleetRoom(0, 1000, 0)
+                answer = await request
+                assert answer.status_code == 200
+                assert left() == 1000 - answer.json()["usage"]["total_tokens"]
+            else:
+                answer = await request
+                assert (answer.status_code, answer.headers["x-ratelimit-remaining-tokens"]) == (429, "1000")
+    if end != "admitted":
+        assert left() == 1000
+
+
 async def test_a_priority_better_than_a_key_may_ask_for_is_refused_and_none_becomes_its_best(mesh: FakeMesh) -> None:
     keys = table("alice", ALICE, best_priority=3) + table("bob", BOB)
     async with served(mesh, keys, best_priority=0) as http:
@@ -469,7 +516,7 @@ async def test_the_file_is_read_again_when_it_changes_and_on_sighup_and_a_broken
                 await asyncio.sleep(0.005)
 
     monkeypatch.setattr(keys_module, "LOOK_EVERY_S", 0.02)
-    async with follow_keys(ring, f"env:{BOB}", file):
+    async with follow_keys(ring, f"env:{BOB}", file, stamp_of(file)):
         await asyncio.sleep(0.05)
         file.write_text(table("alice", "sk-rotated-0123"))
         await until(True, "sk-rotated-0123")
@@ -484,11 +531,26 @@ async def test_the_file_is_read_again_when_it_changes_and_on_sighup_and_a_broken
         file.write_text("")
         await until(False, "sk-rotated-0123")
     monkeypatch.setattr(keys_module, "LOOK_EVERY_S", 60.0)
-    async with follow_keys(ring, None, file):
+    async with follow_keys(ring, None, file, stamp_of(file)):
         await asyncio.sleep(0.02)
         file.write_text(table("alice", ALICE))
         os.kill(os.getpid(), signal.SIGHUP)
         await until(True, ALICE)
+
+
+async def test_a_file_that_changes_while_the_process_starts_is_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first look was after the first read: a change in between was never seen."""
+    file = tmp_path / "keys.toml"
+    file.write_text(table("alice", ALICE))
+    monkeypatch.setattr(keys_module, "LOOK_EVERY_S", 0.01)
+    async with open_keys(FrontendSettings(api_keys_file=file)) as ring:
+        file.write_text(table("alice", "sk-rotated-at-the-start"))  # before the task that follows the file first runs
+        assert ring is not None
+        async with asyncio.timeout(5):
+            while ring.find(b"sk-rotated-at-the-start") is None:
+                await asyncio.sleep(0.005)
 
 
 def test_all_keys_are_compared_whichever_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
