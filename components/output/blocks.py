@@ -50,11 +50,15 @@ class Blocks:
         return blocks
 
     def feed(self, reasoning: str, text: str, calls: Sequence[CallDelta]) -> Iterator[Step]:
+        rest = 0  # of the open call: what else is new follows it
+        while rest < len(calls) and calls[rest].index == self._call:
+            yield self._grow("call", calls[rest].arguments, calls[rest])
+            rest += 1
         if reasoning:
             yield self._grow("reasoning", reasoning)
         if text:
             yield self._grow("text", text)
-        for call in calls:
+        for call in calls[rest:]:
             yield self._grow("call", call.arguments, call)
 
     def _grow(self, kind: Kind, text: str, call: CallDelta | None = None) -> Step:

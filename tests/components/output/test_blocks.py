@@ -40,3 +40,19 @@ def test_a_whole_answer_has_the_blocks_of_its_stream() -> None:
         ("call", "2", '{"a":1}'),
     ]
     assert Blocks.of("", "", []).all == []
+
+
+def test_text_that_comes_with_the_rest_of_a_call_follows_it() -> None:
+    """It cut the call in two, and the second half had no id and no name."""
+    blocks = Blocks()
+    second = [CallDelta(1, "id1", "g", ""), CallDelta(1, None, None, "{}")]
+    for text, calls in (
+        ("", [CallDelta(0, "id0", "f", ""), CallDelta(0, None, None, '{"a"')]),
+        ("So:", [CallDelta(0, None, None, ": "), CallDelta(0, None, None, "1}"), *second]),
+    ):
+        list(blocks.feed("", text, calls))
+    assert [(block.kind, block.id, block.name, block.text) for block in blocks.all] == [
+        ("call", "id0", "f", '{"a": 1}'),
+        ("text", "", "", "So:"),
+        ("call", "id1", "g", "{}"),
+    ]
