@@ -188,7 +188,7 @@ class Exchange:
         def show(piece: Piece, is_last: bool) -> bool:
             data = events.piece(piece)
             if is_last:  # leaves together with what `end` adds
-                reply.hold(data)
+                reply.hold_end(data)
                 return False
             return not data or reply.write(data)
 
@@ -198,7 +198,7 @@ class Exchange:
                 await generation.woken()
                 is_over = generation.is_over
                 if is_over:
-                    reply.hold(await events.end())
+                    reply.hold_end(await events.end())
                 is_first = self._begin_first_token(generation)
                 await reply.flush(last=is_over)
                 if is_first:

@@ -19,7 +19,18 @@ Headers = list[tuple[bytes, bytes]]
 class Reply:
     """One HTTP response. Its events leave at once, or are held before the head and for a slow client."""
 
-    __slots__ = ("_flows", "_headers", "_held", "_held_bytes", "_push", "_send", "answered", "status", "streaming")
+    __slots__ = (
+        "_end",
+        "_flows",
+        "_headers",
+        "_held",
+        "_held_bytes",
+        "_push",
+        "_send",
+        "answered",
+        "status",
+        "streaming",
+    )
 
     def __init__(self, send: Send, headers: Headers, push: BodyPush | None = None) -> None:
         """`push`: sends a part of the body without waiting, if the server can."""
@@ -29,6 +40,7 @@ class Reply:
         self._flows = False  # the head is out and nothing is held: an event may leave at once
         self._held: list[bytes] = []
         self._held_bytes = 0
+        self._end = b""  # the events that end the answer
         self.status = 0  # that the client saw; 0 before the head
         self.streaming = False  # events have begun: the status is out
         self.answered = False  # the last byte is out
@@ -67,6 +79,10 @@ class Reply:
         if self._held_bytes > MAX_HELD_BYTES:
             raise Cancelled("the client reads too slowly")
 
+    def hold_end(self, events: bytes) -> None:
+        """Hold events that end the answer until the last `flush`; a failure takes their place."""
+        self._end += events
+
     async def flush(self, *, last: bool = False) -> None:
         """Send the head if that is not out, and what is held. Waits for a slow client. `last` ends the response."""
         if not self.streaming:
@@ -82,19 +98,21 @@ class Reply:
             self.streaming = True
         count = len(self._held)
         events = b"".join(self._held)
-        await self._body(events, more=not last)
+        await self._body(events + self._end if last else events, more=not last)
         del self._held[:count]
         self._held_bytes -= len(events)
         self._flows = not (self._held or last)
 
     async def fail(self, status: int, body: bytes, headers: Headers, events: bytes) -> None:
-        """Send a failure, or the last events of a stream. Held events are dropped: they may hold the end of the answer."""
+        """Send a failure, or the last events of a stream after those that are held, unless these are too many."""
         if self.answered:
             return
         try:
             async with asyncio.timeout(FAREWELL_S):
                 if self.streaming:
-                    self._held = [events]
+                    if self._held_bytes > MAX_HELD_BYTES:
+                        self._held.clear()
+                    self._end = events
                     await self.flush(last=True)
                 elif not self.status:
                     await self.json(body, status, headers)

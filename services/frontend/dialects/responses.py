@@ -175,6 +175,7 @@ class ResponseStream:
         self._generation = generation
         self._events = ResponseEvents(dialect.request_id)
         self._begun = False
+        self._ended = False
         self._tokens: list[ShownToken] = []  # that made no text yet: they go with the next
 
     def piece(self, piece: Piece) -> bytes:
@@ -193,13 +194,16 @@ class ResponseStream:
     async def end(self) -> bytes:
         status = status_of(self._generation)
         last = end_of(self._events.blocks.all, self._generation)
-        data = self._events.end(last, ChatLogprobs.of(self._tokens).content)
+        data, self._ended = self._events.end(last, ChatLogprobs.of(self._tokens).content), True
         response = await self._dialect.kept(self._dialect.over(status, self._events.items, self._generation))
         return data + self._events.last(status, response)
 
     def fail(self, error: ApiError) -> bytes:
         """The error and the output so far. Not stored."""
-        data = self._events.end("incomplete") + self._events.error(_code(error), error.message)
+        data = b"" if self._ended else self._events.end("incomplete")
+        if self._generation.is_over:
+            data = b""  # the error takes the place of the last piece, too, so these events would not fit
+        data += self._events.error(_code(error), error.message)
         response = self._dialect.over("failed", self._events.items, self._generation, error)
         return data + self._events.last("failed", response.model_copy(update={"store": False}))
 

@@ -54,14 +54,16 @@ async def test_events_leave_at_once_after_the_head_and_in_order_around_a_pause()
     assert reply.answered
 
 
-async def test_a_failure_ends_a_stream_in_place_of_what_was_held() -> None:
+async def test_a_failure_follows_what_is_held_in_place_of_the_end() -> None:
+    """Held events were dropped, too: a client that had paused missed text, and the begin of an item whose end it read."""
     client = Client()
     client.reply.write(b"1")
     await client.reply.flush()
     client.is_open = False
     client.reply.write(b"2")
+    client.reply.hold_end(b"3")
     await client.reply.fail(502, b"{}", [], b"failed")
-    assert client.got == [b"1", b"failed"]
+    assert client.got == [b"1", b"2failed"]
     assert (client.reply.status, client.reply.answered) == (502, True)
 
 
@@ -72,3 +74,15 @@ async def test_what_is_held_for_a_client_that_does_not_read_is_bounded(monkeypat
     reply.write(b"67890")
     with pytest.raises(Cancelled, match="too slowly"):
         reply.write(b"1")
+
+
+async def test_what_is_too_much_to_hold_is_not_sent_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MAX_HELD_BYTES", 10)
+    client = Client()
+    client.reply.write(b"1")
+    await client.reply.flush()
+    client.is_open = False
+    with pytest.raises(Cancelled, match="too slowly"):
+        client.reply.write(b"12345678901")
+    await client.reply.fail(499, b"{}", [], b"failed")
+    assert client.got == [b"1", b"failed"]
