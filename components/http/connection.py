@@ -5,7 +5,7 @@ uvicorn itself closes only idle connections. A check each second finds late clie
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from enum import StrEnum, auto
 from typing import Any, Final
 from uuid import uuid4
@@ -324,7 +324,7 @@ class BodyPush:
         self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
-def _suited_send(cycle: RequestResponseCycle) -> Callable[[ASGISendEvent], Awaitable[None]]:
+def _suited_send(cycle: RequestResponseCycle) -> Callable[[ASGISendEvent], Coroutine[Any, Any, None]]:
     """`cycle.send` for a client of HTTP/1.0, which reads no chunks, or for one that may never send its body."""
     is_old, send = cycle.scope["http_version"] == "1.0", cycle.send
     to_close = False  # the close ends the body

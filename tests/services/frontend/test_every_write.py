@@ -17,8 +17,8 @@ from services.frontend.config import FrontendSettings
 from services.frontend.ports import ServedModel
 from tests.faults.virtual_loop import run_virtually
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
-from tests.services.frontend.test_any_cut import APIS, CALL
-from tests.services.frontend.thinking_model import thinking_model
+from tests.services.frontend.test_any_cut import APIS
+from tests.services.frontend.thinking_model import CALL, thinking_model
 
 LIMIT_S: Final = 1.0  # of a request
 SIZES: Final = (8, 40)  # tokens of a frame; with 40 the last one begins an item
