@@ -127,7 +127,7 @@ class Connection(HttpToolsProtocol):
         if self.scope["http_version"] == "1.0":
             self.cycle.waiting_for_100_continue = False  # such a client would take 100 for the answer
         if self.scope["http_version"] == "1.0" or self.expect_100_continue:
-            self.cycle.send = _suited_send(self.cycle)  # type: ignore[method-assign]
+            self.cycle.send = _suited_send(self.cycle)  # type: ignore[assignment, method-assign]
         self.scope[PUSH] = BodyPush(self.cycle)  # type: ignore[typeddict-unknown-key]  # a server may add its own
         self._wait(Waits.BODY)
 
