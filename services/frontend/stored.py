@@ -61,6 +61,10 @@ class Underway:
             self._cancelled = True
             self._task.cancel()
 
+    def ends(self) -> None:
+        """Ignore cancellations from now on."""
+        self._stoppable = False
+
     @contextmanager
     def cancellable(self) -> Iterator[None]:
         """Raises: Cancelled, in place of the asyncio.CancelledError that `cancel` caused."""
@@ -71,7 +75,7 @@ class Underway:
                 raise Cancelled("the response was cancelled") from exc
             raise
         finally:
-            self._stoppable = False
+            self.ends()
 
 
 class StoredResponses:
@@ -92,6 +96,8 @@ class StoredResponses:
             owner=remembered.owner,
             frontend=self._subject if response.status == "in_progress" else "",
         )
+        if not record.frontend and (mine := self._underway.get(response.id)) is not None:
+            mine.ends()  # a cancellation would store it again, also if it is deleted meanwhile
         await self._records.put(response.id, pack(record))
 
     async def get(self, response_id: str, key: bytes) -> StoredResponse:
@@ -132,7 +138,11 @@ class StoredResponses:
         return record
 
     async def _settled(self, response_id: str, record: StoredResponse) -> StoredResponse:
-        """`record`, or its successor: a response whose frontend is gone has failed."""
+        """`record`, or its successor: a response whose frontend is gone has failed.
+
+        That is not stored: the frontend may only have lost NATS for a moment, and store an answer, or the response may be
+        deleted just now.
+        """
         if not record.frontend or await self._ask(record.frontend, CancelResponse(response_id=response_id, ask=True)):
             return record
         data = await self._records.get(response_id)  # it may have ended just now
@@ -143,11 +153,9 @@ class StoredResponses:
             return latest
         error = {"code": "server_error", "message": _LOST}
         response = {**json.loads(latest.response), "status": "failed", "error": error}
-        failed = StoredResponse(
+        return StoredResponse(
             response=json.dumps(response), input=latest.input, earlier=latest.earlier, owner=latest.owner
         )
-        await self._records.put(response_id, pack(failed))
-        return failed
 
     async def _ask(self, frontend: str, request: CancelResponse) -> bool:
         """Whether it runs there, or may: the frontend does not answer in time."""

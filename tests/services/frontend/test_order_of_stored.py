@@ -1,0 +1,167 @@
+"""A response in the background, and what two frontends do with it at once, a few turns of the loop apart."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from itertools import permutations, product
+from types import SimpleNamespace
+from typing import Any, Final, cast
+
+import pytest
+
+from components.errors import Cancelled, PeerLost, UnknownResponse
+from components.openai.responses import ResponseObject
+from components.wire.responses import CancelResponse, ResponseUnderway
+from services.frontend.stored import Remembered, StoredResponses
+
+pytestmark = pytest.mark.anyio
+ID: Final = "resp_" + "0" * 32
+MINE: Final = Remembered.of([], [], b"key")
+MOST_TURNS: Final = 4  # between two events
+PUT_TURNS: Final = 5  # a put waits for the disk, and for longer than other calls take
+
+
+class Records:
+    """One message of NATS each way."""
+
+    def __init__(self) -> None:
+        self.kept: dict[str, bytes] = {}
+
+    async def put(self, key: str, value: bytes) -> None:
+        for _ in range(PUT_TURNS):
+            await asyncio.sleep(0)
+        self.kept[key] = value
+        await asyncio.sleep(0)
+
+    async def get(self, key: str) -> bytes | None:
+        await asyncio.sleep(0)
+        found = self.kept.get(key)
+        await asyncio.sleep(0)
+        return found
+
+    async def delete(self, key: str) -> None:
+        await asyncio.sleep(0)
+        self.kept.pop(key, None)
+        await asyncio.sleep(0)
+
+
+class Two:
+    """A frontend that works on a response, and another one."""
+
+    def __init__(self) -> None:
+        self.records = Records()
+        self.is_away = False  # the first one, from NATS
+        bus = SimpleNamespace(call=self._call)
+        self.here, self.there = (StoredResponses(cast("Any", bus), cast("Any", self.records), name) for name in "ab")
+        self.begun = asyncio.Event()
+        self.goes_on = asyncio.Event()
+        self.deleted = False
+        self.answers: list[str] = []  # of `cancel`
+        self.work = asyncio.create_task(self._work())
+
+    async def _call(self, subject: str, request: CancelResponse, *_: object, **__: object) -> ResponseUnderway:
+        assert subject == "a.cancel_response"
+        await asyncio.sleep(0)
+        if self.is_away:
+            raise PeerLost("no responders")
+        answer = await self.here._cancel_here(request)
+        await asyncio.sleep(0)
+        return answer
+
+    async def _work(self) -> None:
+        def response(status: str) -> ResponseObject:
+            return cast("ResponseObject", Made(status))
+
+        with self.here.underway(ID) as mine:
+            await self.here.put(response("in_progress"), MINE)
+            self.begun.set()
+            try:
+                with mine.cancellable():
+                    await self.goes_on.wait()
+                    await self.here.put(response("completed"), MINE)
+            except Cancelled:
+                await self.here.put(response("cancelled"), MINE)
+
+    async def status(self) -> str | None:
+        try:
+            record = await self.there.get(ID, b"key")
+        except UnknownResponse:
+            return None
+        return str(json.loads(record.response)["status"])
+
+
+class Made:
+    """As much of a response as the store looks at."""
+
+    def __init__(self, status: str) -> None:
+        self.id, self.status = ID, status
+
+    def model_dump_json(self) -> str:
+        return json.dumps({"id": ID, "status": self.status, "background": True, "output": []})
+
+
+async def _read(two: Two) -> None:
+    await two.status()
+
+
+async def _cancel(two: Two) -> None:
+    record = await two.there.cancel(ID, b"key")
+    two.answers.append(json.loads(record.response)["status"])
+
+
+async def _delete(two: Two) -> None:
+    await two.there.delete(ID, b"key")
+    two.deleted = True
+
+
+async def _complete(two: Two) -> None:
+    two.goes_on.set()
+
+
+async def _away(two: Two) -> None:
+    two.is_away = True
+
+
+async def _back(two: Two) -> None:
+    two.is_away = False
+
+
+EVENTS: Final[dict[str, Callable[[Two], Awaitable[None]]]] = {
+    "read": _read,
+    "cancel": _cancel,
+    "delete": _delete,
+    "complete": _complete,
+    "away": _away,
+    "back": _back,
+}
+
+
+@pytest.mark.parametrize("first", EVENTS)
+async def test_what_is_deleted_stays_so_and_an_answer_is_kept(first: str) -> None:
+    """A read of a response whose frontend seemed lost stored "failed" over an answer, or after a delete.
+
+    A cancellation that came while an answer was being stored put it there again, also after a delete.
+    """
+    for others in permutations([name for name in EVENTS if name != first], 3):
+        for pauses in product(range(MOST_TURNS + 1), repeat=3):
+            order, at = [first, *others], ([first, *others], pauses)
+            two = Two()
+            await two.begun.wait()
+            tasks = []
+            for name, pause in zip(order, [*pauses, 0], strict=True):
+                tasks.append(asyncio.ensure_future(EVENTS[name](two)))
+                for _ in range(pause):
+                    await asyncio.sleep(0)
+            for result in await asyncio.gather(*tasks, return_exceptions=True):
+                assert result is None or isinstance(result, UnknownResponse), (result, at)
+            if two.deleted and not {"complete", "cancel"} & set(order):
+                assert not two.records.kept, at
+            two.is_away = False
+            two.goes_on.set()
+            await two.work
+            status = await two.status()
+            if two.deleted and "away" not in order:
+                assert status is None, at
+            elif not two.deleted:
+                assert status in {"completed", "cancelled"}, at
+            assert "away" in order or "in_progress" not in two.answers, at
