@@ -37,6 +37,7 @@ from components.wire.layout import KvLayout
 
 REPO: Final = Path(__file__).resolve().parents[1]
 WARM_UP: Final = 2  # uncounted writes of each kind
+LATER_MS: Final = 1 << 50  # a deadline after all rounds
 FIXED_ROUNDS: Final = 5  # factor of rounds for the smallest write
 
 Move = Callable[[], Awaitable[object]]
@@ -94,7 +95,7 @@ class Ends:
         return self._pages(range(count), range(count))
 
     def aux(self) -> Move:
-        return lambda: self.transfer.write_aux(self.peer.endpoint.agent, 0, 0, "bench")
+        return lambda: self.transfer.write_aux(self.peer.endpoint.agent, 0, 0, "bench", LATER_MS)
 
     def plain(self, count: int) -> Move:
         num_bytes = count * self.pool.layout.page_bytes
@@ -133,7 +134,7 @@ class Ends:
                 sys.exit(f"{way}: other bytes arrived than were sent")
 
     def _pages(self, source: Sequence[int], target: Sequence[int]) -> Move:
-        return lambda: self.transfer.write_pages(self.peer.endpoint.agent, source, target)
+        return lambda: self.transfer.write_pages(self.peer.endpoint.agent, source, target, LATER_MS)
 
 
 async def time_us(move: Move) -> float:

@@ -1,11 +1,12 @@
 """The interface of a transfer backend: one-sided writes into another process's pool."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import TYPE_CHECKING, Protocol
 
-from components.errors import IncompatibleLayout
+from components.errors import DeadlineExceeded, IncompatibleLayout
 from components.wire.instances import KvEndpoint
 from components.wire.layout import KvLayout
 
@@ -35,7 +36,11 @@ class PageRegion(Protocol):
 
 
 class KvTransfer(Protocol):
-    """One process's end. Call it on the event loop; blocking work runs elsewhere."""
+    """One process's end. Call it on the event loop; blocking work runs elsewhere.
+
+    `deadline_unix_ms` of a write is that of the peer's offer, by our wall clock. After it the peer may reuse its pages
+    and slot, so a backend calls `check_deadline` just before each post.
+    """
 
     @property
     def endpoint(self) -> KvEndpoint:
@@ -54,15 +59,17 @@ class KvTransfer(Protocol):
     async def disconnect(self, agent: str) -> None:
         pass
 
-    def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> Awaitable[int]:
+    def write_pages(
+        self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int
+    ) -> Awaitable[int]:
         """Copy our pages `source` into the peer's pages `target`, of equal size.
 
         A cancelled caller does not learn of the write's end: shield the call.
         Returns: an awaitable of the bytes that have landed, which may be done already.
-        Raises: TransferFailed, when no byte is in flight any more but not all have landed.
+        Raises: TransferFailed or DeadlineExceeded, when no byte is in flight any more but not all have landed.
         """
 
-    def write_pieces(self, agent: str, pieces: "Pieces") -> Awaitable[int]:
+    def write_pieces(self, agent: str, pieces: "Pieces", deadline_unix_ms: int) -> Awaitable[int]:
         """Copy at least one piece into a pool with another page size.
 
         Other bytes of the target pages stay unchanged.
@@ -70,10 +77,12 @@ class KvTransfer(Protocol):
         Returns: as `write_pages`.
         """
 
-    def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> Awaitable[object]:
+    def write_aux(
+        self, agent: str, source_slot: int, target_slot: int, notification: str, deadline_unix_ms: int
+    ) -> Awaitable[object]:
         """Copy one aux slot, then notify the peer with `notification`.
 
-        Raises: TransferFailed.
+        Raises: TransferFailed, DeadlineExceeded.
         """
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
@@ -121,6 +130,17 @@ def endpoint_of(backend: str, agent: str, agent_metadata: str, region: PageRegio
         aux_slot_bytes=aux.slot_bytes,
         layout=region.layout,
     )
+
+
+def check_deadline(deadline_unix_ms: int) -> None:
+    """Call it just before each post.
+
+    A timer is not enough: a process that was stopped and resumed may post before it runs the timer's callback.
+
+    Raises: DeadlineExceeded.
+    """
+    if time.time() * 1000 >= deadline_unix_ms:
+        raise DeadlineExceeded("the deadline of the offer passed before the write")
 
 
 def check_same_backend(ours: str, theirs: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from components.kv_transfer.aux import AuxBuffer
-from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
+from components.kv_transfer.backend import PageRegion, check_deadline, check_same_backend, endpoint_of
 from components.kv_transfer.doorbell import DoorbellServer
 from components.kv_transfer.doorbell_clients import DoorbellClients
 from components.kv_transfer.pieces import Pieces
@@ -48,19 +48,25 @@ class FakeKvTransfer:
     async def stop(self) -> None:
         await self._clients.disconnect_all()
 
-    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int) -> int:
         client = self._clients.to(agent)
         runs(source, target, self._region.num_pages, self._num_pages[agent])  # checks that the pages exist
+        check_deadline(deadline_unix_ms)
         await client.ring(Ring())
         return 0
 
-    async def write_pieces(self, agent: str, pieces: Pieces) -> int:
-        await self._clients.to(agent).ring(Ring())
+    async def write_pieces(self, agent: str, pieces: Pieces, deadline_unix_ms: int) -> int:
+        client = self._clients.to(agent)
+        check_deadline(deadline_unix_ms)
+        await client.ring(Ring())
         return 0
 
-    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
-        record = self.aux.raw(source_slot)
-        await self._clients.to(agent).ring(Ring(notification=notification, aux_slot=target_slot, aux=record))
+    async def write_aux(
+        self, agent: str, source_slot: int, target_slot: int, notification: str, deadline_unix_ms: int
+    ) -> None:
+        client, record = self._clients.to(agent), self.aux.raw(source_slot)
+        check_deadline(deadline_unix_ms)
+        await client.ring(Ring(notification=notification, aux_slot=target_slot, aux=record))
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         return self.bell.expect(notification)

@@ -37,14 +37,18 @@ class LedTransfer:
     async def disconnect(self, agent: str) -> None:
         await self._own.disconnect(agent)
 
-    def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> Awaitable[int]:
-        return self._own.write_pages(agent, source, target)
+    def write_pages(
+        self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int
+    ) -> Awaitable[int]:
+        return self._own.write_pages(agent, source, target, deadline_unix_ms)
 
-    def write_pieces(self, agent: str, pieces: Pieces) -> Awaitable[int]:
-        return self._own.write_pieces(agent, pieces)
+    def write_pieces(self, agent: str, pieces: Pieces, deadline_unix_ms: int) -> Awaitable[int]:
+        return self._own.write_pieces(agent, pieces, deadline_unix_ms)
 
-    def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> Awaitable[object]:
-        return self._own.write_aux(agent, source_slot, target_slot, notification)
+    def write_aux(
+        self, agent: str, source_slot: int, target_slot: int, notification: str, deadline_unix_ms: int
+    ) -> Awaitable[object]:
+        return self._own.write_aux(agent, source_slot, target_slot, notification, deadline_unix_ms)
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         future = self._own.expect(notification, slot)

@@ -10,7 +10,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any, Final
 
-from components.errors import TransferFailed
+from components.errors import DeadlineExceeded, MeshError, TransferFailed
+from components.kv_transfer.backend import check_deadline
 from components.kv_transfer.mooncake_api import prepare_end, start_engine
 from components.kv_transfer.own_thread import OwnThread
 from components.wire.instances import KvEndpoint
@@ -33,9 +34,10 @@ class Piece:
 @dataclass(slots=True)
 class _Write:
     pieces: list[Piece]
+    deadline_unix_ms: int
     done: asyncio.Future[int]
     num_open: int  # unfinished pieces
-    failure: str = ""
+    failure: MeshError | None = None
 
 
 class MooncakePeer:
@@ -53,9 +55,9 @@ class MooncakePeer:
     async def opened(self) -> None:
         await asyncio.shield(self._opening)
 
-    async def write(self, pieces: list[Piece]) -> int:
+    async def write(self, pieces: list[Piece], deadline_unix_ms: int) -> int:
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        self._thread.post(lambda: self._add(pieces, done))
+        self._thread.post(lambda: self._add(_Write(pieces, deadline_unix_ms, done, len(pieces))))
         return await asyncio.shield(done)
 
     async def stop(self) -> None:
@@ -71,26 +73,31 @@ class MooncakePeer:
         if not batch or self._engine.transfer_check_status(batch) != LANDED:
             raise TransferFailed(f"no Mooncake engine answers at {self._segment!r}")
 
-    def _add(self, pieces: list[Piece], done: asyncio.Future[int]) -> None:
-        write = _Write(pieces, done, len(pieces))
-        self._waiting.extend((write, piece) for piece in pieces)
-        if not pieces:
-            self._thread.settle(done, 0)
+    def _add(self, write: _Write) -> None:
+        self._waiting.extend((write, piece) for piece in write.pieces)
+        if not write.pieces:
+            self._thread.settle(write.done, 0)
 
     def _poll(self) -> float | None:
         for batch, write in list(self._in_flight.items()):
             status = self._engine.transfer_check_status(batch)
             if status in {LANDED, FAILED}:
                 del self._in_flight[batch]
-                self._ended(write, "" if status == LANDED else "Mooncake reports the write as failed")
+                self._ended(write, None if status == LANDED else self._lost("Mooncake reports the write as failed"))
         while self._waiting and len(self._in_flight) < IN_FLIGHT:
             write, piece = self._waiting.popleft()
             if write.failure:
                 self._ended(write, write.failure)
-            elif batch := self._begin(piece):
+                continue
+            try:
+                check_deadline(write.deadline_unix_ms)
+            except DeadlineExceeded as exc:
+                self._ended(write, exc)
+                continue
+            if batch := self._begin(piece):
                 self._in_flight[batch] = write
             else:
-                self._ended(write, "Mooncake refused the write")
+                self._ended(write, self._lost("Mooncake refused the write"))
         return POLL_S if self._in_flight else None
 
     def _begin(self, piece: Piece) -> int:
@@ -101,14 +108,16 @@ class MooncakePeer:
             log.warning("write not posted", extra={"peer": self.endpoint.agent, "cause": str(exc).partition("\n")[0]})
             return 0
 
-    def _ended(self, write: _Write, failure: str) -> None:
+    def _lost(self, cause: str) -> TransferFailed:
+        return TransferFailed(f"{cause}; the peer {self.endpoint.agent} is lost")
+
+    def _ended(self, write: _Write, failure: MeshError | None) -> None:
         write.failure = write.failure or failure
         write.num_open -= 1
         if write.num_open:
             return
         if write.failure:
-            error = TransferFailed(f"{write.failure}; the peer {self.endpoint.agent} is lost")
-            self._thread.settle(write.done, error=error)
+            self._thread.settle(write.done, error=write.failure)
         else:
             self._thread.settle(write.done, sum(piece.num_bytes for piece in write.pieces))
 

@@ -69,27 +69,30 @@ class MooncakeTransfer:
         if peer is not None:
             await peer.stop()
 
-    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int) -> int:
         peer = self._peer(agent)
         size, ours, theirs = self._region.layout.page_bytes, self._region.address, peer.endpoint.base_address
         pieces = [
             Piece(ours + run.source * size, theirs + run.target * size, run.count * size)
             for run in runs(source, target, self._region.num_pages, peer.endpoint.num_pages)
         ]
-        return await peer.write(pieces)
+        return await peer.write(pieces, deadline_unix_ms)
 
-    async def write_pieces(self, agent: str, pieces: Pieces) -> int:
+    async def write_pieces(self, agent: str, pieces: Pieces, deadline_unix_ms: int) -> int:
         peer = self._peer(agent)
         ours, theirs = self._region.address, peer.endpoint.base_address
         copies = zip(pieces.source.tolist(), pieces.target.tolist(), pieces.length.tolist(), strict=True)
-        return await peer.write([Piece(ours + source, theirs + target, size) for source, target, size in copies])
+        cut = [Piece(ours + source, theirs + target, size) for source, target, size in copies]
+        return await peer.write(cut, deadline_unix_ms)
 
-    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
+    async def write_aux(
+        self, agent: str, source_slot: int, target_slot: int, notification: str, deadline_unix_ms: int
+    ) -> None:
         peer, client = self._peer(agent), self._clients.to(agent)
         source = self.aux.address + source_slot * self.aux.slot_bytes
         target = peer.endpoint.aux_address + target_slot * peer.endpoint.aux_slot_bytes
         size = min(self.aux.slot_bytes, peer.endpoint.aux_slot_bytes)  # a longer slot's rest stays unused
-        await peer.write([Piece(source, target, size)])
+        await peer.write([Piece(source, target, size)], deadline_unix_ms)
         await client.ring(Ring(notification=notification))
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:

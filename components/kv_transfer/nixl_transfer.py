@@ -16,9 +16,9 @@ from typing import Any, Final
 
 import numpy as np
 
-from components.errors import TransferFailed
+from components.errors import DeadlineExceeded, TransferFailed
 from components.kv_transfer.aux import HEAD, AuxArrivals, AuxBuffer
-from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
+from components.kv_transfer.backend import PageRegion, check_deadline, check_same_backend, endpoint_of
 from components.kv_transfer.network import choose_devices, drop_dead_connections, leave_out_rdma, new_listeners_logged
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.own_thread import OwnThread
@@ -109,39 +109,52 @@ class NixlTransfer:
         self._lost.discard(agent)
         await self._thread.ask(lambda: self._disconnect(agent, known))
 
-    def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> Awaitable[int]:
+    def write_pages(
+        self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int
+    ) -> Awaitable[int]:
         if len(source) <= (self._short_pages or len(source)):
-            return self._write_some(agent, source, target)
-        return self._write_in_steps(agent, source, target)
+            return self._write_some(agent, source, target, deadline_unix_ms)
+        return self._write_in_steps(agent, source, target, deadline_unix_ms)
 
-    async def _write_in_steps(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
+    async def _write_in_steps(
+        self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int
+    ) -> int:
         step, moved = self._short_pages, 0
         for first in range(0, len(source), step):
             if first:
                 await asyncio.sleep(0)
-            moved += await self._write_some(agent, source[first : first + step], target[first : first + step])
+            some = slice(first, first + step)
+            moved += await self._write_some(agent, source[some], target[some], deadline_unix_ms)
         return moved
 
-    def _write_some(self, agent: str, source: Sequence[int], target: Sequence[int]) -> asyncio.Future[int]:
+    def _write_some(
+        self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int
+    ) -> asyncio.Future[int]:
         return self._write(
             lambda peer: self._agent.make_prepped_xfer("WRITE", self._pages, list(source), peer.pages, list(target)),
             agent,
             len(source) * self._page_bytes,
+            deadline_unix_ms,
             short=self._short_pages > 0,
         )
 
-    def write_pieces(self, agent: str, pieces: Pieces) -> Awaitable[int]:
+    def write_pieces(self, agent: str, pieces: Pieces, deadline_unix_ms: int) -> Awaitable[int]:
         num_bytes = int(pieces.length.sum())
-        return self._write(lambda peer: self._unprepared(peer.endpoint, pieces), agent, num_bytes, short=False)
+        return self._write(
+            lambda peer: self._unprepared(peer.endpoint, pieces), agent, num_bytes, deadline_unix_ms, short=False
+        )
 
-    def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> Awaitable[object]:
+    def write_aux(
+        self, agent: str, source_slot: int, target_slot: int, notification: str, deadline_unix_ms: int
+    ) -> Awaitable[object]:
         self.aux.seal(source_slot, notification)
 
         def make(peer: _Peer) -> Any:
             slots = peer.aux if self.aux.has_checksums(source_slot) else peer.heads
             return self._agent.make_prepped_xfer("WRITE", slots.ours, [source_slot], slots.theirs, [target_slot])
 
-        return self._write(make, agent, 0, short=self._short_pages > 0)  # only bytes of pages count
+        # only bytes of pages count
+        return self._write(make, agent, 0, deadline_unix_ms, short=self._short_pages > 0)
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         return self._arrivals.expect(notification, slot)
@@ -152,10 +165,12 @@ class NixlTransfer:
     async def catch_up(self) -> None:
         await self._thread.ask(self._make_progress)
 
-    def _write(self, make: Callable[[_Peer], Any], agent: str, num_bytes: int, *, short: bool) -> asyncio.Future[int]:
+    def _write(
+        self, make: Callable[[_Peer], Any], agent: str, num_bytes: int, deadline_unix_ms: int, *, short: bool
+    ) -> asyncio.Future[int]:
         done: asyncio.Future[int] = self._loop.create_future()
         post = self._thread.post_short if short else self._thread.post
-        post(lambda: self._post(make, agent, num_bytes, done))
+        post(lambda: self._post(make, agent, num_bytes, deadline_unix_ms, done))
         return done
 
     # These run on NIXL's thread, and for short writes on the event loop; never both at once.
@@ -241,6 +256,7 @@ class NixlTransfer:
         make: Callable[[_Peer], Any],
         agent: str,
         num_bytes: int,
+        deadline_unix_ms: int,
         done: asyncio.Future[int],
     ) -> bool:
         """Return whether a write is in flight."""
@@ -254,6 +270,13 @@ class NixlTransfer:
             self._thread.settle(
                 done, error=TransferFailed(f"NIXL refused the write to {agent}: {exc or type(exc).__name__}")
             )
+            return False
+        try:
+            check_deadline(deadline_unix_ms)  # here: this process may have been stopped in the queue, or in `make`
+        except DeadlineExceeded as exc:
+            with contextlib.suppress(Exception):  # nothing is in flight
+                handle.release()
+            self._thread.settle(done, error=exc)
             return False
         write = _Write(agent, handle, num_bytes, done)
         try:

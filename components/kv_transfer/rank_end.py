@@ -3,12 +3,11 @@
 import asyncio
 import os
 import threading
-import time
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from components.errors import DeadlineExceeded, InvariantBroken, MeshError
+from components.errors import InvariantBroken, MeshError
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import kv_opener
 from components.kv_transfer.checksum import TransferChecksums, head_groups
@@ -115,9 +114,8 @@ class RankEnd:
                     self._peers.pop(agent, None)
                     await transfer.disconnect(agent)
             case Write(agent, tokens, source, target, deadline_unix_ms):
-                if time.time() * 1000 >= deadline_unix_ms:  # this process was stopped, and the peer may reuse its pages
-                    raise DeadlineExceeded("the deadline of the offer passed before the write")
-                moved = await write_ranks(transfer, self._peers[agent], Copy(range(*tokens), source, target))
+                copy = Copy(range(*tokens), source, target)
+                moved = await write_ranks(transfer, self._peers[agent], copy, deadline_unix_ms)
                 return Answer(number, num_bytes=moved)
             case Sum(pages, tokens, peer_page_size):
                 region = self._region

@@ -50,17 +50,17 @@ def targets(ours: KvLayout, peer: KvEndpoint) -> list[KvEndpoint]:
     return [rank for rank in ranks if shared_heads(ours, rank.layout)]
 
 
-def write_rank(transfer: KvTransfer, to: KvEndpoint, copy: Copy) -> Awaitable[int]:
+def write_rank(transfer: KvTransfer, to: KvEndpoint, copy: Copy, deadline_unix_ms: int) -> Awaitable[int]:
     """Write the heads that our rank shares with one of the peer's."""
     ours, theirs, tokens = transfer.endpoint.layout, to.layout, copy.tokens
     if ours.page_size != theirs.page_size:
-        return transfer.write_pieces(to.agent, cut(ours, theirs, tokens, copy.source, copy.target))
+        return transfer.write_pieces(to.agent, cut(ours, theirs, tokens, copy.source, copy.target), deadline_unix_ms)
     # Include the unused rows of the last page, so that a whole page is one piece.
     pages = slice(tokens.start // ours.page_size, ours.pages_for(tokens.stop))
     if ours.heads == theirs.heads:
-        return transfer.write_pages(to.agent, copy.source[pages], copy.target[pages])
+        return transfer.write_pages(to.agent, copy.source[pages], copy.target[pages], deadline_unix_ms)
     whole = range(pages.start * ours.page_size, pages.stop * ours.page_size)
-    return transfer.write_pieces(to.agent, cut(ours, theirs, whole, copy.source, copy.target))
+    return transfer.write_pieces(to.agent, cut(ours, theirs, whole, copy.source, copy.target), deadline_unix_ms)
 
 
 async def connect_ranks(transfer: KvTransfer, peer: KvEndpoint) -> None:
@@ -69,9 +69,10 @@ async def connect_ranks(transfer: KvTransfer, peer: KvEndpoint) -> None:
         await transfer.connect(rank)
 
 
-async def write_ranks(transfer: KvTransfer, peer: KvEndpoint, copy: Copy) -> int:
+async def write_ranks(transfer: KvTransfer, peer: KvEndpoint, copy: Copy, deadline_unix_ms: int) -> int:
     """Write from our rank into all of the peer that share heads with it."""
-    return await all_ended([write_rank(transfer, to, copy) for to in targets(transfer.endpoint.layout, peer)])
+    ranks = targets(transfer.endpoint.layout, peer)
+    return await all_ended([write_rank(transfer, to, copy, deadline_unix_ms) for to in ranks])
 
 
 async def all_ended(writes: Sequence[Awaitable[int]]) -> int:
@@ -104,14 +105,14 @@ class Writes:
             await self._transfer.disconnect(one)
 
     def write(self, peer: KvEndpoint, copy: Copy, deadline_unix_ms: int) -> Awaitable[int]:
-        """Copy tokens. Call it before the deadline: a follower that gets its order later posts nothing.
+        """Copy tokens. No rank posts anything after the deadline.
 
         Returns: an awaitable of the bytes that have landed, which may be done already.
-        Raises: TransferFailed, when no byte is in flight any more but not all have landed.
+        Raises: TransferFailed or DeadlineExceeded, when no byte is in flight any more but not all have landed.
         """
         if not self.connections and not peer.followers:
-            return write_rank(self._transfer, peer, copy)
+            return write_rank(self._transfer, peer, copy, deadline_unix_ms)
         tokens = (copy.tokens.start, copy.tokens.stop)
         order = Write(peer.agent, tokens, list(copy.source), list(copy.target), deadline_unix_ms)
-        own = write_ranks(self._transfer, peer, copy)
+        own = write_ranks(self._transfer, peer, copy, deadline_unix_ms)
         return all_ended([own, *(connection.moved(order) for connection in self.connections)])

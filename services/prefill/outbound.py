@@ -260,11 +260,6 @@ class OutboundTransfer:
         return moved
 
     def _begin_write(self, offer: PagesOffered, peer: KvEndpoint, ours: list[int], tokens: range) -> Awaitable[int]:
-        """Start a write. Raises: DeadlineExceeded after the offer's deadline, because decode may then reuse its pages.
-
-        The timer alone is not enough: a process that was stopped and resumed may run this before the timer's callback.
-        """
-        remaining_s(offer.deadline_unix_ms)
         return self._writes.write(peer, Copy(tokens, ours, offer.pages), offer.deadline_unix_ms)
 
     def _begin_checksums(self, offer: PagesOffered, peer: KvEndpoint) -> Checksums | None:
@@ -291,8 +286,8 @@ class OutboundTransfer:
                 logprobs=last.logprobs,
             )
             self._transfer.aux.write(slot, record)
-            remaining_s(offer.deadline_unix_ms)  # for the reason given in `_begin_write`
-            await _to_its_end(self._transfer.write_aux(peer.agent, slot, offer.aux_slot, offer.room))
+            deadline_ms = offer.deadline_unix_ms
+            await _to_its_end(self._transfer.write_aux(peer.agent, slot, offer.aux_slot, offer.room, deadline_ms))
         finally:
             self._transfer.aux.give_back(slot)
 

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from components.errors import KvCorrupt, TransferFailed
 from components.kv_transfer.aux import CACHE_LINE, AuxBuffer
-from components.kv_transfer.backend import endpoint_of
+from components.kv_transfer.backend import check_deadline, endpoint_of
 from components.kv_transfer.pieces import Pieces
 from components.wire.instances import KvEndpoint
 from components.wire.layout import check_compatible
@@ -219,7 +219,7 @@ class MemoryTransfer:
         await asyncio.sleep(0)
         self.peers.discard(agent)
 
-    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int) -> int:
         size = self.endpoint.layout.page_bytes // 2
         there = self._peer(agent).endpoint
         pieces = [
@@ -232,9 +232,9 @@ class MemoryTransfer:
             for ours, theirs in zip(source, target, strict=True)
             for half in (0, 1)
         ]
-        return await self._write(agent, pieces, self._fabric.meddler.write(agent, "pages"))
+        return await self._write(agent, pieces, self._fabric.meddler.write(agent, "pages"), deadline_unix_ms)
 
-    async def write_pieces(self, agent: str, pieces: Pieces) -> int:
+    async def write_pieces(self, agent: str, pieces: Pieces, deadline_unix_ms: int) -> int:
         there = self._peer(agent).endpoint
         page_bytes = there.layout.page_bytes
         # heads of pages of one size: as whole pages, in halves
@@ -251,9 +251,11 @@ class MemoryTransfer:
             )
             for part in range(parts)
         ]
-        return await self._write(agent, copies, self._fabric.meddler.write(agent, "pages"))
+        return await self._write(agent, copies, self._fabric.meddler.write(agent, "pages"), deadline_unix_ms)
 
-    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
+    async def write_aux(
+        self, agent: str, source_slot: int, target_slot: int, notification: str, deadline_unix_ms: int
+    ) -> None:
         fault = self._fabric.meddler.write(agent, "aux")
         if fault.stamp:
             self.aux._heads[source_slot]["stamp"] += fault.stamp
@@ -276,7 +278,7 @@ class MemoryTransfer:
             for at in range(0, size, CACHE_LINE)
         ]
         self._fabric.random.shuffle(lines)
-        await self._write(agent, lines, fault, notification)
+        await self._write(agent, lines, fault, deadline_unix_ms, notification)
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -316,7 +318,10 @@ class MemoryTransfer:
             raise TransferFailed(f"no connection to {agent}")
         return self._fabric.agents[agent]
 
-    async def _write(self, agent: str, pieces: list[Piece], fault: WriteFault, notification: str = "") -> int:
+    async def _write(
+        self, agent: str, pieces: list[Piece], fault: WriteFault, deadline_unix_ms: int, notification: str = ""
+    ) -> int:
+        check_deadline(deadline_unix_ms)
         write = _Write(self._fabric, self, self._fabric.agents[agent], pieces, fault, notification)
         self._posted.add(write.done)
         write.done.add_done_callback(self._posted.discard)

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 from unittest import mock
 from weakref import WeakSet
 
-from components.kv_transfer import rank_end
+from components.kv_transfer import backend
 from components.messaging import (
     bus,
     clocks,
@@ -225,7 +225,7 @@ def _clock(loop: VirtualLoop) -> Iterator[None]:
         mock.patch.object(kv_subscriber, "time", clock),
         mock.patch.object(decode_choice, "time", clock),
         mock.patch.object(prefill_client, "time", clock),
-        mock.patch.object(rank_end, "time", clock),
+        mock.patch.object(backend, "time", clock),
         mock.patch.object(presence, "time", clock),
         mock.patch.object(outbox, "time", clock),
         mock.patch.object(bus, "time", clock),

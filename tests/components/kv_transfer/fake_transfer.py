@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from components.errors import MeshError
 from components.kv_transfer.aux import AuxBuffer, AuxRecord, slot_bytes
+from components.kv_transfer.backend import check_deadline
 from components.kv_transfer.pieces import Pieces
 from components.wire.instances import KvEndpoint
 from components.wire.layout import KvLayout, check_compatible
@@ -57,22 +58,27 @@ class FakeTransfer:
     async def disconnect(self, agent: str) -> None:
         self.forgotten.append(agent)
 
-    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int) -> int:
         assert agent in self.connected
         assert len(source) == len(target) > 0
+        check_deadline(deadline_unix_ms)
         self.writes.append((list(source), list(target)))
         await self._flight()
         return len(source) * LAYOUT.page_bytes
 
-    async def write_pieces(self, agent: str, pieces: Pieces) -> int:
+    async def write_pieces(self, agent: str, pieces: Pieces, deadline_unix_ms: int) -> int:
         assert agent in self.connected
         assert len(pieces) > 0
+        check_deadline(deadline_unix_ms)
         self.pieces.append(pieces)
         await self._flight()
         return int(pieces.length.sum())
 
-    async def write_aux(self, agent: str, source_slot: int, target_slot: int, notification: str) -> None:
+    async def write_aux(
+        self, agent: str, source_slot: int, target_slot: int, notification: str, deadline_unix_ms: int
+    ) -> None:
         record = self.aux.read(source_slot)
+        check_deadline(deadline_unix_ms)
         await self._flight()
         if self.peer is not None:
             self.peer.land(notification, target_slot, record)

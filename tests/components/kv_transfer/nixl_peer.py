@@ -28,6 +28,7 @@ from tests.services.decode.inbound import inbound
 
 LAYOUT = KvLayout(model="m", dtype="float32", page_size=16, layers=2, kv_heads=2, head_dim=64)
 NUM_PAGES = 64
+LATER_MS = 1 << 50  # a deadline after all tests
 
 
 @dataclass

@@ -124,8 +124,8 @@ class Copying(FakeTransfer):
         self.region = Region(pool(layout, seed), layout)
         self.damaged: int | None = None  # a piece of the first write
 
-    async def write_pieces(self, agent: str, pieces: Pieces) -> int:
-        moved = await super().write_pieces(agent, pieces)
+    async def write_pieces(self, agent: str, pieces: Pieces, deadline_unix_ms: int) -> int:
+        moved = await super().write_pieces(agent, pieces, deadline_unix_ms)
         assert isinstance(self.peer, Copying)
         there = self.peer.region
         there.memory = copied(pieces, self.region.memory, there.memory)

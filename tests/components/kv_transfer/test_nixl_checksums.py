@@ -11,7 +11,7 @@ from components.kv_transfer.nixl_transfer import NixlTransfer, open_nixl
 from components.kv_transfer.pieces import Pieces
 from components.messaging.clocks import now_ms
 from components.wire.prefill import PagesOffered
-from tests.components.kv_transfer.nixl_peer import NUM_PAGES, Pages, of_size
+from tests.components.kv_transfer.nixl_peer import LATER_MS, NUM_PAGES, Pages, of_size
 from tests.components.kv_transfer.test_nixl_transfer import Peer, start_peer  # noqa: F401
 from tests.services.prefill.outbound import chunk, last_chunk, outbound, run
 
@@ -31,14 +31,14 @@ class Damaging:
         self._pages = pages
         self._done = False
 
-    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
-        moved = await self._transfer.write_pages(agent, source, target)
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int) -> int:
+        moved = await self._transfer.write_pages(agent, source, target, deadline_unix_ms)
         size = self._pages.layout.page_bytes
         await self._damage(agent, source[0] * size + 100, target[0] * size + 100, 64)
         return moved
 
-    async def write_pieces(self, agent: str, pieces: Pieces) -> int:
-        moved = await self._transfer.write_pieces(agent, pieces)
+    async def write_pieces(self, agent: str, pieces: Pieces, deadline_unix_ms: int) -> int:
+        moved = await self._transfer.write_pieces(agent, pieces, deadline_unix_ms)
         await self._damage(agent, int(pieces.source[7]), int(pieces.target[7]), int(pieces.length[7]))
         return moved
 
@@ -50,7 +50,7 @@ class Damaging:
         spare[:size] = self._pages.memory.reshape(-1)[source : source + size]
         spare[size // 2] ^= 1
         piece = Pieces(*(np.array([n]) for n in (self._pages.memory.nbytes - spare.nbytes, target, size)))
-        await self._transfer.write_pieces(agent, piece)
+        await self._transfer.write_pieces(agent, piece, LATER_MS)
 
 
 async def _send(transfer: NixlTransfer, pages: Pages, peer: Peer, room: str, *, damaged: bool) -> str:

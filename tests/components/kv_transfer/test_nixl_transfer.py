@@ -29,7 +29,7 @@ from components.kv_transfer.nixl_transfer import (
 from components.kv_transfer.pieces import Pieces, cut
 from components.wire.instances import KvEndpoint
 from services.local.child_process import tethered
-from tests.components.kv_transfer.nixl_peer import LAYOUT, NUM_PAGES, Pages, of_size, on_tested_device
+from tests.components.kv_transfer.nixl_peer import LATER_MS, LAYOUT, NUM_PAGES, Pages, of_size, on_tested_device
 from tests.components.kv_transfer.pools import brute_force
 
 pytestmark = pytest.mark.anyio
@@ -130,11 +130,13 @@ async def test_permuted_pages_land_bit_exact_and_the_notification_comes_after_th
         room = f"boot/{draw.getrandbits(40):x}"
         assert shared_peer.say(f"expect {room} 2") == "expecting\n"
         assert shared_peer.say(f"expect {room}0 2") == "expecting\n"  # matched exactly, never by prefix
-        assert await transfer.write_pages(shared_peer.endpoint.agent, source, target) == 24 * LAYOUT.page_bytes
+        assert (
+            await transfer.write_pages(shared_peer.endpoint.agent, source, target, LATER_MS) == 24 * LAYOUT.page_bytes
+        )
         slot = transfer.aux.take()
         record = AuxRecord(turn + 1, 24, 42, 3)
         transfer.aux.write(slot, record)
-        await transfer.write_aux(shared_peer.endpoint.agent, slot, 2, room)
+        await transfer.write_aux(shared_peer.endpoint.agent, slot, 2, room, LATER_MS)
         landed = json.loads(shared_peer.read())
         mine = pages.hashes()
         assert [landed["pages"][t] for t in target] == [mine[s] for s in source]
@@ -157,14 +159,14 @@ async def test_a_lost_connection_to_a_living_peer_is_made_again(
 
     monkeypatch.setattr(transfer._agent, "transfer", disconnected)
     with pytest.raises(TransferFailed):
-        await transfer.write_pages(peer.agent, [0], [0])
+        await transfer.write_pages(peer.agent, [0], [0], LATER_MS)
     monkeypatch.setattr(transfer._agent, "transfer", post)
     removed: list[str] = []
     monkeypatch.setattr(transfer._agent, "remove_remote_agent", _noted(transfer._agent.remove_remote_agent, removed))
     await transfer.connect(peer)
     await transfer.connect(peer)
     assert removed == [peer.agent]
-    assert await transfer.write_pages(peer.agent, [0, 1], [0, 1]) == 2 * LAYOUT.page_bytes
+    assert await transfer.write_pages(peer.agent, [0, 1], [0, 1], LATER_MS) == 2 * LAYOUT.page_bytes
 
 
 def _noted(remove: Callable[[str], None], removed: list[str]) -> Callable[[str], None]:
@@ -209,13 +211,13 @@ async def test_neighbours_on_both_sides_merge_into_one_descriptor(
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
     moved = [
-        await transfer.write_pages(agent, range(16), range(32, 48)),
-        await transfer.write_pages(agent, [0, 1, 4, 5], [7, 8, 9, 10]),
-        await transfer.write_pages(agent, [0, 2, 4], [1, 3, 5]),
+        await transfer.write_pages(agent, range(16), range(32, 48), LATER_MS),
+        await transfer.write_pages(agent, [0, 1, 4, 5], [7, 8, 9, 10], LATER_MS),
+        await transfer.write_pages(agent, [0, 2, 4], [1, 3, 5], LATER_MS),
     ]
     assert posts.descriptors == [1, 2, 3]
     assert posts.num_bytes == moved, "NIXL counts the bytes that we report"
-    await transfer.write_pieces(agent, cut(LAYOUT, LAYOUT, range(16), [0], [0]))
+    await transfer.write_pieces(agent, cut(LAYOUT, LAYOUT, range(16), [0], [0]), LATER_MS)
     assert posts.num_bytes[-1] == LAYOUT.page_bytes
 
 
@@ -233,14 +235,14 @@ async def test_the_event_loop_posts_pages_some_at_a_time_and_the_thread_pieces(
         source = [page % NUM_PAGES for page in range(count)]
         for _ in range(TRIES):
             del posts.threads[:]
-            await transfer.write_pages(agent, source, source)
+            await transfer.write_pages(agent, source, source, LATER_MS)
             assert len(posts.threads) == num_posts
             if set(posts.threads) == {threading.get_ident()}:
                 break
             await asyncio.sleep(0.05)  # the thread was at it
         else:
             pytest.fail(f"{count} pages were never posted on the event loop")
-    await transfer.write_pieces(agent, cut(LAYOUT, LAYOUT, range(16), [0], [0]))
+    await transfer.write_pieces(agent, cut(LAYOUT, LAYOUT, range(16), [0], [0]), LATER_MS)
     assert posts.threads[-1] != threading.get_ident()
 
 
@@ -251,7 +253,7 @@ async def test_others_have_a_turn_in_the_midst_of_a_long_write_and_may_end_it(
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
     source = [page % NUM_PAGES for page in range(3 * transfer._short_pages)]
-    writing = asyncio.ensure_future(transfer.write_pages(agent, source, source))
+    writing = asyncio.ensure_future(transfer.write_pages(agent, source, source, LATER_MS))
     while not posts.threads:
         await asyncio.sleep(0)
     await transfer.disconnect(agent)
@@ -267,13 +269,13 @@ async def test_after_the_end_writes_are_refused_and_the_agent_is_not_touched(
     agent = shared_peer.endpoint.agent
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
-    await transfer.write_pages(agent, [1], [1])
+    await transfer.write_pages(agent, [1], [1], LATER_MS)
     await transfer.stop()
     for source in ([1], list(range(NUM_PAGES)) * (transfer._short_pages // NUM_PAGES + 1)):
         with pytest.raises(TransferFailed):
-            await asyncio.wait_for(transfer.write_pages(agent, source, source), FAILS_WITHIN_S)
+            await asyncio.wait_for(transfer.write_pages(agent, source, source, LATER_MS), FAILS_WITHIN_S)
     with pytest.raises(TransferFailed):
-        await transfer.write_aux(agent, 0, 0, "late")
+        await transfer.write_aux(agent, 0, 0, "late", LATER_MS)
     assert posts.descriptors == [1]
 
 
@@ -283,10 +285,10 @@ async def test_a_short_write_that_has_landed_at_once_costs_no_turn_of_the_loop(
     agent = shared_peer.endpoint.agent
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
-    await transfer.write_pages(agent, [1], [1])  # sets the connection up
+    await transfer.write_pages(agent, [1], [1], LATER_MS)  # sets the connection up
     moved = 0
     for _ in range(TRIES):
-        write = asyncio.ensure_future(transfer.write_pages(agent, [3], [5]))
+        write = asyncio.ensure_future(transfer.write_pages(agent, [3], [5], LATER_MS))
         if write.done():
             moved = write.result()
             break
@@ -303,11 +305,11 @@ async def test_a_peer_that_is_forgotten_and_comes_back_is_connected_again(
     peer = start_peer("decode-back")
     await transfer.connect(peer.endpoint)
     peer.say("expect never-sent")
-    await transfer.write_pages("decode-back", [0], [0])
+    await transfer.write_pages("decode-back", [0], [0], LATER_MS)
     forgetting = asyncio.create_task(transfer.disconnect("decode-back"))
     await asyncio.sleep(0)
     await transfer.connect(peer.endpoint)
-    await transfer.write_pages("decode-back", [1], [2])
+    await transfer.write_pages("decode-back", [1], [2], LATER_MS)
     await forgetting
     assert json.loads(peer.say("pages"))["pages"][2] == pages.hashes()[1]
 
@@ -320,7 +322,7 @@ async def test_many_writes_at_once_are_each_told_of_their_end(
     agent = shared_peer.endpoint.agent
     shared_peer.say("expect never-sent")
     await asyncio.gather(*(transfer.connect(shared_peer.endpoint) for _ in range(5)))
-    await asyncio.gather(*(transfer.write_pages(agent, [p], [NUM_PAGES - 1 - p]) for p in range(NUM_PAGES)))
+    await asyncio.gather(*(transfer.write_pages(agent, [p], [NUM_PAGES - 1 - p], LATER_MS) for p in range(NUM_PAGES)))
     assert json.loads(shared_peer.say("pages"))["pages"] == pages.hashes()[::-1]
 
 
@@ -329,7 +331,7 @@ async def test_another_layout_is_refused_before_a_connection(transfer: NixlTrans
     with pytest.raises(IncompatibleLayout, match="model: m here, n there, layers: 2 here, 3 there"):
         await transfer.connect(other)
     with pytest.raises(TransferFailed, match="no connection"):
-        await transfer.write_pages(other.agent, [0], [0])
+        await transfer.write_pages(other.agent, [0], [0], LATER_MS)
 
 
 @pytest.mark.parametrize(
@@ -343,14 +345,14 @@ async def test_an_endpoint_that_lies_is_a_failed_transfer_and_the_thread_lives(
         await transfer.connect(replace(shared_peer.endpoint, **change))
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
-    await transfer.write_pages(shared_peer.endpoint.agent, [0], [0])
+    await transfer.write_pages(shared_peer.endpoint.agent, [0], [0], LATER_MS)
 
 
 async def test_pages_out_of_range_are_a_failed_transfer(transfer: NixlTransfer, shared_peer: Peer) -> None:
     await transfer.connect(shared_peer.endpoint)
     for source, target in (([NUM_PAGES], [0]), ([0], [NUM_PAGES]), ([0, 1], [0])):
         with pytest.raises(TransferFailed):
-            await transfer.write_pages(shared_peer.endpoint.agent, source, target)
+            await transfer.write_pages(shared_peer.endpoint.agent, source, target, LATER_MS)
 
 
 def rows(pages: Pages) -> NDArray[Any]:
@@ -376,9 +378,9 @@ async def test_pages_of_another_size_land_bit_exact_in_chunks_that_end_inside_a_
         num_bytes = 0
         for tokens in (range(64, 112), range(112, 256), range(256, 500)):
             pieces = cut(mine.layout, peer.endpoint.layout, tokens, source, target)
-            num_bytes += await transfer.write_pieces(peer.endpoint.agent, pieces)
+            num_bytes += await transfer.write_pieces(peer.endpoint.agent, pieces, LATER_MS)
         assert num_bytes == (500 - 64) * LAYOUT.num_stripes * LAYOUT.row_bytes
-        await transfer.write_aux(peer.endpoint.agent, 0, 0, "room")
+        await transfer.write_aux(peer.endpoint.agent, 0, 0, "room", LATER_MS)
         landed = json.loads(peer.read())["pages"]
     expected.memory[:] = brute_force(range(64, 500), rows(mine), source, rows(expected), target).reshape(
         expected.memory.shape
@@ -392,12 +394,12 @@ async def test_pieces_outside_of_either_pool_are_a_failed_transfer(transfer: Nix
     for source, target in ((end - 4, 0), (0, end - 4), (end, 0), (-4096, 0)):
         pieces = Pieces(*(np.array([number], dtype=np.int64) for number in (source, target, 8)))
         with pytest.raises(TransferFailed):
-            await transfer.write_pieces(shared_peer.endpoint.agent, pieces)
+            await transfer.write_pieces(shared_peer.endpoint.agent, pieces, LATER_MS)
     with pytest.raises(TransferFailed, match="no connection"):
-        await transfer.write_pieces("nobody", pieces)
+        await transfer.write_pieces("nobody", pieces, LATER_MS)
     shared_peer.say("expect never-sent")  # UCX lets it take in so small a write only while it waits for something
     last = Pieces(*(np.array([number], dtype=np.int64) for number in (end - 8, end - 8, 8)))
-    assert await transfer.write_pieces(shared_peer.endpoint.agent, last) == 8
+    assert await transfer.write_pieces(shared_peer.endpoint.agent, last, LATER_MS) == 8
 
 
 async def test_a_dead_peer_fails_the_write_of_pieces(transfer: NixlTransfer, start_peer: Callable[..., Peer]) -> None:
@@ -405,14 +407,14 @@ async def test_a_dead_peer_fails_the_write_of_pieces(transfer: NixlTransfer, sta
     await transfer.connect(peer.endpoint)
     pieces = cut(LAYOUT, peer.endpoint.layout, range(128), range(8), range(2))
     peer.say("expect never-sent")
-    await transfer.write_pieces("decode-dies", pieces)
+    await transfer.write_pieces("decode-dies", pieces, LATER_MS)
     peer.kill()
     for _ in range(2):
         with pytest.raises(TransferFailed):
-            await asyncio.wait_for(transfer.write_pieces("decode-dies", pieces), FAILS_WITHIN_S)
+            await asyncio.wait_for(transfer.write_pieces("decode-dies", pieces, LATER_MS), FAILS_WITHIN_S)
     await transfer.disconnect("decode-dies")
     with pytest.raises(TransferFailed, match="no connection"):
-        await transfer.write_pieces("decode-dies", pieces)
+        await transfer.write_pieces("decode-dies", pieces, LATER_MS)
     assert not transfer._writes
     assert not transfer._failed
 
@@ -487,7 +489,7 @@ async def test_of_an_aux_slot_without_checksums_its_head_alone_is_written() -> N
         for target, checksums in ((1, None), (2, (5, 6))):
             expected = theirs.expect(f"room {target}", target)
             ours.aux.write(slot, AuxRecord(1, 2, 3, 4, checksums=checksums))
-            await ours.write_aux("decode-heads", slot, target, f"room {target}")
+            await ours.write_aux("decode-heads", slot, target, f"room {target}", LATER_MS)
             await asyncio.wait_for(expected, FAILS_WITHIN_S)
             assert theirs.aux.read(target) == AuxRecord(1, 2, 3, 4, checksums=checksums)
         assert theirs.aux._checksums[1].tolist() == [7] * len(theirs.aux._checksums[1])
@@ -520,22 +522,22 @@ async def test_a_dead_peer_fails_its_writes_leaves_nothing_behind_and_a_restarte
     first, again = start_peer("decode-first"), start_peer("decode-again")
     await transfer.connect(first.endpoint)
     first.say("expect never-sent")
-    await transfer.write_pages("decode-first", [0], [0])
+    await transfer.write_pages("decode-first", [0], [0], LATER_MS)
     mapped = first.mapped()
     first.kill()
     for _ in range(2):
         with pytest.raises(TransferFailed):
-            await asyncio.wait_for(transfer.write_pages("decode-first", range(32), range(32)), FAILS_WITHIN_S)
+            await asyncio.wait_for(transfer.write_pages("decode-first", range(32), range(32), LATER_MS), FAILS_WITHIN_S)
     await transfer.disconnect("decode-first")
     await transfer.disconnect("decode-first")
     with pytest.raises(TransferFailed, match="no connection"):
-        await transfer.write_pages("decode-first", [0], [0])
+        await transfer.write_pages("decode-first", [0], [0], LATER_MS)
     assert not [file for file in mapped if file.exists()]
     assert not transfer._lost, "names of dead peers pile up"
     await transfer.connect(again.endpoint)
     again.say("expect room")
-    await transfer.write_pages("decode-again", range(NUM_PAGES), range(NUM_PAGES))
-    await transfer.write_aux("decode-again", 0, 0, "room")
+    await transfer.write_pages("decode-again", range(NUM_PAGES), range(NUM_PAGES), LATER_MS)
+    await transfer.write_aux("decode-again", 0, 0, "room", LATER_MS)
     assert json.loads(again.read())["pages"] == pages.hashes()
 
 
@@ -550,7 +552,8 @@ async def test_a_write_in_flight_fails_when_its_peer_is_killed_or_forgotten(
         await transfer.connect(peer.endpoint)
         peer.popen.send_signal(signal.SIGSTOP)
     writes = [
-        asyncio.ensure_future(transfer.write_pages(p.endpoint.agent, range(64), range(64))) for p in (killed, stopped)
+        asyncio.ensure_future(transfer.write_pages(p.endpoint.agent, range(64), range(64), LATER_MS))
+        for p in (killed, stopped)
     ]
     await asyncio.wait(writes, timeout=0.2)
     assert not any(write.done() for write in writes)

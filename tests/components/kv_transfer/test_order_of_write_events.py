@@ -8,17 +8,18 @@ import base64
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import permutations
+from types import SimpleNamespace
 from typing import Any, Final
 
 import pytest
 from msgspec.structs import replace
 
-from components.errors import TransferFailed
-from components.kv_transfer import nixl_transfer
+from components.errors import DeadlineExceeded, TransferFailed
+from components.kv_transfer import backend, nixl_transfer
 from components.kv_transfer.nixl_transfer import NixlTransfer, open_nixl
 from components.wire.instances import KvEndpoint
 from tests.components.kv_transfer.fake_transfer import endpoint
-from tests.components.kv_transfer.nixl_peer import LAYOUT, of_size
+from tests.components.kv_transfer.nixl_peer import LATER_MS, LAYOUT, of_size
 
 pytestmark = pytest.mark.anyio
 
@@ -124,7 +125,7 @@ class Story:
 
     async def write(self) -> None:
         before = len(self.library.posted)
-        done = asyncio.ensure_future(self.transfer.write_pages(PEER, [0], [0]))
+        done = asyncio.ensure_future(self.transfer.write_pages(PEER, [0], [0], LATER_MS))
         await self.polled()
         posted = self.library.posted[before:]
         self.writes.append((done, posted[0] if posted else None))
@@ -226,3 +227,40 @@ async def test_a_process_that_leaves_is_not_kept_by_its_open_writes(story: Story
     for write in writes:
         with pytest.raises(TransferFailed, match="this process is leaving"):
             await asyncio.wait_for(write, SOON_S)
+
+
+@pytest.mark.parametrize(("call", "num_posted"), [("make_prepped_xfer", 0), ("transfer", 1)])
+@pytest.mark.parametrize("step", range(3))
+async def test_a_long_write_posts_no_step_after_its_deadline(
+    call: str, num_posted: int, step: int, story: Story, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock was read before the first step only, but a prefill may be stopped in each one.
+
+    If it resumed late, the next steps overwrote pages that decode had given to another request.
+    """
+    await story.transfer.connect(story.peer)
+    clock = SimpleNamespace(now_s=1.0)
+    clock.time = lambda: clock.now_s
+    made: list[Handle] = []
+
+    def make(*_: Any) -> Handle:
+        made.append(Handle(PEER, state="DONE"))
+        return made[-1]
+
+    monkeypatch.setattr(story.library, "make_prepped_xfer", make)
+    plain = getattr(story.library, call)
+
+    def stopped_at_a_step(*args: Any) -> Any:
+        result = plain(*args)
+        if len(made) == step + 1:
+            clock.now_s = 3.0
+        return result
+
+    monkeypatch.setattr(story.library, call, stopped_at_a_step)
+    monkeypatch.setattr(backend, "time", clock)
+    monkeypatch.setattr(story.transfer, "_short_pages", 2)
+    with pytest.raises(DeadlineExceeded, match="the deadline of the offer passed"):
+        await asyncio.wait_for(story.transfer.write_pages(PEER, range(8), range(8), 2000), SOON_S)
+    assert len(story.library.posted) == step + num_posted
+    assert all(handle.is_released for handle in made)
+    await story.check_the_end()

@@ -15,8 +15,8 @@ from components.wire.prefill import PagesOffered
 from services.decode.inbound import InboundState
 from services.prefill.outbound import OutboundState
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
+from tests.components.kv_transfer.nixl_peer import LATER_MS, Pages
 from tests.components.kv_transfer.nixl_peer import LAYOUT as LAYOUT_OF_PEER
-from tests.components.kv_transfer.nixl_peer import Pages
 from tests.components.kv_transfer.test_nixl_transfer import Peer, shared_peer, start_peer  # noqa: F401
 from tests.services.decode.inbound import inbound
 from tests.services.prefill.outbound import ROOM, chunk, last_chunk, outbound, run
@@ -35,8 +35,8 @@ class Copying(FakeTransfer):
         self.pages = pages
         self.damaged: set[int] = set()  # the peer's pages that change on their way
 
-    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int]) -> int:
-        moved = await super().write_pages(agent, source, target)
+    async def write_pages(self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int) -> int:
+        moved = await super().write_pages(agent, source, target, deadline_unix_ms)
         assert isinstance(self.peer, Copying)
         for ours, theirs in zip(source, target, strict=True):
             self.peer.pages.memory[theirs] = self.pages.memory[ours]
@@ -152,7 +152,7 @@ async def test_slots_of_different_lengths_carry_what_both_have_room_for(room: in
             shared_peer.say(f"expect {room}-{slot} {slot}")
             transfer.aux.write(transfer.aux.num_slots - 1 - slot, record)
             await transfer.write_aux(
-                shared_peer.endpoint.agent, transfer.aux.num_slots - 1 - slot, slot, f"{room}-{slot}"
+                shared_peer.endpoint.agent, transfer.aux.num_slots - 1 - slot, slot, f"{room}-{slot}", LATER_MS
             )
             landed = json.loads(shared_peer.read())["aux"][slot]
             assert landed["stamp"] == 9

@@ -1,30 +1,34 @@
 """NIXL between instances of several ranks: real agents, an end and a pool for each rank."""
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from msgspec.structs import replace
 from numpy.typing import NDArray
 
-from components.errors import TransferFailed
+from components.errors import DeadlineExceeded, TransferFailed
+from components.kv_transfer import backend, nixl_transfer
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.led_transfer import Opened, open_transfer
+from components.kv_transfer.rank_connection import Write
 from components.kv_transfer.rank_end import serve_rank
 from components.kv_transfer.writes import Copy
 from components.wire.layout import KvLayout, of_shard
+from tests.components.kv_transfer.nixl_peer import LATER_MS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
 WHOLE = KvLayout(model="m", dtype="float16", page_size=16, layers=2, kv_heads=4, head_dim=8)
 PAGES = 24
 TOKENS = 75
-SOON_MS = 1 << 50  # after this test
 Pool = NDArray[np.uint8]  # [pages, heads, layers, 2, page_size, row]
 
 
@@ -116,10 +120,10 @@ async def test_pages_of_all_ranks_arrive_before_the_aux_slot(
         await ours.writes.connect(peer)
         moved = 0
         for tokens in (range(32), range(32, TOKENS)):
-            moved += await ours.writes.write(peer, Copy(tokens, *tables), SOON_MS)
+            moved += await ours.writes.write(peer, Copy(tokens, *tables), LATER_MS)
         source = ours.transfer.aux.take()
         ours.transfer.aux.write(source, AuxRecord(stamp=1, num_pages=1, first_token=7, num_cached_tokens=0))
-        await ours.transfer.write_aux(peer.agent, source, slot, "room")
+        await ours.transfer.write_aux(peer.agent, source, slot, "room", LATER_MS)
         theirs.transfer.hasten("room")
         await asyncio.wait_for(landed, 20)
         for rank in range(ranks[1]):
@@ -146,7 +150,7 @@ async def test_pages_of_all_ranks_arrive_before_the_aux_slot(
         await theirs.transfer.catch_up()
         await ours.writes.disconnect(peer.agent)
         with pytest.raises(TransferFailed, match="no connection"):
-            await ours.writes.write(peer, Copy(range(16), *tables), SOON_MS)
+            await ours.writes.write(peer, Copy(range(16), *tables), LATER_MS)
 
 
 async def test_a_rank_that_fails_fails_the_write_once_all_others_have_ended(tmp_path: Path) -> None:
@@ -157,7 +161,7 @@ async def test_a_rank_that_fails_fails_the_write_once_all_others_have_ended(tmp_
         landed = decode.opened.transfer.expect("room", decode.opened.transfer.aux.take())
         await prefill.opened.transfer.connect(replace(peer, followers=[]))  # rank 0 alone
         with pytest.raises(TransferFailed, match="rank 1: "):
-            await asyncio.wait_for(prefill.opened.writes.write(peer, Copy(range(16), [1], [2]), SOON_MS), 20)
+            await asyncio.wait_for(prefill.opened.writes.write(peer, Copy(range(16), [1], [2]), LATER_MS), 20)
         landed.cancel()
 
 
@@ -170,7 +174,39 @@ async def test_a_follower_posts_nothing_after_the_deadline(tmp_path: Path) -> No
         peer = decode.opened.transfer.endpoint
         landed = decode.opened.transfer.expect("room", decode.opened.transfer.aux.take())
         await prefill.opened.writes.connect(peer)
+        (connection,) = prefill.opened.writes.connections
         with pytest.raises(TransferFailed, match="rank 1: the deadline of the offer passed"):
-            await asyncio.wait_for(prefill.opened.writes.write(peer, Copy(range(16), [1], [2]), 1), 20)
+            await asyncio.wait_for(connection.ask(Write(peer.agent, (0, 16), [1], [2], deadline_unix_ms=1)), 20)
         landed.cancel()
         assert not decode.pools[1].any()
+
+
+async def test_no_rank_posts_a_step_of_its_write_after_the_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank's long write goes in steps, and the instance may be stopped between any two of them."""
+    monkeypatch.setattr(nixl_transfer, "SHORT_BYTES", 1)  # a page a step
+    num_steps = 2 * PAGES
+    looks: Iterator[int] = iter(())
+    monkeypatch.setattr(backend, "time", SimpleNamespace(time=lambda: next(looks)))
+    async with AsyncExitStack() as stack:
+        prefill = await stack.enter_async_context(instance(tmp_path, "p", 2, 16))
+        decode = await stack.enter_async_context(instance(tmp_path, "d", 2, 16))
+        peer, writes = decode.opened.transfer.endpoint, prefill.opened.writes
+        landed = decode.opened.transfer.expect("room", decode.opened.transfer.aux.take())
+        await writes.connect(peer)
+        whole = Copy(range(16 * PAGES), range(PAGES), range(PAGES))
+        for number, in_time in enumerate((num_steps, 0, 1, 7, num_steps - 1), 1):
+            looks = chain(repeat(1, in_time), repeat(3))
+            for pool in prefill.pools:
+                pool[:] = number
+            write = asyncio.wait_for(writes.write(peer, whole, 2000), 20)
+            if in_time == num_steps:
+                assert await write == peer.page_bytes * PAGES
+            else:
+                with pytest.raises((DeadlineExceeded, TransferFailed), match="the deadline of the offer passed"):
+                    await write
+            written = sum(int((page == number).all()) for pool in decode.pools for page in pool)
+            touched = sum(int((page == number).any()) for pool in decode.pools for page in pool)
+            assert (written, touched) == (in_time, in_time)
+        landed.cancel()

@@ -5,7 +5,7 @@ import pytest
 from msgspec.structs import replace
 
 from components.kv_transfer.nixl_transfer import open_nixl
-from tests.components.kv_transfer.nixl_peer import LAYOUT, NUM_PAGES, Pages, of_size
+from tests.components.kv_transfer.nixl_peer import LATER_MS, LAYOUT, NUM_PAGES, Pages, of_size
 from tests.components.kv_transfer.tensor_pages import TensorPages
 
 
@@ -29,8 +29,8 @@ async def test_nixl_writes_into_them_and_from_them() -> None:
         for end in (ours, theirs):
             end.expect("never", 0)  # keeps its thread polling
         tensors.fill(1)
-        await ours.write_pages("of-plain-memory", range(NUM_PAGES), range(NUM_PAGES))
+        await ours.write_pages("of-plain-memory", range(NUM_PAGES), range(NUM_PAGES), LATER_MS)
         assert plain.hashes() == tensors.hashes()
         plain.fill(2)
-        await theirs.write_pages("of-tensors", range(NUM_PAGES), range(NUM_PAGES))
+        await theirs.write_pages("of-tensors", range(NUM_PAGES), range(NUM_PAGES), LATER_MS)
         assert plain.hashes() == tensors.hashes()

@@ -16,12 +16,13 @@ from typing import Final
 import pytest
 from msgspec.structs import replace
 
-from components.errors import IncompatibleLayout, TransferFailed
+from components.errors import DeadlineExceeded, IncompatibleLayout, TransferFailed
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import kv_opener
+from components.kv_transfer.pieces import cut
 from components.startup import WrongSettings
-from tests.components.kv_transfer.nixl_peer import LAYOUT, NUM_PAGES, Pages, on_tested_device
+from tests.components.kv_transfer.nixl_peer import LATER_MS, LAYOUT, NUM_PAGES, Pages, on_tested_device
 from tests.components.kv_transfer.test_nixl_transfer import Peer
 
 pytestmark = pytest.mark.anyio
@@ -32,6 +33,7 @@ THREADS: Final = Path("/proc/self/task")
 ROUNDS: Final = 3
 LONGEST_STALL_S: Final = 0.4
 FAILS_WITHIN_S: Final = 20.0
+PAST_MS: Final = 1  # a deadline before all tests
 StartPeer = Callable[[str], Peer]
 
 
@@ -87,7 +89,7 @@ async def transfer(backend: str, pages: Pages) -> AsyncIterator[KvTransfer]:
 async def _tell(transfer: KvTransfer, peer: Peer, room: str, record: AuxRecord, target_slot: int = 2) -> None:
     slot = transfer.aux.take()
     transfer.aux.write(slot, record)
-    await transfer.write_aux(peer.endpoint.agent, slot, target_slot, room)
+    await transfer.write_aux(peer.endpoint.agent, slot, target_slot, room, LATER_MS)
     transfer.aux.give_back(slot)
 
 
@@ -104,7 +106,7 @@ async def test_pages_stand_there_and_no_other_has_changed_when_the_notification_
     await transfer.connect(shared_peer.endpoint)
     before = json.loads(shared_peer.say("pages"))["pages"]
     assert shared_peer.say(f"expect {room} 2") == "expecting\n"
-    moved = await transfer.write_pages(shared_peer.endpoint.agent, source, target)
+    moved = await transfer.write_pages(shared_peer.endpoint.agent, source, target, LATER_MS)
     await _tell(transfer, shared_peer, room, AuxRecord(7 + count, count, -42, 3))
     landed = json.loads(shared_peer.read())
     expected = list(before)
@@ -143,9 +145,9 @@ async def test_many_transfers_at_once_are_each_told_of_their_end(
     agent = shared_peer.endpoint.agent
     shared_peer.say("expect never-sent")
     await asyncio.gather(*(transfer.connect(shared_peer.endpoint) for _ in range(5)))
-    await asyncio.gather(*(transfer.write_pages(agent, [p], [NUM_PAGES - 1 - p]) for p in range(NUM_PAGES)))
+    await asyncio.gather(*(transfer.write_pages(agent, [p], [NUM_PAGES - 1 - p], LATER_MS) for p in range(NUM_PAGES)))
     scattered = list(range(0, NUM_PAGES, 2))
-    await asyncio.gather(*(transfer.write_pages(agent, scattered, scattered[::-1]) for _ in range(40)))
+    await asyncio.gather(*(transfer.write_pages(agent, scattered, scattered[::-1], LATER_MS) for _ in range(40)))
     expected = pages.hashes()[::-1]
     for ours, theirs in zip(scattered, scattered[::-1], strict=True):
         expected[theirs] = pages.hashes()[ours]
@@ -156,27 +158,49 @@ async def test_a_cancelled_caller_leaves_the_connection_whole(transfer: KvTransf
     agent = shared_peer.endpoint.agent
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
-    writes = [asyncio.ensure_future(transfer.write_pages(agent, [p], [p])) for p in range(8)]
+    writes = [asyncio.ensure_future(transfer.write_pages(agent, [p], [p], LATER_MS)) for p in range(8)]
     await asyncio.sleep(0)
     for write in writes[::2]:
         write.cancel()
     await asyncio.wait(writes)
     assert [write.cancelled() for write in writes] == [True, False] * 4
-    await transfer.write_pages(agent, range(NUM_PAGES), range(NUM_PAGES))
+    await transfer.write_pages(agent, range(NUM_PAGES), range(NUM_PAGES), LATER_MS)
 
 
 async def test_an_unknown_peer_and_pages_out_of_range_are_failed_transfers(
     transfer: KvTransfer, shared_peer: Peer
 ) -> None:
     with pytest.raises(TransferFailed, match="no connection to decode-nobody"):
-        await transfer.write_pages("decode-nobody", [0], [0])
+        await transfer.write_pages("decode-nobody", [0], [0], LATER_MS)
     with pytest.raises(TransferFailed, match="no connection to decode-nobody"):
-        await transfer.write_aux("decode-nobody", 0, 0, "room")
+        await transfer.write_aux("decode-nobody", 0, 0, "room", LATER_MS)
     await transfer.disconnect("decode-nobody")
     await transfer.connect(shared_peer.endpoint)
     for source, target in (([NUM_PAGES], [0]), ([0], [NUM_PAGES]), ([0, 1], [0])):
         with pytest.raises(TransferFailed):
-            await transfer.write_pages(shared_peer.endpoint.agent, source, target)
+            await transfer.write_pages(shared_peer.endpoint.agent, source, target, LATER_MS)
+
+
+async def test_nothing_is_posted_after_the_deadline(transfer: KvTransfer, pages: Pages, shared_peer: Peer) -> None:
+    """A process that was stopped may be late with a post. By then the peer may have reused its pages and its slot."""
+    agent = shared_peer.endpoint.agent
+    await transfer.connect(shared_peer.endpoint)
+    shared_peer.say("expect never-sent")
+    slot = transfer.aux.take()
+    transfer.aux.write(slot, AuxRecord(99, 1, 1, 1))
+    before = json.loads(shared_peer.say("pages"))
+    assert before["pages"] != pages.hashes()
+    late = [
+        transfer.write_pages(agent, [0], [1], PAST_MS),
+        transfer.write_pages(agent, range(NUM_PAGES), range(NUM_PAGES), PAST_MS),
+        transfer.write_pieces(agent, cut(LAYOUT, LAYOUT, range(100), range(NUM_PAGES), range(NUM_PAGES)), PAST_MS),
+        transfer.write_aux(agent, slot, 2, "late", PAST_MS),
+    ]
+    for write in late:
+        with pytest.raises(DeadlineExceeded):
+            await asyncio.wait_for(write, FAILS_WITHIN_S)
+    assert json.loads(shared_peer.say("pages")) == before
+    await transfer.write_pages(agent, [0], [0], LATER_MS)
 
 
 @pytest.mark.parametrize("lie", ["AAAA", "no address", "127.0.0.1:1,127.0.0.1:1"])
@@ -188,7 +212,7 @@ async def test_an_endpoint_that_lies_is_a_failed_transfer_and_the_backend_lives(
         with pytest.raises(TransferFailed):
             await transfer.connect(replace(shared_peer.endpoint, **change))
     await transfer.connect(shared_peer.endpoint)
-    await transfer.write_pages(shared_peer.endpoint.agent, [0], [0])
+    await transfer.write_pages(shared_peer.endpoint.agent, [0], [0], LATER_MS)
 
 
 async def test_another_backend_or_layout_is_refused_with_both_values(transfer: KvTransfer, shared_peer: Peer) -> None:
@@ -197,7 +221,7 @@ async def test_another_backend_or_layout_is_refused_with_both_values(transfer: K
     with pytest.raises(IncompatibleLayout, match="layers: 2 here, 3 there"):
         await transfer.connect(replace(shared_peer.endpoint, layout=replace(LAYOUT, layers=3)))
     with pytest.raises(TransferFailed, match="no connection"):
-        await transfer.write_pages(shared_peer.endpoint.agent, [0], [0])
+        await transfer.write_pages(shared_peer.endpoint.agent, [0], [0], LATER_MS)
 
 
 async def test_a_dead_peer_fails_its_writes_and_a_restarted_one_is_served(
@@ -206,21 +230,23 @@ async def test_a_dead_peer_fails_its_writes_and_a_restarted_one_is_served(
     first, again = start_peer("decode-first"), start_peer("decode-again")
     await transfer.connect(first.endpoint)
     first.say("expect never-sent")
-    await transfer.write_pages(first.endpoint.agent, [0], [0])
+    await transfer.write_pages(first.endpoint.agent, [0], [0], LATER_MS)
     first.kill()
     for _ in range(2):
         with pytest.raises(TransferFailed):
-            await asyncio.wait_for(transfer.write_pages(first.endpoint.agent, range(32), range(32)), FAILS_WITHIN_S)
+            await asyncio.wait_for(
+                transfer.write_pages(first.endpoint.agent, range(32), range(32), LATER_MS), FAILS_WITHIN_S
+            )
     with pytest.raises(TransferFailed):
-        await asyncio.wait_for(transfer.write_aux(first.endpoint.agent, 0, 0, "room"), FAILS_WITHIN_S)
+        await asyncio.wait_for(transfer.write_aux(first.endpoint.agent, 0, 0, "room", LATER_MS), FAILS_WITHIN_S)
     await transfer.disconnect(first.endpoint.agent)
     await transfer.disconnect(first.endpoint.agent)
     with pytest.raises(TransferFailed, match="no connection"):
-        await transfer.write_pages(first.endpoint.agent, [0], [0])
+        await transfer.write_pages(first.endpoint.agent, [0], [0], LATER_MS)
     await transfer.connect(again.endpoint)
     again.say("expect room")
-    await transfer.write_pages(again.endpoint.agent, range(NUM_PAGES), range(NUM_PAGES))
-    await transfer.write_aux(again.endpoint.agent, 0, 0, "room")
+    await transfer.write_pages(again.endpoint.agent, range(NUM_PAGES), range(NUM_PAGES), LATER_MS)
+    await transfer.write_aux(again.endpoint.agent, 0, 0, "room", LATER_MS)
     assert (json.loads(again.read())["pages"] == pages.hashes()) == (backend != "fake")
 
 
@@ -235,7 +261,7 @@ async def test_forgetting_a_peer_that_hangs_ends_its_write_and_nothing_of_later_
     hung.popen.send_signal(signal.SIGSTOP)
     agent, everything = hung.endpoint.agent, range(NUM_PAGES)
     writes = [
-        asyncio.ensure_future(transfer.write_pages(agent, everything, everything)) for _ in range(16)
+        asyncio.ensure_future(transfer.write_pages(agent, everything, everything, LATER_MS)) for _ in range(16)
     ]  # more than any socket buffer holds
     assert not (await asyncio.wait(writes, timeout=0.3))[0]
     await transfer.disconnect(agent)
@@ -282,7 +308,7 @@ async def _come_and_go(transfer: KvTransfer, peer: Peer) -> tuple[float, int]:
         if turn == 1:
             num_open = len(list(OPEN_FILES.iterdir()))
         await transfer.connect(peer.endpoint)
-        await transfer.write_pages(peer.endpoint.agent, range(NUM_PAGES), range(NUM_PAGES))
+        await transfer.write_pages(peer.endpoint.agent, range(NUM_PAGES), range(NUM_PAGES), LATER_MS)
         await transfer.disconnect(peer.endpoint.agent)
         await asyncio.sleep(0.01)
     watching.cancel()
@@ -304,7 +330,7 @@ async def test_nothing_runs_while_nobody_waits(
     """
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
-    await transfer.write_pages(shared_peer.endpoint.agent, [0], [0])
+    await transfer.write_pages(shared_peer.endpoint.agent, [0], [0], LATER_MS)
     expected = transfer.expect("never", 0)
     if backend == "nixl":
         expected.cancel()

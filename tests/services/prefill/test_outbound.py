@@ -1,9 +1,11 @@
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from msgspec.structs import replace
 
 from components.errors import DeadlineExceeded, IncompatibleLayout, TransferFailed
+from components.kv_transfer import backend
 from components.kv_transfer.aux import AuxRecord
 from components.messaging.clocks import now_ms
 from components.wire.prefill import PagesOffered
@@ -162,6 +164,27 @@ async def test_a_transfer_that_takes_too_long_is_given_up_when_its_write_is_over
     with pytest.raises(DeadlineExceeded, match="the transfer did not end in"):
         await task
     assert prefill.in_flight == 0
+    assert sender.lifecycle.state is OutboundState.FAILED
+
+
+@pytest.mark.parametrize("stage", ["pages", "aux"])
+async def test_a_sender_that_was_stopped_writes_nothing_after_the_offers_deadline(
+    stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs before its timer's callback. Decode may have given the pages and the aux slot to another request."""
+    decode = FakeTransfer()
+    prefill = FakeTransfer(peer=decode)
+    sender, task = sending(prefill)
+    landed = decode.expect(ROOM, 0)
+    offered = offer(num_cached_pages=5 if stage == "aux" else 0)
+    sender.offered(offered, endpoint())
+    await turns()
+    monkeypatch.setattr(backend, "time", SimpleNamespace(time=lambda: offered.deadline_unix_ms / 1000))
+    sender.computed(last_chunk(OURS, 42, 4))
+    with pytest.raises(DeadlineExceeded, match="the deadline of the offer passed before the write"):
+        await task
+    assert not prefill.writes
+    assert not landed.done()
     assert sender.lifecycle.state is OutboundState.FAILED
 
 
