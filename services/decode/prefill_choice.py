@@ -121,7 +121,12 @@ class PrefillChoice:
             return LocalPrefill(
                 LocalPrefillReason.UNANSWERED, f"none of the {inquiry.num_asked} prefill instances asked takes work"
             )
-        return chosen or self._why_none(usable, adapter)
+        if chosen is None:
+            return self._why_none(usable, adapter)
+        if not self._is_compatible(self.record_of(chosen), adapter):
+            restarted = f"prefill instance {chosen.instance_id} has restarted with other settings"
+            return LocalPrefill(LocalPrefillReason.UNUSABLE, restarted)
+        return chosen
 
     def _is_sooner_here(self, remaining: int, instance_ids: Sequence[str]) -> bool:
         if not self._overflow:
@@ -167,7 +172,7 @@ class PrefillChoice:
         return known.records
 
     def _is_compatible(self, record: InstanceRecord, adapter: str) -> bool:
-        if record.kv is None:
+        if record.kv is None or (adapter and adapter not in record.adapters):
             return False
         try:
             check_compatible(self._engine.kv_region.layout, record.kv.layout)

@@ -495,6 +495,35 @@ async def test_slots_that_others_take_while_prefill_instances_are_asked_leave_no
     decode.assert_nothing_is_kept()
 
 
+@pytest.mark.parametrize("change", [{"kv": endpoint("prefill-p", layout=replace(LAYOUT, layers=2))}, {"adapters": {}}])
+async def test_a_prefill_that_restarts_with_other_settings_while_it_is_asked_is_not_used(
+    change: dict[str, Any], decode: Decode
+) -> None:
+    """With other layers the transfer failed; with other weights decode would have used wrong KV."""
+    decode.engine.engine.adapters = {"legal": "w1"}
+    before = {"role": "prefill", "model": "m", "kv": endpoint("prefill-p"), "adapters": {"legal": "w1"}}
+    decode.registry.book.put("p", record("p", "1", **before))
+
+    class Asking:
+        are_needed = True
+
+        async def about(self, ask: RouteRequest, *_: object) -> Inquiry:
+            inquiry = Inquiry(decode.fleet.router, ask)
+            decode.registry.book.put("p", record("p", "2", **{**before, **change}))
+            inquiry.take(1, {"p": 0})
+            return inquiry
+
+    inquiries: Any = Asking()
+    decode.fleet.inquiries = inquiries
+    await decode.ask(adapter="legal")
+    assert decode.errors() == []
+    assert decode.engine.engine.submitted[ID].phase is Phase.FULL
+    assert not decode.prefill.asked
+    assert decode.local("unusable") == 1
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
 async def test_without_prefill_the_prompt_is_computed_here(decode: Decode) -> None:
     decode.registry.book.remove("p")
     await decode.ask()
