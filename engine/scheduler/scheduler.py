@@ -210,7 +210,7 @@ class Scheduler:
 
     def _preempt(self, request: Request) -> None:
         assert request.in_flight is None, "pages that are being written would be given away"
-        log.info("request retracted", extra={"request_id": request.id, "tokens": len(request.tokens)})
+        log.info("request preempted", extra={"request_id": request.id, "tokens": len(request.tokens)})
         self.running.remove(request)
         self.memory.give_back(request)
         request.advance(RequestState.WAITING)

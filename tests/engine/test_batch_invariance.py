@@ -29,7 +29,7 @@ class Situation:
     config: dict[str, Any] = field(default_factory=dict)
     cached: Sequence[int] = ()  # a prompt that was computed before
     others: int = 0  # requests that came just before
-    retracts: bool = False
+    preempts: bool = False
 
 
 SITUATIONS = {
@@ -37,9 +37,9 @@ SITUATIONS = {
     "among 31 others": Situation({"max_running": 32, "num_pages": 300, "max_step_tokens": 100}, others=31),
     "behind a short prefix hit": Situation(cached=PROMPT[:20]),
     "behind a long prefix hit": Situation(cached=[*PROMPT, *prompt(9, start=3)]),
-    "retracted": Situation({"num_pages": 12, "reserve_tokens": 0}, others=4, retracts=True),
-    "retracted, in small chunks": Situation(
-        {"num_pages": 12, "reserve_tokens": 0, "max_running": 5, "max_step_tokens": 7}, others=4, retracts=True
+    "preempted": Situation({"num_pages": 12, "reserve_tokens": 0}, others=4, preempts=True),
+    "preempted, in small chunks": Situation(
+        {"num_pages": 12, "reserve_tokens": 0, "max_running": 5, "max_step_tokens": 7}, others=4, preempts=True
     ),
 } | {
     f"in chunks of {size}": Situation({"max_running": 1, "max_step_tokens": size})
@@ -67,7 +67,7 @@ def test_a_request_gives_the_ids_it_gives_alone(
     with caplog.at_level(logging.INFO, logger="engine.scheduler.scheduler"):
         seen = run(engine, [EngineRequest("r", PROMPT, sampling)])
     assert seen.tokens["r"] == alone(tiny, PROMPT, sampling, max_step_tokens=512, pipeline="off")
-    assert ("r" in retracted(caplog)) == situation.retracts
+    assert ("r" in preempted(caplog)) == situation.preempts
     assert seen.cached["r"] == min(len(situation.cached), 52) // 16 * 16
     if situation.others == 31:
         assert max(stats.num_running for stats in seen.steps) >= 30, "one or two may have ended by then"
@@ -94,12 +94,12 @@ def test_prefill_here_and_decode_there_give_the_ids_of_one_engine(
     with caplog.at_level(logging.INFO, logger="engine.scheduler.scheduler"):
         rest = run_until_idle(decode)
     assert [*first.token_ids, *rest.tokens["r"]] == alone(tiny, PROMPT, sampling, max_step_tokens=512, pipeline="off")
-    assert ("r" in retracted(caplog)) == situation.retracts
+    assert ("r" in preempted(caplog)) == situation.preempts
 
 
 def computed_by(engine: EngineCore, request: EngineRequest) -> Exposed:
     return run(engine, [request]).computed[request.request_id][-1]
 
 
-def retracted(caplog: pytest.LogCaptureFixture) -> set[str]:
-    return {vars(record)["request_id"] for record in caplog.records if record.msg == "request retracted"}
+def preempted(caplog: pytest.LogCaptureFixture) -> set[str]:
+    return {vars(record)["request_id"] for record in caplog.records if record.msg == "request preempted"}

@@ -75,7 +75,7 @@ def test_full_pages_are_shared_and_those_of_the_last_two_tokens_are_each_branch_
 
 
 @pytest.mark.parametrize(("pool", "max_running"), [(10, 16), (14, 2)])
-def test_branches_for_which_there_is_no_room_wait_and_are_retracted_like_others(
+def test_branches_for_which_there_is_no_room_wait_and_are_preempted_like_others(
     tiny: LoadedModel, pool: int, max_running: int
 ) -> None:
     params = sampled(40, n=5)

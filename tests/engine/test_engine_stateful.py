@@ -59,7 +59,7 @@ SAMPLINGS = (
 MAX_CONTEXT = 192
 SMALL_POOL = {"max_running": 5, "max_step_tokens": 24, "reserve_tokens": 8, "max_context": MAX_CONTEXT}
 PAGES_OF = {16: 12, 32: 7, 64: 4, 128: 2}  # by page size: room for a request of the longest context, or little more
-ROOMY = {"num_pages": 40, "max_context": MAX_CONTEXT}  # for the same request alone: nothing is retracted
+ROOMY = {"num_pages": 40, "max_context": MAX_CONTEXT}  # for the same request alone: nothing is preempted
 GARBAGE = b"\x3f"
 
 

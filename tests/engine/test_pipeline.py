@@ -236,7 +236,7 @@ def test_a_request_cancelled_in_flight_says_nothing_more_and_leaves_no_page(
     assert core.step().stats.held_pages == 0
 
 
-def test_nobody_is_retracted_while_in_flight(device: Device) -> None:
+def test_nobody_is_preempted_while_in_flight(device: Device) -> None:
     core = core_on(device, num_pages=8, reserve_tokens=0)
     for i in range(4):
         core.submit(EngineRequest(f"r{i}", prompt(17, start=i), greedy(60)))

@@ -189,7 +189,7 @@ def _generated(url: str) -> float:
 
 
 def test_a_pool_too_small_for_all_of_them_answers_everyone_in_turn(mock_mesh: MeshProcesses) -> None:
-    """Reservations wait in line, decodes are retracted: 60 requests want ten times the pages that there are."""
+    """Reservations wait in line, decodes are preempted: 60 requests want ten times the pages that there are."""
     prompts = random_prompts(60)
     expected = one_engine(mock_mesh.home, prompts)
 

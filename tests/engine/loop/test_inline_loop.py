@@ -117,7 +117,7 @@ async def test_what_a_callback_calls_is_heard_after_what_it_was_called_with(tmp_
 async def test_who_must_give_up_pages_does_not_stop_the_event_loop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step in flight lands before anybody is retracted: it is waited for like any other."""
+    """The step in flight lands before anybody is preempted: it is waited for like any other."""
 
     def sleep(seconds: float) -> None:
         raise AssertionError(f"the event loop would have slept for {seconds} s")

@@ -77,7 +77,7 @@ def test_the_adapters_and_the_model_itself_give_different_answers(merged_alone: 
 def test_ids_are_those_of_the_request_alone_whatever_adapters_share_the_batch(
     adapted_tiny: LoadedModel, merged_alone: Alone
 ) -> None:
-    """Also in chunks, with prefix hits, and where the pool is so small that requests are retracted."""
+    """Also in chunks, with prefix hits, and where the pool is so small that requests are preempted."""
 
     @settings(max_examples=30, deadline=None)
     @given(

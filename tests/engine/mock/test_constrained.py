@@ -125,7 +125,7 @@ def test_an_answer_that_ends_for_length_is_a_beginning(tmp_path: Path, vocabular
     assert seen.finish["r"] is FinishReason.LENGTH
 
 
-def test_retraction_changes_nothing(tmp_path: Path, vocabulary: LLTokenizer) -> None:
+def test_preemption_changes_nothing(tmp_path: Path, vocabulary: LLTokenizer) -> None:
     schema = {"type": "array", "items": {"type": "integer"}, "minItems": 15, "maxItems": 20}
 
     def requests() -> list[EngineRequest]:

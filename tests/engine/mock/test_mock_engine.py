@@ -72,7 +72,7 @@ def test_a_request_gives_the_same_alone_in_company_and_in_other_chunks(tmp_path:
         assert seen.tokens[request.request_id] == expected
 
 
-def test_retraction_and_prefix_hits_change_no_token(tmp_path: Path) -> None:
+def test_preemption_and_prefix_hits_change_no_token(tmp_path: Path) -> None:
     engine = make_mock(tmp_path, num_pages=16, reserve_tokens=0)
     requests = [EngineRequest(f"r{i}", prompt(33) + prompt(i, start=9), endless(80)) for i in range(6)]
     seen = run(engine, requests)

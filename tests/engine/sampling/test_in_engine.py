@@ -1,4 +1,4 @@
-"""Sampling inside whole engines: the batch, retraction, moves, and the phases of a request change nothing."""
+"""Sampling inside whole engines: the batch, preemption, moves, and the phases of a request change nothing."""
 
 import random
 from collections.abc import Callable
@@ -294,7 +294,7 @@ def test_logprobs_are_those_of_the_model(tiny: LoadedModel, length: int, how: Sa
             assert logprob == pytest.approx(right[at][token], abs=2e-4)
 
 
-def test_logprobs_of_a_prompt_survive_a_retraction_and_come_once(tiny: LoadedModel) -> None:
+def test_logprobs_of_a_prompt_survive_a_preemption_and_come_once(tiny: LoadedModel) -> None:
     params = greedy(40, ignore_eos=True, prompt_logprobs=1)
     asked = [EngineRequest(f"r{i}", prompt(30, start=i), params) for i in range(5)]
     seen = run(make_engine(tiny, num_pages=12, max_running=5, max_step_tokens=11, reserve_tokens=0), asked)

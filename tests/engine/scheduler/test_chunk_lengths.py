@@ -58,7 +58,7 @@ def lonely(chunks: Sequence[Chunk]) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_it_holds_beside_decodes_behind_prefix_hits_after_retractions_and_for_branches(
+def test_it_holds_beside_decodes_behind_prefix_hits_after_preemptions_and_for_branches(
     tmp_path: Path, seed: int
 ) -> None:
     draw = random.Random(seed)

@@ -47,15 +47,15 @@ def test_the_running_batch_is_not_disturbed_by_a_better_one(tmp_path: Path) -> N
     assert engine.step().stats.preemptions == 0
 
 
-def test_the_youngest_of_the_worst_priority_is_retracted(tmp_path: Path, caplog) -> None:  # type: ignore[no-untyped-def]
+def test_the_youngest_of_the_worst_priority_is_preempted(tmp_path: Path, caplog) -> None:  # type: ignore[no-untyped-def]
     engine = make_mock(tmp_path, num_pages=12, reserve_tokens=0, max_step_tokens=120)
     requests = [request(name, int(name[0]), 17, 60) for name in ("0-old", "2-old", "1-old", "2-young", "0-young")]
     with caplog.at_level("INFO", logger="engine.scheduler.scheduler"):
         seen = run(engine, requests)
-    retracted = [record.request_id for record in caplog.records if record.msg == "request retracted"]
-    assert retracted[0] == "2-young"
-    assert list(dict.fromkeys(retracted))[:2] == ["2-young", "2-old"]
-    assert "0-old" not in retracted
+    preempted = [record.request_id for record in caplog.records if record.msg == "request preempted"]
+    assert preempted[0] == "2-young"
+    assert list(dict.fromkeys(preempted))[:2] == ["2-young", "2-old"]
+    assert "0-old" not in preempted
     for one in requests:
         assert seen.tokens[one.request_id] == run(make_mock(tmp_path), [one]).tokens[one.request_id]
 
@@ -67,7 +67,7 @@ def test_a_worse_one_is_overtaken_by_so_many_and_no_more(tmp_path: Path) -> None
     assert order.index("worse") in (OVERTAKERS - 1, OVERTAKERS)
 
 
-def test_a_retracted_request_of_bad_priority_still_ends_under_a_stream_of_better_ones(tmp_path: Path) -> None:
+def test_a_preempted_request_of_bad_priority_still_ends_under_a_stream_of_better_ones(tmp_path: Path) -> None:
     engine = make_mock(tmp_path, num_pages=8, reserve_tokens=0, max_running=4)
     engine.submit(request("poor", 1, 17, 80))
     seen = Seen()

@@ -1,4 +1,4 @@
-"""Admission, budget, retraction: with the tiny model, so that every finished request can be compared with itself."""
+"""Admission, budget, preemption: with the tiny model, so that every finished request can be compared with itself."""
 
 import pytest
 
@@ -104,7 +104,7 @@ def test_admission_is_first_in_first_out_also_when_a_later_one_would_fit(tiny: L
     assert [r.request_id for r in engine.step().reserved] == ["small"]
 
 
-def test_retracted_requests_come_back_and_go_on_with_the_same_tokens(tiny: LoadedModel) -> None:
+def test_preempted_requests_come_back_and_go_on_with_the_same_tokens(tiny: LoadedModel) -> None:
     engine = make_engine(tiny, num_pages=10, reserve_tokens=0)
     prompts = {f"r{i}": prompt(17 + i, start=i) for i in range(5)}
     seen = run(engine, [EngineRequest(name, ids, endless(60)) for name, ids in prompts.items()])
@@ -112,7 +112,7 @@ def test_retracted_requests_come_back_and_go_on_with_the_same_tokens(tiny: Loade
     assert seen.tokens == {name: alone(tiny, ids, endless(60)) for name, ids in prompts.items()}
 
 
-def test_retracted_samples_go_on_with_the_same_draws(tiny: LoadedModel) -> None:
+def test_preempted_samples_go_on_with_the_same_draws(tiny: LoadedModel) -> None:
     engine = make_engine(tiny, num_pages=10, reserve_tokens=0)
     drawn = {
         f"r{i}": SamplingParams(max_tokens=60, temperature=1.0, top_p=0.9, seed=i, ignore_eos=True) for i in range(5)
@@ -122,13 +122,13 @@ def test_retracted_samples_go_on_with_the_same_draws(tiny: LoadedModel) -> None:
     assert seen.tokens == {name: alone(tiny, prompt(17), params) for name, params in drawn.items()}
 
 
-def test_the_youngest_is_retracted_and_the_oldest_never(tiny: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_youngest_is_preempted_and_the_oldest_never(tiny: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine(tiny, num_pages=10, reserve_tokens=0)
     with caplog.at_level("INFO", logger="engine.scheduler.scheduler"):
         run(engine, [EngineRequest(f"r{i}", prompt(17, start=i), endless(60)) for i in range(5)])
-    retracted = [vars(record)["request_id"] for record in caplog.records if record.msg == "request retracted"]
-    assert retracted[0] == "r4"
-    assert "r0" not in retracted
+    preempted = [vars(record)["request_id"] for record in caplog.records if record.msg == "request preempted"]
+    assert preempted[0] == "r4"
+    assert "r0" not in preempted
 
 
 def test_a_decode_that_finds_no_page_beside_reservations_waits_for_them_and_goes_on(tiny: LoadedModel) -> None:
@@ -137,7 +137,7 @@ def test_a_decode_that_finds_no_page_beside_reservations_waits_for_them_and_goes
     engine.step()
     engine.submit(EngineRequest("reserved", prompt(60, start=1), endless(9), Phase.DECODE))
     seen = run_until_idle(engine)
-    assert seen.steps[-1].num_waiting == 1, "it has retracted itself"
+    assert seen.steps[-1].num_waiting == 1, "it has preempted itself"
     engine.cancel("reserved")
     engine.release("reserved")
     before = seen.tokens["runs"]
@@ -147,7 +147,7 @@ def test_a_decode_that_finds_no_page_beside_reservations_waits_for_them_and_goes
     assert alone(tiny, prompt(20), endless(60))[1:] == seen.tokens["runs"]
 
 
-def test_a_prefill_is_never_retracted(tiny: LoadedModel) -> None:
+def test_a_prefill_is_never_preempted(tiny: LoadedModel) -> None:
     engine = make_engine(tiny, num_pages=8, reserve_tokens=0, max_step_tokens=20)
     engine.submit(EngineRequest("talks", prompt(15), endless(80)))
     engine.step()
@@ -177,8 +177,8 @@ def test_prefix_hits_are_counted(engine: EngineCore) -> None:
     assert (stats.prefix_queries, stats.prefix_hits) == (80, 32)
 
 
-def test_a_prompt_retracted_before_its_first_token_is_no_prefix_hit_of_itself(tiny: LoadedModel) -> None:
-    """The client was told, and metrics counted, the pages that the request had computed before it was retracted."""
+def test_a_prompt_preempted_before_its_first_token_is_no_prefix_hit_of_itself(tiny: LoadedModel) -> None:
+    """The client was told, and metrics counted, the pages that the request had computed before it was preempted."""
     engine = make_engine(tiny, num_pages=8, reserve_tokens=0, max_step_tokens=24)
     seen = run(
         engine,
