@@ -139,7 +139,7 @@ class EngineConfig:
     kv_events: Annotated[
         bool,
         Field(
-            description="tell routers which blocks the prefix cache gains and loses; else they guess from what they sent"
+            description="report to routers which blocks the prefix cache gains and loses; else they guess from what they sent"
         ),
     ] = True
     mock: Annotated[MockConfig, Field(description="of `--model mock`")] = MockConfig()

@@ -21,12 +21,12 @@ from engine.sharding.group import from_leader, join_group
 SPIN_S: Final = 2e-3  # on a device: a wake-up costs more than a launch
 
 
-def follow(start: Start, say: Callable[[Report], None]) -> None:
+def follow(start: Start, report: Callable[[Report], None]) -> None:
     """Load this rank's part, then follow orders until the leader ends."""
     config, state_dir = start.config, Path(start.state_dir)
     loaded = prepare_model(start.model, config, state_dir, silent, start.rank)
     about = Report(os.getpid(), str(loaded.device))
-    say(about)
+    report(about)
     join_group(Path(start.store), start.rank, config.tensor_parallel, loaded.device)
     line = StepLine(config.tensor_parallel, start.memory, start.wakers)
     spin_s = SPIN_S if loaded.device.type == "cuda" else 0.0
@@ -46,4 +46,4 @@ def follow(start: Start, say: Callable[[Report], None]) -> None:
                 parts = make_parts(loaded, chosen, silent)
                 models[number] = parts.model
                 storage = parts.pool.storage
-                say(msgspec.structs.replace(about, address=storage.data_ptr(), num_pages=len(storage)))
+                report(msgspec.structs.replace(about, address=storage.data_ptr(), num_pages=len(storage)))

@@ -80,7 +80,7 @@ class MarkedPages:
         self._layout = layout
 
     def region(self, followers: Sequence[RankMemory] | None = None) -> KvRegion:
-        """`followers`: what they say of their pools; None: all ranks are in this process."""
+        """`followers`: their reports about their pools; None: all ranks are in this process."""
         if followers is None:
             addresses = (self._address + rank * self._pool_bytes for rank in range(1, self._layout.shards))
             followers = [RankMemory(os.getpid(), "cpu", address, "") for address in addresses]

@@ -29,7 +29,7 @@ MOCK: Final = "engine.mock.mock_follower"
 
 
 class Follow(Protocol):
-    def __call__(self, start: Start, say: Callable[[Report], None]) -> None:
+    def __call__(self, start: Start, report: Callable[[Report], None]) -> None:
         """Obey until the leader ends."""
 
 
@@ -38,7 +38,7 @@ def main(serve: Callable[[Path], None] | None = None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the leader decides when to end
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    say = _reporter()
+    report = _reporter()
     start = TypeAdapter(Start).validate_json(sys.stdin.buffer.readline())
     home = Path(start.store).parent
     threading.Thread(target=_end_with_leader, args=(home,), daemon=True).start()
@@ -46,10 +46,10 @@ def main(serve: Callable[[Path], None] | None = None) -> None:
         follow = cast("Follow", import_module(MOCK if is_mock(start.model) else TORCH).follow)
         if serve is not None:
             serve(transfer_socket_of(home, start.rank))
-        follow(start, say)
+        follow(start, report)
     except Exception as exc:
         message = exc.message if isinstance(exc, MeshError) else f"{type(exc).__name__}: {exc}"
-        say(Report(os.getpid(), failure=message, is_setting=isinstance(exc, WrongSettings)))
+        report(Report(os.getpid(), failure=message, is_setting=isinstance(exc, WrongSettings)))
         if not isinstance(exc, MeshError):
             log.exception("rank %d ends", start.rank)
     os._exit(1)  # without waiting for other ranks, as torch would

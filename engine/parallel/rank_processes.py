@@ -41,7 +41,7 @@ class Follower:
             [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=inherited
         )
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended; its reports say so
+        with suppress(BrokenPipeError):  # it has ended; its last report has the reason
             self.process.stdin.write(start.dump().encode() + b"\n")
             self.process.stdin.flush()
         threading.Thread(target=self._read, args=(lose,), name=f"follower {rank}", daemon=True).start()
