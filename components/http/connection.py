@@ -28,7 +28,7 @@ from components.http.writer import ConnectionWriter, HeldWrites
 PUSH: Final = "kvmesh.push"  # key of a BodyPush in an ASGI scope
 # Closing a socket that still receives loses the last answer.
 LINGER_S: Final = 2.0
-# While the server leaves: for the next request of a client that was not told of the close.
+# While the server leaves: for the next request of a client that has not been sent "Connection: close".
 LAST_REQUEST_S: Final = 1
 CHECKS_PER_TURN: Final = 512  # about 1 ms
 

@@ -22,7 +22,7 @@ HEAD: Final = np.dtype(
         ("first_token", "<i4"),
         ("num_cached_tokens", "<u4"),  # prefix hit on prefill
         ("checked", "<u4"),  # 1 + number of checksums; 0: not requested
-        ("told", "<u4"),  # 1 + number of alternatives; 0: no log-probability
+        ("alternatives", "<u4"),  # 1 + their number; 0: no log-probability
         ("logprob", "<f4"),
         ("top_ids", "<i4", (MAX_ALTERNATIVES,)),
         ("top_logprobs", "<f4", (MAX_ALTERNATIVES,)),
@@ -179,16 +179,16 @@ class AuxBuffer:
 
 
 def _write_logprobs(head: np.void, logprobs: TokenLogprobs | None) -> None:
-    head["told"] = 0
+    head["alternatives"] = 0
     if logprobs is not None:
         count = len(logprobs.top)
-        head["told"], head["logprob"] = 1 + count, logprobs.logprob
+        head["alternatives"], head["logprob"] = 1 + count, logprobs.logprob
         head["top_ids"][:count] = [token_id for token_id, _ in logprobs.top]
         head["top_logprobs"][:count] = [logprob for _, logprob in logprobs.top]
 
 
 def _read_logprobs(head: np.void) -> TokenLogprobs | None:
-    count = int(head["told"]) - 1
+    count = int(head["alternatives"]) - 1
     if count < 0:
         return None
     top = zip(head["top_ids"][:count].tolist(), head["top_logprobs"][:count].tolist(), strict=True)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class FakeKvTransfer:
     def __init__(self, region: PageRegion, agent_name: str, host: str, max_request_pages: int) -> None:
         self.aux = AuxBuffer(max_checksums=max_request_pages)
-        self.bell = DoorbellServer(agent_name, host, self.aux.put)
+        self.doorbell = DoorbellServer(agent_name, host, self.aux.put)
         self._region = region
         self._name = agent_name
         self._clients = DoorbellClients()
@@ -33,7 +33,7 @@ class FakeKvTransfer:
 
     @property
     def endpoint(self) -> KvEndpoint:
-        return endpoint_of("fake", self._name, self.bell.address, self._region, self.aux)
+        return endpoint_of("fake", self._name, self.doorbell.address, self._region, self.aux)
 
     async def connect(self, peer: KvEndpoint) -> None:
         check_same_backend("fake", peer.backend)
@@ -69,7 +69,7 @@ class FakeKvTransfer:
         await client.ring(Ring(notification=notification, aux_slot=target_slot, aux=record))
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
-        return self.bell.expect(notification)
+        return self.doorbell.expect(notification)
 
     def hasten(self, notification: str) -> None:
         pass
@@ -86,7 +86,7 @@ async def open_fake(
         raise WrongSettings(f"setting kv_transfer: the fake KV transfer has no plugin {plugin!r}: use fake")
     log.warning("KV transfer is fake: no KV moves, and what is generated after a transfer means nothing")
     transfer = FakeKvTransfer(region, agent_name, host, max_request_pages)
-    async with transfer.bell.listening():
+    async with transfer.doorbell.listening():
         try:
             yield transfer
         finally:

@@ -27,7 +27,7 @@ from components.wire.layout import check_compatible
 class MooncakeTransfer:
     def __init__(self, region: PageRegion, agent_name: str, host: str, max_request_pages: int) -> None:
         self.aux = AuxBuffer(max_checksums=max_request_pages)
-        self.bell = DoorbellServer(agent_name, host, None)
+        self.doorbell = DoorbellServer(agent_name, host, None)
         self._region = region
         self._name = agent_name
         self._host = host
@@ -39,7 +39,7 @@ class MooncakeTransfer:
     @property
     def endpoint(self) -> KvEndpoint:
         assert self._segment, "start() first"
-        return endpoint_of("mooncake", self._name, f"{self._segment},{self.bell.address}", self._region, self.aux)
+        return endpoint_of("mooncake", self._name, f"{self._segment},{self.doorbell.address}", self._region, self.aux)
 
     async def start(self) -> None:
         self._segment = await asyncio.to_thread(self._listen)
@@ -52,8 +52,8 @@ class MooncakeTransfer:
     async def connect(self, peer: KvEndpoint) -> None:
         check_same_backend("mooncake", peer.backend)
         check_compatible(self._region.layout, peer.layout)
-        segment, _, bell = peer.agent_metadata.partition(",")
-        await self._clients.connect(peer.agent, bell)  # first: it answers fast and identifies the process
+        segment, _, doorbell = peer.agent_metadata.partition(",")
+        await self._clients.connect(peer.agent, doorbell)  # first: it answers fast and identifies the process
         known = self._peers.get(peer.agent) or MooncakePeer(peer, segment, self._host)
         self._peers[peer.agent] = known
         try:
@@ -96,7 +96,7 @@ class MooncakeTransfer:
         await client.ring(Ring(notification=notification))
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
-        return self.bell.expect(notification)
+        return self.doorbell.expect(notification)
 
     def hasten(self, notification: str) -> None:
         pass
@@ -138,7 +138,7 @@ async def open_mooncake(
     transfer = MooncakeTransfer(region, agent_name, host, max_request_pages)
     try:
         await transfer.start()
-        async with transfer.bell.listening():
+        async with transfer.doorbell.listening():
             yield transfer
     finally:
         await transfer.stop()

@@ -29,7 +29,7 @@ from components.errors import (
 )
 from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import Refusals
-from components.messaging.replies import RepetitionsUnheard, Replies, publish
+from components.messaging.replies import Replies, RespondersGone, publish
 from components.messaging.secure_client import ANYONE, SecureClient, TlsRefused
 from components.telemetry.spans import trace_headers
 from components.telemetry.waiting import waiting_logged
@@ -93,7 +93,7 @@ class Bus:
             with nats_errors(subject, self.url):
                 message = await self._replies.call(subject, data, trace_headers(), timeout_s)
         except DeadlineExceeded as exc:
-            if self.steady_s() < timeout_s:  # our own outage says nothing about the receiver
+            if self.steady_s() < timeout_s:  # after our own outage the receiver may be healthy
                 raise BackendUnavailable(f"NATS at {self.url} was away during a call", subject=subject) from exc
             raise
         try:
@@ -184,7 +184,7 @@ class nats_errors:  # noqa: N801 - a function with `contextmanager` takes thrice
 
 
 def _ours(error: BaseException, subject: str, url: str) -> MeshError | None:
-    if isinstance(error, RepetitionsUnheard):
+    if isinstance(error, RespondersGone):
         return ListenerGone(f"nobody listens on {subject} any more", subject=subject)
     if isinstance(error, nats.errors.NoRespondersError):
         return NobodyListens(f"nobody listens on {subject}", subject=subject)

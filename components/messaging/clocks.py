@@ -46,7 +46,7 @@ class _Peer:
     since_s: float
     smallest: int
     before: int
-    heard_s: float
+    received_s: float
     count: int = 0
     reported_ms: int = 0  # last reported skew
 
@@ -86,7 +86,7 @@ class PeerClocks(Collector):
         elif now_s - peer.since_s > WINDOW_S:  # only on a message, so a frozen process keeps its measurement
             peer.since_s, peer.before, peer.smallest = now_s, peer.smallest, difference_ms
         peer.smallest = min(peer.smallest, difference_ms)
-        peer.heard_s = now_s
+        peer.received_s = now_s
         peer.count += 1
         skew_ms = peer.skew_ms
         if abs(skew_ms) > TOLERATED_MS or peer.reported_ms:
@@ -103,5 +103,5 @@ class PeerClocks(Collector):
 
     def _forget(self) -> None:
         now_s = time.monotonic()
-        for sender in [name for name, peer in self._peers.items() if now_s - peer.heard_s > FORGET_S]:
+        for sender in [name for name, peer in self._peers.items() if now_s - peer.received_s > FORGET_S]:
             del self._peers[sender]

@@ -80,7 +80,7 @@ class OutStream:
 
 
 class _Lane:
-    __slots__ = ("deaf_since_s", "frames", "is_probing", "oldest", "probed_s", "reply_to")
+    __slots__ = ("frames", "is_probing", "no_listener_since_s", "oldest", "probed_s", "reply_to")
 
     def __init__(self, reply_to: str) -> None:
         self.reply_to = reply_to
@@ -88,7 +88,7 @@ class _Lane:
         self.frames: deque[bytes] = deque()
         self.probed_s = 0.0  # monotonic
         self.is_probing = False  # NATS has not denied the last probe
-        self.deaf_since_s: float | None = None
+        self.no_listener_since_s: float | None = None
 
     @property
     def next(self) -> int:
@@ -246,14 +246,14 @@ class StreamOutbox:
         if now - lane.probed_s < PROBE_S:
             return ""
         if lane.is_probing:
-            lane.deaf_since_s = None
+            lane.no_listener_since_s = None
         lane.probed_s, lane.is_probing = now, True
 
         def no_listener() -> None:
             lane.is_probing = False
-            if lane.deaf_since_s is None:
-                lane.deaf_since_s = now
-            elif time.monotonic() - lane.deaf_since_s > GONE_AFTER_S:
+            if lane.no_listener_since_s is None:
+                lane.no_listener_since_s = now
+            elif time.monotonic() - lane.no_listener_since_s > GONE_AFTER_S:
                 for callback in self._on_gone:
                     callback(lane.reply_to)
 

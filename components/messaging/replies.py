@@ -24,7 +24,7 @@ STATUS: Final = "Status"  # header of the server's own messages
 NO_RESPONDERS: Final = "503"
 
 
-class RepetitionsUnheard(nats.errors.NoRespondersError):  # type: ignore[misc]  # nats-py has no types
+class RespondersGone(nats.errors.NoRespondersError):  # type: ignore[misc]  # nats-py has no types
     """The first message of the call may have had a receiver."""
 
 
@@ -56,7 +56,7 @@ class Replies:
     async def call(self, subject: str, data: bytes, headers: dict[str, str] | None, timeout_s: float) -> Msg:
         """Send `data` and wait for the answer.
 
-        Raises: nats.errors.NoRespondersError at once; RepetitionsUnheard; TimeoutError; errors of `publish`.
+        Raises: nats.errors.NoRespondersError at once; RespondersGone; TimeoutError; errors of `publish`.
         """
         reply = f"{self._prefix}{next(self._numbers)}"
         call = self._waiting[reply] = _Call(self._client, subject, data, reply, headers)
@@ -69,7 +69,7 @@ class Replies:
         if message is None:
             raise nats.errors.TimeoutError
         if _no_responders(message):
-            raise RepetitionsUnheard if call.was_repeated else nats.errors.NoRespondersError
+            raise RespondersGone if call.was_repeated else nats.errors.NoRespondersError
         return message
 
     def on_no_responders(self, subject: str, callback: Callable[[], None]) -> str:

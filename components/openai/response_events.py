@@ -54,8 +54,8 @@ class ResponseEvents:
         self._logprobs: list[TokenLogprob] = []  # of the open block
 
     def begin(self, response: ResponseObject) -> bytes:
-        told = {"response": response}
-        return self._event("response.created", **told) + self._event("response.in_progress", **told)
+        created = self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
 
     def piece(
         self, reasoning: str, text: str, calls: Sequence[CallDelta], logprobs: Sequence[TokenLogprob] = ()
@@ -100,12 +100,12 @@ class ResponseEvents:
         return data
 
     def _delta(self, block: Block, text: str, logprobs: Sequence[TokenLogprob]) -> bytes:
-        told = b""
+        shown_logprobs = b""
         if block.kind == "text":
             self._logprobs += logprobs
-            told = b',"logprobs":[%b]' % b",".join(as_json(token) for token in logprobs)
+            shown_logprobs = b',"logprobs":[%b]' % b",".join(as_json(token) for token in logprobs)
         self._number += 1
-        return b'%b%d,"delta":%b%b}\n\n' % (self._head, self._number - 1, quote(text), told)
+        return b'%b%d,"delta":%b%b}\n\n' % (self._head, self._number - 1, quote(text), shown_logprobs)
 
     def _close(self, block: Block, status: Status) -> bytes:
         item = item_of(block, self._request_id, status, self._logprobs)
@@ -116,8 +116,8 @@ class ResponseEvents:
         elif block.kind == "reasoning":
             data = self._event("response.reasoning_text.done", **at, content_index=0, text=block.text)
         else:
-            told = [token.model_dump() for token in self._logprobs]
-            data = self._event("response.output_text.done", **at, content_index=0, text=block.text, logprobs=told)
+            logprobs = [token.model_dump() for token in self._logprobs]
+            data = self._event("response.output_text.done", **at, content_index=0, text=block.text, logprobs=logprobs)
         if block.kind != "call":
             part = _part(block.kind, block.text, self._logprobs)
             data += self._event("response.content_part.done", **at, content_index=0, part=part)

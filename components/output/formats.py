@@ -165,7 +165,7 @@ class OutputFormats:
         if ours and options.tool_parser not in {None, "hermes"}:
             raise ValueError(
                 f"--tool-parser {options.tool_parser} needs a model whose chat template speaks of tools, and --tool-format "
-                "auto or template: otherwise the model is told to write calls as hermes has them"
+                "auto or template: otherwise the prompt asks the model to write calls in the format hermes"
             )
         chosen = TOOL_FORMATS["hermes"] if ours else tool_format_of(template, options.tool_parser)
         reasoning = reasoning_format_of(template)

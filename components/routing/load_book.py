@@ -37,7 +37,7 @@ class _InstanceLoad:
     epoch: str
     member: Member
     order: tuple[int, int] = (-1, -1)  # (accepted, step) of the last heartbeat
-    heard_s: float = 0.0
+    received_s: float = 0.0
     queued_tokens: int = 0
     running: int = 0
     used_pages: int = 0
@@ -160,9 +160,9 @@ class LoadBook:
         if instance is None or instance.epoch != heartbeat.epoch:
             return
         order = (heartbeat.accepted, heartbeat.step)
-        if order < instance.order and now_s - instance.heard_s < OVERTAKEN_FOR_S:
+        if order < instance.order and now_s - instance.received_s < OVERTAKEN_FOR_S:
             return
-        instance.order, instance.heard_s = order, now_s
+        instance.order, instance.received_s = order, now_s
         in_engine = heartbeat.num_running + heartbeat.num_waiting + heartbeat.num_reserved
         instance.queued_tokens = max(heartbeat.queued_tokens, 0)
         instance.running = max(heartbeat.num_requests or in_engine, 0)

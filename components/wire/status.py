@@ -85,5 +85,5 @@ class Status(Struct):
     waiting: int = 0
     tokens_per_s: float = 0.0  # of the last seconds; a prefill instance: of prompts, else generated
     breakers: dict[str, str] = field(default_factory=dict)  # state by instance id
-    heartbeat_ages_s: dict[str, float] = field(default_factory=dict)  # by instance id, as heard here
+    heartbeat_ages_s: dict[str, float] = field(default_factory=dict)  # by instance id, as received here
     transport: TransportStatus | None = None  # None: not asked for, not a worker, or not to be seen

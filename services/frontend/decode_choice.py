@@ -129,8 +129,8 @@ class DecodeChoice:
         if not isinstance(why, NobodyListens):
             attempts.no_responders_s = None
             return BROKEN_MOVES if isinstance(why, BREAKING) else 1
-        # The request reached no instance. All may have died just now: their silence is detected in two seconds, and then
-        # the request waits for another one.
+        # The request reached no instance, or one that has gone since. All may have died just now: their silence is
+        # detected in two seconds, and then the request waits for another one.
         now_s = time.monotonic()
         attempts.no_responders_s = attempts.no_responders_s or now_s
         return 0 if now_s - attempts.no_responders_s < NO_RESPONDERS_S else 1

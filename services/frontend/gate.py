@@ -158,7 +158,7 @@ class Gate:
     ) -> None:
         """`sites` checks requests if there is no `ring`; `error_forms` has the form of errors by path prefix.
 
-        While an operator's drain lasts, `operations` says so, and requests to the model are refused.
+        Requests to the model are refused while an operator's drain lasts, which `operations` knows.
         """
         self._operations = operations
         self._lines = lines

@@ -256,7 +256,7 @@ def check_transport(facts: Facts) -> Iterator[Finding]:
         if one.record is None or one.record.kv is None:
             continue
         backend = one.record.kv.backend
-        told = f" by {one.status.kv_transport}" if one.status is not None and one.status.kv_transport else ""
+        transport = f" by {one.status.kv_transport}" if one.status is not None and one.status.kv_transport else ""
         if backend == "fake":
             yield wrong(
                 "KV transfer",
@@ -266,7 +266,7 @@ def check_transport(facts: Facts) -> Iterator[Finding]:
             continue
         yield ok(
             "KV transfer",
-            f"{one.role} {one.instance_id}: {backend}{told}{_in_use(one, ports)}",
+            f"{one.role} {one.instance_id}: {backend}{transport}{_in_use(one, ports)}",
         )
 
 

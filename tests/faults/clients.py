@@ -34,7 +34,7 @@ class Client:
     task: "asyncio.Task[None] | None" = field(default=None, init=False)
     has_left: bool = field(default=False, init=False)  # of itself, or its frontend died
     has_stalled: bool = field(default=False, init=False)  # it did not read for a while
-    heard_s: float = field(default=0.0, init=False)  # when something came for it, or when it asked
+    received_s: float = field(default=0.0, init=False)  # when something came for it, or when it asked
     silence_s: float = field(default=0.0, init=False)  # the longest time in which nothing came
     error: Any = field(default=None, init=False)  # what it was told
     tokens: list[int] = field(default_factory=list, init=False)
@@ -60,7 +60,7 @@ class Client:
 
     async def run(self, frontend: Frontend) -> None:
         """Read the stream to its end, under the same limit as the HTTP side's."""
-        self.heard_s = asyncio.get_running_loop().time()
+        self.received_s = asyncio.get_running_loop().time()
         deadline = now_ms() + int(self.life_s * 1000)
         prompt = Prompt(f"r{self.number}", self.model, self.prompts[0], self.sampling, "", deadline)
         try:
@@ -81,8 +81,8 @@ class Client:
     def heard(self) -> None:
         """Something came, or nothing will come any more."""
         now_s = asyncio.get_running_loop().time()
-        self.silence_s = max(self.silence_s, now_s - self.heard_s)
-        self.heard_s = now_s
+        self.silence_s = max(self.silence_s, now_s - self.received_s)
+        self.received_s = now_s
 
     def leave(self) -> None:
         """Ask no more."""

@@ -45,7 +45,7 @@ class HttpClient(Client):
 
     async def run(self, frontend: Frontend) -> None:
         """Send the request; the server writes as the application tells it."""
-        self.heard_s = asyncio.get_running_loop().time()
+        self.received_s = asyncio.get_running_loop().time()
         self._parts = self._body()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % sum(map(len, self._parts)))]
         path = "/v1/completions"

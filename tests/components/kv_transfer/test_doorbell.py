@@ -19,7 +19,7 @@ def aux() -> AuxBuffer:
 
 
 @pytest.fixture
-async def bell(aux: AuxBuffer) -> AsyncIterator[DoorbellServer]:
+async def doorbell(aux: AuxBuffer) -> AsyncIterator[DoorbellServer]:
     opened = DoorbellServer("decode-d", "127.0.0.1", aux.put)
     async with opened.listening():
         yield opened
@@ -36,18 +36,20 @@ def _record(stamp: int) -> bytes:
     return buffer.raw(0)
 
 
-async def test_a_ring_fills_the_slot_before_it_is_acknowledged(bell: DoorbellServer, aux: AuxBuffer) -> None:
-    client = await connect(bell.address, "decode-d")
-    expected = bell.expect("room")
+async def test_a_ring_fills_the_slot_before_it_is_acknowledged(doorbell: DoorbellServer, aux: AuxBuffer) -> None:
+    client = await connect(doorbell.address, "decode-d")
+    expected = doorbell.expect("room")
     await client.ring(Ring(notification="room", aux_slot=2, aux=_record(9)))
     assert expected.done()
     assert aux.read(2) == AuxRecord(9, 3, -1, 2)
     await client.close()
 
 
-async def test_a_ring_for_nobody_leaves_a_slot_that_is_anothers_by_now(bell: DoorbellServer, aux: AuxBuffer) -> None:
-    client = await connect(bell.address, "decode-d")
-    bell.expect("room").cancel()
+async def test_a_ring_for_nobody_leaves_a_slot_that_is_anothers_by_now(
+    doorbell: DoorbellServer, aux: AuxBuffer
+) -> None:
+    client = await connect(doorbell.address, "decode-d")
+    doorbell.expect("room").cancel()
     await asyncio.sleep(0)
     for text in ("room", "never", ""):
         await client.ring(Ring(notification=text, aux_slot=2, aux=_record(9)))
@@ -55,9 +57,9 @@ async def test_a_ring_for_nobody_leaves_a_slot_that_is_anothers_by_now(bell: Doo
     await client.close()
 
 
-async def test_it_is_the_right_process_or_none(bell: DoorbellServer) -> None:
+async def test_it_is_the_right_process_or_none(doorbell: DoorbellServer) -> None:
     with pytest.raises(TransferFailed, match="'decode-d' answers where 'decode-e' belongs"):
-        await connect(bell.address, "decode-e")
+        await connect(doorbell.address, "decode-e")
     for nowhere in ("", "nonsense", "127.0.0.1:1", "127.0.0.1:99999"):
         with pytest.raises(TransferFailed, match="decode-e"):
             await connect(nowhere, "decode-e")
@@ -75,17 +77,17 @@ async def test_it_is_the_right_process_or_none(bell: DoorbellServer) -> None:
     ],
 )
 async def test_who_sends_nonsense_is_hung_up_on_and_others_are_served(
-    bell: DoorbellServer, caplog: pytest.LogCaptureFixture, frame: bytes
+    doorbell: DoorbellServer, caplog: pytest.LogCaptureFixture, frame: bytes
 ) -> None:
-    expected = bell.expect("room")
-    reader, writer = await asyncio.open_connection(*bell.address.split(":"))
+    expected = doorbell.expect("room")
+    reader, writer = await asyncio.open_connection(*doorbell.address.split(":"))
     writer.write(frame)
     assert await asyncio.wait_for(reader.read(), 5) == b""
     writer.close()
     await writer.wait_closed()
     assert caplog.messages == ["doorbell: client dropped"]
     assert not expected.done()
-    client = await connect(bell.address, "decode-d")
+    client = await connect(doorbell.address, "decode-d")
     await client.ring(Ring(notification="room", aux=_record(1)))
     assert expected.done()
     await client.close()
@@ -137,9 +139,9 @@ async def test_a_cancelled_ring_does_not_leave_its_answer_to_the_next() -> None:
 
 
 async def test_a_bell_that_is_closed_answers_nobody() -> None:
-    bell = DoorbellServer("decode-d", "127.0.0.1", None)
-    async with bell.listening():
-        client = await connect(bell.address, "decode-d")
+    doorbell = DoorbellServer("decode-d", "127.0.0.1", None)
+    async with doorbell.listening():
+        client = await connect(doorbell.address, "decode-d")
     with pytest.raises(TransferFailed, match="decode-d does not answer"):
         await client.ring(Ring())
     assert client.is_broken

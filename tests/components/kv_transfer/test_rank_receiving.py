@@ -17,8 +17,8 @@ from tests.components.kv_transfer.nixl_peer import LAYOUT, on_tested_device
 pytestmark = pytest.mark.anyio
 
 ORDERS: Final[tuple[Order, ...]] = (Receive(on=True), Receive(on=False), Hasten())
-MOST_ORDERS: Final = 5
-MOST_TURNS: Final = 2  # between two orders
+MAX_ORDERS: Final = 5
+MAX_TURNS: Final = 2  # between two orders
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +58,14 @@ async def obey_all(end: RankEnd, orders: tuple[Order, ...], turns: int) -> None:
 
 async def test_a_follower_receives_after_the_last_order_says_so(end: RankEnd) -> None:
     """The leader's last transfer landed and the next began at once: the follower read both orders, and received nothing."""
-    for count in range(1, MOST_ORDERS + 1):
+    for count in range(1, MAX_ORDERS + 1):
         for orders in product(ORDERS, repeat=count):
-            for turns in range(MOST_TURNS + 1):
-                told = [order.on for order in orders if isinstance(order, Receive)]
+            for turns in range(MAX_TURNS + 1):
+                receiving = [order.on for order in orders if isinstance(order, Receive)]
                 await obey_all(end, orders, turns)
                 await asyncio.sleep(0)
-                if told:
-                    assert is_receiving(end) == told[-1], (orders, turns)
+                if receiving:
+                    assert is_receiving(end) == receiving[-1], (orders, turns)
                 await obey_all(end, (Receive(on=False),), 1)
                 assert not is_receiving(end)
 

@@ -29,7 +29,7 @@ class Watched:
     def __init__(self, *, asks: bool) -> None:
         self.now = 100.0
         self.epoch, self.step = 1, 10
-        self.heard_s = self.moved_s = self.forgiven_s = self.now
+        self.received_s = self.moved_s = self.forgiven_s = self.now
         self.book = InstanceBook()
         self.liveness = Liveness(self.book, "decode", lambda: self.now)
         self.liveness.asks = asks
@@ -42,12 +42,12 @@ class Watched:
             self.book.put("a", record("a", str(self.epoch), adapters={str(self.now): "w"}))
         else:
             self.book.put("a", record("a", str(self.epoch)))
-            self.heard_s = self.moved_s = self.forgiven_s = self.now
+            self.received_s = self.moved_s = self.forgiven_s = self.now
 
     def restart(self) -> None:
         self.epoch += 1
         self.book.put("a", record("a", str(self.epoch)))
-        self.heard_s = self.moved_s = self.forgiven_s = self.now
+        self.received_s = self.moved_s = self.forgiven_s = self.now
 
     def leave(self) -> None:
         self.book.drop("a")
@@ -55,7 +55,7 @@ class Watched:
     def beat(self, step: int, *, busy: bool = True) -> None:
         if step != self.step or not busy:
             self.moved_s = self.now
-        self.step, self.heard_s = step, self.now
+        self.step, self.received_s = step, self.now
         still_s = self.now - self.moved_s
         sent = Heartbeat(instance_id="a", epoch=str(self.epoch), step=step, busy=busy, still_s=still_s)
         assert self.liveness.record_heartbeat(sent) == self.is_known
@@ -107,9 +107,9 @@ class Watched:
     @property
     def must_be_lost(self) -> bool:
         """It is gone, silent, or hangs as far as this process saw."""
-        silent_s = self.now - max(self.heard_s, self.forgiven_s)
-        stood_s = self.heard_s - self.moved_s
-        return not self.is_known or silent_s > SILENT_AFTER_S or stood_s > HUNG_AFTER_S
+        silent_s = self.now - max(self.received_s, self.forgiven_s)
+        since_step_s = self.received_s - self.moved_s
+        return not self.is_known or silent_s > SILENT_AFTER_S or since_step_s > HUNG_AFTER_S
 
 
 EVENTS: Final[dict[str, Callable[[Watched], None]]] = {
