@@ -144,6 +144,7 @@ class Child:
             if self._process is not None:
                 self._shared.shared_memory.remove_files_of(self._process.pid)
                 _remove_folders_of(self._process.pid)
+                self._process = None  # another process may get its id
 
     def _started(self, process: Process) -> None:
         self._process = process

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import sys
+import tempfile
 import time
 from asyncio.subprocess import Process
 from collections.abc import Awaitable, Callable
@@ -124,22 +125,29 @@ def test_a_hanging_child_is_killed_and_its_shared_memory_removed() -> None:
     assert "did not stop in 0.3 s: killed" in shown
 
 
-def test_a_child_for_which_there_is_no_process_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The whole mesh ended with a traceback if the kernel refused a process at a restart."""
+def test_a_child_for_which_there_is_no_process_is_tried_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The whole mesh ended with a traceback if the kernel refused a process at a restart.
+
+    Another process may have the id of the one before by then: its folders stay.
+    """
     monkeypatch.setattr(children, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     spawn = child_process.spawn
+    pids: list[int] = []
 
     async def refused(*_: object, **__: object) -> Process:
         monkeypatch.setattr(child_process, "spawn", spawn)
+        (tmp_path / f"kvmesh-ranks-{pids[0]}-of-another").mkdir()
         raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
     async def scenario(_: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
-        pid = int((await until(r"pid=(\d+)"))[1])
+        pids.append(int((await until(r"pid=(\d+)"))[1]))
         await until("ready")
         monkeypatch.setattr(child_process, "spawn", refused)
-        os.kill(pid, signal.SIGKILL)
+        os.kill(pids[0], signal.SIGKILL)
         await until("Resource temporarily unavailable")
         await until(r"(?s)ready.*died.*died \(exit code 71\).*ready")
+        assert list(tmp_path.iterdir()) == [tmp_path / f"kvmesh-ranks-{pids[0]}-of-another"]
 
     supervise(scenario=scenario)
 
