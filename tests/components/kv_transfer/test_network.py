@@ -72,7 +72,7 @@ def test_rdma_devices_are_used_beside_the_interface(monkeypatch: pytest.MonkeyPa
     assert os.environ[network.UCX_DEVICES] == "eth1,mlx5_0:1"
 
 
-def test_an_address_that_is_not_this_machines_is_told(
+def test_an_address_that_is_not_this_machines_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv(network.UCX_DEVICES, "")

@@ -1,4 +1,4 @@
-"""Heartbeats, silence, records and pauses of this process in every order: a loss is told once, and one that answers is back."""
+"""Heartbeats, silence, records and pauses in every order: a loss is reported once, and an instance that answers is back."""
 
 import asyncio
 import logging
@@ -93,7 +93,7 @@ class Watched:
             self.liveness.check()
 
     def be_held_up(self) -> None:
-        """This process stands still, and the instance does not."""
+        """This process is held up, and the instance is not."""
         self.now += 30.0
         self.moved_s = self.now
         self.liveness.forgive()
