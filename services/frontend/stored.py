@@ -14,7 +14,15 @@ from typing import Final
 
 from pydantic import TypeAdapter
 
-from components.errors import Cancelled, DeadlineExceeded, MeshError, PeerLost, Rejected, UnknownResponse
+from components.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    MeshError,
+    NobodyListens,
+    PeerLost,
+    Rejected,
+    UnknownResponse,
+)
 from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
 from components.messaging.records import Bounds, Records, open_records
@@ -27,6 +35,8 @@ from services.frontend.config import FrontendSettings
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S: Final = 5.0
+STEADY_S: Final = 5.0  # since our own reconnect: other frontends may reconnect later
+ASK_AGAIN_S: Final = 0.2
 SALT_BYTES: Final = 16
 RESPONSE_ID: Final = re.compile(r"resp_[0-9a-f]{32}")
 ITEMS: Final = TypeAdapter(list[InputItem])
@@ -158,15 +168,26 @@ class StoredResponses:
         )
 
     async def _ask(self, frontend: str, request: CancelResponse) -> bool:
-        """Whether it runs there, or may: the frontend does not answer in time."""
+        """Whether it runs there, or may: the frontend does not answer in time, or reconnects to NATS after us.
+
+        A cancellation is repeated until the frontend may no longer be reconnecting.
+        """
         subject = f"{frontend}.cancel_response"
-        try:
-            answer = await self._bus.call(subject, request, ResponseUnderway, timeout_s=CALL_TIMEOUT_S)
-        except PeerLost:
-            return False
-        except DeadlineExceeded:
-            return True
-        return answer.underway
+        while True:
+            try:
+                answer = await self._bus.call(subject, request, ResponseUnderway, timeout_s=CALL_TIMEOUT_S)
+            except NobodyListens:
+                if self._bus.steady_s() >= STEADY_S:
+                    return False
+                if request.ask:
+                    return True
+                await asyncio.sleep(ASK_AGAIN_S)
+            except PeerLost:
+                return False
+            except DeadlineExceeded:
+                return True
+            else:
+                return answer.underway
 
     async def _cancel_here(self, request: CancelResponse) -> ResponseUnderway:
         mine = self._underway.get(request.response_id)

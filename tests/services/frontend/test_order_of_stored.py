@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 from collections.abc import Awaitable, Callable
 from itertools import permutations, product
 from types import SimpleNamespace
@@ -9,10 +10,10 @@ from typing import Any, Final, cast
 
 import pytest
 
-from components.errors import Cancelled, PeerLost, UnknownResponse
+from components.errors import Cancelled, NobodyListens, UnknownResponse
 from components.openai.responses import ResponseObject
 from components.wire.responses import CancelResponse, ResponseUnderway
-from services.frontend.stored import Remembered, StoredResponses
+from services.frontend.stored import STEADY_S, Remembered, StoredResponses
 
 pytestmark = pytest.mark.anyio
 ID: Final = "resp_" + "0" * 32
@@ -51,7 +52,8 @@ class Two:
     def __init__(self) -> None:
         self.records = Records()
         self.is_away = False  # the first one, from NATS
-        bus = SimpleNamespace(call=self._call)
+        self.steady_s = math.inf  # since the other one's reconnect to NATS
+        bus = SimpleNamespace(call=self._call, steady_s=lambda: self.steady_s)
         self.here, self.there = (StoredResponses(cast("Any", bus), cast("Any", self.records), name) for name in "ab")
         self.begun = asyncio.Event()
         self.goes_on = asyncio.Event()
@@ -63,7 +65,7 @@ class Two:
         assert subject == "a.cancel_response"
         await asyncio.sleep(0)
         if self.is_away:
-            raise PeerLost("no responders")
+            raise NobodyListens("no responders")
         answer = await self.here._cancel_here(request)
         await asyncio.sleep(0)
         return answer
@@ -165,3 +167,25 @@ async def test_what_is_deleted_stays_so_and_an_answer_is_kept(first: str) -> Non
             elif not two.deleted:
                 assert status in {"completed", "cancelled"}, at
             assert "away" in order or "in_progress" not in two.answers, at
+
+
+async def test_a_frontend_that_may_be_reconnecting_is_not_taken_for_lost() -> None:
+    """After a restart of NATS, a client that polled another frontend read "failed" of a response that completed later.
+
+    A cancellation did nothing meanwhile.
+    """
+    two = Two()
+    await two.begun.wait()
+    two.is_away, two.steady_s = True, STEADY_S / 2
+    assert await two.status() == "in_progress"
+    two.steady_s = STEADY_S
+    assert await two.status() == "failed"
+    two.steady_s = STEADY_S / 2
+    cancelling = asyncio.create_task(_cancel(two))
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not cancelling.done()
+    two.is_away = False
+    await cancelling
+    await two.work
+    assert two.answers == ["cancelled"]
