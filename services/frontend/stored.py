@@ -15,6 +15,7 @@ from typing import Final
 from pydantic import TypeAdapter
 
 from components.errors import (
+    BackendUnavailable,
     Cancelled,
     DeadlineExceeded,
     MeshError,
@@ -37,6 +38,8 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S: Final = 5.0
 STEADY_S: Final = 5.0  # since our own reconnect: other frontends may reconnect later
 ASK_AGAIN_S: Final = 0.2
+PUT_FOR_S: Final = 60.0  # while NATS is away
+PUT_AGAIN_S: Final = 0.5
 SALT_BYTES: Final = 16
 RESPONSE_ID: Final = re.compile(r"resp_[0-9a-f]{32}")
 ITEMS: Final = TypeAdapter(list[InputItem])
@@ -109,6 +112,31 @@ class StoredResponses:
         if not record.frontend and (mine := self._underway.get(response.id)) is not None:
             mine.ends()  # a cancellation would store it again, also if it is deleted meanwhile
         await self._records.put(response.id, pack(record))
+
+    async def put_end(self, response: ResponseObject, remembered: Remembered) -> None:
+        """Store a response that has ended in the background, again while NATS is away: no client has it otherwise.
+
+        Raises: MeshError, also if NATS is away for PUT_FOR_S.
+        """
+        clock = asyncio.get_running_loop().time
+        until_s = clock() + PUT_FOR_S
+        while True:
+            try:
+                return await self.put(response, remembered)
+            except (BackendUnavailable, DeadlineExceeded):
+                if clock() >= until_s:
+                    raise
+            await asyncio.sleep(PUT_AGAIN_S)
+            if await self._has_ended(response.id):
+                return None
+
+    async def _has_ended(self, response_id: str) -> bool:
+        """Whether NATS has stored the end though it did not answer, or the response has been deleted since."""
+        try:
+            data = await self._records.get(response_id)
+        except (BackendUnavailable, DeadlineExceeded):
+            return False
+        return data is None or not unpack(data, StoredResponse).frontend
 
     async def get(self, response_id: str, key: bytes) -> StoredResponse:
         """Raises: UnknownResponse, also if the response belongs to another API key."""

@@ -157,8 +157,9 @@ class ResponsesDialect(ConversationDialect):
         """Store `response` before its client reads it. If that fails, return it with `store` false rather than fail."""
         if self._stored is None or self._remembered is None:
             return response
+        put = self._stored.put_end if self.request.background else self._stored.put
         try:
-            await self._stored.put(response, self._remembered)
+            await put(response, self._remembered)
         except MeshError as exc:
             log.warning("response not stored", extra={"request_id": self.request_id, "cause": exc.message})
             return response.model_copy(update={"store": False})

@@ -10,10 +10,10 @@ from typing import Any, Final, cast
 
 import pytest
 
-from components.errors import Cancelled, NobodyListens, UnknownResponse
+from components.errors import BackendUnavailable, Cancelled, DeadlineExceeded, NobodyListens, UnknownResponse
 from components.openai.responses import ResponseObject
 from components.wire.responses import CancelResponse, ResponseUnderway
-from services.frontend.stored import STEADY_S, Remembered, StoredResponses
+from services.frontend.stored import PUT_AGAIN_S, STEADY_S, Remembered, StoredResponses
 
 pytestmark = pytest.mark.anyio
 ID: Final = "resp_" + "0" * 32
@@ -27,14 +27,19 @@ class Records:
 
     def __init__(self) -> None:
         self.kept: dict[str, bytes] = {}
+        self.is_away = False
 
     async def put(self, key: str, value: bytes) -> None:
+        if self.is_away:
+            raise DeadlineExceeded("no answer in time")
         for _ in range(PUT_TURNS):
             await asyncio.sleep(0)
         self.kept[key] = value
         await asyncio.sleep(0)
 
     async def get(self, key: str) -> bytes | None:
+        if self.is_away:
+            raise BackendUnavailable("NATS is away")
         await asyncio.sleep(0)
         found = self.kept.get(key)
         await asyncio.sleep(0)
@@ -80,9 +85,9 @@ class Two:
             try:
                 with mine.cancellable():
                     await self.goes_on.wait()
-                    await self.here.put(response("completed"), MINE)
+                    await self.here.put_end(response("completed"), MINE)
             except Cancelled:
-                await self.here.put(response("cancelled"), MINE)
+                await self.here.put_end(response("cancelled"), MINE)
 
     async def status(self) -> str | None:
         try:
@@ -189,3 +194,19 @@ async def test_a_frontend_that_may_be_reconnecting_is_not_taken_for_lost() -> No
     await cancelling
     await two.work
     assert two.answers == ["cancelled"]
+
+
+@pytest.mark.parametrize("deleted", [False, True])
+async def test_an_answer_that_comes_while_nats_is_away_is_stored_later(deleted: bool) -> None:
+    """An outage of more than two seconds lost the answer, which no client had. A deleted response stays deleted."""
+    two = Two()
+    await two.begun.wait()
+    two.records.is_away = True
+    two.goes_on.set()
+    await asyncio.sleep(PUT_AGAIN_S / 2)
+    assert not two.work.done()
+    if deleted:
+        two.records.kept.clear()
+    two.records.is_away = False
+    await two.work
+    assert await two.status() == (None if deleted else "completed")
