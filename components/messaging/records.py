@@ -14,7 +14,7 @@ from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, StorageType, StreamConfig
 from nats.js.errors import BadRequestError, NoStreamResponseError, NotFoundError, ServiceUnavailableError
 
-from components.errors import BackendUnavailable, MessageTooLarge
+from components.errors import BackendUnavailable, DeadlineExceeded, MessageTooLarge
 from components.messaging.bus import HEADERS_BYTES, Bus, nats_errors
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ class Records:
     async def put(self, key: str, value: bytes) -> None:
         """Store or replace a record; every process sees it when this returns.
 
-        Raises: MessageTooLarge, BackendUnavailable, DeadlineExceeded.
+        Raises: MessageTooLarge, BackendUnavailable.
         """
         most = self._bus.client.max_payload - HEADERS_BYTES
         if len(value) > most:
@@ -80,7 +80,7 @@ class Records:
 async def open_records(bus: Bus, name: str, bounds: Bounds) -> Records:
     """Open or create the records under `name`; `bounds` replace earlier ones.
 
-    Raises: BackendUnavailable, also without JetStream; DeadlineExceeded.
+    Raises: BackendUnavailable, also without JetStream.
     """
     jetstream = bus.client.jetstream(timeout=TIMEOUT_S)
     with _errors(_names(name)[1], bus.url):
@@ -115,8 +115,11 @@ def _names(name: str) -> tuple[str, str]:
 
 @contextmanager
 def _errors(subject: str, url: str) -> Iterator[None]:
-    with nats_errors(subject, url):
-        try:
-            yield
-        except (nats.errors.NoRespondersError, ServiceUnavailableError) as exc:
-            raise BackendUnavailable(f"NATS at {url} has no JetStream, or not this stream: {exc}") from exc
+    try:
+        with nats_errors(subject, url):
+            try:
+                yield
+            except (nats.errors.NoRespondersError, ServiceUnavailableError) as exc:
+                raise BackendUnavailable(f"NATS at {url} has no JetStream, or not this stream: {exc}") from exc
+    except DeadlineExceeded as exc:  # this limit is ours, not the request's
+        raise BackendUnavailable(f"JetStream of NATS at {url} does not answer", subject=subject) from exc

@@ -123,7 +123,7 @@ class StoredResponses:
         while True:
             try:
                 return await self.put(response, remembered)
-            except (BackendUnavailable, DeadlineExceeded):
+            except BackendUnavailable:
                 if clock() >= until_s:
                     raise
             await asyncio.sleep(PUT_AGAIN_S)
@@ -134,7 +134,7 @@ class StoredResponses:
         """Whether NATS has stored the end though it did not answer, or the response has been deleted since."""
         try:
             data = await self._records.get(response_id)
-        except (BackendUnavailable, DeadlineExceeded):
+        except BackendUnavailable:
             return False
         return data is None or not unpack(data, StoredResponse).frontend
 

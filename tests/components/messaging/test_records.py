@@ -5,7 +5,9 @@ import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
+import nats.errors
 import pytest
+from nats.js import JetStreamContext
 
 from components.errors import BackendUnavailable, MessageTooLarge
 from components.messaging.bus import connect_bus
@@ -86,3 +88,20 @@ async def test_records_that_nats_has_lost_are_gone_and_new_ones_are_stored(nats_
                 case "delete":
                     await records.delete("a")
             assert await records.get("a") is None
+
+
+async def test_a_nats_that_does_not_answer_is_away(
+    nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The client of a stored response read that its request had taken longer than its own time limit."""
+
+    async def silent(*_: object, **__: object) -> None:
+        raise nats.errors.TimeoutError
+
+    async with connect_bus(nats_url, "one") as bus:
+        records = await open_records(bus, namespace, BOUNDS)
+        for name in ("publish", "get_last_msg", "purge_stream"):
+            monkeypatch.setattr(JetStreamContext, name, silent)
+        for call in (records.put("a", b"x"), records.get("a"), records.delete("a")):
+            with pytest.raises(BackendUnavailable, match="does not answer"):
+                await call

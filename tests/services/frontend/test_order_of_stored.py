@@ -10,7 +10,7 @@ from typing import Any, Final, cast
 
 import pytest
 
-from components.errors import BackendUnavailable, Cancelled, DeadlineExceeded, NobodyListens, UnknownResponse
+from components.errors import BackendUnavailable, Cancelled, NobodyListens, UnknownResponse
 from components.openai.responses import ResponseObject
 from components.wire.responses import CancelResponse, ResponseUnderway
 from services.frontend.stored import PUT_AGAIN_S, STEADY_S, Remembered, StoredResponses
@@ -31,7 +31,7 @@ class Records:
 
     async def put(self, key: str, value: bytes) -> None:
         if self.is_away:
-            raise DeadlineExceeded("no answer in time")
+            raise BackendUnavailable("NATS is away")
         for _ in range(PUT_TURNS):
             await asyncio.sleep(0)
         self.kept[key] = value
