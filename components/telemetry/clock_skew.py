@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
-from components.telemetry.trace_store import Span
+from components.telemetry.stored_spans import Span
 from components.telemetry.trace_summary import root_of
 
 SHIFT: Final = "kvmesh.clock_shift_ms"  # on each shifted span: shown time minus its own clock's

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Final
 
-from components.telemetry.trace_store import Span
+from components.telemetry.stored_spans import Span
 
 CATEGORY: Final = "kvmesh"
 

@@ -18,7 +18,8 @@ from urllib.request import Request, urlopen
 from components.errors import BackendUnavailable
 from components.settings import MeshSettings
 from components.telemetry.otlp_sender import OBSERVER, login_header, trusting
-from components.telemetry.trace_store import FILE_NAME, Event, Span, TraceStore
+from components.telemetry.stored_spans import Event, Span
+from components.telemetry.trace_store import FILE_NAME, TraceStore
 from components.telemetry.trace_summary import TraceSummary, of_tenant, summary_of
 from components.urls import without_password
 

@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from components.telemetry.stored_spans import Span
 from components.telemetry.trace_pieces import CLIENT_REQUEST_ID, MOVED, REQUEST_ID, SLOW, TENANT, TTFT
-from components.telemetry.trace_store import Span
 
 CANCELLED: Final = "kvmesh.cancelled"
 MODEL: Final = "gen_ai.request.model"

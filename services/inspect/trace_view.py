@@ -10,8 +10,8 @@ from rich.table import Table
 from rich.text import Text
 
 from components.telemetry.clock_skew import SHIFT, shift_of
+from components.telemetry.stored_spans import Span
 from components.telemetry.trace_pieces import REQUEST_ID
-from components.telemetry.trace_store import Span
 from components.telemetry.trace_summary import TraceSummary, root_of
 from services.inspect.ages import age
 

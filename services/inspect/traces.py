@@ -11,8 +11,8 @@ from rich.console import Console
 from components.settings import MeshSettings
 from components.telemetry.clock_skew import corrected
 from components.telemetry.perfetto import trace_events
+from components.telemetry.stored_spans import Span
 from components.telemetry.trace_reader import TraceReader, TracesUnavailable, fields_of, open_trace_reader
-from components.telemetry.trace_store import Span
 from components.telemetry.trace_summary import TraceSummary, summary_of
 from services.inspect.trace_view import trace_list, trace_table
 

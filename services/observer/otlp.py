@@ -17,8 +17,8 @@ from opentelemetry.proto.trace.v1 import trace_pb2
 
 from components.errors import Rejected
 from components.telemetry.otlp_encoder import span_field
+from components.telemetry.stored_spans import plain
 from components.telemetry.trace_pieces import LATEST_NS, PIECES, REQUEST_ID, Piece, Root, unpack_pieces
-from components.telemetry.trace_store import plain
 
 PROTOBUF: Final = "application/x-protobuf"
 JSON: Final = "application/json"

@@ -13,8 +13,8 @@ import pytest
 
 from bench.processes import free_port
 from components.settings import MeshSettings
+from components.telemetry.stored_spans import Span
 from components.telemetry.trace_reader import LocalTraceReader, open_trace_reader
-from components.telemetry.trace_store import Span
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MOCK_ENV
 from tests.mesh.trace_checks import whole_trace

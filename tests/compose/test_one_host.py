@@ -13,7 +13,7 @@ from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from packaging.utils import canonicalize_name
 
-from components.telemetry.trace_store import Span
+from components.telemetry.stored_spans import Span
 from components.version import VERSION
 from tests.compose.docker_engine import DockerEngine, output
 from tests.compose.project import Build, Project, project, until_it_answers

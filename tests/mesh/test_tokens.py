@@ -9,7 +9,7 @@ from typing import Final
 import httpx
 import pytest
 
-from components.telemetry.trace_store import Span
+from components.telemetry.stored_spans import Span
 from tests.mesh.harness import MeshProcesses, open_client
 from tests.mesh.through_prefill import through_prefill
 from tests.mesh.trace_checks import traces_since

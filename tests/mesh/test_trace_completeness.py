@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 import httpx
 import pytest
 
-from components.telemetry.trace_store import Span
+from components.telemetry.stored_spans import Span
 from components.telemetry.trace_summary import summary_of
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MOCK_ENV

@@ -5,8 +5,9 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
 
+from components.telemetry.stored_spans import Span
 from components.telemetry.trace_reader import LocalTraceReader
-from components.telemetry.trace_store import LOST, Span, TraceStore
+from components.telemetry.trace_store import LOST, TraceStore
 from components.telemetry.trace_summary import root_of
 
 WAIT_S: Final = 15.0  # for the last spans, which each process exports by itself

@@ -13,8 +13,8 @@ from starlette.routing import Route
 
 from components.errors import Rejected
 from components.telemetry.perfetto import trace_events
+from components.telemetry.stored_spans import Span
 from components.telemetry.trace_reader import TracesUnavailable
-from components.telemetry.trace_store import Span
 from services.frontend.gate import caller_of
 from services.frontend.request_record import decode_of
 from services.frontend.ui.control import LocalControl, check_origin, is_from_this_machine

@@ -8,8 +8,8 @@ from typing import Any, Final, Literal, get_args
 
 from components.settings import MeshSettings
 from components.telemetry.clock_skew import corrected
+from components.telemetry.stored_spans import Span
 from components.telemetry.trace_reader import TraceReader, fields_of, open_trace_reader
-from components.telemetry.trace_store import Span
 from components.telemetry.trace_summary import of_tenant
 
 Which = Literal["recent", "slow", "failed"]

@@ -16,7 +16,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, TraceState
 from components.telemetry import otlp_encoder
 from components.telemetry.light_span import LightSpan
 from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_span, span_field
-from components.telemetry.trace_store import decode_spans
+from components.telemetry.stored_spans import decode_spans
 
 VALUES: dict[str, Any] = {
     "text": "a", "long": "x" * 200, "unicode": "héé", "empty": "", "yes": True, "no": False, "zero": 0, "many": 1 << 40,

@@ -9,7 +9,7 @@ from components.telemetry.light_span import LightSpan
 from components.telemetry.otlp_encoder import ATTRIBUTE_CHARS, encode_whole
 from components.telemetry.packed_spans import PACKED_FIRST, pack_spans
 from components.telemetry.spans import step
-from components.telemetry.trace_store import read_piece
+from components.telemetry.stored_spans import read_piece
 
 TRACE = 1 << 127
 VALUES: dict[str, Any] = {

@@ -1,7 +1,7 @@
 from typing import Any
 
 from components.telemetry.perfetto import trace_events
-from components.telemetry.trace_store import Event, Span
+from components.telemetry.stored_spans import Event, Span
 
 US = 1000
 

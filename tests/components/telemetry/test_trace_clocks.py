@@ -8,7 +8,7 @@ from rich.console import Console
 
 from components.telemetry.clock_skew import SHIFT, corrected, shift_of
 from components.telemetry.perfetto import trace_events
-from components.telemetry.trace_store import Event, Span
+from components.telemetry.stored_spans import Event, Span
 from services.inspect.trace_view import trace_table
 
 MS = 1_000_000

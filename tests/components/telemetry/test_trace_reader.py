@@ -1,7 +1,7 @@
 import json
 
+from components.telemetry.stored_spans import Event, Span
 from components.telemetry.trace_reader import fields_of, span_from, summary_from
-from components.telemetry.trace_store import Event, Span
 from components.telemetry.trace_summary import summary_of
 
 ROOT = Span(

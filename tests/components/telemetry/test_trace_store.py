@@ -12,9 +12,10 @@ from opentelemetry.trace import Status, StatusCode
 from components.telemetry import otlp_encoder
 from components.telemetry.packed_spans import PackedSpan
 from components.telemetry.spans import Spans
+from components.telemetry.stored_spans import Event
 from components.telemetry.trace_pieces import Piece, Root
 from components.telemetry.trace_reader import LocalTraceReader
-from components.telemetry.trace_store import FILE_NAME, TRIM_EVERY, Event, Limits, TraceStore, TraceWriter
+from components.telemetry.trace_store import FILE_NAME, TRIM_EVERY, Limits, TraceStore, TraceWriter
 from tests.components.telemetry.written import writing_tracer
 
 FILES = 20  # made anew, as at the first start of a mesh

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from components.telemetry.trace_store import Span
+from components.telemetry.stored_spans import Span
 from components.telemetry.trace_summary import summary_of
 from components.wire.heartbeat import Heartbeat
 from components.wire.inspection import ProfilePart

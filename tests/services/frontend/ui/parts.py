@@ -9,9 +9,9 @@ import httpx
 
 from components.aio import background
 from components.http.server import serve_http
+from components.telemetry.stored_spans import Event, Span
 from components.telemetry.trace_pieces import TENANT
 from components.telemetry.trace_reader import TracesUnavailable
-from components.telemetry.trace_store import Event, Span
 from components.telemetry.trace_summary import TraceSummary, of_tenant, summary_of
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from starlette.requests import Request
 
-from components.telemetry.trace_store import Event, Span
+from components.telemetry.stored_spans import Event, Span
 from services.frontend.ui.control import is_from_this_machine
 from services.frontend.ui.traces import Traces
 from tests.services.frontend.fake_mesh import FakeMesh

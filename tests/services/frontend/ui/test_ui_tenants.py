@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from components.api_keys import parse_file, parse_list
-from components.telemetry.trace_store import Span
+from components.telemetry.stored_spans import Span
 from services.frontend.keys import KeyRing
 from tests.services.frontend.fake_mesh import FakeMesh
 from tests.services.frontend.ui.parts import FakeReader, make_page, served, trace
