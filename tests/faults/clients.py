@@ -95,9 +95,9 @@ class Client:
         return False
 
     def problems(self, answers: list[Answer], *, broken: bool) -> list[str]:
-        """What is not right: exactly the right tokens, or some of them and exactly one error.
+        """Return what is wrong. A client must get all tokens, or some of them and exactly one error.
 
-        `broken`: a message was made unreadable, or an answer one that tells of a bug.
+        `broken`: a message was made unreadable, or an answer was replaced by one that reports a defect.
         """
         assert self.task is not None
         (tokens, finish), found = answers[0], []

@@ -1,9 +1,12 @@
 """Another process with pages of its own: `python -m tests.components.kv_transfer.nixl_peer <agent> [<backend> [<page size>]]`.
 
-Spoken to in lines. Writes its endpoint as JSON first. Then, for each line of its input: `expect <text> [<slot>]` announces
-a notification, of aux slot 0 where none is named, and answers when it has come with what stands in the pages at that very
-moment; `pages` answers at once. `receive <text> <tokens> <prefill's page size> <page>...` takes the place of decode,
-verifies, and answers first with its aux slot, in the end with "landed" or the error.
+It prints its endpoint as JSON first, then reads a command from each line of its input:
+
+- `expect <text> [<slot>]` announces a notification, of aux slot 0 by default. When the notification arrives, the process
+  prints what the pages then hold.
+- `pages` prints it at once.
+- `receive <text> <tokens> <prefill's page size> <page>...` takes the place of decode. The process prints its aux slot first;
+  after the transfer it verifies the KV and prints "landed" or the error.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""A text that goes on from another one: what is told of it is what is new."""
+"""A text that continues another one: the reader reports only what is new."""
 
 from collections.abc import Iterable, Sequence
 from itertools import count

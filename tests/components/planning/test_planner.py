@@ -256,7 +256,7 @@ def test_the_planner_waits_for_a_change_up_to_a_limit() -> None:
 
 
 def test_a_worker_that_never_comes_is_taken_back_when_the_load_is_gone() -> None:
-    """It was held against letting anybody go, for ever: not everybody was heard."""
+    """The planner never removed a worker again, because one of them had never reported."""
     fleet = MadeUp(start_s=1e9)
     planner = Planner(TARGETS, WIDE, replace(PACE, start_timeout_s=100.0, retry_s=50.0))
     changes = play(fleet, planner, [*steady(40.0, 100.0, 200), *steady(1.0, 20.0, 2000)])

@@ -308,11 +308,11 @@ async def test_the_first_token_is_sent_before_its_kv_arrives_and_not_twice(decod
 
 
 @pytest.mark.parametrize("early", [False, True])
-@pytest.mark.parametrize(("there", "told"), [(3, 4), (9, 9), (2**31, 10)])
+@pytest.mark.parametrize(("there", "reported"), [(3, 4), (9, 9), (2**31, 10)])
 async def test_cached_tokens_are_those_of_prefill_if_it_had_more(
-    decode: Decode, there: int, told: int, *, early: bool
+    decode: Decode, there: int, reported: int, *, early: bool
 ) -> None:
-    """The client was told of the 4 that decode had: a prompt that prefill had whole counted as computed."""
+    """Usage reported the 4 tokens that decode had cached. A prompt cached on prefill alone counted as computed."""
     decode.engine.engine.delivered = [TokenOutput(ID, [42], num_cached_tokens=4)]
     await decode.ask()
     await decode.reserve()
@@ -323,7 +323,7 @@ async def test_cached_tokens_are_those_of_prefill_if_it_had_more(
     decode.transfer.land(ROOM, decode.prefill.offered[-1].aux_slot, AuxRecord(STAMP, 3, 42, there))
     await turns()
     await decode.finish()
-    assert [item.num_cached_tokens for item in decode.items()] == [told, 0]
+    assert [item.num_cached_tokens for item in decode.items()] == [reported, 0]
 
 
 async def test_a_prompt_whose_first_token_was_sent_is_computed_with_it_if_its_kv_does_not_arrive(

@@ -1,8 +1,10 @@
-"""A service as its supervisor sees it: logs JSON lines, says "ready", ends on SIGTERM; or misbehaves as told.
+"""A service as its supervisor sees it: it logs JSON lines, reports "ready" and ends on SIGTERM, or misbehaves on request.
 
-`fake_service.py [--http PORT] [habit …]`, habits: `hangs` on SIGTERM, `dies` right after "ready", `dies-early` before it,
-`is-misconfigured`, `breeds` a grandchild that would outlive it, `leaves-shm` a file in /dev/shm, `leaves-folder` a
-temporary folder, `progresses` before it is ready, `drains` for 0.3 s when told to stop, `registers` with an instance id.
+`fake_service.py [--http PORT] [habit …]`. Habits:
+
+- at the start: `is-misconfigured`, `dies-early` before "ready", `progresses` before it, `registers` with an instance id
+- after it: `dies` at once, `hangs` on SIGTERM, `drains` for 0.3 s on SIGTERM
+- what it leaves behind: `breeds` a child that outlives it, `leaves-shm` a file in /dev/shm, `leaves-folder` a temporary folder
 """
 
 import http.server
