@@ -32,6 +32,7 @@ from components.wire.refused import raised
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S: Final = 2.0
+UNWANTED_S: Final = 1.0  # a cancelled stream may go on so long, until it is cancelled again
 
 
 class Reader(Protocol):
@@ -117,6 +118,7 @@ class _Source:
     epoch: str
     order: FrameOrder
     streams: dict[int, InStream] = field(default_factory=dict)
+    unwanted: dict[int, float] = field(default_factory=dict)  # closed streams that go on, and since when
 
 
 class StreamInbox:
@@ -144,6 +146,11 @@ class StreamInbox:
         self._waiting: list[InStream] = []  # with items to push
         self._sources: dict[str, _Source] = {}  # by instance id
         self._ids = count()
+        self._cancel: Callable[[str, int], None] = lambda instance_id, stream_id: None
+
+    def on_unwanted(self, cancel: Callable[[str, int], None]) -> None:
+        """`cancel` is called with the instance and the id of a closed stream that still sends tokens."""
+        self._cancel = cancel
 
     def show(self, metrics: CollectorRegistry) -> None:
         shown, counts = OnDemand(metrics), self.counts
@@ -179,6 +186,7 @@ class StreamInbox:
     def fail_instance(self, instance_id: str, error: MeshError) -> None:
         source = self._sources.get(instance_id)
         if source is not None:
+            source.unwanted.clear()
             for stream in list(source.streams.values()):
                 stream.fail(error)
 
@@ -233,14 +241,26 @@ class StreamInbox:
         return source
 
     def _put(self, frame: TokenFrame) -> None:
-        streams, waiting = self._sources[frame.instance_id].streams, self._waiting
+        source, waiting = self._sources[frame.instance_id], self._waiting
         is_first = not waiting
         for item in frame.items:
-            stream = streams.get(item.stream_id)  # None: closed before its last items arrived
-            if stream is not None and stream.put(item):
+            stream = source.streams.get(item.stream_id)
+            if stream is None:  # closed before its last items arrived
+                self._put_unwanted(source, frame.instance_id, item)
+            elif stream.put(item):
                 waiting.append(stream)
         if is_first and waiting:
             asyncio.get_running_loop().call_soon(self._deal)
+
+    def _put_unwanted(self, source: _Source, instance_id: str, item: StreamItem) -> None:
+        """Cancel the stream again if it goes on: NATS may have lost the message."""
+        if item.finish is not None or item.error is not None:
+            source.unwanted.pop(item.stream_id, None)
+            return
+        now_s = asyncio.get_running_loop().time()
+        if now_s - source.unwanted.setdefault(item.stream_id, now_s) > UNWANTED_S:
+            source.unwanted[item.stream_id] = now_s
+            self._cancel(instance_id, item.stream_id)
 
     def _deal(self) -> None:
         waiting, self._waiting = self._waiting, []

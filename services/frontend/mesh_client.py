@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import contextvars
+import logging
 from collections.abc import Sequence
 from copy import deepcopy
 from dataclasses import replace
@@ -30,6 +31,8 @@ from services.frontend.embed_calls import EmbedCalls
 from services.frontend.moves import Moves
 from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
 from services.frontend.request_record import request_record
+
+log = logging.getLogger(__name__)
 
 DISPATCH_TIMEOUT_S: Final = 10.0
 RECONNECT_S: Final = 2.0  # after our own reconnect others have reconnected, too
@@ -59,6 +62,7 @@ class MeshClient:
         self._embed_calls = EmbedCalls(bus, inbox, self.choice, model, self._send_later)
         self._decodes.on_lost(self._instance_lost)
         self._decodes.on_ended(lambda record: inbox.forget_instance(record.instance_id))
+        inbox.on_unwanted(self._cancel_again)
 
     def models(self) -> list[ServedModel]:
         """The model and its adapters; for a while also after the last instance was lost, as requests wait for it."""
@@ -129,8 +133,17 @@ class MeshClient:
         """Stop reading, and cancel the work if it is not over."""
         self._inbox.close(stream)
         if not is_over:
-            cancelling = CancelStreams(reply_to=self._inbox.subject, stream_ids=[stream.stream_id])
-            self._send_later(f"{record.subject}.cancel", cancelling)
+            self._cancel(record, stream.stream_id)
+
+    def _cancel(self, record: InstanceRecord, stream_id: int) -> None:
+        cancelling = CancelStreams(reply_to=self._inbox.subject, stream_ids=[stream_id])
+        self._send_later(f"{record.subject}.cancel", cancelling)
+
+    def _cancel_again(self, instance_id: str, stream_id: int) -> None:
+        record = self._decodes.find(instance_id)
+        if record is not None:
+            log.info("stream cancelled again", extra={"decode": instance_id, "stream_id": stream_id})
+            self._cancel(record, stream_id)
 
     async def _send(self, prompt: Prompt, record: InstanceRecord, stream: InStream) -> int:
         """Returns: the number of requests that the instance has accepted."""

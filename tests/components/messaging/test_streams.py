@@ -6,7 +6,7 @@ from typing import Any
 import msgpack
 import pytest
 
-from components.errors import BackendUnavailable, DecodeLost, InvariantBroken, MessageTooLarge, QueueFull
+from components.errors import BackendUnavailable, Cancelled, DecodeLost, InvariantBroken, MessageTooLarge, QueueFull
 from components.messaging.bus import connect_bus
 from components.messaging.inbox import InStream, StreamInbox, open_inbox
 from components.messaging.outbox import OutStream, StreamOutbox, open_outbox
@@ -293,6 +293,40 @@ def test_a_quick_stream_leaves_once_in_some_intervals_and_holds_up_no_other() ->
         for _, data in bus.frames:
             await inbox.receive(Message(data))
         assert Read(readers[0]).tokens == [list(range(61))], "in order, and no number is missing"
+
+    run_virtually(test)
+
+
+def test_a_closed_stream_that_goes_on_is_cancelled_again_once_a_second_until_it_ends() -> None:
+    """A cancel that NATS had lost let decode compute to the end."""
+
+    async def test() -> None:
+        ends, cancelled = Ends(), list[tuple[float, str, int]]()
+        now = asyncio.get_running_loop().time
+        ends.inbox.on_unwanted(lambda *stream: cancelled.append((now(), *stream)))
+        ends.inbox.close(ends.stream)
+        for number in range(12):
+            await ends.deliver(ends.sender.tokens([number]))
+            await asyncio.sleep(0.25)
+        assert cancelled == [(1.25, "d", 0), (2.5, "d", 0)]
+        await ends.deliver(ends.sender.error(Cancelled("the client has gone")))
+        assert not ends.inbox._sources["d"].unwanted
+
+    run_virtually(test)
+
+
+@pytest.mark.parametrize("items", [1, 9])
+def test_the_items_that_a_cancel_crosses_cancel_nothing(items: int) -> None:
+    async def test() -> None:
+        ends, cancelled = Ends(), list[int]()
+        ends.inbox.on_unwanted(lambda _, stream_id: cancelled.append(stream_id))
+        ends.inbox.close(ends.stream)
+        for number in range(items):
+            await ends.deliver(ends.sender.tokens([number]))
+            await asyncio.sleep(0.1)
+        await ends.deliver(ends.sender.error(Cancelled("the client has gone")))
+        assert not cancelled
+        assert not ends.inbox._sources["d"].unwanted
 
     run_virtually(test)
 

@@ -25,6 +25,7 @@ from components.errors import (
     PeerLost,
     PromptTooLong,
 )
+from components.messaging import inbox
 from components.messaging.call_server import Endpoint
 from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
@@ -166,6 +167,28 @@ async def test_a_stream_is_read_to_its_end_and_nothing_is_cancelled(mesh: Mesh) 
     assert request.sampling == PROMPT.sampling
     assert request.cache_salt == "s"
     assert not mesh.cancelled()
+
+
+async def test_a_stream_whose_cancel_was_lost_is_cancelled_again(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An outage of NATS lost it, and decode computed to the end."""
+    streams: list[OutStream] = []
+    decode = Decode(mesh, "a", lambda _, stream, request: streams.append(stream))
+    asking = asyncio.create_task(mesh.ask())
+    while not streams:
+        await asyncio.sleep(0)
+    asking.cancel()
+    await asyncio.wait([asking])
+    await asyncio.sleep(0)
+    assert mesh.cancelled() == [("ns.decode.a.cancel", [0])]
+    monkeypatch.setattr(inbox, "UNWANTED_S", -1.0)
+    decode.send(streams[0].tokens([103]))
+    await asyncio.gather(*mesh.tasks)
+    await asyncio.sleep(0)
+    assert mesh.cancelled() == [("ns.decode.a.cancel", [0])] * 2
+    decode.lose()
+    decode.send(streams[0].tokens([104]))
+    await asyncio.gather(*mesh.tasks)
+    assert len(mesh.cancelled()) == 2, "nothing is sent to an instance that has gone"
 
 
 @pytest.mark.parametrize("count", [0, 1, 4, 5])
