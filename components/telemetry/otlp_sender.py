@@ -50,10 +50,15 @@ class OtlpSender:
         self._waiting_bytes = 0
         self._wait_s = FIRST_WAIT_S
         self._not_before = 0.0  # monotonic
-        self.is_observer = False  # whether the receiver has said so
-        self.takes_pieces = False  # likewise
+        self._has_warned = False  # that the receiver is away
+        self.is_observer: bool | None = None  # None: the receiver has not answered yet
+        self.takes_pieces = False  # an observer's answer has said so
         self.dropped = 0  # spans that the receiver was away for
         self.refused = 0  # spans that it refused
+
+    def greet(self) -> None:
+        """Learn what the receiver is, by a request without spans."""
+        self.send(b"", OTLP, 0)
 
     def send(self, request: bytes, kind: str, num_spans: int) -> None:
         """Send now, or keep it for later. `kind`: its content type."""
@@ -65,6 +70,8 @@ class OtlpSender:
 
     def send_waiting(self, *, last: bool = False) -> None:
         """`last`: this process ends. Try once, then drop the spans that still wait."""
+        if last and self._waiting and not self._waiting[0][2]:
+            self._waiting.popleft()  # the greeting
         if last or time.monotonic() >= self._not_before:
             until = time.monotonic() + TIMEOUT_S
             while self._waiting and not (last and time.monotonic() > until) and self._sent(*self._waiting[0][:2]):
@@ -105,12 +112,12 @@ class OtlpSender:
     def _judge(self, status: int, reason: str) -> bool:
         if status in RETRIED:
             return self._failed(f"status {status}: {reason}")
-        if status >= 300:
-            count = self._waiting[0][2]
+        count = self._waiting[0][2]
+        if status >= 300 and count:
             self.refused += count
             facts = {"receiver": self._place, "status": status, "reason": reason, "count": count}
             log.warning("spans refused by the OTLP receiver", extra=facts)
-        self._wait_s, self._not_before = FIRST_WAIT_S, 0.0
+        self._wait_s, self._not_before, self._has_warned = FIRST_WAIT_S, 0.0, False
         return True
 
     def _post(self, body: bytes, kind: str) -> tuple[int, str]:
@@ -119,7 +126,7 @@ class OtlpSender:
             self._connection = self._connect()
         self._connection.request("POST", self._path, body, {"Content-Type": kind, **self._headers})
         with self._connection.getresponse() as answer:
-            self.is_observer = self.is_observer or answer.headers.get("Server") == OBSERVER
+            self.is_observer = bool(self.is_observer) or answer.headers.get("Server") == OBSERVER
             self.takes_pieces = self.is_observer and PIECES in answer.headers.get("Accept-Post", "")
             text = answer.read().decode(errors="replace")
             return answer.status, text[:200] if text.isprintable() else ""
@@ -131,7 +138,8 @@ class OtlpSender:
         return http.client.HTTPSConnection(self._host, self._port, timeout=TIMEOUT_S, context=context)
 
     def _failed(self, cause: str) -> bool:
-        if self._wait_s == FIRST_WAIT_S:
+        if not self._has_warned and any(num_spans for *_, num_spans in self._waiting):
+            self._has_warned = True
             log.warning("OTLP receiver away, spans wait", extra={"receiver": self._place, "cause": cause})
         self._not_before = time.monotonic() + self._wait_s
         self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
@@ -141,7 +149,8 @@ class OtlpSender:
         body, _, num_spans = self._waiting.popleft()
         self._waiting_bytes -= len(body)
         self.dropped += num_spans
-        log.warning("spans dropped", extra={"receiver": self._place, "cause": cause, "count": num_spans})
+        if num_spans:
+            log.warning("spans dropped", extra={"receiver": self._place, "cause": cause, "count": num_spans})
 
 
 def trusting(ca: Path | None) -> ssl.SSLContext:

@@ -41,9 +41,14 @@ class SpanExport:
         self._unwritten = 0  # spans that the file did not take
         self._thread = threading.Thread(target=self._run, name="span-export", daemon=True)
 
-    def is_observed(self) -> bool:
-        """Whether an observer takes the spans. It takes no metrics."""
+    def is_observed(self) -> bool | None:
+        """Whether an observer takes the spans; None: the receiver has not answered yet."""
         return self._sender is not None and self._sender.is_observer
+
+    def takes_metrics(self) -> bool | None:
+        """Whether the receiver takes metrics, which an observer does not; None: it has not answered yet."""
+        is_observed = self.is_observed()
+        return None if is_observed is None else not is_observed
 
     @property
     def dropped(self) -> Mapping[str, int]:
@@ -72,6 +77,8 @@ class SpanExport:
 
     def _run(self) -> None:
         dropped = 0
+        if self._sender is not None:
+            self._sender.greet()
         while not self._stopping.wait(EVERY_S):
             self._export_safely()
             if self._too_many > dropped:

@@ -138,9 +138,7 @@ async def main(settings: FrontendSettings) -> None:
         endpoints = [*endpoints_of(links, mesh, text, control, stored), ui.history.endpoint()]
         leaving = asyncio.Event()
         async with (
-            send_server_metrics(
-                settings, links.instance_id, lambda: not links.telemetry.export.is_observed()
-            ) as server_metrics,
+            send_server_metrics(settings, links.instance_id, links.telemetry.export.takes_metrics) as server_metrics,
             run_ui(ui, poll),
             open_checker(folder, settings.compile_budget_s, ConstraintMetrics(links.metrics)) as checker,
             serve_health(

@@ -33,7 +33,7 @@ TOKEN_BUCKETS: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
 
 
 class ServerMetrics:
-    def __init__(self, meter: Meter, are_wanted: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, meter: Meter, are_wanted: Callable[[], bool | None] = lambda: True) -> None:
         self._are_wanted = are_wanted
 
         def seconds(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:
@@ -69,7 +69,7 @@ class ServerMetrics:
             num_tokens: generated.
             error: class of the error; None for a success.
         """
-        if not self._are_wanted():
+        if self._are_wanted() is False:
             return
         about = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "kvmesh"}
         about |= {"gen_ai.request.model": model, "gen_ai.response.model": model} if model else {}
@@ -82,9 +82,9 @@ class ServerMetrics:
 
 
 class ExportIfWanted(MetricExporter):
-    """Whether the receiver takes metrics is known after its first answer to spans, so some may be recorded before."""
+    """Exports nothing while it is not known whether the receiver takes metrics. What was recorded is exported later."""
 
-    def __init__(self, exporter: MetricExporter, are_wanted: Callable[[], bool]) -> None:
+    def __init__(self, exporter: MetricExporter, are_wanted: Callable[[], bool | None]) -> None:
         super().__init__(exporter._preferred_temporality, exporter._preferred_aggregation)
         self._exporter = exporter
         self._are_wanted = are_wanted
@@ -119,9 +119,9 @@ def _session(ca: Path | None) -> Any:
 
 @asynccontextmanager
 async def send_server_metrics(
-    settings: MeshSettings, instance_id: str, are_wanted: Callable[[], bool]
+    settings: MeshSettings, instance_id: str, are_wanted: Callable[[], bool | None]
 ) -> AsyncIterator[ServerMetrics | None]:
-    """Yields None without a collector. `are_wanted`: whether it takes metrics, which an observer does not."""
+    """Yields None without a collector. `are_wanted`: whether it takes metrics; None: not known yet."""
     if not settings.otlp_endpoint:
         yield None
         return

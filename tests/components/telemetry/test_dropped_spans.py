@@ -89,6 +89,18 @@ def test_a_header_that_cannot_be_sent_costs_the_file_nothing(
     assert not any("ret" in str(record.__dict__) for record in caplog.records)
 
 
+def test_a_process_without_spans_says_nothing_of_a_receiver_that_is_away_or_refuses(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with receiver(401) as refusing:
+        for endpoint in (NOBODY, refusing):
+            export = SpanExport("a-1", {}, TraceWriter(tmp_path), OtlpSender(endpoint))
+            export.start()
+            export.stop()
+            assert export.dropped == NONE
+    assert not caplog.records
+
+
 def test_spans_that_the_file_does_not_take_are_file(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).mkdir()
     assert exported(tmp_path, None, 4) == {**NONE, "file": 4}

@@ -151,16 +151,19 @@ async def test_an_observer_gets_no_metrics(collector: tuple[str, Received]) -> N
     assert not received
 
 
-async def test_an_observer_gets_none_of_a_request_before_its_first_answer(collector: tuple[str, Received]) -> None:
-    """Such metrics would be sent again and again, and refused."""
+@pytest.mark.parametrize("answer", [None, False, True])
+async def test_metrics_of_a_receiver_that_has_not_answered_are_kept_until_it_is_known(
+    collector: tuple[str, Received], answer: bool | None
+) -> None:
+    """An observer refused them again and again, and each refusal was logged as an error."""
     endpoint, received = collector
-    answers = iter([True])
-    settings = FrontendSettings(otlp_endpoint=endpoint)
-    async with send_server_metrics(settings, "f1", lambda: next(answers, False)) as server:
+    wanted: list[bool | None] = [None]
+    async with send_server_metrics(FrontendSettings(otlp_endpoint=endpoint), "f1", lambda: wanted[-1]) as server:
         assert server is not None
         server.served("chat", "m", duration_s=1.0, first_s=0.5, num_tokens=3, error=None)
-        assert next(answers, None) is None, "it was to be recorded"
-    assert not received
+        wanted.append(answer)
+    assert bool(received) == bool(answer)
+    assert not received or "gen_ai.server.request.duration" in points(received)
 
 
 def test_the_exporter_is_a_dependency_of_the_project() -> None:

@@ -245,6 +245,20 @@ async def test_a_process_that_an_observer_answers_writes_no_file_of_its_own(url:
     assert LocalTraceReader(home).recent() == []
 
 
+async def test_a_process_knows_its_observer_before_its_first_span(url: str, tmp_path: Path) -> None:
+    """Metrics were sent to an observer that had not been asked yet, which refused them."""
+    export = SpanExport("frontend-f1", {}, TraceWriter(tmp_path / "of the process"), OtlpSender(url))
+    assert export.takes_metrics() is None
+    export.start()
+    async with asyncio.timeout(10):
+        while export.is_observed() is None:
+            await asyncio.sleep(0.01)
+    assert export.is_observed()
+    assert export.takes_metrics() is False
+    await asyncio.to_thread(export.stop)
+    assert await asyncio.to_thread(ObserverTraceReader(url).recent) == []
+
+
 async def test_spans_wait_for_an_observer_that_is_away_and_what_is_too_much_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
