@@ -17,8 +17,8 @@ from typing import Any, Final, cast
 
 from bench.load.client import full_answer
 from bench.load.report import quantile_ms
+from bench.load.workloads import WORDS
 from bench.processes import cpu_s, machine_busy_s
-from bench.serve import WORDS
 
 END: Final = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 ANSWER_S: Final = 120.0  # longer than any answer takes

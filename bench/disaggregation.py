@@ -14,7 +14,19 @@ from typing import Annotated, Final
 import typer
 
 from bench.processes import model_name
-from bench.turns import Concurrency, InputLen, Model, OutputLen, Requests, Rounds, Target, Work, by_turns, start_kvmesh
+from bench.turns import (
+    Concurrency,
+    InputLen,
+    Model,
+    OutputLen,
+    RangeRatio,
+    Requests,
+    Rounds,
+    Target,
+    Work,
+    by_turns,
+    start_kvmesh,
+)
 
 TARGETS: Final = (
     Target("ttft_ms_p50", 1.05, clients=[1]),
@@ -32,6 +44,7 @@ def main(
     requests: Requests = 8,
     input_len: InputLen = 256,
     output_len: OutputLen = 64,
+    range_ratio: RangeRatio = 1.0,
     model: Model = "smollm2-135m",
 ) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs every `finally`
@@ -41,7 +54,7 @@ def main(
         one = stack.enter_context(start_kvmesh("disaggregated", model, split, {}))
         other = stack.enter_context(start_kvmesh("aggregated", model, whole, {}))
         name = model_name(int(one.url.rpartition(":")[2]))
-        work = Work(rounds, concurrency, requests, input_len, output_len)
+        work = Work(rounds, concurrency, requests, input_len, output_len, range_ratio)
         by_turns((one, other), name, work, TARGETS)
 
 

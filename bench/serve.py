@@ -29,14 +29,13 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from bench.load.client import Body, Prepare, Run, body_of, closed_loop, open_loop
+from bench.load.client import Run, body_of, closed_loop, open_loop
 from bench.load.plot import pyplot, save_plot
 from bench.load.replay import trace_asks
 from bench.load.report import figures, more_figures, table
 from bench.load.workloads import (
     SHAREGPT_INPUT,
     SHAREGPT_OUTPUT,
-    WORDS,
     Ask,
     Workload,
     poisson_times_s,
@@ -47,29 +46,11 @@ from bench.load.workloads import (
 from components.local_mesh import local_mesh
 from components.settings import MeshSettings
 
-__all__ = ["WORDS", "Body", "Prepare", "Run", "figures", "measure"]  # for other benchmarks
-
 CONNECT_S: Final = 10.0
 PROGRESS_S: Final = 10.0
 DEFAULT_URL: Final = "http://127.0.0.1:8000"
 STATE_DIR: Final = Path(MeshSettings.model_fields["state_dir"].default)
 WARM_UP_TOKENS: Final = 8
-
-
-async def measure(
-    url: str,
-    model: str,
-    *,
-    concurrency: int,
-    requests: int,
-    input_len: int,
-    output_len: int,
-    prepare: Prepare | None = None,
-) -> Run:
-    """The time that `prepare` takes counts as time to first token."""
-    draw = random.Random()  # a new seed: an earlier run's prompts would be cached
-    asks = random_asks(draw, requests, input_len, output_len, 1.0)
-    return await closed_loop(url, [body_of(ask, model) for ask in asks], concurrency, prepare)
 
 
 def find_model(url: str, model: str | None) -> str:
@@ -207,9 +188,8 @@ def warm_up(url: str, model: str, requests: int, input_len: int) -> None:
     """Exits with the endpoint's error if these requests fail."""
     if requests == 0:
         return
-    run = asyncio.run(
-        measure(url, model, concurrency=1, requests=requests, input_len=input_len, output_len=WARM_UP_TOKENS)
-    )
+    asks = random_asks(random.Random(), requests, input_len, WARM_UP_TOKENS, 1.0)
+    run = asyncio.run(closed_loop(url, [body_of(ask, model) for ask in asks], 1))
     if run.failed:
         sys.exit(f"{url} failed at {run.failed} of {requests} requests to warm up: {next(iter(run.reasons))}")
 

@@ -6,24 +6,27 @@ targets.
 
 import asyncio
 import json
+import random
 import signal
 import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Final, NamedTuple
 
 import typer
 
+from bench.load.client import Prepare, Run, body_of, closed_loop
 from bench.load.report import figures
+from bench.load.workloads import Ask, random_asks, words
 from bench.processes import Server, cpu_s, free_port, machine_busy_s, mesh
-from bench.serve import Prepare, Run, measure
 
 COMPARED: Final = ("output_tok_s", "ttft_ms_p50", "tpot_ms_p50", "itl_ms_p99")
 MESH_START_S: Final = 1200.0  # each worker may have to compile the model first
 MEASURE_S: Final = 900.0  # for one level of concurrency
+WARM_UP_TOKENS: Final = 16
 WAKE_S: Final = 1.0  # after SIGCONT, for the backlog of the stopped processes
 
 
@@ -33,6 +36,7 @@ Concurrency = Annotated[list[int], typer.Option(help="clients at once; may be gi
 Requests = Annotated[int, typer.Option(min=1, help="per client and round")]
 InputLen = Annotated[int, typer.Option(help="tokens")]
 OutputLen = Annotated[int, typer.Option(min=2, help="tokens")]
+RangeRatio = Annotated[float, typer.Option(help="shortest to longest prompt and answer", min=0.0, max=1.0)]
 Model = Annotated[str, typer.Option(help="as services.local takes it")]
 
 
@@ -76,6 +80,7 @@ class Work:
     requests: int  # per client and round
     input_len: int  # tokens
     output_len: int  # tokens
+    range_ratio: float = 1.0  # lengths are uniform from this share of the length to the length
 
 
 class Target(NamedTuple):
@@ -116,40 +121,62 @@ def by_turns(
     lines: list[dict[str, Any]] = []
     for number in range(work.rounds):
         for clients in work.concurrency:
-            shape = {"concurrency": clients, "input_len": work.input_len, "output_len": work.output_len}
+            load = Load(model, clients, work, seed=f"{number} {clients}")
             turns = [(first, second), (second, first)]
             for who, other in turns if number % 2 == 0 else reversed(turns):
-                line = {"label": who.name, **facts, "round": number, **shape}
-                lines.append(line | measure_one(who, other, model, work.requests * clients, shape))
+                line = {"label": who.name, **facts, "round": number, **load.facts()}
+                lines.append(line | measure_one(who, other, load))
                 print(json.dumps(lines[-1]), flush=True)
     for clients in work.concurrency:
         print(json.dumps({**facts, **compare(lines, (first.name, second.name), clients, targets)}), flush=True)
 
 
-def measure_one(who: Contestant, other: Contestant, model: str, requests: int, shape: dict[str, int]) -> dict[str, Any]:
-    """The figures of `requests` requests to `who`, after a warm-up of one for each client.
+@dataclass(frozen=True, slots=True)
+class Load:
+    """The requests of one round. Both contestants get requests of the same lengths, with other words."""
+
+    model: str
+    clients: int
+    work: Work
+    seed: str
+
+    def facts(self) -> dict[str, Any]:
+        work = self.work
+        sizes = {"concurrency": self.clients, "input_len": work.input_len, "output_len": work.output_len}
+        return sizes if work.range_ratio == 1.0 else sizes | {"range_ratio": work.range_ratio}
+
+    def asks(self) -> list[Ask]:
+        work = self.work
+        sizes = (work.requests * self.clients, work.input_len, work.output_len, work.range_ratio)
+        lengths, draw = random_asks(random.Random(self.seed), *sizes), random.Random()
+        return [replace(ask, prompt=words(draw, ask.input_len)) for ask in lengths]
+
+    def warm_up(self) -> list[Ask]:
+        return random_asks(random.Random(), self.clients, self.work.input_len, WARM_UP_TOKENS, 1.0)
+
+
+def measure_one(who: Contestant, other: Contestant, load: Load) -> dict[str, Any]:
+    """The figures of one load, after a warm-up of one request for each client.
 
     Exits when a request failed or had another shape than asked for: such figures compare nothing.
     """
 
-    async def load(requests: int, output_len: int) -> Run:
+    async def run_load(asks: Sequence[Ask]) -> Run:
         async with asyncio.timeout(MEASURE_S):
-            wanted = shape | {"output_len": output_len}
-            return await measure(who.url, model, requests=requests, prepare=who.prepare, **wanted)
+            return await closed_loop(who.url, [body_of(ask, load.model) for ask in asks], load.clients, who.prepare)
 
+    asks = load.asks()
     with who.awake():
-        asyncio.run(load(shape["concurrency"], 16))
+        asyncio.run(run_load(load.warm_up()))
         before, busy_s, client_s = (who.cpu_s(), other.cpu_s()), machine_busy_s(), time.process_time()
-        run = asyncio.run(load(requests, shape["output_len"]))
+        run = asyncio.run(run_load(asks))
         spent = {who.name: who.cpu_s() - before[0], other.name: other.cpu_s() - before[1]}
         spent["client"] = time.process_time() - client_s
         spent["others"] = max(0.0, machine_busy_s() - busy_s - sum(spent.values()))
-    if run.failed or (run.prompt_tokens, run.output_tokens) != (
-        requests * shape["input_len"],
-        requests * shape["output_len"],
-    ):
+    asked = sum(ask.input_len for ask in asks), sum(ask.output_len for ask in asks)
+    if run.failed or (run.prompt_tokens, run.output_tokens) != asked:
         tokens = f"{run.prompt_tokens} tokens in, {run.output_tokens} out"
-        sys.exit(f"{who.name}: of {requests} requests {run.failed} failed; {tokens}, asked for {shape} each")
+        sys.exit(f"{who.name}: of {len(asks)} requests {run.failed} failed; {tokens}, asked for {asked}")
     return figures(run, cores={name: round(used_s / run.duration_s, 2) for name, used_s in spent.items()})
 
 

@@ -24,6 +24,7 @@ from bench.turns import (
     InputLen,
     Model,
     OutputLen,
+    RangeRatio,
     Requests,
     Rounds,
     Target,
@@ -152,6 +153,7 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
         requests: Requests = 8,
         input_len: InputLen = 256,
         output_len: OutputLen = 64,
+        range_ratio: RangeRatio = 1.0,
         model: Model = "smollm2-135m",
         kvmesh_prefill: Annotated[
             int | None, typer.Option(min=0, help="prefill workers of kvmesh; 0: decode computes prompts, as one engine")
@@ -181,7 +183,7 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
             name = model_name(int(ours.url.rpartition(":")[2]))
             vllm_pair = start_vllm(vllm, model_dir, name, mode, environments[1], connector, as_shipped=vllm_as_shipped)
             theirs = stack.enter_context(vllm_pair)
-            work = Work(rounds, concurrency, requests, input_len, output_len)
+            work = Work(rounds, concurrency, requests, input_len, output_len, range_ratio)
             by_turns((ours, theirs), name, work, targets, mode=mode)
 
     return main

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,11 +18,12 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from bench import serve as bench_serve
-from bench.load.client import Run, closed_loop, open_loop
+from bench.load.client import Run, body_of, closed_loop, open_loop
 from bench.load.plot import save_plot
-from bench.load.report import more_figures, table
+from bench.load.report import figures, more_figures, table
+from bench.load.workloads import random_asks
 from bench.processes import free_port
-from bench.serve import figures, find_url, measure, progress_bar
+from bench.serve import find_url, progress_bar
 from tests.bench.served import served
 
 REPO: Final = Path(__file__).resolve().parents[2]
@@ -83,7 +85,8 @@ def serve(*args: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_times_are_those_that_the_server_took(endpoint: Endpoint) -> None:
-    run = asyncio.run(measure(endpoint.url, "m", concurrency=2, requests=4, input_len=9, output_len=5))
+    asks = random_asks(random.Random(), 4, 9, 5, 1.0)
+    run = asyncio.run(closed_loop(endpoint.url, [body_of(ask, "m") for ask in asks], 2))
     assert (run.failed, run.prompt_tokens, run.output_tokens) == (0, 36, 20)
     assert endpoint.most == 2
     assert len({body["prompt"] for body in endpoint.bodies}) == 4, "no prompt twice"

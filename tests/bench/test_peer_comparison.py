@@ -8,7 +8,7 @@ import pytest
 
 from bench.peers import vllm_cpu, vllm_pd
 from bench.peers.vllm import KVMESH, VERSION, VLLM, PrefillFirst, check_environment
-from bench.turns import Target, compare
+from bench.turns import Load, Target, Work, compare
 
 PAIR = KVMESH, VLLM
 
@@ -46,6 +46,19 @@ def test_a_target_of_all_numbers_of_clients_is_judged_at_each() -> None:
     assert (ratios["met_output_tok_s"], ratios["met_ttft_ms_p50"]) == (False, True)
     assert Target("itl_ms_p99", 1.0).met(0.99)
     assert not Target("itl_ms_p99", 1.0).met(1.01)
+
+
+@pytest.mark.parametrize("range_ratio", [0.25, 1.0])
+def test_both_contestants_get_requests_of_the_same_lengths_with_other_words(range_ratio: float) -> None:
+    work = Work(rounds=2, concurrency=[8], requests=4, input_len=40, output_len=20, range_ratio=range_ratio)
+    first, second, other = (Load("m", 8, work, seed).asks() for seed in ("0 8", "0 8", "1 8"))
+    sizes = [[(ask.input_len, ask.output_len) for ask in asks] for asks in (first, second, other)]
+    assert sizes[0] == sizes[1]
+    assert (sizes[0] == sizes[2]) is (range_ratio == 1.0)
+    assert len(sizes[0]) == 32
+    assert all(40 * range_ratio <= i <= 40 and 20 * range_ratio <= o <= 20 for i, o in sizes[0])
+    assert all(len(ask.prompt.split()) == ask.input_len for ask in first)
+    assert not {ask.prompt for ask in first} & {ask.prompt for ask in second}, "they would be cached"
 
 
 def test_a_missing_environment_is_refused_with_the_command_that_makes_it(tmp_path: Path) -> None:
