@@ -173,5 +173,5 @@ def counted(url: str) -> list[int]:
     lines = httpx.get(f"{url}/metrics").text.splitlines()
     return [
         int(sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}_total{{")))
-        for name in ("prompt_tokens", "generation_tokens")
+        for name in ("kvmesh_prompt_tokens", "kvmesh_generation_tokens")
     ]
