@@ -240,7 +240,7 @@ def test_a_batch_that_cannot_be_read_costs_its_own_spans_alone(tmp_path: Path) -
 
 @pytest.mark.parametrize("what", ["the file", "its folder"])
 def test_spans_after_the_file_was_deleted_are_in_a_new_one(what: str, tmp_path: Path) -> None:
-    """A running process went on with the file that nobody can open any more, until its end."""
+    """A running process wrote to the deleted file until its end, and no reader could open that."""
     home = tmp_path / "home"
     first, second = TraceWriter(home), TraceWriter(home)
     for writer in (first, second):
