@@ -68,9 +68,11 @@ async def load_text(settings: FrontendSettings) -> tuple[Path, TextModel]:
     folder = await asyncio.to_thread(model_dir, settings.model, settings.home, log_progress)
     options = FormatOptions(settings.tool_format, settings.tool_parser, settings.reasoning_parser)
     try:
-        return folder, await asyncio.to_thread(TextModel.load, folder, options)
+        text = await asyncio.to_thread(TextModel.load, folder, options)
     except ValueError as exc:
         refuse(f"settings: {exc}")
+    text.warm_up()  # on this thread, which encodes short prompts
+    return folder, text
 
 
 def make_operations(settings: FrontendSettings, links: Connections, mesh: MeshClient, prefills: RollCall) -> Operations:
