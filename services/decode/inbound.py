@@ -7,7 +7,7 @@ from enum import StrEnum, auto
 from typing import Final
 
 from components.aio import Failure
-from components.errors import KvCorrupt, ListenerGone, NobodyListens, TransferFailed
+from components.errors import KvCorrupt, ListenerGone, NobodyListens, Overloaded, StaleInstance, TransferFailed
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import Checksums, PageChecksums
@@ -16,6 +16,7 @@ from components.telemetry.spans import step
 from components.wire.instances import InstanceRecord
 from engine.ports import Exposed
 
+REFUSALS: Final = (NobodyListens, StaleInstance, Overloaded)  # the instance has ended, restarted, or is leaving
 MAX_NAMED: Final = 16  # pages in an error message
 
 
@@ -77,6 +78,11 @@ class InboundTransfer:
         if self.asking is None or not self.asking.done() or self.asking.cancelled():
             return None
         return self.asking.exception()
+
+    @property
+    def another_may_accept(self) -> bool:
+        """True if the prefill instance never began the prompt, for a reason that need not hold for another one."""
+        return isinstance(self.refusal, REFUSALS) and not isinstance(self.refusal, ListenerGone)
 
     @property
     def reached_no_process(self) -> bool:

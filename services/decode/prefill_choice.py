@@ -1,7 +1,7 @@
 """The choice of a prefill instance for a prompt, or of computing it here."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import StrEnum, auto
 from typing import Final, NamedTuple
 
@@ -89,15 +89,19 @@ class PrefillChoice:
         *,
         adapter: str,
         session: str,
+        but_not: Collection[str] = (),
         explain: bool = False,
         dry: bool = False,
     ) -> RouteChoice | LocalPrefill:
-        """Choose an instance for a prompt with `remaining` tokens to compute."""
+        """Choose an instance for a prompt with `remaining` tokens to compute.
+
+        `but_not`: ids of instances that have refused it.
+        """
         if remaining <= self._max_local_prefill:
             return LocalPrefill(LocalPrefillReason.FEW_TOKENS, f"only {remaining} tokens remain")
         if not self._prefill.has_free_aux_slot:
             return NO_SLOT
-        usable = self._usable(adapter)
+        usable = self._usable(adapter, but_not)
         explain = explain and (dry or len(usable) > 1)  # else there is nothing to compare
         ask = RouteRequest(blocks.num_tokens, session=session, prefix=blocks.prefix(), explain=explain, dry=dry)
         inquiries = self._fleet.inquiries
@@ -162,14 +166,18 @@ class PrefillChoice:
         shown = chosen.why if isinstance(chosen, LocalPrefill) else chosen
         return explained(self._fleet.policy.text, request.token_ids, shown)
 
-    def _usable(self, adapter: str) -> Sequence[InstanceRecord]:
+    def is_there(self, adapter: str, *, but_not: Collection[str]) -> bool:
+        """Whether an instance can be used that is not one of these."""
+        return bool(self._usable(adapter, but_not))
+
+    def _usable(self, adapter: str, but_not: Collection[str]) -> Sequence[InstanceRecord]:
         """Return the prefill instances that compute the same KV with `adapter` as this instance."""
         alive = self._alive.usable(self._model, adapter, or_none=True)
         known = self._compatible.get(adapter)
         if known is None or known.of is not alive:
             known = _Compatible(alive, [record for record in alive if self._is_compatible(record, adapter)])
             self._compatible[adapter] = known
-        return known.records
+        return [r for r in known.records if r.instance_id not in but_not] if but_not else known.records
 
     def _is_compatible(self, record: InstanceRecord, adapter: str) -> bool:
         if record.kv is None or (adapter and adapter not in record.adapters):

@@ -61,6 +61,7 @@ T = TypeVar("T")
 CALL_TIMEOUT_S: Final = 10.0
 QUIESCE_TIMEOUT_S = 5.0
 QUIESCE_AGAIN_S = 0.5
+TAKE_BACK_S: Final = 1.0
 GONE_AFTER_S = 5.0  # without a listener under prefill's name: longer than a reconnection
 FENCE_MARGIN_S: Final = 4.0  # after the offer's deadline: for a write posted just before it, and for clocks that differ
 
@@ -101,9 +102,7 @@ class PrefillClient:
 
     @property
     def num_reserved_pages(self) -> int:
-        futures = (each.reserved for each in self._transfers.values())
-        ready = (future for future in futures if future.done() and not future.cancelled() and not future.exception())
-        return sum(self._num_exposed(future.result()) for future in ready)
+        return sum(self._num_exposed(each.reserved.result()) for each in self._transfers.values() if _has_pages(each))
 
     @property
     def num_exposed_pages(self) -> int:
@@ -148,8 +147,11 @@ class PrefillClient:
         if self._checksums is not None:
             check_readable(endpoint.device)
 
-    def begin(self, engine_id: str, prefill: InstanceRecord) -> InboundTransfer:
-        """Raises: QueueFull, if no aux slot is free."""
+    def begin(self, engine_id: str, prefill: InstanceRecord, refused: InboundTransfer | None = None) -> InboundTransfer:
+        """`refused`: the transfer before, which was taken back; its pages are offered again.
+
+        Raises: QueueFull, if no aux slot is free.
+        """
         # A process that knows a room may offer pages for it, so rooms must not be predictable.
         room, stamp = f"{randbits(63):x}", randbits(62) + 1
         transfer = InboundTransfer(
@@ -161,6 +163,8 @@ class PrefillClient:
             checksums=self._checksums,
             tally=self.tally,
         )
+        if refused is not None and _has_pages(refused):
+            transfer.reserved.set_result(refused.reserved.result())
         self._transfers[engine_id] = transfer
         return transfer
 
@@ -204,13 +208,31 @@ class PrefillClient:
         tokens = range(reserved.num_computed, num_tokens(request.token_ids))
         return await self._within(left_s, "KV from", transfer, self._receive(transfer, reserved, tokens, left_s))
 
+    async def take_back(self, transfer: InboundTransfer) -> bool:
+        """Make sure that a prefill instance that has refused writes nothing, so that its pages can be offered to another.
+
+        Returns: False, if that is not certain soon. Then `settle` must follow.
+        """
+        try:
+            async with asyncio.timeout(TAKE_BACK_S):
+                await self._stop(
+                    transfer, Quiesce(request_id=transfer.engine_id, cause="it goes to another prefill instance")
+                )
+        except TimeoutError:
+            return False
+        return True
+
     async def settle(self, transfer: InboundTransfer, *, cancelled: bool = False) -> None:
         """End a transfer: stop prefill if it still works on it, and return when prefill cannot write into the pages.
 
         `cancelled`: the client has gone.
         """
         cause = "the client has gone" if cancelled else "decode gave this transfer up"
-        quiesce = Quiesce(request_id=transfer.engine_id, cause=cause, cancelled=cancelled)
+        await self._stop(transfer, Quiesce(request_id=transfer.engine_id, cause=cause, cancelled=cancelled))
+        if self._transfers.get(transfer.engine_id) is transfer:
+            del self._transfers[transfer.engine_id]
+
+    async def _stop(self, transfer: InboundTransfer, quiesce: Quiesce) -> None:
         match transfer.abandon():
             case S.PINNED:
                 await _until_answered(transfer)
@@ -226,7 +248,6 @@ class PrefillClient:
                     await self._bus.publish(f"{transfer.prefill.subject}.quiesce", quiesce)
             case S.LANDED if transfer.asking is not None:
                 transfer.asking.cancel()  # its answer may be lost
-        self._transfers.pop(transfer.engine_id, None)
 
     async def _within(self, seconds: float, what: str, transfer: InboundTransfer, work: Coroutine[Any, Any, T]) -> T:
         late = DeadlineExceeded(f"no {what} prefill {transfer.prefill.instance_id} in {seconds:.3g} s")
@@ -326,9 +347,13 @@ class PrefillClient:
 
 async def _pages_of(transfer: InboundTransfer) -> Exposed:
     asked_ns = time.time_ns()
-    reserved = await transfer.reserved
+    reserved = await asyncio.shield(transfer.reserved)  # pages may still come for it if prefill refuses
     record_step("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
     return reserved
+
+
+def _has_pages(transfer: InboundTransfer) -> bool:
+    return transfer.reserved.done()
 
 
 async def _until_answered(transfer: InboundTransfer) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -19,7 +20,6 @@ from components.telemetry.light_span import Step
 from components.telemetry.on_demand import OnDemand
 from components.telemetry.spans import NO_STEP, record_lost, step, use_span
 from components.telemetry.worker_metrics import WorkerMetrics
-from components.wire.instances import InstanceRecord
 from components.wire.prefill import KvComing
 from components.wire.sampling import Constraint
 from engine.loop.engine_loop import EngineLoop
@@ -38,6 +38,7 @@ PROMPT_LOGPROBS: Final = LocalPrefill(
     LocalPrefillReason.PROMPT_LOGPROBS, "the prompt's log-probabilities are asked for"
 )
 LIGHT_TOKENS: Final = 4096  # checking and hashing so many takes less than a millisecond
+MAX_ASKED: Final = 3  # prefill instances for one prompt
 SETTLE_S: Final = 1.0  # when this process leaves: for prefill workers to answer that they write no more
 
 
@@ -159,12 +160,12 @@ class RequestRunner:
             try:
                 if (constraint := active.request.sampling.constraint) is not None:
                     active.mask = await self._mask_of(constraint, active)
-                prefill = await self._choose(active)
-                if prefill is None:
+                chosen = await self._choose(active)
+                if chosen is None:
                     active.enter(RequestState.WAITING)
                     self._submit(active, Phase.FULL)
                 else:
-                    await self._fetch(active, *prefill)
+                    await self._fetch(active, chosen)
             except MeshError as exc:
                 self.active.fail(active, exc)
             except Exception as exc:
@@ -181,7 +182,7 @@ class RequestRunner:
         with step("decode.compile", active.span):
             return await self._masks.mask_of(constraint, active.token_ids, active.request.num_generated)
 
-    async def _choose(self, active: ActiveRequest) -> tuple[InstanceRecord, RouteChoice] | None:
+    async def _choose(self, active: ActiveRequest) -> RouteChoice | None:
         """Choose a prefill instance. Returns None if the prompt should be computed here."""
         request = active.request
         with step("decode.lookup", active.span) as lookup:
@@ -202,10 +203,9 @@ class RequestRunner:
             if isinstance(chosen, LocalPrefill):
                 self._locally(chosen, active, choosing)
                 return None
-            active.prefill = chosen.instance_id
             if choosing is not NO_STEP:
                 choosing.note({"kvmesh.prefill.instance": chosen.instance_id, **chosen.facts()})
-            return self.choice.record_of(chosen), chosen
+            return chosen
 
     def _locally(self, choice: LocalPrefill, active: ActiveRequest, choosing: Step) -> None:
         active.why_local = choice.why
@@ -219,29 +219,58 @@ class RequestRunner:
             "pre-allocated usage": round(self.prefill.num_reserved_pages / total_pages, 2),
         }
 
-    async def _fetch(self, active: ActiveRequest, prefill: InstanceRecord, chosen: RouteChoice) -> None:
-        """Let `prefill` compute the prompt. If that fails, compute it here: the client sees only latency.
+    async def _fetch(self, active: ActiveRequest, chosen: RouteChoice) -> None:
+        """Let a prefill instance compute the prompt: the one chosen, or another one if it refuses.
 
+        If that fails, compute it here: the client sees only latency.
         Raises: KvUnavailable instead, if `on_transfer_failure` is "fail" and the request has no token yet.
         """
-        tokens = len(active.token_ids)
+        asked: list[str] = []
+        transfer: InboundTransfer | None = None
+        choice: RouteChoice | None = chosen
+        while choice is not None:
+            asked.append(choice.instance_id)
+            active.prefill = choice.instance_id
+            transfer = self.prefill.begin(active.engine_id, self.choice.record_of(choice), refused=transfer)
+            choice = await self._fetch_by(active, transfer, choice, asked)
+
+    async def _fetch_by(
+        self, active: ActiveRequest, transfer: InboundTransfer, chosen: RouteChoice, asked: Sequence[str]
+    ) -> RouteChoice | None:
+        """Returns the instance to ask next, if this one has refused."""
+        tokens, peer = len(active.token_ids), chosen.instance_id
         router = self.prefills.router
-        pages = router.pages_for(prefill.instance_id, tokens)
-        route = router.send(chosen, tokens - chosen.cached_tokens, pages)
+        route = router.send(chosen, tokens - chosen.cached_tokens, router.pages_for(peer, tokens))
         try:
-            with self.prefills.alive.watching(prefill.instance_id):
-                await self._fetch_by(route, active, prefill)
+            with self.prefills.alive.watching(peer):
+                failure = await self._receive(active, transfer, route, submit=len(asked) == 1)
+            following = None if failure is None else await self._another(active, transfer, failure, asked)
+        except BaseException:  # cancelled, or our bug: the pages must come back in both cases
+            self._settle_later(transfer, cancelled=isinstance(active.error, Cancelled))
+            raise
         finally:
             route.over()
+        if failure is not None:
+            self._metrics.transfer_failed(peer, failure)
+            if following is None:
+                self._settle_later(transfer)
+                self._compute_here(active, failure)
+        return following
 
-    async def _fetch_by(self, route: Route, active: ActiveRequest, prefill: InstanceRecord) -> None:
-        transfer = self.prefill.begin(active.engine_id, prefill)
+    async def _receive(
+        self, active: ActiveRequest, transfer: InboundTransfer, route: Route, *, submit: bool
+    ) -> MeshError | None:
+        """Receive the prompt's KV and give it to the engine. Returns why it failed.
+
+        `submit`: the engine does not have the request yet.
+        """
         try:
             self.prefill.ask(transfer, active.request, route)
             # Yield to the task that calls prefill, and to NATS's writer: the message must leave before our engine plans a step.
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            self._submit(active, Phase.DECODE)
+            if submit:
+                self._submit(active, Phase.DECODE)
             record = await self.prefill.run(transfer, active.request)
             route.succeeded()
             active.wait(SPAN_FIRST)
@@ -256,23 +285,49 @@ class RequestRunner:
             if in_time and (transfer.waits_for_prefill or isinstance(exc, PrefillLost | PeerBroken)):
                 route.failed(exc)
             if isinstance(exc, PrefillLost):
-                record_lost("prefill.request", active.span, prefill.instance_id, exc.message)
-            self._settle_later(transfer)
-            self._compute_here(active, exc, prefill.instance_id)
-        except BaseException:  # cancelled, or our bug: the pages must come back in both cases
-            self._settle_later(transfer, cancelled=isinstance(active.error, Cancelled))
-            raise
-        else:
-            active.prefill_hit = record.num_cached_tokens
-            if active.early_token is None:
-                for output in outputs:  # before the next await: the next step's tokens may follow at once
-                    self.active.emit(output)
-            num_bytes = self.prefill.num_bytes(transfer)
-            self._metrics.transferred(prefill.instance_id, num_bytes, transfer.duration_s, exemplar_of(active.span))
-            await self.prefill.settle(transfer)
+                record_lost("prefill.request", active.span, transfer.prefill.instance_id, exc.message)
+            return exc
+        active.prefill_hit = record.num_cached_tokens
+        if active.early_token is None:
+            for output in outputs:  # before the next await: the next step's tokens may follow at once
+                self.active.emit(output)
+        num_bytes = self.prefill.num_bytes(transfer)
+        self._metrics.transferred(active.prefill, num_bytes, transfer.duration_s, exemplar_of(active.span))
+        await self.prefill.settle(transfer)
+        return None
 
-    def _compute_here(self, active: ActiveRequest, cause: MeshError, peer: str) -> None:
-        self._metrics.transfer_failed(peer, cause)
+    async def _another(
+        self, active: ActiveRequest, transfer: InboundTransfer, refusal: MeshError, asked: Sequence[str]
+    ) -> RouteChoice | None:
+        """Choose an instance in place of one that has refused. None: there is none, or it did not refuse."""
+        adapter, session = active.request.adapter, active.request.session
+        if (
+            not transfer.another_may_accept
+            or len(asked) == MAX_ASKED
+            or not self.choice.is_there(adapter, but_not=asked)
+        ):
+            return None
+        if not await self.prefill.take_back(transfer):
+            return None
+        with step("decode.choose_prefill", active.span) as choosing:
+            remaining = len(active.token_ids) - active.num_cached
+            chosen = await self.choice.choose(
+                active.blocks,
+                remaining,
+                adapter=adapter,
+                session=session,
+                but_not=asked,
+                explain=choosing is not NO_STEP,
+            )
+            if isinstance(chosen, LocalPrefill):
+                return None
+            facts = {"from": asked[-1], "to": chosen.instance_id, "cause": refusal.message}
+            log.info("asking another prefill instance", extra=facts)
+            active.span.add_event("prefill_refused", facts)
+            choosing.note({"kvmesh.prefill.instance": chosen.instance_id, **chosen.facts()})
+            return chosen
+
+    def _compute_here(self, active: ActiveRequest, cause: MeshError) -> None:
         if self._on_transfer_failure == "fail" and not active.request.num_generated:
             self.engine.between_steps(lambda engine: engine.cancel(active.engine_id), light=True)
             raise KvUnavailable(cause.message, cause=type(cause).__name__) from cause

@@ -146,3 +146,24 @@ def _computed_here(outcome: Outcome) -> int:
     moves = [line.split()[1:] for line in outcome.trace]
     waited, asked = ({m[1] for m in moves if (m[0], m[-1]) == ("decode", state)} for state in ("waiting", "prealloc"))
     return len(waited - asked)
+
+
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize(
+    "refusal",
+    [
+        Fault(Do.REFUSE, "message prefill.v6", 2, field="Overloaded"),
+        Fault(Do.REFUSE, "message prefill.v6", 2, field="StaleInstance"),
+        Fault(Do.NOBODY, "message prefill.v6", 2),
+    ],
+    ids=str,
+)
+def test_a_prompt_that_one_prefill_instance_refuses_is_computed_by_the_other(
+    home: Path, refusal: Fault, asks: bool
+) -> None:
+    outcome = check(home, 6, [refusal], setup=Setup(asks=asks))
+    assert outcome.fired == [refusal]
+    assert not any(client.error for client in outcome.clients)
+    assert outcome.counts["recomputes"] == 0
+    alone = check(home, 6, [refusal], setup=Setup(asks=asks), **ONE_PREFILL)
+    assert alone.counts["recomputes"] == 1

@@ -1,0 +1,222 @@
+"""A prompt that a prefill instance refuses is sent to another one."""
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from itertools import count
+
+import pytest
+
+from components.errors import (
+    DeadlineExceeded,
+    InvariantBroken,
+    ListenerGone,
+    MeshError,
+    NobodyListens,
+    Overloaded,
+    PromptTooLong,
+    StaleInstance,
+)
+from components.kv_transfer.aux import AuxRecord
+from components.messaging.call_server import Endpoint
+from components.messaging.outbox import open_outbox
+from components.wire.prefill import OpenRoom, PrefillAccepted, PrefillRequest, Quiesce, Quiet, RoomOk
+from engine.ports import Exposed
+from tests.components.discovery.records import record
+from tests.components.kv_transfer.fake_transfer import endpoint
+from tests.components.messaging.fake_bus import FakeBus
+from tests.services.decode.fake_engine import turns
+from tests.services.decode.test_decode_service import ID, PAGES, Decode
+
+pytestmark = pytest.mark.anyio
+
+REFUSED = Overloaded("this instance is leaving")
+
+
+class Prefills:
+    """Prefill instances and a bootstrap replica. Every call of an instance ends as the next of `outcomes`; None: accepted."""
+
+    def __init__(self, bus: FakeBus) -> None:
+        self.bus = bus
+        self.outcomes: Iterator[MeshError | None] = iter(())
+        self.asked: list[tuple[str, PrefillRequest]] = []
+        self.offered: list[OpenRoom] = []
+        self.called_off: list[str] = []
+        self.answers, self.quiets = asyncio.Event(), asyncio.Event()
+        self.answers.set()
+        self.quiets.set()
+        bus.serve("ns.bootstrap.boot", [Endpoint("open", OpenRoom, self._open)])
+
+    def add(self, decode: Decode, name: str) -> None:
+        async def prefill(request: PrefillRequest) -> PrefillAccepted:
+            self.asked.append((name, request))
+            outcome = next(self.outcomes, None)
+            await self.answers.wait()
+            if outcome is not None:
+                raise outcome
+            return PrefillAccepted(request_id=request.request_id)
+
+        async def quiesce(request: Quiesce) -> Quiet:
+            self.called_off.append(name)
+            await self.quiets.wait()
+            return Quiet(request_id=request.request_id)
+
+        self.bus.serve(
+            f"ns.prefill.{name}",
+            [Endpoint("prefill", PrefillRequest, prefill), Endpoint("quiesce", Quiesce, quiesce)],
+        )
+        kv = endpoint(f"prefill-{name}")
+        decode.registry.book.put(name, record(name, "1", role="prefill", model="m", kv=kv))
+
+    @property
+    def names(self) -> list[str]:
+        return [name for name, _ in self.asked]
+
+    async def _open(self, request: OpenRoom) -> RoomOk:
+        self.offered.append(request)
+        return RoomOk(room=request.room)
+
+
+class Mesh:
+    def __init__(self, decode: Decode, prefills: Prefills) -> None:
+        self.decode, self.prefills = decode, prefills
+
+    async def ask(self, *outcomes: MeshError | None) -> None:
+        self.prefills.outcomes = iter(outcomes)
+        await self.decode.ask()
+
+    async def land(self) -> None:
+        """The instance that was asked last writes everything."""
+        offer, (_, asked) = self.prefills.offered[-1], self.prefills.asked[-1]
+        self.decode.transfer.land(offer.room, offer.aux_slot, AuxRecord(asked.stamp, len(PAGES), 42, 0))
+        await turns()
+
+    async def finish(self) -> list[int]:
+        await self.decode.finish()
+        await self.decode.until_nothing_runs()
+        self.decode.assert_nothing_is_kept()
+        return self.decode.tokens()
+
+
+@pytest.fixture
+async def mesh(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
+    numbers = count(1)
+    monkeypatch.setattr("services.decode.prefill_client.randbits", lambda _: next(numbers))
+    bus = FakeBus()
+    async with open_outbox(bus, "d", lambda: "mine", lambda: 1) as outbox:
+        decode = Decode(outbox, bus)
+        prefills = Prefills(bus)
+        for name in ("p", "q"):
+            prefills.add(decode, name)
+        yield Mesh(decode, prefills)
+
+
+@pytest.mark.parametrize("refusal", [REFUSED, StaleInstance("restarted"), NobodyListens("gone")])
+async def test_a_refused_prompt_is_computed_by_another_prefill_instance(mesh: Mesh, refusal: MeshError) -> None:
+    await mesh.ask(refusal)
+    await mesh.decode.reserve()
+    assert sorted(mesh.prefills.names) == ["p", "q"]
+    [offer] = mesh.prefills.offered
+    name, asked = mesh.prefills.asked[-1]
+    assert (offer.prefill_id, offer.room, offer.pages) == (name, asked.room, PAGES)
+    await mesh.land()
+    assert await mesh.finish() == [42, 43]
+    assert mesh.decode.engine.did("submit") == [ID]
+    assert not mesh.decode.engine.did("recompute")
+    assert mesh.decode.failed_transfers() == {type(refusal).__name__: 1}
+    assert mesh.decode.recomputes == 0
+
+
+@pytest.mark.parametrize("when", ["before", "after", "meanwhile"])
+async def test_the_pages_are_offered_to_the_other_instance_whenever_they_were_reserved(mesh: Mesh, when: str) -> None:
+    """`meanwhile`: after the refusal, until the other instance is chosen."""
+    mesh.prefills.answers.clear()
+    mesh.prefills.quiets.clear()
+    await mesh.ask(REFUSED)
+    if when == "before":
+        await mesh.decode.reserve()
+        assert len(mesh.prefills.offered) == 1
+    mesh.prefills.answers.set()
+    if when == "meanwhile":
+        mesh.decode.engine.step(reserved=[Exposed(ID, PAGES, 4, 4)])
+    await turns()
+    if when == "before":
+        assert len(mesh.prefills.asked) == 1, "the instance that refused may still write"
+        assert not mesh.decode.engine.did("release")
+    mesh.prefills.quiets.set()
+    await turns()
+    if when == "after":
+        await mesh.decode.reserve()
+    first, second = mesh.prefills.asked
+    assert first[1].room != second[1].room
+    assert mesh.prefills.offered[-1].room == second[1].room
+    await mesh.land()
+    assert await mesh.finish() == [42, 43]
+    assert mesh.decode.engine.engine.did[-1][0] == "deliver"
+
+
+async def test_a_prompt_is_computed_here_if_the_instance_that_refused_does_not_confirm_that_it_writes_nothing(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.decode.prefill_client.TAKE_BACK_S", 0.01)
+    mesh.prefills.answers.clear()
+    mesh.prefills.quiets.clear()
+    await mesh.ask(REFUSED)
+    await mesh.decode.reserve()
+    mesh.prefills.answers.set()
+    async with asyncio.timeout(5):
+        while not mesh.decode.engine.did("recompute"):
+            await asyncio.sleep(0.001)
+    assert len(mesh.prefills.asked) == 1
+    assert not mesh.decode.engine.did("release"), "it may still write"
+    mesh.prefills.quiets.set()
+    assert await mesh.finish() == [43]
+    assert mesh.decode.engine.did("release") == [ID]
+    assert mesh.decode.recomputes == 1
+
+
+async def test_a_client_that_leaves_while_pages_are_taken_back_leaves_nothing(mesh: Mesh) -> None:
+    mesh.prefills.answers.clear()
+    mesh.prefills.quiets.clear()
+    await mesh.ask(REFUSED)
+    await mesh.decode.reserve()
+    mesh.prefills.answers.set()
+    await turns()
+    assert await mesh.decode.cancel() == 1
+    assert not mesh.decode.engine.did("release")
+    mesh.prefills.quiets.set()
+    await mesh.decode.until_nothing_runs()
+    assert len(mesh.prefills.asked) == 1
+    assert mesh.decode.engine.did("release") == [ID]
+    mesh.decode.assert_nothing_is_kept()
+
+
+async def test_when_all_refuse_the_prompt_is_computed_here(mesh: Mesh) -> None:
+    await mesh.ask(REFUSED, REFUSED)
+    await mesh.decode.reserve()
+    assert sorted(mesh.prefills.names) == ["p", "q"]
+    assert not mesh.prefills.offered
+    assert mesh.decode.engine.did("recompute") == [ID]
+    assert await mesh.finish() == [43]
+    assert mesh.decode.recomputes == 1
+    assert mesh.decode.failed_transfers() == {"Overloaded": 2}
+
+
+async def test_in_a_fleet_that_refuses_everything_a_prompt_is_sent_to_three_instances(mesh: Mesh) -> None:
+    for name in ("s", "t", "u"):
+        mesh.prefills.add(mesh.decode, name)
+    await mesh.ask(*[REFUSED] * 5)
+    assert len(set(mesh.prefills.names)) == len(mesh.prefills.names) == 3
+    assert mesh.decode.engine.did("recompute") == [ID]
+    assert await mesh.finish() == [43]
+
+
+@pytest.mark.parametrize(
+    "failure", [DeadlineExceeded("late"), ListenerGone("gone"), InvariantBroken("bug"), PromptTooLong("long")]
+)
+async def test_what_may_be_accepted_or_fails_everywhere_is_not_sent_to_another_instance(
+    mesh: Mesh, failure: MeshError
+) -> None:
+    await mesh.ask(failure)
+    assert len(mesh.prefills.asked) == 1
+    assert mesh.decode.engine.did("recompute") == [ID]
+    assert await mesh.finish() == [43]
