@@ -80,6 +80,11 @@ class InboundTransfer:
         return self.asking.exception()
 
     @property
+    def has_pages(self) -> bool:
+        """Whether the engine has reserved pages for it."""
+        return self.reserved.done()
+
+    @property
     def another_may_accept(self) -> bool:
         """True if the prefill instance never began the prompt, for a reason that need not hold for another one."""
         return isinstance(self.refusal, REFUSALS) and not isinstance(self.refusal, ListenerGone)

@@ -61,7 +61,7 @@ T = TypeVar("T")
 CALL_TIMEOUT_S: Final = 10.0
 QUIESCE_TIMEOUT_S = 5.0
 QUIESCE_AGAIN_S = 0.5
-TAKE_BACK_S: Final = 1.0
+TAKE_BACK_S: Final = 1.0  # for an instance that has refused to confirm that it writes nothing
 GONE_AFTER_S = 5.0  # without a listener under prefill's name: longer than a reconnection
 FENCE_MARGIN_S: Final = 4.0  # after the offer's deadline: for a write posted just before it, and for clocks that differ
 
@@ -102,7 +102,7 @@ class PrefillClient:
 
     @property
     def num_reserved_pages(self) -> int:
-        return sum(self._num_exposed(each.reserved.result()) for each in self._transfers.values() if _has_pages(each))
+        return sum(self._num_exposed(each.reserved.result()) for each in self._transfers.values() if each.has_pages)
 
     @property
     def num_exposed_pages(self) -> int:
@@ -163,7 +163,7 @@ class PrefillClient:
             checksums=self._checksums,
             tally=self.tally,
         )
-        if refused is not None and _has_pages(refused):
+        if refused is not None and refused.has_pages:
             transfer.reserved.set_result(refused.reserved.result())
         self._transfers[engine_id] = transfer
         return transfer
@@ -350,10 +350,6 @@ async def _pages_of(transfer: InboundTransfer) -> Exposed:
     reserved = await asyncio.shield(transfer.reserved)  # pages may still come for it if prefill refuses
     record_step("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
     return reserved
-
-
-def _has_pages(transfer: InboundTransfer) -> bool:
-    return transfer.reserved.done()
 
 
 async def _until_answered(transfer: InboundTransfer) -> None:

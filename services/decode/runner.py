@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -184,7 +184,6 @@ class RequestRunner:
 
     async def _choose(self, active: ActiveRequest) -> RouteChoice | None:
         """Choose a prefill instance. Returns None if the prompt should be computed here."""
-        request = active.request
         with step("decode.lookup", active.span) as lookup:
             hit = self.engine.engine.peek_prefix(active.blocks)
             lookup.note({"kvmesh.cached_tokens": hit})
@@ -193,19 +192,26 @@ class RequestRunner:
             if active.request.sampling.prompt_logprobs is not None:
                 self._locally(PROMPT_LOGPROBS, active, choosing)
                 return None
-            chosen = await self.choice.choose(
-                active.blocks,
-                len(active.token_ids) - hit,
-                adapter=request.adapter,
-                session=request.session,
-                explain=choosing is not NO_STEP,
-            )
+            chosen = await self._choose_instance(active, choosing)
             if isinstance(chosen, LocalPrefill):
                 self._locally(chosen, active, choosing)
                 return None
-            if choosing is not NO_STEP:
-                choosing.note({"kvmesh.prefill.instance": chosen.instance_id, **chosen.facts()})
             return chosen
+
+    async def _choose_instance(
+        self, active: ActiveRequest, choosing: Step, but_not: Collection[str] = ()
+    ) -> RouteChoice | LocalPrefill:
+        chosen = await self.choice.choose(
+            active.blocks,
+            len(active.token_ids) - active.num_cached,
+            adapter=active.request.adapter,
+            session=active.request.session,
+            but_not=but_not,
+            explain=choosing is not NO_STEP,
+        )
+        if choosing is not NO_STEP and not isinstance(chosen, LocalPrefill):
+            choosing.note({"kvmesh.prefill.instance": chosen.instance_id, **chosen.facts()})
+        return chosen
 
     def _locally(self, choice: LocalPrefill, active: ActiveRequest, choosing: Step) -> None:
         active.why_local = choice.why
@@ -300,32 +306,20 @@ class RequestRunner:
         self, active: ActiveRequest, transfer: InboundTransfer, refusal: MeshError, asked: Sequence[str]
     ) -> RouteChoice | None:
         """Choose an instance in place of one that has refused. None: there is none, or it did not refuse."""
-        adapter, session = active.request.adapter, active.request.session
-        if (
-            not transfer.another_may_accept
-            or len(asked) == MAX_ASKED
-            or not self.choice.is_there(adapter, but_not=asked)
-        ):
+        if not transfer.another_may_accept or len(asked) == MAX_ASKED:
+            return None
+        if not self.choice.is_there(active.request.adapter, but_not=asked):
             return None
         if not await self.prefill.take_back(transfer):
             return None
         with step("decode.choose_prefill", active.span) as choosing:
-            remaining = len(active.token_ids) - active.num_cached
-            chosen = await self.choice.choose(
-                active.blocks,
-                remaining,
-                adapter=adapter,
-                session=session,
-                but_not=asked,
-                explain=choosing is not NO_STEP,
-            )
-            if isinstance(chosen, LocalPrefill):
-                return None
-            facts = {"from": asked[-1], "to": chosen.instance_id, "cause": refusal.message}
-            log.info("asking another prefill instance", extra=facts)
-            active.span.add_event("prefill_refused", facts)
-            choosing.note({"kvmesh.prefill.instance": chosen.instance_id, **chosen.facts()})
-            return chosen
+            chosen = await self._choose_instance(active, choosing, but_not=asked)
+        if isinstance(chosen, LocalPrefill):
+            return None
+        facts = {"from": asked[-1], "to": chosen.instance_id, "cause": refusal.message}
+        log.info("asking another prefill instance", extra=facts)
+        active.span.add_event("prefill_refused", facts)
+        return chosen
 
     def _compute_here(self, active: ActiveRequest, cause: MeshError) -> None:
         if self._on_transfer_failure == "fail" and not active.request.num_generated:

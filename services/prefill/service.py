@@ -96,7 +96,7 @@ class PrefillService:
         ]
 
     async def prefill(self, request: PrefillRequest) -> PrefillAccepted:
-        """Start computing. Raises: MeshError; decode then computes the prompt itself."""
+        """Start computing. Raises: MeshError; decode then asks another instance, or computes the prompt itself."""
         try:
             accepted = self._begin(request)
         except MeshError:

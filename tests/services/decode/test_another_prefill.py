@@ -2,7 +2,8 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
-from itertools import count
+from contextlib import asynccontextmanager
+from itertools import count, permutations, product
 
 import pytest
 
@@ -97,10 +98,8 @@ class Mesh:
         return self.decode.tokens()
 
 
-@pytest.fixture
-async def mesh(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
-    numbers = count(1)
-    monkeypatch.setattr("services.decode.prefill_client.randbits", lambda _: next(numbers))
+@asynccontextmanager
+async def open_decode() -> AsyncIterator[Mesh]:
     bus = FakeBus()
     async with open_outbox(bus, "d", lambda: "mine", lambda: 1) as outbox:
         decode = Decode(outbox, bus)
@@ -108,6 +107,18 @@ async def mesh(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
         for name in ("p", "q"):
             prefills.add(decode, name)
         yield Mesh(decode, prefills)
+
+
+@pytest.fixture(autouse=True)
+def rooms(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = count(1)
+    monkeypatch.setattr("services.decode.prefill_client.randbits", lambda _: next(numbers))
+
+
+@pytest.fixture
+async def mesh() -> AsyncIterator[Mesh]:
+    async with open_decode() as mesh:
+        yield mesh
 
 
 @pytest.mark.parametrize("refusal", [REFUSED, StaleInstance("restarted"), NobodyListens("gone")])
@@ -220,3 +231,41 @@ async def test_what_may_be_accepted_or_fails_everywhere_is_not_sent_to_another_i
     assert len(mesh.prefills.asked) == 1
     assert mesh.decode.engine.did("recompute") == [ID]
     assert await mesh.finish() == [43]
+
+
+@pytest.mark.parametrize("events", [*permutations(("refused", "reserved", "quiet", "cancelled"), 3)], ids="-".join)
+async def test_in_every_order_each_token_is_sent_once_and_offered_pages_come_back_when_nobody_writes(
+    events: tuple[str, ...],
+) -> None:
+    for pauses in product(range(4), repeat=3):
+        async with open_decode() as mesh:
+            mesh.prefills.answers.clear()
+            mesh.prefills.quiets.clear()
+            await mesh.ask(REFUSED)
+            done: set[str] = set()
+            for event, pause in zip((*events, "refused", "quiet", "reserved"), (*pauses, 9, 9, 9), strict=True):
+                if event in done:
+                    continue
+                done.add(event)
+                match event:
+                    case "refused":
+                        mesh.prefills.answers.set()
+                    case "quiet":
+                        mesh.prefills.quiets.set()
+                    case "reserved":
+                        mesh.decode.engine.step(reserved=[Exposed(ID, PAGES, 4, 4)])
+                    case "cancelled":
+                        await mesh.decode.cancel()
+                await turns(pause)
+                if mesh.prefills.offered and "quiet" not in done:
+                    assert not mesh.decode.engine.did("release"), (events, pauses)
+            await turns()
+            if "cancelled" in done:
+                await mesh.decode.until_nothing_runs()
+                assert not mesh.decode.tokens(), (events, pauses)
+                mesh.decode.assert_nothing_is_kept()
+                continue
+            await mesh.land()
+            assert await mesh.finish() == [42, 43], (events, pauses)
+            assert len(mesh.prefills.asked) == 2
+            assert not mesh.decode.engine.did("recompute")
