@@ -269,3 +269,12 @@ async def test_in_every_order_each_token_is_sent_once_and_offered_pages_come_bac
             assert await mesh.finish() == [42, 43], (events, pauses)
             assert len(mesh.prefills.asked) == 2
             assert not mesh.decode.engine.did("recompute")
+
+
+async def test_a_settled_transfer_does_not_remove_a_later_one_of_the_same_request(mesh: Mesh) -> None:
+    client, prefill = mesh.decode.prefill_client, mesh.decode.registry.book.of_role("prefill")[0]
+    earlier, later = client.begin(ID, prefill), client.begin(ID, prefill)
+    await client.settle(earlier)
+    assert client.is_under_way(ID)
+    await client.settle(later)
+    mesh.decode.assert_nothing_is_kept()
