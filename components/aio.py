@@ -101,6 +101,11 @@ class time_limit:  # noqa: N801 - it is used as `asyncio.timeout` is
             raise DeadlineExceeded(f"{self._late} {self._seconds:g} s") from exc
 
 
+def _cancellations(task: asyncio.Task[Any]) -> int:
+    """Cancellations of `task` that it has met. One requested since it last waited is met when it waits next."""
+    return task.cancelling() - int(task._must_cancel)  # type: ignore[attr-defined]  # CPython's, not in typeshed
+
+
 class exact_cancellation:  # noqa: N801 - it is used as `asyncio.timeout` is
     """Raise CancelledError exactly if the task was cancelled: nats-py may swallow a cancellation, or raise one of its own."""
 
@@ -108,12 +113,12 @@ class exact_cancellation:  # noqa: N801 - it is used as `asyncio.timeout` is
 
     def __enter__(self) -> None:
         self._task = asyncio.current_task()
-        self._before = 0 if self._task is None else self._task.cancelling()
+        self._before = 0 if self._task is None else _cancellations(self._task)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if self._task is not None and self._task.cancelling() > self._before:
+        if self._task is not None and _cancellations(self._task) > self._before:
             if kind is None:
                 raise asyncio.CancelledError
             return False
@@ -163,11 +168,11 @@ class Failure:
             raise self._error
         task = asyncio.current_task()
         assert task is not None
-        before, self._task = task.cancelling(), task
+        before, self._task = _cancellations(task), task
         try:
             return await work
         except asyncio.CancelledError:
-            if self._stopped and self._error is not None and task.cancelling() - 1 <= before:
+            if self._stopped and self._error is not None and _cancellations(task) - 1 <= before:
                 raise self._error from None
             raise
         finally:

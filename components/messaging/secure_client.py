@@ -115,6 +115,12 @@ class SecureClient(Client):  # type: ignore[misc]
             if not ping.done():
                 await self._send_ping(ping)
 
+    async def _process_pong(self) -> None:
+        """Accept the answer to a ping whose caller was cancelled or late: nats-py would read nothing from then on."""
+        if self._pongs and self._pongs[0].done():
+            self._pongs[0] = asyncio.get_running_loop().create_future()
+        await super()._process_pong()
+
     async def _process_err(self, err_msg: str) -> None:
         """Connect again with what the files now hold; nats-py would close itself for good."""
         if self._access.may_change and any(words in err_msg.lower() for words in _LOGIN_OVER):

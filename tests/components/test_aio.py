@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from components.aio import BackgroundTasks, Failure, background, ended, first, raises, time_limit
+from components.aio import BackgroundTasks, Failure, background, ended, exact_cancellation, first, raises, time_limit
 from components.errors import DeadlineExceeded
 
 
@@ -299,6 +299,88 @@ def test_a_deadline_around_it_and_one_within_stay_deadlines() -> None:
 
         with pytest.raises(DeadlineExceeded, match=r"too late after 0\.001 s"):
             await Failure().unless(limited())
+
+    in_loop(test)
+
+
+def test_a_cancellation_requested_before_the_work_waits_is_not_taken_for_a_failure() -> None:
+    async def test() -> None:
+        failure = Failure()
+
+        async def waits() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            asyncio.get_running_loop().call_soon(failure.report, Broken())
+            await failure.unless(asyncio.sleep(60))
+
+        waiting = asyncio.create_task(waits())
+        await asyncio.wait((waiting,))
+        assert waiting.cancelled()
+
+    in_loop(test)
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+@pytest.mark.parametrize("requested", ["never", "met before", "before", "within", "while it waits"])
+def test_a_task_meets_each_cancellation_once_and_no_other(requested: str, *, swallows: bool) -> None:
+    """`requested`: when the task is cancelled. `swallows`: whether the work does so, or raises a CancelledError itself."""
+
+    async def test() -> None:
+        entered: list[bool] = []
+
+        async def work(task: asyncio.Task[None]) -> None:
+            if requested == "within":
+                task.cancel()
+            if requested == "while it waits":
+                asyncio.get_running_loop().call_soon(task.cancel)
+            try:
+                await asyncio.sleep(0.01)
+            except asyncio.CancelledError:
+                if not swallows:
+                    raise
+            if not swallows:
+                raise asyncio.CancelledError
+
+        async def cancellable() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            if requested == "met before":
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await asyncio.sleep(60)
+            if requested == "before":
+                task.cancel()
+            met = False
+            try:
+                with exact_cancellation():
+                    entered.append(True)
+                    await work(task)
+            except asyncio.CancelledError:
+                met = True
+            assert met == (requested not in {"never", "met before"})
+            await asyncio.sleep(0)  # not cancelled a second time
+
+        task = asyncio.create_task(cancellable())
+        await asyncio.wait((task,))
+        task.result()
+        assert entered
+
+    in_loop(test)
+
+
+def test_a_cancellation_of_work_that_does_not_wait_is_met_once_after_it() -> None:
+    async def test() -> None:
+        async def cancellable() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            with exact_cancellation():
+                task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asyncio.sleep(60)
+            await asyncio.sleep(0)
+
+        await asyncio.create_task(cancellable())
 
     in_loop(test)
 

@@ -185,6 +185,24 @@ async def test_the_subject_of_a_call_has_no_queue_group() -> None:
         assert len(line.split()) == 3  # SUB, the subject, an id
 
 
+async def test_a_task_that_is_cancelled_just_before_it_subscribes_ends() -> None:
+    """Ctrl-C came in the step in which `inspect events` subscribed, and was forgotten."""
+    nats = FakeNats()
+    async with nats.running(), connect_bus(nats.url, "test") as bus:
+
+        async def subscribe() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            async with bus.subscription("calls", _ignore):
+                await asyncio.sleep(0)
+                raise AssertionError("the cancellation is lost")
+
+        task = asyncio.create_task(subscribe())
+        await asyncio.wait((task,))
+        assert task.cancelled(), task.exception()
+
+
 @pytest.mark.parametrize("turns", range(12))
 async def test_a_task_that_is_cancelled_while_it_subscribes_ends(turns: int) -> None:
     """nats-py forgot the cancellation when it came together with NATS's answer, and the process could not end."""
@@ -201,6 +219,15 @@ async def test_a_task_that_is_cancelled_while_it_subscribes_ends(turns: int) -> 
         task.cancel()
         await asyncio.wait([task], timeout=1)
         assert task.cancelled()
+
+        received = asyncio.Event()
+
+        async def receive(_: Msg) -> None:
+            received.set()
+
+        async with asyncio.timeout(1), bus.subscription("news", receive):
+            nats.deliver("news", "", b"")
+            await received.wait()  # the connection is still read
 
 
 async def test_a_server_that_freezes_is_left_for_another_one_within_two_seconds() -> None:
