@@ -18,7 +18,6 @@ from services.inspect.mesh import Mesh, open_mesh
 from services.inspect.workers import WORKERS, srv_answers
 
 PLANNERS_EVERY_S: Final = 2.0
-PING_S: Final = 0.5
 STYLES: Final = {
     "registered": "green",
     "is back": "green",
@@ -150,7 +149,7 @@ async def _look(mesh: Mesh, watch: Watch) -> None:
     connected = followed = True
     while True:
         if mesh.bus.is_connected:
-            found = await srv_answers(mesh.bus, "$SRV.PING.kvmesh-planner", mesh.namespace, PING_S)
+            found = await srv_answers(mesh.bus, "$SRV.PING.kvmesh-planner", mesh.namespace)
             watch.planners({one["metadata"]["instance_id"]: one["metadata"]["subject"] for one in found})
         if mesh.bus.is_connected != connected:
             connected = mesh.bus.is_connected

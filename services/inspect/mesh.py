@@ -17,7 +17,7 @@ from services.inspect.connection import one_line_errors
 from services.inspect.workers import ROLES, srv_answers
 
 CONNECT_S: Final = 8.0
-STATUS_S: Final = 1.0  # for an answer
+STATUS_S: Final = 3.0  # for an answer
 PING_S: Final = 0.25  # for planners' answers
 PLANNERS_S: Final = 10.0  # between questions which planners there are: etcd has no records of them
 
@@ -58,21 +58,21 @@ class Mesh:
     async def instances(self) -> list[Seen]:
         """All, without their status."""
         if time.monotonic() - self._planners_at_s > PLANNERS_S:
-            found = await srv_answers(self.bus, "$SRV.PING.kvmesh-planner", self.namespace, PING_S)
+            found = await srv_answers(self.bus, "$SRV.PING.kvmesh-planner", self.namespace, wait_s=PING_S)
             self._planners = {one["metadata"]["instance_id"]: one["metadata"]["subject"] for one in found}
             self._planners_at_s = time.monotonic()
         seen = [Seen(r.role, r.instance_id, r.subject, r) for r in self.records()]
         return seen + [Seen("planner", instance_id, subject) for instance_id, subject in self._planners.items()]
 
-    async def look(self, *, transport: bool = False) -> list[Seen]:
-        """All, with the status of those that answer within STATUS_S. `transport`: also what their processes have open."""
+    async def look(self, *, transport: bool = False, wait_s: float = STATUS_S) -> list[Seen]:
+        """All, with the status of those that answer within `wait_s`. `transport`: also what their processes have open."""
         asked = StatusRequest(transport=transport)
-        return list(await asyncio.gather(*(self._ask(one, asked) for one in await self.instances())))
+        return list(await asyncio.gather(*(self._ask(one, asked, wait_s) for one in await self.instances())))
 
-    async def _ask(self, one: Seen, asked: StatusRequest) -> Seen:
+    async def _ask(self, one: Seen, asked: StatusRequest, wait_s: float) -> Seen:
         began_s, asked_s = time.time(), time.monotonic()
         try:
-            status = await self.bus.call(f"{one.subject}.status", asked, Status, timeout_s=STATUS_S)
+            status = await self.bus.call(f"{one.subject}.status", asked, Status, timeout_s=wait_s)
         except MeshError:
             return one
         took_s = time.monotonic() - asked_s

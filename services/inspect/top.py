@@ -16,7 +16,7 @@ from components.messaging.liveness import SILENT_AFTER_S
 from components.settings import MeshSettings
 from components.wire.status import LinkStatus
 from services.inspect.ages import age
-from services.inspect.mesh import Mesh, Seen, heartbeat_ages_s, open_mesh, state_of
+from services.inspect.mesh import STATUS_S, Mesh, Seen, heartbeat_ages_s, open_mesh, state_of
 
 EVERY_S: Final = 1.0
 RUNNING: Final = "running"  # state of requests that generate: they are in no queue
@@ -136,7 +136,7 @@ async def show_top(settings: MeshSettings, console: Console, *, once: bool, as_j
     async with open_mesh(settings) as mesh:
         if as_json:
             while True:
-                console.out(json.dumps((await _frame(mesh)).json()), highlight=False)
+                console.out(json.dumps((await _frame(mesh, STATUS_S if once else EVERY_S)).json()), highlight=False)
                 if once:
                     return
                 await asyncio.sleep(EVERY_S)
@@ -146,12 +146,12 @@ async def show_top(settings: MeshSettings, console: Console, *, once: bool, as_j
         with Live(console=console, screen=True, auto_refresh=False) as live:
             while True:
                 began_s = time.monotonic()
-                live.update(drawn(await _frame(mesh), console.width, console.height), refresh=True)
+                live.update(drawn(await _frame(mesh, EVERY_S), console.width, console.height), refresh=True)
                 await asyncio.sleep(max(0.0, EVERY_S - (time.monotonic() - began_s)))
 
 
-async def _frame(mesh: Mesh) -> Frame:
-    return frame_of(await mesh.look(), mesh.namespace, time.time())
+async def _frame(mesh: Mesh, wait_s: float = STATUS_S) -> Frame:
+    return frame_of(await mesh.look(wait_s=wait_s), mesh.namespace, time.time())
 
 
 def _row(one: Seen, heartbeat_age_s: float | None) -> Row:

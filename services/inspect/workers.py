@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from collections.abc import Collection
+from contextlib import suppress
 from typing import Any, Final
 
 import msgspec
@@ -13,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from components.discovery.book import InstanceBook
 from components.discovery.registry import join_registry
 from components.messaging.bus import Bus, connect_bus
+from components.messaging.replies import publish
 from components.messaging.roll_call import RollCall
 from components.settings import MeshSettings
 from components.wire.heartbeat import Heartbeat
@@ -25,8 +28,7 @@ from services.inspect.connection import one_line_errors
 
 CONNECT_S: Final = 8.0
 ANSWER_S: Final = 3.0
-STATS_S: Final = 1.2  # wait for answers to $SRV.STATS
-PING_S: Final = 0.5  # wait for answers to $SRV.PING
+PING_S: Final = 0.5  # wait for answers of services that are not in etcd
 NOT_IN_ETCD: Final = ("kvmesh-planner", "kvmesh-local")  # they answer on NATS, but serve no requests
 NUMBERS: Final = ("pid", "up", "run", "wait", "held", "pages", "errors")
 LOAD: Final = (
@@ -55,7 +57,9 @@ async def _show(settings: MeshSettings, console: Console, *, wide: bool, as_json
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
     ):
         calls = [RollCall(bus, settings.namespace, role, registry.book).answers() for role in WORKERS]
-        answers, services = await asyncio.gather(asyncio.gather(*calls), _services(bus, settings.namespace))
+        answers, services = await asyncio.gather(
+            asyncio.gather(*calls), _services(bus, settings.namespace, registry.book)
+        )
         beats = {name: beat for of_role in answers for name, beat in of_role.beats.items()}
         records = [r for role in ROLES for r in registry.book.of_role(role)]
         if as_json:
@@ -69,28 +73,46 @@ async def _show(settings: MeshSettings, console: Console, *, wide: bool, as_json
             console.print(f"[yellow]answers on NATS but is not in etcd: {services[instance_id]['name']} {instance_id}")
 
 
-async def _services(bus: Bus, namespace: str) -> dict[str, dict[str, Any]]:
+async def _services(bus: Bus, namespace: str, book: InstanceBook) -> dict[str, dict[str, Any]]:
+    registered = [record.instance_id for role in ROLES for record in book.of_role(role)]
     found = {}
-    for answer in await srv_answers(bus, "$SRV.STATS", namespace, STATS_S):
+    for answer in await srv_answers(bus, "$SRV.STATS", namespace, registered):
         if answer["name"] not in NOT_IN_ETCD and (instance_id := answer["metadata"].get("instance_id")):
             found[instance_id] = answer
     return found
 
 
-async def srv_answers(bus: Bus, subject: str, namespace: str, seconds: float) -> list[dict[str, Any]]:
-    """Answers of this mesh's micro services within `seconds`."""
+async def srv_answers(
+    bus: Bus, subject: str, namespace: str, expected: Collection[str] = (), wait_s: float = PING_S
+) -> list[dict[str, Any]]:
+    """Answers of this mesh's micro services.
+
+    Args:
+        expected: instances that are there. A busy one has ANSWER_S.
+        wait_s: for all others.
+    """
     found = []
+    missing = set(expected)
+    complete = asyncio.Event()
 
     async def receive(message: Msg) -> None:
         if message.data:  # empty: NATS has no subscriber
             answer = json.loads(message.data)
-            if (answer.get("metadata") or {}).get("subject", "").startswith(f"{namespace}."):
+            metadata = answer.get("metadata") or {}
+            if metadata.get("subject", "").startswith(f"{namespace}."):
                 found.append(answer)
+                missing.discard(metadata.get("instance_id"))
+                if not missing:
+                    complete.set()
 
     inbox = bus.client.new_inbox()
     async with bus.subscription(inbox, receive):
-        await bus.client.publish(subject, reply=inbox)
-        await asyncio.sleep(seconds)
+        await publish(bus.client, subject, b"", reply=inbox)
+        await asyncio.sleep(wait_s)
+        if missing:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(ANSWER_S - wait_s):
+                    await complete.wait()
     return found
 
 
@@ -193,7 +215,7 @@ async def show_planners(settings: MeshSettings, console: Console, *, as_json: bo
             asyncio.timeout(CONNECT_S),
             connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")) as bus,
         ):
-            services = await srv_answers(bus, "$SRV.PING.kvmesh-planner", settings.namespace, PING_S)
+            services = await srv_answers(bus, "$SRV.PING.kvmesh-planner", settings.namespace)
             subjects = sorted({service["metadata"]["subject"] for service in services})
             plans = [(s, await bus.call(f"{s}.plan", AskPlan(), PlanReported, timeout_s=ANSWER_S)) for s in subjects]
     if not plans:
