@@ -10,7 +10,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from secrets import token_hex
 from types import MappingProxyType
 from typing import Any, Final, Protocol
@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 # The event loop waits so long for a Python thread: a tenth of the default.
 GIL_SWITCH_S: Final = 0.0005
 GC_THRESHOLDS: Final = 10_000, 10, 10  # the default 700 takes 6 % of a frontend's time
+STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 GIVE_UP_S: Final = 2.0  # after `drain_timeout_s`
 STARTED_UNIX_MS: Final = time.time_ns() // 1_000_000
 
@@ -83,18 +84,46 @@ def record_maker(
     return make
 
 
-async def stop_signal() -> None:
-    """A second signal ends the draining process."""
-    loop = asyncio.get_running_loop()
+@contextlib.asynccontextmanager
+async def stop_signals() -> AsyncIterator[Callable[[], Awaitable[object]]]:
+    """Yield what waits for SIGTERM or SIGINT. Until it is called, a signal cancels the body, which is a clean stop, too.
+
+    So a process that is registering leaves no record behind. A second signal ends the process at once.
+    """
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
     stopped = asyncio.Event()
-    numbers = (signal.SIGTERM, signal.SIGINT)
-    for number in numbers:
-        loop.add_signal_handler(number, stopped.set)
-    try:
-        await stopped.wait()
-    finally:
-        for number in numbers:
+    waits = False
+
+    def stop() -> None:
+        ignore()
+        stopped.set()
+        if not waits:
+            task.cancel()
+
+    def ignore() -> None:
+        for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
+
+    def stop_signal() -> Awaitable[object]:
+        nonlocal waits
+        waits = True  # at once, not when it is awaited: a body that is cancelled does not drain
+        return stopped.wait()
+
+    for number in STOP_SIGNALS:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield stop_signal
+    except asyncio.CancelledError:
+        if not stopped.is_set() or waits or task.uncancel():
+            raise
+    finally:
+        ignore()
+
+
+async def stop_signal() -> None:
+    async with stop_signals() as stopped:
+        await stopped()
 
 
 def settle() -> None:

@@ -23,7 +23,7 @@ from components.messaging.kept_traces import follow_kept
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import Profiles, keep_profiles
-from components.process import Draining, drain, new_instance_id, record_maker, settle, stop_signal, subject_of
+from components.process import Draining, drain, new_instance_id, record_maker, settle, stop_signals, subject_of
 from components.process_control import Limit, ProcessControl
 from components.process_health import measure, serve_health, status_endpoint
 from components.routing.policies import WorkerRole
@@ -171,13 +171,14 @@ class Worker:
         async with (
             serve_calls(self.bus, self.role, self.subject, endpoints, facts),
             send_heartbeats(self.bus, self.subject, service.heartbeat, interval_s, num_cached) as heart,
+            stop_signals() as stopped,
             self.registry.advertise(self.registration, record),
         ):
             engine.on_output(lambda output: heart.stepped(output.stats.step))
             control.serves(service, heart.at_once, Limit(drain_timeout_s, service.stop_all))
             settle()
             log_ready(instance=self.instance_id, model=model, metrics=self.page)
-            await first(stop_signal(), control.stopped(), raises(engine.failed()))
+            await first(stopped(), control.stopped(), raises(engine.failed()))
             await drain(service, drain_timeout_s, heart.at_once)
 
     def _endpoints(self, service: WorkerService) -> Sequence[Endpoint]:

@@ -8,7 +8,7 @@ from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
 from components.messaging.kept_traces import follow_kept
 from components.messaging.presence import keep_present, present_endpoint
-from components.process import new_instance_id, record_maker, run, settle, stop_signal, subject_of
+from components.process import new_instance_id, record_maker, run, settle, stop_signals, subject_of
 from components.process_control import ProcessControl
 from components.process_health import measure, serve_health, status_endpoint
 from components.telemetry.logs import log_ready
@@ -51,11 +51,12 @@ async def main(settings: BootstrapSettings) -> None:
         async with (
             background(service.clean(settings.room_cleanup_s), "clean-rooms"),
             serve_calls(bus, "bootstrap", subject, endpoints, {"instance_id": me}),
+            stop_signals() as stopped,
             registry.advertise(registration, record_maker(settings, "bootstrap", me, http=page)),
         ):
             settle()
             log_ready(instance=me, metrics=page)
-            await first(stop_signal(), control.stopped())
+            await first(stopped(), control.stopped())
 
 
 if __name__ == "__main__":

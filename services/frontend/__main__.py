@@ -18,7 +18,7 @@ from components.messaging.roll_call import RollCall
 from components.openai.errors import http_refusal
 from components.openai.operations import WorkerList
 from components.output.formats import FormatOptions
-from components.process import record_maker, run, settle, stop_signal
+from components.process import record_maker, run, settle, stop_signals
 from components.process_control import ProcessControl
 from components.process_health import serve_health, status_endpoint
 from components.startup import refuse
@@ -182,11 +182,11 @@ async def main(settings: FrontendSettings) -> None:
         ):
             me = links.instance_id
             record = record_maker(settings, "frontend", me, model=links.model, http=url, metrics=page)
-            async with links.registry.advertise(links.registration, record):
+            async with stop_signals() as stopped, links.registry.advertise(links.registration, record):
                 settle()
                 warn_if_exposed(settings, keys)
                 log_ready(instance=me, url=url, metrics=page)
-                await first(stop_signal(), control.stopped())
+                await first(stopped(), control.stopped())
                 operations.draining = True
                 leaving.set()
                 await asyncio.sleep(settings.unready_s)  # a load balancer and clients see it, and go elsewhere

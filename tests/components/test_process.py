@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from components.errors import BackendUnavailable, MeshError
-from components.process import drain, new_instance_id, record_maker, run, stop_signal
+from components.process import drain, new_instance_id, record_maker, run, stop_signal, stop_signals
 from components.settings import MeshSettings
 from components.startup import EX_CONFIG, WrongSettings
 from engine.attention.choose_attention import AttentionUnavailable
@@ -73,6 +73,53 @@ def test_a_signal_is_a_clean_stop(number: signal.Signals, monkeypatch: pytest.Mo
 
     run(main())
     assert left == ["cleanly", "ended"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_a_process_waits_for_it_cancels_the_body_and_is_a_clean_stop(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[str] = []
+    monkeypatch.setattr("components.process.end_process", lambda: left.append("ended"))
+
+    async def main() -> None:
+        async with stop_signals() as stopped:
+            os.kill(os.getpid(), number)
+            try:
+                await asyncio.sleep(5)
+                await stopped()
+            finally:
+                left.append("cancelled")
+        await asyncio.sleep(0)  # not cancelled again
+        left.append("cleanly")
+
+    run(main())
+    assert left == ["cancelled", "cleanly", "ended"]
+
+
+def test_a_signal_just_after_a_process_waits_for_it_cancels_nothing() -> None:
+    """A worker that was cancelled then would not drain."""
+
+    async def test() -> None:
+        async with stop_signals() as stopped:
+            waiting = stopped()
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.01)
+            await asyncio.wait_for(asyncio.ensure_future(waiting), 5)
+
+    asyncio.run(test())
+
+
+def test_a_cancellation_that_no_signal_caused_passes() -> None:
+    async def test() -> None:
+        async with stop_signals():
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+            await asyncio.sleep(5)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(test())
 
 
 FROZEN = """

@@ -100,8 +100,11 @@ class Watched:
                 try:
                     if await self.value(query) >= at_least:
                         return
-                except httpx.TransportError:  # it has not started yet
+                except httpx.TransportError:  # it does not listen yet
                     pass
+                except httpx.HTTPStatusError as exc:
+                    if exc.response.status_code != httpx.codes.SERVICE_UNAVAILABLE:  # it reads its data
+                        raise
                 await asyncio.sleep(0.2)
 
     async def until_firing(self, *names: str) -> None:

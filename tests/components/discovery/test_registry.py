@@ -1,5 +1,7 @@
 import asyncio
 import logging
+import os
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -12,8 +14,9 @@ from components.backoff import Backoff
 from components.discovery.etcd import etcd_client, etcd_errors
 from components.discovery.registry import PAGE, Registration, Registry, join_registry
 from components.errors import BackendUnavailable, StaleInstance
+from components.process import stop_signals
 from components.urls import without_password
-from components.wire.instances import dump_record
+from components.wire.instances import InstanceRecord, dump_record
 from services.local.child_process import kill
 from services.local.servers import ETCD, Server, running
 from tests.components.discovery.records import record
@@ -52,6 +55,20 @@ def compact(url: str) -> int:
         revision = client.get_prefix_response("/").header.revision
         client.compact(revision)
         return int(revision)
+
+
+async def test_a_process_that_is_told_to_stop_while_it_registers_leaves_no_record(
+    etcd_url: str, namespace: str
+) -> None:
+    def make(epoch: str) -> InstanceRecord:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return record("one", epoch)
+
+    async with join_registry(etcd_url, namespace, TTL_S) as registry:
+        async with stop_signals(), registry.advertise(Registration("one"), make):
+            raise AssertionError("it serves")
+        with etcd_client(etcd_url) as client:
+            assert not list(client.get_prefix(f"{namespace}/"))
 
 
 async def test_others_see_a_join_and_a_leave(etcd_url: str, namespace: str) -> None:
