@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum, auto
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, Literal
 
 import httpx
 import typer
@@ -61,6 +61,7 @@ def start_vllm(
     env: Mapping[str, str],
     connector: Mapping[str, Any],
     *,
+    dtype: str = "bfloat16",
     as_shipped: bool = False,
 ) -> Iterator[Contestant]:
     """One `vllm serve`, or two with NIXL between them.
@@ -80,7 +81,7 @@ def start_vllm(
         for share, port in zip(shares, ports, strict=True):
             settings = {**_vllm_env(vllm, home, share), **env}
             command = [str(vllm), "serve", model_dir, "--served-model-name", name, "--port", str(port)]
-            command += ["--host", "127.0.0.1", "--dtype", "bfloat16", "--max-model-len", "4096"]
+            command += ["--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", "4096"]
             if connects:
                 settings["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
                 transfer: dict[str, Any] = {
@@ -98,7 +99,7 @@ def start_vllm(
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         prepare = PrefillFirst(urls[0]) if connects else None
         facts: dict[str, Any] = {"version": VERSION, "cores": shares, "env": dict(env), "connector": dict(connector)}
-        facts["threads_put_behind"] = behind
+        facts |= {"dtype": dtype, "threads_put_behind": behind}
         contestant = Contestant(VLLM, urls[-1], servers, facts, prepare, stopped_when_idle=True)
         contestant.stop()
         yield contestant
@@ -160,6 +161,10 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
         ] = None,
         mesh_env: Annotated[list[str], typer.Option(help="NAME=VALUE for kvmesh; may be given several times")] = [],  # noqa: B006
         vllm_env: Annotated[list[str], typer.Option(help="NAME=VALUE for vLLM, such as LD_PRELOAD=…")] = [],  # noqa: B006
+        vllm_dtype: Annotated[
+            Literal["bfloat16", "float32"],
+            typer.Option(help="of vLLM; it has no fast bfloat16 for processors without AVX-512"),
+        ] = "bfloat16",
         vllm_connector: Annotated[
             str, typer.Option(help="kv_connector_extra_config of its NixlConnector, JSON")
         ] = "{}",
@@ -181,7 +186,9 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
         with ExitStack() as stack:
             ours = stack.enter_context(start_kvmesh(KVMESH, model, mesh, environments[0]))
             name = model_name(int(ours.url.rpartition(":")[2]))
-            vllm_pair = start_vllm(vllm, model_dir, name, mode, environments[1], connector, as_shipped=vllm_as_shipped)
+            vllm_pair = start_vllm(
+                vllm, model_dir, name, mode, environments[1], connector, dtype=vllm_dtype, as_shipped=vllm_as_shipped
+            )
             theirs = stack.enter_context(vllm_pair)
             work = Work(rounds, concurrency, requests, input_len, output_len, range_ratio)
             by_turns((ours, theirs), name, work, targets, mode=mode)

@@ -84,11 +84,13 @@ constexpr int64_t LANES = 16;
 constexpr int TILE = 8;  // rows of a product whose sums fit into the registers, 32 of them
 constexpr int WIDE = 4;  // vectors of a value row that are added at a time, for four query rows
 constexpr int FEW = 4;   // rows of a product whose sums for four vectors fit into the registers
+constexpr bool KEYS_AHEAD = false;  // prefetch the next keys, not only values; not measured here
 #else
 constexpr int64_t LANES = 8;
 constexpr int TILE = 6;  // of 16 registers
 constexpr int WIDE = 2;
 constexpr int FEW = 3;
+constexpr bool KEYS_AHEAD = true;
 #endif
 typedef float Lanes __attribute__((vector_size(4 * LANES)));
 
@@ -215,9 +217,9 @@ struct Partial {
 
 // Ask for what is going to be read soon: a page is too short a stretch of memory for the processor to guess the next.
 template <typename T>
-inline void prefetch(const T* row, int64_t dim) {
-  for (int64_t byte = 0; byte < dim * static_cast<int64_t>(sizeof(T)); byte += 64)
-    __builtin_prefetch(reinterpret_cast<const char*>(row) + byte, 0, 2);
+inline void prefetch(const T* rows, int64_t count) {
+  for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(T)); byte += 64)
+    __builtin_prefetch(reinterpret_cast<const char*>(rows) + byte, 0, 2);
 }
 
 // rows[g] += weights[g * KEY_BLOCK + i] * value row i for i in [from, to), for GROUP query rows and WIDTH vectors of each value row:
@@ -432,8 +434,11 @@ inline void put_keys(float* keys, int64_t j, const Bf16* rows, int64_t dim) {
   for (int64_t i = 0; i < ROWS; i += LANES)
     for (int64_t d = 0; d < dim; d += 2 * LANES) {
       Lanes v[LANES];
-      for (int64_t row = 0; row < LANES; ++row) std::memcpy(&v[row], rows + (i + row) * dim + d, sizeof v[row]);
+#pragma GCC unroll 8  // copied in a loop, they would go through memory, and be read before they are written
+      for (int64_t row = 0; row < LANES; ++row)
+        v[row] = reinterpret_cast<Lanes>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + (i + row) * dim + d)));
       transpose(v);
+#pragma GCC unroll 8
       for (int64_t pair = 0; pair < LANES; ++pair) {
         const __m256i both = reinterpret_cast<__m256i>(v[pair]);
         float* column = keys + (d + 2 * pair) * KEY_BLOCK + j + i;
@@ -533,8 +538,8 @@ void decode_span(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
   for (int64_t block = first / KEY_BLOCK * KEY_BLOCK; block < last; block += KEY_BLOCK) {
     const int64_t count = std::min(KEY_BLOCK, last - block), from = std::max<int64_t>(0, first - block);
     for (int64_t j = 0; j < count; j += ROWS) {  // scores of keys behind `count` are not read
-      const T* values = c.rows(r, head, block + j, 1);
-      for (int64_t i = 0; i < ROWS; ++i) prefetch(values + i * c.dim, c.dim);
+      prefetch(c.rows(r, head, block + j, 1), ROWS * c.dim);
+      if (KEYS_AHEAD && block + j + ROWS < last) prefetch(c.rows(r, head, block + j + ROWS, 0), ROWS * c.dim);
       put_keys(keys, j, c.rows(r, head, block + j, 0), c.dim);
     }
     multiply(scores, KEY_BLOCK, queries, c.dim, keys, KEY_BLOCK, c.group, KEY_BLOCK, c.dim / P::TOGETHER, false);
