@@ -46,7 +46,7 @@ FOREIGN: Final = {  # options of other programs that the pages name
     "--values",  # the same
     "--tokenizer",  # aiperf
     "--use-server-token-count",  # the same
-    *("--vllm-as-shipped", "--kvmesh-prefill"),  # bench.peers, made from a function
+    *("--vllm-as-shipped", "--vllm-dtype", "--kvmesh-prefill"),  # bench.peers, made from a function
 }
 SECRETS: Final = {"MESH_FRONTEND_API_KEYS"}  # no option, so not in a help text
 COMPLETE_ENOUGH: Final = (
