@@ -3,9 +3,9 @@
 import asyncio
 import json
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec.structs import asdict
@@ -25,6 +25,8 @@ from components.wire.instances import InstanceRecord, Role
 from components.wire.plans import AskPlan, PlanReported
 from services.inspect.ages import age
 from services.inspect.connection import one_line_errors
+
+T = TypeVar("T")
 
 CONNECT_S: Final = 8.0
 ANSWER_S: Final = 3.0
@@ -56,12 +58,11 @@ async def _show(settings: MeshSettings, console: Console, *, wide: bool, as_json
         connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")) as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
     ):
+        asked = _records(registry.book)
         calls = [RollCall(bus, settings.namespace, role, registry.book).answers() for role in WORKERS]
-        answers, services = await asyncio.gather(
-            asyncio.gather(*calls), _services(bus, settings.namespace, registry.book)
-        )
+        answers, found = await asyncio.gather(asyncio.gather(*calls), _services(bus, settings.namespace, asked))
         beats = {name: beat for of_role in answers for name, beat in of_role.beats.items()}
-        records = [r for role in ROLES for r in registry.book.of_role(role)]
+        records, services = unchanged(asked, _records(registry.book), found)
         if as_json:
             console.out(json.dumps(as_fields(records, beats, services, settings.namespace)), highlight=False)
             return
@@ -73,10 +74,28 @@ async def _show(settings: MeshSettings, console: Console, *, wide: bool, as_json
             console.print(f"[yellow]answers on NATS but is not in etcd: {services[instance_id]['name']} {instance_id}")
 
 
-async def _services(bus: Bus, namespace: str, book: InstanceBook) -> dict[str, dict[str, Any]]:
-    registered = [record.instance_id for role in ROLES for record in book.of_role(role)]
+def _records(book: InstanceBook) -> list[InstanceRecord]:
+    return [record for role in ROLES for record in book.of_role(role)]
+
+
+def unchanged(
+    asked: Collection[InstanceRecord], now: Collection[InstanceRecord], services: Mapping[str, T]
+) -> tuple[list[InstanceRecord], dict[str, T]]:
+    """Leave out instances that have registered or left since all were asked: they may not have received the question.
+
+    Args:
+        services: answers by instance id.
+    Returns: the records and the answers to show. Answers of instances without a record stay.
+    """
+    known = {(record.instance_id, record.epoch) for record in asked}
+    records = [record for record in now if (record.instance_id, record.epoch) in known]
+    changed = {record.instance_id for record in (*asked, *now)} - {record.instance_id for record in records}
+    return records, {name: answer for name, answer in services.items() if name not in changed}
+
+
+async def _services(bus: Bus, namespace: str, asked: Collection[InstanceRecord]) -> dict[str, dict[str, Any]]:
     found = {}
-    for answer in await srv_answers(bus, "$SRV.STATS", namespace, registered):
+    for answer in await srv_answers(bus, "$SRV.STATS", namespace, [record.instance_id for record in asked]):
         if answer["name"] not in NOT_IN_ETCD and (instance_id := answer["metadata"].get("instance_id")):
             found[instance_id] = answer
     return found

@@ -10,7 +10,8 @@ import pytest
 from nats.aio.msg import Msg
 
 from components.messaging.bus import Bus, connect_bus
-from services.inspect.workers import ANSWER_S, srv_answers
+from services.inspect.workers import ANSWER_S, srv_answers, unchanged
+from tests.components.discovery.records import record
 
 pytestmark = [pytest.mark.anyio, pytest.mark.mesh]
 SOON_S = 0.01
@@ -54,3 +55,12 @@ async def test_the_wait_ends_with_the_last_answer_or_at_the_limit(nats_url: str,
         began = time.monotonic()
         assert await ids(bus, subject, namespace, "one", "killed") == {"one", "two"}
         assert time.monotonic() - began >= ANSWER_S - SOON_S
+
+
+async def test_an_instance_that_registers_or_leaves_while_all_are_asked_is_not_shown_as_silent_or_unregistered() -> (
+    None
+):
+    there, gone, again, late = record("there"), record("gone"), record("again", "e1"), record("late")
+    answers = {name: name for name in ("there", "gone", "again", "late", "stranger")}
+    now = [there, record("again", "e2"), late]
+    assert unchanged([there, gone, again], now, answers) == ([there], {"there": "there", "stranger": "stranger"})
