@@ -101,8 +101,8 @@ class time_limit:  # noqa: N801 - it is used as `asyncio.timeout` is
             raise DeadlineExceeded(f"{self._late} {self._seconds:g} s") from exc
 
 
-def _cancellations(task: asyncio.Task[Any]) -> int:
-    """Cancellations of `task` that it has met. One requested since it last waited is met when it waits next."""
+def _delivered(task: asyncio.Task[Any]) -> int:
+    """Number of cancellations that `task` has received. One requested while it runs is delivered at its next await."""
     return task.cancelling() - int(task._must_cancel)  # type: ignore[attr-defined]  # CPython's, not in typeshed
 
 
@@ -113,12 +113,12 @@ class exact_cancellation:  # noqa: N801 - it is used as `asyncio.timeout` is
 
     def __enter__(self) -> None:
         self._task = asyncio.current_task()
-        self._before = 0 if self._task is None else _cancellations(self._task)
+        self._before = 0 if self._task is None else _delivered(self._task)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool:
-        if self._task is not None and _cancellations(self._task) > self._before:
+        if self._task is not None and _delivered(self._task) > self._before:
             if kind is None:
                 raise asyncio.CancelledError
             return False
@@ -168,11 +168,11 @@ class Failure:
             raise self._error
         task = asyncio.current_task()
         assert task is not None
-        before, self._task = _cancellations(task), task
+        before, self._task = _delivered(task), task
         try:
             return await work
         except asyncio.CancelledError:
-            if self._stopped and self._error is not None and _cancellations(task) - 1 <= before:
+            if self._stopped and self._error is not None and _delivered(task) - 1 <= before:
                 raise self._error from None
             raise
         finally:

@@ -86,9 +86,10 @@ def record_maker(
 
 @contextlib.asynccontextmanager
 async def stop_signals() -> AsyncIterator[Callable[[], Awaitable[object]]]:
-    """Yield what waits for SIGTERM or SIGINT. Until it is called, a signal cancels the body, which is a clean stop, too.
+    """Yield a function that waits for SIGTERM or SIGINT.
 
-    So a process that is registering leaves no record behind. A second signal ends the process at once.
+    Before it is called, a signal cancels the body, and the block ends without an error. So a process that is
+    registering leaves no record behind. A second signal ends the process at once.
     """
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
@@ -105,7 +106,7 @@ async def stop_signals() -> AsyncIterator[Callable[[], Awaitable[object]]]:
         for number in STOP_SIGNALS:
             loop.remove_signal_handler(number)
 
-    def stop_signal() -> Awaitable[object]:
+    def wait() -> Awaitable[object]:
         nonlocal waits
         waits = True  # at once, not when it is awaited: a body that is cancelled does not drain
         return stopped.wait()
@@ -113,7 +114,7 @@ async def stop_signals() -> AsyncIterator[Callable[[], Awaitable[object]]]:
     for number in STOP_SIGNALS:
         loop.add_signal_handler(number, stop)
     try:
-        yield stop_signal
+        yield wait
     except asyncio.CancelledError:
         if not stopped.is_set() or waits or task.uncancel():
             raise

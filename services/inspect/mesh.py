@@ -14,7 +14,7 @@ from components.settings import MeshSettings
 from components.wire.instances import InstanceRecord
 from components.wire.status import Status, StatusRequest
 from services.inspect.connection import one_line_errors
-from services.inspect.workers import ROLES, srv_answers
+from services.inspect.workers import records_of, srv_answers
 
 CONNECT_S: Final = 8.0
 STATUS_S: Final = 3.0  # for an answer
@@ -53,7 +53,7 @@ class Mesh:
         return self._registry.connected
 
     def records(self) -> list[InstanceRecord]:
-        return [record for role in ROLES for record in self.book.of_role(role)]
+        return records_of(self.book)
 
     async def instances(self) -> list[Seen]:
         """All, without their status."""

@@ -58,11 +58,11 @@ async def _show(settings: MeshSettings, console: Console, *, wide: bool, as_json
         connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")) as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
     ):
-        asked = _records(registry.book)
+        asked = records_of(registry.book)
         calls = [RollCall(bus, settings.namespace, role, registry.book).answers() for role in WORKERS]
         answers, found = await asyncio.gather(asyncio.gather(*calls), _services(bus, settings.namespace, asked))
         beats = {name: beat for of_role in answers for name, beat in of_role.beats.items()}
-        records, services = unchanged(asked, _records(registry.book), found)
+        records, services = unchanged(asked, records_of(registry.book), found)
         if as_json:
             console.out(json.dumps(as_fields(records, beats, services, settings.namespace)), highlight=False)
             return
@@ -74,7 +74,7 @@ async def _show(settings: MeshSettings, console: Console, *, wide: bool, as_json
             console.print(f"[yellow]answers on NATS but is not in etcd: {services[instance_id]['name']} {instance_id}")
 
 
-def _records(book: InstanceBook) -> list[InstanceRecord]:
+def records_of(book: InstanceBook) -> list[InstanceRecord]:
     return [record for role in ROLES for record in book.of_role(role)]
 
 
@@ -107,8 +107,8 @@ async def srv_answers(
     """Answers of this mesh's micro services.
 
     Args:
-        expected: instances that are there. A busy one has ANSWER_S.
-        wait_s: for all others.
+        expected: ids of registered instances. A busy one has ANSWER_S.
+        wait_s: time for all others.
     """
     found = []
     missing = set(expected)

@@ -13,7 +13,7 @@ class Broken(Exception):
 
 
 def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
-    """Run to the end; a task left behind or an exception that nobody saw fails the test."""
+    """Run to the end; a task left behind or an exception that was never retrieved fails the test."""
 
     async def checked() -> None:
         complaints: list[str] = []

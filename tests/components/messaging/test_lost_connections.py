@@ -109,7 +109,7 @@ async def _until_connected(bus: Bus) -> None:
 
 
 def test_a_bus_comes_back_when_its_server_resets_it_while_it_reconnects(caplog: pytest.LogCaptureFixture) -> None:
-    """uvloop raised RuntimeError from a write, nats-py's task died of it, and nobody tried again: 20 of 20 times."""
+    """uvloop raised RuntimeError from a write, nats-py's task ended, and the client did not reconnect: 20 of 20 times."""
     caplog.set_level(logging.CRITICAL)
 
     async def run() -> None:
@@ -148,7 +148,7 @@ async def _ignore(_: Msg) -> None:
 
 
 async def test_a_subscription_is_there_when_it_says_so() -> None:
-    """nats-py's flush overtook the subscription: a call that came at once found nobody, once in thousands of tests."""
+    """nats-py's flush overtook the subscription: a call that came at once had no receiver, once in thousands of tests."""
     nats = FakeNats()
     async with nats.running(), connect_bus(nats.url, "test") as bus, bus.subscription("calls", _ignore):
         assert b"SUB calls" in nats.processed
@@ -278,7 +278,7 @@ async def _until_disconnected(nats_server: FakeNats, bus: Bus) -> None:
 
 
 async def test_an_answer_that_comes_at_once_after_an_outage_is_not_of_a_steady_connection() -> None:
-    """nats-py tells of a reconnect after what was sent meanwhile is answered: others had no time to reconnect.
+    """nats-py reports a reconnect after what was sent meanwhile is answered: others had no time to reconnect.
 
     An instance that lived was taken for dead when etcd had lost its record in the same outage.
     """

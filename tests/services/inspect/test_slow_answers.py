@@ -1,4 +1,4 @@
-"""A busy worker is shown as what it is, and a quick mesh keeps nobody waiting."""
+"""`inspect workers` waits for a busy instance, and not longer than for the last answer."""
 
 import asyncio
 import json
