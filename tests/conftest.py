@@ -52,6 +52,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     choose_device(config)
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # run by a script with `&`; what we start would inherit it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied

@@ -3,7 +3,6 @@
 import asyncio
 import gzip
 import json
-import logging
 import re
 from collections.abc import Callable, Iterator
 from contextlib import AsyncExitStack, contextmanager, suppress
@@ -41,7 +40,6 @@ async def profile_worker(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    logging.getLogger("components.messaging.bus").setLevel(logging.CRITICAL)  # errors are printed below
     with one_line_errors(settings, "etcd"):
         async with asyncio.timeout(CONNECT_S):
             record = await _choose(settings, role, instance)
