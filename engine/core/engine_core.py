@@ -42,6 +42,7 @@ log = logging.getLogger(__name__)
 
 PACK_TOKENS: Final = 1536  # enough to keep a device busy
 CPU_ITL_TARGET_MS: Final = 50.0
+CPU_STRETCH: Final = 4.0  # of a decode step by a prompt chunk, where no target is given
 
 
 class EngineCore:
@@ -82,10 +83,11 @@ class EngineCore:
         self._flight: Launched | None = None  # drawn, not landed
         self._behind: Launched | None = None  # not drawn
         self._failed_steps = FailedSteps()
-        target_ms = config.itl_target_ms
-        if target_ms is None:
-            target_ms = CPU_ITL_TARGET_MS if runner.takes_cpu else 0.0
-        self._chunk_limit = ChunkLimit(target_ms / 1000) if target_ms else None
+        self._chunk_limit: ChunkLimit | None = None
+        if config.itl_target_ms:
+            self._chunk_limit = ChunkLimit(config.itl_target_ms / 1000)
+        elif config.itl_target_ms is None and runner.takes_cpu:
+            self._chunk_limit = ChunkLimit(CPU_ITL_TARGET_MS / 1000, CPU_STRETCH)
         self._arrivals = count()
         self._step = 0
         self._prompt_tokens = 0  # in the steps that landed in this one

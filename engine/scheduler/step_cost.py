@@ -42,14 +42,15 @@ class StepCost:
 class ChunkLimit:
     """Limits prompt chunks beside decodes, so that a step takes no longer than `target_s`.
 
-    If decodes alone take more than half of `target_s`, the chunk may take as long as they do, so prompts get at least
-    half of the time. The speeds are measured, as a machine may be shared.
+    Where that is less than `stretch` times a step of the decodes alone, a step may take so long. Prompts therefore get
+    the share 1 - 1 / `stretch` of the time at least. The speeds are measured, as a machine may be shared.
 
     Source: chunked prefill, Agrawal et al. 2023, "SARATHI", arXiv:2308.16369.
     """
 
-    def __init__(self, target_s: float) -> None:
+    def __init__(self, target_s: float, stretch: float = 2.0) -> None:
         self._target_s = target_s
+        self._stretch = stretch
         self._cost = StepCost()
 
     def tokens(self, decodes: int) -> int:
@@ -58,7 +59,8 @@ class ChunkLimit:
         if not token_s:
             return UNKNOWN
         decode_s = self._cost.decode_s(decodes)
-        return max(FEWEST, int(max(self._target_s - decode_s, decode_s) / token_s))
+        step_s = max(self._target_s, self._stretch * decode_s)
+        return max(FEWEST, int((step_s - decode_s) / token_s))
 
     def stepped(self, prompt_tokens: int, decodes: int, step_s: float) -> None:
         self._cost.stepped(prompt_tokens, decodes, step_s)

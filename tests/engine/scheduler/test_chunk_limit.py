@@ -15,10 +15,10 @@ TARGET_S = 0.04
 class Machine:
     """Steps of known cost, with chunks as the limit allows them."""
 
-    def __init__(self, token_s: float, decode_s: float, target_s: float = TARGET_S) -> None:
+    def __init__(self, token_s: float, decode_s: float, stretch: float = 2.0) -> None:
         self.token_s = token_s
         self.decode_s = decode_s
-        self.limit = ChunkLimit(target_s)
+        self.limit = ChunkLimit(TARGET_S, stretch)
 
     def decode(self, decodes: int = 8, times: int = 1) -> None:
         for _ in range(times):
@@ -56,11 +56,28 @@ def test_more_decodes_leave_less_for_the_chunk() -> None:
     assert limit.tokens(16) == 88
 
 
-def test_prompts_get_half_of_the_time_where_decodes_alone_exceed_the_target() -> None:
+@pytest.mark.parametrize("stretch", [2.0, 4.0])
+def test_prompts_get_their_share_of_the_time_where_decodes_alone_exceed_the_target(stretch: float) -> None:
     """A fixed target would starve prompts on a slow machine or beside many decodes."""
-    machine = Machine(token_s=0.001, decode_s=0.1)
+    machine = Machine(token_s=0.001, decode_s=0.1, stretch=stretch)
     machine.decode()
-    assert machine.mixed(times=REMEMBERED) == pytest.approx(0.2, rel=0.05)
+    assert machine.mixed(times=REMEMBERED) == pytest.approx(stretch * 0.1, rel=0.05)
+
+
+def test_a_longer_step_than_the_target_is_taken_only_where_decodes_are_slow() -> None:
+    machine = Machine(token_s=1 / 4000, decode_s=0.009, stretch=4.0)
+    machine.decode()
+    assert machine.mixed(times=REMEMBERED) == pytest.approx(TARGET_S, rel=0.05)
+
+
+def test_on_a_cpu_a_target_that_was_set_stretches_a_decode_step_less(tiny: LoadedModel) -> None:
+    """One second a token: the chunk takes as long as a decode step, and without a setting three times as long."""
+    for target_ms, tokens in ((50.0, 40), (None, 120)):
+        engine = make_engine(tiny, max_step_tokens=512, itl_target_ms=target_ms)
+        assert engine._chunk_limit is not None
+        engine._chunk_limit.stepped(0, 1, 40.0)
+        engine._chunk_limit.stepped(80, 1, 120.0)
+        assert engine._chunk_limit.tokens(1) == tokens
 
 
 def test_a_chunk_is_never_so_short_that_steps_cost_more_than_it() -> None:
