@@ -162,6 +162,8 @@ def test_doctor_finds_nothing_wrong_in_a_mesh_that_works_and_names_its_transport
 
 
 def test_workers_routes_planners_and_addresses_are_json_too(mesh: MeshProcesses) -> None:
+    for number in range(300, 304):
+        _asked(mesh, number)
     found = shown(mesh, "workers")
     assert found["not_in_etcd"] == []
     assert sorted(one["role"] for one in found["instances"]) == [
@@ -187,7 +189,8 @@ def test_lines_of_one_request_have_one_id_in_all_processes_and_none_of_its_conte
     assert (line["status"], line["output_tokens"]) == (200, 8)
     phases = {name: line[name] for name in line if name.endswith("_s") and name not in {"total_s", "ttft_s"}}
     assert {"validate_s", "tokenize_s", "route_s", "dispatch_s", "prefill_s", "stream_s"} <= phases.keys()
-    assert sum(phases.values()) == pytest.approx(line["total_s"], abs=0.001)
+    # between two steps the frontend may wait for a core
+    assert sum(phases.values()) == pytest.approx(line["total_s"], abs=0.02)
     assert line["prefill"] in ids(mesh, "prefill")
     prefill, decode = _ended(mesh, line["prefill"], line), _ended(mesh, line["decode"], line)
     assert decode["prefill"] == line["prefill"]
