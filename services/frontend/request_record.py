@@ -148,14 +148,21 @@ class RequestRecord:
         return late
 
     def spent_s(self, end_ns: int) -> dict[str, float]:
-        """Seconds of each phase; those of one name that overlap count once. `prefill`: the wait for the first token."""
+        """Seconds of each phase. Phases of one name that overlap count once; time between two counts as the later one.
+
+        `prefill`: the wait for the first token.
+        """
         spent: dict[str, int] = defaultdict(int)
         reached: dict[str, int] = defaultdict(int)
         first_ns = self.first_ns or end_ns
+        counted_ns = self.root.start_time  # the time until then is in a phase
         for step in sorted(self.root.steps, key=lambda step: step.start_time):
             name, step_ns = step.name.removeprefix("frontend."), step.end_time or end_ns
-            spent[name] += max(0, step_ns - max(step.start_time, reached[name]))
+            if step.start_time >= first_ns:
+                counted_ns = max(counted_ns, first_ns)
+            spent[name] += max(0, step_ns - max(min(step.start_time, counted_ns), reached[name]))
             reached[name] = max(reached[name], step_ns)
+            counted_ns = max(counted_ns, step_ns)
             if step.name == DISPATCH and step_ns <= first_ns:
                 spent["prefill"] = first_ns - step_ns
         spent.pop("receive", None)  # the last part of that wait

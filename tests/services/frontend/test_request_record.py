@@ -159,6 +159,35 @@ def test_steps_of_several_prompts_at_once_count_once(clock: Clock) -> None:
     assert record.spent_s(clock.now_ns)["route"] == 3
 
 
+def test_the_time_between_two_steps_counts_as_the_later_one_so_that_all_phases_make_the_total(clock: Clock) -> None:
+    """On a busy machine the frontend waits for a core there, also before it tries another decode."""
+    record = record_of()
+    began_ns = clock.now_ns
+    clock.wait(1)
+    record.pause()
+    clock.wait(0.5)
+    for seconds in (2, 3):
+        with record.step("frontend.route"):
+            clock.wait(seconds)
+        clock.wait(0.25)
+        with record.dispatching():
+            clock.wait(4)
+        clock.wait(0.125)
+    record.first_ns = clock.now_ns
+    clock.wait(5)
+    record.begin("frontend.first_token", record.first_ns)
+    clock.wait(1)
+    record.first_token_sent()
+    clock.wait(7)
+    record.close(SlowLimits(), 2)
+    spent = record.spent_s(record.end_ns)
+    assert spent.pop("validate") == 1
+    assert spent == {
+        "route": 0.5 + 2 + 0.125 + 3, "dispatch": 2 * 4.25, "prefill": 0.125, "first_token": 6, "stream": 7,
+    }  # fmt: skip
+    assert sum(spent.values()) + 1 == (record.end_ns - began_ns) / 1e9
+
+
 def test_outside_a_request_facts_go_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     request_record.request_record().moved("nobody's")
     assert request_record.request_record() is not request_record.request_record()
