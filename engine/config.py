@@ -115,7 +115,8 @@ class EngineConfig:
         float | None,
         Field(
             description="a step with decodes takes as many prompt tokens as it can compute in so long, by measured speed; "
-            "0: no such limit; default: on a CPU 50, or four times a step without prompts if that is more; 0 on a device"
+            "0: no such limit; default: on a CPU 50, or four times a step without prompts if that is more, two times beside "
+            "streams whose prompts were computed elsewhere; 0 on a device"
         ),
     ] = None
     reserve_tokens: Annotated[

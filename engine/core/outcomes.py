@@ -69,7 +69,7 @@ class Outcomes:
             return []
         check_token_ids([first_token], self._limits.vocab_size, "first_token")
         _check_allowed(request, first_token)
-        request.phase = Phase.FULL
+        request.phase, request.disaggregated = Phase.FULL, True
         request.num_computed = request.prompt_len
         self._memory.computed(request)
         self._scheduler.start(request)

@@ -43,7 +43,7 @@ class Request:
     prompt_len: int
     limit: int  # total length at which it ends
     sampling: SamplingParams
-    phase: Phase  # DECODE becomes FULL with `deliver`
+    phase: Phase  # DECODE becomes FULL with `deliver`, and the request `disaggregated`
     arrival: int  # order of admission within a priority
     root_hash: bytes  # parent of its first block
     pages: list[int] = field(default_factory=list)  # block table
@@ -61,6 +61,7 @@ class Request:
     unwanted: set[int] = field(default_factory=set)  # branches cancelled before the fork
     priority: int = 0
     adapter: str = ""
+    disaggregated: bool = False  # its prompt was computed elsewhere
     pools_all: bool = False  # EMBED: needs all tokens' states
     hidden: Any = None  # EMBED: pooled so far
     vector: bytes = b""

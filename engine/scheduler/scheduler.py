@@ -98,11 +98,12 @@ class Scheduler:
         decodes = ((len(r.pages) * self.memory.page_size, *r.upcoming) for r in self.running)
         return sum(1 for slots, start, pending in decodes if pending == 1 and start >= slots) > available
 
-    def schedule(self, beside: Callable[[int], int] | None = None) -> tuple[list[Chunk], list[Request]]:
+    def schedule(self, beside: Callable[[int, int], int] | None = None) -> tuple[list[Chunk], list[Request]]:
         """Plan one step. If `must_preempt`, no step may be in flight.
 
         Args:
-            beside: returns the prompt tokens that may share a step with N decodes; None: only the budget limits them.
+            beside: returns the prompt tokens that may share a step with N decodes, of which M are disaggregated;
+                None: only the budget limits them.
 
         Returns: what to compute, and the DECODE requests that got pages.
         """
@@ -117,7 +118,8 @@ class Scheduler:
                 chunks.append(Chunk(request, start, start + 1, True, start == len(request.tokens)))
         budget -= len(chunks)
         if chunks and beside is not None:
-            budget = min(budget, beside(len(chunks)))
+            disaggregated = sum(chunk.request.disaggregated for chunk in chunks)
+            budget = min(budget, beside(len(chunks), disaggregated))
         full = max(0, budget - self._pack_tokens)  # at this budget, no further prompt begins
         prompts = [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else []
         prompts.sort(key=by_turn, reverse=True)

@@ -5,6 +5,8 @@ from statistics import median
 from typing import Final
 
 FEWEST: Final = 32  # tokens; each step has a fixed cost
+FEWEST_DISAGGREGATED: Final = 16  # beside streams whose prompts were computed elsewhere
+STRETCH: Final = 2.0  # of a decode step by a prompt chunk
 UNKNOWN: Final = 64  # tokens, before the speed is known
 REMEMBERED: Final = 9  # steps of a kind
 
@@ -32,7 +34,7 @@ class StepCost:
         return median(self._token_s) if self._token_s else 0.0
 
     def stepped(self, prompt_tokens: int, decodes: int, step_s: float) -> None:
-        if prompt_tokens >= FEWEST:
+        if prompt_tokens >= FEWEST_DISAGGREGATED:
             prompt_s = max(step_s - (self.decode_s(decodes) if decodes else 0.0), step_s / 2, 1e-6)
             self._token_s.append(prompt_s / prompt_tokens)
         elif not prompt_tokens and decodes:
@@ -45,22 +47,28 @@ class ChunkLimit:
     Where that is less than `stretch` times a step of the decodes alone, a step may take so long. Prompts therefore get
     the share 1 - 1 / `stretch` of the time at least. The speeds are measured, as a machine may be shared.
 
+    Disaggregated streams, whose prompts were computed elsewhere, are not to wait for prompts that a decode worker
+    computes itself in between. Beside them `stretch` is at most STRETCH, and chunks may be shorter.
+
     Source: chunked prefill, Agrawal et al. 2023, "SARATHI", arXiv:2308.16369.
     """
 
-    def __init__(self, target_s: float, stretch: float = 2.0) -> None:
+    def __init__(self, target_s: float, stretch: float = STRETCH) -> None:
         self._target_s = target_s
         self._stretch = stretch
         self._cost = StepCost()
 
-    def tokens(self, decodes: int) -> int:
-        """Prompt tokens that may share a step with so many decodes."""
+    def tokens(self, decodes: int, disaggregated: int = 0) -> int:
+        """Prompt tokens that may share a step with so many decodes, of which some are `disaggregated`."""
         token_s = self._cost.prompt_token_s()
         if not token_s:
             return UNKNOWN
         decode_s = self._cost.decode_s(decodes)
-        step_s = max(self._target_s, self._stretch * decode_s)
-        return max(FEWEST, int((step_s - decode_s) / token_s))
+        stretch, fewest = self._stretch, FEWEST
+        if disaggregated:
+            stretch, fewest = min(stretch, STRETCH), FEWEST_DISAGGREGATED
+        step_s = max(self._target_s, stretch * decode_s)
+        return max(fewest, int((step_s - decode_s) / token_s))
 
     def stepped(self, prompt_tokens: int, decodes: int, step_s: float) -> None:
         self._cost.stepped(prompt_tokens, decodes, step_s)

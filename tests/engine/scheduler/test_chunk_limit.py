@@ -5,8 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest
-from engine.scheduler.step_cost import FEWEST, REMEMBERED, UNKNOWN, ChunkLimit, StepCost
+from engine.ports import EngineRequest, Phase
+from engine.scheduler.step_cost import FEWEST, FEWEST_DISAGGREGATED, REMEMBERED, UNKNOWN, ChunkLimit, StepCost
 from tests.engine.tiny_engine import greedy, make_engine, prompt
 
 TARGET_S = 0.04
@@ -87,6 +87,50 @@ def test_a_chunk_is_never_so_short_that_steps_cost_more_than_it() -> None:
     assert limit.tokens(8) == FEWEST
 
 
+@pytest.mark.parametrize(("token_s", "tokens"), [(0.001, 100), (0.01, FEWEST_DISAGGREGATED)])
+def test_beside_disaggregated_streams_a_step_takes_about_twice_as_long_as_without_the_prompt(
+    token_s: float, tokens: int
+) -> None:
+    machine = Machine(token_s, decode_s=0.1, stretch=4.0)
+    machine.decode()
+    machine.mixed(times=REMEMBERED)
+    assert machine.limit.tokens(8) == pytest.approx(max(FEWEST, 0.3 / token_s), abs=1)
+    assert machine.limit.tokens(8, 1) == pytest.approx(tokens, abs=1)
+    assert ChunkLimit(TARGET_S, 4.0).tokens(8, 8) == UNKNOWN
+
+
+@pytest.mark.parametrize("branches", [1, 3])
+def test_streams_whose_prompts_were_computed_elsewhere_are_disaggregated(tiny: LoadedModel, branches: int) -> None:
+    engine = make_engine(tiny, max_step_tokens=512)
+    seen: list[tuple[int, int]] = []
+
+    def tokens(decodes: int, disaggregated: int = 0) -> int:
+        seen.append((decodes, disaggregated))
+        return UNKNOWN
+
+    assert engine._chunk_limit is not None
+    engine._chunk_limit.tokens = tokens  # type: ignore[method-assign]
+    engine.submit(EngineRequest("here", prompt(5), greedy(20, ignore_eos=True)))
+    engine.step()
+    sampling = greedy(20, ignore_eos=True, n=branches)
+    engine.submit(EngineRequest("elsewhere", prompt(9, start=1), sampling, Phase.DECODE))
+    engine.step()
+    assert seen[-1] == (1, 0), "it has pages, and waits for its KV"
+    engine.deliver("elsewhere", 7)
+    while seen[-1][0] <= branches:
+        engine.step()
+    assert seen[-1] == (1 + branches, branches)
+
+
+def test_a_prompt_that_is_computed_here_after_a_failed_transfer_is_not(tiny: LoadedModel) -> None:
+    engine = make_engine(tiny)
+    engine.submit(EngineRequest("r", prompt(9), greedy(3, ignore_eos=True), Phase.DECODE))
+    engine.step()
+    engine.recompute("r", 7)
+    engine.step()
+    assert not any(request.disaggregated for request in engine._scheduler.running)
+
+
 def test_one_slow_step_changes_nothing() -> None:
     machine = Machine(1 / 4000, 0.01)
     machine.decode(times=REMEMBERED)
@@ -120,6 +164,7 @@ def test_whatever_was_measured_a_chunk_has_enough_tokens(
     for step in steps:
         limit.stepped(*step)
     assert limit.tokens(decodes) >= FEWEST
+    assert FEWEST_DISAGGREGATED <= limit.tokens(decodes, decodes) <= limit.tokens(decodes)
 
 
 def test_an_unknown_number_of_decodes_costs_as_much_as_the_most_similar_one() -> None:
