@@ -42,7 +42,7 @@ if hypothesis_settings.get_current_profile_name() == "default":
 
 REPO: Final = Path(__file__).resolve().parents[1]
 SHORT: Final = "tests/services/frontend/"  # many files, none of which takes long
-ENDS_WITH_US: Final = re.compile(r"multiprocessing[. ]resource_tracker|torch/_inductor/compile_worker")
+ENDS_BY_ITSELF: Final = re.compile(r"multiprocessing[. ]resource_tracker|torch/_inductor/compile_worker")
 _counter: Final = itertools.count()
 
 
@@ -66,9 +66,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Modules and tests stay to the end: walking them again and again would be a quarter of the CPU time of the run.
+    """Collect no garbage while tests are collected, and later as rarely as in the services.
 
-    After that collections are as rare as in the services.
+    Modules and tests live to the end: scanning them again and again takes a quarter of the run's CPU time.
     """
     gc.disable()
     try:
@@ -89,13 +89,13 @@ def nothing_left_behind() -> Iterator[None]:
     """The run fails if a process that a test started outlives it."""
     before = _children()
     yield
-    left = [line for pid in _children() - before if (line := _command_line(pid)) and not ENDS_WITH_US.search(line)]
+    left = [line for pid in _children() - before if (line := _command_line(pid)) and not ENDS_BY_ITSELF.search(line)]
     assert not left, f"processes left behind: {left}"
 
 
 @pytest.fixture(scope="session", autouse=True)
 def authorities_are_read_once() -> Iterator[None]:
-    """Their certificates, which httpx loads for each client, 40 ms each time; nobody here talks to strangers."""
+    """Load their certificates once instead of for each httpx client, 40 ms each time: tests call local servers only."""
     with mock.patch.object(httpx._transports.default, "create_ssl_context", cache(httpx.create_ssl_context)):
         yield
 
@@ -190,7 +190,7 @@ RunService = Callable[..., ServiceProcess]  # (module, *args, env=None) -> Servi
 def run_service(tmp_path: Path) -> Iterator[RunService]:
     """Start `python -m <module> <args>` from the repository root; killed at the end of the test, or when we are killed.
 
-    Of our own environment it sees no MESH_* variable but those in `env`.
+    It inherits our environment without its MESH_* variables; `env` adds some.
     """
     with running_services(tmp_path) as start:
         yield start

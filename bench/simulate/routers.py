@@ -110,7 +110,7 @@ class Routers:
         for candidates in self._candidates.rounds(keys, members):
             allowed = allowance.take(len(candidates), self._news.questions_per_s, self._clock.now_s)
             if not allowed:
-                inquiry.skip(members[at].instance_id for at in candidates)
+                inquiry.add_fallbacks(members[at].instance_id for at in candidates)
                 break
             inquiry.take(
                 allowed, self._answers(router, request, tokens, [members[at] for at in candidates[:allowed]], tried)

@@ -155,8 +155,8 @@ def refused(url: str, cause: str) -> str:
             "of root, gives each role its rights"
         )
     return (
-        f"etcd at {where} refuses us ({cause}): name user and password, MESH_ETCD_URL=http://user:password@host:port or a "
-        "file user:password as MESH_ETCD_LOGIN_FILE"
+        f"etcd at {where} refuses this login ({cause}): set MESH_ETCD_URL=http://user:password@host:port, or "
+        "MESH_ETCD_LOGIN_FILE to a file with user:password"
     )
 
 

@@ -185,9 +185,9 @@ class nats_errors:  # noqa: N801 - a function with `contextmanager` takes thrice
 
 def _ours(error: BaseException, subject: str, url: str) -> MeshError | None:
     if isinstance(error, RespondersGone):
-        return ListenerGone(f"nobody listens on {subject} any more", subject=subject)
+        return ListenerGone(f"no process listens on {subject} any more", subject=subject)
     if isinstance(error, nats.errors.NoRespondersError):
-        return NobodyListens(f"nobody listens on {subject}", subject=subject)
+        return NobodyListens(f"no process listens on {subject}", subject=subject)
     if isinstance(error, nats.errors.TimeoutError | TimeoutError):
         return DeadlineExceeded(f"no answer on {subject} in time", subject=subject)
     if isinstance(error, nats.errors.MaxPayloadError):
@@ -203,8 +203,8 @@ def unreachable(url: str, exc: BaseException) -> str:
     where = without_password(url)
     if "authorization" in cause.lower():
         return (
-            f"NATS at {where} refuses us ({cause}): name user and password, MESH_NATS_URL=nats://user:password@host:port or "
-            "a file user:password as MESH_NATS_LOGIN_FILE"
+            f"NATS at {where} refuses this login ({cause}): set MESH_NATS_URL=nats://user:password@host:port, or "
+            "MESH_NATS_LOGIN_FILE to a file with user:password"
         )
     if isinstance(exc, TlsRefused):
         return f"NATS at {where} is not used: {cause}"

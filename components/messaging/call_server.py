@@ -129,7 +129,7 @@ class CallServer:
             answer = refusal(PeerLost(exc.message) if isinstance(exc, UnknownMessage) else exc)
         except (Exception, asyncio.CancelledError) as exc:
             if isinstance(exc, asyncio.CancelledError) and _is_cancelled():
-                raise  # else the handler waited for what another task cancelled: the subscription must go on
+                raise  # else only something that the handler awaited was cancelled, and the subscription keeps running
             self._errors[endpoint.name] += 1
             log.exception("call failed", extra={"call": endpoint.name})
             answer = refusal(InvariantBroken(f"{endpoint.name} failed: {type(exc).__name__}"))
@@ -201,8 +201,8 @@ async def serve_calls(
 ) -> AsyncIterator[None]:
     """Answer calls; leaving waits LEAVE_S for running ones, except after an error.
 
-    A call may wait for what this process will not do any more: `quiesce` for a write of a rank that has ended, or to a
-    peer that is out of reach. Its caller finds out when the process has ended.
+    The wait is limited, because a call may wait for something that never happens: `quiesce` for a write of a rank that
+    has ended, or to a peer that is out of reach. Its caller detects the failure when this process ends.
 
     Args:
         role: name of the micro service, shared by the role's instances.

@@ -1,8 +1,8 @@
 """Whether decode instances follow prefill instances or ask them, and how often each instance sends. No I/O.
 
-If all followed all, deliveries would grow with the product of both. So in a large fleet decode asks a few prefill
-instances about each prompt (`components/routing/candidates.py`). Frontends follow all decode instances, which send
-less often as the fleet grows.
+If every decode instance followed every prefill instance, deliveries would grow with the product of their numbers. So in a
+large fleet decode asks a few prefill instances about each prompt (`components/routing/candidates.py`). Frontends follow all
+decode instances, which send less often as the fleet grows.
 """
 
 from collections import Counter

@@ -92,7 +92,7 @@ class Inquiries:
                 break
             records = [usable[at] for at in candidates[: self._questions.take(len(candidates))]]
             if not records:
-                inquiry.skip(usable[at].instance_id for at in candidates)
+                inquiry.add_fallbacks(usable[at].instance_id for at in candidates)
                 break
             wanted = {record.instance_id: b"".join(hashes[page_sizes[record.instance_id]]) for record in records}
             answers = await self._questions.ask(records, wanted)
@@ -102,7 +102,7 @@ class Inquiries:
                 if found is not None
             }
             inquiry.take(len(records), cached)
-            inquiry.skip(i for i in answers if i not in cached)
+            inquiry.add_fallbacks(i for i in answers if i not in cached)
             if inquiry.is_enough:
                 break
         return inquiry

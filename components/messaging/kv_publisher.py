@@ -26,8 +26,8 @@ from components.wire.tokens import HASH_BYTES
 
 EVERY_S: Final = 0.05  # between two batches; longer in a large fleet
 MAX_WAITING_BLOCKS: Final = 65_536  # about 1 MB; more are dropped while NATS is away
-SIGN_AFTER_S: Final = 0.5  # then an empty batch reveals whether the last one was lost
-SIGN_AT_LEAST_S: Final = 60.0  # maximum of the doubling pauses
+MARK_AFTER_S: Final = 0.5  # then an empty batch reveals whether the last one was lost
+LONGEST_MARK_PAUSE_S: Final = 60.0  # maximum of the doubling pauses
 MAX_DUMPS: Final = 8  # concurrent dumps of several parts
 DUMP_IDLE_S: Final = 10.0  # without a request for the next part
 
@@ -78,7 +78,7 @@ class EventLog:
             for at in range(0, len(waiting), self._max_batch)
         ]
 
-    def sign(self, instance_id: str, epoch: str) -> KvEventBatch:
+    def empty_batch(self, instance_id: str, epoch: str) -> KvEventBatch:
         """An empty batch, which reveals to a reader that it missed the one before."""
         assert not self._waiting
         return self._batch(instance_id, epoch, [])
@@ -91,7 +91,8 @@ class EventLog:
     def dump(self) -> bytes:
         """All cached hashes as of the latest batch.
 
-        Nothing may wait: readers would never learn that a block in the dump was removed before `seal`.
+        Call `seal` first. If a block is stored and removed before the next batch, `take` drops both changes. Readers of
+        a dump with that block would keep it.
         """
         assert not self._waiting
         return pack_hashes(self._cached)
@@ -150,17 +151,17 @@ class KvEventPublisher:
         return self._next_part(request) if request.dump_id else self._begin(request)
 
     async def run(self) -> None:
-        pause_s = SIGN_AFTER_S
+        pause_s = MARK_AFTER_S
         while True:
             try:
                 async with asyncio.timeout(pause_s):
                     await self._wake.wait()
             except TimeoutError:
-                pause_s = min(2 * pause_s, SIGN_AT_LEAST_S)
+                pause_s = min(2 * pause_s, LONGEST_MARK_PAUSE_S)
                 self._seal()
-                self._sealed.append(self.log.sign(self._instance_id, self._epoch()))
+                self._sealed.append(self.log.empty_batch(self._instance_id, self._epoch()))
             else:
-                pause_s = SIGN_AFTER_S
+                pause_s = MARK_AFTER_S
                 self._wake.clear()
                 self._seal()
             await self._send()

@@ -61,7 +61,7 @@ class KvMirror:
         self._rng = rng
         self._instances: dict[str, _Instance] = {}
         self._asking: set[str] = set()  # instances that need a dump
-        self._said_full = False
+        self._has_warned_full = False
         self._asked_again: _Instance | None = None  # its blocks had no room
         self._wake = asyncio.Event()
         self._turns = asyncio.Semaphore(DUMPS_AT_ONCE)
@@ -110,7 +110,7 @@ class KvMirror:
                 self._asking.clear()
 
     async def look(self) -> None:
-        """Fetch all dumps after a reconnect, as events were lost. Fetch refused ones once the index has room."""
+        """Fetch all dumps after a reconnect, as events were lost. Fetch those of refused blocks once the index has room."""
         seen = self._bus.client.stats["reconnects"]
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -131,8 +131,8 @@ class KvMirror:
 
     def _make_up_for_refused(self) -> None:
         without = [i for i in self._instances.values() if i.follower.missing and not i.follower.needs_dump]
-        if without and not self._said_full:
-            self._said_full = True
+        if without and not self._has_warned_full:
+            self._has_warned_full = True
             facts = {"role": self._role, "missing_blocks": self.missing}
             log.warning(
                 "the KV index is full, what is cached beyond it is not seen: raise --kv-index-blocks", extra=facts

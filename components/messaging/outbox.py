@@ -26,7 +26,7 @@ KEPT_BYTES: Final = 64 << 20  # of all frontends
 RESENT_BYTES: Final = 4 << 20  # in answer to one call
 PROBE_S: Final = 1.0  # between frames that also ask NATS whether the frontend listens
 GONE_AFTER_S: Final = 6.0  # without a listener: longer than a reconnect takes
-QUICK_INTERVALS: Final = 4  # between two sendings of a stream with several tokens in each
+QUICK_INTERVALS: Final = 4  # between two frames of a stream, if it makes several tokens meanwhile
 
 
 class OutStream:
@@ -68,7 +68,7 @@ class OutStream:
         self.next_seq += len(token_ids)
         self.gathered += token_ids
 
-    def leave(self, until_seq: int, frame: TokenFrame) -> None:
+    def move_gathered(self, until_seq: int, frame: TokenFrame) -> None:
         """Move the gathered tokens to `frame`; their numbers end before `until_seq`."""
         token_ids, self.gathered = self.gathered, []
         frame.tokens(self.stream_id, until_seq - len(token_ids), token_ids)
@@ -142,7 +142,7 @@ class StreamOutbox:
     def put(self, stream: OutStream, item: StreamItem) -> None:
         frames = self._frames_to(stream.reply_to)
         if stream.gathered:
-            stream.leave(item.seq, frames[-1])
+            stream.move_gathered(item.seq, frames[-1])
         stream.last_left_s = time.monotonic()
         frames[-1].add(item)
         if item.prompt_logprobs is not None:  # those of two long prompts may exceed NATS's limit
@@ -205,7 +205,7 @@ class StreamOutbox:
             if len(stream.gathered) > 1 and stream.last_left_s > quick_until_s:
                 self._gathering.append(stream)
             elif stream.gathered:
-                stream.leave(stream.next_seq, self._frames_to(stream.reply_to)[-1])
+                stream.move_gathered(stream.next_seq, self._frames_to(stream.reply_to)[-1])
                 stream.last_left_s = now_s
         frames, self._frames = self._frames, {}
         return frames

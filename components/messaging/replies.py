@@ -18,7 +18,7 @@ from nats.aio.msg import Msg
 from components.aio import exact_cancellation
 
 AGAIN_S: Final = 1.0  # then an unanswered call is sent again
-EVERY_SECOND: Final = 8  # repetitions each second; later ones are rarer
+QUICK_REPEATS: Final = 8  # the first ones, a second apart; after them the pause doubles, up to LONGEST_S
 LONGEST_S: Final = 8.0  # between repetitions: the receiver keeps an answer for 30 s, and two may be lost
 STATUS: Final = "Status"  # header of the server's own messages
 NO_RESPONDERS: Final = "503"
@@ -136,7 +136,7 @@ class _Call:
         self._repeats += 1
         if self._repeating is None or self._repeating.done():
             self._repeating = asyncio.ensure_future(self._publish_again())
-        self._repeat_after(waited_s if self._repeats < EVERY_SECOND else min(2 * waited_s, LONGEST_S))
+        self._repeat_after(waited_s if self._repeats < QUICK_REPEATS else min(2 * waited_s, LONGEST_S))
 
     async def _publish_again(self) -> None:
         # the call fails at its timeout, unless a later try succeeds

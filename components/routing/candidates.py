@@ -126,7 +126,7 @@ class Inquiry:
             if (member := self._router.book.find(instance_id)) is not None:
                 self._answered[instance_id] = member
 
-    def skip(self, instance_ids: Iterable[str]) -> None:
+    def add_fallbacks(self, instance_ids: Iterable[str]) -> None:
         """These are chosen only if no instance answers."""
         self._unanswered.update(instance_ids)
 

@@ -36,7 +36,7 @@ class Follower:
         self.needs_dump = True
         self.number: int | None = None  # of the last applied batch; None: no dump, or one in progress
         self.gaps = 0
-        self.missing = 0  # upper bound of the refused blocks, which a dump brings
+        self.missing = 0  # upper bound of the blocks that the index refused; a new dump is needed to get them
         self._index = index
         self._held: dict[int, KvEventBatch] = {}
         self._held_blocks = 0  # counts repeated batches twice

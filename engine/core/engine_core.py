@@ -1,9 +1,9 @@
 """The engine without the device.
 
-A step is planned and launched while the one before runs. A decode may take its last token on the device. Draws wait for
-the step before, because penalties and masks need the whole text. A request skips a step if the token in flight is its
-last, or if branches fork there. If a request ends meanwhile, its draw is dropped. No request is preempted while a step
-is in flight.
+With `pipeline`, a step is planned and launched while the one before runs, and a decode may read its last token on the
+device. Draws wait for the step before, because penalties and masks need the whole text. A request skips a step if the
+token in flight is its last, or if branches fork there. If a request ends meanwhile, its draw is dropped. No request is
+preempted while a step is in flight. Without `pipeline`, a step lands before the next one is planned.
 """
 
 import logging

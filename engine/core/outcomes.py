@@ -86,7 +86,7 @@ class Outcomes:
     def commit(self, chunk: Chunk, token_id: int | None, output: StepOutput) -> None:
         request = chunk.request
         if token_id == NO_TOKEN:
-            self._break(request, output)
+            self._fail_non_finite(request, output)
             return
         phase = request.phase
         request.num_computed = chunk.end
@@ -100,7 +100,7 @@ class Outcomes:
                 output.computed.append(Exposed(request.id, pages, computed, cached))
                 return
             finish = self._append(request, token_id)
-            if request.mask is not None and self._failed(request, request.mask, output):
+            if request.mask is not None and self._fail_if_violated(request, request.mask, output):
                 return
             logprobs = request.row.logprobs, request.row.prompt_logprobs
             output.computed.append(Exposed(request.id, pages, computed, cached, token_id, finish, *logprobs))
@@ -119,7 +119,7 @@ class Outcomes:
                 self._requests.finish(request)
                 return
         finish = self._append(request, token_id)
-        if request.mask is not None and self._failed(request, request.mask, output):
+        if request.mask is not None and self._fail_if_violated(request, request.mask, output):
             return
         logprobs = None if row.logprobs is None else [row.logprobs]
         cached = request.num_cached_tokens
@@ -144,7 +144,7 @@ class Outcomes:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(tokens) >= request.limit else None
 
-    def _break(self, request: Request, output: StepOutput) -> None:
+    def _fail_non_finite(self, request: Request, output: StepOutput) -> None:
         log.error("logits are not finite", extra={"request_id": request.id, "tokens": len(request.tokens)})
         for branch in self._requests.branches(request.id):
             self._memory.forget(branch)
@@ -152,12 +152,14 @@ class Outcomes:
         message = "the model computed NaN or infinite logits for this request"
         output.failed.append(Failed(request.id, NonFiniteLogits(message, request_id=request.id)))
 
-    def _failed(self, request: Request, mask: TokenMask, output: StepOutput) -> bool:
+    def _fail_if_violated(self, request: Request, mask: TokenMask, output: StepOutput) -> bool:
         if (fault := mask.fault) is None:
             return False
         log.warning("constraint violated", extra={"request_id": request.id, "reason": fault})
         self._requests.cancel(request.id)
-        message = "the text cannot be continued within what a constraint may cost; simplify the schema or grammar"
+        message = (
+            "the constraint allows no further token, or checking it exceeds its limits; simplify the schema or grammar"
+        )
         output.failed.append(Failed(request.id, Rejected(message)))
         return True
 

@@ -78,7 +78,7 @@ inline void narrow_all(const float* from, int64_t count, Bf16* to) {
 }
 #endif
 
-// A vector is as long as the processor's: a longer one the compiler keeps in memory, where each sum waits for the one before.
+// A vector fills one register. The compiler keeps a longer one in memory, and each sum waits for the one before.
 #ifdef __AVX512F__
 constexpr int64_t LANES = 16;
 constexpr int TILE = 8;  // rows of a product whose sums fit into the registers, 32 of them
@@ -207,7 +207,7 @@ struct Partial {
     std::fill(rows, rows + count * width, 0.0f);
   }
 
-  // The state before the first key: of the rows of `group` query heads by turns, each has seen its sink, which has no value.
+  // The state before the first key. Row i belongs to query head i % group, and has seen that head's sink, which has no value.
   void clear(int64_t count, const float* sinks, int64_t group) const {
     clear(count);
     if (sinks == nullptr) return;
@@ -223,7 +223,7 @@ inline void prefetch(const T* rows, int64_t count) {
 }
 
 // rows[g] += weights[g * KEY_BLOCK + i] * value row i for i in [from, to), for GROUP query rows and WIDTH vectors of each value row:
-// the sums that `multiply` takes of values that `put_value` has laid out, from values where they lie.
+// the sums that `multiply` computes of values laid out by `put_value`, here of values as they lie in their page.
 template <int GROUP, int WIDTH, typename T>
 inline void add_values(const float* weights, const T* values, int64_t from, int64_t to, int64_t dim, float* rows, int64_t width) {
   Lanes sums[GROUP][WIDTH];
@@ -474,8 +474,8 @@ inline void put_value(uint32_t* values, int64_t j, const Bf16* value, int64_t di
     for (int64_t d = 0; d < dim; ++d) row[d] = value[d].bits;
 }
 
-// The scores of one query row and a block of keys, of which it sees those in [from, to), to weights; `max` and `sum` take
-// them in. Returns by what the values that were added before are to be multiplied.
+// Turns one query row's scores of a block of keys into weights; it sees the keys in [from, to). Updates `max` and `sum`.
+// Returns the factor by which the sums of values so far must be multiplied.
 template <typename T>
 __attribute__((noinline)) float soften(const Call<T>& c, float* scores, int64_t from, int64_t to, typename Products<T>::Left* weights, float& max, float& sum) {
   for (int64_t j = 0; j < KEY_BLOCK; ++j) scores[j] *= c.scaling;

@@ -2,10 +2,10 @@
 // kvmesh::gated_linear for the first half of a gated MLP, silu(x gate) * (x up), whose gate never goes through memory, and
 // kvmesh::logits, whose results stay fp32: rounded to bfloat16, the two most probable tokens are often equal.
 //
-// A decode step reads each weight once for a few tokens. What oneDNN, which torch calls, then spends around each product is
-// as long as the product itself; here a step of 1 or 8 tokens takes two thirds of its time, one of 256 as long. On
-// processors without a dot product for bfloat16 (AVX2, AVX-512 before it) numbers are widened in registers, and oneDNN has
-// nothing fast for a prompt. Of a row's result every term is added in the same order however many rows there are.
+// A decode step reads each weight once for a few tokens. torch calls oneDNN, whose overhead for each of these products is as
+// long as the product. A step of 1 or 8 tokens takes two thirds of oneDNN's time here, and one of 256 the same time
+// (docs/decisions/004). Without a dot product for bfloat16 (AVX2, older AVX-512) oneDNN is slow for prompts, too; here numbers
+// are widened in registers. The terms of a result are added in one order, however many rows there are.
 
 #if defined(__AVX512BF16__) || (defined(__AVX2__) && defined(__FMA__))
 
@@ -81,7 +81,7 @@ inline void add(Vector (&sums)[ROWS][WIDTH], const Factor* tile, int64_t in, int
       std::memcpy(&both, pairs + v * 2 * LANES, sizeof both);
       w[v] = reinterpret_cast<Vector>(which ? both & 0xffff0000u : both << 16);
     }
-    // in so many words: allowed to reorder sums, the compiler makes three instructions of two
+    // by intrinsics: a compiler that may reorder sums makes three instructions of two
     for (int i = 0; i < ROWS; ++i) {
       const Vector x = _mm256_broadcast_ss(factor<ROWS>(tile, in, k + which, i));
       for (int v = 0; v < WIDTH; ++v) sums[i][v] = _mm256_fmadd_ps(w[v], x, sums[i][v]);
@@ -123,8 +123,8 @@ struct Ahead {
   int64_t pace;
 };
 
-// c [ROWS, PANEL] = a tile of ROWS of x, x one panel [in / 2, PANEL, 2]; of a GATED panel, whose halves are gate and up,
-// c [ROWS, PANEL / 2].
+// c [ROWS, PANEL] = ROWS rows of x, times one panel [in / 2, PANEL, 2]. A GATED panel holds columns of gate and of up, and c
+// is [ROWS, PANEL / 2].
 template <int ROWS, bool GATED, typename C>
 inline void multiply(const Factor* tile, int64_t in, const uint16_t* panel, Ahead ahead, C* c, int64_t ldc) {
   constexpr int WIDTH = ROWS * VECTORS <= REGISTERS ? VECTORS : VECTORS / 2;

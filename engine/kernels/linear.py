@@ -80,7 +80,10 @@ def pack_linears(module: torch.nn.Module) -> int:
     if not can_pack():
         return 0
     if has_amx():  # AMX tiles have several times the peak of our dot products
-        log.warning("linear layers are oneDNN's: with AMX prompts are faster than in our kernels, small batches slower")
+        log.warning(
+            "oneDNN computes all linear layers, as this processor has AMX: prompts are faster than by kvmesh's kernels, small "
+            "batches slower"
+        )
         return 0
     memory = HugeMemory()
     replaced = _pack_gates(module, memory) + _pack_head(module, memory)

@@ -44,7 +44,7 @@ class Request:
     limit: int  # total length at which it ends
     sampling: SamplingParams
     phase: Phase  # DECODE becomes FULL with `deliver`, and the request `disaggregated`
-    arrival: int  # order of admission within a priority
+    arrival: int  # order of submission
     root_hash: bytes  # parent of its first block
     pages: list[int] = field(default_factory=list)  # block table
     first_page: int = 0  # index of the first that it holds; entries before are copies of that one
@@ -242,7 +242,7 @@ class RequestMemory:
             self._publish(request, done, full)
             request.num_published = full
         if self._kept_tokens and request.phase is not Phase.PREFILL:
-            self._leave(request)
+            self._release_before_window(request)
 
     def forget(self, request: Request) -> None:
         """Unpublish blocks whose KV may be broken, also in pages that were given back."""
@@ -273,7 +273,7 @@ class RequestMemory:
         _, _, num_blocks = self._find(blocks)
         return num_blocks * self.page_size
 
-    def _leave(self, request: Request) -> None:
+    def _release_before_window(self, request: Request) -> None:
         first = self._first_needed(request.num_computed)
         if first > request.first_page:
             self.pool.release(request.pages[request.first_page : first])

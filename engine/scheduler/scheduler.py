@@ -1,8 +1,8 @@
 """Plan steps: decodes first, then prompt chunks, from one token budget.
 
-Requests get pages by priority, then by arrival. Prefill and decode must agree on this order, because each holds pages
-for the other. With pages, short prompts overtake long ones; `components/turns.py` prevents starvation. Without free
-pages, the youngest request of the worst priority is preempted.
+Requests get pages by arrival and priority: a step of priority is worth 256 arrivals (`components/turns.py`). Prefill and
+decode must agree on this order, because each holds pages for the other. Among requests with pages, short prompts overtake
+long ones. Without free pages, the youngest request of the worst priority is preempted.
 """
 
 import logging

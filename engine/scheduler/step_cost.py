@@ -44,11 +44,11 @@ class StepCost:
 class ChunkLimit:
     """Limits prompt chunks beside decodes, so that a step takes no longer than `target_s`.
 
-    Where that is less than `stretch` times a step of the decodes alone, a step may take so long. Prompts therefore get
-    the share 1 - 1 / `stretch` of the time at least. The speeds are measured, as a machine may be shared.
+    A step may also take `stretch` times as long as the decodes alone, if that is longer. So prompts get at least the share
+    1 - 1 / `stretch` of the time. The speeds are measured, as a machine may be shared.
 
-    Disaggregated streams, whose prompts were computed elsewhere, are not to wait for prompts that a decode worker
-    computes itself in between. Beside them `stretch` is at most STRETCH, and chunks may be shorter.
+    Disaggregated streams, whose prompts were computed elsewhere, should hardly wait for prompts that are computed here.
+    Beside them `stretch` is at most STRETCH, and a chunk may be shorter.
 
     Source: chunked prefill, Agrawal et al. 2023, "SARATHI", arXiv:2308.16369.
     """

@@ -21,7 +21,7 @@ class BootstrapChoice:
     def __init__(self, rng: Random, *, or_none: bool = True) -> None:
         """`or_none`: ask no replica if all breakers are open, because the prompt can be computed here instead."""
         self._rng = rng
-        self._or_nobody = or_none
+        self._or_none = or_none
         self._turn = count()
         self._breakers: dict[str, Breaker] = {}  # by replica
         self._asked_s: dict[str, list[float]] = {}  # start times of pending calls, by replica
@@ -62,7 +62,7 @@ class BootstrapChoice:
         first = next(self._turn) % max(len(replicas), 1)
         turn = [*replicas[first:], *replicas[:first]]
         ready = [r for r in turn if (b := self._breakers.get(r.instance_id)) is None or b.ready_s <= now_s]
-        if not ready and not self._or_nobody:
+        if not ready and not self._or_none:
             ready = turn
         return sorted(ready, key=lambda r: self._is_late(r.instance_id, now_s))
 

@@ -61,7 +61,7 @@ T = TypeVar("T")
 CALL_TIMEOUT_S: Final = 10.0
 QUIESCE_TIMEOUT_S = 5.0
 QUIESCE_AGAIN_S = 0.5
-TAKE_BACK_S: Final = 1.0  # for an instance that has refused to confirm that it writes nothing
+TAKE_BACK_S: Final = 1.0  # for an instance that refused the prompt to confirm that it writes nothing
 GONE_AFTER_S = 5.0  # without a listener under prefill's name: longer than a reconnection
 FENCE_MARGIN_S: Final = 4.0  # after the offer's deadline: for a write posted just before it, and for clocks that differ
 

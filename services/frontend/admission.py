@@ -5,11 +5,11 @@ There is room while
     tokens in held pages + our tokens that have not begun + others' tokens without a page  <  admit_load · capacity
 
 Heartbeats report the first and the last term, up to half a second late. Our own tokens count from admission to the prompt's
-first token. So a request with pages but no token counts twice, and with a load of 1 memory would not fill. The request that
-crosses the limit is admitted, or one larger than the limit never would be.
+first token. So a request with pages but no token counts twice, and memory fills only if `admit_load` is above 1. The request
+that crosses the limit is admitted: otherwise a request larger than the limit would never be.
 
-Before the first instance registers there is room: it may never come. When all instances are lost later, queued requests wait
-`no_worker_wait_s`.
+Before the first instance registers, no request is queued, because an instance may never come. When all instances are lost
+later, queued requests wait `no_worker_wait_s`.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ from services.frontend.fair_queue import FairQueue, Place
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.ports import FleetRoom, Mesh
 
-LOOK_EVERY_S: Final = 0.05  # at the load of decode, and for requests that have waited too long
+LOOK_EVERY_S: Final = 0.05  # between two checks of decode's load, and of requests that have waited too long
 RATE_OVER_S: Final = 10.0
 RETRY_S: Final = (1.0, 60.0)  # bounds of Retry-After: OpenAI's clients ignore a much longer one
 ANSWER_WEIGHT: Final = 2  # price of an answer's token in prompt tokens, as in arXiv:2401.00588

@@ -88,10 +88,10 @@ async def open_connections(settings: FrontendSettings, writes: HeldWrites) -> As
 
 
 def tokens_subject(settings: FrontendSettings, registration: Registration) -> str:
-    """In a part that NATS may reserve for one frontend's user: no other then reads the answers to its clients.
+    """Return the subject of this frontend's token frames.
 
-    A process that starts again under its id has another subject. Decode still sends answers to the clients of the process
-    before, and its streams have the same numbers.
+    It names the NATS user, so that rights can keep other frontends from reading it. It names the epoch, because a process
+    that starts again has the id and the stream numbers of the one before, for which decode may still send frames.
     """
     me = f"{registration.instance_id}-{registration.epoch}"
     return f"{settings.namespace}.tokens.{settings.nats_name or 'frontend'}.{me}"

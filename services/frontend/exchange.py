@@ -79,7 +79,7 @@ class Exchange:
         )
         with self._record:
             try:
-                # the mesh has the deadline, too; this covers a client that does not read as well
+                # the mesh keeps the deadline of the generation; this limit also ends a client that stops reading
                 async with time_limit(self._frontend.settings.request_timeout_s, "the request took longer than"):
                     await self._serve(scope, receive, reply)
             except MeshError as exc:
@@ -168,7 +168,7 @@ class Exchange:
             raise Rejected(f"'{asked.param}' is not supported by this server.", param=asked.param)
         self._record.begin("frontend.compile")
         try:
-            return await self._frontend.checker.check(asked.constraint, self._caller.share(scope))
+            return await self._frontend.checker.check(asked.constraint, self._caller.queue_key(scope))
         except Unusable as exc:
             raise Rejected(f"Invalid '{asked.param}': {exc}.", param=asked.param, code="invalid_value") from exc
 

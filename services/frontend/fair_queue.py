@@ -59,7 +59,7 @@ class _Line:
     def __init__(self) -> None:
         self._turns: list[tuple[int, int]] = []  # heap; may hold requests that have left: a turn holds the arrival, too
         self.listed = False  # in `_Order`
-        self.weighed = 0  # `tokens` as `_Heaviest` has them; at least the real number
+        self.weighed = 0  # tokens by its latest entry in `_Heaviest`; never less than `tokens`
         self.start = 0  # of its next request, in virtual time
         self.tokens = 0
         self.waiting: InOrder = OrderedDict()

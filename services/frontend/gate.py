@@ -67,7 +67,8 @@ class Caller:
         """The tenant whose requests this client may look at; None: all requests."""
         return None if self.account is None or self.account.is_operator else self.account.tenant
 
-    def share(self, scope: Scope) -> bytes:
+    def queue_key(self, scope: Scope) -> bytes:
+        """Requests with one key share a line of the fair queue."""
         return key_of(scope["headers"]) if self.account is None else self.account.name.encode()
 
     def cache_salt(self, asked: str | None, *, shared: bool) -> str:
@@ -115,7 +116,7 @@ class Caller:
             except KeyLimited:
                 metrics.limited.labels(account.name).inc()
                 raise
-        place = admission.enter(self.share(scope), priority, prompt_tokens, choices)
+        place = admission.enter(self.queue_key(scope), priority, prompt_tokens, choices)
         if account is not None:
             account.take(prompt_tokens)
         return place

@@ -129,7 +129,10 @@ class Generation:
             self._close()
 
     async def woken(self) -> None:
-        """Sleep until a piece that `show` could not send, or the last. Raises: what ended the generation."""
+        """Wait for a piece that `show` could not send, the last piece, log-probabilities of a prompt, or an error.
+
+        Raises: that error.
+        """
         await self._wake.wait()
         self._wake.clear()
         if self._error is not None:

@@ -119,7 +119,7 @@ class MeshClient:
                 accepted = True
                 request_record().sent_to(record.instance_id)
             except MOVING as exc:
-                self.moves.request(exc)
+                self.moves.count_request(exc)
                 branches[0].note_lost(exc)
                 self.choice.note_move(prompt, route, exc, attempts)
             else:
@@ -278,7 +278,7 @@ class Branch:
     async def _move(self, why: MeshError) -> None:
         try:
             with use_span(self._span, record_exception=False, set_status_on_exception=False):
-                self._client.moves.stream(why)
+                self._client.moves.count_stream(why)
                 self.note_lost(why)
                 self._client.choice.note_move(self._prompt, self._route, why, self._attempts)
                 self.detach()

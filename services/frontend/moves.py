@@ -14,11 +14,11 @@ class Moves:
         self._requests: Counter[str] = Counter()
         self._tokens = 0
 
-    def stream(self, why: MeshError) -> None:
+    def count_stream(self, why: MeshError) -> None:
         """Count a stream that had been accepted."""
         self._streams[type(why).__name__] += 1
 
-    def request(self, why: MeshError) -> None:
+    def count_request(self, why: MeshError) -> None:
         """Count a request that an instance did not accept."""
         self._requests[type(why).__name__] += 1
 

@@ -1,6 +1,7 @@
 """One log line per request, at its end: what it was, where its time went, and why it was slow. No content.
 
-The logger's lines are not counted together as others are. `RequestLines` bounds those of ordinary requests.
+The log handler does not merge these lines, as it merges repeated ones. So `RequestLines` limits the rate of those of
+ordinary requests.
 """
 
 import logging
@@ -28,7 +29,7 @@ class RequestLines:
         self._left_out = 0
 
     def refused(self, route: str, status: int, error: str, *, request_id: str, label: str, api_key: str) -> None:
-        """The line of a request that the gate refused. `error`: why, in a word."""
+        """Log a request that the gate refused. `error`: the message that the client gets."""
         if self._passes(logging.INFO, is_ordinary=True):
             texts = {"error": error, "api_key": api_key, "client_request_id": label}
             facts = {"route": route, "status": status, "request_id": request_id}

@@ -137,7 +137,7 @@ class RequestRecord:
         if ttft_s >= limits.ttft_s:
             before = {name: s for name, s in self.spent_s(end_ns).items() if name not in AFTER}
             phase, seconds = max(before.items(), key=lambda one: one[1], default=("unknown", ttft_s))
-            late["ttft"] = f"{seconds:.1f} s of {ttft_s:.1f} s until the first token were {phase}"
+            late["ttft"] = f"{phase} took {seconds:.1f} s of the {ttft_s:.1f} s to the first token"
         if self.ttft_s is None:
             return late
         tpot_s = (total_s - ttft_s) / (num_tokens - 1) if num_tokens > 1 else 0.0
@@ -148,9 +148,10 @@ class RequestRecord:
         return late
 
     def spent_s(self, end_ns: int) -> dict[str, float]:
-        """Seconds of each phase. Phases of one name that overlap count once; time between two counts as the later one.
+        """Return seconds by phase.
 
-        `prefill`: the wait for the first token.
+        Overlapping steps of one name count once. The time between two steps counts for the later one. `prefill` lasts
+        from the end of the dispatch to the first token.
         """
         spent: dict[str, int] = defaultdict(int)
         reached: dict[str, int] = defaultdict(int)

@@ -102,7 +102,7 @@ class ExportIfWanted(MetricExporter):
 
 
 def _session(ca: Path | None) -> Any:
-    """A session of `requests` that trusts whom the sender of spans trusts, whatever REQUESTS_CA_BUNDLE says.
+    """A session of `requests` that trusts the CAs that the span exporter trusts, and ignores REQUESTS_CA_BUNDLE.
 
     Raises: WrongSettings.
     """

@@ -196,8 +196,9 @@ class StoredResponses:
         )
 
     async def _ask(self, frontend: str, request: CancelResponse) -> bool:
-        """Whether it runs there, or may: the frontend does not answer in time, or reconnects to NATS after us.
+        """Return whether the response runs on `frontend`, or may run there.
 
+        It may if the frontend does not answer in time, or may still be reconnecting to NATS.
         A cancellation is repeated until the frontend may no longer be reconnecting.
         """
         subject = f"{frontend}.cancel_response"

@@ -140,7 +140,10 @@ class PrefillService:
     def _take_offer(self, offer: PagesOffered) -> None:
         transfer = self._outbound.get(offer.request_id)
         if transfer is None or transfer.request.room != offer.room:
-            raise TransferFailed(f"room {offer.room} is over on this prefill instance")
+            raise TransferFailed(
+                f"this prefill instance does not hold room {offer.room}: its request has ended or names another room, "
+                "or too many offers wait"
+            )
         if (offer.decode_id, offer.decode_epoch) != (transfer.request.decode_id, transfer.request.decode_epoch):
             # KV goes only to the instance that sent the request
             raise TransferFailed(f"decode instance {offer.decode_id} offers pages for a request of another instance")

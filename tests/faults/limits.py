@@ -36,7 +36,7 @@ MESSAGES: Final = {
     "prefill-accepted": "prefill's answer",
     "room-open": "an offer of pages",
     "room-ok": "bootstrap's answer",
-    "room-pages": "bootstrap's word to prefill",
+    "room-pages": "bootstrap's forwarded offer",
     "room-failed": "the word that a transfer failed",
     "frame": "a frame of tokens",
     "last-frame": "a stream's last frame",
@@ -49,7 +49,7 @@ HAPPENS: Final = {
     Do.ALTER: "is altered",
     Do.REFUSE: "is refused",
     Do.UNSENT: "cannot be sent",
-    Do.NOBODY: "finds nobody",
+    Do.NOBODY: "has no listener",
 }
 OF_WRITES: Final = {
     Do.WRITE_FAILS: "a write of KV fails",
@@ -90,7 +90,7 @@ def kind_of(fault: Fault) -> str:
         case Do.ETCD_AWAY:
             return f"etcd is away for {fault.amount:g} s"
         case _:
-            return "a client leaves or stops to read"
+            return "a client leaves or stops reading"
 
 
 IN_A_ROW: Final = 4
@@ -108,7 +108,7 @@ LIMITS: Final[dict[str, Limit]] = {
     "a request to decode is altered": Limit(0.2, failed=1, moves=1),
     "a request to decode is refused": Limit(0.2, failed=1, moves=1),
     "a request to decode cannot be sent": Limit(0.2, moves=1),
-    "a request to decode finds nobody": Limit(0.2, moves=1),
+    "a request to decode has no listener": Limit(0.2, moves=1),
     "decode's answer is unreadable": Limit(AGAIN_S, failed=1, moves=1),
     "decode's answer *": Limit(AGAIN_S),
     "a frame of tokens *": Limit(AGAIN_S),
@@ -118,8 +118,8 @@ LIMITS: Final[dict[str, Limit]] = {
     "an offer of pages is altered": Limit(TRANSFER_S),
     "an offer of pages *": Limit(AGAIN_S),
     "bootstrap's answer *": Limit(AGAIN_S),
-    "bootstrap's word to prefill is altered": Limit(TRANSFER_S),
-    "bootstrap's word to prefill *": Limit(AGAIN_S),
+    "bootstrap's forwarded offer is altered": Limit(TRANSFER_S),
+    "bootstrap's forwarded offer *": Limit(AGAIN_S),
     "the word that a transfer failed *": Limit(TRANSFER_S),
     "a heartbeat *": NOTHING,
     "another message *": NOTHING,
@@ -148,7 +148,7 @@ LIMITS: Final[dict[str, Limit]] = {
     "a * does not reach etcd *": NOTHING,
     "NATS is away for 1 s": Limit(1.0 + AGAIN_S),
     "etcd is away for *": NOTHING,
-    "a client leaves or stops to read": NOTHING,
+    "a client leaves or stops reading": NOTHING,
 }
 
 

@@ -136,7 +136,7 @@ async def test_who_is_meant_must_be_said_and_a_worker_that_dies_is_named(
         victim.popen.send_signal(signal.SIGKILL)
         assert await asyncio.to_thread(begun.popen.wait, 30) == 1
         assert f"decode {asked.instance_id} on" in begun.logged()
-        assert "is gone: nobody listens on" in begun.logged()
+        assert "is gone: no process listens on" in begun.logged()
         assert "Traceback" not in begun.logged()
     assert not list(tmp_path.glob("x*"))
 

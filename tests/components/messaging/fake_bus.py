@@ -40,7 +40,7 @@ class FakeBus:
         handler = self._send(subject, request)
         await asyncio.sleep(0)
         if handler is None:
-            raise NobodyListens(f"nobody listens on {subject}")
+            raise NobodyListens(f"no process listens on {subject}")
         try:
             answer = await asyncio.wait_for(self._answer(handler, request), timeout_s)
         except TimeoutError as exc:

@@ -236,7 +236,7 @@ async def test_a_key_in_a_file_proves_a_user(tmp_path: Path, caplog: pytest.LogC
             assert await answers(bus)
         file.write_text(key_pair(USER)[1])
         said = await refused(address(server, "nats"), NatsAccess(key=nkey_file(file)), caplog)
-        assert "refuses us" in said
+        assert "refuses this login" in said
 
 
 async def test_credentials_of_an_operator_prove_a_user(tmp_path: Path) -> None:

@@ -189,7 +189,7 @@ def test_none_is_chosen_without_answers() -> None:
 def test_without_a_question_the_candidates_are_chosen_by_what_is_known() -> None:
     scene = Scene()
     scene.queue("p003", 9000)
-    scene.inquiry.skip(["p003", "p004"])
+    scene.inquiry.add_fallbacks(["p003", "p004"])
     chosen = scene.inquiry.choose()
     assert chosen is not None
     assert chosen.instance_id == "p004"

@@ -161,7 +161,7 @@ class FollowingMachine(RuleBasedStateMachine):
             cache.seal()
             while cache.wire:
                 self.arrive(name, 0)
-            self._receive(name, pack_batch(cache.log.sign(name, str(cache.epoch))))
+            self._receive(name, pack_batch(cache.log.empty_batch(name, str(cache.epoch))))
             for _ in range(2):
                 self.ask(name)
                 self.dump_part(name, len(BLOCKS))
@@ -201,7 +201,7 @@ def test_too_much_that_waits_is_dropped_with_its_number() -> None:
     log = EventLog(max_waiting=3)
     log.take((block, True) for block in BLOCKS[:4])
     assert (len(log), log.number, log.dropped) == (0, 1, 1)
-    assert log.sign("a", "0").number == 2
+    assert log.empty_batch("a", "0").number == 2
     assert unpack_hashes(log.dump()) == BLOCKS[:4], "in the order they came"
 
 

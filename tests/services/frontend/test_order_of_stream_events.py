@@ -161,12 +161,12 @@ class Bus(FakeBus):
         handler = self._send(subject, request)
         await asyncio.sleep(0)
         if handler is None:
-            raise NobodyListens(f"nobody listens on {subject}")
+            raise NobodyListens(f"no process listens on {subject}")
         answer = await handler(request)
         await asyncio.sleep(0)
         if self.lost_answers:
             self.lost_answers -= 1
-            raise NobodyListens(f"nobody listens on {subject}")
+            raise NobodyListens(f"no process listens on {subject}")
         return answer
 
     def steady_s(self) -> float:

@@ -113,7 +113,7 @@ def test_a_slow_request_tells_its_longest_phase_its_moves_and_where_its_prompt_w
     RequestLines(slow=slow).end(record, "/v1/completions", "m", 200, output_tokens=11)
     [line] = written(caplog)
     assert line["slow"] == (
-        "4.0 s of 5.2 s until the first token were admit; 0.50 s per output token; moved 1 times; "
+        "admit took 4.0 s of the 5.2 s to the first token; 0.50 s per output token; moved 1 times; "
         "its prompt was computed on decode"
     )
     counted = {s.labels["reason"]: s.value for metric in slow.collect() for s in metric.samples if s.value == 1}
@@ -133,7 +133,7 @@ def test_a_request_that_fails_before_its_first_token_is_slow_where_it_waited(
     record.failed(QueueFull("the queue is full"), 503)
     RequestLines().end(record, "/v1/completions", "m", 503)
     [line] = written(caplog)
-    assert line["slow"] == "30.0 s of 30.0 s until the first token were admit"
+    assert line["slow"] == "admit took 30.0 s of the 30.0 s to the first token"
     failed = [step.name for step in record.root.steps if step.status.status_code is StatusCode.ERROR]
     assert failed == ["frontend.admit"]
     assert (line["error"], line["reason"]) == ("QueueFull", "the queue is full")

@@ -58,7 +58,7 @@ def test_of_a_healthy_mesh_each_check_reports_that_it_is() -> None:
     ("changes", "check", "level", "text"),
     [
         ({"etcd": [Server("http://e", "unreachable")]}, "etcd", Level.WRONG, "unreachable"),
-        ({"nats": Server("nats://n", "refuses us")}, "NATS", Level.WRONG, "refuses us"),
+        ({"nats": Server("nats://n", "refuses this login")}, "NATS", Level.WRONG, "refuses this login"),
         ({"nats": replace(NATS, facts={"max_payload": 1 << 20})}, "NATS", Level.NOTE, "1.0 MB"),
         ({"nats": replace(NATS, latency_ms=900.0)}, "NATS", Level.NOTE, "slow"),
         (
