@@ -7,13 +7,16 @@
     python -m bench.gpu --part tune                         # the kernels with other tiles, beside torch's attention
     python -m bench.gpu --device cpu                        # the same lines with a tiny model: no figure means anything
 
-Rooflines use the copy bandwidth and matmul rate measured just before.
+Rooflines use the copy bandwidth and matmul rate measured just before. Parts that share no engine run in processes of their
+own: after some errors a process can compute nothing more on a device.
 """
 
 import gc
+import json
 import logging
+import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum, auto
 from typing import Annotated
@@ -94,6 +97,34 @@ def run(parts: list[Part], scale: Scale, report: Report) -> Iterator[bool]:
         measure_skew(scale, bench, loaded, machine, report)
 
 
+def apart(parts: Sequence[Part]) -> list[list[Part]]:
+    """Group `parts` by process, in the order of `Part`."""
+    together = [part for part in Part if part in parts and part in WITH_ENGINE]
+    alone = [[part] for part in Part if part in parts and part not in WITH_ENGINE]
+    return [*alone, together] if together else alone
+
+
+def run_apart(groups: Sequence[Sequence[Part]], device: str) -> bool:
+    """Run each group in a process, and pass its figures on. Returns: whether all ended with 0."""
+    targets: dict[str, str] = {}  # lines by target; that of the process which measured it
+    codes = []
+    for parts in groups:
+        options = [word for part in parts for word in ("--part", part)]
+        command = [sys.executable, "-m", "bench.gpu", "--device", device, *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if not line.startswith('{"figure": "target"'):
+                    print(line, end="", flush=True)
+                elif (target := json.loads(line))["what"] not in targets or "value" in target:
+                    targets[target["what"]] = line
+        codes.append(process.returncode)
+        if process.returncode:
+            tell("failed", parts=parts, exit=process.returncode)
+    print(*targets.values(), sep="", end="", flush=True)
+    return not any(codes)
+
+
 def _free(scale: Scale) -> None:
     gc.collect()
     if not scale.on_cpu:
@@ -105,7 +136,6 @@ def scale_of(device: str) -> Scale:
         return ON_CPU
     if not torch.cuda.is_available():
         sys.exit("bench.gpu needs a CUDA device: torch finds none: `--device cpu` runs a tiny form of every part")
-    torch.cuda.set_device(device)
     return replace(CARD, device=device)
 
 
@@ -114,12 +144,16 @@ def main(
     device: Annotated[str, typer.Option(help="cuda:N, or cpu for a tiny form of every part")] = "cuda:0",
 ) -> None:
     scale = scale_of(device)
+    groups = apart(part or [each for each in Part if each is not Part.TUNE])
+    if len(groups) > 1:
+        sys.exit(not run_apart(groups, device))
+    if not scale.on_cpu:
+        torch.cuda.set_device(device)
     lines = logging.getLogger("engine.parts")
     lines.setLevel(logging.INFO)
     lines.addHandler(MemoryLines())
     report = Report(judged=not scale.on_cpu)
-    parts = part or [each for each in Part if each is not Part.TUNE]
-    right = list(run(parts, scale, report))
+    right = list(run(groups[0], scale, report))
     report.tell_targets()
     sys.exit(not all(right))
 

@@ -50,10 +50,16 @@ class FlashInferAttention:
         self.query_group = query_group
         self._rows = PageRows(layout.page_size)
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=pool.device)
-        self._wrappers: dict[tuple[bool, Scoring], Any] = {}
+        self._wrappers: dict[tuple[bool, Scoring, int], Any] = {}
+        self._turn = 0
 
     def plan(self, shape: StepShape) -> "FlashInferStep":
-        """Leave the wrappers to `attend`, where a layer's scoring is known."""
+        """Leave the wrappers to `attend`, where a layer's scoring is known.
+
+        A wrapper's plan fills pinned memory of its own, which the device reads later. The step before may still be running,
+        so steps use two sets of wrappers by turns.
+        """
+        self._turn = 1 - self._turn
         arrays = self._rows.take(shape)
         num_decodes = count_decodes(shape.query_lens)
         starts = [0, num_decodes, len(shape.query_lens)]
@@ -62,10 +68,10 @@ class FlashInferAttention:
             for first, last in pairwise(starts)
             if first < last
         ]
-        return FlashInferStep(self, shape, spans)
+        return FlashInferStep(self, shape, spans, self._turn)
 
-    def wrapper(self, decodes: bool, scoring: Scoring) -> Any:
-        key = (decodes, scoring)
+    def wrapper(self, decodes: bool, scoring: Scoring, turn: int) -> Any:
+        key = (decodes, scoring, turn)
         if key not in self._wrappers:
             if decodes:
                 made = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
@@ -91,8 +97,9 @@ class FlashInferAttention:
 
 
 class FlashInferStep:
-    def __init__(self, backend: FlashInferAttention, shape: StepShape, spans: list[Span]) -> None:
+    def __init__(self, backend: FlashInferAttention, shape: StepShape, spans: list[Span], turn: int) -> None:
         self._backend = backend
+        self._turn = turn
         self._spans = spans
         self._planned: set[tuple[bool, Scoring]] = set()
         device = backend.pool.device
@@ -137,7 +144,7 @@ class FlashInferStep:
     def _run(
         self, span: Span, queries: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scoring: Scoring
     ) -> torch.Tensor:
-        wrapper = self._backend.wrapper(span.decodes, scoring)
+        wrapper = self._backend.wrapper(span.decodes, scoring, self._turn)
         if (span.decodes, scoring) not in self._planned:
             layout = self._backend.layout
             heads = layout.num_heads * self._backend.query_group

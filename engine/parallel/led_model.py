@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import torch
 
+from engine.compilation.device import DeviceForward
 from engine.parallel.followers import Followers
 from engine.parallel.orders import Compute, CopyPage
 from engine.runner.device_model import DeviceModel
@@ -42,4 +43,6 @@ class LedModel:
         self._followers.on_loss(callback)
 
     def close(self) -> None:
+        if isinstance(self._own.forward, DeviceForward):
+            self._own.forward.forget_graphs()  # NCCL leaves no group while they hold sums of it
         self._followers.close()

@@ -4,6 +4,7 @@ torch's default process group: NCCL on devices, gloo on CPUs. A process belongs 
 """
 
 import os
+import threading
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -14,6 +15,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
 JOIN_S: Final = 120.0
+LEAVE_S: Final = 5.0
+_aborts: Final[list[threading.Thread]] = []  # of the group; at most one
 
 
 def join_group(store: Path, rank: int, size: int, device: torch.device) -> None:
@@ -30,14 +33,23 @@ def join_group(store: Path, rank: int, size: int, device: torch.device) -> None:
 
 
 def leave_group() -> None:
-    if dist.is_initialized():
+    """End the group, also if other ranks have ended. CUDA graphs that hold sums of it must be free."""
+    abort_group()
+    while _aborts:
+        _aborts.pop().join(LEAVE_S)
+    if dist.is_initialized() and dist.get_backend() != "nccl":
         dist.destroy_process_group()
 
 
 def abort_group() -> None:
-    """Release a thread that waits for a lost rank on a device; gloo notices the loss itself."""
-    if dist.is_initialized() and dist.get_backend() == "nccl":
-        dist.distributed_c10d._abort_process_group()
+    """Release a thread that waits for a lost rank on a device; gloo notices the loss itself.
+
+    Returns at once: NCCL's threads wait while a CUDA graph holds sums of the group.
+    """
+    if dist.is_initialized() and dist.get_backend() == "nccl" and not _aborts:
+        abort = dist.distributed_c10d._abort_process_group
+        _aborts.append(threading.Thread(target=abort, name="abort group", daemon=True))
+        _aborts[0].start()
 
 
 def from_leader(values: torch.Tensor) -> torch.Tensor:

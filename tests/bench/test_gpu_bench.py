@@ -9,7 +9,7 @@ import torch
 
 import bench.gpu.__main__ as command
 from bench.engine import Machine
-from bench.gpu.__main__ import Part, main, run, scale_of
+from bench.gpu.__main__ import Part, apart, main, run, run_apart, scale_of
 from bench.gpu.report import MemoryLines, Report, Target
 from bench.gpu.scale import ON_CPU
 from bench.gpu.steps import idle_share
@@ -123,3 +123,42 @@ def test_a_wrong_result_is_a_failed_run(monkeypatch: pytest.MonkeyPatch, capsys:
         main([Part.CHECKSUMS], "cpu")
     assert ended.value.code == 1
     assert {line["figure"] for line in figures(capsys)} == {"target"}
+
+
+def test_parts_that_share_no_engine_have_processes_of_their_own() -> None:
+    assert apart([Part.SKEW, Part.IDS, Part.STEPS, Part.KERNELS]) == [
+        [Part.KERNELS],
+        [Part.IDS],
+        [Part.STEPS, Part.SKEW],
+    ]
+    assert apart([Part.MESH, Part.MESH]) == [[Part.MESH]]
+    assert sorted(part for parts in apart(list(Part)) for part in parts) == sorted(Part)
+
+
+def test_a_process_that_fails_costs_no_figure_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    python = tmp_path / "python"
+    python.write_text(
+        """#!/bin/sh
+        echo '{"figure": "begun"}'
+        case "$*" in
+            *kernels) exit 3 ;;
+            *transfer) echo '{"figure": "target", "what": "a", "value": 1}'; echo '{"figure": "target", "what": "b"}' ;;
+            *) echo '{"figure": "target", "what": "a"}'; echo '{"figure": "target", "what": "b", "value": 2}' ;;
+        esac
+        """
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    assert not run_apart([[Part.KERNELS], [Part.TRANSFER], [Part.HOST]], "cpu")
+    begun = {"figure": "begun"}
+    assert figures(capsys) == [
+        begun,
+        {"figure": "failed", "parts": ["kernels"], "exit": 3},
+        begun,
+        begun,
+        {"figure": "target", "what": "a", "value": 1},
+        {"figure": "target", "what": "b", "value": 2},
+    ]
+    assert run_apart([[Part.TRANSFER], [Part.HOST]], "cpu")

@@ -468,7 +468,7 @@ def test_nothing_waits_for_the_device_between_launch_and_result(
         {"min_tokens": 3, "stop_token_ids": (9, 40)},
     ]
     engine = make_engine(tiny, pipeline="on")
-    engine._runner.sampler = DeviceSampler(torch.device("cpu"), block=128)  # type: ignore[attr-defined]
+    engine._runner.sampler = DeviceSampler(tiny.device, block=128)  # type: ignore[attr-defined]
     for i, how in enumerate(everything):
         params = SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **how})
         engine.submit(EngineRequest(f"r{i}", prompt(30 + i, start=i), params))

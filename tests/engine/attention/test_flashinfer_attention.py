@@ -134,6 +134,17 @@ def test_a_step_is_planned_once_for_each_scoring_whatever_the_layers(make: Calla
     assert Wrapper.plans == 4, "decodes and chunks, with a window and without"
 
 
+def test_a_plan_leaves_that_of_the_step_which_still_runs_as_it_was(make: Callable[..., AttentionBackend]) -> None:
+    outcome = Outcome(CASE, make)
+    inputs = outcome.query, outcome.key, outcome.value
+    running = outcome.backend.plan(StepShape(CASE.query_lens, CASE.context_lens, outcome.tables))
+    attended = running.attend(0, *inputs, Scoring(0.3))
+    following = outcome.backend.plan(StepShape(CASE.query_lens[:2], CASE.context_lens[:2], outcome.tables[:2]))
+    query, key, value = (x[:, :, :2] for x in inputs)
+    following.attend(0, query, key, value, Scoring(0.3))
+    assert torch.equal(running.attend(0, *inputs, Scoring(0.3)), attended)
+
+
 def test_sinks_are_refused(make: Callable[..., AttentionBackend]) -> None:
     with pytest.raises(UnsupportedModel, match="no attention sinks: try attention=triton"):
         Outcome(replace(CASE, sinks=True), make)

@@ -8,7 +8,8 @@ import torch
 
 from components.wire.sampling import SamplingParams
 from engine.sampling.row import Row
-from engine.sampling.sampler import HostSampler
+from engine.sampling.sampler import Sampler, choose_sampler
+from tests.device import TESTED
 
 GOLDEN = 0x9E3779B97F4A7C15
 
@@ -20,9 +21,14 @@ def make_row(tokens: Sequence[int], num_prompt_tokens: int | None = None, **para
     return Row(SamplingParams(**{"max_tokens": 100, **params}), tokens, prompt, eos, mask)
 
 
+def engines_sampler() -> Sampler:
+    """The engine's own, on the tested device."""
+    return choose_sampler(torch.device(TESTED["device"]))
+
+
 def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
     """The engine's own draws, read at once."""
-    return HostSampler().draw(logits, rows).read()
+    return engines_sampler().draw(logits, rows).read()
 
 
 def noise_word(seed: int, position: int, token: int) -> int:

@@ -10,8 +10,7 @@ from components.wire.sampling import SamplingParams
 from engine.sampling.adjust import Adjustments
 from engine.sampling.drawing import Distances, drawing_of, kept
 from engine.sampling.row import Row
-from engine.sampling.sampler import HostSampler
-from tests.engine.sampling.reference import adjusted, make_row, probabilities, sample, scores
+from tests.engine.sampling.reference import adjusted, engines_sampler, make_row, probabilities, sample, scores
 
 VOCAB = 24
 EOS = frozenset({3})
@@ -115,7 +114,7 @@ def test_counts_that_grow_are_those_counted_at_once(
     steps: list[list[float]], how: SamplingParams, prompt: list[int]
 ) -> None:
     tokens = list(prompt)
-    row, sampler = Row(how, tokens, len(prompt), EOS), HostSampler()
+    row, sampler = Row(how, tokens, len(prompt), EOS), engines_sampler()
     for logits in steps:
         fresh = Row(how, list(tokens), len(prompt), EOS)
         (token,) = sampler.draw(torch.tensor([logits]), [row]).read()

@@ -234,8 +234,8 @@ def log_softmax_of(tiny: LoadedModel, token_ids: list[int]) -> list[list[float]]
     step = _Causal()
     with torch.inference_mode():
         output = tiny.module(
-            input_ids=torch.tensor([token_ids]),
-            position_ids=torch.arange(len(token_ids)).unsqueeze(0),
+            input_ids=torch.tensor([token_ids], device=tiny.device),
+            position_ids=torch.arange(len(token_ids), device=tiny.device).unsqueeze(0),
             use_cache=False,
             step_attention=step,
         )

@@ -7,8 +7,7 @@ from components.wire.sampling import SamplingParams, branch_seed
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest
 from engine.sampling.row import Row
-from engine.sampling.sampler import HostSampler
-from tests.engine.sampling.reference import make_row, sample
+from tests.engine.sampling.reference import engines_sampler, make_row, sample
 from tests.engine.tiny_engine import alone, make_engine, prompt, run
 
 VOCAB = 50
@@ -35,7 +34,7 @@ def test_parameters_and_counts_are_kept_while_the_batch_is_the_same_and_no_longe
         {"seed": 5, "repetition_penalty": 0.8, "min_tokens": 30, "stop_token_ids": (3, 4)},
         {"seed": 6, "logit_bias": ((3, 4.0), (9, -5.0))},
     ]
-    sampler = HostSampler()
+    sampler = engines_sampler()
     texts: list[tuple[list[int], dict[str, Any]]] = []
     rows: list[Row] = []
     for step in range(300):
@@ -55,7 +54,7 @@ def test_parameters_and_counts_are_kept_while_the_batch_is_the_same_and_no_longe
 
 def test_a_text_may_outgrow_the_room_that_its_penalties_were_given() -> None:
     """Every token of the vocabulary is drawn once, since each is forbidden afterwards; two rows take it in turns to be new."""
-    sampler = HostSampler()
+    sampler = engines_sampler()
     texts: list[list[int]] = [[1], [2]]
     rows = [make_row(text, temperature=0, presence_penalty=2.0, repetition_penalty=10) for text in texts]
     for _ in range(2 * VOCAB):
