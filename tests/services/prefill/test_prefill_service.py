@@ -544,7 +544,7 @@ async def test_quiet_told_before_the_offer_keeps_the_request_from_writing(prefil
     await asyncio.wait_for(prefill.quiesce(), 1)
     prefill.computed()
     await turns()
-    with pytest.raises(TransferFailed, match="is over"):
+    with pytest.raises(TransferFailed, match="does not hold room"):
         await prefill.offer()
     assert not prefill.transfer.writes
     assert prefill.failures == ["TransferFailed", "TransferFailed"]
