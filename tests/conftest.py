@@ -161,7 +161,7 @@ class ServiceProcess:
         return self.log.read_text(errors="replace")
 
     def wait_for_log(self, text: str, timeout_s: float = 30.0) -> None:
-        """Return once `text` stands in its log; fail with the log when it ends or takes too long."""
+        """Wait until its log contains `text`. If it ends, or takes too long, fail and show the log."""
         deadline = time.monotonic() + timeout_s
         while text not in self.logged():
             ended = self.popen.poll() is not None

@@ -42,8 +42,8 @@ from services.frontend.ui.run_ui import MeshSources, make_ui, run_ui
 log = logging.getLogger(__name__)
 
 SHARED_PORT: Final = (
-    "it shares its port with other frontends of this host, and the kernel would keep sending it connections; use --stop, "
-    "with which it finishes its requests and ends"
+    "it shares its port with other frontends of this host, and the kernel would keep sending it connections; use --stop: "
+    "it then finishes its requests and ends"
 )
 
 

@@ -425,7 +425,7 @@ async def _enter(context: Any) -> tuple[Any, Bus]:
 async def test_a_cancellation_counts_while_much_is_unsent(
     bus: Bus, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """nats-py waits for its socket then, and forgets it: an answer was generated for nobody, pages stayed."""
+    """nats-py forgets it while it waits for its socket. An answer was generated that no caller read, and pages stayed."""
     monkeypatch.setattr(bus.client, "_max_pending_size", 1, raising=False)
     flushing = asyncio.Event()
 
