@@ -7,7 +7,6 @@ import json
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -15,11 +14,11 @@ from urllib.error import HTTPError
 from urllib.parse import quote, urlencode
 from urllib.request import Request, urlopen
 
-from components.errors import BackendUnavailable
+from components.errors import BackendUnavailable, Rejected
 from components.settings import MeshSettings
 from components.telemetry.otlp_sender import OBSERVER, login_header, trusting
 from components.telemetry.stored_spans import Event, Span
-from components.telemetry.trace_store import FILE_NAME, TraceStore
+from components.telemetry.trace_store import FILE_NAME, WHICH, TraceStore, Which
 from components.telemetry.trace_summary import TraceSummary, of_tenant, summary_of
 from components.urls import without_password
 
@@ -36,16 +35,11 @@ class TraceReader(Protocol):
 
     place: str  # where the traces are, for people
 
-    def recent(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
-        """The newest traces, the latest first."""
-        ...
+    def listed(self, which: Which = "recent", limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
+        """The latest traces first: all, those marked as slow, or those that ended with an error.
 
-    def slow(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
-        """Those marked as slow, the latest first."""
-        ...
-
-    def failed(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
-        """Those that ended with an error, the latest first. A request that its client cancelled did not fail."""
+        A request that its client cancelled did not fail.
+        """
         ...
 
     def spans(self, trace_id: str) -> list[Span]:
@@ -63,33 +57,16 @@ class LocalTraceReader:
         self._file = home / FILE_NAME
         self._store = TraceStore(home)
 
-    def recent(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
+    def listed(self, which: Which = "recent", limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
         with self._readable():
+            traces: Iterable[list[Span]] = self._store.traces(self._store.trace_ids(which, limit, tenant)).values()
             if tenant is not None:
-                return self._summaries(self._store.tenant_trace_ids(tenant, limit), tenant)
-            return self._summaries(self._store.last_trace_ids(limit))
-
-    def slow(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
-        with self._readable():
-            if tenant is not None:
-                return self._summaries(self._store.tenant_trace_ids(tenant, limit, "slow"), tenant)
-            return self._summaries(self._store.slow_trace_ids(limit))
-
-    def failed(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
-        with self._readable():
-            if tenant is not None:
-                return self._summaries(self._store.tenant_trace_ids(tenant, limit, "failed"), tenant)
-            return self._summaries(self._store.failed_trace_ids(limit))
+                traces = (of_tenant(spans, tenant) for spans in traces)
+            return [summary_of(spans) for spans in traces if spans]  # one removed meanwhile has no spans
 
     def spans(self, trace_id: str) -> list[Span]:
         with self._readable():
             return self._store.trace(trace_id)
-
-    def _summaries(self, trace_ids: list[str], tenant: str | None = None) -> list[TraceSummary]:
-        traces: Iterable[list[Span]] = self._store.traces(trace_ids).values()
-        if tenant is not None:
-            traces = (of_tenant(spans, tenant) for spans in traces)
-        return [summary_of(spans) for spans in traces if spans]  # one removed meanwhile has no spans
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -108,14 +85,10 @@ class ObserverTraceReader:
         self.place = without_password(url).rstrip("/")
         self._headers = login_header(url)
 
-    def recent(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
-        return self._list("recent", limit, tenant)
-
-    def slow(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
-        return self._list("slow", limit, tenant)
-
-    def failed(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
-        return self._list("failed", limit, tenant)
+    def listed(self, which: Which = "recent", limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
+        asked = {"which": which, "limit": limit, **({} if tenant is None else {"tenant": tenant})}
+        found = [summary_from(fields) for fields in self._get(f"{API}?{urlencode(asked)}")["traces"]]
+        return found if tenant is None else [one for one in found if one.tenant == tenant]  # an older one sends all
 
     def spans(self, trace_id: str) -> list[Span]:
         return [span_from(fields) for fields in self._get(f"{API}/{quote(trace_id, safe='')}")["spans"]]
@@ -123,15 +96,10 @@ class ObserverTraceReader:
     def answers(self) -> bool:
         """Whether an observer, and not another OTLP receiver, listens there."""
         try:
-            self._list("recent", 0)
+            self.listed("recent", 0)
         except TracesUnavailable:
             return False
         return True
-
-    def _list(self, which: str, limit: int, tenant: str | None = None) -> list[TraceSummary]:
-        asked = {"which": which, "limit": limit, **({} if tenant is None else {"tenant": tenant})}
-        found = [summary_from(fields) for fields in self._get(f"{API}?{urlencode(asked)}")["traces"]]
-        return found if tenant is None else [one for one in found if one.tenant == tenant]  # an older one sends all
 
     def _get(self, path: str) -> dict[str, Any]:
         try:
@@ -149,6 +117,14 @@ class ObserverTraceReader:
             raise TracesUnavailable(f"{self.place} cannot be read: {exc}") from exc
 
 
+def which_of(asked: str) -> Which:
+    """Raises: Rejected."""
+    for which in WHICH:
+        if which == asked:
+            return which
+    raise Rejected(f"unknown list {asked[:20]!r}: give which={', '.join(WHICH)}", param="which")
+
+
 def open_trace_reader(settings: MeshSettings) -> TraceReader:
     """The observer that `otlp_endpoint` names, else this host's file. Asks the endpoint: it may block for TIMEOUT_S."""
     if settings.otlp_endpoint:
@@ -158,12 +134,8 @@ def open_trace_reader(settings: MeshSettings) -> TraceReader:
     return LocalTraceReader(settings.home)
 
 
-def fields_of(value: TraceSummary | Span) -> dict[str, Any]:
-    """The value as JSON has it; `summary_from` and `span_from` read it."""
-    return asdict(value)
-
-
 def summary_from(fields: dict[str, Any]) -> TraceSummary:
+    """From JSON, which the observer writes with `asdict`."""
     ids = {name: tuple(fields[name]) for name in ("decode_ids", "prefill_ids")}
     return TraceSummary(**{**fields, **ids})
 

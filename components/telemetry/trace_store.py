@@ -6,12 +6,12 @@ index. A write then only appends, and costs a busy mesh a few microseconds a tra
 
 import logging
 import sqlite3
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any, Final, Literal, TypeVar
+from typing import Any, Final, Literal, TypeVar, get_args
 
 import msgspec
 
@@ -22,6 +22,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
+Which = Literal["recent", "slow", "failed"]
+WHICH: Final[tuple[Which, ...]] = get_args(Which)
 BUSY_S: Final = 5.0  # another process may hold the lock this long
 BUSY_RETRY_S: Final = 0.01
 TRIM_EVERY: Final = 50  # writes
@@ -45,6 +47,7 @@ create table if not exists roots (
 _ADD_BATCH: Final = "insert into batches (service, num_spans, trace_ids) values (?, ?, ?)"
 _ADD_ROOT: Final = "insert into roots values (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 _ROOTS: Final = "select distinct trace_id from roots where {} order by started_ns desc limit ?"
+_CONDITIONS: Final[Mapping[Which, str]] = {"recent": "true", "slow": "slow", "failed": "failed"}
 _PIECES: Final = "select service, packed from batches join batch_spans using (batch) where batch in ({}) order by batch"
 _NEWEST_FIRST: Final = "select batch, thinned, trace_ids from batches order by batch desc"
 _DELETE_ROOTS: Final = """
@@ -86,15 +89,13 @@ class TraceStore:
                 break
         return list(found)[:count]
 
-    def slow_trace_ids(self, count: int = 20) -> list[str]:
-        return self._ids(_ROOTS.format("slow"), count)
-
-    def failed_trace_ids(self, count: int = 20) -> list[str]:
-        return self._ids(_ROOTS.format("failed"), count)
-
-    def tenant_trace_ids(self, tenant: str, count: int = 20, only: Literal["", "failed", "slow"] = "") -> list[str]:
-        """The newest with a request of `tenant`."""
-        return self._ids(_ROOTS.format(f"tenant = ? and {only}" if only else "tenant = ?"), tenant, count)
+    def trace_ids(self, which: Which, count: int = 20, tenant: str | None = None) -> list[str]:
+        """Those with a request of `tenant`, or of any; the latest first."""
+        if tenant is not None:
+            return self._ids(_ROOTS.format(f"tenant = ? and {_CONDITIONS[which]}"), tenant, count)
+        if which == "recent":
+            return self.last_trace_ids(count)
+        return self._ids(_ROOTS.format(_CONDITIONS[which]), count)
 
     def trace(self, prefix: str) -> list[Span]:
         """Spans by start time of the trace whose id or request id starts with `prefix`.

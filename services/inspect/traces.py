@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
@@ -12,12 +13,13 @@ from components.settings import MeshSettings
 from components.telemetry.clock_skew import corrected
 from components.telemetry.perfetto import trace_events
 from components.telemetry.stored_spans import Span
-from components.telemetry.trace_reader import TraceReader, TracesUnavailable, fields_of, open_trace_reader
+from components.telemetry.trace_reader import TraceReader, TracesUnavailable, open_trace_reader
+from components.telemetry.trace_store import Which
 from components.telemetry.trace_summary import TraceSummary, summary_of
 from services.inspect.trace_view import trace_list, trace_table
 
 LAST: Final = "last"
-LISTS: Final = ("slow", "failed")
+LISTS: Final[Mapping[str, Which]] = {"slow": "slow", "failed": "failed"}
 ID_PREFIXES: Final = ("chatcmpl-", "cmpl-", "resp_", "msg_")  # of the ids that clients are given
 
 
@@ -35,7 +37,7 @@ def show_trace(
     reader = open_trace_reader(settings)
     try:
         if which in LISTS and perfetto is None:
-            found = reader.slow(count) if which == "slow" else reader.failed(count)
+            found = reader.listed(LISTS[which], count)
             _show_list(console, found, as_json=as_json, none=f"no {which} trace is kept in {reader.place}")
             return
         spans = _spans_of(reader, which)
@@ -45,7 +47,7 @@ def show_trace(
         perfetto.write_text(json.dumps(trace_events(spans)))
         console.print(f"wrote {perfetto}: open it at https://ui.perfetto.dev", soft_wrap=True)
     elif as_json:
-        _print_json({"trace": fields_of(summary_of(spans)), "spans": [fields_of(span) for span in spans]})
+        _print_json({"trace": asdict(summary_of(spans)), "spans": [asdict(span) for span in spans]})
     else:
         console.print(trace_table(spans, console.width, wide=wide))
 
@@ -53,7 +55,7 @@ def show_trace(
 def show_traces(settings: MeshSettings, console: Console, count: int, *, as_json: bool) -> None:
     reader = open_trace_reader(settings)
     try:
-        found = reader.recent(count)
+        found = reader.listed("recent", count)
     except TracesUnavailable as exc:
         sys.exit(exc.message)
     _show_list(console, found, as_json=as_json, none="")
@@ -61,9 +63,9 @@ def show_traces(settings: MeshSettings, console: Console, count: int, *, as_json
 
 def _spans_of(reader: TraceReader, which: str) -> list[Span]:
     """Exits if there are none."""
-    listed = {LAST: reader.recent, "slow": reader.slow, "failed": reader.failed}.get(which)
+    listed = "recent" if which == LAST else LISTS.get(which)
     if listed is not None:
-        newest = listed(1)
+        newest = reader.listed(listed, 1)
         wanted = newest[0].trace_id if newest else ""
     else:
         wanted = which
@@ -71,14 +73,16 @@ def _spans_of(reader: TraceReader, which: str) -> list[Span]:
             wanted = wanted.removeprefix(prefix)
     if spans := reader.spans(wanted) if wanted else []:
         return corrected(spans)
-    what = f"no kept trace begins with {which!r}" if listed is None and reader.recent(1) else "no trace is kept"
+    what = (
+        f"no kept trace begins with {which!r}" if listed is None and reader.listed("recent", 1) else "no trace is kept"
+    )
     what = f"no {which} trace is kept" if which in LISTS else what
     sys.exit(f"{what} in {reader.place}: send a request first, or name the services' --state-dir")
 
 
 def _show_list(console: Console, traces: Sequence[TraceSummary], *, as_json: bool, none: str) -> None:
     if as_json:
-        _print_json({"traces": [fields_of(trace) for trace in traces]})
+        _print_json({"traces": [asdict(trace) for trace in traces]})
     elif traces or not none:
         console.print(trace_list(traces))
     else:

@@ -7,6 +7,7 @@ import logging
 from base64 import b64decode
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from http import HTTPStatus
 from secrets import compare_digest
 from typing import Any, Final, TypeVar
@@ -20,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from components.errors import MeshError, Overloaded, Rejected
 from components.telemetry.otlp_sender import OBSERVER, PATH
 from components.telemetry.trace_pieces import PIECES
-from components.telemetry.trace_reader import API, LocalTraceReader, fields_of
+from components.telemetry.trace_reader import API, LocalTraceReader, which_of
 from components.telemetry.trace_store import TraceWriter
 from services.observer.config import ObserverSettings
 from services.observer.otlp import JSON, TooLarge, read_request, unzipped
@@ -140,15 +141,13 @@ class ObserverApp:
         trace_id = unquote(request.url.path[len(API) + 1 :])
         if trace_id:
             spans = await self._on(self._reading, lambda: self._reader.spans(trace_id))
-            return _json({"spans": [fields_of(span) for span in spans]})
+            return _json({"spans": [asdict(span) for span in spans]})
         asked = parse_qs(request.url.query)
-        which, limit = asked.get("which", ["recent"])[0], _limit(asked.get("limit", [str(DEFAULT_LISTED)])[0])
-        listed = {"recent": self._reader.recent, "slow": self._reader.slow, "failed": self._reader.failed}.get(which)
-        if listed is None:
-            raise Rejected(f"which={which!r} is none of recent, slow, failed")
+        which = which_of(asked.get("which", ["recent"])[0])
+        limit = _limit(asked.get("limit", [str(DEFAULT_LISTED)])[0])
         tenant = asked.get("tenant", [None])[0]
-        traces = await self._on(self._reading, lambda: listed(limit, tenant))
-        return _json({"traces": [fields_of(trace) for trace in traces]})
+        traces = await self._on(self._reading, lambda: self._reader.listed(which, limit, tenant))
+        return _json({"traces": [asdict(trace) for trace in traces]})
 
     @staticmethod
     def _on(threads: ThreadPoolExecutor, work: Callable[[], T]) -> Awaitable[T]:

@@ -67,7 +67,7 @@ def test_a_stream_whose_decode_is_killed_moves_at_its_death_and_not_for_its_sile
     assert process.logged().count("died (SIGKILL)") == len(tries)
     observer = ObserverTraceReader(f"http://any:t0ken@127.0.0.1:{observer_port}")
     deadline = time.monotonic() + 20
-    while not any(trace.moved and len(trace.decode_ids) == 2 for trace in observer.recent()):
-        assert time.monotonic() < deadline, observer.recent()
+    while not any(trace.moved and len(trace.decode_ids) == 2 for trace in observer.listed()):
+        assert time.monotonic() < deadline, observer.listed()
         time.sleep(0.1)
     assert process.terminate(30) == 0, process.logged()

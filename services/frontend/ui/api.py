@@ -14,14 +14,14 @@ from starlette.routing import Route
 from components.errors import Rejected
 from components.telemetry.perfetto import trace_events
 from components.telemetry.stored_spans import Span
-from components.telemetry.trace_reader import TracesUnavailable
+from components.telemetry.trace_reader import TracesUnavailable, which_of
 from services.frontend.gate import caller_of
 from services.frontend.request_record import decode_of
 from services.frontend.ui.control import LocalControl, check_origin, is_from_this_machine
 from services.frontend.ui.feed import Feed
 from services.frontend.ui.load_history import LoadHistory
 from services.frontend.ui.page import PATHS, ROOT, serve_file
-from services.frontend.ui.traces import WHICH, Traces, span_fields
+from services.frontend.ui.traces import Traces, span_fields
 
 API: Final = f"{ROOT}/api"
 MAX_BODY_BYTES: Final = 4096
@@ -59,10 +59,7 @@ class Ui:
         return StreamingResponse(self.feed.watch(), media_type="text/event-stream", headers=headers)
 
     async def _requests(self, request: Request) -> Response:
-        asked = request.query_params.get("which", "recent")
-        which = next((name for name in WHICH if name == asked), None)
-        if which is None:
-            raise Rejected(f"unknown list {asked[:20]!r}: give which={', '.join(WHICH)}", param="which")
+        which = which_of(request.query_params.get("which", "recent"))
         try:
             return JSONResponse(await self.traces.listed(which, caller_of(request.scope).sees_tenant), headers=NO_STORE)
         except TracesUnavailable as exc:

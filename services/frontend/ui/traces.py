@@ -4,18 +4,19 @@ import asyncio
 import re
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Literal, get_args
+from dataclasses import asdict
+from typing import Any, Final
 
 from components.settings import MeshSettings
 from components.telemetry.clock_skew import corrected
 from components.telemetry.stored_spans import Span
-from components.telemetry.trace_reader import TraceReader, fields_of, open_trace_reader
+from components.telemetry.trace_reader import ObserverTraceReader, TraceReader, open_trace_reader
+from components.telemetry.trace_store import Which
 from components.telemetry.trace_summary import of_tenant
 
-Which = Literal["recent", "slow", "failed"]
-WHICH: Final[tuple[Which, ...]] = get_args(Which)
 LISTED: Final = 100
 LIST_KEPT_S: Final = 1.0  # a list is read once a second, however many viewers there are
+ASK_AGAIN_S: Final = 5.0  # for an observer that did not answer
 # Attributes without a client's data. Others are shown only if that is opted in.
 SHOWN: Final = (
     "kvmesh.",
@@ -39,10 +40,12 @@ class Traces:
     def __init__(
         self, settings: MeshSettings, *, shows_content: bool = False, reader: TraceReader | None = None
     ) -> None:
-        """`reader`: None opens the one that the settings name, at the first use."""
+        """`reader`: None opens the one that the settings name."""
         self._settings = settings
         self._shows_content = shows_content
         self._reader = reader
+        self._stand_in: TraceReader | None = None  # while no observer answers
+        self._asked_s = 0.0  # when it was last looked for
         self._lists: dict[tuple[Which, str | None], tuple[float, dict[str, Any]]] = {}
         self._turn = asyncio.Lock()
 
@@ -53,8 +56,8 @@ class Traces:
             self._lists = {key: one for key, one in self._lists.items() if now_s - one[0] < LIST_KEPT_S}
             if (which, tenant) not in self._lists:
                 reader = await self._open()
-                summaries = await asyncio.to_thread(getattr(reader, which), LISTED, tenant)
-                traces = [{**fields_of(summary), "error": self._message(summary.error)} for summary in summaries]
+                summaries = await asyncio.to_thread(reader.listed, which, LISTED, tenant)
+                traces = [{**asdict(summary), "error": self._message(summary.error)} for summary in summaries]
                 found = {"place": reader.place, "tenant": tenant, "traces": traces}
                 self._lists[which, tenant] = time.monotonic(), found
             return self._lists[which, tenant][1]
@@ -97,9 +100,17 @@ class Traces:
         return text if self._shows_content else QUOTED.sub("'…'", text)
 
     async def _open(self) -> TraceReader:
-        if self._reader is None:
-            self._reader = await asyncio.to_thread(open_trace_reader, self._settings)
-        return self._reader
+        if self._reader is not None:
+            return self._reader
+        if self._stand_in is not None and time.monotonic() < self._asked_s + ASK_AGAIN_S:
+            return self._stand_in
+        reader = await asyncio.to_thread(open_trace_reader, self._settings)
+        if self._settings.otlp_endpoint and not isinstance(reader, ObserverTraceReader):
+            # The observer may only be away. When it is back, spans are no longer written to the local file.
+            self._stand_in, self._asked_s = reader, time.monotonic()
+        else:
+            self._reader = reader
+        return reader
 
 
 def span_fields(spans: Sequence[Span]) -> list[dict[str, Any]]:

@@ -1,7 +1,8 @@
 import json
+from dataclasses import asdict
 
 from components.telemetry.stored_spans import Event, Span
-from components.telemetry.trace_reader import fields_of, span_from, summary_from
+from components.telemetry.trace_reader import span_from, summary_from
 from components.telemetry.trace_summary import summary_of
 
 ROOT = Span(
@@ -25,6 +26,6 @@ def test_a_summary_says_what_the_spans_of_a_request_say() -> None:
 
 def test_summaries_and_spans_survive_json() -> None:
     for span in (ROOT, ROUTE):
-        assert span_from(json.loads(json.dumps(fields_of(span)))) == span
+        assert span_from(json.loads(json.dumps(asdict(span)))) == span
     summary = summary_of([ROOT, ROUTE, FIRST])
-    assert summary_from(json.loads(json.dumps(fields_of(summary)))) == summary
+    assert summary_from(json.loads(json.dumps(asdict(summary)))) == summary

@@ -128,8 +128,8 @@ def test_a_failed_or_slow_trace_outlives_many_others(tmp_path: Path) -> None:
     store = TraceStore(tmp_path)
     newest = [f"n{TRIM_EVERY - 1 - number}" for number in range(5)]
     assert [store.trace(id_)[0].name for id_ in store.last_trace_ids(100)] == [*newest, "moved", "slow", "failed"]
-    assert [store.trace(id_)[0].name for id_ in store.slow_trace_ids()] == ["slow"]
-    assert [store.trace(id_)[0].name for id_ in store.failed_trace_ids()] == ["failed"]
+    assert [store.trace(id_)[0].name for id_ in store.trace_ids("slow")] == ["slow"]
+    assert [store.trace(id_)[0].name for id_ in store.trace_ids("failed")] == ["failed"]
 
 
 def piece(number: int, *, slow: bool = False) -> Piece:
@@ -152,7 +152,7 @@ def test_of_an_old_batch_slow_traces_alone_are_kept_and_of_these_the_newest(tmp_
     assert [[span.name for span in spans] for spans in store.traces(store.last_trace_ids(100)).values()] == [
         [f"n{number}"] for number in kept
     ]
-    assert store.slow_trace_ids() == [f"{number:032x}" for number in (51, 41, 31)]
+    assert store.trace_ids("slow") == [f"{number:032x}" for number in (51, 41, 31)]
     assert [[span.name for span in store.trace(request_id)] for request_id in ("r51", "r52")] == [["n51"], []]
 
 
@@ -228,14 +228,14 @@ def test_a_batch_that_cannot_be_read_costs_its_own_spans_alone(tmp_path: Path) -
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as file, file:
         file.execute("update batch_spans set packed = x'93ff' where batch = 2")
     reader = LocalTraceReader(tmp_path)
-    assert [one.trace_id[-1] for one in reader.recent()] == ["5", "4", "3", "1"]
+    assert [one.trace_id[-1] for one in reader.listed()] == ["5", "4", "3", "1"]
     assert reader.spans(f"{2:032x}") == []
     for number in range(6, 2 * TRIM_EVERY):
         assert writer.write("test", [piece(number)])
     writer.close()
     newest = [2 * TRIM_EVERY - 1 - number for number in range(3)]
     assert TraceStore(tmp_path).last_trace_ids(3) == [f"{number:032x}" for number in newest]
-    assert [one.trace_id[-1] for one in reader.slow()] == ["3"]
+    assert [one.trace_id[-1] for one in reader.listed("slow")] == ["3"]
 
 
 @pytest.mark.parametrize("what", ["the file", "its folder"])
@@ -291,12 +291,12 @@ def test_requests_of_a_tenant_are_found_however_many_newer_ones_others_have(tmp_
         request(number, "other" if number % 2 else "")
     writer.close()
     reader = LocalTraceReader(tmp_path)
-    assert [one.trace_id for one in reader.recent(5, "acme")] == [second, first]
-    assert [one.tenant for one in reader.recent(5, "acme")] == ["acme", "acme"]
-    assert [one.trace_id for one in reader.slow(5, "acme")] == [first]
-    assert [one.trace_id for one in reader.failed(5, "acme")] == [second]
-    assert len(reader.recent(100, "other")) == 14
-    assert reader.recent(5, "nobody") == []
+    assert [one.trace_id for one in reader.listed("recent", 5, "acme")] == [second, first]
+    assert [one.tenant for one in reader.listed("recent", 5, "acme")] == ["acme", "acme"]
+    assert [one.trace_id for one in reader.listed("slow", 5, "acme")] == [first]
+    assert [one.trace_id for one in reader.listed("failed", 5, "acme")] == [second]
+    assert len(reader.listed("recent", 100, "other")) == 14
+    assert reader.listed("recent", 5, "nobody") == []
 
 
 def test_what_is_trimmed_is_forgotten_of_its_tenant_too(tmp_path: Path) -> None:
@@ -305,6 +305,6 @@ def test_what_is_trimmed_is_forgotten_of_its_tenant_too(tmp_path: Path) -> None:
         facts = {"kvmesh.request_id": f"r{number}", "kvmesh.tenant": "acme"}
         tracer.start_span("span", attributes=facts, start_time=number).end(number + 1)
     writer.close()
-    assert len(LocalTraceReader(tmp_path).recent(1000, "acme")) == 10
+    assert len(LocalTraceReader(tmp_path).listed("recent", 1000, "acme")) == 10
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as file:
         assert file.execute("select count(*) from roots").fetchone() == (10,)

@@ -88,17 +88,17 @@ async def test_traces_are_listed_newest_first_and_by_what_befell_them(url: str, 
     ):
         assert (await http.post(TRACES, content=body, headers=PROTOBUF)).status_code == 200
     reader = ObserverTraceReader(url)
-    recent = await asyncio.to_thread(reader.recent)
+    recent = await asyncio.to_thread(reader.listed)
     assert [trace.name for trace in recent] == ["three", "two", "one"]
-    [slow] = await asyncio.to_thread(reader.slow)
+    [slow] = await asyncio.to_thread(reader.listed, "slow")
     assert (slow.name, slow.slow, slow.ttft_s, slow.status) == ("two", True, 2.5, "ok")
-    [failed] = await asyncio.to_thread(reader.failed)
+    [failed] = await asyncio.to_thread(reader.listed, "failed")
     assert (failed.name, failed.status, failed.error) == ("three", "error", "no decode instance")
     for key in (failed.trace_id, failed.trace_id[:10], failed.request_id):
         [span] = await asyncio.to_thread(reader.spans, key)
         assert (span.name, span.service) == ("three", "frontend-f1")
     assert await asyncio.to_thread(reader.spans, "nothing/begins so") == []
-    assert await asyncio.to_thread(reader.recent, 1) == recent[:1]
+    assert await asyncio.to_thread(reader.listed, "recent", 1) == recent[:1]
 
 
 async def test_a_tenants_traces_are_listed_alone(url: str, http: httpx.AsyncClient) -> None:
@@ -110,8 +110,8 @@ async def test_a_tenants_traces_are_listed_alone(url: str, http: httpx.AsyncClie
         assert (await http.post(TRACES, content=body, headers=PROTOBUF)).status_code == 200
     reader = ObserverTraceReader(url)
     for tenant, names in (("acme", ["one"]), ("o'neill & sons", ["two"]), ("nobody", [])):
-        assert [trace.name for trace in await asyncio.to_thread(reader.recent, 9, tenant)] == names
-    assert len(await asyncio.to_thread(reader.recent, 9)) == 3
+        assert [trace.name for trace in await asyncio.to_thread(reader.listed, "recent", 9, tenant)] == names
+    assert len(await asyncio.to_thread(reader.listed, "recent", 9)) == 3
 
 
 async def test_the_exporter_of_the_sdk_is_taken_as_it_is(url: str) -> None:
@@ -123,7 +123,7 @@ async def test_the_exporter_of_the_sdk_is_taken_as_it_is(url: str) -> None:
     theirs = OTLPSpanExporter(endpoint=f"{url}{TRACES}")
     assert await asyncio.to_thread(theirs.export, exporter.get_finished_spans()) is SpanExportResult.SUCCESS
     theirs.shutdown()  # type: ignore[no-untyped-call]
-    [trace] = await asyncio.to_thread(ObserverTraceReader(url).recent)
+    [trace] = await asyncio.to_thread(ObserverTraceReader(url).listed)
     [kept] = await asyncio.to_thread(ObserverTraceReader(url).spans, trace.trace_id)
     assert (kept.name, kept.service) == ("GET /", "shop")
 
@@ -166,7 +166,7 @@ async def test_bad_input_is_refused_with_its_reason(
         answer = await http.post(TRACES, content=body, headers=headers)
         assert answer.status_code == status
         assert said in answer.text
-        assert not await asyncio.to_thread(ObserverTraceReader(url).recent)
+        assert not await asyncio.to_thread(ObserverTraceReader(url).listed)
         assert (await http.get("/health")).json() == {"ready": True}
 
 
@@ -175,14 +175,14 @@ async def test_a_span_without_ids_is_rejected_and_the_others_are_kept(url: str, 
     body = {"resourceSpans": [{"scopeSpans": [{"spans": [span, {**span, "spanId": "cd"}, {**span, "traceId": ""}]}]}]}
     answer = await http.post(TRACES, json=body)
     assert answer.json()["partialSuccess"]["rejectedSpans"] == 2
-    assert [trace.name for trace in await asyncio.to_thread(ObserverTraceReader(url).recent)] == ["good"]
+    assert [trace.name for trace in await asyncio.to_thread(ObserverTraceReader(url).listed)] == ["good"]
 
 
 @pytest.mark.parametrize(
     ("path", "status", "said"),
     [
         ("/api/traces?limit=-1", 400, "limit='-1' is no number of traces"),
-        ("/api/traces?which=odd", 400, "which='odd' is none of recent, slow, failed"),
+        ("/api/traces?which=odd", 400, "unknown list 'odd': give which=recent, slow, failed"),
         ("/v1/traces", 405, "use POST"),
         ("/", 404, "send spans to /v1/traces, read traces at /api/traces"),
     ],
@@ -209,10 +209,10 @@ async def test_with_a_token_nothing_is_taken_or_shown_without_it(tmp_path: Path)
         settings = MeshSettings(otlp_endpoint=with_login, state_dir=tmp_path / "elsewhere")
         reader = await asyncio.to_thread(open_trace_reader, settings)
         assert isinstance(reader, ObserverTraceReader)
-        assert len(await asyncio.to_thread(reader.recent)) == 2
+        assert len(await asyncio.to_thread(reader.listed)) == 2
         assert "s3cret" not in reader.place
         with pytest.raises(TracesUnavailable, match="needs its token"):
-            await asyncio.to_thread(ObserverTraceReader(url).recent)
+            await asyncio.to_thread(ObserverTraceReader(url).listed)
 
 
 def test_an_address_that_others_reach_needs_a_token() -> None:
@@ -241,8 +241,8 @@ async def test_a_process_that_an_observer_answers_writes_no_file_of_its_own(url:
 
     home = tmp_path / "of the process"
     assert set((await asyncio.to_thread(export)).values()) == {0}
-    assert [trace.name for trace in await asyncio.to_thread(ObserverTraceReader(url).recent)] == ["chat"]
-    assert LocalTraceReader(home).recent() == []
+    assert [trace.name for trace in await asyncio.to_thread(ObserverTraceReader(url).listed)] == ["chat"]
+    assert LocalTraceReader(home).listed() == []
 
 
 async def test_a_process_knows_its_observer_before_its_first_span(url: str, tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ async def test_a_process_knows_its_observer_before_its_first_span(url: str, tmp_
     assert export.is_observed()
     assert export.takes_metrics() is False
     await asyncio.to_thread(export.stop)
-    assert await asyncio.to_thread(ObserverTraceReader(url).recent) == []
+    assert await asyncio.to_thread(ObserverTraceReader(url).listed) == []
 
 
 async def test_spans_wait_for_an_observer_that_is_away_and_what_is_too_much_is_counted(
@@ -278,7 +278,7 @@ async def test_spans_wait_for_an_observer_that_is_away_and_what_is_too_much_is_c
                 while not sender.is_observer:
                     await asyncio.sleep(0.05)
                     await asyncio.to_thread(sender.send_waiting)
-            kept = await asyncio.to_thread(ObserverTraceReader(url).recent)
+            kept = await asyncio.to_thread(ObserverTraceReader(url).listed)
     assert [trace.name for trace in kept] == [f"n{number:02}" for number in reversed(range(dropped, 15))]
     assert sender.dropped == dropped
     sender.close()
@@ -300,7 +300,7 @@ async def test_a_sender_that_knows_the_observer_sends_pieces_which_are_read_like
             export.put(span)
             await asyncio.to_thread(export.export)
         found = [await asyncio.to_thread(ObserverTraceReader(url).spans, name) for name in ("first", "second")]
-        slow = await asyncio.to_thread(ObserverTraceReader(url).slow)
+        slow = await asyncio.to_thread(ObserverTraceReader(url).listed, "slow")
     sender.close()
     for name, spans in zip(("first", "second"), found, strict=True):
         assert [(span.name, span.service) for span in spans] == [(name, "frontend-f1"), ("step", "frontend-f1")]
@@ -326,7 +326,7 @@ async def test_a_piece_whose_spans_are_no_otlp_does_not_hide_the_rest_of_its_tra
     url: str, http: httpx.AsyncClient
 ) -> None:
     assert (await http.post(TRACES, content=request_of("one"), headers=PROTOBUF)).is_success
-    [whole] = await asyncio.to_thread(ObserverTraceReader(url).recent)
+    [whole] = await asyncio.to_thread(ObserverTraceReader(url).listed)
     bad = pack_pieces(Pieces("d", [Piece(whole.trace_id, 1, 1, b"\xff\xff")]))
     assert (await http.post(TRACES, content=bad, headers={"content-type": PIECES})).is_success
     assert [span.name for span in await asyncio.to_thread(ObserverTraceReader(url).spans, whole.trace_id)] == ["one"]

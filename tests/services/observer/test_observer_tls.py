@@ -65,10 +65,10 @@ def test_spans_are_sent_and_read_over_tls_with_the_authority_of_the_mesh(
     url = start(run_service, tmp_path / "observer", authority.issue("observer", NAMES_OF_THIS_MACHINE))
     home = tmp_path / "process"
     assert set(send(url, authority.ca, home).dropped.values()) == {0}
-    assert LocalTraceReader(home).recent() == [], "an observer that answers keeps the spans"
+    assert LocalTraceReader(home).listed() == [], "an observer that answers keeps the spans"
     reader = open_trace_reader(MeshSettings(otlp_endpoint=url, state_dir=home, tls=TlsFiles(ca=authority.ca)))
     assert isinstance(reader, ObserverTraceReader)
-    assert [trace.request_id for trace in reader.recent()] == ["r1"]
+    assert [trace.request_id for trace in reader.listed()] == ["r1"]
     assert [span.name for span in reader.spans("r1")] == ["chat"]
     assert TOKEN not in reader.place
 
@@ -94,8 +94,8 @@ def test_an_observer_that_another_authority_signed_gets_nothing(
         [cause] = [vars(record)["cause"] for record in caplog.records if "receiver away" in record.message]
         assert "certificate verify failed" in cause
         with pytest.raises(TracesUnavailable, match="certificate verify failed"):
-            ObserverTraceReader(url, ca).recent()
-    assert ObserverTraceReader(url, stranger.ca).recent() == []
+            ObserverTraceReader(url, ca).listed()
+    assert ObserverTraceReader(url, stranger.ca).listed() == []
 
 
 def test_a_certificate_for_another_host_is_refused(
@@ -103,14 +103,14 @@ def test_a_certificate_for_another_host_is_refused(
 ) -> None:
     url = start(run_service, tmp_path / "observer", authority.issue("observer", ["elsewhere.example"]))
     with pytest.raises(TracesUnavailable, match=r"not valid for '127\.0\.0\.1'"):
-        ObserverTraceReader(url, authority.ca).recent()
+        ObserverTraceReader(url, authority.ca).listed()
     assert send(url, authority.ca, tmp_path / "process").dropped["receiver_away"] == 1
 
 
 def test_a_missing_file_of_authorities_is_named(run_service: RunService, authority: Authority, tmp_path: Path) -> None:
     url = start(run_service, tmp_path / "observer", authority.issue("observer", NAMES_OF_THIS_MACHINE))
     with pytest.raises(TracesUnavailable, match=r"none\.pem: no PEM certificates can be read there"):
-        ObserverTraceReader(url, tmp_path / "none.pem").recent()
+        ObserverTraceReader(url, tmp_path / "none.pem").listed()
 
 
 def test_a_renewed_authority_is_trusted_from_the_next_connection_on(
@@ -120,9 +120,9 @@ def test_a_renewed_authority_is_trusted_from_the_next_connection_on(
     url = start(run_service, tmp_path / "observer", new.issue("observer", NAMES_OF_THIS_MACHINE))
     reader = ObserverTraceReader(url, authority.ca)
     with pytest.raises(TracesUnavailable):
-        reader.recent()
+        reader.listed()
     authority.ca.write_bytes(new.ca.read_bytes())
-    assert reader.recent() == []
+    assert reader.listed() == []
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from components.http.server import serve_http
 from components.telemetry.stored_spans import Event, Span
 from components.telemetry.trace_pieces import TENANT
 from components.telemetry.trace_reader import TracesUnavailable
+from components.telemetry.trace_store import Which
 from components.telemetry.trace_summary import TraceSummary, of_tenant, summary_of
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
@@ -61,18 +62,18 @@ class FakeReader:
     fails: bool = False
     reads: int = 0
 
-    def recent(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
+    def listed(self, which: Which = "recent", limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
         self.reads += 1
         if self.fails:
             raise TracesUnavailable("memory cannot be read: it is gone")
         traces = self.traces if tenant is None else [of_tenant(spans, tenant) for spans in self.traces]
-        return [summary_of(spans) for spans in traces if spans][:limit]
-
-    def slow(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
-        return [one for one in self.recent(limit, tenant) if one.slow]
-
-    def failed(self, limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
-        return [one for one in self.recent(limit, tenant) if one.status == "error"]
+        found = [summary_of(spans) for spans in traces if spans][:limit]
+        is_listed = {
+            "recent": lambda _: True,
+            "slow": lambda one: one.slow,
+            "failed": lambda one: one.status == "error",
+        }
+        return list(filter(is_listed[which], found))
 
     def spans(self, trace_id: str) -> list[Span]:
         return next((spans for spans in self.traces if spans[0].trace_id == trace_id), [])
