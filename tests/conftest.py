@@ -14,14 +14,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import AsyncExitStack, contextmanager
+from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 from unittest import mock
 
-import httpx
 import pytest
 from hypothesis import settings as hypothesis_settings
 
@@ -95,8 +96,14 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.fixture(scope="session", autouse=True)
 def authorities_are_read_once() -> Iterator[None]:
-    """Load their certificates once instead of for each httpx client, 40 ms each time: tests call local servers only."""
-    with mock.patch.object(httpx._transports.default, "create_ssl_context", cache(httpx.create_ssl_context)):
+    """Load their certificates once instead of for each HTTP client, 40 ms each time: tests call local servers only.
+
+    Newer packages of OpenAI and Anthropic use httpx2.
+    """
+    with ExitStack() as patches:
+        for client in [import_module(name) for name in ("httpx", "httpx2") if find_spec(name)]:
+            once = cache(client.create_ssl_context)
+            patches.enter_context(mock.patch.object(client._transports.default, "create_ssl_context", once))
         yield
 
 

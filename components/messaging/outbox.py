@@ -270,4 +270,5 @@ async def open_outbox(
             yield outbox
         finally:
             with suppress(TimeoutError):
-                await asyncio.wait_for(outbox.flushed(), timeout=2)
+                async with asyncio.timeout(2):
+                    await outbox.flushed()

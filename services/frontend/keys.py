@@ -93,7 +93,8 @@ async def _follow(ring: KeyRing, from_environment: str | None, file: Path, seen:
     try:
         while True:
             try:
-                await asyncio.wait_for(hangup.wait(), LOOK_EVERY_S)
+                async with asyncio.timeout(LOOK_EVERY_S):
+                    await hangup.wait()
             except TimeoutError:
                 if stamp_of(file) == seen:
                     continue

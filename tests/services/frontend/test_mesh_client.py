@@ -176,8 +176,11 @@ async def test_a_stream_whose_cancel_was_lost_is_cancelled_again(mesh: Mesh, mon
     asking = asyncio.create_task(mesh.ask())
     while not streams:
         await asyncio.sleep(0)
+    for _ in range(10):  # until decode's answer is in, and the client waits for tokens
+        await asyncio.sleep(0)
     asking.cancel()
     await asyncio.wait([asking])
+    assert asking.cancelled()
     await asyncio.sleep(0)
     assert mesh.cancelled() == [("ns.decode.a.cancel", [0])]
     monkeypatch.setattr(inbox, "UNWANTED_S", -1.0)

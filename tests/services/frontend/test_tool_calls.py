@@ -3,6 +3,7 @@
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,7 @@ THINKS = (
 )
 
 
+@cache  # making one takes 0.2 s: its encoder is checked
 def model(template: str = TEMPLATE, options: FormatOptions = FormatOptions()) -> TextModel:  # noqa: B008
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens(SPECIAL)
