@@ -10,6 +10,8 @@ PINS   := pyproject.toml deploy/constraints-cpu.txt deploy/model-requirements.tx
 constraints ?= deploy/constraints-cpu.txt
 # How many processes share the tests.
 workers ?= 2
+# Tests start hundreds of Python processes: modules are compiled once for all of them, whatever the environment says.
+PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 
@@ -25,9 +27,9 @@ up: $(SETUP)  ## run the whole mesh on this machine until Ctrl-C
 
 test: $(SETUP)  ## all tests, with real etcd, NATS and model; ARGS='tests/mesh -k kill': some
 ifeq ($(ARGS),)
-	@$(BIN)/python -m pytest -n $(workers) --dist loadfile --no-loadscope-reorder
+	@$(PYTEST) -n $(workers) --dist loadfile --no-loadscope-reorder
 else
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(PYTEST) $(ARGS)
 endif
 
 faults: $(SETUP)  ## every fault at every message, write and state; make test tries four in ten of them

@@ -31,6 +31,7 @@ from engine.model.resolve import model_dir
 from services.local.child_process import tethered
 from services.local.servers import ETCD, NATS, Kind, running
 from tests.device import choose_device, is_on_device
+from tests.mesh.preloaded import Preloaded
 from tests.secured import SECURED, secured
 
 # Where processes share the tests, each computes on one core: threads of two would wait for each other at every barrier.
@@ -136,6 +137,13 @@ def etcd_url(_server: Callable[[Kind], str]) -> str:
 def nats_url(_server: Callable[[Kind], str]) -> str:
     """A real NATS with JetStream and `max_payload` 8 MB, shared by the run: keep to your `namespace`."""
     return _server(NATS)
+
+
+@pytest.fixture(scope="session")
+def preloaded(nothing_left_behind: None) -> Iterator[Preloaded]:
+    """Who forks the services of the run's meshes."""
+    with Preloaded() as forking:
+        yield forking
 
 
 @pytest.fixture(scope="session")

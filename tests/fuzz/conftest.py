@@ -1,3 +1,3 @@
-from tests.mesh.conftest import mock_mesh, preloaded
+from tests.mesh.conftest import mock_mesh
 
-__all__ = ["mock_mesh", "preloaded"]
+__all__ = ["mock_mesh"]

@@ -47,13 +47,6 @@ TINY_ENV: Final = {
 
 
 @pytest.fixture(scope="session")
-def preloaded(nothing_left_behind: None) -> Iterator[Preloaded]:
-    """Who forks the services of the run's meshes."""
-    with Preloaded() as forking:
-        yield forking
-
-
-@pytest.fixture(scope="session")
 def real_mesh(
     etcd_url: str, nats_url: str, preloaded: Preloaded, real_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[MeshProcesses]:

@@ -16,12 +16,6 @@ from tests.mesh.preloaded import Preloaded
 FRONTENDS = 4
 
 
-@pytest.fixture(scope="session")
-def preloaded(nothing_left_behind: None) -> Iterator[Preloaded]:
-    with Preloaded() as forking:
-        yield forking
-
-
 @pytest.fixture
 def mock_mesh(preloaded: Preloaded, namespace: str, tmp_path: Path) -> Iterator[MeshProcesses]:
     """As that of tests/mesh; at its end no process may have been refused anything."""

@@ -17,6 +17,7 @@ from services.local.servers import ETCD, NATS, Server, running
 from tests.components.test_permissions import Peer, asked
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MOCK_ENV
+from tests.mesh.preloaded import Preloaded
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -127,7 +128,9 @@ def test_a_stolen_credential_of_one_instance_reads_and_writes_nothing_of_the_oth
     instances(tmp_path, use)
 
 
-def test_a_mesh_in_which_each_instance_has_its_own_credential_serves_and_one_starts_again(tmp_path: Path) -> None:
+def test_a_mesh_in_which_each_instance_has_its_own_credential_serves_and_one_starts_again(
+    preloaded: Preloaded, tmp_path: Path
+) -> None:
     """The second decode d1 has the name of the first one, and another epoch."""
 
     def answers(url: str) -> int:
@@ -143,7 +146,7 @@ def test_a_mesh_in_which_each_instance_has_its_own_credential_serves_and_one_sta
             return worker.url if role == "frontend" else ""
 
         root = servers.reach("root")
-        with MeshProcesses(root.etcd_url, root.nats_url, NAMESPACE, tmp_path, "mock", ENV) as mesh:
+        with MeshProcesses(root.etcd_url, root.nats_url, NAMESPACE, tmp_path, "mock", ENV, preloaded) as mesh:
             start("bootstrap", "b1")
             start("prefill", "p1")
             start("decode", "d1")

@@ -22,6 +22,7 @@ from services.local.servers import HOST
 from tests.mesh.clusters import EtcdCluster, Member, NatsCluster, _asked
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MOCK_ENV
+from tests.mesh.preloaded import Preloaded
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(150)]
 
@@ -145,7 +146,7 @@ def until_routes(member: Member, count: int) -> None:
 
 
 def test_a_mesh_serves_over_them_and_outlives_a_member_of_each(
-    etcd: EtcdCluster, nats: NatsCluster, accounts: Accounts, tmp_path: Path
+    etcd: EtcdCluster, nats: NatsCluster, accounts: Accounts, preloaded: Preloaded, tmp_path: Path
 ) -> None:
     def reach(user: str) -> Backends:
         return Backends(etcd.url, nats.url, user, accounts.certificates[user])
@@ -154,7 +155,7 @@ def test_a_mesh_serves_over_them_and_outlives_a_member_of_each(
         body = {"model": "mock", "prompt": list(range(1, 100)), "max_tokens": 8, "ignore_eos": True}
         return httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code
 
-    with MeshProcesses(etcd.url, nats.url, NAMESPACE, tmp_path, "mock", ENV, reach=reach) as mesh:
+    with MeshProcesses(etcd.url, nats.url, NAMESPACE, tmp_path, "mock", ENV, preloaded, reach=reach) as mesh:
         mesh.start("bootstrap", "prefill", "decode")
         url = mesh.start_one("frontend").url
         deadline = time.monotonic() + 30
