@@ -41,8 +41,8 @@ from components.routing.policy import PromptLoad, RouteRequest
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
 from components.wire.protocol import OLDEST, PROTOCOL
+from components.wire.step_stats import StepStats
 from components.wire.tokens import PromptBlocks, pack_tokens
-from engine.ports import StepStats
 from services.local.servers import NATS, running
 
 NAMESPACE: Final = "fan-out"

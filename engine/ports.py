@@ -17,6 +17,7 @@ from components.wire.embed import EmbeddingModel
 from components.wire.layout import KvLayout
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
+from components.wire.step_stats import StepStats
 from components.wire.tokens import PromptBlocks
 
 if TYPE_CHECKING:  # the mock engine starts without numpy
@@ -118,25 +119,6 @@ class Failed:
 
 # (block hash, True if stored, False if evicted). The parent of a stored block may be evicted already.
 CacheEvent = tuple[bytes, bool]
-
-
-class StepStats(msgspec.Struct, frozen=True):
-    step: int = 0  # the same number while work waits: the engine hangs
-    num_running: int = 0
-    num_waiting: int = 0
-    num_reserved: int = 0  # DECODE requests without KV yet
-    num_held: int = 0  # ended requests with exposed pages
-    prompt_tokens: int = 0
-    decode_tokens: int = 0  # sampled in this step
-    free_pages: int = 0
-    cached_pages: int = 0
-    held_pages: int = 0
-    total_pages: int = 0
-    step_s: float = 0.0
-    prefix_queries: int = 0  # prompt tokens looked up since start
-    prefix_hits: int = 0  # of those, found
-    preemptions: int = 0  # since start
-    forward: str = ""  # eager, compiled or graph
 
 
 class StepOutput(msgspec.Struct):

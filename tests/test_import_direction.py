@@ -23,6 +23,7 @@ FOR_THE_ENGINE: Final = {
     "components.wire.layout",
     "components.wire.logprobs",
     "components.wire.sampling",
+    "components.wire.step_stats",
 }
 SHARED_BY_WORKERS: Final = "services.worker"  # a module, no service
 # None of these comes with a package's __init__ (importing any submodule runs it), nor into the engine.

@@ -6,7 +6,6 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Protocol
 
 from msgspec import structs
 from nats.aio.msg import Msg
@@ -19,56 +18,17 @@ from components.routing.policy import PromptLoad
 from components.wire.codec import unpack
 from components.wire.heartbeat import AskHeartbeat, Heartbeat
 from components.wire.kv_events import unpack_hashes
+from components.wire.step_stats import StepStats
 
 log = logging.getLogger(__name__)
 
 NumCached = Callable[[Sequence[bytes]], int]
 
 
-class EngineLoad(Protocol):
-    """The part of the engine's `StepStats` that heartbeats report."""
-
-    @property
-    def step(self) -> int:
-        pass
-
-    @property
-    def num_running(self) -> int:
-        pass
-
-    @property
-    def num_waiting(self) -> int:
-        pass
-
-    @property
-    def num_reserved(self) -> int:
-        pass
-
-    @property
-    def num_held(self) -> int:
-        pass
-
-    @property
-    def free_pages(self) -> int:
-        pass
-
-    @property
-    def cached_pages(self) -> int:
-        pass
-
-    @property
-    def held_pages(self) -> int:
-        pass
-
-    @property
-    def total_pages(self) -> int:
-        pass
-
-
 def heartbeat_of(
     instance_id: str,
     epoch: str,
-    load: EngineLoad,
+    load: StepStats,
     prompts: PromptLoad,
     *,
     draining: bool,

@@ -1,7 +1,7 @@
 """A worker's metrics, under vLLM's names where they exist. Nothing here runs per token."""
 
 from collections.abc import Callable, Mapping
-from typing import Final, Protocol
+from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
@@ -10,57 +10,10 @@ from components.telemetry.figures import Batch, Figures
 from components.telemetry.links import Links
 from components.telemetry.on_demand import OnDemand
 from components.wire.status import PageStatus
+from components.wire.step_stats import StepStats
 
 STEP_BUCKETS: Final = (0.002, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5)
 TRANSFER_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 5, 30)
-
-
-class StepFigures(Protocol):
-    """One engine step's figures, as in the engine's `StepStats`."""
-
-    @property
-    def num_running(self) -> int:
-        pass
-
-    @property
-    def num_waiting(self) -> int:
-        pass
-
-    @property
-    def prompt_tokens(self) -> int:
-        pass
-
-    @property
-    def decode_tokens(self) -> int:
-        pass
-
-    @property
-    def free_pages(self) -> int:
-        pass
-
-    @property
-    def cached_pages(self) -> int:
-        pass
-
-    @property
-    def held_pages(self) -> int:
-        pass
-
-    @property
-    def total_pages(self) -> int:
-        pass
-
-    @property
-    def step_s(self) -> float:
-        pass
-
-    @property
-    def prefix_queries(self) -> int:
-        """Prompt tokens since start."""
-
-    @property
-    def prefix_hits(self) -> int:
-        pass
 
 
 class WorkerMetrics:
@@ -70,7 +23,7 @@ class WorkerMetrics:
         self.num_exposed_pages: Callable[[], int] = int
         self.num_prompt_tokens = 0  # computed here
         self.num_generated_tokens = 0
-        self._latest: StepFigures | None = None
+        self._latest: StepStats | None = None
         shown = self._shown = OnDemand(self.registry)
         shown.gauge("kvmesh_num_requests_running", "Requests in the batch.", lambda: self.batch().running)
         shown.gauge("kvmesh_num_requests_waiting", "Requests queued for pages or budget.", lambda: self.batch().waiting)
@@ -109,7 +62,7 @@ class WorkerMetrics:
             self._transfers.labels(outcome, "") for outcome in ("completed", "failed", "cancelled")
         )
 
-    def record(self, figures: StepFigures) -> None:
+    def record(self, figures: StepStats) -> None:
         """Other figures are read on demand."""
         self._latest = figures
         self.num_prompt_tokens += figures.prompt_tokens
@@ -166,12 +119,12 @@ class WorkerMetrics:
             self.links.failed(peer)
             self._transfers.labels("failed", type(error).__name__).inc()
 
-    def _of_step(self, figure: Callable[[StepFigures], float]) -> Callable[[], float]:
+    def _of_step(self, figure: Callable[[StepStats], float]) -> Callable[[], float]:
         return lambda: 0 if self._latest is None else figure(self._latest)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(name, text, labels, registry=self.registry)
 
 
-def _usage(step: StepFigures) -> float:
+def _usage(step: StepStats) -> float:
     return 1 - (step.free_pages + step.cached_pages) / max(1, step.total_pages)

@@ -17,6 +17,7 @@ from components.errors import InvariantBroken, UnknownModel
 from components.wire.embed import EmbeddingModel
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
+from components.wire.step_stats import StepStats
 from components.wire.tokens import PromptBlocks, seed_hash
 from engine.config import EngineConfig
 from engine.core.open_requests import Limits, Requests
@@ -30,7 +31,6 @@ from engine.ports import (
     Pause,
     Recording,
     StepOutput,
-    StepStats,
     TokenOutput,
 )
 from engine.runner.step_runner import Launched, Runner, StepFailed

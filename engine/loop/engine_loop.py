@@ -9,7 +9,8 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from components.errors import InvariantBroken
-from engine.ports import Engine, Exposed, StepOutput, StepStats
+from components.wire.step_stats import StepStats
+from engine.ports import Engine, Exposed, StepOutput
 
 T = TypeVar("T")
 

@@ -6,8 +6,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Final, NamedTuple
 
+from components.wire.step_stats import StepStats
 from engine.cpu.cpu_time import CpuQuota, run_delay_s
-from engine.ports import StepOutput, StepStats
+from engine.ports import StepOutput
 
 log = logging.getLogger(__name__)
 

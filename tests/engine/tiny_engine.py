@@ -13,13 +13,14 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from components.kv_transfer.device_pages import at
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
+from components.wire.step_stats import StepStats
 from components.wire.tokens import pack_tokens
 from engine.build import assemble
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
-from engine.ports import Engine, EngineRequest, Exposed, Failed, FinishReason, Phase, StepOutput, StepStats
+from engine.ports import Engine, EngineRequest, Exposed, Failed, FinishReason, Phase, StepOutput
 from engine.scheduler.request import RequestState
 from tests.device import TESTED
 

@@ -24,7 +24,7 @@ from components.routing.policy import PromptLoad
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from components.wire.protocol import PROTOCOL, UNNAMED
-from engine.ports import StepStats
+from components.wire.step_stats import StepStats
 from tests.components.discovery.records import record
 from tests.faults.virtual_loop import run_virtually
 

@@ -11,7 +11,7 @@ from components.messaging.liveness import HUNG_AFTER_S
 from components.messaging.roll_call import KEPT_S, Answers, RollCall
 from components.routing.policy import PromptLoad
 from components.wire.heartbeat import Heartbeat
-from engine.ports import StepStats
+from components.wire.step_stats import StepStats
 from tests.components.discovery.records import record
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]

@@ -6,7 +6,7 @@ from components.telemetry.figures import Figures
 from components.telemetry.metrics_page import serve_metrics
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.status import PageStatus
-from engine.ports import StepStats
+from components.wire.step_stats import StepStats
 
 
 def value(metrics: WorkerMetrics, name: str) -> float | None:

@@ -3,9 +3,10 @@ from pathlib import Path
 
 import pytest
 
+from components.wire.step_stats import StepStats
 from engine.loop.log_line import BatchLog
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, StepOutput, StepStats
+from engine.ports import EngineRequest, StepOutput
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import greedy, make_engine, prompt
 

@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
+from components.wire.step_stats import StepStats
 from engine.loop.log_line import Held, SlowSteps, likely_cause
-from engine.ports import StepStats
 
 
 class World:

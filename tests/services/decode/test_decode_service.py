@@ -55,8 +55,9 @@ from components.wire.prefill import (
 )
 from components.wire.protocol import UNNAMED
 from components.wire.sampling import SamplingParams
+from components.wire.step_stats import StepStats
 from components.wire.tokens import pack_tokens
-from engine.ports import Exposed, Failed, FinishReason, Phase, StepStats, TokenOutput
+from engine.ports import Exposed, Failed, FinishReason, Phase, TokenOutput
 from services.decode.prefill_client import PrefillClient
 from services.decode.requests import ActiveRequests
 from services.decode.runner import RequestRunner

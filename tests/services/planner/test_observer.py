@@ -12,7 +12,7 @@ from components.telemetry.metrics_page import serve_metrics
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, KvEndpoint, RankEndpoint, Role
-from engine.ports import StepStats
+from components.wire.step_stats import StepStats
 from services.planner.observer import Observer
 from tests.components.kv_transfer.fake_transfer import endpoint
 

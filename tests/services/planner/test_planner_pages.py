@@ -9,7 +9,7 @@ from components.errors import MalformedMessage, PeerLost
 from components.telemetry.metrics_page import serve_metrics
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.instances import InstanceRecord
-from engine.ports import StepStats
+from components.wire.step_stats import StepStats
 from services.frontend.metrics import FrontendMetrics
 from services.planner.pages import Counters, get, read_frontend, read_worker
 

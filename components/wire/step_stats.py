@@ -1,0 +1,22 @@
+"""What the engine measures of a step. Heartbeats, metrics and the log report it."""
+
+import msgspec
+
+
+class StepStats(msgspec.Struct, frozen=True):
+    step: int = 0  # the same number while work waits: the engine hangs
+    num_running: int = 0
+    num_waiting: int = 0
+    num_reserved: int = 0  # DECODE requests without KV yet
+    num_held: int = 0  # ended requests with exposed pages
+    prompt_tokens: int = 0
+    decode_tokens: int = 0  # sampled in this step
+    free_pages: int = 0
+    cached_pages: int = 0
+    held_pages: int = 0
+    total_pages: int = 0
+    step_s: float = 0.0
+    prefix_queries: int = 0  # prompt tokens looked up since start
+    prefix_hits: int = 0  # of those, found
+    preemptions: int = 0  # since start
+    forward: str = ""  # eager, compiled or graph
