@@ -13,14 +13,14 @@ from typing import Any, Final
 import torch
 
 from bench.launches import Launches, LaunchesOnly
-from components.wire.layout import KvLayout
+from components.wire.layout import KvLayout, KvRegion
 from components.wire.sampling import SamplingParams
 from engine.attention.backend import StepAttention, StepShape
 from engine.attention.step_tables import Blocks, StepLimits, StepTables, count_decodes
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.lora.adapters import Adapters
-from engine.ports import EngineRequest, KvRegion
+from engine.ports import EngineRequest
 from engine.runner.device_model import DeviceModel
 from engine.runner.torch_runner import TorchRunner
 

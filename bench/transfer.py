@@ -98,8 +98,8 @@ class Ends:
         return lambda: self.transfer.write_aux(self.peer.endpoint.agent, 0, 0, "bench", LATER_MS)
 
     def plain(self, count: int) -> Move:
-        num_bytes = count * self.pool.layout.page_bytes
-        local = self.agent.get_xfer_descs([(self.pool.address, num_bytes, 0)], mem_type="DRAM")
+        num_bytes = count * self.pool.region.layout.page_bytes
+        local = self.agent.get_xfer_descs([(self.pool.region.address, num_bytes, 0)], mem_type="DRAM")
         remote = self.agent.get_xfer_descs([(self.peer.endpoint.base_address, num_bytes, 0)], mem_type="DRAM")
         handle = self.agent.initialize_xfer("WRITE", local, remote, "plain-receiver")
 
@@ -113,7 +113,7 @@ class Ends:
         return move
 
     def memcpy(self, count: int) -> Move:
-        source = self.pool.memory.reshape(-1)[: count * self.pool.layout.page_bytes]
+        source = self.pool.memory.reshape(-1)[: count * self.pool.region.layout.page_bytes]
         target = self.shared[: len(source)]
 
         async def move() -> None:
@@ -128,7 +128,7 @@ class Ends:
             "NIXL's own API": (self.plain(count), 0),
             "memcpy": (self.memcpy(count), 1),
         }.items():
-            self.pool.memory[:count] = np.frombuffer(random.randbytes(self.pool.layout.page_bytes), np.uint8)
+            self.pool.memory[:count] = np.frombuffer(random.randbytes(self.pool.region.layout.page_bytes), np.uint8)
             await move()
             if self.peer.landed(count)[place] != digest(self.pool.memory[:count].data.cast("B")):
                 sys.exit(f"{way}: other bytes arrived than were sent")
@@ -213,7 +213,7 @@ async def measure_page_size(layout: KvLayout, counts: Sequence[int], rounds: int
     with receiving(layout, num_pages, prefix) as peer:
         shared = _attach(peer)
         try:
-            async with open_nixl(pool, "sender") as transfer:
+            async with open_nixl(pool.region, "sender") as transfer:
                 await transfer.connect(peer.endpoint)
                 agent = plain_agent("plain-sender", pool)
                 agent.add_remote_agent(peer.plain_metadata)

@@ -17,27 +17,20 @@ import numpy as np
 from components.kv_transfer.network import leave_out_rdma
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.nixl_transfer import POLL_WRITES_S, NixlTransfer, open_nixl
-from components.wire.layout import KvLayout
+from components.wire.layout import KvLayout, KvRegion
 
 
 class Pool:
-    device = "cpu"
-
     def __init__(self, layout: KvLayout, num_pages: int) -> None:
-        self.layout = layout
-        self.num_pages = num_pages
         self.memory = np.empty((num_pages, layout.page_bytes), dtype=np.uint8)
         self.memory.fill(0)
-
-    @property
-    def address(self) -> int:
-        return int(self.memory.ctypes.data)
+        self.region = KvRegion(int(self.memory.ctypes.data), num_pages, layout, "cpu")
 
 
 def plain_agent(name: str, pool: Pool) -> nixl_agent:
     leave_out_rdma()
     agent = nixl_agent(name, nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-    agent.register_memory([(pool.address, pool.memory.nbytes, 0, "")], mem_type="DRAM")
+    agent.register_memory([(pool.region.address, pool.memory.nbytes, 0, "")], mem_type="DRAM")
     return agent
 
 
@@ -50,7 +43,7 @@ async def main(layout: KvLayout, num_pages: int) -> None:
     shared = SharedMemory(create=True, size=pool.memory.nbytes)
     try:
         assert shared.buf is not None, "open"
-        async with open_nixl(pool, "receiver") as transfer:
+        async with open_nixl(pool.region, "receiver") as transfer:
             transfer.expect("never", 0)  # keeps its thread polling
             agent = plain_agent("plain-receiver", pool)
             progress = asyncio.create_task(keep_going(agent, transfer))

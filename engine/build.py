@@ -9,6 +9,7 @@ from typing import Final
 
 import torch
 
+from components.wire.layout import KvRegion, RankMemory
 from engine.attention.choose_attention import prepare_attention
 from engine.attention.cpu import CpuAttention
 from engine.compilation.forward import EagerForward, Forward
@@ -28,7 +29,6 @@ from engine.parallel.followers import Followers
 from engine.parallel.led_model import LedModel
 from engine.parallel.orders import transfer_socket_of
 from engine.parts import Pool, make_model, make_parts, make_pool
-from engine.ports import KvRegion, RankMemory
 from engine.runner.device_model import StepModel
 from engine.runner.torch_runner import TorchRunner
 from engine.sharding.experts import has_experts

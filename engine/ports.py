@@ -14,7 +14,7 @@ import msgspec
 
 from components.errors import MeshError
 from components.wire.embed import EmbeddingModel
-from components.wire.layout import KvLayout
+from components.wire.layout import KvRegion
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
 from components.wire.step_stats import StepStats
@@ -129,31 +129,6 @@ class StepOutput(msgspec.Struct):
     failed: list[Failed] = []
     cache_events: list[CacheEvent] = []  # in order
     stats: StepStats = StepStats()
-
-
-@dataclass(frozen=True, slots=True)
-class RankMemory:
-    """The page pool of a follower, with as many pages as the leader's."""
-
-    pid: int
-    device: str
-    address: int
-    socket_path: str  # if the follower has a transfer end
-
-
-@dataclass(frozen=True, slots=True)
-class KvRegion:
-    """The page pool's memory, as NIXL registers it."""
-
-    address: int
-    num_pages: int
-    layout: KvLayout  # of this process's rank
-    device: str  # "cpu" or "cuda:0"
-    followers: Sequence[RankMemory] = ()  # from rank 1 on
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_pages * self.layout.page_bytes
 
 
 class Pause(NamedTuple):

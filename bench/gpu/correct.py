@@ -17,11 +17,10 @@ from bench.gpu.engines import config_of, generate, make_bench, requests
 from bench.gpu.report import tell
 from bench.gpu.scale import TINY, Scale
 from components.kv_transfer.checksum import PageChecksums
-from components.wire.layout import KvLayout
+from components.wire.layout import KvLayout, KvRegion
 from engine.attention.backend import Scoring
 from engine.attention.triton_backend import TritonAttention
 from engine.kv.storage import allocate_storage
-from engine.ports import KvRegion
 
 
 def check_kernels(scale: Scale) -> bool:

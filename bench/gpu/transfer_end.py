@@ -17,9 +17,8 @@ import torch
 
 from components.kv_transfer.nixl_transfer import POLL_WRITES_S, NixlTransfer, open_nixl
 from components.wire.instances import KvEndpoint
-from components.wire.layout import KvLayout
+from components.wire.layout import KvLayout, KvRegion
 from engine.kv.storage import allocate_storage
-from engine.ports import KvRegion
 
 ROUNDS = 12
 WARM_UP = 2

@@ -8,31 +8,11 @@ from typing import TYPE_CHECKING, Protocol
 
 from components.errors import DeadlineExceeded, IncompatibleLayout
 from components.wire.instances import KvEndpoint
-from components.wire.layout import KvLayout
+from components.wire.layout import KvRegion
 
 if TYPE_CHECKING:  # services.local and services.inspect start without numpy
     from components.kv_transfer.aux import AuxBuffer
     from components.kv_transfer.pieces import Pieces
-
-
-class PageRegion(Protocol):
-    """This process's page pool; the engine's `KvRegion` implements it."""
-
-    @property
-    def address(self) -> int:
-        """Address of page 0."""
-
-    @property
-    def num_pages(self) -> int:
-        pass
-
-    @property
-    def layout(self) -> KvLayout:
-        pass
-
-    @property
-    def device(self) -> str:
-        """Torch's name, such as cuda:0."""
 
 
 class KvTransfer(Protocol):
@@ -103,7 +83,7 @@ class KvTransfer(Protocol):
 
 class OpenTransfer(Protocol):
     def __call__(
-        self, region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
+        self, region: KvRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
     ) -> AbstractAsyncContextManager[KvTransfer]:
         """Open this process's end; `region` must outlive it.
 
@@ -117,7 +97,7 @@ class OpenTransfer(Protocol):
         """
 
 
-def endpoint_of(backend: str, agent: str, agent_metadata: str, region: PageRegion, aux: "AuxBuffer") -> KvEndpoint:
+def endpoint_of(backend: str, agent: str, agent_metadata: str, region: KvRegion, aux: "AuxBuffer") -> KvEndpoint:
     return KvEndpoint(
         backend=backend,
         agent=agent,

@@ -11,8 +11,9 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Final
 from urllib.parse import urlsplit
 
-from components.kv_transfer.backend import KvTransfer, OpenTransfer, PageRegion
+from components.kv_transfer.backend import KvTransfer, OpenTransfer
 from components.startup import WrongSettings
+from components.wire.layout import KvRegion
 
 GROUP: Final = "kvmesh.kv_transfer"
 OURS: Final = {
@@ -37,7 +38,7 @@ def check_name(setting: str) -> EntryPoint:
     return backends[name]
 
 
-def kv_opener(setting: str) -> Callable[[PageRegion, str, str, int], AbstractAsyncContextManager[KvTransfer]]:
+def kv_opener(setting: str) -> Callable[[KvRegion, str, str, int], AbstractAsyncContextManager[KvTransfer]]:
     name, _, plugin = setting.partition("/")
     point = check_name(setting)
     try:

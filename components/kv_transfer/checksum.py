@@ -13,10 +13,9 @@ from zlib import crc32
 import numpy as np
 
 from components.aio import ended
-from components.kv_transfer.backend import PageRegion
 from components.kv_transfer.page_reader import PageArray, PageReader, open_reader
 from components.kv_transfer.rank_connection import RankConnection, Sum
-from components.wire.layout import KvLayout, of_shard
+from components.wire.layout import KvLayout, KvRegion, of_shard
 
 
 class Checksums(Protocol):
@@ -43,7 +42,7 @@ class PageChecksums:
         connections: to the followers, which sum their own pages.
     """
 
-    def __init__(self, region: PageRegion, connections: Sequence[RankConnection] = ()) -> None:
+    def __init__(self, region: KvRegion, connections: Sequence[RankConnection] = ()) -> None:
         self._reader = open_reader(region)
         self._layout = region.layout
         self._connections = connections

@@ -6,8 +6,8 @@ from typing import Any, Final
 
 import torch
 
-from components.kv_transfer.backend import PageRegion
 from components.kv_transfer.page_reader import PageArray
+from components.wire.layout import KvRegion
 
 BATCH_BYTES: Final = 32 << 20  # per copy; the device needs as much to gather pages
 
@@ -39,7 +39,7 @@ class DevicePages:
 
 
 class _Memory:
-    def __init__(self, region: PageRegion) -> None:
+    def __init__(self, region: KvRegion) -> None:
         layout = region.layout
         self.__cuda_array_interface__ = {
             "shape": (region.num_pages, layout.num_stripes, layout.page_size, layout.row_bytes),
@@ -50,10 +50,10 @@ class _Memory:
         }
 
 
-def at(region: PageRegion) -> torch.Tensor:
+def at(region: KvRegion) -> torch.Tensor:
     """Return a view of the pool."""
     return torch.as_tensor(_Memory(region), device=region.device)
 
 
-def open_device_pages(region: PageRegion) -> DevicePages:
+def open_device_pages(region: KvRegion) -> DevicePages:
     return DevicePages(at(region))

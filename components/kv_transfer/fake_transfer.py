@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 from components.kv_transfer.aux import AuxBuffer
-from components.kv_transfer.backend import PageRegion, check_deadline, check_same_backend, endpoint_of
+from components.kv_transfer.backend import check_deadline, check_same_backend, endpoint_of
 from components.kv_transfer.doorbell import DoorbellServer
 from components.kv_transfer.doorbell_clients import DoorbellClients
 from components.kv_transfer.pieces import Pieces
@@ -17,13 +17,13 @@ from components.kv_transfer.runs import runs
 from components.startup import WrongSettings
 from components.wire.doorbell import Ring
 from components.wire.instances import KvEndpoint
-from components.wire.layout import check_compatible
+from components.wire.layout import KvRegion, check_compatible
 
 log = logging.getLogger(__name__)
 
 
 class FakeKvTransfer:
-    def __init__(self, region: PageRegion, agent_name: str, host: str, max_request_pages: int) -> None:
+    def __init__(self, region: KvRegion, agent_name: str, host: str, max_request_pages: int) -> None:
         self.aux = AuxBuffer(max_checksums=max_request_pages)
         self.doorbell = DoorbellServer(agent_name, host, self.aux.put)
         self._region = region
@@ -80,7 +80,7 @@ class FakeKvTransfer:
 
 @asynccontextmanager
 async def open_fake(
-    region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
+    region: KvRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
 ) -> AsyncIterator[FakeKvTransfer]:
     if plugin:
         raise WrongSettings(f"setting kv_transfer: the fake KV transfer has no plugin {plugin!r}: use fake")

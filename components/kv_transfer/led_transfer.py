@@ -4,18 +4,17 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Protocol
 
 import msgspec
 
 from components.kv_transfer.aux import AuxBuffer
-from components.kv_transfer.backend import KvTransfer, PageRegion
+from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import kv_opener
 from components.kv_transfer.pieces import Pieces
 from components.kv_transfer.rank_connection import Answer, CatchUp, Hasten, Open, RankConnection, Receive
 from components.kv_transfer.writes import Writes
 from components.wire.instances import KvEndpoint, RankEndpoint
-from components.wire.layout import of_shard
+from components.wire.layout import KvRegion, of_shard
 
 
 class LedTransfer:
@@ -83,25 +82,6 @@ def _noticed(answer: asyncio.Future[Answer]) -> None:
         answer.exception()
 
 
-class RankPlace(Protocol):
-    """A follower's pool, and where it listens; the engine's `RankMemory` implements it."""
-
-    @property
-    def device(self) -> str: ...
-
-    @property
-    def address(self) -> int: ...
-
-    @property
-    def socket_path(self) -> str: ...
-
-
-class LedRegion(PageRegion, Protocol):
-    @property
-    def followers(self) -> Sequence[RankPlace]:
-        """From rank 1 on."""
-
-
 @dataclass(frozen=True, slots=True)
 class Opened:
     transfer: KvTransfer
@@ -110,7 +90,7 @@ class Opened:
 
 @asynccontextmanager
 async def open_transfer(
-    setting: str, region: LedRegion, agent: str, host: str, max_request_pages: int
+    setting: str, region: KvRegion, agent: str, host: str, max_request_pages: int
 ) -> AsyncIterator[Opened]:
     """Open the ends of all ranks. Without followers it is the backend's own."""
     async with kv_opener(setting)(region, agent, host, max_request_pages) as own:

@@ -11,7 +11,7 @@ from typing import Any
 
 from components.errors import BackendUnavailable, TransferFailed
 from components.kv_transfer.aux import AuxBuffer
-from components.kv_transfer.backend import PageRegion, check_same_backend, endpoint_of
+from components.kv_transfer.backend import check_same_backend, endpoint_of
 from components.kv_transfer.doorbell import DoorbellServer
 from components.kv_transfer.doorbell_clients import DoorbellClients
 from components.kv_transfer.mooncake_api import start_engine
@@ -21,11 +21,11 @@ from components.kv_transfer.runs import runs
 from components.startup import WrongSettings
 from components.wire.doorbell import Ring
 from components.wire.instances import KvEndpoint
-from components.wire.layout import check_compatible
+from components.wire.layout import KvRegion, check_compatible
 
 
 class MooncakeTransfer:
-    def __init__(self, region: PageRegion, agent_name: str, host: str, max_request_pages: int) -> None:
+    def __init__(self, region: KvRegion, agent_name: str, host: str, max_request_pages: int) -> None:
         self.aux = AuxBuffer(max_checksums=max_request_pages)
         self.doorbell = DoorbellServer(agent_name, host, None)
         self._region = region
@@ -127,7 +127,7 @@ class MooncakeTransfer:
 
 @asynccontextmanager
 async def open_mooncake(
-    region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
+    region: KvRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
 ) -> AsyncIterator[MooncakeTransfer]:
     if plugin:
         raise WrongSettings(

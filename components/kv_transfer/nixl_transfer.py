@@ -18,14 +18,14 @@ import numpy as np
 
 from components.errors import DeadlineExceeded, TransferFailed
 from components.kv_transfer.aux import HEAD, AuxArrivals, AuxBuffer
-from components.kv_transfer.backend import PageRegion, check_deadline, check_same_backend, endpoint_of
+from components.kv_transfer.backend import check_deadline, check_same_backend, endpoint_of
 from components.kv_transfer.network import choose_devices, drop_dead_connections, leave_out_rdma, new_listeners_logged
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.own_thread import OwnThread
 from components.kv_transfer.pieces import Offsets, Pieces
 from components.startup import WrongSettings
 from components.wire.instances import KvEndpoint
-from components.wire.layout import check_compatible
+from components.wire.layout import KvRegion, check_compatible
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class _Write:
 
 
 class NixlTransfer:
-    def __init__(self, region: PageRegion, agent_name: str, backend: str, max_request_pages: int) -> None:
+    def __init__(self, region: KvRegion, agent_name: str, backend: str, max_request_pages: int) -> None:
         self.aux = AuxBuffer(max_checksums=max_request_pages)
         self._region = region
         self._page_bytes = region.layout.page_bytes
@@ -348,7 +348,7 @@ def _memory_type(device: str) -> tuple[str, int]:
 
 @asynccontextmanager
 async def open_nixl(
-    region: PageRegion, agent_name: str, backend: str = "UCX", max_request_pages: int = 0
+    region: KvRegion, agent_name: str, backend: str = "UCX", max_request_pages: int = 0
 ) -> AsyncIterator[NixlTransfer]:
     transfer = NixlTransfer(region, agent_name, backend, max_request_pages)
     try:
@@ -360,7 +360,7 @@ async def open_nixl(
 
 
 def open_nixl_plugin(
-    region: PageRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
+    region: KvRegion, agent_name: str, *, plugin: str, host: str, max_request_pages: int
 ) -> AbstractAsyncContextManager[NixlTransfer]:
     choose_devices(host)
     return open_nixl(region, agent_name, plugin or "UCX", max_request_pages)

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from components.errors import Rejected
-from components.kv_transfer.backend import PageRegion
+from components.wire.layout import KvRegion
 
 PageArray = NDArray[np.uint8]  # [stripes, page_size, row_bytes]
 
@@ -22,7 +22,7 @@ class PageReader(Protocol):
 
 
 class HostPages:
-    def __init__(self, region: PageRegion) -> None:
+    def __init__(self, region: KvRegion) -> None:
         layout = region.layout
         pool = (ctypes.c_ubyte * (region.num_pages * layout.page_bytes)).from_address(region.address)
         shape = (region.num_pages, layout.num_stripes, layout.page_size, layout.row_bytes)
@@ -37,7 +37,7 @@ def check_readable(device: str) -> None:
         raise Rejected(f"KV cannot be verified: these pages are on {device}, and are read in main memory or by CUDA")
 
 
-def open_reader(region: PageRegion) -> PageReader:
+def open_reader(region: KvRegion) -> PageReader:
     check_readable(region.device)
     if region.device == "cpu":
         return HostPages(region)

@@ -4,7 +4,6 @@ import asyncio
 import os
 import threading
 from contextlib import AsyncExitStack, suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from components.errors import InvariantBroken, MeshError
@@ -30,17 +29,9 @@ from components.kv_transfer.rank_connection import (
 )
 from components.kv_transfer.writes import Copy, connect_ranks, write_ranks
 from components.wire.instances import KvEndpoint
-from components.wire.layout import KvLayout
+from components.wire.layout import KvRegion
 
 RECEIVING = "kvmesh-leader"  # no peer sends it
-
-
-@dataclass(frozen=True, slots=True)
-class _Region:
-    address: int
-    num_pages: int
-    layout: KvLayout
-    device: str
 
 
 def serve_rank(path: Path) -> None:
@@ -94,7 +85,7 @@ class RankEnd:
     def __init__(self, stack: AsyncExitStack) -> None:
         self._stack = stack
         self._transfer: KvTransfer | None = None
-        self._region: _Region | None = None
+        self._region: KvRegion | None = None
         self._peers: dict[str, KvEndpoint] = {}  # by the agent of the first rank
         self._receiving: asyncio.Future[None] | None = None
 
@@ -134,7 +125,7 @@ class RankEnd:
         return Answer(number)
 
     async def _open(self, number: int, order: Open) -> Answer:
-        region = _Region(order.address, order.num_pages, order.layout, order.device)
+        region = KvRegion(order.address, order.num_pages, order.layout, order.device)
         self._region = region
         opening = kv_opener(order.setting)(region, order.agent, order.host, order.max_request_pages)
         self._transfer = await self._stack.enter_async_context(opening)

@@ -7,28 +7,19 @@ import asyncio
 import ctypes
 import mmap
 import sys
-from dataclasses import dataclass
 from typing import Final
 
 from components.errors import BackendUnavailable
 from components.kv_transfer.backends import kv_opener
 from components.startup import WrongSettings, refuse
-from components.wire.layout import KvLayout
+from components.wire.layout import KvLayout, KvRegion
 
 LAYOUT: Final = KvLayout(model="check", dtype="float32", page_size=16, layers=1, kv_heads=1, head_dim=16)
 
 
-@dataclass(frozen=True)
-class OnePage:
-    address: int
-    num_pages: int = 1
-    layout: KvLayout = LAYOUT
-    device: str = "cpu"
-
-
 async def check(setting: str) -> None:
     memory = mmap.mmap(-1, LAYOUT.page_bytes)
-    page = OnePage(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+    page = KvRegion(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, LAYOUT, "cpu")
     async with kv_opener(setting)(page, "check", "127.0.0.1", 1):
         pass
 

@@ -1,5 +1,7 @@
-"""The shape of a KV page."""
+"""The shape of a KV page, and where this process's pages are."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, Literal
 
 import msgspec
@@ -117,3 +119,28 @@ def check_same_adapter(name: str, ours: str, theirs: str) -> None:
         raise IncompatibleLayout(
             f"prefill and decode must load the same weights as adapter {name!r} ({ours} here, {theirs} there)"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class RankMemory:
+    """The page pool of a follower, with as many pages as the leader's."""
+
+    pid: int
+    device: str
+    address: int
+    socket_path: str  # if the follower has a transfer end
+
+
+@dataclass(frozen=True, slots=True)
+class KvRegion:
+    """The page pool's memory, as NIXL registers it."""
+
+    address: int  # of page 0
+    num_pages: int
+    layout: KvLayout  # of this process's rank
+    device: str  # torch's name, such as "cuda:0"
+    followers: Sequence[RankMemory] = ()  # from rank 1 on
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.layout.page_bytes

@@ -15,6 +15,7 @@ from typing import Final
 
 from components.errors import InvariantBroken, UnknownModel
 from components.wire.embed import EmbeddingModel
+from components.wire.layout import KvRegion
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
 from components.wire.step_stats import StepStats
@@ -27,7 +28,6 @@ from engine.ports import (
     EngineRequest,
     Exposed,
     Failed,
-    KvRegion,
     Pause,
     Recording,
     StepOutput,

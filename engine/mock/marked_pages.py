@@ -17,10 +17,9 @@ from typing import Final
 from zlib import crc32
 
 from components.startup import WrongSettings
-from components.wire.layout import KvLayout, largest_shard, of_shard
+from components.wire.layout import KvLayout, KvRegion, RankMemory, largest_shard, of_shard
 from components.wire.tokens import pack_tokens
 from engine.config import PAGE_SIZES
-from engine.ports import KvRegion, RankMemory
 from engine.runner.step_runner import StepFailed
 from engine.scheduler.request import LEAST_COMPUTED
 

@@ -5,7 +5,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from components.wire.layout import KvLayout, of_shard
+from components.wire.layout import KvLayout, RankMemory, of_shard
 from engine.config import EngineConfig
 from engine.core.engine_core import PACK_TOKENS, EngineCore
 from engine.kv.count import count_pages
@@ -18,7 +18,6 @@ from engine.model.progress import Progress, silent
 from engine.model.resolve import model_dir, served_name
 from engine.parallel.orders import transfer_socket_of
 from engine.parallel.rank_processes import RankProcesses
-from engine.ports import RankMemory
 from engine.sharding.heads import check_heads
 
 

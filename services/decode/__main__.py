@@ -10,7 +10,7 @@ from components.messaging.fleet import watch_fleet
 from components.messaging.outbox import open_outbox
 from components.process import run
 from components.startup import refuse
-from engine.ports import KvRegion
+from components.wire.layout import KvRegion
 from services.decode.config import DecodeSettings
 from services.decode.prefill_client import PrefillClient
 from services.decode.requests import ActiveRequests

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from components.wire.layout import KvLayout
+from components.wire.layout import KvLayout, KvRegion
 from components.wire.sampling import SamplingParams
 from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest, FinishReason, KvRegion, Phase, StepOutput
+from engine.ports import EngineRequest, FinishReason, Phase, StepOutput
 from engine.runner.step_runner import StepFailed
 from engine.runner.torch_runner import TorchRunner, TorchStep
 from engine.sampling.device_sampler import DeviceSampler

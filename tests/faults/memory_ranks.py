@@ -12,8 +12,7 @@ from typing import Final, cast
 from components.kv_transfer.rank_connection import Answer, Open, RankConnection, rank_endpoint
 from components.kv_transfer.rank_end import RankEnd, obey_orders
 from components.wire.instances import RankEndpoint
-from components.wire.layout import of_shard
-from engine.ports import KvRegion
+from components.wire.layout import KvRegion, of_shard
 from tests.faults.memory_transfer import Fabric, MemoryTransfer
 from tests.faults.virtual_loop import Process, Running
 
@@ -72,7 +71,7 @@ class MemoryRankEnd(RankEnd):
 
     async def _open(self, number: int, order: Open) -> Answer:
         self._transfer = transfer = self._make(order)
-        self._region = KvRegion(order.address, order.num_pages, order.layout, order.device)  # type: ignore[assignment]
+        self._region = KvRegion(order.address, order.num_pages, order.layout, order.device)
         self._stack.callback(transfer.close)
         return Answer(number, endpoint=rank_endpoint(PID, transfer.endpoint))
 

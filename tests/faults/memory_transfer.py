@@ -20,8 +20,7 @@ from components.kv_transfer.aux import CACHE_LINE, AuxBuffer
 from components.kv_transfer.backend import check_deadline, endpoint_of
 from components.kv_transfer.pieces import Pieces
 from components.wire.instances import KvEndpoint
-from components.wire.layout import check_compatible
-from engine.ports import KvRegion
+from components.wire.layout import KvRegion, check_compatible
 from tests.faults.virtual_loop import Process
 
 WRITE_S: Final = 0.004

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import pytest
 
 from components.errors import InvariantBroken
-from components.wire.layout import KvLayout
+from components.wire.layout import KvLayout, KvRegion
 from engine.core.engine_core import EngineCore
-from engine.ports import EngineRequest, KvRegion, Phase
+from engine.ports import EngineRequest, Phase
 from engine.runner.step_runner import StepFailed
 from engine.scheduler.request import Chunk
 from tests.engine.tiny_engine import Seen, check_pages, greedy, peek, prompt, run_until_idle, small

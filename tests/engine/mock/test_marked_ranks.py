@@ -11,12 +11,12 @@ import pytest
 
 from components.kv_transfer.pieces import cut
 from components.startup import WrongSettings
-from components.wire.layout import of_shard
+from components.wire.layout import KvRegion, of_shard
 from engine.config import FOLLOWER, EngineConfig, MockConfig
 from engine.core.engine_core import EngineCore
 from engine.mock.mock_engine import build_engine
 from engine.parallel.rank_processes import RankLost
-from engine.ports import EngineRequest, KvRegion, Phase
+from engine.ports import EngineRequest, Phase
 from engine.start import run_engine
 from tests.engine.loops import eventually
 from tests.engine.mock_engine import make_mock

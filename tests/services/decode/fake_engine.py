@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from components.discovery.book import InstanceBook
+from components.wire.layout import KvRegion
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
 from components.wire.step_stats import StepStats
 from components.wire.tokens import PromptBlocks, seed_hash
-from engine.ports import EngineRequest, KvRegion, StepOutput, TokenOutput
+from engine.ports import EngineRequest, StepOutput, TokenOutput
 from tests.components.kv_transfer.fake_transfer import LAYOUT
 
 

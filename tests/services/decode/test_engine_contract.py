@@ -4,10 +4,11 @@ from collections.abc import Sequence
 
 import pytest
 
+from components.wire.layout import KvRegion
 from components.wire.sampling import SamplingParams
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
-from engine.ports import EngineRequest, KvRegion, Phase, StepOutput
+from engine.ports import EngineRequest, Phase, StepOutput
 from engine.scheduler.request import Chunk
 from tests.components.kv_transfer.fake_transfer import LAYOUT
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from engine.ports import KvRegion
+from components.wire.layout import KvRegion
 from services.decode.__main__ import page_checksums
 from tests.components.kv_transfer.fake_transfer import LAYOUT
 

@@ -21,6 +21,7 @@ from components.kv_transfer.aux import AuxBuffer
 from components.messaging.clocks import now_ms
 from components.telemetry.figures import Figures
 from components.telemetry.worker_metrics import WorkerMetrics
+from components.wire.layout import KvRegion
 from components.wire.logprobs import TokenLogprobs
 from components.wire.prefill import (
     CloseRooms,
@@ -35,7 +36,7 @@ from components.wire.prefill import (
 )
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
-from engine.ports import Exposed, Failed, KvRegion, Phase
+from engine.ports import Exposed, Failed, Phase
 from services.prefill.service import PrefillService
 from tests.components.discovery.records import record
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
