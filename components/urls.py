@@ -1,7 +1,8 @@
-"""Users and passwords in URLs."""
+"""Hosts, users and passwords in URLs."""
 
 import re
 from base64 import b64encode
+from ipaddress import ip_address
 from typing import Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -11,6 +12,14 @@ _USER_INFO: Final = re.compile(r"(?<![^,\s])(\w+://)?[^,\s]*@")
 class Login(NamedTuple):
     user: str | None
     password: str | None
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a server that listens on `host`."""
+    try:
+        return host == "localhost" or ip_address(host).is_loopback
+    except ValueError:
+        return False
 
 
 def basic(login: Login) -> str:

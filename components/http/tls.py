@@ -26,6 +26,11 @@ class Tls(NamedTuple):
     key: str
     options: tuple[str, str] = ("--tls-cert", "--tls-key")  # for errors
 
+    @classmethod
+    def of(cls, certificate: Path | None, key: Path | None) -> "Tls | None":
+        """None if either is missing."""
+        return None if certificate is None or key is None else cls(str(certificate), str(key))
+
 
 def followed_context(tls: Tls) -> FollowedFiles[ssl.SSLContext]:
     """Raises: WrongSettings, if the files cannot be used now."""

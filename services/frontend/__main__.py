@@ -1,7 +1,6 @@
 """python -m services.frontend: the OpenAI endpoint of the mesh."""
 
 import asyncio
-import ipaddress
 import logging
 from pathlib import Path
 from typing import Final
@@ -27,6 +26,7 @@ from components.structured.metrics import ConstraintMetrics
 from components.telemetry.logs import log_progress, log_ready
 from components.text.sampling_defaults import read_sampling_defaults
 from components.text.tokenizer import TextModel
+from components.urls import is_loopback
 from engine.model.resolve import model_dir
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
@@ -49,11 +49,7 @@ SHARED_PORT: Final = (
 
 def warn_if_exposed(settings: FrontendSettings, keys: KeyRing | None) -> None:
     """Warn if others can reach this address and keys or TLS are missing."""
-    try:
-        here = settings.host == "localhost" or ipaddress.ip_address(settings.host).is_loopback
-    except ValueError:
-        here = False
-    if here:
+    if is_loopback(settings.host):
         return
     if keys is None:
         log.warning(
@@ -104,12 +100,6 @@ def endpoints_of(
         control.endpoint(),
     ]
     return own if stored is None else [*own, stored.endpoint()]
-
-
-def tls_of(settings: FrontendSettings) -> Tls | None:
-    if settings.tls_cert is None or settings.tls_key is None:
-        return None
-    return Tls(str(settings.tls_cert), str(settings.tls_key))
 
 
 def client_limits(settings: FrontendSettings) -> ClientLimits:
@@ -172,7 +162,7 @@ async def main(settings: FrontendSettings) -> None:
                 ),
                 settings,
                 share_port=settings.share_port,
-                tls=tls_of(settings),
+                tls=Tls.of(settings.tls_cert, settings.tls_key),
                 limits=client_limits(settings),
                 refusal=http_refusal,
                 registry=links.metrics,

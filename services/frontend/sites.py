@@ -11,6 +11,7 @@ from ipaddress import ip_address
 from urllib.parse import urlsplit
 
 from components.openai.errors import ApiError, from_status
+from components.urls import is_loopback
 
 
 class Sites:
@@ -82,4 +83,4 @@ def _is_address(host: str) -> bool:
 
 
 def _is_loopback(host: str) -> bool:
-    return host == "localhost" or host.endswith(".localhost") or (_is_address(host) and ip_address(host).is_loopback)
+    return host.endswith(".localhost") or is_loopback(host)

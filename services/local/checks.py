@@ -56,8 +56,8 @@ def _check_frontend(plan: Plan) -> None:
     frontend = plan.frontend
     if not frontend.port:
         raise WrongSettings("setting port of frontend: services.local needs a number from 1 to 65535")
-    if frontend.tls_cert and frontend.tls_key:
-        tls_context(Tls(str(frontend.tls_cert), str(frontend.tls_key)))
+    if tls := Tls.of(frontend.tls_cert, frontend.tls_key):
+        tls_context(tls)
     try:
         read_keys(frontend.api_keys.get_secret_value() if frontend.api_keys else None, frontend.api_keys_file)
     except BadKeys as exc:

@@ -1,7 +1,7 @@
 """Options of `services.local` as the environment variables that its services read."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -89,29 +89,29 @@ def setting_lines() -> list[str]:
 
 def device_settings(given: Sequence[str]) -> dict[str, str]:
     """Variables of `--device`. Raises: typer.BadParameter."""
-    found: dict[str, str] = {}
-    for part in ",".join(given).split(",") if given else []:
-        role, equals, device = (word.strip() for word in part.rpartition("="))
-        if not device or (equals and role not in WORKERS):
-            raise typer.BadParameter(f"{part!r}: {DEVICE_FORM}", param_hint="--device")
-        name = f"MESH_{role.upper()}_ENGINE__DEVICE" if equals else "MESH_ENGINE__DEVICE"
-        if name in found:
-            raise typer.BadParameter(f"{part!r} names workers that have a device: {DEVICE_FORM}", param_hint="--device")
-        found[name] = device
-    return found
+    return _by_role("--device", DEVICE_FORM, "ENGINE__DEVICE", bool, given)
 
 
 def tp_settings(given: Sequence[str]) -> dict[str, str]:
     """Variables of `--tp`. Raises: typer.BadParameter."""
+    return _by_role(
+        "--tp", TP_FORM, "ENGINE__TENSOR_PARALLEL", lambda ranks: ranks.isdecimal() and int(ranks) > 0, given
+    )
+
+
+def _by_role(
+    option: str, form: str, setting: str, is_value: Callable[[str], bool], given: Sequence[str]
+) -> dict[str, str]:
+    """Variables of an option such as `decode=2,prefill=1`, or `2` for all workers. Raises: typer.BadParameter."""
     found: dict[str, str] = {}
     for part in ",".join(given).split(",") if given else []:
-        role, equals, ranks = (word.strip() for word in part.rpartition("="))
-        if not ranks.isdecimal() or int(ranks) < 1 or (equals and role not in WORKERS):
-            raise typer.BadParameter(f"{part!r}: {TP_FORM}", param_hint="--tp")
-        name = f"MESH_{role.upper()}_ENGINE__TENSOR_PARALLEL" if equals else "MESH_ENGINE__TENSOR_PARALLEL"
+        role, equals, value = (word.strip() for word in part.rpartition("="))
+        if not is_value(value) or (equals and role not in WORKERS):
+            raise typer.BadParameter(f"{part!r}: {form}", param_hint=option)
+        name = f"MESH_{role.upper()}_{setting}" if equals else f"MESH_{setting}"
         if name in found:
-            raise typer.BadParameter(f"{part!r} names workers that have a number: {TP_FORM}", param_hint="--tp")
-        found[name] = ranks
+            raise typer.BadParameter(f"{part!r} sets {role or 'all workers'} twice: {form}", param_hint=option)
+        found[name] = value
     return found
 
 

@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from ipaddress import ip_address
 from secrets import token_hex
 from typing import Final, Self, TypeVar
 
@@ -15,6 +14,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from components.settings import MeshSettings, ModelSettings, misspelled, shown_fault
+from components.urls import is_loopback
 from engine.config import EngineConfig
 from engine.cpu.cpu_time import usable_cores
 from services.bootstrap.config import BootstrapSettings
@@ -184,10 +184,3 @@ def reachable(host: str) -> str:
     """An address of a server that listens on `host`."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)  # noqa: S104  # read, not bound
     return f"[{host}]" if ":" in host else host
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -1,6 +1,5 @@
 """Settings of the observer."""
 
-import ipaddress
 from pathlib import Path
 from typing import Annotated, Self
 
@@ -10,6 +9,7 @@ from pydantic_settings import SettingsConfigDict
 from components.http.tls import Tls
 from components.settings import MeshSettings
 from components.telemetry.trace_store import Limits
+from components.urls import is_loopback
 
 SPANS_EACH = 50  # of a request; the limit of spans is so many times the limit of traces
 
@@ -45,7 +45,7 @@ class ObserverSettings(MeshSettings):
     @property
     def https(self) -> Tls | None:
         """The files to serve https with."""
-        return None if self.tls_cert is None or self.tls_key is None else Tls(str(self.tls_cert), str(self.tls_key))
+        return Tls.of(self.tls_cert, self.tls_key)
 
     @model_validator(mode="after")
     def _tls_is_whole(self) -> Self:
@@ -55,15 +55,8 @@ class ObserverSettings(MeshSettings):
 
     @model_validator(mode="after")
     def _guarded(self) -> Self:
-        if self.token is None and not _is_loopback(self.host):
+        if self.token is None and not is_loopback(self.host):
             raise ValueError(
                 f"host {self.host!r} can be reached from other machines: set MESH_OBSERVER_TOKEN, or listen on 127.0.0.1"
             )
         return self
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

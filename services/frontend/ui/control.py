@@ -4,7 +4,6 @@ Only a browser on this machine may do so: its address is loopback, no proxy forw
 and a header is there that a plain form cannot send.
 """
 
-from ipaddress import ip_address
 from typing import Final
 from urllib.parse import urlsplit
 
@@ -12,6 +11,7 @@ from starlette.requests import Request
 
 from components.errors import Rejected
 from components.messaging.bus import Bus
+from components.urls import is_loopback
 from components.wire.plans import KillWorker, WorkerKilled
 
 OWN_HEADER: Final = "x-kvmesh-ui"
@@ -35,10 +35,7 @@ def is_from_this_machine(request: Request) -> bool:
     """Return whether the client is on this machine, as far as can be known."""
     if request.client is None or any(name in request.headers for name in FORWARDED):
         return False
-    try:
-        return ip_address(request.client.host).is_loopback
-    except ValueError:
-        return False
+    return is_loopback(request.client.host)
 
 
 def check_origin(request: Request) -> None:
