@@ -19,7 +19,8 @@ from components.telemetry.held_traces import HeldTraces
 from components.telemetry.light_span import LightSpan
 from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_whole
 from components.telemetry.packed_spans import pack_spans
-from components.telemetry.spans import Spans, TraceRate, step
+from components.telemetry.spans import Spans, step
+from components.token_bucket import TokenBucket
 
 BATCH: Final = 512  # spans in one OTLP request
 FACTS: Final[Mapping[str, str | int]] = {
@@ -81,7 +82,7 @@ def main(turns: int = 20) -> None:
     pack = best_us(lambda: pack_spans(ours), BATCH, turns)
     encode_sdk = best_us(lambda: encode_spans(theirs).SerializeToString(), BATCH, turns)
     held = HeldTraces(lambda _: None)
-    hold = best_us(lambda: stepped(Spans(held.take, TraceRate(0), holds=True), BATCH), BATCH, turns)
+    hold = best_us(lambda: stepped(Spans(held.take, TokenBucket(0), holds=True), BATCH), BATCH, turns)
     print(f"{'µs a span':24}{'ours':>8}{'SDK':>8}{'ratio':>8}")
     rows = (
         ("made, with 2 attributes", make, make_sdk),

@@ -10,7 +10,8 @@ from typing import Final, NamedTuple, Protocol
 from components.errors import Rejected
 from components.messaging.call_server import Endpoint
 from components.telemetry.figures import Figures
-from components.telemetry.spans import TraceRate, tracer
+from components.telemetry.spans import tracer
+from components.token_bucket import TokenBucket
 from components.wire.control import Control, Controlled
 
 log = logging.getLogger(__name__)
@@ -64,7 +65,7 @@ class ProcessControl:
         if wanted.log_level is not None:
             _set_level(logger, wanted.log_level)
         if rate is not None:
-            tracer.limit(TraceRate(rate))
+            tracer.limit(TokenBucket(rate))
             self._figures.traces_per_s = rate
         if wanted.work == "stop":
             self._stop.set()

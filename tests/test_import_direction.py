@@ -61,6 +61,7 @@ COMPONENTS_ORDER: Final = (
     "components.turns",
     "components.aio",
     "components.backoff",
+    "components.token_bucket",
     "components.lifecycle",
     "components.startup",
     "components.followed_files",

@@ -7,12 +7,13 @@ the trace ids that it keeps, and the others export what they hold of these. All 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from time import time_ns
-from typing import Final, Protocol
+from typing import Final
 
 from opentelemetry.trace import SpanKind, StatusCode
 
 from components.telemetry.light_span import LightSpan
 from components.telemetry.trace_pieces import MOVED, REQUEST_ID, SLOW
+from components.token_bucket import TokenBucket
 
 HELD_SPANS: Final = 20_000  # about 20 MB
 HELD_NS: Final = 120 * 10**9  # since the first span of the trace ended
@@ -21,14 +22,10 @@ KEPT_IDS: Final = 10_000  # decisions
 KEPT_PER_S: Final = 20.0  # by the tail, in bursts of ten seconds' worth: failures may be many
 
 
-class Rate(Protocol):
-    def take(self) -> bool: ...
-
-
 class HeldTraces:
     """Takes the ended spans of requests: exports those of sampled traces, and holds the others."""
 
-    def __init__(self, export: Callable[[LightSpan], None], rate: Rate | None = None) -> None:
+    def __init__(self, export: Callable[[LightSpan], None], rate: TokenBucket | None = None) -> None:
         self._export = export
         self._rate = rate  # None: no limit
         self._held: OrderedDict[int, list[LightSpan]] = OrderedDict()  # by trace id, the oldest first

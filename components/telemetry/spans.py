@@ -8,7 +8,7 @@ from contextvars import Token
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from math import inf, isinf
+from math import inf
 from random import getrandbits
 from types import TracebackType
 from typing import Any, Final
@@ -27,6 +27,7 @@ from components.telemetry.logs import configure_logs
 from components.telemetry.otlp_sender import OtlpSender
 from components.telemetry.span_export import SpanExport
 from components.telemetry.trace_store import LOST, TraceWriter
+from components.token_bucket import TokenBucket
 
 Sink = Callable[[LightSpan], None]
 
@@ -41,28 +42,6 @@ _IN_INVALID: Final = trace.set_span_in_context(trace.INVALID_SPAN, Context())
 _ODD: Final = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio
 _MASK: Final = (1 << 64) - 1
 _INSIDE_ALREADY: Final = nullcontext(NOT_KEPT)
-BURST_S: Final = 10.0  # of idle time, at most
-
-
-class TraceRate:
-    """At most `per_s` new traces a second on average; infinity: all."""
-
-    def __init__(self, per_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        self._per_s = per_s
-        self._clock = clock
-        self._left = self._most = max(1.0, per_s * BURST_S) if per_s else 0.0
-        self._at = clock()
-
-    def take(self) -> bool:
-        if isinf(self._per_s):
-            return True
-        now = self._clock()
-        self._left = min(self._most, self._left + (now - self._at) * self._per_s)
-        self._at = now
-        if self._left < 1:
-            return False
-        self._left -= 1
-        return True
 
 
 class RemoteSpan(trace.NonRecordingSpan):
@@ -81,22 +60,22 @@ class RemoteSpan(trace.NonRecordingSpan):
 class Spans(trace.Tracer):
     """A tracer with a limit of new traces a second."""
 
-    def __init__(self, sink: Sink | None = None, rate: TraceRate | None = None, *, holds: bool = False) -> None:
+    def __init__(self, sink: Sink | None = None, rate: TokenBucket | None = None, *, holds: bool = False) -> None:
         """`sink` gets the span of each request that has ended, with all below it; without one, nothing is recorded.
 
         `holds`: whether it gets spans of traces that are not sampled, too. Their flag for "sampled" is not set.
         """
         self._sink = sink
         self._rate = rate
-        self._held = TraceRate(inf)
+        self._held = TokenBucket(inf)
         self.holds = holds
 
-    def limit(self, rate: TraceRate) -> None:
+    def limit(self, rate: TokenBucket) -> None:
         self._rate = rate
 
     def record_to(self, sink: Sink | None, *, holds: bool, held_per_s: float = inf) -> None:
         """`held_per_s` bounds new traces that are held: their spans cost the same as those of sampled ones."""
-        self._sink, self.holds, self._held = sink, holds, TraceRate(held_per_s)
+        self._sink, self.holds, self._held = sink, holds, TokenBucket(held_per_s)
 
     def continue_trace(self, headers: Mapping[str, str]) -> Context:
         """The client's `traceparent` sets the trace id. Our rate decides whether the trace is sampled."""
@@ -234,9 +213,9 @@ async def start_telemetry(
     resource = Resource.create(about)
     sender = OtlpSender(settings.otlp_endpoint, settings.tls.ca) if settings.otlp_endpoint else None
     export = SpanExport(f"{role}-{instance_id}", resource.attributes, TraceWriter(settings.home), sender)
-    held = HeldTraces(export.put, TraceRate(KEPT_PER_S))
+    held = HeldTraces(export.put, TokenBucket(KEPT_PER_S))
     trace.set_tracer_provider(_Provider())
-    tracer.limit(TraceRate(settings.traces_per_s))
+    tracer.limit(TokenBucket(settings.traces_per_s))
     export.start()
     with _recording(held.take, holds=settings.trace_tail, held_per_s=settings.traces_held_per_s):
         try:

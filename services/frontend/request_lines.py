@@ -11,7 +11,7 @@ from typing import Final
 from prometheus_client import Counter
 
 from components.telemetry.repeated_lines import requests as log
-from components.telemetry.spans import TraceRate
+from components.token_bucket import TokenBucket
 from services.frontend.config import SlowLimits
 from services.frontend.request_record import RequestRecord
 
@@ -23,7 +23,7 @@ class RequestLines:
 
     def __init__(self, per_s: float = inf, limits: SlowLimits = DEFAULT_LIMITS, slow: Counter | None = None) -> None:
         """`slow`: counts slow requests by reason."""
-        self._rate = TraceRate(per_s)
+        self._rate = TokenBucket(per_s)
         self._limits = limits
         self._slow = slow
         self._left_out = 0

@@ -21,8 +21,8 @@ from components.telemetry.metrics_page import serve_metrics
 from components.telemetry.spans import start_telemetry
 from services.planner.config import PlannerSettings
 from services.planner.connectors import open_connector
+from services.planner.fleet_sampler import open_fleet_sampler
 from services.planner.metrics import PlannerMetrics
-from services.planner.observer import open_observer
 from services.planner.planning import Planning
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ async def main(settings: PlannerSettings) -> None:
         start_telemetry(settings, "planner", me) as telemetry,
         connect_bus(settings.nats_url, f"planner-{me}", settings.nats_access("planner")) as bus,
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
-        open_observer(bus, settings.namespace, registry.book, settings.page_access()) as observer,
+        open_fleet_sampler(bus, settings.namespace, registry.book, settings.page_access()) as sampler,
         serve_metrics(
             metrics.registry,
             settings.metrics_host,
@@ -65,9 +65,9 @@ async def main(settings: PlannerSettings) -> None:
             settings, "planner", me, bus, leader.contact_age_s, metrics=metrics.registry, telemetry=telemetry
         ) as figures,
     ):
-        planning = Planning(settings, observer, open_connector(settings, bus), leader, metrics)
-        figures.heartbeat_ages_s = observer.ages_s
-        observer.show(metrics.registry)
+        planning = Planning(settings, sampler, open_connector(settings, bus), leader, metrics)
+        figures.heartbeat_ages_s = sampler.ages_s
+        sampler.show(metrics.registry)
         control = ProcessControl(figures, NO_DRAIN)
         endpoints = [*planning.endpoints(), status_endpoint(figures), control.endpoint()]
         async with serve_calls(bus, "planner", subject, endpoints, {"instance_id": me}):

@@ -17,8 +17,8 @@ from components.planning.samples import PLANNED, Observation, Planned
 from components.wire.plans import AskPlan, PlanReported, RolePlan
 from services.planner.config import PlannerSettings
 from services.planner.connectors import Connector
+from services.planner.fleet_sampler import FleetSampler
 from services.planner.metrics import PlannerMetrics
-from services.planner.observer import Observer
 
 log = logging.getLogger(__name__)
 
@@ -31,17 +31,17 @@ class Planning:
     def __init__(
         self,
         settings: PlannerSettings,
-        observer: Observer,
+        sampler: FleetSampler,
         connector: Connector | None,
         leadership: Leadership,
         metrics: PlannerMetrics,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` must be the observer's, because times of observations and changes are compared."""
+        """`clock` must be the sampler's, because times of observations and changes are compared."""
         self._clock = clock
         self._settings = settings
-        self._observer = observer
+        self._sampler = sampler
         self._connector = connector
         self._leadership = leadership
         self._metrics = metrics
@@ -59,7 +59,7 @@ class Planning:
             await asyncio.sleep(max(0.0, self._settings.every_s - (time.monotonic() - started_s)))
 
     async def step(self) -> None:
-        seen = await self._observer.observe(await self._wanted())
+        seen = await self._sampler.observe(await self._wanted())
         if self._connector is None:
             seen = replace(seen, wanted={role: seen.serving(role) for role in PLANNED})
         verdict = self._planner.see(seen)

@@ -8,7 +8,8 @@ from components.messaging.bus import connect_bus
 from components.messaging.kept_traces import announce_kept, follow_kept, subject
 from components.telemetry.held_traces import HeldTraces
 from components.telemetry.light_span import LightSpan
-from components.telemetry.spans import Spans, TraceRate
+from components.telemetry.spans import Spans
+from components.token_bucket import TokenBucket
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
@@ -46,11 +47,11 @@ async def test_a_frontend_that_leaves_announces_its_last_decisions(nats_url: str
 
 def called_root(frontend: HeldTraces, decode: HeldTraces) -> trace.Span:
     """The span of a request at the frontend. Decode's span of it has ended."""
-    root = Spans(frontend.take, TraceRate(0), holds=True).start_span(
+    root = Spans(frontend.take, TokenBucket(0), holds=True).start_span(
         "chat", kind=SpanKind.SERVER, attributes={"kvmesh.request_id": "r"}
     )
     called = trace.set_span_in_context(trace.NonRecordingSpan(root.get_span_context()))
-    Spans(decode.take, TraceRate(0), holds=True).start_span("decode.request", called).end()
+    Spans(decode.take, TokenBucket(0), holds=True).start_span("decode.request", called).end()
     return root
 
 

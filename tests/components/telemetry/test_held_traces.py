@@ -8,7 +8,8 @@ from opentelemetry.trace import SpanKind, StatusCode
 from components.telemetry import held_traces
 from components.telemetry.held_traces import HELD_NS, HeldTraces
 from components.telemetry.light_span import LightSpan
-from components.telemetry.spans import NOT_KEPT, Spans, TraceRate
+from components.telemetry.spans import NOT_KEPT, Spans
+from components.token_bucket import TokenBucket
 
 S = 10**9
 
@@ -16,12 +17,12 @@ S = 10**9
 class Process:
     """What it exports and announces; its clock is in the spans."""
 
-    def __init__(self, kept: TraceRate | None = None) -> None:
+    def __init__(self, kept: TokenBucket | None = None) -> None:
         self.exported: list[LightSpan] = []
         self.announced: list[int] = []
         self.held = HeldTraces(self.exported.append, kept)
         self.held.announce_to(self.announced.append)
-        self.tracer = Spans(self.held.take, TraceRate(0), holds=True)
+        self.tracer = Spans(self.held.take, TokenBucket(0), holds=True)
 
     @property
     def names(self) -> list[str]:
@@ -128,7 +129,7 @@ def test_a_decision_is_forgotten_after_a_while() -> None:
 
 def test_a_sampled_trace_is_exported_at_its_end() -> None:
     process = Process()
-    process.tracer.limit(TraceRate(float("inf")))
+    process.tracer.limit(TokenBucket(float("inf")))
     process.request()
     assert process.names == ["step", "request"]
     assert process.announced == []
@@ -150,7 +151,7 @@ def test_held_spans_are_bounded_in_time_and_number(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_storm_of_failures_keeps_no_more_than_the_limit() -> None:
-    process = Process(kept=TraceRate(0.1, clock=lambda: 0.0))
+    process = Process(kept=TokenBucket(0.1, clock=lambda: 0.0))
     for _ in range(5):
         root = process.begin()
         root.set_status(StatusCode.ERROR, "why")

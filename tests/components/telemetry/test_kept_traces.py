@@ -6,7 +6,8 @@ from opentelemetry import context, trace
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from components.telemetry import spans
-from components.telemetry.spans import Spans, TraceRate, record_step, trace_context, trace_headers
+from components.telemetry.spans import Spans, record_step, trace_context, trace_headers
+from components.token_bucket import TokenBucket
 
 Kept = tuple[Spans, InMemorySpanExporter]
 REMOTE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-"
@@ -16,7 +17,7 @@ REMOTE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-"
 def kept(monkeypatch: pytest.MonkeyPatch) -> Kept:
     """Spans of one trace, the first; later ones are not kept."""
     exporter = InMemorySpanExporter()
-    tracer = Spans(lambda span: exporter.export(list(span.whole())), TraceRate(0.1, clock=lambda: 0.0))
+    tracer = Spans(lambda span: exporter.export(list(span.whole())), TokenBucket(0.1, clock=lambda: 0.0))
     monkeypatch.setattr(spans, "tracer", tracer)
     return tracer, exporter
 

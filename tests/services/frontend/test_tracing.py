@@ -4,7 +4,7 @@ import math
 import pytest
 from opentelemetry import trace
 
-from components.telemetry.spans import TraceRate
+from components.token_bucket import TokenBucket
 from services.frontend import tracing
 from tests.components.telemetry.test_kept_traces import REMOTE, Kept, kept
 
@@ -16,7 +16,7 @@ NO_HEADERS: dict[str, list[tuple[bytes, bytes]]] = {"headers": []}
 def test_a_request_that_began_within_another_one_is_not_part_of_it(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
     """An HTTP server begins a pipelined request in the context of the one before it."""
     tracer, exporter = kept
-    tracer.limit(TraceRate(math.inf))
+    tracer.limit(TokenBucket(math.inf))
     monkeypatch.setattr(tracing, "tracer", tracer)
     behind = []
     with tracing.begin_record(NO_HEADERS, "chat", "one", "", ""):

@@ -48,7 +48,7 @@ class _Heartbeats:
         self._counted_s = now_s
 
 
-class Observer:
+class FleetSampler:
     def __init__(
         self,
         book: InstanceBook,
@@ -144,9 +144,11 @@ class Observer:
 
 
 @asynccontextmanager
-async def open_observer(bus: Bus, namespace: str, book: InstanceBook, access: PageAccess) -> AsyncIterator[Observer]:
+async def open_fleet_sampler(
+    bus: Bus, namespace: str, book: InstanceBook, access: PageAccess
+) -> AsyncIterator[FleetSampler]:
     async with (
         watch_heartbeats(bus, namespace, "prefill", book) as prefills,
         watch_heartbeats(bus, namespace, "decode", book) as decodes,
     ):
-        yield Observer(book, {"prefill": prefills, "decode": decodes}, access=access)
+        yield FleetSampler(book, {"prefill": prefills, "decode": decodes}, access=access)

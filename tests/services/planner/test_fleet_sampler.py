@@ -13,7 +13,7 @@ from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, KvEndpoint, RankEndpoint, Role
 from components.wire.step_stats import StepStats
-from services.planner.observer import Observer
+from services.planner.fleet_sampler import FleetSampler
 from tests.components.kv_transfer.fake_transfer import endpoint
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +26,7 @@ class Mesh:
         self.now_s = 100.0
         self.book = InstanceBook()
         self.liveness = {role: Liveness(self.book, role, self.clock) for role in PLANNED}
-        self.observer = Observer(self.book, self.liveness, self.clock)
+        self.sampler = FleetSampler(self.book, self.liveness, self.clock)
 
     def clock(self) -> float:
         return self.now_s
@@ -63,7 +63,7 @@ async def test_a_sample_joins_page_and_heartbeats_and_averages_waiting_requests(
         mesh.now_s += 0.5
         mesh.beat("p", num_waiting=0, accepted=9, queued_tokens=300, cached_pages=1)
         mesh.now_s += 0.5
-        seen = await mesh.observer.observe({"prefill": 1, "decode": 0})
+        seen = await mesh.sampler.observe({"prefill": 1, "decode": 0})
         [worker] = seen.workers["prefill"]
         assert (worker.busy_s, worker.steps, worker.prompt_tokens) == (pytest.approx(0.2), 1, 100)
         assert (worker.accepted, worker.queued_tokens, worker.waiting) == (9, 300, 2.0)
@@ -72,10 +72,10 @@ async def test_a_sample_joins_page_and_heartbeats_and_averages_waiting_requests(
         assert (seen.devices("prefill"), seen.devices("decode")) == (2, 1)
         mesh.beat("p", num_waiting=6)
         mesh.now_s += 0.5
-        again = await mesh.observer.observe({})
+        again = await mesh.sampler.observe({})
         assert again.workers["prefill"][0].waiting == 6.0, "since the last look"
         mesh.beat("p", draining=True)
-        leaving = await mesh.observer.observe({})
+        leaving = await mesh.sampler.observe({})
         assert (leaving.serving("prefill"), leaving.draining("prefill"), leaving.unknown) == (0, 1, [])
 
 
@@ -92,7 +92,7 @@ async def test_an_instance_that_is_silent_or_unreadable_is_unknown() -> None:
         mesh.now_s += 2.5
         mesh.beat("heard")
         mesh.beat("no-page")
-        seen = await mesh.observer.observe({})
+        seen = await mesh.sampler.observe({})
     assert [worker.instance_id for worker in seen.workers["decode"]] == ["heard"]
     assert sorted(seen.unknown) == ["f", "never-heard", "no-page", "silent"]
     assert list(seen.frontends) == []
