@@ -2,11 +2,13 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from components.telemetry.recent import RecentSum
 from components.wire.status import LinkStatus
+
+Ends = tuple[str, str]  # instance ids of prefill and decode
 
 MAX_LINKS: Final = 256  # peers that were used last
 
@@ -21,6 +23,8 @@ class _Link:
 
 
 class Links:
+    """Of this worker."""
+
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._links: OrderedDict[str, _Link] = OrderedDict()  # by instance id, the last used at the end
@@ -58,3 +62,31 @@ class Links:
         else:
             self._links.move_to_end(peer)
         return link
+
+
+def links_between(known: Mapping[str, str], reported: Mapping[str, Sequence[LinkStatus]]) -> dict[Ends, LinkStatus]:
+    """Return the links between known instances. Both ends count a transfer, and the larger count holds: an end that has
+    started again counts from zero.
+
+    Args:
+        known: roles by instance id.
+        reported: by instance id.
+    """
+    ends: dict[Ends, list[LinkStatus]] = {}
+    for instance_id, links in reported.items():
+        for link in links:
+            if instance_id in known and link.peer in known:
+                pair = (instance_id, link.peer) if known[instance_id] == "prefill" else (link.peer, instance_id)
+                ends.setdefault(pair, []).append(link)
+    return {pair: _larger(found) for pair, found in ends.items()}
+
+
+def _larger(ends: Sequence[LinkStatus]) -> LinkStatus:
+    return LinkStatus(
+        peer=ends[0].peer,
+        transfers=max(end.transfers for end in ends),
+        failures=max(end.failures for end in ends),
+        bytes=max(end.bytes for end in ends),
+        seconds=max(end.seconds for end in ends),
+        bytes_per_s=max(end.bytes_per_s for end in ends),
+    )

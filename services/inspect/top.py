@@ -14,7 +14,7 @@ from rich.text import Text
 
 from components.messaging.liveness import SILENT_AFTER_S
 from components.settings import MeshSettings
-from components.wire.status import LinkStatus
+from components.telemetry.links import links_between
 from services.inspect.ages import age
 from services.inspect.mesh import STATUS_S, Mesh, Seen, heartbeat_ages_s, open_mesh, state_of
 
@@ -93,24 +93,12 @@ def frame_of(seen: Sequence[Seen], namespace: str, unix_s: float) -> Frame:
 
 
 def links_of(seen: Sequence[Seen]) -> list[Link]:
-    """Links between instances that are there, the fastest first. Both ends report a link, and one may have restarted."""
-    there = {one.instance_id for one in seen}
-    found: dict[tuple[str, str], list[LinkStatus]] = {}
-    for one in seen:
-        for link in () if one.status is None else one.status.links:
-            pair = (one.instance_id, link.peer) if one.role == "prefill" else (link.peer, one.instance_id)
-            found.setdefault(pair, []).append(link)
+    """The fastest first."""
+    roles = {one.instance_id: one.role for one in seen}
+    reported = {one.instance_id: one.status.links for one in seen if one.status is not None}
     links = [
-        Link(
-            prefill,
-            decode,
-            transfers=max(end.transfers for end in ends),
-            failures=max(end.failures for end in ends),
-            bytes=max(end.bytes for end in ends),
-            bytes_per_s=max(end.bytes_per_s for end in ends),
-        )
-        for (prefill, decode), ends in found.items()
-        if {prefill, decode} <= there
+        Link(*ends, link.transfers, link.failures, link.bytes, link.bytes_per_s)
+        for ends, link in links_between(roles, reported).items()
     ]
     return sorted(links, key=lambda link: (-link.bytes_per_s, -link.bytes, link.prefill, link.decode))
 

@@ -7,6 +7,7 @@ from typing import Any, Final, NamedTuple
 
 from components.discovery.book import InstanceBook
 from components.messaging.liveness import Liveness
+from components.telemetry.links import links_between
 from components.version import VERSION
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
@@ -120,30 +121,21 @@ class MeshView:
         return UP if self._decodes.is_usable(instance_id) else State("late", "no heartbeat or step for a second")
 
     def _links(self, known: Mapping[str, InstanceRecord]) -> dict[str, Fields]:
-        """By "prefill>decode". Both ends count a transfer: prefill's figures win, as it writes."""
-        links: dict[str, Fields] = {}
-        for instance_id, status in self._reports.statuses.items():
-            record = known.get(instance_id)
-            if record is None or record.role not in ("prefill", "decode"):
-                continue
-            for link in status.links:
-                if link.peer not in known:
-                    continue
-                is_sender = record.role == "prefill"
-                ends = (instance_id, link.peer) if is_sender else (link.peer, instance_id)
-                key = ">".join(ends)
-                mine: Fields = {
-                    "from": ends[0],
-                    "to": ends[1],
-                    "transfers": link.transfers,
-                    "failures": link.failures,
-                    "bytes": link.bytes,
-                    "bytes_per_s": round(link.bytes_per_s),
-                    "seconds": round(link.seconds, 3),
-                }
-                if is_sender or key not in links:
-                    links[key] = mine
-        return links
+        """By "prefill>decode"."""
+        roles = {instance_id: record.role for instance_id, record in known.items()}
+        reported = {instance_id: status.links for instance_id, status in self._reports.statuses.items()}
+        return {
+            f"{prefill}>{decode}": {
+                "from": prefill,
+                "to": decode,
+                "transfers": link.transfers,
+                "failures": link.failures,
+                "bytes": link.bytes,
+                "bytes_per_s": round(link.bytes_per_s),
+                "seconds": round(link.seconds, 3),
+            }
+            for (prefill, decode), link in links_between(roles, reported).items()
+        }
 
 
 def _load(beat: Heartbeat) -> dict[str, Any]:
