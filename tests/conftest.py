@@ -20,11 +20,12 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 from unittest import mock
 
 import pytest
 from hypothesis import settings as hypothesis_settings
+from xdist.scheduler import LoadFileScheduling
 
 from components.process import GC_THRESHOLDS
 from engine.model.resolve import model_dir
@@ -43,6 +44,9 @@ if hypothesis_settings.get_current_profile_name() == "default":
     hypothesis_settings.load_profile("untimed")
 
 REPO: Final = Path(__file__).resolve().parents[1]
+OVER_REAL_MESH: Final = frozenset(
+    f"tests/mesh/test_{name}.py" for name in ("answers_as_asked", "documented_requests", "http", "tokens", "tools_mesh")
+)
 SHORT: Final = "tests/services/frontend/"  # many files, none of which takes long
 ENDS_BY_ITSELF: Final = re.compile(r"multiprocessing[. ]resource_tracker|torch/_inductor/compile_worker")
 _counter: Final = itertools.count()
@@ -56,6 +60,18 @@ def pytest_configure(config: pytest.Config) -> None:
     choose_device(config)
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # run by a script with `&`; what we start would inherit it
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+class _Files(LoadFileScheduling):  # type: ignore[misc]  # xdist has no types
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "real mesh" if file in OVER_REAL_MESH else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileScheduling | None:
+    """Give a file to one process, and the files over the real mesh, too: it takes 15 s of a core to start."""
+    return _Files(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m is applied
