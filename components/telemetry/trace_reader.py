@@ -7,14 +7,13 @@ import json
 import sqlite3
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from http.client import HTTPException
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, Protocol
-from urllib.error import HTTPError
 from urllib.parse import quote, urlencode
-from urllib.request import Request, urlopen
 
 from components.errors import BackendUnavailable, Rejected
+from components.http.fetch import fetch
 from components.settings import MeshSettings
 from components.telemetry.otlp_sender import OBSERVER, login_header, trusting
 from components.telemetry.stored_spans import Event, Span
@@ -104,16 +103,14 @@ class ObserverTraceReader:
     def _get(self, path: str) -> dict[str, Any]:
         try:
             context = trusting(self._ca) if self.place.startswith("https:") else None
-            asked = Request(self.place + path, headers=self._headers)  # noqa: S310 - the operator's URL
-            with urlopen(asked, timeout=TIMEOUT_S, context=context) as answer:  # noqa: S310
-                if answer.headers.get("Server") != OBSERVER:
-                    raise TracesUnavailable(f"{self.place} is no kvmesh observer: use its own page")
-                return dict(json.load(answer))
-        except HTTPError as exc:
-            with exc:
-                reason = exc.read(1000).decode(errors="replace").strip()
-            raise TracesUnavailable(f"{self.place} answered {exc.code}: {reason or exc.reason}") from exc
-        except (OSError, HTTPException, ValueError) as exc:
+            answer = fetch(self.place + path, timeout_s=TIMEOUT_S, headers=self._headers, context=context)
+            if answer.status != HTTPStatus.OK:
+                reason = answer.body[:1000].decode(errors="replace").strip()
+                raise TracesUnavailable(f"{self.place} answered {answer.status}: {reason or 'no reason'}")
+            if answer.headers.get("Server") != OBSERVER:
+                raise TracesUnavailable(f"{self.place} is no kvmesh observer: use its own page")
+            return dict(json.loads(answer.body))
+        except (OSError, ValueError) as exc:
             raise TracesUnavailable(f"{self.place} cannot be read: {exc}") from exc
 
 

@@ -1,7 +1,6 @@
 """What `doctor` looks at: servers, instances, this machine. Nothing is judged here."""
 
 import asyncio
-import http.client
 import json
 import os
 import shutil
@@ -12,6 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -22,6 +22,7 @@ from components.credentials import EtcdAccess, NatsAccess, PageAccess
 from components.discovery.etcd import CALL_TIMEOUT_S, etcd_client
 from components.discovery.etcd_stubs import etcdrpc
 from components.errors import MeshError
+from components.http.fetch import fetch
 from components.messaging.bus import unreachable
 from components.messaging.secure_client import SecureClient
 from components.settings import MeshSettings
@@ -203,21 +204,12 @@ async def _pages(seen: Sequence[Seen], access: PageAccess) -> dict[str, str]:
 
 
 def _page_error(url: str, access: PageAccess) -> str:
-    address, context = urlsplit(url), access.context(url)
-    host = address.hostname or ""
-    connection = (
-        http.client.HTTPConnection(host, address.port, timeout=PAGE_S)
-        if context is None
-        else http.client.HTTPSConnection(host, address.port, timeout=PAGE_S, context=context)
-    )
+    page = f"{url}/metrics"
     try:
-        connection.request("GET", "/metrics", headers=access.headers())
-        status = connection.getresponse().status
-    except (OSError, http.client.HTTPException) as exc:
-        return f"{url}/metrics: {str(exc) or type(exc).__name__}"
-    finally:
-        connection.close()
-    return "" if status == http.HTTPStatus.OK else f"{url}/metrics: HTTP {status}"
+        status = fetch(page, timeout_s=PAGE_S, headers=access.headers(), context=access.context(url)).status
+    except OSError as exc:
+        return f"{page}: {str(exc) or type(exc).__name__}"
+    return "" if status == HTTPStatus.OK else f"{page}: HTTP {status}"
 
 
 async def _ports(seen: Sequence[Seen]) -> dict[str, str]:

@@ -1,7 +1,6 @@
 """The wait until the mesh serves, and the greeting: its address, and commands to paste."""
 
 import asyncio
-import http.client
 import json
 import shlex
 import shutil
@@ -11,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
-from urllib.parse import urlsplit
 
 from components.credentials import PageAccess
+from components.http.fetch import fetch
 from components.program import program
 from components.settings import MeshSettings
 from services.local.children import Child
@@ -45,20 +44,11 @@ async def until_ready(children: list[Child], model: str | None, output: Output, 
 
 def _models(page: str, access: PageAccess) -> list[str]:
     """A frontend's metrics page needs no API key and, unlike a shared port, is its own."""
-    address, context = urlsplit(page), access.context(page)
-    host = address.hostname or ""
-    connection = (
-        http.client.HTTPConnection(host, address.port, timeout=2.0)
-        if context is None
-        else http.client.HTTPSConnection(host, address.port, timeout=2.0, context=context)
-    )
     try:
-        connection.request("GET", "/health")
-        return [str(model) for model in json.loads(connection.getresponse().read())["models"]]
-    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
+        answer = fetch(f"{page}/health", timeout_s=2.0, context=access.context(page))
+        return [str(model) for model in json.loads(answer.body)["models"]]
+    except (OSError, ValueError, LookupError, TypeError):
         return []
-    finally:
-        connection.close()
 
 
 def greeting(plan: Plan, model: str, pages: Mapping[str, str] = NO_PAGES) -> list[str]:

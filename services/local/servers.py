@@ -4,7 +4,6 @@ Each run makes new users: all users of this machine, and web pages in a browser,
 """
 
 import asyncio
-import http.client
 import importlib.util
 import json
 import os
@@ -18,6 +17,7 @@ from asyncio.subprocess import Process
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from pathlib import Path
 from typing import Final
 
@@ -26,6 +26,7 @@ from components.credentials import EtcdAccess
 from components.discovery.etcd import etcd_client
 from components.discovery.etcd_users import ADMINISTRATOR, admit
 from components.errors import BackendUnavailable
+from components.http.fetch import fetch
 from components.permissions import User, nats_users
 from components.urls import without_password
 from services.local.accounts import GATEWAY, Accounts
@@ -131,7 +132,7 @@ class Server:
     def _answers(self) -> bool:
         try:  # another server may have taken the port
             return self.kind.identity(self._site) == self._site.name
-        except (OSError, http.client.HTTPException, ValueError, LookupError):
+        except (OSError, ValueError, LookupError):
             return False
 
     def _last_lines(self) -> str:
@@ -181,21 +182,11 @@ def _binary(name: str, beside: Path | None, package: str) -> str:
 
 
 def _ask(port: int, method: str, path: str, context: ssl.SSLContext | None = None) -> bytes:
-    # urllib would use a proxy from the environment.
-    connection = (
-        http.client.HTTPConnection(HOST, port, timeout=1.0)
-        if context is None
-        else http.client.HTTPSConnection(HOST, port, timeout=1.0, context=context)
-    )
-    try:
-        connection.request(method, path, body="{}" if method == "POST" else None)
-        answer = connection.getresponse()
-        content = answer.read()
-    finally:
-        connection.close()
-    if answer.status != http.HTTPStatus.OK:
+    url = f"{'http' if context is None else 'https'}://{HOST}:{port}{path}"
+    answer = fetch(url, timeout_s=1.0, method=method, body="{}" if method == "POST" else None, context=context)
+    if answer.status != HTTPStatus.OK:
         raise ConnectionError(f"HTTP {answer.status}")
-    return content
+    return answer.body
 
 
 def _nats_command(site: Site) -> list[str]:

@@ -4,24 +4,23 @@ A pod's `terminationGracePeriodSeconds` must be longer than its worker's drain t
 """
 
 import asyncio
-import http.client
 import json
 import os
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, Self
-from urllib.parse import urlsplit
 
 from components.errors import BackendUnavailable, Rejected
+from components.http.fetch import fetch
 from components.planning.planner import Change
 from components.planning.samples import PLANNED, Planned
 
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 KINDS: Final = {"deployment": "deployments", "statefulset": "statefulsets"}
 ANSWER_S: Final = 5.0
-CHANGED_MEANWHILE: Final = 409
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,33 +89,25 @@ class KubernetesConnector:
         return f"/apis/apps/v1/namespaces/{self._api.namespace}/{workload.plural}/{workload.name}/scale"
 
     def _call(self, method: str, path: str, body: str | None = None) -> Any:
+        url, account = self._api.url.rstrip("/"), self._api.account
+        headers = {"Accept": "application/json"}
+        if body is not None:
+            headers["Content-Type"] = "application/merge-patch+json"
         try:
-            connection, headers = self._connect()
-            try:
-                if body is not None:
-                    headers["Content-Type"] = "application/merge-patch+json"
-                connection.request(method, path, body, headers)
-                answer = connection.getresponse()
-                text = answer.read().decode(errors="replace")
-            finally:
-                connection.close()
-        except (OSError, http.client.HTTPException) as exc:
-            raise BackendUnavailable(f"Kubernetes at {self._api.url}: {str(exc) or type(exc).__name__}") from exc
-        if answer.status == CHANGED_MEANWHILE:
+            if account is not None:
+                headers["Authorization"] = f"Bearer {(account / 'token').read_text().strip()}"
+            trust = None
+            if url.startswith("https:"):
+                trust = ssl.create_default_context(cafile=str(account / "ca.crt") if account else None)
+            answer = fetch(url + path, timeout_s=ANSWER_S, method=method, body=body, headers=headers, context=trust)
+        except OSError as exc:
+            raise BackendUnavailable(f"Kubernetes at {url}: {str(exc) or type(exc).__name__}") from exc
+        text = answer.body.decode(errors="replace")
+        if answer.status == HTTPStatus.CONFLICT:
             raise Rejected(f"{method} {path}: it has changed meanwhile")
-        if answer.status != http.client.OK:
+        if answer.status != HTTPStatus.OK:
             raise BackendUnavailable(f"{method} {path}: HTTP {answer.status} {text[:200]}")
         try:
             return json.loads(text)
         except ValueError as exc:
             raise BackendUnavailable(f"{method} {path}: the answer is not JSON") from exc
-
-    def _connect(self) -> tuple[http.client.HTTPConnection, dict[str, str]]:
-        parts, account = urlsplit(self._api.url), self._api.account
-        headers = {"Accept": "application/json"}
-        if account is not None:
-            headers["Authorization"] = f"Bearer {(account / 'token').read_text().strip()}"
-        if parts.scheme == "http":
-            return http.client.HTTPConnection(parts.netloc, timeout=ANSWER_S), headers
-        trust = ssl.create_default_context(cafile=str(account / "ca.crt") if account else None)
-        return http.client.HTTPSConnection(parts.netloc, timeout=ANSWER_S, context=trust), headers

@@ -5,17 +5,17 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Final
-from urllib.parse import urlsplit
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
 from components.credentials import PageAccess
 from components.errors import MalformedMessage, PeerLost
+from components.http.fetch import fetch
 from components.planning.samples import FrontendSample, Histogram
 
-LARGEST_BYTES: Final = 16 * 1024 * 1024
 TIMEOUT_S: Final = 2.0
 
 
@@ -30,34 +30,15 @@ class Counters:
 async def get(url: str, access: PageAccess = PageAccess()) -> str:  # noqa: B008 - a frozen value
     """The body of `http://…` or `https://…`. Raises: PeerLost, unless the status is 200."""
     try:
-        parts = urlsplit(url)
-        context = access.context(url)
-        host, port = parts.hostname or "", parts.port or (80 if context is None else 443)
-        headers = {"Host": parts.netloc, **access.headers()}
-        lines = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         async with asyncio.timeout(TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, port, ssl=context)
-            try:
-                # In HTTP/1.0 the body ends with the connection.
-                writer.write(f"GET {parts.path or '/'} HTTP/1.0\r\n{lines}\r\n".encode("latin-1"))
-                head, _, body = (await _read_all(reader, url)).partition(b"\r\n\r\n")
-            finally:
-                writer.close()
-    except (OSError, TimeoutError, ValueError) as exc:  # ValueError: an invalid host name
+            answer = await asyncio.to_thread(
+                fetch, url, timeout_s=TIMEOUT_S, headers=access.headers(), context=access.context(url)
+            )
+    except (OSError, TimeoutError) as exc:
         raise PeerLost(f"{url} cannot be read: {str(exc) or type(exc).__name__}") from exc
-    status = head.split(b"\r\n", 1)[0].split(b" ")[1:2]
-    if status != [b"200"]:
-        raise PeerLost(f"{url} answers {b' '.join(status).decode(errors='replace') or 'nothing'}")
-    return body.decode(errors="replace")
-
-
-async def _read_all(reader: asyncio.StreamReader, url: str) -> bytes:
-    data = bytearray()
-    while part := await reader.read(2**16):
-        data += part
-        if len(data) > LARGEST_BYTES:
-            raise PeerLost(f"{url} is longer than {LARGEST_BYTES} bytes")
-    return bytes(data)
+    if answer.status != HTTPStatus.OK:
+        raise PeerLost(f"{url} answers {answer.status}")
+    return answer.body.decode(errors="replace")
 
 
 def read_worker(text: str) -> Counters:
