@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
@@ -173,9 +174,21 @@ def run(engine: EngineCore, requests: Iterable[EngineRequest]) -> Seen:
     return run_until_idle(engine)
 
 
+_ALONE: Final[dict[tuple[object, ...], tuple[LoadedModel, list[int]]]] = {}
+
+
 def alone(loaded: LoadedModel, token_ids: Sequence[int], sampling: SamplingParams, **changes: object) -> list[int]:
-    """What the request gives on an engine that has nothing else to do."""
-    return run(make_engine(loaded, **changes), [EngineRequest("alone", token_ids, sampling)]).tokens["alone"]
+    """What the request gives on an engine that has nothing else to do.
+
+    It is computed once in a run for each model, request and configuration, because many tests compare with the same
+    answer.
+    """
+    config = small(**changes)
+    key = (id(loaded), tuple(token_ids), repr(sampling), repr(config))
+    if key not in _ALONE:
+        seen = run(assemble(loaded, config), [EngineRequest("alone", token_ids, sampling)])
+        _ALONE[key] = loaded, seen.tokens["alone"]  # the model is kept: another one would get its id
+    return list(_ALONE[key][1])
 
 
 def page_bytes(engine: EngineCore) -> int:
