@@ -33,7 +33,7 @@ WINDOW: Final = 21  # no multiple of a page, less than two of the smallest
 SIZES: Final = {
     "hidden_size": 64,
     "intermediate_size": 96,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 128,
@@ -43,13 +43,16 @@ SIZES: Final = {
     "eos_token_id": 5,
     "pad_token_id": 0,
 }
+FOUR_LAYERS: Final = {**SIZES, "num_hidden_layers": 4}  # two of each kind
 ALTERNATING: Final = {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
-GEMMA: Final = {**SIZES, "head_dim": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": False, **ALTERNATING}
+GEMMA: Final = {**FOUR_LAYERS, "head_dim": 16, "query_pre_attn_scalar": 24, "tie_word_embeddings": False, **ALTERNATING}
 
 FAMILIES: Final[dict[str, Callable[[], PretrainedConfig]]] = {
     "llama": lambda: LlamaConfig(**SIZES),
     "qwen2": lambda: Qwen2Config(**SIZES),
-    "qwen2-window": lambda: Qwen2Config(**SIZES, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2),
+    "qwen2-window": lambda: Qwen2Config(
+        **FOUR_LAYERS, use_sliding_window=True, sliding_window=WINDOW, max_window_layers=2
+    ),
     "qwen3": lambda: Qwen3Config(**SIZES, head_dim=32),
     "mistral": lambda: MistralConfig(**SIZES, sliding_window=None),
     "mistral-window": lambda: MistralConfig(**SIZES, sliding_window=WINDOW),
@@ -66,12 +69,12 @@ FAMILIES: Final[dict[str, Callable[[], PretrainedConfig]]] = {
     "phi3": lambda: Phi3Config(**SIZES),
     "phi3-window": lambda: Phi3Config(**SIZES, sliding_window=WINDOW),
     "olmo2": lambda: Olmo2Config(**SIZES),
-    "smollm3": lambda: SmolLM3Config(**SIZES, no_rope_layer_interval=2),
+    "smollm3": lambda: SmolLM3Config(**FOUR_LAYERS, no_rope_layer_interval=2),
     "qwen3-moe": lambda: Qwen3MoeConfig(
         **SIZES, head_dim=16, moe_intermediate_size=32, num_experts=8, num_experts_per_tok=2
     ),
     "gpt-oss": lambda: GptOssConfig(
-        **SIZES,
+        **FOUR_LAYERS,
         **ALTERNATING,
         head_dim=16,
         num_local_experts=8,
@@ -87,14 +90,18 @@ FAMILIES: Final[dict[str, Callable[[], PretrainedConfig]]] = {
         },
         swiglu_limit=1.0,  # of random weights few would reach the usual 7
     ),
-    "qwen2-moe": lambda: Qwen2MoeConfig(  # an expert that every token passes
-        **SIZES, moe_intermediate_size=32, shared_expert_intermediate_size=48, num_experts=6, num_experts_per_tok=2
+    "qwen2-moe": lambda: Qwen2MoeConfig(  # an expert that every token passes; layers outweigh the embeddings
+        **FOUR_LAYERS,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=48,
+        num_experts=6,
+        num_experts_per_tok=2,
     ),
     "mixtral": lambda: MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2, sliding_window=None),
     "glm": lambda: GlmConfig(**SIZES, head_dim=16, attention_bias=True),
     "gpt-neox": lambda: GPTNeoXConfig(**{key: value for key, value in SIZES.items() if key != "num_key_value_heads"}),
     "gpt2": lambda: GPT2Config(
-        n_embd=64, n_layer=4, n_head=4, n_positions=256, vocab_size=128, initializer_range=0.2, eos_token_id=5
+        n_embd=64, n_layer=2, n_head=4, n_positions=256, vocab_size=128, initializer_range=0.2, eos_token_id=5
     ),
 }
 WINDOWED: Final = ("qwen2-window", "mistral-window", "gemma2", "gemma3", "gemma3n", "phi3-window", "gpt-oss")

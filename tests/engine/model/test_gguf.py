@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, Qwen2Config
 
 from components.text.tokenizer import TextModel
 from engine.errors import ModelUnavailable
@@ -17,7 +17,7 @@ from engine.model.load import load_model
 from engine.model.progress import silent
 from engine.model.resolve import content_key, model_dir, served_name
 from engine.ports import EngineRequest
-from tests.engine.model.families import FAMILIES, reference, reference_greedy, save_model
+from tests.engine.model.families import FAMILIES, FOUR_LAYERS, reference, reference_greedy, save_model
 from tests.engine.model.tiny_gguf import TOKENS, write_gguf
 from tests.engine.tiny_engine import greedy, make_engine, prompt, run, small
 
@@ -26,7 +26,7 @@ REPO = Path(__file__).resolve().parents[3]
 
 @pytest.fixture(scope="module")
 def original(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
-    config = FAMILIES["qwen2"]()
+    config = Qwen2Config(**FOUR_LAYERS)
     config.rope_parameters["rope_theta"] = 5000.0
     config.tie_word_embeddings = False
     return reference(save_model(tmp_path_factory.mktemp("original"), config))
