@@ -1,12 +1,15 @@
 """Every family against transformers' own model: logits of prompts in chunks, ids of batches, over all page sizes."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from msgspec import structs
 from transformers import PreTrainedModel
 
 from engine.attention.backend import Scoring, StepAttention, StepShape
@@ -36,6 +39,16 @@ def directory(family: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def loaded(directory: Path) -> Callable[[str], LoadedModel]:
+    """The model by dtype, loaded once for each. Engines only read it."""
+    return cache(lambda dtype: load_tiny(directory, dtype=dtype))
+
+
+def sized(loaded: LoadedModel, page_size: int) -> LoadedModel:
+    return replace(loaded, layout=structs.replace(loaded.layout, page_size=page_size))
+
+
+@pytest.fixture(scope="module")
 def model(directory: Path) -> PreTrainedModel:
     return reference(directory)
 
@@ -46,8 +59,18 @@ def truth(model: PreTrainedModel) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
+def rounding(directory: Path, truth: torch.Tensor) -> Callable[[str], torch.Tensor]:
+    """How far the logits of transformers are from the truth, by dtype."""
+    return cache(lambda dtype: reference_logits(reference(directory, getattr(torch, dtype)), prompt(131)) - truth)
+
+
+@pytest.fixture(scope="module")
 def wanted(model: PreTrainedModel) -> dict[str, list[int]]:
-    return {name: reference_greedy(model, ids, 24) for name, ids in PROMPTS.items()}
+    return answers(model, 24)
+
+
+def answers(model: PreTrainedModel, max_tokens: int) -> dict[str, list[int]]:
+    return {name: reference_greedy(model, ids, max_tokens) for name, ids in PROMPTS.items()}
 
 
 @torch.inference_mode()
@@ -73,40 +96,44 @@ def paged_logits(loaded: LoadedModel, token_ids: Sequence[int], chunk: int, back
     [(16, 7, "torch"), (16, 1, "auto"), (32, 50, "auto"), (64, 17, "torch"), (128, 50, "torch"), (128, 131, "auto")],
 )
 def test_logits_of_a_prompt_in_chunks_are_those_of_transformers(
-    directory: Path, truth: torch.Tensor, page_size: int, chunk: int, backend: AttentionKind
+    loaded: Callable[[str], LoadedModel], truth: torch.Tensor, page_size: int, chunk: int, backend: AttentionKind
 ) -> None:
-    logits = paged_logits(load_tiny(directory, page_size=page_size), prompt(131), chunk, backend)
+    logits = paged_logits(sized(loaded("float32"), page_size), prompt(131), chunk, backend)
     torch.testing.assert_close(logits, truth, atol=2e-4 * float(truth.abs().max()), rtol=0)
 
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_as_near_to_the_truth_as_that_of_transformers(
-    directory: Path, truth: torch.Tensor, dtype: str, backend: AttentionKind
+    loaded: Callable[[str], LoadedModel],
+    rounding: Callable[[str], torch.Tensor],
+    truth: torch.Tensor,
+    dtype: str,
+    backend: AttentionKind,
 ) -> None:
     """In the median: rounding sends some tokens to other experts."""
-    theirs = reference_logits(reference(directory, getattr(torch, dtype)), prompt(131)) - truth
-    ours = paged_logits(load_tiny(directory, dtype=dtype), prompt(131), 50, backend) - truth
+    theirs = rounding(dtype)
+    ours = paged_logits(loaded(dtype), prompt(131), 50, backend) - truth
     assert 0 < ours.abs().median() < 1.3 * theirs.abs().median()
 
 
 @pytest.mark.parametrize(("page_size", "backend"), [(16, "torch"), (32, "auto"), (64, "torch"), (128, "auto")])
 def test_prompts_in_chunks_and_batched_decode_give_the_ids_of_generate(
-    directory: Path, wanted: dict[str, list[int]], page_size: int, backend: AttentionKind
+    loaded: Callable[[str], LoadedModel], wanted: dict[str, list[int]], page_size: int, backend: AttentionKind
 ) -> None:
     sizes = {"page_size": page_size, "num_pages": 1024 // page_size}
-    engine = make_engine(load_tiny(directory, **sizes), **sizes, attention=backend)
+    engine = make_engine(sized(loaded("float32"), page_size), **sizes, attention=backend)
     seen = run(engine, [EngineRequest(name, ids, greedy(24)) for name, ids in PROMPTS.items()])
     assert max(stats.num_running for stats in seen.steps) == len(PROMPTS)
     assert seen.tokens == wanted
 
 
-def test_a_request_gives_the_same_ids_alone_and_among_others(directory: Path) -> None:
-    loaded = load_tiny(directory)
+def test_a_request_gives_the_same_ids_alone_and_among_others(loaded: Callable[[str], LoadedModel]) -> None:
+    model = loaded("float32")
     requests = [EngineRequest(f"r{i}", prompt(9 + 11 * i, start=i), greedy(16)) for i in range(12)]
-    together = run(make_engine(loaded), requests).tokens
+    together = run(make_engine(model), requests).tokens
     for request in requests[::4]:
-        assert run(make_engine(loaded, max_step_tokens=29), [request]).tokens == {
+        assert run(make_engine(model, max_step_tokens=29), [request]).tokens == {
             request.request_id: together[request.request_id]
         }
 
@@ -161,16 +188,29 @@ def test_without_its_window_cap_or_sinks_a_model_gives_other_ids(
     assert wrong["r131"] != right["r131"]
 
 
-@pytest.mark.parametrize("backend", ["torch", "auto"])
-@pytest.mark.parametrize("kv_heads", [4, 1], ids=["multi-head", "multi-query"])
-@pytest.mark.parametrize("name", ["gemma2", "gemma3", "mistral-window"])
-def test_windows_and_caps_are_right_for_every_kind_of_heads(
-    tmp_path: Path, name: str, kv_heads: int, backend: AttentionKind
-) -> None:
+@pytest.fixture(
+    scope="module",
+    params=product(["gemma2", "gemma3", "mistral-window"], [("multi-head", 4), ("multi-query", 1)]),
+    ids=lambda param: f"{param[0]}-{param[1][0]}",
+)
+def with_heads(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[LoadedModel, dict[str, list[int]]]:
+    """A model with as many KV heads, and transformers' answers."""
+    name, (_, kv_heads) = request.param
     config = FAMILIES[name]()
     config.num_key_value_heads = kv_heads
-    directory = save_model(tmp_path, config)
-    engine = make_engine(load_tiny(directory), attention=backend)
-    seen = run(engine, [EngineRequest(name, ids, greedy(16)) for name, ids in PROMPTS.items()])
-    model = reference(directory)
-    assert seen.tokens == {name: reference_greedy(model, ids, 16) for name, ids in PROMPTS.items()}
+    directory = save_model(tmp_path_factory.mktemp("heads") / name, config)
+    return load_tiny(directory), answers(reference(directory), 16)
+
+
+@pytest.mark.parametrize("backend", ["torch", "auto"])
+def test_windows_and_caps_are_right_for_every_kind_of_heads(
+    with_heads: tuple[LoadedModel, dict[str, list[int]]], backend: AttentionKind
+) -> None:
+    loaded, wanted = with_heads
+    seen = run(
+        make_engine(loaded, attention=backend),
+        [EngineRequest(name, ids, greedy(16)) for name, ids in PROMPTS.items()],
+    )
+    assert seen.tokens == wanted
