@@ -1,6 +1,7 @@
 """The whole engine against transformers' own generate, id by id, in fp32."""
 
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -19,13 +20,17 @@ LENGTHS = (1, 5, 15, 16, 17, 32, 48, 130)
 
 
 class Reference:
-    """transformers' generate over the same weights."""
+    """transformers' generate over the same weights, once for each prompt and length."""
 
     def __init__(self, directory: Path) -> None:
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        self._made = cache(self._make)
 
     def __call__(self, token_ids: Sequence[int], max_tokens: int) -> list[int]:
-        ids = torch.tensor([list(token_ids)])
+        return list(self._made(tuple(token_ids), max_tokens))
+
+    def _make(self, token_ids: tuple[int, ...], max_tokens: int) -> list[int]:
+        ids = torch.tensor([token_ids])
         made = self.model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0
         )
@@ -103,13 +108,10 @@ def test_every_kind_of_heads_gives_the_ids_of_generate(tmp_path: Path, changes: 
 
 
 def test_an_end_token_is_the_last_one_and_stops_the_request(engine: EngineCore, reference: Reference) -> None:
-    ended = [
-        (ids, made)
-        for ids in (prompt(9, start=start) for start in range(12))
-        if (made := reference(ids, 200))[-1] == EOS
-    ]
+    prompts = (prompt(9, start=start) for start in range(12))
+    ended = next(((ids, made) for ids in prompts if (made := reference(ids, 200))[-1] == EOS), None)
     assert ended, "no prompt of these ends by itself"
-    ids, made = ended[0]
+    ids, made = ended
     seen = run(engine, [EngineRequest("r", ids, greedy(300))])
     assert seen.tokens["r"] == made
     assert seen.finish["r"] is FinishReason.STOP
