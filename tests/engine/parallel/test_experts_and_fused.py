@@ -9,13 +9,12 @@ from msgspec import structs
 
 from components.wire.sampling import SamplingParams
 from engine.cpu.thread_limit import ThreadLimit
-from engine.model.load import LoadedModel
 from engine.ports import EngineRequest
 from engine.sharding.experts import has_experts
 from tests.engine.lora.lora_files import save_adapter
 from tests.engine.model.families import FAMILIES, reference, reference_greedy, save_model
 from tests.engine.parallel.led import Led, led
-from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run
+from tests.engine.tiny_engine import Seen, greedy, load_tiny, make_engine, prompt, run
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -27,8 +26,8 @@ ADAPTED = {"qwen3-moe": ("q_proj", "o_proj"), "phi3": ("qkv_proj", "o_proj", "ga
 @dataclass(frozen=True)
 class Case:
     directory: Path
-    one: LoadedModel
     two: Led
+    wanted: Seen  # what one rank gives
 
 
 @pytest.fixture(scope="module", params=ADAPTED)
@@ -40,7 +39,8 @@ def case(
     lora = {"own": str(save_adapter(home / "adapter", directory, 1, targets=ADAPTED[request.param]))}
     with led(directory, 2, lora=lora) as two:
         assert has_experts(two.loaded.module) == (request.param == "qwen3-moe")
-        yield Case(directory, load_tiny(directory, lora=lora), two)
+        one = load_tiny(directory, lora=lora)
+        yield Case(directory, two, run(make_engine(one, num_pages=200), requests()))
 
 
 def requests() -> list[EngineRequest]:
@@ -57,10 +57,9 @@ def requests() -> list[EngineRequest]:
 @pytest.mark.parametrize("pipeline", ["off", "on"])
 @pytest.mark.parametrize("pool", [{}, {"num_pages": 24, "reserve_tokens": 0}], ids=["room for all", "preempting"])
 def test_ids_are_those_of_one_rank(case: Case, pool: dict[str, int], pipeline: str) -> None:
-    wanted = run(make_engine(case.one, num_pages=200), requests())
     seen = run(case.two.make(**{"num_pages": 200, **pool, "pipeline": pipeline}), requests())
-    assert seen.tokens == wanted.tokens
-    assert seen.branches == wanted.branches
+    assert seen.tokens == case.wanted.tokens
+    assert seen.branches == case.wanted.branches
     assert (max(stats.preemptions for stats in seen.steps) > 0) == bool(pool)
 
 

@@ -69,10 +69,14 @@ def requests() -> list[EngineRequest]:
     ]
 
 
+@pytest.fixture(scope="module")
+def wanted(one: LoadedModel) -> Seen:
+    return run(make_engine(one, num_pages=200), requests())
+
+
 @pytest.mark.parametrize("pipeline", ["off", "on"])
 @pytest.mark.parametrize("pool", [{}, {"num_pages": 30, "reserve_tokens": 0}], ids=["room for all", "preempting"])
-def test_ids_are_those_of_one_rank(one: LoadedModel, two: Led, pool: dict[str, int], pipeline: str) -> None:
-    wanted = run(make_engine(one, num_pages=200), requests())
+def test_ids_are_those_of_one_rank(two: Led, wanted: Seen, pool: dict[str, int], pipeline: str) -> None:
     seen = run(two.make(**{"num_pages": 200, **pool, "pipeline": pipeline}), requests())
     assert seen.tokens == wanted.tokens
     assert seen.branches == wanted.branches
