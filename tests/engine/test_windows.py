@@ -3,7 +3,9 @@
 That no token changes, whatever else happens, is in test_engine_stateful.py and, against transformers, here.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -38,6 +40,13 @@ KEPT = -(-(WINDOW + 1) // PAGE)  # full pages: those of the window, and of the o
 MAX_PAGES = KEPT + 2  # with the one that is being filled, and one before the first is given back
 
 
+@pytest.fixture(scope="module")
+def by_transformers(windowed_dir: Path) -> Callable[[tuple[int, ...], int], list[int]]:
+    """What transformers' own model generates, once for each prompt and length."""
+    model = reference(windowed_dir)
+    return cache(lambda ids, max_tokens: reference_greedy(model, ids, max_tokens))
+
+
 def held_while(engine: EngineCore, request: EngineRequest, after: int = 0) -> int:
     """Most pages held while it runs, once it has made `after` tokens."""
     engine.submit(request)
@@ -52,13 +61,13 @@ def held_while(engine: EngineCore, request: EngineRequest, after: int = 0) -> in
 
 @pytest.mark.parametrize("attention", ["auto", "torch"])
 def test_a_long_answer_holds_the_pages_of_its_window_alone(
-    windowed: LoadedModel, windowed_dir: Path, attention: str
+    windowed: LoadedModel, by_transformers: Callable[[tuple[int, ...], int], list[int]], attention: str
 ) -> None:
     engine = make_engine(windowed, num_pages=16, attention=attention)
     ids = prompt(30)
     assert held_while(engine, EngineRequest("r", ids, greedy(200, ignore_eos=True))) <= MAX_PAGES
     seen = run(make_engine(windowed, num_pages=16, attention=attention), [EngineRequest("r", ids, greedy(60))])
-    assert seen.tokens["r"] == reference_greedy(reference(windowed_dir), ids, 60)
+    assert seen.tokens["r"] == by_transformers(tuple(ids), 60)
 
 
 def test_a_long_prompt_holds_them_as_soon_as_it_is_computed(windowed: LoadedModel) -> None:
@@ -69,8 +78,8 @@ def test_a_long_prompt_holds_them_as_soon_as_it_is_computed(windowed: LoadedMode
 def test_answers_that_would_not_fit_together_without_it_run_at_once(windowed: LoadedModel, tiny: LoadedModel) -> None:
     requests = [EngineRequest(f"r{i}", prompt(40, start=i), greedy(150, ignore_eos=True)) for i in range(3)]
     settings = {"num_pages": 3 * MAX_PAGES, "reserve_tokens": 512}
-    assert run(make_engine(windowed, **settings), requests).steps[-1].preemptions == 0
     steps = run(make_engine(windowed, **settings), requests).steps
+    assert steps[-1].preemptions == 0
     assert max(stats.num_running for stats in steps) == 3
     steps = run(make_engine(tiny, **settings), requests).steps
     assert max(stats.num_running for stats in steps) < 3
@@ -86,7 +95,7 @@ def test_pages_that_were_given_back_stay_in_the_prefix_cache(windowed: LoadedMod
 
 
 def test_a_prefix_is_found_by_its_last_pages_when_the_first_are_evicted(
-    windowed: LoadedModel, windowed_dir: Path
+    windowed: LoadedModel, by_transformers: Callable[[tuple[int, ...], int], list[int]]
 ) -> None:
     engine = make_engine(windowed, num_pages=16)
     ids = prompt(150)
@@ -97,7 +106,7 @@ def test_a_prefix_is_found_by_its_last_pages_when_the_first_are_evicted(
     assert peek(engine, ids) == 144
     seen = run(engine, [EngineRequest("again", ids, greedy(20))])
     assert seen.cached["again"] == 144
-    assert seen.tokens["again"] == reference_greedy(reference(windowed_dir), ids, 20)
+    assert seen.tokens["again"] == by_transformers(tuple(ids), 20)
 
 
 def test_a_prompt_whose_last_pages_are_gone_is_computed_from_its_start(windowed: LoadedModel) -> None:
@@ -119,9 +128,7 @@ def reserve(engine: EngineCore, token_ids: list[int], sampling: SamplingParams) 
 
 @pytest.mark.parametrize("length", [1, 20, 23, 40, 100, 131])
 @pytest.mark.parametrize("n", [1, 3])
-def test_decode_asks_for_the_pages_of_the_window_alone(
-    windowed: LoadedModel, windowed_dir: Path, length: int, n: int
-) -> None:
+def test_decode_asks_for_the_pages_of_the_window_alone(windowed: LoadedModel, length: int, n: int) -> None:
     p, d = make_engine(windowed), make_engine(windowed)
     ids, answer = prompt(length), greedy(40, ignore_eos=True, n=n)
     computed, reserved = prefilled(p, "r", ids, answer), reserve(d, ids, answer)
