@@ -1,4 +1,7 @@
-"""A lost follower ends its engine at once; a lost leader leaves no follower."""
+"""A lost follower ends its engine at once; a lost leader leaves no follower.
+
+The last is about followers as users start them. Elsewhere they are forks, which import nothing.
+"""
 
 import asyncio
 import json
@@ -13,11 +16,13 @@ import pytest
 
 from components.startup import WrongSettings
 from engine.build import build_engine
+from engine.config import EngineConfig
+from engine.core.engine_core import EngineCore
 from engine.parallel.rank_processes import RankLost, RankProcesses
 from engine.ports import EngineRequest
 from engine.start import run_engine
 from tests.engine.loops import eventually
-from tests.engine.parallel.led import HOME
+from tests.engine.parallel.led import FORKING, HOME
 from tests.engine.tiny_engine import greedy, prompt, small
 
 pytestmark = pytest.mark.timeout(120)
@@ -34,6 +39,11 @@ time.sleep(100)
 """
 
 
+def build_forked(model: Path, config: EngineConfig) -> EngineCore:
+    with FORKING.in_use():
+        return build_engine(str(model), config, HOME)
+
+
 def is_alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -45,7 +55,7 @@ def is_alive(pid: int) -> bool:
 def test_an_engine_that_loses_a_follower_ends_and_names_it(tiny_dir: Path, busy: bool, kernel: str | None) -> None:
     async def main() -> None:
         config = small(tensor_parallel=2)
-        async with run_engine(lambda: build_engine(str(tiny_dir), config, HOME)) as loop:
+        async with run_engine(lambda: build_forked(tiny_dir, config)) as loop:
             (follower,) = [rank.pid for rank in loop.engine.kv_region.followers]
             if busy:
                 request = EngineRequest("r", prompt(9), greedy(10_000, ignore_eos=True))
@@ -82,7 +92,7 @@ def test_followers_that_ended_before_their_orders_were_sent_are_closed_like_othe
 
 def test_an_engine_that_is_stopped_ends_its_followers(tiny_dir: Path, kernel: str | None) -> None:
     async def main() -> None:
-        async with run_engine(lambda: build_engine(str(tiny_dir), small(tensor_parallel=2), HOME)) as loop:
+        async with run_engine(lambda: build_forked(tiny_dir, small(tensor_parallel=2))) as loop:
             (follower,) = [rank.pid for rank in loop.engine.kv_region.followers]
             os.kill(follower, signal.SIGTERM)  # as to a whole process group: the leader decides
             os.kill(follower, signal.SIGINT)
@@ -113,6 +123,6 @@ def test_settings_that_the_ranks_cannot_use_are_refused(tiny_dir: Path) -> None:
     with pytest.raises(
         WrongSettings, match=r"tensor_parallel=3: .* has 4 query heads and 2 KV heads; it can be cut into 1, 2, 4"
     ):
-        build_engine(str(tiny_dir), small(tensor_parallel=3), HOME)
+        build_forked(tiny_dir, small(tensor_parallel=3))
     with pytest.raises(WrongSettings, match=r"engine\.kv_memory_gb"):
-        build_engine(str(tiny_dir), small(tensor_parallel=2, num_pages=None, kv_memory_gb=1e-9), HOME)
+        build_forked(tiny_dir, small(tensor_parallel=2, num_pages=None, kv_memory_gb=1e-9))
