@@ -5,16 +5,19 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import pytest
 from transformers import PreTrainedModel, Qwen2Config
 
 from components.text.tokenizer import TextModel
 from engine.errors import ModelUnavailable
+from engine.model import converted
 from engine.model.convert import CannotConvert, convert
 from engine.model.load import load_model
-from engine.model.progress import silent
+from engine.model.progress import Progress, silent
 from engine.model.resolve import content_key, model_dir, served_name
 from engine.ports import EngineRequest
 from tests.engine.model.families import FAMILIES, FOUR_LAYERS, reference, reference_greedy, save_model
@@ -38,8 +41,27 @@ def file(original: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 @pytest.fixture(scope="module")
-def state_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("state")
+def reported() -> list[tuple[str, int, int]]:
+    """The progress of the conversion into `state_dir`."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def state_dir(file: Path, reported: list[tuple[str, int, int]], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Holds the converted file."""
+    home = tmp_path_factory.mktemp("state")
+    load_model(str(file), small(dtype="float32"), home, lambda *progress: reported.append(progress))
+    return home
+
+
+def copy_instead(task: str, source: Path, finishing: Sequence[Path | str], _lock: IO[str], progress: Progress) -> None:
+    """What `converted._convert` leaves, without a child process, which takes seconds of a core."""
+    partial, done, _ = map(Path, finishing)
+    assert not list(partial.iterdir())
+    progress(task, 0, 1)
+    shutil.copy(source, partial / "model.safetensors")
+    partial.rename(done)
+    progress(task, 1, 1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -56,12 +78,15 @@ def test_a_gguf_file_gives_the_ids_of_the_model_in_it(
         assert seen.tokens["r"]
 
 
-def test_it_is_converted_once_wherever_it_lies(file: Path, state_dir: Path, tmp_path: Path) -> None:
+def test_it_is_converted_once_wherever_it_lies(
+    file: Path, state_dir: Path, reported: list[tuple[str, int, int]], tmp_path: Path
+) -> None:
+    converting = "Converting tiny.F32 (once; about 10 s)"
+    assert [step for step in reported if step[0] == converting] == [(converting, done, 3) for done in range(4)]
     told: list[str] = []
-    first = model_dir(str(file), state_dir, lambda task, _done, _total: told.append(task))
+    first = model_dir(str(file), state_dir)
     copied = Path(shutil.copy(file, tmp_path / "tiny.F32.gguf"))
     os.utime(copied, (0, 0))
-    told.clear()
     assert model_dir(str(copied), state_dir, lambda task, _done, _total: told.append(task)) == first
     assert model_dir(str(tmp_path), state_dir) == first, "the directory that holds it"
     assert told == []
@@ -83,12 +108,17 @@ def test_it_is_served_under_the_name_of_the_file_or_of_its_directory(file: Path)
 
 
 def test_other_weights_under_the_same_name_are_another_model(
-    original: PreTrainedModel, file: Path, tmp_path: Path, state_dir: Path
+    original: PreTrainedModel, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(converted, "_convert", copy_instead)
     original.lm_head.weight.data[0, 0] += 1
     other = write_gguf(tmp_path / file.name, original)
     original.lm_head.weight.data[0, 0] -= 1
-    assert model_dir(str(other), state_dir) != model_dir(str(file), state_dir)
+    found = [model_dir(str(path), tmp_path / "state") for path in (file, other)]
+    assert found[0] != found[1]
+    assert [(directory / "model.safetensors").read_bytes() for directory in found] == [
+        path.read_bytes() for path in (file, other)
+    ]
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
@@ -119,8 +149,11 @@ def test_a_file_that_cannot_be_converted_leaves_nothing_behind(file: Path, tmp_p
     assert not [path for path in (tmp_path / "state" / "models").iterdir() if not path.name.startswith(".")]
 
 
-def test_an_interrupted_conversion_starts_over_and_says_so(file: Path, tmp_path: Path) -> None:
+def test_an_interrupted_conversion_starts_over_and_says_so(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What it left is never taken for the model; a user saw nothing of either."""
+    monkeypatch.setattr(converted, "_convert", copy_instead)
     told: list[str] = []
 
     def progress(task: str, done: int, total: int) -> None:
