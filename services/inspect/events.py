@@ -3,21 +3,25 @@
 import asyncio
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 from rich.console import Console
 from rich.text import Text
 
+from components.aio import background
+from components.errors import MeshError
 from components.messaging.liveness import Liveness, watch_heartbeats
 from components.settings import MeshSettings
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from services.inspect.mesh import Mesh, open_mesh
-from services.inspect.workers import WORKERS, srv_answers
+from services.inspect.workers import WORKERS
 
 PLANNERS_EVERY_S: Final = 2.0
+CONNECTIONS_EVERY_S: Final = 0.2
 STYLES: Final = {
     "registered": "green",
     "is back": "green",
@@ -56,7 +60,7 @@ class Watch:
         self._emit = emit
         self._clock = clock
         self._states: dict[str, str] = {}  # of workers, by heartbeat
-        self._planners: dict[str, str] | None = None  # host by instance id; None: not asked yet
+        self._planners: Mapping[str, str] | None = None  # subject by instance id; None: not asked yet
 
     def found(self, record: InstanceRecord) -> None:
         """It was registered before the watch began."""
@@ -96,11 +100,11 @@ class Watch:
             self._states[record.instance_id] = "lost"
             self._event("heartbeat", "lost", record.role, record.instance_id, why)
 
-    def planners(self, found: dict[str, str]) -> None:
+    def planners(self, found: Mapping[str, str]) -> None:
         before, self._planners = self._planners, found
-        for instance_id, host in found.items():
+        for instance_id, subject in found.items():
             if before is None or instance_id not in before:
-                self._event("NATS", "answers", "planner", instance_id, host)
+                self._event("NATS", "answers", "planner", instance_id, f"as {subject}")
         for instance_id in (before or {}).keys() - found.keys():
             self._event("NATS", "answers no more", "planner", instance_id)
 
@@ -136,7 +140,8 @@ async def show_events(settings: MeshSettings, console: Console, *, as_json: bool
         async with decode as of_decode, prefill as of_prefill:
             for role, liveness in zip(WORKERS, (of_decode, of_prefill), strict=True):
                 _follow(watch, role, liveness)
-            await _look(mesh, watch)
+            async with background(_ask_planners(mesh, watch), "planners"):
+                await _watch_connections(mesh, watch)
 
 
 def _follow(watch: Watch, role: str, liveness: Liveness) -> None:
@@ -144,17 +149,21 @@ def _follow(watch: Watch, role: str, liveness: Liveness) -> None:
     liveness.on_heartbeat(lambda beat: watch.record_heartbeat(role, beat))
 
 
-async def _look(mesh: Mesh, watch: Watch) -> None:
-    """Ask for planners, and notice outages of our own connections."""
+async def _ask_planners(mesh: Mesh, watch: Watch) -> None:
+    while True:
+        with suppress(MeshError):  # in an outage; a hanging NATS counts as connected for another second
+            if mesh.bus.is_connected:
+                watch.planners(await mesh.planners())
+        await asyncio.sleep(PLANNERS_EVERY_S)
+
+
+async def _watch_connections(mesh: Mesh, watch: Watch) -> None:
     connected = followed = True
     while True:
-        if mesh.bus.is_connected:
-            found = await srv_answers(mesh.bus, "$SRV.PING.kvmesh-planner", mesh.namespace)
-            watch.planners({one["metadata"]["instance_id"]: one["metadata"]["subject"] for one in found})
         if mesh.bus.is_connected != connected:
             connected = mesh.bus.is_connected
             watch.connection(connected=connected)
         if mesh.follows_etcd() != followed:
             followed = mesh.follows_etcd()
             watch.etcd(connected=followed)
-        await asyncio.sleep(PLANNERS_EVERY_S)
+        await asyncio.sleep(CONNECTIONS_EVERY_S)

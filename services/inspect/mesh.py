@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -58,11 +58,16 @@ class Mesh:
     async def instances(self) -> list[Seen]:
         """All, without their status."""
         if time.monotonic() - self._planners_at_s > PLANNERS_S:
-            found = await srv_answers(self.bus, "$SRV.PING.kvmesh-planner", self.namespace, wait_s=PING_S)
-            self._planners = {one["metadata"]["instance_id"]: one["metadata"]["subject"] for one in found}
+            with suppress(MeshError):  # an outage of NATS has just begun
+                self._planners = await self.planners()
             self._planners_at_s = time.monotonic()
         seen = [Seen(r.role, r.instance_id, r.subject, r) for r in self.records()]
         return seen + [Seen("planner", instance_id, subject) for instance_id, subject in self._planners.items()]
+
+    async def planners(self) -> dict[str, str]:
+        """NATS subjects of the planners by instance id; they are not in etcd. Raises: MeshError."""
+        found = await srv_answers(self.bus, "$SRV.PING.kvmesh-planner", self.namespace, wait_s=PING_S)
+        return {one["metadata"]["instance_id"]: one["metadata"]["subject"] for one in found}
 
     async def look(self, *, transport: bool = False, wait_s: float = STATUS_S) -> list[Seen]:
         """All, with the status of those that answer within `wait_s`. `transport`: also what their processes have open."""

@@ -17,7 +17,6 @@ from rich.text import Text
 from components.discovery.book import InstanceBook
 from components.discovery.registry import join_registry
 from components.messaging.bus import Bus, connect_bus
-from components.messaging.replies import publish
 from components.messaging.roll_call import RollCall
 from components.settings import MeshSettings
 from components.wire.heartbeat import Heartbeat
@@ -104,7 +103,7 @@ async def _services(bus: Bus, namespace: str, asked: Collection[InstanceRecord])
 async def srv_answers(
     bus: Bus, subject: str, namespace: str, expected: Collection[str] = (), wait_s: float = PING_S
 ) -> list[dict[str, Any]]:
-    """Answers of this mesh's micro services.
+    """Answers of this mesh's micro services. Raises: MeshError.
 
     Args:
         expected: ids of registered instances. A busy one has ANSWER_S.
@@ -126,7 +125,7 @@ async def srv_answers(
 
     inbox = bus.client.new_inbox()
     async with bus.subscription(inbox, receive):
-        await publish(bus.client, subject, b"", reply=inbox)
+        await bus.publish_bytes(subject, b"", reply=inbox)
         await asyncio.sleep(wait_s)
         if missing:
             with suppress(TimeoutError):

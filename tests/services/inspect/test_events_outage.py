@@ -1,0 +1,49 @@
+"""`inspect events` reports outages of NATS, and goes on."""
+
+import asyncio
+import signal
+from pathlib import Path
+
+import pytest
+
+from components.discovery.registry import Registration, join_registry
+from services.local.servers import NATS, running
+from tests.components.discovery.records import record
+from tests.conftest import RunService, ServiceProcess
+
+pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
+
+FREEZES = (0.1, 0.8, 1.6)  # seconds after NATS was reached: a question for planners is open, over, or about to begin
+
+
+async def test_a_nats_that_hangs_is_out_of_reach_until_it_goes_on(
+    etcd_url: str, namespace: str, tmp_path: Path, run_service: RunService
+) -> None:
+    """A hanging NATS counts as connected for another second. A question for planners then ended the command."""
+    async with (
+        running(NATS, tmp_path / "nats") as server,
+        join_registry(etcd_url, namespace, 5.0) as registry,
+        registry.advertise(Registration("one"), lambda epoch: record("one", epoch)),
+    ):
+        assert server.process is not None
+        env = {
+            "MESH_ETCD_URL": etcd_url,
+            "MESH_NATS_URL": server.url,
+            "MESH_NAMESPACE": namespace,
+            "MESH_STATE_DIR": str(tmp_path),
+        }
+        events = run_service("services.inspect", "events", env=env)
+        await until(events, "is there", 1)  # then it is connected
+        for number, after_s in enumerate(FREEZES, start=1):
+            await asyncio.sleep(after_s)
+            server.process.send_signal(signal.SIGSTOP)
+            await until(events, "out of reach", number)
+            server.process.send_signal(signal.SIGCONT)
+            await until(events, "reached again", number)
+
+
+async def until(events: ServiceProcess, text: str, count: int) -> None:
+    async with asyncio.timeout(20):
+        while events.logged().count(text) < count:
+            assert events.popen.poll() is None, events.logged()
+            await asyncio.sleep(0.05)
