@@ -19,6 +19,7 @@ from engine.device.memory import Look
 from engine.model.load import LoadedModel
 from engine.parts import Parts, make_parts
 from engine.ports import EngineRequest, Phase
+from tests.engine.attention.idle_kernels import idle_kernels
 from tests.engine.device.counted_memory import CountedMemory, Graphs
 from tests.engine.embedding_model import save_embedding_model
 from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run, small
@@ -89,7 +90,7 @@ def test_the_pool_takes_what_is_left_and_a_full_engine_stays_within_its_share(
 def test_the_trial_leaves_nothing_behind_and_the_log_says_what_went_where(
     fresh: LoadedModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with CountedMemory(TOTAL, fresh, others=100_000) as memory, caplog.at_level(logging.INFO):
+    with CountedMemory(TOTAL, fresh, others=100_000) as memory, caplog.at_level(logging.INFO), idle_kernels():
         weights = memory.own
         parts = made(fresh, memory, settings())
         own = memory.own
@@ -116,7 +117,7 @@ def test_what_graphs_hold_is_learnt_from_a_few_of_them(fresh: LoadedModel, monke
     """Of 5 graphs the trial records 2."""
     monkeypatch.setattr(parts_module, "TRIAL_GRAPHS", 2)
     config, graphs = settings(max_running=24, max_step_tokens=32), Graphs(900_000, 200_000)
-    with CountedMemory(TOTAL, fresh) as memory:
+    with CountedMemory(TOTAL, fresh) as memory, idle_kernels():
         parts = made(fresh, memory, config, graphs)
         left = TOTAL - memory.look().own
     held = 0.1 * TOTAL  # and the activations of a step

@@ -23,6 +23,7 @@ from engine.model.load import LoadedModel
 from engine.model.progress import silent
 from engine.parts import make_pool
 from engine.ports import EngineRequest
+from tests.engine.attention.idle_kernels import idle_kernels
 from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run, small
 
 REQUESTS = [EngineRequest(str(i), prompt(4 + 13 * i, start=i), greedy(3 + i)) for i in range(3)]
@@ -60,16 +61,17 @@ def test_graphs_that_are_missing_when_time_is_up_are_reported(
 ) -> None:
     pool = make_pool(fresh, small(max_running=24, attention="triton"))
     forward = DeviceForward(fresh, pool.attention, CountingRecorder, lambda module: module)
-    forward.start(60.0, silent)
-    monkeypatch.setattr(device, "RECORD_S", -1.0)
-    assert forward.record(pool.attention, silent) == (1, 5)
-    assert "decodes run in larger CUDA graphs than they need" in caplog.text
-    caplog.clear()
-    assert forward.record(pool.attention, silent, most=1) == (1, 5)
-    assert not caplog.text
-    monkeypatch.setattr(device, "RECORD_S", 60.0)
-    assert forward.record(pool.attention, silent) == (5, 5)
-    assert not caplog.text
+    with idle_kernels():
+        forward.start(60.0, silent)
+        monkeypatch.setattr(device, "RECORD_S", -1.0)
+        assert forward.record(pool.attention, silent) == (1, 5)
+        assert "decodes run in larger CUDA graphs than they need" in caplog.text
+        caplog.clear()
+        assert forward.record(pool.attention, silent, most=1) == (1, 5)
+        assert not caplog.text
+        monkeypatch.setattr(device, "RECORD_S", 60.0)
+        assert forward.record(pool.attention, silent) == (5, 5)
+        assert not caplog.text
 
 
 def test_prompts_run_compiled_and_decodes_from_graphs_with_the_ids_of_the_eager_cpu_engine(
@@ -127,7 +129,7 @@ def test_a_compiler_that_fails_is_said_once_and_eager_modules_are_recorded_inste
     config = small(attention="triton", max_running=2, num_pages=24)
     pool, record = make_pool(fresh, config), CountingRecorder()
     forward = DeviceForward(fresh, pool.attention, lambda: record, fail)
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO), idle_kernels():
         forward.start(60.0, silent)
         forward.record(pool.attention, silent)
     assert [vars(record)["reason"] for record in caplog.records] == ["no such intrinsic"]
@@ -190,8 +192,9 @@ def test_graphs_that_cannot_be_recorded_are_done_without(
     config = small(attention="triton", max_running=16, num_pages=24)
     pool = make_pool(fresh, config)
     forward = DeviceForward(fresh, pool.attention, lambda: record, lambda module: module)
-    forward.start(60.0, silent)
-    forward.record(pool.attention, silent)
+    with idle_kernels():
+        forward.start(60.0, silent)
+        forward.record(pool.attention, silent)
     (warning,) = [log for log in caplog.records if log.levelno >= logging.WARNING]
     assert warning.message == "decodes run without CUDA graphs: recording them failed"
     assert "not permitted when stream is capturing" in vars(warning)["reason"]
