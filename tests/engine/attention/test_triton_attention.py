@@ -26,7 +26,8 @@ WINDOWED, CAPPED, BOTH = Scoring(0.3, window=7), Scoring(0.3, softcap=2.0), Scor
 DECODES = AttentionCase((1, 1, 1), (1, 17, 200))
 CHUNKS = AttentionCase((5, 20), (70, 20))
 MIXED = AttentionCase((1, 1, 20, 5), (4, 33, 20, 70))
-LONG = AttentionCase((1, 1, 2, 20, 5, 33), (3, 140, 80, 120, 90, 133))  # two sizes of blocks, some split
+# Two sizes of blocks, some split. Several key heads over split contexts are in MIXED and CHUNKS.
+LONG = AttentionCase((1, 1, 2, 20, 5, 33), (3, 140, 80, 120, 90, 133), kv_heads=1)
 
 
 @pytest.mark.parametrize("case", [DECODES, CHUNKS, MIXED, LONG], ids=["decodes", "chunks", "mixed", "long"])
@@ -112,9 +113,10 @@ def test_a_request_gets_the_same_bits_alone_and_in_any_batch(
 
 
 def test_partial_results_of_prompts_take_no_more_memory_than_one_launch_may(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = Outcome(LONG, SPLITTING)
+    several_heads = replace(LONG, kv_heads=2)
+    whole = Outcome(several_heads, SPLITTING)
     monkeypatch.setattr(triton_backend, "PARTIAL_BYTES", 1)
-    cut = Outcome(LONG, SPLITTING)
+    cut = Outcome(several_heads, SPLITTING)
     assert isinstance(cut.backend, TritonAttention)
     filled = cut.backend.plan(StepShape(LONG.query_lens, LONG.context_lens, cut.tables)).filled
     assert filled is not None
