@@ -7,13 +7,11 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Final
 
-from nats.aio.msg import Msg
-
 from components.discovery.book import InstanceBook
 from components.errors import MalformedMessage, MeshError
-from components.messaging.bus import Bus, nats_errors
+from components.messaging.bus import Bus
 from components.messaging.liveness import HUNG_AFTER_S
-from components.messaging.replies import publish
+from components.messaging.scatter_gather import ask_all
 from components.wire.codec import pack, unpack
 from components.wire.heartbeat import AskHeartbeat, Heartbeat
 from components.wire.instances import Role
@@ -60,29 +58,18 @@ class RollCall:
 
     async def _ask(self, beats: dict[str, Heartbeat]) -> None:
         missing = {record.instance_id: record.epoch for record in self._book.of_role(self._role)}
-        complete = asyncio.Event()
 
-        async def receive(message: Msg) -> None:
-            if not message.data:  # NATS reports no listener
-                return
+        def receive(data: bytes) -> bool:
             try:
-                beat = unpack(message.data, Heartbeat)
+                beat = unpack(data, Heartbeat)
             except MalformedMessage as exc:
                 self._bus.refusals.count("ask_heartbeat", exc)
-                return
+                return False
             if missing.get(beat.instance_id) == beat.epoch:
                 beats[beat.instance_id] = beat
                 del missing[beat.instance_id]
-            if not missing:
-                complete.set()
+            return not missing
 
-        if not missing:
-            return
-        inbox = self._bus.client.new_inbox()
-        async with self._bus.subscription(inbox, receive):
+        if missing:
             subject = f"{self._namespace}.{self._role}.ask_heartbeat"
-            with nats_errors(subject, self._bus.url):
-                await publish(self._bus.client, subject, pack(AskHeartbeat()), reply=inbox)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    await complete.wait()
+            await ask_all(self._bus, subject, pack(AskHeartbeat()), receive, wait_s=ANSWER_TIMEOUT_S)

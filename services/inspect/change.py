@@ -12,8 +12,7 @@ from components.errors import MeshError
 from components.settings import MeshSettings
 from components.wire.control import Control, Controlled
 from components.wire.status import Status, StatusRequest
-from services.inspect.mesh import Mesh, Seen, has_work, open_mesh
-from services.inspect.workers import ROLES
+from services.inspect.mesh import ROLES, Mesh, Seen, has_work, open_mesh
 
 ANSWER_S: Final = 3.0
 LOOK_EVERY_S: Final = 0.5

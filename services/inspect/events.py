@@ -17,8 +17,7 @@ from components.messaging.liveness import Liveness, watch_heartbeats
 from components.settings import MeshSettings
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
-from services.inspect.mesh import Mesh, open_mesh
-from services.inspect.workers import WORKERS
+from services.inspect.mesh import WORKERS, Mesh, open_mesh, planners
 
 PLANNERS_EVERY_S: Final = 2.0
 CONNECTIONS_EVERY_S: Final = 0.2
@@ -153,7 +152,7 @@ async def _ask_planners(mesh: Mesh, watch: Watch) -> None:
     while True:
         with suppress(MeshError):  # in an outage; a hanging NATS counts as connected for another second
             if mesh.bus.is_connected:
-                watch.planners(await mesh.planners())
+                watch.planners(await planners(mesh.bus, mesh.namespace))
         await asyncio.sleep(PLANNERS_EVERY_S)
 
 

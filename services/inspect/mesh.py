@@ -7,19 +7,22 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Final
 
+from components.discovery.book import InstanceBook
 from components.discovery.registry import Registry, join_registry
 from components.errors import MeshError
 from components.messaging.bus import Bus, connect_bus
+from components.messaging.micro_services import OTHERS_S, find_services
 from components.settings import MeshSettings
-from components.wire.instances import InstanceRecord
+from components.wire.instances import InstanceRecord, Role
 from components.wire.status import Status, StatusRequest
 from services.inspect.connection import one_line_errors
-from services.inspect.workers import records_of, srv_answers
 
 CONNECT_S: Final = 8.0
 STATUS_S: Final = 3.0  # for an answer
-PING_S: Final = 0.25  # for planners' answers
+PING_S: Final = 0.25  # for planners' answers, which a screen's refresh waits for
 PLANNERS_S: Final = 10.0  # between questions which planners there are: etcd has no records of them
+WORKERS: Final[tuple[Role, ...]] = ("decode", "prefill")
+ROLES: Final[tuple[Role, ...]] = ("frontend", "bootstrap", *WORKERS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,15 +62,10 @@ class Mesh:
         """All, without their status."""
         if time.monotonic() - self._planners_at_s > PLANNERS_S:
             with suppress(MeshError):  # an outage of NATS has just begun
-                self._planners = await self.planners()
+                self._planners = await planners(self.bus, self.namespace, PING_S)
             self._planners_at_s = time.monotonic()
         seen = [Seen(r.role, r.instance_id, r.subject, r) for r in self.records()]
         return seen + [Seen("planner", instance_id, subject) for instance_id, subject in self._planners.items()]
-
-    async def planners(self) -> dict[str, str]:
-        """NATS subjects of the planners by instance id; they are not in etcd. Raises: MeshError."""
-        found = await srv_answers(self.bus, "$SRV.PING.kvmesh-planner", self.namespace, wait_s=PING_S)
-        return {one["metadata"]["instance_id"]: one["metadata"]["subject"] for one in found}
 
     async def look(self, *, transport: bool = False, wait_s: float = STATUS_S) -> list[Seen]:
         """All, with the status of those that answer within `wait_s`. `transport`: also what their processes have open."""
@@ -99,6 +97,16 @@ async def open_mesh(settings: MeshSettings) -> AsyncIterator[Mesh]:
         ):
             limit.reschedule(None)
             yield Mesh(bus, registry, settings.namespace)
+
+
+def records_of(book: InstanceBook) -> list[InstanceRecord]:
+    return [record for role in ROLES for record in book.of_role(role)]
+
+
+async def planners(bus: Bus, namespace: str, wait_s: float = OTHERS_S) -> dict[str, str]:
+    """Subjects of the planners that answer, by instance id. Raises: MeshError."""
+    found = await find_services(bus, "$SRV.PING.kvmesh-planner", namespace, wait_s=wait_s)
+    return {one.metadata.instance_id: one.metadata.subject for one in found}
 
 
 def heartbeat_ages_s(seen: Sequence[Seen]) -> Mapping[str, float]:

@@ -4,32 +4,30 @@ import asyncio
 import json
 import time
 from collections.abc import Collection, Mapping
-from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 import msgspec
 from msgspec.structs import asdict
-from nats.aio.msg import Msg
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from components.discovery.book import InstanceBook
 from components.discovery.registry import join_registry
 from components.messaging.bus import Bus, connect_bus
+from components.messaging.micro_services import MicroService, find_services
 from components.messaging.roll_call import RollCall
 from components.settings import MeshSettings
 from components.wire.heartbeat import Heartbeat
-from components.wire.instances import InstanceRecord, Role
+from components.wire.instances import InstanceRecord
 from components.wire.plans import AskPlan, PlanReported
 from services.inspect.ages import age
 from services.inspect.connection import one_line_errors
+from services.inspect.mesh import WORKERS, planners, records_of
 
 T = TypeVar("T")
 
 CONNECT_S: Final = 8.0
 ANSWER_S: Final = 3.0
-PING_S: Final = 0.5  # wait for answers of services that are not in etcd
 NOT_IN_ETCD: Final = ("kvmesh-planner", "kvmesh-local")  # they answer on NATS, but serve no requests
 NUMBERS: Final = ("pid", "up", "run", "wait", "held", "pages", "errors")
 LOAD: Final = (
@@ -42,8 +40,6 @@ LOAD: Final = (
     "held_pages",
     "draining",
 )  # of a heartbeat
-WORKERS: Final[tuple[Role, ...]] = ("decode", "prefill")
-ROLES: Final[tuple[Role, ...]] = ("frontend", "bootstrap", *WORKERS)
 
 
 async def show_workers(settings: MeshSettings, console: Console, *, wide: bool = False, as_json: bool = False) -> None:
@@ -70,11 +66,7 @@ async def _show(settings: MeshSettings, console: Console, *, wide: bool, as_json
         )
         console.print("", address_table(records), sep="\n")
         for instance_id in unregistered(records, services):
-            console.print(f"[yellow]answers on NATS but is not in etcd: {services[instance_id]['name']} {instance_id}")
-
-
-def records_of(book: InstanceBook) -> list[InstanceRecord]:
-    return [record for role in ROLES for record in book.of_role(role)]
+            console.print(f"[yellow]answers on NATS but is not in etcd: {services[instance_id].name} {instance_id}")
 
 
 def unchanged(
@@ -92,46 +84,9 @@ def unchanged(
     return records, {name: answer for name, answer in services.items() if name not in changed}
 
 
-async def _services(bus: Bus, namespace: str, asked: Collection[InstanceRecord]) -> dict[str, dict[str, Any]]:
-    found = {}
-    for answer in await srv_answers(bus, "$SRV.STATS", namespace, [record.instance_id for record in asked]):
-        if answer["name"] not in NOT_IN_ETCD and (instance_id := answer["metadata"].get("instance_id")):
-            found[instance_id] = answer
-    return found
-
-
-async def srv_answers(
-    bus: Bus, subject: str, namespace: str, expected: Collection[str] = (), wait_s: float = PING_S
-) -> list[dict[str, Any]]:
-    """Answers of this mesh's micro services. Raises: MeshError.
-
-    Args:
-        expected: ids of registered instances. A busy one has ANSWER_S.
-        wait_s: time for all others.
-    """
-    found = []
-    missing = set(expected)
-    complete = asyncio.Event()
-
-    async def receive(message: Msg) -> None:
-        if message.data:  # empty: NATS has no subscriber
-            answer = json.loads(message.data)
-            metadata = answer.get("metadata") or {}
-            if metadata.get("subject", "").startswith(f"{namespace}."):
-                found.append(answer)
-                missing.discard(metadata.get("instance_id"))
-                if not missing:
-                    complete.set()
-
-    inbox = bus.client.new_inbox()
-    async with bus.subscription(inbox, receive):
-        await bus.publish_bytes(subject, b"", reply=inbox)
-        await asyncio.sleep(wait_s)
-        if missing:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(ANSWER_S - wait_s):
-                    await complete.wait()
-    return found
+async def _services(bus: Bus, namespace: str, asked: Collection[InstanceRecord]) -> dict[str, MicroService]:
+    found = await find_services(bus, "$SRV.STATS", namespace, [record.instance_id for record in asked])
+    return {one.metadata.instance_id: one for one in found if one.name not in NOT_IN_ETCD and one.metadata.instance_id}
 
 
 def unregistered(records: list[InstanceRecord], services: Collection[str]) -> list[str]:
@@ -139,7 +94,7 @@ def unregistered(records: list[InstanceRecord], services: Collection[str]) -> li
 
 
 def as_fields(
-    records: list[InstanceRecord], beats: dict[str, Heartbeat], services: dict[str, dict[str, Any]], namespace: str
+    records: list[InstanceRecord], beats: dict[str, Heartbeat], services: Mapping[str, MicroService], namespace: str
 ) -> dict[str, Any]:
     instances = []
     for record in records:
@@ -152,8 +107,8 @@ def as_fields(
             ]
         facts["state"] = Text.from_markup(_state(record, beat, service)).plain
         facts["load"] = None if beat is None else {name: getattr(beat, name) for name in LOAD}
-        facts["calls"] = None if service is None else {e["name"]: e["num_requests"] for e in service["endpoints"]}
-        facts["errors"] = None if service is None else _errors(service)
+        facts["calls"] = None if service is None else {e.name: e.num_requests for e in service.endpoints}
+        facts["errors"] = None if service is None else service.num_errors
         instances.append(facts)
     return {"namespace": namespace, "instances": instances, "not_in_etcd": unregistered(records, services)}
 
@@ -164,7 +119,7 @@ def summary(records: list[InstanceRecord], namespace: str) -> str:
 
 
 def load_table(
-    records: list[InstanceRecord], beats: dict[str, Heartbeat], services: dict[str, dict[str, Any]], *, wide: bool
+    records: list[InstanceRecord], beats: dict[str, Heartbeat], services: Mapping[str, MicroService], *, wide: bool
 ) -> Table:
     """`wide` needs about 150 columns."""
     table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
@@ -196,9 +151,9 @@ def _pids(record: InstanceRecord) -> list[int]:
     return [record.pid, *(rank.pid for rank in ([] if record.kv is None else record.kv.followers))]
 
 
-def _row(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any] | None) -> list[str]:
+def _row(record: InstanceRecord, beat: Heartbeat | None, service: MicroService | None) -> list[str]:
     up_s = time.time() - record.started_unix_ms / 1000
-    errors = "" if service is None else str(_errors(service))
+    errors = "" if service is None else str(service.num_errors)
     about = [record.role, record.instance_id, str(record.pid), age(up_s), _state(record, beat, service)]
     if beat is None:
         return [*about, "", "", "", "", errors]
@@ -207,11 +162,7 @@ def _row(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any]
     return [*about, *counts, f"{100 * used / max(1, beat.total_pages):.0f} % of {beat.total_pages}", errors]
 
 
-def _errors(service: dict[str, Any]) -> int:
-    return sum((endpoint.get("data") or {}).get("errors", 0) for endpoint in service["endpoints"])
-
-
-def _state(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any] | None) -> str:
+def _state(record: InstanceRecord, beat: Heartbeat | None, service: MicroService | None) -> str:
     if service is None:
         return "[red]no answer"
     if beat is None and record.kv is not None:
@@ -219,10 +170,10 @@ def _state(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, An
     return "draining" if beat is not None and beat.draining else "ok"
 
 
-def _more(record: InstanceRecord, beat: Heartbeat | None, service: dict[str, Any] | None) -> list[str]:
+def _more(record: InstanceRecord, beat: Heartbeat | None, service: MicroService | None) -> list[str]:
     pages = "" if beat is None else f"{beat.free_pages}/{beat.cached_pages}/{beat.held_pages}"
-    endpoints = [] if service is None else service["endpoints"]
-    calls = " ".join(f"{e['name']}:{e['num_requests']}" for e in endpoints if e["num_requests"])
+    endpoints = () if service is None else service.endpoints
+    calls = " ".join(f"{e.name}:{e.num_requests}" for e in endpoints if e.num_requests)
     step = f"{record.max_running} x {record.max_step_tokens}" if record.max_running else ""
     return [record.epoch, record.host, " ".join([record.model or "", *record.adapters]), pages, step, calls]
 
@@ -233,8 +184,7 @@ async def show_planners(settings: MeshSettings, console: Console, *, as_json: bo
             asyncio.timeout(CONNECT_S),
             connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")) as bus,
         ):
-            services = await srv_answers(bus, "$SRV.PING.kvmesh-planner", settings.namespace)
-            subjects = sorted({service["metadata"]["subject"] for service in services})
+            subjects = sorted((await planners(bus, settings.namespace)).values())
             plans = [(s, await bus.call(f"{s}.plan", AskPlan(), PlanReported, timeout_s=ANSWER_S)) for s in subjects]
     if not plans:
         raise SystemExit(f"no planner answers in namespace {settings.namespace}: python -m services.planner starts one")

@@ -1,14 +1,11 @@
 """Connectors start and stop workers: their protocol, the one for `services.local`, and the choice by setting."""
 
-import asyncio
-import json
 from collections.abc import Mapping
 from typing import Final, Protocol
 
-from nats.aio.msg import Msg
-
 from components.errors import BackendUnavailable, PeerLost
-from components.messaging.bus import Bus, nats_errors
+from components.messaging.bus import Bus
+from components.messaging.micro_services import find_services
 from components.planning.planner import Change
 from components.planning.samples import Planned
 from components.wire.plans import AskCounts, Counts, ScaleRole
@@ -16,7 +13,6 @@ from services.planner.compose import ComposeConnector
 from services.planner.config import PlannerSettings
 from services.planner.kubernetes import KubernetesConnector, Workload, in_cluster
 
-LISTEN_S: Final = 0.5
 ANSWER_S: Final = 3.0
 
 
@@ -56,19 +52,8 @@ class LocalConnector:
             raise
 
     async def _find(self) -> str:
-        subjects: set[str] = set()
-
-        async def receive(message: Msg) -> None:
-            if message.data:  # else from NATS: no subscriber
-                subject = (json.loads(message.data).get("metadata") or {}).get("subject", "")
-                if subject.startswith(f"{self._namespace}.local."):
-                    subjects.add(subject)
-
-        inbox = self._bus.client.new_inbox()
-        async with self._bus.subscription(inbox, receive):
-            with nats_errors("$SRV.PING.kvmesh-local", self._bus.url):
-                await self._bus.client.publish("$SRV.PING.kvmesh-local", reply=inbox)
-            await asyncio.sleep(LISTEN_S)
+        found = await find_services(self._bus, "$SRV.PING.kvmesh-local", self._namespace)
+        subjects = {one.metadata.subject for one in found}
         if len(subjects) == 1:
             return subjects.pop()
         if subjects:

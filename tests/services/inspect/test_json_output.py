@@ -5,6 +5,7 @@ import math
 
 import typer
 
+from components.messaging.micro_services import CallStats, EndpointStats, MicroService
 from components.wire.heartbeat import Heartbeat
 from components.wire.inspection import Candidate, RouteExplained
 from components.wire.plans import PlanReported, RolePlan
@@ -27,7 +28,7 @@ def test_workers_are_objects_with_the_record_the_load_and_the_calls() -> None:
     assert prefill is not None
     assert frontend is not None
     beat = Heartbeat(instance_id="d1", epoch="e", step=1, busy=True, draining=True, num_running=3, total_pages=10)
-    service = {"name": "kvmesh-decode", "endpoints": [{"name": "generate", "num_requests": 7, "data": {"errors": 2}}]}
+    service = MicroService("kvmesh-decode", endpoints=(EndpointStats("generate", 7, CallStats(2)),))
     answers = {"d1": service, "p1": service, "x9": service}
     shown = json.loads(json.dumps(workers.as_fields([decode, prefill, frontend], {"d1": beat}, answers, "mesh")))
     assert (shown["namespace"], shown["not_in_etcd"]) == ("mesh", ["x9"])

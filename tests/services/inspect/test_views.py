@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from components.messaging.micro_services import CallStats, EndpointStats, MicroService
 from components.telemetry.stored_spans import Span
 from components.telemetry.trace_summary import summary_of
 from components.wire.heartbeat import Heartbeat
@@ -142,14 +143,9 @@ def test_a_span_whose_parent_was_not_kept_is_at_the_root() -> None:
     assert "█" in rows[0], "a span without duration is seen too"
 
 
-def stats(errors: int = 0) -> dict[str, Any]:
-    return {
-        "name": "kvmesh-decode",
-        "endpoints": [
-            {"name": "generate", "num_requests": 7, "data": {"errors": errors}},
-            {"name": "cancel", "num_requests": 1, "data": None},
-        ],
-    }
+def stats(errors: int = 0) -> MicroService:
+    endpoints = (EndpointStats("generate", 7, CallStats(errors)), EndpointStats("cancel", 1))
+    return MicroService("kvmesh-decode", endpoints=endpoints)
 
 
 def test_workers_are_shown_with_facts_of_etcd_and_of_nats() -> None:

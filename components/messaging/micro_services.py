@@ -1,0 +1,70 @@
+"""The micro services of a mesh, by their answers on `$SRV`."""
+
+from collections.abc import Collection
+from typing import Final
+
+import msgspec
+
+from components.messaging.bus import Bus
+from components.messaging.scatter_gather import ask_all
+from components.wire.codec import MALFORMED
+
+EXPECTED_S: Final = 3.0  # for a registered instance, which may be busy
+OTHERS_S: Final = 0.5
+
+
+class Metadata(msgspec.Struct, frozen=True):
+    subject: str = ""  # of its calls, without the verb
+    instance_id: str = ""
+
+
+class CallStats(msgspec.Struct, frozen=True):
+    errors: int = 0
+
+
+class EndpointStats(msgspec.Struct, frozen=True):
+    name: str
+    num_requests: int = 0
+    data: CallStats | None = None
+
+
+class MicroService(msgspec.Struct, frozen=True):
+    """An answer to PING, INFO or STATS."""
+
+    name: str = ""
+    metadata: Metadata = Metadata()
+    endpoints: tuple[EndpointStats, ...] = ()  # empty after PING
+
+    @property
+    def num_errors(self) -> int:
+        return sum(one.data.errors for one in self.endpoints if one.data is not None)
+
+
+_decoder: Final = msgspec.json.Decoder(MicroService)
+
+
+async def find_services(
+    bus: Bus, subject: str, namespace: str, expected: Collection[str] = (), wait_s: float = OTHERS_S
+) -> list[MicroService]:
+    """Micro services of a mesh that answer on `subject`, such as `$SRV.PING.kvmesh-planner`.
+
+    Args:
+        expected: ids of registered instances. These have EXPECTED_S.
+        wait_s: time for all others.
+    Raises: MeshError.
+    """
+    found = []
+    missing = set(expected)
+
+    def receive(data: bytes) -> bool:
+        try:
+            service = _decoder.decode(data)
+        except MALFORMED:  # another program's, which may have any metadata
+            return False
+        if service.metadata.subject.startswith(f"{namespace}."):
+            found.append(service)
+            missing.discard(service.metadata.instance_id)
+        return not missing
+
+    await ask_all(bus, subject, b"", receive, wait_s=EXPECTED_S if missing else wait_s, least_s=wait_s)
+    return found
