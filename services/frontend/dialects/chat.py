@@ -1,6 +1,7 @@
-"""`/v1/chat/completions`."""
+"""`/v1/chat/completions`, and the events of chats and completions."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import cast
 
@@ -8,17 +9,110 @@ from pydantic import BaseModel
 from starlette.types import Scope
 
 from components.openai.chat import CallMade, ChatChoice, ChatCompletion, ChatMessage, ChatRequest
-from components.openai.events import Events
-from components.openai.fields import FinishReason, parse_body
+from components.openai.errors import ApiError
+from components.openai.events import DONE, NOTHING, Events, More, member
+from components.openai.fields import FinishReason, GenerationFields, parse_body
 from components.openai.logprobs import ChatLogprobs, ShownToken
 from components.openai.parts import Parts, filled
 from components.output.calls import whole_calls
 from services.frontend.choice import Piece
-from services.frontend.dialects.chunks import chunks
-from services.frontend.dialects.conversation_dialect import ConversationDialect
-from services.frontend.dialects.dialect import EventStream, logprob_lists, prompt_extras
+from services.frontend.dialects.dialect import ConversationDialect, EventStream, logprob_lists, prompt_extras
 from services.frontend.generation import Generation
 from services.frontend.incoming import Body
+
+
+class ChunkStream:
+    """The server-sent events of a chat or a completion."""
+
+    __slots__ = ("_events", "_generation", "_has_usage", "_logprobs", "_opened")
+
+    def __init__(
+        self,
+        events: Events,
+        logprobs: Callable[[Sequence[ShownToken] | None], BaseModel | None],
+        generation: Generation,
+        *,
+        has_usage: bool,
+    ) -> None:
+        self._events = events
+        self._logprobs = logprobs
+        self._generation = generation
+        self._has_usage = has_usage
+        self._opened: set[int] = set()
+
+    def piece(self, piece: Piece) -> bytes:
+        index = piece.choice
+        data = self._text(piece) if piece.shows else b""
+        if index not in self._opened:
+            self._opened.add(index)
+            data = self._events.open(index) + data
+        return data if piece.finish is None else data + self._events.finish(index, piece.finish)
+
+    async def end(self) -> bytes:
+        if self._has_usage:
+            return self._events.usage(self._generation.usage()) + DONE
+        return DONE
+
+    def fail(self, error: ApiError) -> bytes:
+        return b"data: " + error.body() + b"\n\n" + DONE
+
+    def _text(self, piece: Piece, more: More = NOTHING) -> bytes:
+        index, text, logprobs = piece.choice, piece.text, self._logprobs(piece.tokens)
+        if piece.reasoning or piece.calls:
+            return self._events.parts(index, text, piece.reasoning, piece.calls, logprobs=logprobs, more=more)
+        return self._events.text(index, text, logprobs, more)
+
+
+class DetailedStream(ChunkStream):
+    """A stream with vLLM's extras in each chunk: token ids, the usage so far."""
+
+    __slots__ = ("_has_ids", "_has_usage_so_far")
+
+    def __init__(
+        self,
+        events: Events,
+        logprobs: Callable[[Sequence[ShownToken] | None], BaseModel | None],
+        generation: Generation,
+        request: GenerationFields,
+    ) -> None:
+        super().__init__(events, logprobs, generation, has_usage=request.include_usage)
+        self._has_ids = bool(request.return_token_ids)
+        self._has_usage_so_far = request.continuous_usage
+
+    def piece(self, piece: Piece) -> bytes:
+        index, data = piece.choice, b""
+        usage = member("usage", self._generation.usage().model_dump_json()) if self._has_usage_so_far else b""
+        first = index not in self._opened
+        if first:
+            self._opened.add(index)
+            data = self._events.open(index, More(usage=usage))
+        if piece.shows or piece.token_ids:
+            # a chat has one prompt, and its ids are sent once
+            once = self._has_ids and first and self._events.opening is not None and index == 0
+            prompt_ids = self._prompt_ids(index) if once else b""
+            data += self._text(piece, More(self._ids(piece, first=first), prompt_ids, usage))
+        return data if piece.finish is None else data + self._events.finish(index, piece.finish, More(usage=usage))
+
+    def _ids(self, piece: Piece, *, first: bool) -> bytes:
+        """New token ids of a choice, in a completion's first chunk after those of its prompt."""
+        if not self._has_ids:
+            return b""
+        own = member("token_ids", json.dumps(list(piece.token_ids)))
+        return self._prompt_ids(piece.choice) + own if first and self._events.opening is None else own
+
+    def _prompt_ids(self, index: int) -> bytes:
+        return member("prompt_token_ids", json.dumps(self._generation.choices[index].prompt.token_ids))
+
+
+def chunks(
+    request: GenerationFields,
+    events: Events,
+    logprobs: Callable[[Sequence[ShownToken] | None], BaseModel | None],
+    generation: Generation,
+) -> ChunkStream:
+    if request.return_token_ids or request.continuous_usage:
+        return DetailedStream(events, logprobs, generation, request)
+    return ChunkStream(events, logprobs, generation, has_usage=request.include_usage)
 
 
 class ChatDialect(ConversationDialect):

@@ -14,7 +14,7 @@ from components.openai.logprobs import CompletionLogprobs, ShownToken
 from components.openai.parts import Parts, filled
 from components.text.tokenizer import TextModel
 from services.frontend.choice import Piece
-from services.frontend.dialects.chunks import chunks
+from services.frontend.dialects.chat import chunks
 from services.frontend.dialects.dialect import Dialect, Encoded, EventStream, logprob_lists, prompt_extras
 from services.frontend.generation import Generation
 from services.frontend.incoming import Body

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple, Protocol
 
 from starlette.types import Scope
 
+from components.openai.chat import ChatRequest
 from components.openai.errors import ApiError
 from components.openai.fields import AskedConstraint, GenerationFields
 from components.openai.logprobs import ChatLogprobs, CompletionLogprobs, prompt_parts
@@ -15,6 +16,7 @@ from components.openai.parts import Items, Parts
 from components.output.plan import OutputPlan
 from components.text.tokenizer import TextModel
 from services.frontend.choice import Piece
+from services.frontend.conversation import AnswerPlan, encode_conversation, plan_answer
 from services.frontend.generation import Generation
 from services.frontend.incoming import Body
 from services.frontend.reply import Headers, Reply
@@ -83,6 +85,24 @@ class Dialect(ABC):
 
     def refusal(self, error: ApiError) -> tuple[int, bytes]:
         return error.status, error.body()
+
+
+class ConversationDialect(Dialect):
+    """The base of chat, responses and messages."""
+
+    operation = "chat"
+    chat: ChatRequest
+    plan = AnswerPlan()  # until `encode`
+
+    def token_limit(self) -> int | None:
+        return self.chat.token_limit
+
+    async def encode(self, text: TextModel) -> Encoded:
+        conversation = self.chat.conversation()
+        prompt = await encode_conversation(text, conversation)
+        self.plan = await plan_answer(text, conversation, prompt, self.chat.asked_constraint)
+        echo = self.chat.messages[-1].text if self.chat.echo else ""
+        return Encoded([prompt], [echo], self.plan.output, self.plan.asked)
 
 
 def prompt_extras(

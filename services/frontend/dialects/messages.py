@@ -22,8 +22,7 @@ from components.openai.parts import Parts, filled
 from components.output.blocks import Blocks
 from components.output.calls import whole_calls
 from services.frontend.choice import Piece
-from services.frontend.dialects.conversation_dialect import ConversationDialect
-from services.frontend.dialects.dialect import EventStream
+from services.frontend.dialects.dialect import ConversationDialect, EventStream
 from services.frontend.generation import Generation
 from services.frontend.incoming import Body
 from services.frontend.reply import Headers

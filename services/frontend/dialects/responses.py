@@ -29,8 +29,7 @@ from components.openai.responses import (
 from components.output.blocks import Block, Blocks
 from components.output.calls import whole_calls
 from services.frontend.choice import Piece
-from services.frontend.dialects.conversation_dialect import ConversationDialect
-from services.frontend.dialects.dialect import EventStream
+from services.frontend.dialects.dialect import ConversationDialect, EventStream
 from services.frontend.gate import owner_of
 from services.frontend.generation import Generation
 from services.frontend.incoming import Body

@@ -14,7 +14,7 @@ from components.text.tokenizer import TextModel
 from services.frontend.app import create_app
 from services.frontend.choice import Piece
 from services.frontend.config import FrontendSettings
-from services.frontend.dialects.chunks import DetailedStream
+from services.frontend.dialects.chat import DetailedStream
 from services.frontend.generation import Generation
 from services.frontend.metrics import GapCounts
 from services.frontend.ports import ServedModel
