@@ -3,19 +3,21 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, TypeVar
 
-from components.discovery.book import InstanceBook
 from components.discovery.registry import Registry, join_registry
 from components.errors import MeshError
+from components.local_mesh import no_answer_advice
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.micro_services import OTHERS_S, find_services
 from components.settings import MeshSettings
+from components.urls import without_password
 from components.wire.instances import InstanceRecord, Role
 from components.wire.status import Status, StatusRequest
-from services.inspect.connection import one_line_errors
+
+T = TypeVar("T")
 
 CONNECT_S: Final = 8.0
 STATUS_S: Final = 3.0  # for an answer
@@ -56,7 +58,7 @@ class Mesh:
         return self._registry.connected
 
     def records(self) -> list[InstanceRecord]:
-        return records_of(self.book)
+        return [record for role in ROLES for record in self.book.of_role(role)]
 
     async def instances(self) -> list[Seen]:
         """All, without their status."""
@@ -83,24 +85,31 @@ class Mesh:
         return Seen(one.role, one.instance_id, one.subject, one.record, status, clock)
 
 
+def open_bus(settings: MeshSettings) -> AbstractAsyncContextManager[Bus]:
+    """For a command that needs no etcd."""
+    where = f"NATS at {without_password(settings.nats_url)}"
+    return _opened(settings, where, connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")))
+
+
 @asynccontextmanager
 async def open_mesh(settings: MeshSettings) -> AsyncIterator[Mesh]:
-    """Ends the process with one line if etcd or NATS does not answer in CONNECT_S."""
-    with one_line_errors(settings, "etcd", "NATS"):
-        limit = asyncio.timeout(CONNECT_S)
-        async with (
-            limit,
-            connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")) as bus,
-            join_registry(
-                settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()
-            ) as registry,
-        ):
+    etcd = join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access())
+    where = f"etcd at {without_password(settings.etcd_url)}"
+    async with open_bus(settings) as bus, _opened(settings, where, etcd) as registry:
+        yield Mesh(bus, registry, settings.namespace)
+
+
+@asynccontextmanager
+async def _opened(settings: MeshSettings, where: str, connection: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
+    """End the process with one line if this takes longer than CONNECT_S, or for a MeshError, also of the body."""
+    try:
+        async with asyncio.timeout(CONNECT_S) as limit, connection as opened:
             limit.reschedule(None)
-            yield Mesh(bus, registry, settings.namespace)
-
-
-def records_of(book: InstanceBook) -> list[InstanceRecord]:
-    return [record for role in ROLES for record in book.of_role(role)]
+            yield opened
+    except TimeoutError:
+        raise SystemExit(f"no answer from {where}: {no_answer_advice(settings)}") from None
+    except MeshError as exc:
+        raise SystemExit(exc.message) from None
 
 
 async def planners(bus: Bus, namespace: str, wait_s: float = OTHERS_S) -> dict[str, str]:

@@ -1,27 +1,24 @@
 """Profile one worker: record, wait, fetch the file in parts."""
 
-import asyncio
 import gzip
 import json
 import re
 from collections.abc import Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any, BinaryIO, Final
 
 from rich.console import Console
 
-from components.discovery.registry import join_registry
-from components.errors import DeadlineExceeded, MeshError, PeerLost
-from components.messaging.bus import Bus, connect_bus
+from components.errors import DeadlineExceeded, PeerLost
+from components.messaging.bus import Bus
 from components.settings import MeshSettings
 from components.urls import without_password
 from components.wire.inspection import FetchProfile, ProfilePart, ProfileStarted, StartProfile
 from components.wire.instances import InstanceRecord, Role
-from services.inspect.connection import one_line_errors
+from services.inspect.mesh import Mesh, open_mesh
 
-CONNECT_S: Final = 8.0
 START_S: Final = 60.0  # the engine starts recording after its current step
 ANSWER_S: Final = 5.0  # a worker answers no calls while it collects events
 TRIES: Final = 3
@@ -40,28 +37,25 @@ async def profile_worker(
     out: Path | None,
     as_json: bool,
 ) -> None:
-    with one_line_errors(settings, "etcd"):
-        async with asyncio.timeout(CONNECT_S):
-            record = await _choose(settings, role, instance)
-    who = f"{role} {record.instance_id}"
-    path = out or Path(f"profile-{role}-{record.instance_id}.json.gz")
-    try:
-        with _arriving(path) as file:
-            last = await _fetch(
-                settings,
-                record.subject,
-                seconds,
-                file,
-                lambda: None if as_json else console.print(f"recording {who} for {seconds:g} s …"),
-            )
-    except PeerLost as exc:
-        raise SystemExit(f"{who} on {record.host}:{record.pid} is gone: {exc.message}") from None
-    except DeadlineExceeded as exc:
-        raise SystemExit(f"{who} on {record.host}:{record.pid} does not answer: {exc.message}") from None
-    except MeshError as exc:
-        raise SystemExit(exc.message) from None
-    except OSError as exc:
-        raise SystemExit(f"{path} cannot be written: {exc.strerror}") from None
+    async with open_mesh(settings) as mesh:
+        record = _choose(mesh, settings, role, instance)
+        who = f"{role} {record.instance_id}"
+        path = out or Path(f"profile-{role}-{record.instance_id}.json.gz")
+        try:
+            with _arriving(path) as file:
+                last = await _fetch(
+                    mesh.bus,
+                    record.subject,
+                    seconds,
+                    file,
+                    lambda: None if as_json else console.print(f"recording {who} for {seconds:g} s …"),
+                )
+        except PeerLost as exc:
+            raise SystemExit(f"{who} on {record.host}:{record.pid} is gone: {exc.message}") from None
+        except DeadlineExceeded as exc:
+            raise SystemExit(f"{who} on {record.host}:{record.pid} does not answer: {exc.message}") from None
+        except OSError as exc:
+            raise SystemExit(f"{path} cannot be written: {exc.strerror}") from None
     if as_json:
         facts = {"seconds": last.seconds, "steps": last.steps, "size_bytes": last.size_bytes}
         shown = {"file": str(path), "role": role, "instance": record.instance_id, **facts}
@@ -116,11 +110,8 @@ def join_segments(text: str) -> dict[str, Any]:
     return whole
 
 
-async def _choose(settings: MeshSettings, role: Role, instance: str | None) -> InstanceRecord:
-    async with join_registry(
-        settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()
-    ) as registry:
-        records = registry.book.of_role(role)
+def _choose(mesh: Mesh, settings: MeshSettings, role: Role, instance: str | None) -> InstanceRecord:
+    records = mesh.book.of_role(role)
     found = [r for r in records if r.instance_id.startswith(instance or "")]
     if len(found) == 1:
         return found[0]
@@ -131,29 +122,21 @@ async def _choose(settings: MeshSettings, role: Role, instance: str | None) -> I
     )
 
 
-async def _fetch(
-    settings: MeshSettings, subject: str, seconds: float, file: BinaryIO, started: Callable[[], None]
-) -> ProfilePart:
+async def _fetch(bus: Bus, subject: str, seconds: float, file: BinaryIO, started: Callable[[], None]) -> ProfilePart:
     """Returns: the last part, with the facts of the whole."""
-    async with AsyncExitStack() as stack:
-        with one_line_errors(settings, "NATS"):
-            async with asyncio.timeout(CONNECT_S):
-                bus = await stack.enter_async_context(
-                    connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect"))
-                )
-        order = StartProfile(seconds=seconds)
-        profile = await bus.call(f"{subject}.profile", order, ProfileStarted, timeout_s=START_S)
-        started()
-        give_up_s = monotonic() + seconds + WRITE_S
-        offset = 0
-        while True:
-            part = await _part(bus, subject, FetchProfile(profile_id=profile.profile_id, offset=offset))
-            file.write(part.data)
-            offset += len(part.data)
-            if part.size_bytes is not None and (offset >= part.size_bytes or not part.data):
-                return part
-            if part.size_bytes is None and monotonic() > give_up_s:
-                raise DeadlineExceeded(f"the profile was not ready {WRITE_S:.0f} s after its end")
+    order = StartProfile(seconds=seconds)
+    profile = await bus.call(f"{subject}.profile", order, ProfileStarted, timeout_s=START_S)
+    started()
+    give_up_s = monotonic() + seconds + WRITE_S
+    offset = 0
+    while True:
+        part = await _part(bus, subject, FetchProfile(profile_id=profile.profile_id, offset=offset))
+        file.write(part.data)
+        offset += len(part.data)
+        if part.size_bytes is not None and (offset >= part.size_bytes or not part.data):
+            return part
+        if part.size_bytes is None and monotonic() > give_up_s:
+            raise DeadlineExceeded(f"the profile was not ready {WRITE_S:.0f} s after its end")
 
 
 async def _part(bus: Bus, subject: str, wanted: FetchProfile) -> ProfilePart:

@@ -1,28 +1,25 @@
 """Where a prompt would go: a frontend chooses a decode instance, which then chooses a prefill instance."""
 
-import asyncio
 import json
 import math
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 from msgspec.structs import asdict
 from rich.console import Console
 from rich.table import Table
 
-from components.discovery.registry import join_registry
 from components.errors import DeadlineExceeded, PeerLost
-from components.messaging.bus import Bus, connect_bus
+from components.messaging.bus import Bus
 from components.settings import MeshSettings
 from components.wire.inspection import ExplainRoute, RouteExplained
 from components.wire.instances import InstanceRecord
 from components.wire.tokens import num_tokens
-from services.inspect.connection import one_line_errors
+from services.inspect.mesh import Mesh, open_mesh
 
-CONNECT_S = 8.0
-ANSWER_S = 5.0
+ANSWER_S: Final = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,33 +31,28 @@ class Choice:
 
 
 async def show_route(settings: MeshSettings, console: Console, asked: ExplainRoute, *, as_json: bool = False) -> None:
-    with one_line_errors(settings, "etcd", "NATS"):
-        async with asyncio.timeout(CONNECT_S + 2 * ANSWER_S):
-            choices = await _ask(settings, asked)
+    async with open_mesh(settings) as mesh:
+        choices = await _ask(mesh, asked)
     if as_json:
         console.out(json.dumps(as_fields(choices)), highlight=False)
     else:
         _print_choices(console, choices)
 
 
-async def _ask(settings: MeshSettings, asked: ExplainRoute) -> list[Choice]:
+async def _ask(mesh: Mesh, asked: ExplainRoute) -> list[Choice]:
     """Returns a frontend's choice, and that of the decode instance that it would choose."""
-    async with (
-        connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")) as bus,
-        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
-    ):
-        frontends = registry.book.of_role("frontend")
-        if not frontends:
-            raise SystemExit("no frontend is registered, and only a frontend can tokenize the prompt")
-        frontend, answer = await first_answer(bus, frontends, asked)
-        first = Choice(frontend, answer)
-        decode = registry.book.find(answer.chosen)
-        if decode is None:
-            return [first]
-        follow = ExplainRoute(
-            token_ids=answer.token_ids, adapter=asked.adapter, session=asked.session, cache_salt=asked.cache_salt
-        )
-        return [first, Choice(decode, await _explain(bus, decode, follow))]
+    frontends = mesh.book.of_role("frontend")
+    if not frontends:
+        raise SystemExit("no frontend is registered, and only a frontend can tokenize the prompt")
+    frontend, answer = await first_answer(mesh.bus, frontends, asked)
+    first = Choice(frontend, answer)
+    decode = mesh.book.find(answer.chosen)
+    if decode is None:
+        return [first]
+    follow = ExplainRoute(
+        token_ids=answer.token_ids, adapter=asked.adapter, session=asked.session, cache_salt=asked.cache_salt
+    )
+    return [first, Choice(decode, await _explain(mesh.bus, decode, follow))]
 
 
 def as_fields(choices: Sequence[Choice]) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from components.discovery.registry import join_registry
-from components.messaging.bus import Bus, connect_bus
 from components.messaging.micro_services import MicroService, find_services
 from components.messaging.roll_call import RollCall
 from components.settings import MeshSettings
@@ -21,12 +19,10 @@ from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from components.wire.plans import AskPlan, PlanReported
 from services.inspect.ages import age
-from services.inspect.connection import one_line_errors
-from services.inspect.mesh import WORKERS, planners, records_of
+from services.inspect.mesh import WORKERS, Mesh, open_bus, open_mesh, planners
 
 T = TypeVar("T")
 
-CONNECT_S: Final = 8.0
 ANSWER_S: Final = 3.0
 NOT_IN_ETCD: Final = ("kvmesh-planner", "kvmesh-local")  # they answer on NATS, but serve no requests
 NUMBERS: Final = ("pid", "up", "run", "wait", "held", "pages", "errors")
@@ -43,30 +39,19 @@ LOAD: Final = (
 
 
 async def show_workers(settings: MeshSettings, console: Console, *, wide: bool = False, as_json: bool = False) -> None:
-    with one_line_errors(settings, "etcd", "NATS"):
-        async with asyncio.timeout(CONNECT_S):
-            await _show(settings, console, wide=wide, as_json=as_json)
-
-
-async def _show(settings: MeshSettings, console: Console, *, wide: bool, as_json: bool) -> None:
-    async with (
-        connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")) as bus,
-        join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
-    ):
-        asked = records_of(registry.book)
-        calls = [RollCall(bus, settings.namespace, role, registry.book).answers() for role in WORKERS]
-        answers, found = await asyncio.gather(asyncio.gather(*calls), _services(bus, settings.namespace, asked))
-        beats = {name: beat for of_role in answers for name, beat in of_role.beats.items()}
-        records, services = unchanged(asked, records_of(registry.book), found)
-        if as_json:
-            console.out(json.dumps(as_fields(records, beats, services, settings.namespace)), highlight=False)
-            return
-        console.print(
-            summary(records, settings.namespace), "", load_table(records, beats, services, wide=wide), sep="\n"
-        )
-        console.print("", address_table(records), sep="\n")
-        for instance_id in unregistered(records, services):
-            console.print(f"[yellow]answers on NATS but is not in etcd: {services[instance_id].name} {instance_id}")
+    async with open_mesh(settings) as mesh:
+        asked = mesh.records()
+        calls = [RollCall(mesh.bus, mesh.namespace, role, mesh.book).answers() for role in WORKERS]
+        answers, found = await asyncio.gather(asyncio.gather(*calls), _services(mesh, asked))
+        records, services = unchanged(asked, mesh.records(), found)
+    beats = {name: beat for of_role in answers for name, beat in of_role.beats.items()}
+    if as_json:
+        console.out(json.dumps(as_fields(records, beats, services, settings.namespace)), highlight=False)
+        return
+    console.print(summary(records, settings.namespace), "", load_table(records, beats, services, wide=wide), sep="\n")
+    console.print("", address_table(records), sep="\n")
+    for instance_id in unregistered(records, services):
+        console.print(f"[yellow]answers on NATS but is not in etcd: {services[instance_id].name} {instance_id}")
 
 
 def unchanged(
@@ -84,8 +69,8 @@ def unchanged(
     return records, {name: answer for name, answer in services.items() if name not in changed}
 
 
-async def _services(bus: Bus, namespace: str, asked: Collection[InstanceRecord]) -> dict[str, MicroService]:
-    found = await find_services(bus, "$SRV.STATS", namespace, [record.instance_id for record in asked])
+async def _services(mesh: Mesh, asked: Collection[InstanceRecord]) -> dict[str, MicroService]:
+    found = await find_services(mesh.bus, "$SRV.STATS", mesh.namespace, [record.instance_id for record in asked])
     return {one.metadata.instance_id: one for one in found if one.name not in NOT_IN_ETCD and one.metadata.instance_id}
 
 
@@ -179,13 +164,9 @@ def _more(record: InstanceRecord, beat: Heartbeat | None, service: MicroService 
 
 
 async def show_planners(settings: MeshSettings, console: Console, *, as_json: bool = False) -> None:
-    with one_line_errors(settings, "NATS"):
-        async with (
-            asyncio.timeout(CONNECT_S),
-            connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")) as bus,
-        ):
-            subjects = sorted((await planners(bus, settings.namespace)).values())
-            plans = [(s, await bus.call(f"{s}.plan", AskPlan(), PlanReported, timeout_s=ANSWER_S)) for s in subjects]
+    async with open_bus(settings) as bus:  # it works without etcd
+        subjects = sorted((await planners(bus, settings.namespace)).values())
+        plans = [(s, await bus.call(f"{s}.plan", AskPlan(), PlanReported, timeout_s=ANSWER_S)) for s in subjects]
     if not plans:
         raise SystemExit(f"no planner answers in namespace {settings.namespace}: python -m services.planner starts one")
     if as_json:

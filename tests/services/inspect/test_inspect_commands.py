@@ -19,6 +19,7 @@ from components.process import subject_of
 from components.settings import MeshSettings
 from components.telemetry.trace_store import FILE_NAME
 from services.inspect import __main__ as inspect
+from services.inspect import mesh
 from services.inspect.workers import show_workers
 from tests.components.discovery.records import record
 from tests.components.telemetry.written import writing_tracer
@@ -151,6 +152,18 @@ def test_without_a_mesh_the_state_directory_is_named_as_a_cause(
     assert code == 1
     assert "no answer from" in text
     assert f"no services.local runs with state directory {tmp_path}: name its --state-dir, or --etcd-url" in text
+
+
+@pytest.mark.mesh
+def test_only_the_server_that_does_not_answer_is_named(
+    nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`workers` and `route` named etcd or NATS, whichever it was."""
+    monkeypatch.setattr(mesh, "CONNECT_S", 1.5)
+    servers = ("--etcd-url", "http://127.0.0.1:9", "--nats-url", nats_url)
+    code, text = invoke("workers", *servers, "--state-dir", str(tmp_path))
+    assert code == 1
+    assert "no answer from etcd at http://127.0.0.1:9: no services.local runs" in text
 
 
 @pytest.mark.mesh

@@ -1,9 +1,15 @@
 """What `inspect planner` shows of an answer."""
 
+import json
+
+import pytest
 from rich.console import Console
 
-from components.wire.plans import PlanReported, RolePlan
-from services.inspect.workers import show_plan
+from components.messaging.bus import connect_bus
+from components.messaging.call_server import Endpoint, serve_calls
+from components.settings import MeshSettings
+from components.wire.plans import AskPlan, PlanReported, RolePlan
+from services.inspect.workers import show_plan, show_planners
 
 
 def shown(plan: PlanReported) -> str:
@@ -54,3 +60,25 @@ def test_a_limit_of_devices_is_shown_with_what_a_worker_takes() -> None:
     row = next(line for line in text.splitlines() if "1..4" in line)
     assert row.split("│")[6].strip() == "4"
     assert "at most 8 devices" in text
+
+
+@pytest.mark.mesh
+@pytest.mark.anyio
+async def test_plans_are_shown_while_etcd_is_away(
+    nats_url: str, namespace: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A planner does not lead then, and this is where its reader finds out."""
+    role = RolePlan(least=1, most=1, serving=1)
+
+    async def plan(_: AskPlan) -> PlanReported:
+        return PlanReported(leading=False, connector="local", prefill=role, decode=role)
+
+    settings = MeshSettings(etcd_url="http://127.0.0.1:9", nats_url=nats_url, namespace=namespace)
+    endpoints, me = [Endpoint("plan", AskPlan, plan)], {"instance_id": "ab12"}
+    async with (
+        connect_bus(nats_url, "test") as bus,
+        serve_calls(bus, "planner", f"{namespace}.planner.ab12", endpoints, me),
+    ):
+        await show_planners(settings, Console(width=200, color_system=None), as_json=True)
+    [shown] = json.loads(capsys.readouterr().out)
+    assert (shown["instance"], shown["leading"]) == ("ab12", False)
