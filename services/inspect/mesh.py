@@ -1,9 +1,10 @@
 """What the instances of a mesh report about themselves, asked all at once."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -52,7 +53,7 @@ class Mesh:
         self._registry = registry
         self.namespace = namespace
         self._planners: dict[str, str] = {}  # subjects by instance id
-        self._planners_at_s = float("-inf")
+        self._planners_at_s = -math.inf  # monotonic, of the latest question
 
     def follows_etcd(self) -> bool:
         return self._registry.connected
@@ -61,10 +62,13 @@ class Mesh:
         return [record for role in ROLES for record in self.book.of_role(role)]
 
     async def instances(self) -> list[Seen]:
-        """All, without their status."""
+        """All, without their status. Raises: MeshError, if no question for planners was ever answered."""
         if time.monotonic() - self._planners_at_s > PLANNERS_S:
-            with suppress(MeshError):  # an outage of NATS has just begun
+            try:
                 self._planners = await planners(self.bus, self.namespace, PING_S)
+            except MeshError:
+                if self._planners_at_s == -math.inf:
+                    raise
             self._planners_at_s = time.monotonic()
         seen = [Seen(r.role, r.instance_id, r.subject, r) for r in self.records()]
         return seen + [Seen("planner", instance_id, subject) for instance_id, subject in self._planners.items()]
