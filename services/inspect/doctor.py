@@ -63,7 +63,7 @@ async def show_doctor(settings: MeshSettings, console: Console, *, as_json: bool
 
 def report(found: Sequence[Finding]) -> Table:
     marks = {Level.OK: ("ok", "green"), Level.NOTE: ("note", "yellow"), Level.WRONG: ("WRONG", "bold red")}
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
+    table = Table.grid(padding=(0, 2, 0, 0))
     for finding in found:
         text = Text(finding.what)
         if finding.do:

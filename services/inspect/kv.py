@@ -8,7 +8,6 @@ from itertools import takewhile
 from typing import Any, Final
 
 from rich.console import Console
-from rich.table import Table
 
 from components.errors import MeshError
 from components.messaging.bus import Bus
@@ -17,6 +16,7 @@ from components.wire.inspection import ExplainRoute
 from components.wire.instances import InstanceRecord
 from components.wire.kv_events import FetchKvDump, KvDumpPart, unpack_hashes
 from components.wire.tokens import HASH_BYTES, block_hashes, seed_hash, unpack_tokens
+from services.inspect.columns import columns
 from services.inspect.mesh import Mesh, open_mesh
 from services.inspect.route import first_answer
 
@@ -190,7 +190,7 @@ def _show_hits(console: Console, found: Sequence[Hit], num_tokens: int, *, as_js
         console.out(json.dumps({"tokens": num_tokens, "instances": [asdict(hit) for hit in found]}), highlight=False)
         return
     console.print(f"a prompt of {num_tokens} tokens")
-    table = _table("role", "instance", ">cached tokens", ">share", "")
+    table = columns("role", "instance", ">cached tokens", ">share", "")
     for hit in found:
         share = f"{100 * hit.cached_tokens / max(1, num_tokens):.0f} %"
         table.add_row(hit.role, hit.instance, str(hit.cached_tokens), share, hit.missing)
@@ -213,7 +213,7 @@ def _show_overview(console: Console, caches: Sequence[Cache], *, as_json: bool) 
         ]
         console.out(json.dumps(asdict(Overview(rows, shared))), highlight=False)
         return
-    table = _table("role", "instance", ">blocks", ">page size", ">tokens", ">of the pool", "")
+    table = columns("role", "instance", ">blocks", ">page size", ">tokens", ">of the pool", "")
     for cache in caches:
         pages = 0 if cache.record.kv is None else cache.record.kv.num_pages
         share = f"{100 * len(cache.blocks) / pages:.0f} %" if pages else ""
@@ -224,16 +224,8 @@ def _show_overview(console: Console, caches: Sequence[Cache], *, as_json: bool) 
         console.print("\nno block is cached on two instances")
         return
     console.print("\nmost shared prefixes, by the instances that hold them")
-    table = _table(">instances", ">blocks", ">tokens", "last block", "held by")
+    table = columns(">instances", ">blocks", ">tokens", "last block", "held by")
     for one in shared:
         counts = map(str, (len(one.instances), one.blocks, one.tokens))
         table.add_row(*counts, one.last_block, " ".join(one.instances))
     console.print(table)
-
-
-def _table(*names: str) -> Table:
-    """Columns; those with ">" are aligned to the right."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in names:
-        table.add_column(name.removeprefix(">"), justify="right" if name.startswith(">") else "left", no_wrap=True)
-    return table

@@ -12,6 +12,7 @@ from rich.text import Text
 from components.settings import MeshSettings
 from components.wire.status import RoomStatus
 from services.inspect.ages import age
+from services.inspect.columns import columns
 from services.inspect.mesh import Seen, open_mesh
 
 OLD_S: Final = 10.0  # a transfer usually takes much less
@@ -70,9 +71,7 @@ async def show_rooms(settings: MeshSettings, console: Console, *, as_json: bool)
 
 
 def room_table(rooms: Sequence[Room]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in ("room", "age", "request", "decode", "bootstrap", "prefill"):
-        table.add_column(name, overflow="fold", justify="right" if name == "age" else "left")
+    table = columns("room", ">age", "request", "decode", "bootstrap", "prefill", folds=True)
     for room in rooms:
         old = "yellow" if room.age_s > OLD_S else ""
         table.add_row(

@@ -16,6 +16,7 @@ from components.messaging.liveness import SILENT_AFTER_S
 from components.settings import MeshSettings
 from components.telemetry.links import links_between
 from services.inspect.ages import age
+from services.inspect.columns import columns
 from services.inspect.mesh import STATUS_S, Mesh, Seen, heartbeat_ages_s, open_mesh, state_of
 
 EVERY_S: Final = 1.0
@@ -32,6 +33,7 @@ COLUMNS: Final = (
     *("role", "instance", "devices", "state", "up", "run", "wait", "oldest", "rooms"),
     *("KV", "cached", "tokens/s", "heartbeat", "loop lag"),
 )
+TEXTS: Final = frozenset({"role", "instance", "state"})  # the other columns are numbers
 LEFT_OUT: Final = frozenset({"up", "rooms", "cached", "loop lag"})  # of a narrow screen
 ALL_COLUMNS_WIDTH: Final = 106
 FRAME_LINES: Final = 6  # beside the two tables' rows
@@ -188,9 +190,7 @@ def _table(rows: Sequence[Row], width: int) -> Table:
     if all(row.devices <= 1 for row in rows):
         hidden.add("devices")
     names = [name for name in COLUMNS if name not in hidden]
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name in names:
-        table.add_column(name, no_wrap=True, justify="left" if name in ("role", "instance", "state") else "right")
+    table = columns(*(name if name in TEXTS else f">{name}" for name in names))
     for row in rows:
         cells = _cells(row)
         table.add_row(*(cells[name] for name in names))
@@ -218,10 +218,7 @@ def _cells(row: Row) -> Mapping[str, str | Text]:
 
 
 def _links(links: Iterable[Link]) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("KV from → to", no_wrap=True)
-    for name in ("transfers", "failed", "moved", "now"):
-        table.add_column(name, no_wrap=True, justify="right")
+    table = columns("KV from → to", ">transfers", ">failed", ">moved", ">now")
     for link in links:
         table.add_row(
             f"{link.prefill} → {link.decode}",

@@ -19,13 +19,13 @@ from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from components.wire.plans import AskPlan, PlanReported
 from services.inspect.ages import age
+from services.inspect.columns import columns
 from services.inspect.mesh import WORKERS, Mesh, open_bus, open_mesh, planners
 
 T = TypeVar("T")
 
 ANSWER_S: Final = 3.0
 NOT_IN_ETCD: Final = ("kvmesh-planner", "kvmesh-local")  # they answer on NATS, but serve no requests
-NUMBERS: Final = ("pid", "up", "run", "wait", "held", "pages", "errors")
 LOAD: Final = (
     "num_running",
     "num_waiting",
@@ -107,11 +107,9 @@ def load_table(
     records: list[InstanceRecord], beats: dict[str, Heartbeat], services: Mapping[str, MicroService], *, wide: bool
 ) -> Table:
     """`wide` needs about 150 columns."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    for name in ("role", "instance", "pid", "up", "state", "run", "wait", "held", "pages", "errors"):
-        table.add_column(name, no_wrap=True, justify="right" if name in NUMBERS else "left")
-    for name in ("epoch", "host", "model", "pages free/cached/held", "step", "calls by NATS") if wide else ():
-        table.add_column(name, no_wrap=True)
+    more = ("epoch", "host", "model", "pages free/cached/held", "step", "calls by NATS") if wide else ()
+    names = ("role", "instance", ">pid", ">up", "state", ">run", ">wait", ">held", ">pages", ">errors", *more)
+    table = columns(*names, gap=1)
     for record in records:
         beat, service = beats.get(record.instance_id), services.get(record.instance_id)
         table.add_row(*_row(record, beat, service), *(_more(record, beat, service) if wide else ()))
@@ -119,9 +117,7 @@ def load_table(
 
 
 def address_table(records: list[InstanceRecord]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("role", "instance", "devices", "serves clients at", "metrics and health at"):
-        table.add_column(name, no_wrap=True, overflow="fold")
+    table = columns("role", "instance", "devices", "serves clients at", "metrics and health at", folds=True)
     for record in records:
         is_frontend = record.role == "frontend"
         page = record.metrics if is_frontend else record.http

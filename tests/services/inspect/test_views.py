@@ -190,6 +190,17 @@ def test_workers_are_shown_with_facts_of_etcd_and_of_nats() -> None:
     ]
 
 
+def test_addresses_are_whole_on_a_narrow_screen() -> None:
+    """Their ends were cut off, and ids were not shown at all."""
+    url = "http://a-host-with-a-long-name.example.org"
+    worker = record("d1", kv=endpoint(), http=f"{url}:12345")
+    frontend = record("f1", role="frontend", http=f"{url}:8000", metrics=f"{url}:34567")
+    lines = rendered(address_table([worker, frontend]), 60)
+    assert {line.split()[1] for line in lines if line.startswith(("decode", "frontend"))} == {"d1", "f1"}
+    last = lines[0].index("metrics")
+    assert f"{url}:12345{url}:34567" in "".join(line[last:].strip() for line in lines)
+
+
 def test_a_worker_without_answer_and_one_without_heartbeat_are_marked() -> None:
     frontend_record = record("f1", role="frontend")
     lines = rendered(load_table([record("d1", kv=endpoint()), frontend_record], {}, {"f1": stats()}, wide=False), 80)
