@@ -1,5 +1,6 @@
 """A request without a client library: answers, and servers that give none."""
 
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -19,8 +20,10 @@ def answering(answer: bytes) -> Iterator[tuple[str, list[bytes]]]:
 
         def serve() -> None:
             connection, _ = listening.accept()
-            with connection:
-                received.append(connection.recv(65536))
+            with connection, connection.makefile("rb") as stream:
+                head = b"".join(iter(stream.readline, b"\r\n"))
+                size = re.search(rb"(?i)content-length: (\d+)", head)
+                received.append(head + b"\r\n" + stream.read(int(size[1]) if size else 0))
                 connection.sendall(answer)
 
         thread = threading.Thread(target=serve)
