@@ -33,48 +33,48 @@ else
 endif
 
 faults: $(SETUP)  ## every fault at every message, write and state; make test tries four in ten of them
-	@$(BIN)/python -m pytest -n $(workers) -m 'faults or not faults' tests/faults tests/mesh/test_lost_ranks.py \
+	@$(PYTEST) -n $(workers) -m 'faults or not faults' tests/faults tests/mesh/test_lost_ranks.py \
 	  tests/engine/parallel/test_more_ranks.py $(ARGS)
 
 secure-test: $(SETUP)  ## three minutes: meshes with users, rights and TLS; what a stolen credential cannot do
-	@$(BIN)/python -m pytest -m 'secure or not secure' tests/secure tests/components/test_permissions.py \
+	@$(PYTEST) -m 'secure or not secure' tests/secure tests/components/test_permissions.py \
 	  tests/components/messaging/test_secure_nats.py tests/components/discovery/test_secure_etcd.py \
 	  tests/components/test_certificates.py tests/components/test_credentials.py tests/services/test_secrets.py \
 	  tests/components/telemetry/test_protected_pages.py tests/operations/test_renewed_certificates.py $(ARGS)
 
 soak: $(SETUP)  ## ten minutes of load with clients that leave: nothing may hang, leak or grow
-	@$(BIN)/python -m pytest -m soak -s tests/soak $(ARGS)
+	@$(PYTEST) -m soak -s tests/soak $(ARGS)
 
 outages: $(SETUP)  ## seventeen minutes in which etcd is away, in parts or as a whole: clients may not notice
-	@$(BIN)/python -m pytest -m outages -s tests/mesh/test_outages_long.py $(ARGS)
+	@$(PYTEST) -m outages -s tests/mesh/test_outages_long.py $(ARGS)
 
 upgrade-test: $(SETUP)  ## three minutes: upgrades from earlier commits (EARLIER=tag: from that), restarts of etcd and NATS
-	@EARLIER="$(EARLIER)" $(BIN)/python -m pytest -m upgrades -s tests/operations $(ARGS)
+	@EARLIER="$(EARLIER)" $(PYTEST) -m upgrades -s tests/operations $(ARGS)
 
 multihost-test: $(SETUP)  ## several hosts as network namespaces, each link faulty in turn; as root, eight minutes
-	@$(BIN)/python -m pytest -m hosts -s tests/hosts $(ARGS)
+	@$(PYTEST) -m hosts -s tests/hosts $(ARGS)
 
 compose-test: $(SETUP)  ## images and containers by Docker Compose, under load; as root, twenty minutes (docs/compose.md)
 	@docker compose version > /dev/null 2>&1 || $(PIP) -c $(constraints) -e '.[compose]'
-	@$(BIN)/python -m pytest -m compose -s tests/compose $(ARGS)
+	@$(PYTEST) -m compose -s tests/compose $(ARGS)
 
 kubernetes-test: $(SETUP)  ## the chart on a Kubernetes of one node, as root; ten minutes, and more the first time
-	@$(BIN)/python -m pytest -m kubernetes -s tests/kubernetes $(ARGS)
+	@$(PYTEST) -m kubernetes -s tests/kubernetes $(ARGS)
 
 gpu-test: $(SETUP)  ## the engine's and the transfer's tests on a GPU; ARGS='--device cpu': the same tests on the CPU
-	@$(BIN)/python -m pytest -m 'gpu or gpu_bench' $(ARGS)
+	@$(PYTEST) -m 'gpu or gpu_bench' $(ARGS)
 
 fuzz: $(SETUP)  ## ten minutes of made-up messages and requests, ten thousand of them to a running mesh
-	@$(BIN)/python -m pytest -m 'not soak' --hypothesis-profile=fuzz --timeout=1800 -s tests/fuzz $(ARGS)
+	@$(PYTEST) -m 'not soak' --hypothesis-profile=fuzz --timeout=1800 -s tests/fuzz $(ARGS)
 
 clients: $(SETUP)  ## clients that users bring, installed under build/, against a running mesh
-	@$(BIN)/python -m pytest -m clients -s tests/clients $(ARGS)
+	@$(PYTEST) -m clients -s tests/clients $(ARGS)
 
 check: $(SETUP)  ## format, lint, strict types, direction of imports
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
-	@$(BIN)/python -m pytest -q tests/test_import_direction.py
+	@$(PYTEST) -q tests/test_import_direction.py
 
 audit: $(SETUP)  ## known vulnerabilities of the installed packages, from PyPI or ARGS='--database PATH'
 	@$(BIN)/python deploy/audit.py $(ARGS)

@@ -31,16 +31,16 @@ def fetch(
 
     Args:
         timeout_s: of each wait for the server.
-        context: None for `http://…`.
+        context: for `https://…`; None trusts the authorities of this machine.
     Raises: OSError, also for a malformed answer and for one of more than MOST_BYTES.
     """
     try:
         parts = urlsplit(url)
         host, port = parts.hostname or "", parts.port
         connection = (
-            http.client.HTTPConnection(host, port, timeout=timeout_s)
-            if context is None
-            else http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
+            http.client.HTTPSConnection(host, port, timeout=timeout_s, context=context)
+            if parts.scheme == "https"
+            else http.client.HTTPConnection(host, port, timeout=timeout_s)
         )
         try:
             connection.request(method, parts._replace(scheme="", netloc="").geturl() or "/", body, dict(headers))

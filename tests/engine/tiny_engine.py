@@ -141,7 +141,7 @@ class Seen:
 
 
 def check_pages(engine: EngineCore) -> None:
-    """The pool is whole, and every page is held exactly as often as it stands in a block table.
+    """The pool is whole, and every page is held exactly as often as it is listed in block tables.
 
     A request that ended in flight keeps its pages until the step has landed.
     """

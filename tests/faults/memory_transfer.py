@@ -288,7 +288,7 @@ class MemoryTransfer:
         return future
 
     def _look(self, notification: str, slot: int) -> None:
-        """Again and again, until the slot is sealed or damaged, or nobody expects it any more."""
+        """Repeat until the slot is sealed or damaged, or no call waits for it."""
         future, loop = self.expected.get(notification), asyncio.get_running_loop()
         if future is None or future.done():
             return

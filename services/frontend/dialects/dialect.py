@@ -108,7 +108,7 @@ class ConversationDialect(Dialect):
 def prompt_extras(
     request: GenerationFields, generation: Generation, index: int
 ) -> tuple[list[int] | None, dict[str, Items]]:
-    """A choice's prompt, where it is asked for: its token ids, and the list that fills its log-probabilities."""
+    """Return what the request wants of a choice's prompt: its token ids, and the list of its log-probabilities."""
     choice, count = generation.choices[index], request.prompt_logprobs
     token_ids = choice.prompt.token_ids
     lists: dict[str, Items] = {}

@@ -5,6 +5,7 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from math import inf
 from typing import Any, Final
 
 from components.settings import MeshSettings
@@ -44,8 +45,7 @@ class Traces:
         self._settings = settings
         self._shows_content = shows_content
         self._reader = reader
-        self._stand_in: TraceReader | None = None  # while no observer answers
-        self._asked_s = 0.0  # when it was last looked for
+        self._reader_until_s = inf  # monotonic
         self._lists: dict[tuple[Which, str | None], tuple[float, dict[str, Any]]] = {}
         self._turn = asyncio.Lock()
 
@@ -100,17 +100,12 @@ class Traces:
         return text if self._shows_content else QUOTED.sub("'…'", text)
 
     async def _open(self) -> TraceReader:
-        if self._reader is not None:
-            return self._reader
-        if self._stand_in is not None and time.monotonic() < self._asked_s + ASK_AGAIN_S:
-            return self._stand_in
-        reader = await asyncio.to_thread(open_trace_reader, self._settings)
-        if self._settings.otlp_endpoint and not isinstance(reader, ObserverTraceReader):
-            # The observer may only be away. When it is back, spans are no longer written to the local file.
-            self._stand_in, self._asked_s = reader, time.monotonic()
-        else:
-            self._reader = reader
-        return reader
+        if self._reader is None or time.monotonic() >= self._reader_until_s:
+            self._reader = await asyncio.to_thread(open_trace_reader, self._settings)
+            # An observer may only be away. When it is back, spans are no longer written to the local file.
+            may_be_away = self._settings.otlp_endpoint and not isinstance(self._reader, ObserverTraceReader)
+            self._reader_until_s = time.monotonic() + ASK_AGAIN_S if may_be_away else inf
+        return self._reader
 
 
 def span_fields(spans: Sequence[Span]) -> list[dict[str, Any]]:

@@ -4,7 +4,7 @@ import re
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -21,10 +21,11 @@ def answering(answer: bytes) -> Iterator[tuple[str, list[bytes]]]:
         def serve() -> None:
             connection, _ = listening.accept()
             with connection, connection.makefile("rb") as stream:
-                head = b"".join(iter(stream.readline, b"\r\n"))
+                head = b"".join(iter(lambda: stream.readline() or b"\r\n", b"\r\n"))
                 size = re.search(rb"(?i)content-length: (\d+)", head)
                 received.append(head + b"\r\n" + stream.read(int(size[1]) if size else 0))
-                connection.sendall(answer)
+                with suppress(OSError):  # the client has left
+                    connection.sendall(answer)
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -42,6 +43,12 @@ def test_an_answer_has_its_status_headers_and_body() -> None:
     assert head.splitlines()[0] == b"PATCH /a/b?c=d HTTP/1.1"
     assert b"X-Of: mine" in head
     assert body == b"{}"
+
+
+def test_without_a_context_https_is_still_encrypted() -> None:
+    with answering(b"HTTP/1.1 200 OK\r\n\r\n") as (url, received), pytest.raises(OSError, match=r"\w"):
+        fetch(url.replace("http:", "https:"), timeout_s=0.5, headers={"Authorization": "secret"})
+    assert b"secret" not in received[0]
 
 
 def test_a_url_without_a_path_is_the_root(monkeypatch: pytest.MonkeyPatch) -> None:

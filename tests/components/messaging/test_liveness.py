@@ -370,7 +370,7 @@ def test_a_heartbeat_that_cannot_leave_is_not_the_end() -> None:
 
 
 def test_what_is_usual_goes_by_time_not_by_heartbeats() -> None:
-    """Ten short steps, told one by one, are half a second: who has taken two seconds before may take as long again."""
+    """Ten short steps, each with a heartbeat, are half a second. A worker whose steps took two seconds may need two again."""
     watched = Watched()
     step = 0
 

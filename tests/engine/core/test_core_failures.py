@@ -31,7 +31,7 @@ class ScriptedStep:
 
 
 class ScriptedRunner:
-    """Samples 7 for ever; the step that is launched next fails when told to, at its launch, its draws or its end."""
+    """Samples 7 in every step. `errors` makes the next step fail: at its launch, its draws or its end."""
 
     takes_cpu = True
     forward_kind = ""

@@ -64,7 +64,7 @@ def run(engine: EngineCore) -> list[StepOutput]:
 
 
 def test_a_transfer_that_fails_before_there_were_pages_is_computed_all_the_same(engine: EngineCore) -> None:
-    """`recompute` ignored a request that was still queued: it got its pages later, and waited in them for ever."""
+    """`recompute` ignored a request that was still queued: it got its pages later, and held them forever."""
     ask(engine, "a")
     ask(engine, "b")
     assert [r.request_id for output in run(engine) for r in output.reserved] == ["a"]

@@ -1,4 +1,4 @@
-"""A decode worker whose pages nobody can read does not start when it is told to verify them."""
+"""A decode worker that has to verify pages does not start if it cannot read them."""
 
 import pytest
 

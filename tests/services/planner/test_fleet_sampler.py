@@ -1,4 +1,4 @@
-"""What is seen of a mesh: workers that are heard and whose page can be read; everybody else is unknown by name."""
+"""A sample of the mesh has each worker with heartbeats and a readable metrics page. Others are listed as unknown."""
 
 import socket
 
