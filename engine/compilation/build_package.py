@@ -5,8 +5,10 @@ A package loads in half a second. Compiling SmolLM2-135M takes 42 s.
 
 import json
 import os
+import shutil
 import sys
 import threading
+import zipfile
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +17,7 @@ from typing import Final
 import torch
 from pydantic import TypeAdapter
 
-from engine.compilation.forward import MIN_TOKENS, Exported, has_own_weights
+from engine.compilation.forward import LIBRARY, MIN_TOKENS, Exported, has_own_weights
 from engine.compilation.trial import scratch_attention, step_of
 from engine.config import EngineConfig
 from engine.kernels.linear import pack_linears
@@ -44,7 +46,7 @@ class Order:
 
 
 def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
-    """Compile steps of 2 to `max_tokens` tokens. `path` appears by a rename."""
+    """Compile steps of 2 to `max_tokens` tokens. The directory `path` appears by a rename."""
     step = step_of(scratch_attention(loaded.layout, EXAMPLE), loaded.layout, EXAMPLE, EXAMPLE)
     example = torch.zeros(EXAMPLE, dtype=torch.int64), torch.arange(EXAMPLE), torch.arange(4), step.pool, step.plan
     tokens = torch.export.Dim("tokens", min=MIN_TOKENS, max=max_tokens)
@@ -52,7 +54,6 @@ def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
     sizes = tokens, tokens, kept, torch.export.Dim("pages", min=2), torch.export.Dim("plan", min=2)
     share_linears(loaded.module)
     own = has_own_weights(loaded.module)
-    unfinished = path.with_name(f"{path.stem}-{os.getpid()}.pt2")
     with torch.no_grad():
         program = torch.export.export(
             Exported(loaded.module),
@@ -61,13 +62,29 @@ def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
             strict=False,
         )
         merge_products(program.graph)
+        unfinished = path.with_suffix(".unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed; one at a time gets here
+        unfinished.mkdir()
+        archive, package = unfinished / "archive.pt2", unfinished / "package"
         try:
             torch._inductor.aoti_compile_and_package(
-                program, package_path=str(unfinished), inductor_configs=OWN_WEIGHTS if own else NO_WEIGHTS
+                program, package_path=str(archive), inductor_configs=OWN_WEIGHTS if own else NO_WEIGHTS
             )
-            unfinished.replace(path)
+            _unpack(archive, package)
+            package.rename(path)
         finally:
-            unfinished.unlink(missing_ok=True)
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def _unpack(archive: Path, package: Path) -> None:
+    """Write the library, and the list of operators that it calls: torch looks for it under the same name."""
+    package.mkdir()
+    with zipfile.ZipFile(archive) as members:
+        for member in members.namelist():
+            if member.endswith((".wrapper.so", ".wrapper.json")):
+                target = (package / LIBRARY).with_suffix(Path(member).suffix)
+                with members.open(member) as source, target.open("wb") as file:
+                    shutil.copyfileobj(source, file)
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ from engine.kernels.native_library import load_package_class
 
 # torch compiles a dimension of 1 separately
 MIN_TOKENS: Final = 2
+LIBRARY: Final = "forward.so"  # in a package, a directory
 
 
 class Forward(Protocol):
@@ -72,10 +73,10 @@ class PackagedForward:
     def __init__(self, path: Path, module: Any, state_dir: Path) -> None:
         """Load the package, with the weights of `module` unless it has its own.
 
-        Raises: KernelsUnavailable; RuntimeError, for a file that is no package.
+        Raises: KernelsUnavailable; RuntimeError, for a directory that is no package.
         """
         load_package_class(state_dir)
-        self._package = torch.classes.kvmesh_package.Package(str(path))
+        self._package = torch.classes.kvmesh_package.Package(str(path / LIBRARY))
         if not has_own_weights(module):
             exported = Exported(module)
             there = dict([*exported.named_parameters(remove_duplicate=False), *exported.named_buffers()])

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -24,7 +25,7 @@ from engine.model.progress import Progress
 
 log = logging.getLogger(__name__)
 
-FORMAT: Final = 6  # increment when the exported code changes
+FORMAT: Final = 7  # increment when the exported code changes
 MIN_PARAMETERS: Final = 50_000_000  # smaller models are not worth a minute of compiling
 MAX_PARAMETERS: Final = 2_000_000_000  # if the package has its own weights
 KEPT_PACKAGES: Final = 4
@@ -83,7 +84,7 @@ class CompiledWhenReady:
             forward = PackagedForward(path, self._model.module, Path(self._order.state_dir))
             far = difference(self._model.module, forward, self._model.layout)
         except Exception:
-            path.unlink(missing_ok=True)  # the next start makes another
+            shutil.rmtree(path, ignore_errors=True)  # the next start makes another
             raise
         if not far <= 1:  # also for NaN
             raise CompilationFailed(f"its logits are off by {far:.1f} times what rounding explains")
@@ -141,7 +142,7 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
         "transformers": transformers.__version__,
         "processor": processor(),
     }
-    return state_dir.expanduser() / "compile" / f"{fingerprint(facts)}.pt2"
+    return state_dir.expanduser() / "compile" / f"{fingerprint(facts)}.package"
 
 
 def _make(order: Order) -> None:
@@ -173,6 +174,6 @@ def _run_child(order: Order, cache_dir: Path) -> None:
 
 def _forget_old(directory: Path) -> None:
     """A package may be as large as its model."""
-    packages = sorted(directory.glob("*.pt2"), key=lambda path: path.stat().st_mtime, reverse=True)
+    packages = sorted(directory.glob("*.package"), key=lambda path: path.stat().st_mtime, reverse=True)
     for path in packages[KEPT_PACKAGES:]:
-        path.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)

@@ -1,7 +1,10 @@
-// A compiled package, run without Python's lock: torch's own binding holds it for the whole step, in which the process then
+// A compiled forward, run without Python's lock: torch's own binding holds it for the whole step, in which the process then
 // answers nobody and moves no KV. Methods of a torch class are called without it.
+//
+// It is run from where it lies. torch's own loader would copy it to /tmp, weights included, and leave it there if the process
+// is killed.
 
-#include <torch/csrc/inductor/aoti_package/model_package_loader.h>
+#include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 #include <torch/custom_class.h>
 
 #include <string>
@@ -11,21 +14,26 @@
 namespace {
 
 struct Package : torch::CustomClassHolder {
-  explicit Package(const std::string& path) : loader(path) {}
+  explicit Package(const std::string& library) : runner(library) {}
 
   // Names of the weights that it was made without.
-  std::vector<std::string> weights() { return loader.get_constant_fqns(); }
+  std::vector<std::string> weights() {
+    std::vector<std::string> names;
+    for (const auto& [inner, name] : runner.getConstantNamesToOriginalFQNs()) names.push_back(name);
+    return names;
+  }
 
   // Have it read `tensors`, which the caller keeps alive.
   void use(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors) {
-    std::unordered_map<std::string, at::Tensor> weights;
-    for (size_t i = 0; i < names.size(); ++i) weights.emplace(names[i], tensors.at(i));
-    loader.load_constants(weights, /*use_inactive=*/false, /*check_full_update=*/true, /*user_managed=*/true);
+    std::unordered_map<std::string, at::Tensor> by_name, weights;
+    for (size_t i = 0; i < names.size(); ++i) by_name.emplace(names[i], tensors.at(i));
+    for (const auto& [inner, name] : runner.getConstantNamesToOriginalFQNs()) weights.emplace(inner, by_name.at(name));
+    runner.update_constant_buffer(weights, /*use_inactive=*/false, /*validate_full_updates=*/true, /*user_managed=*/true);
   }
 
-  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) { return loader.run(inputs); }
+  std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs) { return runner.run(inputs); }
 
-  torch::inductor::AOTIModelPackageLoader loader;
+  torch::inductor::AOTIModelContainerRunnerCpu runner;
 };
 
 }  // namespace

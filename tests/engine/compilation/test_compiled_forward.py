@@ -5,7 +5,6 @@ import os
 import shutil
 import sys
 import threading
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -46,7 +45,8 @@ def test_a_compiled_model_gives_the_ids_of_the_eager_one_and_writes_only_its_own
     assert isinstance(forward, CompiledWhenReady)
     assert isinstance(forward._forward, PackagedForward)
     assert Path(forward._order.package).parent == compile_home / "compile"
-    assert not list(compile_home.glob(f"compile/{Path(forward._order.package).stem}-*")), "nothing unfinished is left"
+    left = {path.suffix for path in compile_home.glob(f"compile/{Path(forward._order.package).stem}*")}
+    assert left == {".lock", ".package"}, "nothing unfinished is left"
     for page in range(eager.kv_region.num_pages):
         assert any(read_page(compiled, page)) == any(read_page(eager, page))
 
@@ -70,10 +70,10 @@ def test_a_package_of_a_model_with_packed_weights_has_none_of_its_own(
     ours = {parameter.data_ptr() for parameter in loaded.module.parameters()}
     assert len(package._weights) > len(ours) / 2
     assert {weight.data_ptr() for name, weight in package._weights.items() if "rotary" not in name} <= ours
-    weight_bytes = sum(parameter.nbytes for parameter in loaded.module.parameters())
-    assert weight_bytes > 1_000_000
-    with zipfile.ZipFile(forward._order.package) as content:
-        assert not any(name.endswith((".bin", ".weights")) for name in content.namelist())
+    files = {path.name: path.read_bytes() for path in Path(forward._order.package).iterdir()}
+    assert files.keys() == {"forward.so", "forward.json"}
+    matrices = [parameter for parameter in loaded.module.parameters() if parameter.ndim == 2]
+    assert not any(matrix[0].view(torch.uint8).numpy().tobytes() in files["forward.so"] for matrix in matrices)
     _check_that_others_run_meanwhile(package, loaded)
     requests = [EngineRequest("r", prompt(20), greedy(8))]
     assert set(run(assemble(loaded, config, forward), requests).finish) == {"r"}
@@ -178,7 +178,7 @@ class Wrong:
     """A package that computes something, and one that cannot run."""
 
     def __init__(self, path: Path, _module: object, _state_dir: Path) -> None:
-        self._runs = path.read_text() == "runs"
+        self._runs = (path / "forward.so").read_text() == "runs"
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
@@ -206,8 +206,8 @@ def test_a_package_is_tried_before_it_is_used(
         pytest.skip(kernel)
     config = small(compile="wait")
     package = packages._package_path(tiny, config, tmp_path)
-    package.parent.mkdir(parents=True)
-    package.write_text(content)
+    package.mkdir(parents=True)
+    (package / "forward.so").write_text(content)
     monkeypatch.setattr(packages, "PackagedForward", Wrong)
     with caplog.at_level(logging.WARNING):
         forward = choose_forward("tiny", tiny, config, tmp_path, silent)
@@ -229,7 +229,9 @@ def test_the_package_of_another_model_or_thread_count_is_another(
 
 def test_only_the_packages_used_last_are_kept(tmp_path: Path) -> None:
     for i in range(6):
-        (tmp_path / f"{i}.pt2").touch()
-        os.utime(tmp_path / f"{i}.pt2", (i, i))
+        package = tmp_path / f"{i}.package"
+        package.mkdir()
+        (package / "forward.so").touch()
+        os.utime(package, (i, i))
     packages._forget_old(tmp_path)
-    assert sorted(path.stem for path in tmp_path.glob("*.pt2")) == ["2", "3", "4", "5"]
+    assert sorted(path.stem for path in tmp_path.glob("*.package")) == ["2", "3", "4", "5"]
