@@ -23,6 +23,7 @@ from services.inspect import mesh
 from services.inspect.workers import show_workers
 from tests.components.discovery.records import record
 from tests.components.telemetry.written import writing_tracer
+from tests.secured import SECURED
 
 RunService = Callable[..., Any]
 
@@ -41,7 +42,9 @@ def invoke(*args: str) -> tuple[int, str]:
 
 
 @pytest.mark.mesh
-def test_the_shell_variables_let_etcdctl_in(etcd_url: str, tmp_path: Path) -> None:
+def test_the_shell_variables_let_etcdctl_in(etcd_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if SECURED:
+        monkeypatch.setenv("MESH_TLS__CA", os.environ["SSL_CERT_FILE"])  # the shell below has only what is printed
     code, text = invoke("env", "--etcd-url", etcd_url, "--nats-url", "nats://a:b@h:1", "--state-dir", str(tmp_path))
     assert code == 0
     script = f'{text}\netcdctl put shell/a "$NATS_URL" && etcdctl get --prefix shell/'
