@@ -15,7 +15,6 @@ later, queued requests wait `no_worker_wait_s`.
 import asyncio
 import math
 import os
-from collections.abc import Iterable
 from hashlib import blake2b
 from typing import Final, Protocol
 
@@ -52,20 +51,9 @@ class Limits(Protocol):
         """Most admitted requests; None: no limit."""
 
 
-def token_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """The API key of a request: the bearer token, else Anthropic's `x-api-key`; empty without any."""
-    key = b""
-    for name, value in headers:
-        if name == b"authorization":
-            return value.strip().rpartition(b" ")[2]
-        if name == b"x-api-key":
-            key = value.strip()
-    return key
-
-
-def key_of(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    token = token_of(headers)
-    return blake2b(token, digest_size=16, key=_PEPPER).digest() if token else ANONYMOUS
+def queue_key(api_key: bytes) -> bytes:
+    """Return the fair queue's name for the clients that send `api_key`: it does not reveal the key."""
+    return blake2b(api_key, digest_size=16, key=_PEPPER).digest() if api_key else ANONYMOUS
 
 
 class AdmittedRate:

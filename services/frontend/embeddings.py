@@ -35,7 +35,6 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     salt = caller.cache_salt(request.cache_salt, shared=frontend.settings.share_prefix_cache)
     texts = Texts(call.id, model.name, inputs, call.deadline_unix_ms, salt, priority)
     place = caller.enter(
-        call.scope,
         frontend.admission,
         frontend.metrics,
         priority=priority,

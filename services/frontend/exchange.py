@@ -105,9 +105,9 @@ class Exchange:
         running.inc()
         try:
             async with cancelled_on_disconnect(receive, lambda: reply.answered):
-                prompts = await self._prepare(scope, request, model, limit)
+                prompts = await self._prepare(request, model, limit)
                 prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-                place = self._enter(scope, prompts, prompt_tokens)
+                place = self._enter(prompts, prompt_tokens)
                 try:
                     await self._generate(reply, request, prompts, place)
                 finally:
@@ -130,9 +130,7 @@ class Exchange:
             else:
                 await self._collect(reply, request, generation)
 
-    async def _prepare(
-        self, scope: Scope, request: GenerationFields, model: ServedModel, limit: int | None
-    ) -> list[Prompt]:
+    async def _prepare(self, request: GenerationFields, model: ServedModel, limit: int | None) -> list[Prompt]:
         frontend, dialect = self._frontend, self._dialect
         deadline = int((time.time() + frontend.settings.request_timeout_s) * 1000)
         priority = self._caller.priority(request.priority, frontend.settings.best_priority)
@@ -140,7 +138,7 @@ class Exchange:
         encoded = await dialect.encode(frontend.text)
         budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in encoded.prompts]
         asked = encoded.asked or request.asked_constraint
-        constraint = None if asked is None else await self._checked(asked, scope)
+        constraint = None if asked is None else await self._checked(asked)
         num = len(encoded.prompts)
         names = [self._request_id] if num == 1 else [f"{self._request_id}-{i}" for i in range(num)]
         return [
@@ -162,19 +160,18 @@ class Exchange:
             )
         ]
 
-    async def _checked(self, asked: AskedConstraint, scope: Scope) -> Constraint:
+    async def _checked(self, asked: AskedConstraint) -> Constraint:
         """Check that an answer can keep the constraint. Raises: Rejected, which names the field; TooManyChecks."""
         if self._frontend.checker is None:
             raise Rejected(f"'{asked.param}' is not supported by this server.", param=asked.param)
         self._record.begin("frontend.compile")
         try:
-            return await self._frontend.checker.check(asked.constraint, self._caller.queue_key(scope))
+            return await self._frontend.checker.check(asked.constraint, self._caller.queue_key)
         except Unusable as exc:
             raise Rejected(f"Invalid '{asked.param}': {exc}.", param=asked.param, code="invalid_value") from exc
 
-    def _enter(self, scope: Scope, prompts: list[Prompt], prompt_tokens: int) -> Place:
+    def _enter(self, prompts: list[Prompt], prompt_tokens: int) -> Place:
         return self._caller.enter(
-            scope,
             self._frontend.admission,
             self._frontend.metrics,
             priority=prompts[0].priority,

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from components.errors import KeyLimited, Rejected
 from components.openai.errors import ApiError, from_mesh, from_status
-from services.frontend.admission import Admission, key_of, token_of
+from services.frontend.admission import Admission, queue_key
 from services.frontend.fair_queue import Place
 from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
@@ -59,6 +59,9 @@ def error_writer(forms: Mapping[str, WriteError], path: str) -> WriteError:
 @dataclass(frozen=True, slots=True)
 class Caller:
     label: str = ""  # the client's X-Request-Id if valid; shown only, never used as a key
+    sent: bytes = (
+        b""  # tells clients apart if there are no API keys: one that it sent all the same, or its Authorization
+    )
     account: Account | None = None  # None without API keys
     stranger: bool = False  # API keys are set, and the request has no valid one; only on open paths
 
@@ -67,9 +70,15 @@ class Caller:
         """The tenant whose requests this client may look at; None: all requests."""
         return None if self.account is None or self.account.is_operator else self.account.tenant
 
-    def queue_key(self, scope: Scope) -> bytes:
+    @property
+    def queue_key(self) -> bytes:
         """Requests with one key share a line of the fair queue."""
-        return key_of(scope["headers"]) if self.account is None else self.account.name.encode()
+        return queue_key(self.sent) if self.account is None else self.account.name.encode()
+
+    @property
+    def owner(self) -> bytes:
+        """The owner of what is stored for a request: a key's name, which outlives the key, or else what was sent."""
+        return self.sent if self.account is None else self.account.name.encode()
 
     def cache_salt(self, asked: str | None, *, shared: bool) -> str:
         """Return a request's cache salt. Unless `shared`, each tenant has a prefix cache of its own.
@@ -97,7 +106,6 @@ class Caller:
 
     def enter(
         self,
-        scope: Scope,
         admission: Admission,
         metrics: FrontendMetrics,
         *,
@@ -116,7 +124,7 @@ class Caller:
             except KeyLimited:
                 metrics.limited.labels(account.name).inc()
                 raise
-        place = admission.enter(self.queue_key(scope), priority, prompt_tokens, choices)
+        place = admission.enter(self.queue_key, priority, prompt_tokens, choices)
         if account is not None:
             account.take(prompt_tokens)
         return place
@@ -135,12 +143,6 @@ def caller_of(scope: Scope) -> Caller:
     """Return the client of a request; NOBODY if the application has no gate."""
     caller: Caller = scope.get(CALLER, NOBODY)
     return caller
-
-
-def owner_of(scope: Scope) -> bytes:
-    """Return the owner of what is stored for a request: a key's name, which outlives the key, or else the token sent."""
-    account = caller_of(scope).account
-    return token_of(scope["headers"]) if account is None else account.name.encode()
 
 
 class Gate:
@@ -174,7 +176,7 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        credentials = _read_headers(scope["headers"])
+        credentials = read_credentials(scope["headers"])
         caller = self._check(scope, credentials)
         if isinstance(caller, _Refusal):
             await self._refuse(scope, send, caller.error, credentials.label, headers=caller.headers)
@@ -185,7 +187,7 @@ class Gate:
         else:
             await self._app(scope, receive, send)
 
-    def _check(self, scope: Scope, credentials: "_Credentials") -> "Caller | _Refusal":
+    def _check(self, scope: Scope, credentials: "Credentials") -> "Caller | _Refusal":
         ring, key = self._ring, credentials.key
         is_open = scope["path"] in OPEN and scope["method"] in {"GET", "HEAD"}
         if not is_open:
@@ -197,13 +199,13 @@ class Gate:
             self._metrics.refused.labels("draining").inc()
             return _Refusal(LEAVING, [(b"connection", b"close")])
         if ring is None:
-            return Caller(credentials.label) if credentials.label else NOBODY
+            return Caller(credentials.label, credentials.sent)
         account = None if key is None else ring.find(key)
         if account is None and not (is_open and key is None):
             self._metrics.unauthorized.labels("missing" if key is None else "wrong").inc()
         if account is None and not is_open:
             return _Refusal(MISSING if key is None else WRONG, [(b"www-authenticate", b"Bearer")])
-        return Caller(credentials.label, account, stranger=account is None)
+        return Caller(credentials.label, credentials.sent, account, stranger=account is None)
 
     async def _limited(self, account: Account, label: str, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -261,28 +263,33 @@ class _Refusal(NamedTuple):
     headers: Sequence[tuple[bytes, bytes]] = ()
 
 
-class _Credentials(NamedTuple):
+class Credentials(NamedTuple):
     key: bytes | None  # from Authorization or x-api-key
     label: str
     several: bool  # more than one key: refused, since either could be meant
+    sent: bytes  # the key, or an Authorization header of another kind
 
 
-def _read_headers(headers: Iterable[tuple[bytes, bytes]]) -> _Credentials:
+def read_credentials(headers: Iterable[tuple[bytes, bytes]]) -> Credentials:
     bearer = own = None
-    label = ""
+    other, label = b"", ""
     several = False
     for name, value in headers:
         if name == b"authorization":
             kind, _, token = value.strip().partition(b" ")
             several = several or bearer is not None
-            bearer = token.strip() if kind.lower() == b"bearer" else b""
+            if kind.lower() == b"bearer":
+                bearer = token.strip()
+            else:
+                bearer, other = b"", value.strip()
         elif name == b"x-api-key":
             several = several or own is not None
             own = value.strip()
         elif name == b"x-request-id" and LABEL.fullmatch(value):
             label = value.decode()
     several = several or bool(bearer and own and bearer != own)
-    return _Credentials(bearer or own or bearer, label, several)
+    key = bearer or own or bearer
+    return Credentials(key, label, several, key or other)
 
 
 def _with_headers(account: Account, send: Send) -> Send:

@@ -9,7 +9,7 @@ from fastapi.responses import Response
 from components.errors import Rejected, UnknownResponse
 from components.openai.responses import ResponseObject
 from components.wire.responses import StoredResponse
-from services.frontend.gate import owner_of
+from services.frontend.gate import caller_of
 from services.frontend.stored import StoredResponses
 
 NO_MORE_THAN: Final = 100
@@ -62,7 +62,7 @@ def _at_hand(stored: StoredResponses | None, response_id: str) -> StoredResponse
 
 
 def _key(request: Request) -> bytes:
-    return owner_of(request.scope)
+    return caller_of(request.scope).owner
 
 
 def _only(request: Request, *known: str) -> None:

@@ -30,7 +30,7 @@ from components.output.blocks import Block, Blocks
 from components.output.calls import whole_calls
 from services.frontend.choice import Piece
 from services.frontend.dialects.dialect import ConversationDialect, EventStream
-from services.frontend.gate import owner_of
+from services.frontend.gate import caller_of
 from services.frontend.generation import Generation
 from services.frontend.incoming import Body
 from services.frontend.reply import Reply
@@ -58,7 +58,7 @@ class ResponsesDialect(ConversationDialect):
         """Parse the request into a chat, after the items of the response that it continues."""
         self.request = request = await body.made_into(partial(parse_body, ResponsesRequest))
         request.check()
-        key = owner_of(scope)
+        key = caller_of(scope).owner
         earlier = await self._earlier(key)
         self.chat = await body.run(partial(request.chat, earlier))
         if self._stored is None and request.stored:

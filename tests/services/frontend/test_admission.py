@@ -13,8 +13,9 @@ from prometheus_client import CollectorRegistry
 
 from components.errors import NoDecodeInstance, Overloaded, QueueFull
 from components.routing.policy import REQUEST_TOKENS
-from services.frontend.admission import ANONYMOUS, LOOK_EVERY_S, Admission, key_of
+from services.frontend.admission import LOOK_EVERY_S, Admission, queue_key
 from services.frontend.fair_queue import Place
+from services.frontend.gate import read_credentials
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.ports import FleetRoom
 from tests.faults.virtual_loop import run_virtually
@@ -314,10 +315,14 @@ def test_whatever_happens_every_request_ends_once_and_nothing_is_left(seed: int)
     run(test)
 
 
-def test_a_key_is_the_token_whatever_the_scheme_is_written_like() -> None:
-    def of(value: bytes) -> bytes:
-        return key_of([(b"host", b"x"), (b"authorization", value)])
+def test_clients_are_told_apart_by_what_they_send_however_it_is_written() -> None:
+    def sent(*headers: tuple[bytes, bytes]) -> bytes:
+        return read_credentials([(b"host", b"x"), *headers]).sent
 
-    assert of(b"Bearer sk-1") == of(b"bearer  sk-1 ") != of(b"Bearer sk-2")
-    assert b"sk-1" not in of(b"Bearer sk-1")
-    assert key_of([(b"host", b"x")]) == ANONYMOUS
+    key = sent((b"authorization", b"Bearer sk-1"))
+    assert key == sent((b"authorization", b"bearer  sk-1 ")) == sent((b"x-api-key", b"sk-1")) == b"sk-1"
+    assert key == sent((b"authorization", b"Bearer"), (b"x-api-key", b"sk-1"))
+    assert len({sent((b"authorization", b"Basic " + user)) for user in (b"YQ==", b"Yg==")}) == 2
+    assert sent() == b""
+    assert queue_key(b"sk-1") != queue_key(b"sk-2")
+    assert b"sk-1" not in queue_key(b"sk-1")
