@@ -191,21 +191,21 @@ class CountRequest(Strict):
 
     def _wanted(self) -> dict[str, Any]:
         choice, config = self.tool_choice, self.output_config
-        schema = config and config.format and config.format.schema_
+        answer = None if config is None or config.format is None else config.format.schema_
         return {
             "model": self.model,
             "messages": turns(self.system or (), self.messages),
             "tools": [_chats_tool(tool) for tool in self.tools or ()] or None,
-            "tool_choice": choice and _chats_choice(choice),
-            "parallel_tool_calls": choice and choice.disable_parallel_tool_use and False,
+            "tool_choice": None if choice is None else _chats_choice(choice),
+            "parallel_tool_calls": False if choice is not None and choice.disable_parallel_tool_use else None,
             "reasoning_effort": self._effort(),
-            "response_format": schema and {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}},
+            "response_format": None if answer is None else _chats_format(answer),
         }
 
     def _effort(self) -> JsonValue:
         if self.thinking is not None and self.thinking.type == "disabled":
             return "none"
-        effort = self.output_config and self.output_config.effort
+        effort = None if self.output_config is None else self.output_config.effort
         return effort or ("medium" if self.thinking is not None else None)
 
 
@@ -237,7 +237,7 @@ class MessagesRequest(CountRequest):
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
-            "user": self.metadata and self.metadata.user_id,
+            "user": None if self.metadata is None else self.metadata.user_id,
         }
         return super()._wanted() | own
 
@@ -245,9 +245,12 @@ class MessagesRequest(CountRequest):
 def _check_blocks(messages: Sequence[Turn]) -> None:
     """Raises: Rejected, if a block is in the wrong turn, or a result belongs to no call."""
     uses: set[str] = set()  # ids of the previous turn
+    made: set[str] = set()  # ids of this turn
+    only_results = True  # so far in this turn
     for i, message in enumerate(messages):
-        new = {block.id for block in message.content if isinstance(block, ToolUse)}
-        only_results = True  # so far
+        if i and message.role != messages[i - 1].role:  # consecutive messages of a role are one turn
+            uses, made, only_results = made, set(), True
+        made |= {block.id for block in message.content if isinstance(block, ToolUse)}
         for j, block in enumerate(message.content):
             at = f"messages[{i}].content[{j}]"
             if isinstance(block, TextBlock):
@@ -258,7 +261,6 @@ def _check_blocks(messages: Sequence[Turn]) -> None:
                 raise _wrong(at, "a 'tool_result' stands before any text of its turn")
             elif isinstance(block, ToolResult) and block.tool_use_id not in uses:
                 raise _wrong(f"{at}.tool_use_id", "it is the id of no 'tool_use' in the turn before")
-        uses = new
 
 
 def _wrong(param: str, why: str) -> Rejected:
@@ -313,6 +315,10 @@ def _chats_tool(tool: Tool) -> dict[str, Any]:
     if tool.strict is not None:
         function["strict"] = tool.strict
     return {"type": "function", "function": function}
+
+
+def _chats_format(schema: dict[str, JsonValue]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
 
 def _chats_choice(choice: ToolChoice) -> str | dict[str, Any]:

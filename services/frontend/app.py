@@ -2,7 +2,6 @@
 
 from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
-from http import HTTPStatus
 from typing import Any, Final, TypeVar
 from uuid import uuid4
 
@@ -21,7 +20,7 @@ from components.errors import MeshError
 from components.openai.chat import ChatCompletion, ChatRequest
 from components.openai.completions import Completion, CompletionRequest
 from components.openai.embeddings import EmbeddingList, EmbeddingRequest
-from components.openai.errors import ApiError, from_mesh, from_status, from_validation, internal
+from components.openai.errors import ApiError, from_validation, internal
 from components.openai.models import ModelCard, ModelList
 from components.openai.operations import Health, Live, Readiness, Version, WorkerList
 from components.openai.parts import Parts
@@ -34,15 +33,16 @@ from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
 from components.version import VERSION
 from services.frontend.admission import Admission
+from services.frontend.answer_form import Forms, error_of, form_at
 from services.frontend.config import FrontendSettings
 from services.frontend.dialects.chat import ChatDialect
 from services.frontend.dialects.completions import CompletionDialect
 from services.frontend.dialects.dialect import Dialect
-from services.frontend.dialects.messages import COUNT_ROUTE, MessagesDialect, refusal
+from services.frontend.dialects.messages import COUNT_ROUTE, MessagesDialect
 from services.frontend.dialects.responses import ResponsesDialect
 from services.frontend.embeddings import embed
 from services.frontend.exchange import Exchange, Frontend
-from services.frontend.gate import Gate, WriteError, caller_of, error_writer
+from services.frontend.gate import Gate, caller_of
 from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.openapi import PostRoute, add_post_routes
@@ -61,13 +61,13 @@ B = TypeVar("B", bound=BaseModel)
 
 EXPOSED: Final = [  # headers that a web page's script may read
     "x-request-id",
+    "request-id",
     "retry-after",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 ]
 
 
-# How errors are written below a path; OpenAI's form elsewhere.
-ERROR_FORMS: Final[Mapping[str, WriteError]] = {MessagesDialect.route: refusal}
+FORMS: Final[Forms] = {MessagesDialect.route: MessagesDialect}
 
 
 def create_app(
@@ -127,9 +127,7 @@ def create_app(
     _add_error_handlers(app)
     sites = Sites(settings.allowed_hosts, settings.cors_origins, settings.host)
     app.add_middleware(_Shortcut, endpoints={route.path: route.endpoint for route in generating})
-    app.add_middleware(
-        Gate, ring=keys, metrics=metrics, sites=sites, error_forms=ERROR_FORMS, operations=operations, lines=lines
-    )
+    app.add_middleware(Gate, ring=keys, metrics=metrics, sites=sites, forms=FORMS, operations=operations, lines=lines)
     _allow_origins(app, settings.cors_origins)  # outermost: a preflight request has no key
     return app
 
@@ -212,10 +210,10 @@ def _unary_routes(frontend: Frontend) -> list[PostRoute]:
         description: str,
         operation: str = "",
     ) -> PostRoute:
-        write_error = error_writer(ERROR_FORMS, path)
+        form = form_at(FORMS, path)
 
         async def endpoint(request: Request) -> Response:
-            return await answered(frontend, request, body, work, operation=operation or name, write_error=write_error)
+            return await answered(frontend, request, body, work, operation=operation or name, form=form)
 
         return PostRoute(path, endpoint, body, answer, name, description)
 
@@ -339,13 +337,13 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def on_http(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, HTTPException)
-        own = None if exc.detail == HTTPStatus(exc.status_code).phrase else exc.detail
-        return _error(request, from_status(exc.status_code, own), uuid4().hex, dict(exc.headers or {}))
+        request_id = uuid4().hex
+        return _error(request, error_of(exc, request_id), request_id, dict(exc.headers or {}))
 
     async def on_mesh(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, MeshError)
         request_id = uuid4().hex
-        return _error(request, from_mesh(exc, request_id), request_id)
+        return _error(request, error_of(exc, request_id), request_id)
 
     async def on_validation(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, RequestValidationError)
@@ -363,7 +361,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 def _error(request: Request, error: ApiError, request_id: str, headers: dict[str, str] | None = None) -> Response:
     shown = caller_of(request.scope).label or request_id
-    extra = {**(headers or {}), **error.headers(), "x-request-id": shown}
-    path = request.scope["path"]
-    status, body = error_writer(ERROR_FORMS, path)(error, request_id)
-    return Response(body, status, headers=extra, media_type="application/json")
+    form = form_at(FORMS, request.scope["path"])(request_id)
+    status, body = form.refusal(error)
+    response = Response(body, status, {**(headers or {}), **error.headers()}, media_type="application/json")
+    response.raw_headers.extend(form.headers(shown))
+    return response

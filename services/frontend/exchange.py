@@ -5,16 +5,15 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from http import HTTPStatus
 from uuid import uuid4
 
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from components.aio import time_limit
-from components.errors import InvariantBroken, MeshError, Rejected
+from components.errors import Rejected
 from components.http.connection import PUSH
-from components.openai.errors import ApiError, from_mesh, from_status, internal
+from components.openai.errors import ApiError
 from components.openai.fields import AskedConstraint, GenerationFields
 from components.structured.check_constraint import Unusable
 from components.structured.checker import ConstraintChecker
@@ -24,6 +23,7 @@ from components.text.tokenizer import TextModel
 from components.wire.sampling import Constraint
 from services.frontend import tracing
 from services.frontend.admission import Admission
+from services.frontend.answer_form import error_of
 from services.frontend.choice import Piece
 from services.frontend.config import FrontendSettings
 from services.frontend.dialects.dialect import Dialect, EventStream
@@ -82,13 +82,8 @@ class Exchange:
                 # the mesh keeps the deadline of the generation; this limit also ends a client that stops reading
                 async with time_limit(self._frontend.settings.request_timeout_s, "the request took longer than"):
                     await self._serve(scope, receive, reply)
-            except MeshError as exc:
-                await self._fail(reply, from_mesh(exc, self._request_id), exc)
-            except HTTPException as exc:
-                await self._fail(reply, from_status(exc.status_code, _detail(exc)), exc)
-            except Exception as exc:
-                log.exception("request failed")
-                await self._fail(reply, internal(self._request_id), exc)
+            except Exception as exc:  # noqa: BLE001 - bugs are logged by `error_of`
+                await self._fail(reply, error_of(exc, self._request_id), exc)
             finally:
                 self._account(reply)
 
@@ -237,8 +232,6 @@ class Exchange:
     async def _fail(self, reply: Reply, error: ApiError, exc: Exception) -> None:
         tracing.describe_error(self._record, error, exc)
         self._record.failed(exc, error.status)
-        if isinstance(exc, InvariantBroken):
-            log.exception("request failed")
         extra = exc.headers or {} if isinstance(exc, HTTPException) else {}
         headers = [(name.encode(), value.encode()) for name, value in {**extra, **error.headers()}.items()]
         status, body = self._dialect.refusal(error)
@@ -283,8 +276,3 @@ class Exchange:
                 for choice in (choice for choice in generation.choices if choice.finish is not None):
                     metrics.success.labels(self._model, str(choice.finish)).inc()
         self._frontend.lines.end(record, route, self._model, status, label=self._caller.label, **tokens)
-
-
-def _detail(exc: HTTPException) -> str | None:
-    """Our own message; None: starlette filled in the status phrase."""
-    return None if exc.detail == HTTPStatus(exc.status_code).phrase else exc.detail

@@ -6,7 +6,7 @@ past the check. Unknown paths need a key, too. Without API keys, requests are ch
 """
 
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 from uuid import uuid4
@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from components.errors import KeyLimited, Rejected
 from components.openai.errors import ApiError, from_mesh, from_status
 from services.frontend.admission import Admission, queue_key
+from services.frontend.answer_form import Forms, form_at
 from services.frontend.fair_queue import Place
 from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
@@ -42,18 +43,6 @@ LEAVING: Final = ApiError(
 SEVERAL: Final = from_status(
     400, "Send one API key: one 'Authorization' header, one 'x-api-key', or the same key in both."
 )
-
-
-WriteError = Callable[[ApiError, str], tuple[int, bytes]]  # (error, request id) to (HTTP status, JSON)
-
-
-def openai_error(error: ApiError, _: str) -> tuple[int, bytes]:
-    return error.status, error.body()
-
-
-def error_writer(forms: Mapping[str, WriteError], path: str) -> WriteError:
-    """Return the form of errors for `path`, by the first prefix in `forms` that fits; OpenAI's if none does."""
-    return next((write for prefix, write in forms.items() if path.startswith(prefix)), openai_error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,17 +144,17 @@ class Gate:
         ring: KeyRing | None,
         metrics: FrontendMetrics,
         sites: Sites,
-        error_forms: Mapping[str, WriteError],
+        forms: Forms,
         operations: Operations,
         lines: RequestLines,
     ) -> None:
-        """`sites` checks requests if there is no `ring`; `error_forms` has the form of errors by path prefix.
+        """`sites` checks requests if there is no `ring`.
 
         Requests to the model are refused while an operator's drain lasts, which `operations` knows.
         """
         self._operations = operations
         self._lines = lines
-        self._error_forms = error_forms
+        self._forms = forms
         self._app = app
         self._ring = ring
         self._metrics = metrics
@@ -236,15 +225,15 @@ class Gate:
         api_key: str = "",  # its name
     ) -> None:
         request_id = request_id or uuid4().hex
-        shown = label or request_id
-        status, body = error_writer(self._error_forms, scope["path"])(error, shown)
+        form = form_at(self._forms, scope["path"])(request_id)
+        status, body = form.refusal(error)
         route = scope["path"][:ROUTE_CHARS]
         self._lines.refused(route, status, error.message, request_id=request_id, label=label, api_key=api_key)
         own = [(name.encode(), value.encode()) for name, value in error.headers().items()]
         headers = [
             (b"content-type", b"application/json"),
             (b"content-length", str(len(body)).encode()),
-            (b"x-request-id", shown.encode()),
+            *form.headers(label or request_id),
             *own,
             *headers,
         ]

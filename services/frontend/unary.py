@@ -1,12 +1,10 @@
 """Requests that generate nothing and get one JSON answer, among them tokenising, detokenising and counting tokens."""
 
 import asyncio
-import logging
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing, closing
 from functools import partial
-from http import HTTPStatus
 from typing import TypeVar
 from uuid import uuid4
 
@@ -18,17 +16,17 @@ from starlette.types import Send
 
 from components.aio import time_limit
 from components.anthropic.messages import CountRequest, TokenCountAnswer
-from components.errors import MeshError
 from components.openai.completions import check_vocabulary
-from components.openai.errors import ApiError, from_mesh, from_status, internal
+from components.openai.errors import ApiError
 from components.openai.fields import parse_body
 from components.openai.parts import AT_ONCE_BYTES, Parts, filled, items_of, some_of, text_filled
 from components.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from services.frontend import tracing
+from services.frontend.answer_form import AnswerForm, error_of
 from services.frontend.conversation import encode_conversation
 from services.frontend.dialects.messages import MessagesDialect
 from services.frontend.exchange import Frontend
-from services.frontend.gate import WriteError, caller_of
+from services.frontend.gate import caller_of
 from services.frontend.incoming import Body, cancelled_on_disconnect, read_json_body
 from services.frontend.metrics import NO_MODEL
 from services.frontend.ports import ServedModel
@@ -36,23 +34,18 @@ from services.frontend.prompts import find_model
 from services.frontend.request_record import RequestRecord
 
 R = TypeVar("R", bound=BaseModel)
-Refusal = Callable[[ApiError], tuple[int, bytes]]  # an error to status and JSON
-
-log = logging.getLogger(__name__)
 
 
 class Call:
-    def __init__(
-        self, frontend: Frontend, request: Request, record: RequestRecord, request_id: str, write_error: WriteError
-    ) -> None:
+    def __init__(self, frontend: Frontend, request: Request, record: RequestRecord, form: AnswerForm) -> None:
         self.frontend = frontend
         self.scope = request.scope
-        self.id = request_id
+        self.id = form.request_id
         self.model = NO_MODEL  # set once it is known to be ours
         self.deadline_unix_ms = int((time.time() + frontend.settings.request_timeout_s) * 1000)
         self.record = record
         self.prompt_tokens = 0
-        self.refusal: Refusal = lambda error: write_error(error, request_id)
+        self.form = form
 
 
 async def answered(
@@ -62,14 +55,14 @@ async def answered(
     work: Callable[[Call, R], Awaitable[Parts]],
     *,
     operation: str,
-    write_error: WriteError,
+    form: type[AnswerForm],
 ) -> Response:
     """Answer with what `work` makes of the request's body, or with a refusal. `operation`: the name of the span."""
     route = request.url.path if request.scope.get("route") is None else request.scope["route"].path
     label = caller_of(request.scope).label
     request_id = uuid4().hex  # the client's own is never a key
     with tracing.begin_record(request.scope, operation, request_id, label, "frontend.read") as record:
-        call = Call(frontend, request, record, request_id, write_error)
+        call = Call(frontend, request, record, form(request_id))
         try:
             async with time_limit(frontend.settings.request_timeout_s, "the request took longer than"):
                 data = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
@@ -79,16 +72,9 @@ async def answered(
                     parts = await work(call, parsed)
                     record.begin("frontend.answer")
                     response = _response_of(parts)
-        except MeshError as exc:
-            response = _refused(call, from_mesh(exc, call.id), exc)
-        except HTTPException as exc:
-            own = None if exc.detail == HTTPStatus(exc.status_code).phrase else exc.detail
-            response = _refused(call, from_status(exc.status_code, own), exc)
-            response.headers.update(exc.headers or {})
-        except Exception as exc:
-            log.exception("request failed")
-            response = _refused(call, internal(call.id), exc)
-        response.headers["x-request-id"] = label or call.id
+        except Exception as exc:  # noqa: BLE001 - bugs are logged by `error_of`
+            response = _refused(call, error_of(exc, call.id), exc)
+        response.raw_headers.extend(call.form.headers(label or call.id))
         frontend.lines.end(
             record, route, call.model, response.status_code, label=label, prompt_tokens=call.prompt_tokens
         )
@@ -130,8 +116,9 @@ async def _in_turns(first: bytes, parts: Parts) -> AsyncGenerator[bytes, None]:
 def _refused(call: Call, error: ApiError, exc: Exception) -> Response:
     tracing.describe_error(call.record, error, exc)
     call.record.failed(exc, error.status)
-    status, body = call.refusal(error)
-    return Response(body, status, dict(error.headers()), media_type="application/json")
+    status, body = call.form.refusal(error)
+    extra = exc.headers or {} if isinstance(exc, HTTPException) else {}
+    return Response(body, status, {**extra, **error.headers()}, media_type="application/json")
 
 
 async def tokenize(call: Call, request: TokenizeRequest) -> Parts:
@@ -161,7 +148,7 @@ async def detokenize(call: Call, request: DetokenizeRequest) -> Parts:
 
 async def count_tokens(call: Call, request: CountRequest) -> Parts:
     dialect = MessagesDialect(call.id)
-    call.refusal = dialect.refusal
+    call.form = dialect
     dialect.take(request)
     _model(call, request.model)
     [prompt] = (await dialect.encode(call.frontend.text)).prompts

@@ -15,11 +15,12 @@ from components.openai.logprobs import ChatLogprobs, CompletionLogprobs, prompt_
 from components.openai.parts import Items, Parts
 from components.output.plan import OutputPlan
 from components.text.tokenizer import TextModel
+from services.frontend.answer_form import AnswerForm
 from services.frontend.choice import Piece
 from services.frontend.conversation import AnswerPlan, encode_conversation, plan_answer
 from services.frontend.generation import Generation
 from services.frontend.incoming import Body
-from services.frontend.reply import Headers, Reply
+from services.frontend.reply import Reply
 
 
 class Encoded(NamedTuple):
@@ -40,7 +41,7 @@ class EventStream(Protocol):
         pass
 
 
-class Dialect(ABC):
+class Dialect(AnswerForm, ABC):
     """One request of one API.
 
     `Exchange` calls, in this order: `headers`, `read`, `token_limit`, `encode`; then, inside `underway`, either `events` or
@@ -53,13 +54,9 @@ class Dialect(ABC):
     prompt_param: ClassVar[str]  # named by errors about the prompt
 
     def __init__(self, request_id: str) -> None:
-        self.request_id = request_id
+        super().__init__(request_id)
         self.response_id = self.id_prefix + request_id
         self.created = int(time.time())
-
-    def headers(self, shown_id: str) -> Headers:
-        """`shown_id`: the request's id for the client."""
-        return [(b"x-request-id", shown_id.encode())]
 
     @abstractmethod
     async def read(self, body: Body, scope: Scope) -> GenerationFields:
@@ -82,9 +79,6 @@ class Dialect(ABC):
     @abstractmethod
     async def answer(self, choices: Sequence[Piece], generation: Generation) -> Parts:
         """The JSON of an answer that is not streamed. Each choice is one piece."""
-
-    def refusal(self, error: ApiError) -> tuple[int, bytes]:
-        return error.status, error.body()
 
 
 class ConversationDialect(Dialect):

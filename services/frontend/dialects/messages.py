@@ -1,6 +1,6 @@
 """`/v1/messages`: a chat in the form of Anthropic's API."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Final
 
 from starlette.types import Scope
@@ -68,7 +68,7 @@ class MessagesDialect(ConversationDialect):
         return MessageObject(id=self.response_id, model=self.chat.model, usage=MessageUsage.of(generation.usage()))
 
     def refusal(self, error: ApiError) -> tuple[int, bytes]:
-        return refusal(error, self.request_id, self._params)
+        return status_of(error), body_of(in_other_words(error, self._params), self.request_id)
 
     def headers(self, shown_id: str) -> Headers:
         # Anthropic's clients look for the id under another name
@@ -96,11 +96,6 @@ class MessageStream:
     def fail(self, error: ApiError) -> bytes:
         _, body = self._dialect.refusal(error)
         return b"event: error\ndata: %b\n\n" % body
-
-
-def refusal(error: ApiError, request_id: str, params: Mapping[str, str] = PARAMS) -> tuple[int, bytes]:
-    """Status and JSON of a failed request, in Anthropic's form. `params`: its names of the parameters."""
-    return status_of(error), body_of(in_other_words(error, params), request_id)
 
 
 def why_it_stopped(generation: Generation) -> tuple[StopReason, str | None]:

@@ -11,7 +11,7 @@ from starlette.types import Scope
 
 from components.errors import Cancelled, MeshError, Rejected, UnknownResponse
 from components.openai.chat import ChatRequest
-from components.openai.errors import ApiError, from_mesh, in_other_words, internal
+from components.openai.errors import ApiError, in_other_words
 from components.openai.fields import parse_body
 from components.openai.items import InputItem, OutputItem, Status
 from components.openai.logprobs import ChatLogprobs, ShownToken, TokenLogprob
@@ -28,6 +28,7 @@ from components.openai.responses import (
 )
 from components.output.blocks import Block, Blocks
 from components.output.calls import whole_calls
+from services.frontend.answer_form import error_of
 from services.frontend.choice import Piece
 from services.frontend.dialects.dialect import ConversationDialect, EventStream
 from services.frontend.gate import caller_of
@@ -107,8 +108,8 @@ class ResponsesDialect(ConversationDialect):
                 await self.kept(self.over("cancelled", [], generation))
                 raise
             except Exception as exc:
-                error = from_mesh(exc, self.request_id) if isinstance(exc, MeshError) else internal(self.request_id)
-                await self.kept(self.over("failed", [], generation, self._in_own_names(error)))
+                error = self._in_own_names(error_of(exc, self.request_id))
+                await self.kept(self.over("failed", [], generation, error))
                 raise
 
     def events(self, generation: Generation) -> EventStream:

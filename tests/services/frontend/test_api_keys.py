@@ -75,6 +75,7 @@ def refused(answer: httpx.Response) -> None:
         error = answer.json()["error"]
         if answer.request.url.path.startswith("/v1/messages"):
             assert error["type"] == "authentication_error"
+            assert answer.headers["request-id"] == answer.json()["request_id"]
         else:
             assert set(error) == {"message", "type", "param", "code"}
             assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")

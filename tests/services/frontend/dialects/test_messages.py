@@ -80,6 +80,7 @@ def error_of(answer: httpx.Response, status: int, kind: str) -> str:
     assert set(told) == {"type", "error", "request_id"}
     assert told["error"]["type"] == kind
     assert answer.headers["x-request-id"] in told["request_id"]
+    assert answer.headers["request-id"] == told["request_id"]
     return str(told["error"]["message"])
 
 
@@ -225,6 +226,36 @@ async def test_a_call_cut_off_has_the_input_that_is_there(thinker: tuple[Any, Fa
     )
 
 
+@pytest.mark.parametrize(
+    ("choice", "calls"),
+    [
+        ({}, 2),
+        ({"disable_parallel_tool_use": None}, 2),
+        ({"disable_parallel_tool_use": False}, 2),
+        ({"disable_parallel_tool_use": True}, 1),
+    ],
+)
+async def test_a_second_call_ends_the_answer_only_if_parallel_calls_are_disabled(
+    thinker: tuple[Any, FakeMesh], choice: dict[str, Any], calls: int
+) -> None:
+    client, mesh = thinker
+    mesh.answer = f"</think>{CALL}{CALL}"
+    message = await client.messages.create(**HELLO, tools=TOOLS, tool_choice={"type": "auto", **choice})
+    assert [block.type for block in message.content].count("tool_use") == calls
+
+
+async def test_consecutive_messages_of_a_role_are_one_turn_also_for_tool_results(thinker: tuple[Any, FakeMesh]) -> None:
+    client, mesh = thinker
+    uses = [{"type": "tool_use", "id": name, "name": "f", "input": {"a": 1}} for name in ("a", "b")]
+    results = [{"type": "tool_result", "tool_use_id": name, "content": name * 3} for name in ("a", "b")]
+    turns = [*HELLO["messages"], *({"role": "assistant", "content": [use]} for use in uses)]
+    turns += [*user(results[0]), *user(results[1], {"type": "text", "text": "Well?"})]
+    await client.messages.create(**{**HELLO, "messages": turns}, tools=TOOLS)
+    told = mesh.text.decode(mesh.prompts[0].token_ids)
+    assert "tool\naaa\n" in told
+    assert "tool\nbbb\nuser\nWell?\n" in told
+
+
 async def test_tools_and_what_they_gave_reach_the_template(thinker: tuple[Any, FakeMesh]) -> None:
     client, mesh = thinker
     mesh.answer = f"</think>{CALL}"
@@ -273,6 +304,7 @@ async def test_tokens_are_counted_as_they_would_be_generated_from(anthropic: Any
     assert not mesh.prompts
     await anthropic.messages.create(**asked, max_tokens=1)
     assert counted.input_tokens == len(mesh.prompts[0].token_ids)
+    assert counted._request_id.startswith("req_")
 
 
 async def test_counting_is_counted_and_traced(
@@ -283,7 +315,7 @@ async def test_counting_is_counted_and_traced(
     assert (answer.status_code, answer.headers["x-request-id"]) == (200, "mine")
     refused = await http.post(COUNT, json={**asked, "model": "nobody"})
     assert refused.status_code == 404
-    assert refused.json()["request_id"] == f"req_{refused.headers['x-request-id']}"
+    assert refused.json()["request_id"] == f"req_{refused.headers['x-request-id']}" == refused.headers["request-id"]
     for model, status in ((MODEL, 200), ("", 404)):
         assert (
             await value_of(http, f'kvmesh_requests_total{{model_name="{model}",route="{COUNT}",status="{status}"}}')
@@ -358,6 +390,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"messages": user({"type": "text", "text": "a", "x": 1})}, "messages[0].content[0].x"),
     ({"messages": user({"type": "tool_result", "tool_use_id": "a"})}, "messages[0].content[0].tool_use_id"),
     ({"messages": user({"type": "text", "text": "a"}, RESULT)}, "messages[0].content[1]"),
+    ({"messages": [*user({"type": "text", "text": "a"}), *user(RESULT)]}, "messages[1].content[0]"),
     ({"messages": user({"type": "tool_use", "id": "a", "name": "f", "input": {}})}, "messages[0].content[0].type"),
     ({"messages": user({"type": "thinking", "thinking": "a"})}, "messages[0].content[0].type"),
     ({"system": [{"type": "image"}]}, "system[0].type"),
@@ -381,6 +414,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"output_config": {"effort": "immense"}}, "output_config.effort"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type"),
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}}, "output_config.format"),
+    ({"output_config": {"format": {"type": "json_schema", "schema": {}}}}, "'output_config.format' is not supported"),
     ({"container": "a"}, "container"),
     ({"mcp_servers": []}, "mcp_servers"),
     ({"service_tier": "flex"}, "service_tier"),

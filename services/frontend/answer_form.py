@@ -1,0 +1,47 @@
+"""What all answers of an API have in common: headers, and the form of errors."""
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from starlette.exceptions import HTTPException
+
+from components.errors import InvariantBroken, MeshError
+from components.openai.errors import ApiError, from_mesh, from_status, internal
+from services.frontend.reply import Headers
+
+log = logging.getLogger(__name__)
+
+
+class AnswerForm:
+    """OpenAI's. One request's; other APIs derive theirs from it."""
+
+    def __init__(self, request_id: str) -> None:
+        self.request_id = request_id
+
+    def headers(self, shown_id: str) -> Headers:
+        """`shown_id`: the request's id for the client."""
+        return [(b"x-request-id", shown_id.encode())]
+
+    def refusal(self, error: ApiError) -> tuple[int, bytes]:
+        """Return the HTTP status and the JSON of a failed request."""
+        return error.status, error.body()
+
+
+Forms = Mapping[str, type[AnswerForm]]  # by prefix of the path; OpenAI's elsewhere
+
+
+def form_at(forms: Forms, path: str) -> type[AnswerForm]:
+    return next((form for prefix, form in forms.items() if path.startswith(prefix)), AnswerForm)
+
+
+def error_of(exc: Exception, request_id: str) -> ApiError:
+    """Return what the client is told of `exc`. An error that is a bug goes to the log, with its traceback."""
+    if isinstance(exc, InvariantBroken) or not isinstance(exc, MeshError | HTTPException):
+        log.error("request failed", exc_info=exc)
+    if isinstance(exc, MeshError):
+        return from_mesh(exc, request_id)
+    if isinstance(exc, HTTPException):
+        filled_in = exc.detail == HTTPStatus(exc.status_code).phrase  # by starlette, where it has no message
+        return from_status(exc.status_code, None if filled_in else exc.detail)
+    return internal(request_id)
