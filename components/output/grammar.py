@@ -12,7 +12,8 @@ from typing import Any, Final, NamedTuple
 from llguidance import regex_to_lark
 
 from components.output.reader import Schema
-from components.structured.grammar import ASCII, WHITESPACE
+from components.structured.grammar import ASCII, WHITESPACE, as_lark
+from components.wire.sampling import Constraint
 
 MAX_CALLS: Final = 32  # of one answer with only calls: a small model would never stop
 TEXT: Final = r"/(?s:.*)/"
@@ -135,13 +136,14 @@ def calls_or(
 
 
 def answer_rule(kind: str, text: str) -> str:
+    """Raises: ValueError, for a wrong pattern or grammar."""
     if kind == "json_schema":
         schema = json.loads(text)
         style = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
         return f"%json {json.dumps({**schema, **style} if isinstance(schema, dict) else schema, ensure_ascii=False)}"
     if kind == "regex":
         return f"/{regex_to_lark(text, ASCII)}/"
-    return f"%lark {{\n{text}\n}}"
+    return f"%lark {{\n{as_lark(Constraint(kind='lark', text=text)).text}\n}}"
 
 
 def _schema(tool: CallableTool) -> dict[str, Any]:

@@ -59,8 +59,9 @@ def _parameters(r: Reader, schemas: Schema) -> Steps[None]:
 
 
 def _value(r: Reader, schema: JsonValue) -> Steps[bool]:
-    """Strings are reported at once, other values when complete. Returns: whether the value has an end."""
-    if _is_text(schema):
+    """A text is reported at once, any other value when complete. Returns: whether the value has an end."""
+    kinds = _kinds(schema)
+    if kinds == {"string"}:
         r.argue('"')
         end = yield from r.until(VALUE_ENDS, lambda text: r.argue(json.dumps(text, ensure_ascii=False)[1:-1]))
         if end:
@@ -69,7 +70,7 @@ def _value(r: Reader, schema: JsonValue) -> Steps[bool]:
         value: list[str] = []
         end = yield from r.until(VALUE_ENDS, value.append)
         if end:
-            r.argue(_as_json("".join(value).strip()))
+            r.argue(_text_or_null("".join(value)) if kinds == {"string", "null"} else _as_json("".join(value).strip()))
     yield from r.literal("\n")
     yield from r.closing(PARAMETER_END)
     return bool(end)
@@ -80,12 +81,22 @@ def _properties(schema: Schema | None) -> Schema:
     return found if isinstance(found, dict) else {}
 
 
-def _is_text(schema: JsonValue) -> bool:
-    if not isinstance(schema, dict):
-        return False
-    choices = schema.get("enum")
-    texts = isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
-    return texts or schema.get("type") == "string"
+def _kinds(schema: JsonValue) -> set[str]:
+    """Return the JSON types of the values that `schema` allows; among them "" if it leaves some open."""
+    match schema:
+        case {"anyOf": [_, *_] as alternatives} | {"oneOf": [_, *_] as alternatives}:
+            return set().union(*map(_kinds, alternatives))
+        case {"enum": [*choices]}:
+            return {"string" if isinstance(choice, str) else "null" if choice is None else "" for choice in choices}
+        case {"type": [*kinds]}:
+            return set(map(str, kinds))
+        case {"type": str(kind)}:
+            return {kind}
+    return {""}
+
+
+def _text_or_null(text: str) -> str:
+    return "null" if text.strip().lower() in {"null", "none"} else json.dumps(text, ensure_ascii=False)
 
 
 def _as_json(text: str) -> str:

@@ -89,12 +89,15 @@ class StopStrings:
         self._held = ""
         self.found: str | None = None  # the one that ended the text
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """The text that is safe to show, and whether a stop string is complete."""
+    def feed(self, text: str, *, counts: bool = True) -> tuple[str, bool]:
+        """The text that is safe to show, and whether a stop string is complete.
+
+        `counts`: whether a stop string that ends in `text` ends the answer.
+        """
         unseen = len(self._held)
         self._held += text
         for position in range(unseen, len(self._held)):
-            length = self._step(self._held[position])
+            length = self._step(self._held[position], counts=counts)
             if length:
                 return self._held[: position + 1 - (0 if self._included else length)], True
         safe = len(self._held) - max(self._matched, default=0)
@@ -105,7 +108,7 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _step(self, char: str) -> int:
+    def _step(self, char: str, *, counts: bool) -> int:
         """The length of the completed stop string, or 0. Source: Knuth, Morris and Pratt, 1977."""
         for i, stop in enumerate(self._stops):
             length = self._matched[i]
@@ -114,8 +117,10 @@ class StopStrings:
             if stop[length] == char:
                 length += 1
             if length == len(stop):
-                self.found = stop
-                return length
+                if counts:
+                    self.found = stop
+                    return length
+                length = self._failure[i][-1]
             self._matched[i] = length
         return 0
 

@@ -71,6 +71,7 @@ class Choice:
         "_echo",
         "_ends",
         "_length",
+        "_min_tokens",
         "_stops",
         "_text",
         "finish",
@@ -104,6 +105,7 @@ class Choice:
             prompt.token_ids if prompt.continues else (), shown, skip=not prompt.shows_special
         )
         self._stops = StopStrings(prompt.stops, included=prompt.shows_end) if prompt.stops else None
+        self._min_tokens = prompt.sampling.min_tokens
 
     @property
     def stop_string(self) -> str | None:
@@ -146,14 +148,14 @@ class Choice:
                 tokens.append(shown_token(self._text.token_bytes, token_id, logprobs[i], self._length))
             new = "" if hides_last and i == last else self._detokenizer.feed([token_id])
             self._length += len(new)
-            text, matched = stops.feed(new)
+            text, matched = stops.feed(new, counts=self.generated_tokens > self._min_tokens)
             shown += text
             if matched:
                 self.finish = "stop"
                 return shown, tokens
         if item.finish is None:
             return shown, tokens
-        text, matched = stops.feed(self._detokenizer.flush())
+        text, matched = stops.feed(self._detokenizer.flush(), counts=self.generated_tokens > self._min_tokens)
         if matched:
             self.finish = "stop"
         return shown + text + ("" if matched else stops.flush()), tokens

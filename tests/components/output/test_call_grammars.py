@@ -177,6 +177,7 @@ def test_an_answer_in_json_may_stand_in_place_of_calls(special: bool) -> None:
         ("json_schema", shape, '{\n "name": 1}', '{"name": '),
         ("regex", r"a/b|\d+", "a/b", "a/"),
         ("lark", 'start: CHOICE\nCHOICE: "yes}" | "no"', "yes}", "yes"),
+        ("lark", 'root ::= "yes}" | "no"', "yes}", "yes"),
     ):
         rules = calls_or(
             new_grammar(special=special), style, CALLABLE, Thinking(*THINK, True), answer_rule(kind, text), single=False

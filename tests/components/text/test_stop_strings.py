@@ -9,19 +9,19 @@ LETTERS = st.text(alphabet="ab", max_size=24)
 STOPS = st.lists(st.text(alphabet="ab", min_size=1, max_size=5), min_size=1, max_size=4)
 
 
-def expected(text: str, stops: list[str]) -> tuple[str, bool]:
+def expected(text: str, stops: list[str], early: int = 0) -> tuple[str, bool]:
     """What the definition says, tried at every end: the first end at which a stop is complete, the longest of those."""
-    for end in range(1, len(text) + 1):
+    for end in range(early + 1, len(text) + 1):
         complete = [stop for stop in stops if text[:end].endswith(stop)]
         if complete:
             return text[: end - max(map(len, complete))], True
     return text, False
 
 
-def shown_of(pieces: list[str], stops: list[str]) -> tuple[str, bool]:
+def shown_of(pieces: list[str], stops: list[str], early: int = 0) -> tuple[str, bool]:
     stopper, shown = StopStrings(stops), ""
-    for piece in pieces:
-        text, matched = stopper.feed(piece)
+    for i, piece in enumerate(pieces):
+        text, matched = stopper.feed(piece, counts=i >= early)
         shown += text
         if matched:
             return shown, True
@@ -71,3 +71,9 @@ def test_a_long_stop_string_costs_no_more_per_character() -> None:
     stopper = StopStrings(["a" * 1000 + "b"])
     shown = "".join(stopper.feed("a")[0] for _ in range(5000)) + stopper.flush()
     assert shown == "a" * 5000
+
+
+@settings(deadline=None)
+@given(LETTERS, STOPS, st.integers(0, 24))
+def test_a_stop_string_that_ends_too_early_is_text(text: str, stops: list[str], early: int) -> None:
+    assert shown_of(list(text), stops, early) == expected(text, stops, early)

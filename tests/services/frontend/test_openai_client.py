@@ -127,6 +127,20 @@ async def test_a_stop_string_across_tokens_ends_the_answer_and_the_work(
     assert mesh.cancelled == (tokens_per_delta < 100)  # with all tokens in one delta there was nothing left to do
 
 
+@pytest.mark.parametrize("tokens_per_delta", [1, 100])
+async def test_a_stop_string_ends_no_answer_before_its_least_tokens(
+    openai: AsyncOpenAI, mesh: FakeMesh, tokens_per_delta: int
+) -> None:
+    mesh.tokens_per_delta = tokens_per_delta
+    mesh.answer = "one two three two four two five"
+    least = len(mesh.text._encode("one two three", add_special_tokens=False))
+    for least_tokens, shown in ((0, "one "), (least, "one two three "), (least + 99, mesh.answer)):
+        answer = await openai.completions.create(
+            model=MODEL, prompt="a", stop="two", extra_body={"min_tokens": least_tokens, "max_tokens": least + 99}
+        )
+        assert answer.choices[0].text == shown
+
+
 @pytest.mark.parametrize("answer", ["😀 👩‍👩‍👧‍👦 東京 नमस्ते", 'line\u2028separator\x85\r\n\ttab "quoted" \\ \x7f'])
 async def test_any_unicode_arrives_whole(openai: AsyncOpenAI, mesh: FakeMesh, answer: str) -> None:
     mesh.answer = answer
