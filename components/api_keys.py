@@ -83,7 +83,8 @@ def parse_list(text: str) -> list[ApiKey]:
     entries: dict[str, dict[str, Any]] = {}
     for number, item in enumerate(text.split(","), 1):
         name, colon, key = item.strip().partition(":")
-        name, key = (name, key) if colon else (f"key-{number}", name)
+        if not colon:
+            name, key = f"key-{digest_of(name.encode()).hex()[:8]}", name  # not its position: keys before it may go
         place = f"key {number}"
         if name in entries:
             raise BadKeys(f"{places[name]} and {place} have the same name")

@@ -78,7 +78,7 @@ def _same(value: JsonValue, allowed: JsonValue) -> bool:
 
 def invalid(message: str, at: str = "") -> PydanticCustomError:
     """`at`: path below the field, such as `[0].type`."""
-    return PydanticCustomError("value_error", message.replace("{", "{{").replace("}", "}}"), {"at": at})
+    return PydanticCustomError("value_error", message, {"at": at})
 
 
 def tagged(kind: str) -> Tag:
@@ -271,18 +271,25 @@ class Usage(BaseModel):
 
         cached_tokens: int
 
+    class CompletionDetails(BaseModel):
+        """Tokens of reasoning."""
+
+        reasoning_tokens: int
+
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptDetails
+    completion_tokens_details: CompletionDetails
 
     @classmethod
-    def of(cls, prompt: int, completion: int, cached: int) -> "Usage":
+    def of(cls, prompt: int, completion: int, cached: int, reasoning: int) -> "Usage":
         return cls(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=cls.PromptDetails(cached_tokens=cached),
+            completion_tokens_details=cls.CompletionDetails(reasoning_tokens=reasoning),
         )
 
 
@@ -298,7 +305,7 @@ def parse_value(cls: type[R], value: Any) -> R:
     try:
         request = cls.model_validate(value)
     except ValidationError as exc:
-        raise _rejection(exc.errors(include_url=False, include_input=False)[0]) from None
+        raise _rejection(exc.errors(include_url=False, include_input=False)[0], value) from None
     if isinstance(request, GenerationFields):
         request.check()
     return request
@@ -320,10 +327,10 @@ def _read_json(body: bytes) -> Any:
     return value
 
 
-def _rejection(fault: ErrorDetails) -> Rejected:
+def _rejection(fault: ErrorDetails, body: Any) -> Rejected:
     kind, reason = fault["type"], fault["msg"]
     code = CODES.get(kind, "invalid_value")
-    param = _path(fault["loc"]) + str(fault.get("ctx", {}).get("at", ""))
+    param = _path(fault["loc"], body, missing=kind == "missing") + str(fault.get("ctx", {}).get("at", ""))
     if not param:
         return Rejected("The request body must be a JSON object.", code=code)
     shown = param if len(param) <= 128 else f"{param[:128]}…"
@@ -337,7 +344,13 @@ def _rejection(fault: ErrorDetails) -> Rejected:
     return Rejected(f"Invalid '{shown}': {reason}.", param=shown, code=code)
 
 
-def _path(loc: tuple[int | str, ...]) -> str:
-    """A path such as `messages[0].content`, without the tags of unions."""
-    steps = [*loc[:1], *(step for step in loc[1:] if not str(step).startswith("<"))]
+def _path(loc: tuple[int | str, ...], body: Any, *, missing: bool) -> str:
+    """A path such as `messages[0].content`. Steps of `loc` that are no place in `body` name types, and are left out."""
+    steps, place = [], body
+    for step in loc[:-1] if missing else loc:
+        if step in place if isinstance(place, Mapping) else isinstance(place, list) and step in range(len(place)):
+            steps.append(step)
+            place = place[step]
+    if missing:
+        steps.append(loc[-1])
     return "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in steps).lstrip(".")

@@ -18,7 +18,7 @@ from components.openai.fields import (
     parse_value,
     tagged,
 )
-from components.openai.items import Id, InputItem, InputItems, OutputItem, turns
+from components.openai.items import CallItem, CallOutputItem, Id, InputItem, InputItems, MessageItem, OutputItem, turns
 
 Logprobs = Literal["message.output_text.logprobs"]
 Metadata = Annotated[
@@ -166,6 +166,7 @@ class ResponsesRequest(Strict):
 
     def chat(self, earlier: Sequence[InputItem]) -> ChatRequest:
         """Return a chat that continues `earlier`. Raises: Rejected, with the chat's parameter names."""
+        _check_outputs(earlier, self.input)
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         wanted: dict[str, Any] = {
             "model": self.model,
@@ -200,6 +201,20 @@ class ResponsesRequest(Strict):
         return None if choice is None else choice.type
 
 
+def _check_outputs(earlier: Sequence[InputItem], items: Sequence[InputItem]) -> None:
+    """Raises: Rejected, if an output belongs to no call of the turn before it."""
+    calls: set[str] = set()
+    for i, item in enumerate([*earlier, *items], -len(earlier)):
+        if isinstance(item, CallItem):
+            calls.add(item.call_id)
+        elif isinstance(item, MessageItem) and item.role != "assistant":
+            calls.clear()
+        elif isinstance(item, CallOutputItem) and item.call_id not in calls:
+            at = f"input[{max(i, 0)}].call_id"
+            why = "it is the id of no 'function_call' since the last message of a user"
+            raise Rejected(f"Invalid '{at}': {why}.", param=at, code="invalid_value")
+
+
 def _chats_tool(tool: Tool) -> dict[str, Any]:
     return {"type": "function", "function": tool.model_dump(exclude_none=True, exclude={"type"})}
 
@@ -214,12 +229,12 @@ class ResponsesUsage(BaseModel):
     class OutputDetails(BaseModel):
         """Output tokens of reasoning."""
 
-        reasoning_tokens: int = 0
+        reasoning_tokens: int
 
     input_tokens: int
     input_tokens_details: InputDetails
     output_tokens: int
-    output_tokens_details: OutputDetails = OutputDetails()
+    output_tokens_details: OutputDetails
     total_tokens: int
 
     @classmethod
@@ -228,6 +243,7 @@ class ResponsesUsage(BaseModel):
             input_tokens=usage.prompt_tokens,
             input_tokens_details=cls.InputDetails(cached_tokens=usage.prompt_tokens_details.cached_tokens),
             output_tokens=usage.completion_tokens,
+            output_tokens_details=cls.OutputDetails(reasoning_tokens=usage.completion_tokens_details.reasoning_tokens),
             total_tokens=usage.total_tokens,
         )
 

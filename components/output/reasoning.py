@@ -36,6 +36,11 @@ class Reasoning:
         return bool(self._inside) and not self.over
 
     @property
+    def found(self) -> bool:
+        """Whether there is reasoning, or was."""
+        return bool(self._inside)
+
+    @property
     def held(self) -> str:
         return self._held
 

@@ -108,6 +108,10 @@ class Choice:
         self._min_tokens = prompt.sampling.min_tokens
 
     @property
+    def reasoning_tokens(self) -> int:
+        return 0
+
+    @property
     def stop_string(self) -> str | None:
         return None if self._stops is None else self._stops.found
 
@@ -164,13 +168,20 @@ class Choice:
 class ParsedChoice(Choice):
     """Parses the text into reasoning, answer and tool calls. Stop strings apply to the whole."""
 
-    __slots__ = ("_before", "_parser")
+    __slots__ = ("_before", "_end_of_thought", "_num_before_answer", "_parser")
 
     def __init__(self, index: int, prompt: Prompt, text: TextModel, plan: OutputPlan) -> None:
         super().__init__(index, prompt, text)
         self._parser = plan.parser(reports_before=bool(prompt.echo))
         self._before = plan.before
         self._echo = ""  # the parser returns it
+        self._num_before_answer = 0  # tokens
+        self._end_of_thought = "" if plan.reasoning is None else plan.reasoning.end
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of reasoning and its markers."""
+        return self._num_before_answer if self._parser.has_thought else 0
 
     async def begin(self) -> None:
         await self._text.run(len(self._before), self._parser.begin)
@@ -179,7 +190,11 @@ class ParsedChoice(Choice):
         """Sets `finish` also when the only wanted call is complete."""
         piece = super().take(item)
         parser = self._parser
+        before_answer = not parser.answers
         text, reasoning, calls = parser.feed(piece.text)
+        if before_answer:
+            answer = _after(self._end_of_thought, piece.text) if parser.answers else ""
+            self._num_before_answer += len(piece.token_ids) - self._num_last(piece.token_ids, answer)
         if parser.done:
             self.finish = "tool_calls"
         elif self.finish is not None:
@@ -188,3 +203,20 @@ class ParsedChoice(Choice):
             if parser.called and self.finish == "stop":
                 self.finish = "tool_calls"
         return Piece(self.index, text, self.finish, piece.tokens, reasoning, calls, piece.token_ids)
+
+    def _num_last(self, token_ids: Sequence[int], text: str) -> int:
+        """Return how many of the last tokens make up `text`, with which theirs ends."""
+        missing = len(text.encode())
+        for num, token_id in enumerate(reversed(token_ids)):
+            if missing <= 0:
+                return num
+            missing -= 0 if token_id in self._text.specials else len(self._text.token_bytes.of(token_id))
+        return len(token_ids)
+
+
+def _after(marker: str, text: str) -> str:
+    """Return what follows `marker`, which ends in `text` and may begin before it."""
+    _, found, rest = text.partition(marker)
+    if found:
+        return rest
+    return next((text.removeprefix(end) for i in range(1, len(marker)) if text.startswith(end := marker[i:])), text)

@@ -110,7 +110,8 @@ class Generation:
 
     def usage(self) -> Usage:
         """A prompt counts once, whatever the number of its choices."""
-        return Usage.of(self._num_prompt, self.num_generated, self._num_cached)
+        reasoning = sum(choice.reasoning_tokens for choice in self.choices)
+        return Usage.of(self._num_prompt, self.num_generated, self._num_cached, reasoning)
 
     def longest_gap_s(self) -> float:
         """The longest time without a piece, in one choice; until now for those that never ended."""

@@ -59,11 +59,12 @@ def test_a_completion_has_text_and_no_opening() -> None:
 def test_chunks_announce_the_usage_that_the_last_one_holds() -> None:
     events = Events.chat("chatcmpl-1", 7, "m", usage_follows=True)
     assert parsed(events.text(0, "a"))["usage"] is None
-    last = parsed(events.usage(Usage.of(3, 2, 1)))
+    last = parsed(events.usage(Usage.of(3, 2, 1, 1)))
     assert last["choices"] == []
     assert last["usage"] == {
         "prompt_tokens": 3,
         "completion_tokens": 2,
         "total_tokens": 5,
         "prompt_tokens_details": {"cached_tokens": 1},
+        "completion_tokens_details": {"reasoning_tokens": 1},
     }

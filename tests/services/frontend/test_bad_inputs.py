@@ -1,3 +1,5 @@
+import json
+import math
 from typing import Any
 
 import httpx
@@ -100,6 +102,11 @@ async def test_no_model_at_all_is_503_with_retry_after(http: httpx.AsyncClient, 
     assert answer.headers["retry-after"] == "1"
 
 
+def tool(**schema: Any) -> dict[str, Any]:
+    properties = {"a": {"type": "integer", **schema}}
+    return {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+
+
 @pytest.mark.parametrize(
     ("fields", "code", "param"),
     [
@@ -113,6 +120,9 @@ async def test_no_model_at_all_is_503_with_retry_after(http: httpx.AsyncClient, 
         ({"stream_options": {}}, None, "stream_options"),
         ({"max_tokens": 1, "max_completion_tokens": 2}, None, "max_completion_tokens"),
         ({"stop_token_ids": [9999]}, "invalid_value", "stop_token_ids"),
+        ({"guided_json": 5}, "invalid_value", "guided_json"),
+        ({"structured_outputs": {"json": 5}}, "invalid_value", "structured_outputs.json"),
+        ({"tools": [tool(maximum=math.nan)]}, "invalid_value", "tools[0].function.parameters.properties.a.maximum"),
         ({"logit_bias": {"9999": 1}}, "invalid_value", "logit_bias"),
         ({"logit_bias": {"1": 101}}, "invalid_value", "logit_bias.1"),
         ({"min_tokens": 6, "max_tokens": 5}, "invalid_value", "min_tokens"),
@@ -123,8 +133,15 @@ async def test_no_model_at_all_is_503_with_retry_after(http: httpx.AsyncClient, 
 async def test_a_wrong_chat_is_400_with_param(
     http: httpx.AsyncClient, mesh: FakeMesh, fields: dict[str, Any], code: str | None, param: str
 ) -> None:
-    error_of(await http.post(CHAT, json={**HELLO, **fields}), 400, code, param)
+    body = json.dumps({**HELLO, **fields})  # httpx refuses NaN
+    error_of(await http.post(CHAT, content=body), 400, code, param)
     assert not mesh.prompts
+
+
+async def test_a_message_shows_json_as_the_client_writes_it(http: httpx.AsyncClient) -> None:
+    answer = await http.post(CHAT, json={**HELLO, "tool_choice": 5})
+    assert "{'type': 'function', 'function': {'name': …}}" in answer.json()["error"]["message"]
+    assert "{{" not in answer.text
 
 
 @pytest.mark.parametrize("body", [b"NaN", b"Infinity", b"-Infinity", b"1e999"])

@@ -222,6 +222,8 @@ async def test_thoughts_text_and_calls_are_items(thinker: tuple[Any, FakeMesh], 
     ]
     assert len({call.call_id for call in calls}) == 2
     assert {item.status for item in response.output} == {"completed"}
+    thought = mesh.text._encode(mesh.answer.partition("</think>")[0] + "</think>", add_special_tokens=False)
+    assert response.usage.output_tokens_details.reasoning_tokens == len(thought)
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -276,7 +278,8 @@ async def test_what_a_tool_gave_goes_back(thinker: tuple[Any, FakeMesh]) -> None
     assert "tool\n42\n" in told
     with pytest.raises(package.BadRequestError) as refused:
         await client.responses.create(model=MODEL, input=[{**given, "call_id": "nobody's"}], tools=TOOLS)
-    assert refused.value.param == "input"
+    assert refused.value.param == "input[0].call_id"
+    assert "no 'function_call' since" in str(refused.value)
 
 
 async def test_reasoning_is_switched(thinker: tuple[Any, FakeMesh]) -> None:
@@ -374,10 +377,23 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
     assert not mesh.prompts
 
 
-async def test_a_template_that_refuses_blames_the_input(http: httpx.AsyncClient) -> None:
-    item = {"type": "function_call_output", "call_id": "a", "output": "42"}
-    error = (await http.post(URL, json={**HELLO, "input": [item]})).json()["error"]
-    assert error["param"] == "input"
+OUTPUT = {"type": "function_call_output", "call_id": "a", "output": "42"}
+CALL_OF_A = {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"}
+
+
+@pytest.mark.parametrize(
+    ("items", "param"),
+    [
+        ([OUTPUT, CALL_OF_A], "input[0].call_id"),
+        ([CALL_OF_A, {"role": "user", "content": "a"}, OUTPUT], "input[2].call_id"),
+        ([CALL_OF_A, OUTPUT, {"role": "assistant", "content": "a"}, OUTPUT], "input"),  # refused by the chat
+    ],
+)
+async def test_an_output_without_its_call_is_refused(
+    http: httpx.AsyncClient, items: list[dict[str, Any]], param: str
+) -> None:
+    error = (await http.post(URL, json={**HELLO, "input": items})).json()["error"]
+    assert (error["type"], error["param"]) == ("invalid_request_error", param)
 
 
 @pytest.mark.parametrize(

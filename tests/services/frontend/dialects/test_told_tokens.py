@@ -103,6 +103,24 @@ async def test_each_chunk_tells_the_usage_so_far(
     assert (chunks[-1]["choices"] == []) == last
 
 
+@pytest.mark.parametrize("tokens_per_delta", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("answer", "thought"),
+    [("<think>hm</think>Yes", "<think>hm</think>"), ("hm", "hm"), ("hm</think>", "hm</think>")],
+)
+async def test_tokens_of_reasoning_are_counted(
+    settings: FrontendSettings, answer: str, thought: str, tokens_per_delta: int
+) -> None:
+    mesh = FakeMesh(thinking_model(), answer=answer, tokens_per_delta=tokens_per_delta)
+    mesh.served = [ServedModel(MODEL, 4096, 1)]
+    transport = httpx.ASGITransport(create_app(mesh, mesh.text, settings))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        usage = (await http.post(CHAT, json=HELLO)).json()["usage"]
+        plain = (await http.post("/v1/completions", json={"model": MODEL, "prompt": "a"})).json()["usage"]
+    assert usage["completion_tokens_details"] == {"reasoning_tokens": len(ids(mesh.text, thought))}
+    assert plain["completion_tokens_details"] == {"reasoning_tokens": 0}
+
+
 @pytest.mark.parametrize("tokens_per_delta", [1, 1000])
 async def test_chunks_of_reasoning_and_calls_tell_the_usage_and_each_token_once(
     settings: FrontendSettings, tokens_per_delta: int
@@ -122,6 +140,9 @@ async def test_chunks_of_reasoning_and_calls_tell_the_usage_and_each_token_once(
     whole = ids(mesh.text, mesh.answer)
     assert counted == sorted(counted)
     assert counted[-1] == len(whole)
+    thought = [chunk["usage"]["completion_tokens_details"]["reasoning_tokens"] for chunk in chunks]
+    assert thought == sorted(thought)
+    assert thought[-1] == len(ids(mesh.text, "hm</think>"))
     assert [token_id for choice in choices for token_id in choice.get("token_ids", [])] == whole
 
 
