@@ -1,10 +1,11 @@
 """The output of all processes: each line under its service's name, in that service's colour."""
 
+import io
 import json
-import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
-from typing import Any, Final
+from typing import IO, Any, Final, cast
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -19,17 +20,31 @@ LEVEL_STYLES: Final = {"debug": "dim", "warning": "yellow", "error": "red", "cri
 NOT_FACTS: Final = frozenset({"ts", "level", "logger", "event", "exception", "color_message"})
 
 
-class _Console(Console):
-    def on_broken_pipe(self) -> None:
-        """A closed reader must not stop the services."""
-        self.file = open(os.devnull, "w")  # noqa: PTH123, SIM115  # until the process ends
+class _Lossy(io.TextIOBase):
+    """Drops what cannot be written: a full disk or a closed reader must stop neither a service nor the reading of its pipe."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._file.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._file.flush()
+
+    def isatty(self) -> bool:
+        return self._file.isatty()
 
 
 class Output:
     """Each of `names` gets a colour."""
 
     def __init__(self, names: Sequence[str] = (), console: Console | None = None) -> None:
-        self._console = console or _Console(highlight=False, soft_wrap=True)
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._console.file = cast("IO[str]", _Lossy(self._console.file))
         self._styles = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
         self._width = max(map(len, names), default=0)
         self._progress = ProgressLines(self._console, lambda name, text: self._line(name, Text(text), None))
@@ -53,11 +68,8 @@ class Output:
             self._line(name, text, facts.get("ts"))
         else:  # rich takes ten times as long, and under load many requests have a line
             pairs = "".join([f"  {key}={value}" for key, value in shown.items()])
-            try:
-                self._console.file.write(f"{_clock(facts.get('ts'))}  {name:<{self._width}}  {event}{pairs}\n")
-                self._console.file.flush()
-            except BrokenPipeError:
-                self._console.on_broken_pipe()
+            self._console.file.write(f"{_clock(facts.get('ts'))}  {name:<{self._width}}  {event}{pairs}\n")
+            self._console.file.flush()
         if facts.get("exception"):
             self._console.print(Text(_traceback(facts["exception"])))
         return event

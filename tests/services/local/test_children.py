@@ -196,6 +196,30 @@ def test_a_line_longer_than_the_limit_does_not_stop_the_reading() -> None:
     assert lines[-1] == "after"
 
 
+def test_a_full_disk_does_not_stop_the_reading_of_a_child() -> None:
+    """One line that could not be written ended the reading. The child blocked as soon as its pipe was full."""
+
+    class OnceFull(io.StringIO):
+        failures = 1
+
+        def write(self, text: str) -> int:
+            if self.failures:
+                self.failures -= 1
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    shown = OnceFull()
+    output = Output(["child"], Console(file=shown, soft_wrap=True))
+    code = 'for i in range(4000): print(\'{"event": "line", "pad": "%s"}\' % (\'x\' * 1000))'
+
+    async def main() -> int:
+        async with asyncio.timeout(60):
+            return await run([sys.executable, "-c", code], lambda line: output.show("child", line))
+
+    assert asyncio.run(main()) == 0
+    assert shown.getvalue().count("pad=") == 3999
+
+
 def test_a_command_that_does_not_exist_is_named() -> None:
     lines: list[str] = []
     assert asyncio.run(run(["/no/such/program"], lines.append)) == 1
