@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import count, repeat
 from secrets import token_hex
 from typing import Final, Self, TypeVar
 
@@ -111,15 +112,48 @@ class Plan:
         devices = {role: _indices(worker.engine) for role, worker in self.workers.items()}
         shares = {}
         for role, own in devices.items():
-            count = sum(self.counts[other] for other, theirs in devices.items() if own & theirs)
-            if count > 1:
-                shares[role] = self.workers[role].engine.gpu_memory_utilization / count
+            together = sum(self.counts[other] for other, theirs in devices.items() if own & theirs)
+            if together > 1:
+                shares[role] = self.workers[role].engine.gpu_memory_utilization / together
         return shares
 
     def model_command(self) -> list[str]:
         return [sys.executable, "-m", "services.local.prepare", self.settings.model, str(self.settings.home)]
 
     def children(self, reach: Reach) -> list[list[ChildSpec]]:
+        first = self.settings.metrics_port
+        ports = count(first) if first else repeat(0)
+        return [[self.child(role, i, reach, next(ports)) for i in range(self.counts[role])] for role in TIERS]
+
+    def one_more(self, role: str, number: int, counts: Mapping[str, int], reach: Reach) -> ChildSpec:
+        """A worker that is started later.
+
+        Args:
+            number: for its name; larger than that of any earlier worker of its role.
+            counts: processes of each role that run from now on, with the new one. They share the cores and the GPUs.
+        """
+        return replace(self, counts=dict(counts)).child(role, number, reach, metrics_port=0)
+
+    def child(self, role: str, number: int, reach: Reach, metrics_port: int) -> ChildSpec:
+        env = {} if role == "bootstrap" else {f"MESH_{role.upper()}_DRAIN_TIMEOUT_S": self._drain_s}
+        if (share := self.memory_shares().get(role)) is not None:
+            env[f"MESH_{role.upper()}_ENGINE__GPU_MEMORY_UTILIZATION"] = f"{share:.3f}"
+        env |= self._shared_variables() | reach(user_of(role, number)).variables()
+        if role == "frontend":
+            host, port = self.addresses[0 if self.shared else number]
+            env |= {"MESH_FRONTEND_HOST": host, "MESH_FRONTEND_PORT": str(port)}
+            env["MESH_FRONTEND_SHARE_PORT"] = str(self.shared).lower()
+            if is_loopback(host):
+                env.setdefault("MESH_FRONTEND_UI_CONTROL", self.subject)
+        env["MESH_METRICS_PORT"] = str(metrics_port)
+        return ChildSpec(f"{role}-{number}", [sys.executable, "-m", f"services.{role}"], env)
+
+    @property
+    def _drain_s(self) -> str:
+        return f"{0.8 * self.stop_timeout_s:g}"  # over before SIGKILL
+
+    def _shared_variables(self) -> dict[str, str]:
+        """Of all children."""
         shared = dict(os.environ)
         shared |= {
             "MESH_MODEL": self.settings.model,
@@ -132,34 +166,7 @@ class Plan:
         if "MESH_ENGINE__THREADS" not in shared:
             shared["MESH_ENGINE__THREADS"] = str(self.threads_each())
             shared.setdefault("MESH_ENGINE__SHARED_CORES", str(self.settings.home / "cores"))
-        drain_s = f"{0.8 * self.stop_timeout_s:g}"  # over before SIGKILL
-        shares = self.memory_shares()
-        metrics_port = self.settings.metrics_port
-        tiers = []
-        for role in TIERS:
-            tier = []
-            for i in range(self.counts[role]):
-                env = {f"MESH_{role.upper()}_DRAIN_TIMEOUT_S": drain_s} if role != "bootstrap" else {}
-                if role in shares:
-                    env[f"MESH_{role.upper()}_ENGINE__GPU_MEMORY_UTILIZATION"] = f"{shares[role]:.3f}"
-                env |= shared | reach(user_of(role, i)).variables()
-                if role == "frontend":
-                    host, port = self.addresses[0 if self.shared else i]
-                    env |= {"MESH_FRONTEND_HOST": host, "MESH_FRONTEND_PORT": str(port)}
-                    env["MESH_FRONTEND_SHARE_PORT"] = str(self.shared).lower()
-                    if is_loopback(host):
-                        env.setdefault("MESH_FRONTEND_UI_CONTROL", self.subject)
-                if metrics_port:
-                    env["MESH_METRICS_PORT"] = str(metrics_port)
-                    metrics_port += 1
-                tier.append(ChildSpec(f"{role}-{i}", [sys.executable, "-m", f"services.{role}"], env))
-            tiers.append(tier)
-        return tiers
-
-    def one_more(self, role: str, number: int, reach: Reach) -> ChildSpec:
-        grown = replace(self, counts={**self.counts, role: number + 1})
-        spec = grown.children(reach)[TIERS.index(role)][number]
-        return replace(spec, env={**spec.env, "MESH_METRICS_PORT": "0"})
+        return shared
 
 
 def _indices(engine: EngineConfig) -> set[int]:

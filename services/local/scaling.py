@@ -19,7 +19,7 @@ RETRY_S: Final = 1.0
 KILLED: Final = ("prefill", "decode")  # roles that `kill` takes
 MARGIN_S: Final = 10.0  # from the end of draining to SIGKILL
 
-MakeSpec = Callable[[str, int], ChildSpec]  # (role, number) → what to run
+MakeSpec = Callable[[str, int, Mapping[str, int]], ChildSpec]  # (role, number, processes of each role) → what to run
 
 
 class Scaling:
@@ -54,7 +54,8 @@ class Scaling:
         if not self._started[order.role]:
             raise Rejected(f"this mesh was started without {order.role} workers; start it with one")
         if order.after > here:
-            spec = self._make_spec(order.role, self._started[order.role])
+            counts = {role: len(tier.children) for role, tier in self._tiers.items()} | {order.role: order.after}
+            spec = self._make_spec(order.role, self._started[order.role], counts)
             self._started[order.role] += 1
             tier.start(spec, essential=False)
             self._output.report("local", f"starting {spec.name}")

@@ -68,7 +68,9 @@ async def _serve(plan: Plan, supervision: Supervision) -> CannotStart:
             for role, specs in zip(TIERS, plan.children(reach), strict=True)
         }
         children = [child for tier in tiers.values() for child in tier]
-        scaling = Scaling(tiers, lambda role, number: plan.one_more(role, number, reach), supervision.output)
+        scaling = Scaling(
+            tiers, lambda role, number, counts: plan.one_more(role, number, counts, reach), supervision.output
+        )
         async with asyncio.TaskGroup() as tasks:
             others = (
                 tasks.create_task(_greet(children, plan, supervision.output)),

@@ -20,18 +20,13 @@ class FakePlan(Plan):
     def model_command(self) -> list[str]:
         return [sys.executable, "-c", ""]
 
-    def children(self, reach: Reach) -> list[list[ChildSpec]]:
-        tiers = []
-        for role in TIERS:
-            http = ["--http", str(self.frontend.port)] if role == "frontend" else []
-            specs = []
-            for i in range(self.counts[role]):
-                of = role if i == 0 else "grown"
-                habits = [arg.partition("=")[2] for arg in sys.argv[3:] if arg.startswith(f"{of}=")]
-                env = {f"MESH_{role.upper()}_DRAIN_TIMEOUT_S": "0.4"}
-                specs.append(ChildSpec(f"{role}-{i}", [sys.executable, FAKE, *http, *habits], env))
-            tiers.append(specs)
-        return tiers
+    def child(self, role: str, number: int, reach: Reach, metrics_port: int) -> ChildSpec:
+        http = ["--http", str(self.frontend.port)] if role == "frontend" else []
+        of = role if number == 0 else "grown"
+        habits = [arg.partition("=")[2] for arg in sys.argv[3:] if arg.startswith(f"{of}=")]
+        workers = str(self.counts["prefill"] + self.counts["decode"])
+        env = {f"MESH_{role.upper()}_DRAIN_TIMEOUT_S": "0.4", "FAKE_WORKERS": workers}
+        return ChildSpec(f"{role}-{number}", [sys.executable, FAKE, *http, *habits], env)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ def drain(*_: object) -> None:
 
 def main(argv: list[str]) -> None:
     habits = set(argv)
-    log("starting", pid=os.getpid())
+    log("starting", pid=os.getpid(), workers=os.environ.get("FAKE_WORKERS", ""))
     if "progresses" in habits:
         for done in range(11):
             log("progress", task="loading", done=done, total=10)

@@ -116,6 +116,20 @@ def test_workers_share_the_cores_unless_their_number_of_threads_is_given(monkeyp
     assert "MESH_ENGINE__SHARED_CORES" not in given
 
 
+def test_a_later_worker_shares_with_those_that_run_and_not_with_all_that_ever_ran(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its number was taken for the number of workers. With each one that came and went, the next got less."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(12)))
+    monkeypatch.setenv("MESH_METRICS_PORT", "9100")
+    plan = Plan.read(ONE_EACH)
+    more = plan.one_more("decode", 7, {**ONE_EACH, "decode": 2}, lambda _: Backends("http://e:1", "nats://n:2"))
+    assert more.name == "decode-7"
+    assert more.env["MESH_ENGINE__THREADS"] == "4"
+    assert more.env["MESH_DECODE_ENGINE__GPU_MEMORY_UTILIZATION"] == "0.300"
+    assert more.env["MESH_METRICS_PORT"] == "0"
+
+
 @pytest.mark.parametrize(
     ("given", "shares"),
     [

@@ -68,8 +68,9 @@ def test_workers_come_and_go_one_at_a_time_and_names_are_never_used_again(mesh: 
             await local.scale(Change("decode", 1, 0, ""))
 
     told(process, scenario)
-    pids = re.findall(r"prefill-(\d)\s+starting  pid=(\d+)", process.logged())
-    assert [number for number, _ in pids] == ["0", "1", "2"]
+    pids = re.findall(r"prefill-(\d)\s+starting  pid=(\d+)  workers=(\d)", process.logged())
+    assert [number for number, _, _ in pids] == ["0", "1", "2"]
+    assert [workers for _, _, workers in pids] == ["2", "3", "3"], "each shares with those that run"
     assert int(pids[1][1]) not in alive(process), "the one that left came back"
     assert {int(pids[0][1]), int(pids[2][1])} <= alive(process)
     assert process.terminate(5) == 0, process.logged()
