@@ -60,11 +60,7 @@ class Profiles:
         self._refuse_second()
         self._starting = True
         try:
-            if self._home is None:
-                self._home = tempfile.TemporaryDirectory(
-                    prefix=f"kvmesh-profile-{os.getpid()}-", ignore_cleanup_errors=True
-                )
-            await self._profiler.start()
+            home = await self._begin()
         except OSError as exc:
             raise InvariantBroken(f"the profile of {self._who} cannot be kept there: {exc}") from exc
         finally:
@@ -72,7 +68,7 @@ class Profiles:
         for profile_id in list(self._ordered)[: 1 - KEPT]:
             self._ordered.pop(profile_id).path.unlink(missing_ok=True)
         profile_id = token_hex(4)
-        path = Path(self._home.name) / f"{profile_id}.json.gz"
+        path = home / f"{profile_id}.json.gz"
         task = asyncio.create_task(self._profiler.finish(request.seconds, path))
         self._ordered[profile_id] = Ordered(path, monotonic() + request.seconds, task)
         return ProfileStarted(profile_id=profile_id)
@@ -102,6 +98,20 @@ class Profiles:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._home is not None:
             self._home.cleanup()
+
+    async def _begin(self) -> Path:
+        """Start the profiler. Returns: the folder for its files. A folder made for a start that fails is removed."""
+        home = self._home or tempfile.TemporaryDirectory(
+            prefix=f"kvmesh-profile-{os.getpid()}-", ignore_cleanup_errors=True
+        )
+        try:
+            await self._profiler.start()
+        except BaseException:
+            if home is not self._home:
+                home.cleanup()
+            raise
+        self._home = home
+        return Path(home.name)
 
     def _refuse_second(self) -> None:
         running = [(name, o) for name, o in self._ordered.items() if not o.task.done()]

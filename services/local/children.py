@@ -143,7 +143,7 @@ class Child:
             self._shared.output.end_progress(self.spec.name)
             if self._process is not None:
                 self._shared.shared_memory.remove_files_of(self._process.pid)
-                _remove_folders_of(self._process.pid)
+                remove_folders_of(self._process.pid)
                 self._process = None  # another process may get its id
 
     def _started(self, process: Process) -> None:
@@ -185,7 +185,7 @@ class Child:
             self._shared.output.report(self.spec.name, f"{why}killed", level="warning")
 
 
-def _remove_folders_of(pid: int) -> None:
+def remove_folders_of(pid: int) -> None:
     """Remove temporary folders of a process that was killed, and with it all that would have removed them."""
     for folder in Path(tempfile.gettempdir()).glob(f"kvmesh-*-{pid}-*"):
         shutil.rmtree(folder, ignore_errors=True)

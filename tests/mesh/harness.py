@@ -35,6 +35,7 @@ from engine.model.mock_model import is_mock
 from services.frontend.mesh_client import MeshClient
 from services.frontend.ports import Prompt
 from services.local.accounts import Backends, Reach, user_of
+from services.local.children import remove_folders_of
 from tests.mesh.preloaded import MOCK, TORCH, Fork, Preloaded
 from tests.secured import reach_of
 from tests.services.frontend.reading import reading
@@ -72,10 +73,11 @@ class Worker:
         return str(json.loads(line)["url"])
 
     def kill(self) -> None:
-        """kill -9, and reap."""
+        """kill -9, reap, and remove what the process could not remove itself."""
         with suppress(ProcessLookupError):
             self.popen.send_signal(signal.SIGKILL)
         self.popen.wait(10)
+        remove_folders_of(self.popen.pid)
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import os
+import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -22,14 +23,16 @@ pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 class FakeProfiler:
     """Writes `content`, after the time that was asked for or once it is `over`."""
 
-    def __init__(self, content: bytes = b"", error: Exception | None = None) -> None:
+    def __init__(self, content: bytes = b"", error: Exception | None = None, refusal: Exception | None = None) -> None:
         self.content = content
         self.error = error
+        self.refusal = refusal
         self.stopped = 0
         self.over = asyncio.Event()
 
     async def start(self) -> None:
-        pass
+        if self.refusal is not None:
+            raise self.refusal
 
     async def finish(self, seconds: float, path: Path) -> tuple[float, int]:
         try:
@@ -113,6 +116,25 @@ async def test_leaving_stops_the_recording_and_removes_the_files(nats_url: str, 
         assert list(home.iterdir())
     assert profiler.stopped == 2
     assert not home.exists()
+
+
+async def test_a_profile_that_is_refused_leaves_no_folder(
+    nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A worker with the mock engine refuses each profile. Killed later, it left the folder of the first one."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    profiler = FakeProfiler(b"x", refusal=Rejected("nothing to record"))
+    async with worker(nats_url, namespace, profiler) as (bus, _):
+        with pytest.raises(Rejected, match="nothing to record"):
+            await start(bus, namespace, 0.01)
+        assert list(tmp_path.iterdir()) == []
+        profiler.refusal = None
+        first = await start(bus, namespace, 0.01)
+        await part(bus, namespace, first)
+        profiler.refusal = Rejected("nothing to record")
+        with pytest.raises(Rejected, match="nothing to record"):
+            await start(bus, namespace, 0.01)
+        assert (await part(bus, namespace, first)).data == b"x", "a folder with profiles stays"
 
 
 @pytest.mark.parametrize("seconds", [0.0, -1.0, 61.0, float("nan")])
