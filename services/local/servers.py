@@ -88,7 +88,7 @@ class Server:
         return f"http://{HOST}:{self._site.second_port}"
 
     async def start(self) -> None:
-        """Raises: CannotStart, with the server's last log lines."""
+        """Raises: CannotStart, with the server's last log lines; OSError, of a file."""
         for left in reversed(range(PORT_TRIES)):
             port, second_port = _free_ports()
             self._site = replace(self._site, port=port, second_port=second_port)
@@ -110,7 +110,10 @@ class Server:
         self.home.mkdir(parents=True, exist_ok=True)
         command = self.kind.command(self._site)
         with self.log_file.open("ab") as log:
-            self.process = await spawn(command, output=log, cwd=self.home)
+            try:
+                self.process = await spawn(command, output=log, cwd=self.home)
+            except OSError as exc:
+                raise CannotStart(f"no process for {self.kind.name}: {exc.strerror or exc}") from exc
         try:
             await self._until_it_answers(self.process)
         except BaseException:
@@ -156,7 +159,7 @@ async def running(
     *,
     is_monitored: bool = False,
 ) -> AsyncIterator[Server]:
-    """Raises: CannotStart."""
+    """Raises: CannotStart, OSError."""
     server = Server(kind, home, accounts, is_monitored=is_monitored)
     try:
         await server.start()

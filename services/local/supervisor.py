@@ -1,6 +1,7 @@
 """The whole mesh on one machine: opened in the order of dependence, closed in the reverse."""
 
 import asyncio
+import errno
 import fcntl
 import json
 import os
@@ -9,8 +10,9 @@ import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any, Final
+from typing import Any, Final
 
 from components.discovery.etcd_users import ADMINISTRATOR
 from components.discovery.registry import remove_record
@@ -31,6 +33,7 @@ from services.local.servers import ETCD, NATS, Kind, Server, running
 
 RUNNING_FILE: Final = "running.json"
 MODEL: Final = "model"
+NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 async def run_mesh(plan: Plan) -> int:
@@ -93,12 +96,13 @@ async def _backends(plan: Plan, supervision: Supervision) -> AsyncIterator[Reach
     async with AsyncExitStack() as stack:
         home, running_file = stack.enter_context(own_state(settings.home, plan.urls))
         certificates = stack.enter_context(_own_folder(home / "tls")) if plan.secure else None
-        accounts = Accounts.make(settings.namespace, plan.counts["frontend"], certificates, plan.observer.host)
-        servers = {
-            kind: await stack.enter_async_context(_embedded(kind, home, supervision, accounts))
-            for kind, setting in ((ETCD, "etcd_url"), (NATS, "nats_url"))
-            if setting not in given
-        }
+        with _writing(home):
+            accounts = Accounts.make(settings.namespace, plan.counts["frontend"], certificates, plan.observer.host)
+            servers = {
+                kind: await stack.enter_async_context(_embedded(kind, home, supervision, accounts))
+                for kind, setting in ((ETCD, "etcd_url"), (NATS, "nats_url"))
+                if setting not in given
+            }
 
         def reach(user: str) -> Backends:
             return Backends(
@@ -111,7 +115,8 @@ async def _backends(plan: Plan, supervision: Supervision) -> AsyncIterator[Reach
         users = {user: reach(user).settings() for user in ("inspect", "planner")}
         traces = {} if plan.otlp_endpoint is None else {"otlp_endpoint": plan.otlp_endpoint}
         facts = {"users": users, "namespace": settings.namespace, "http": plan.urls, **traces}
-        running_file.write(**reach(ADMINISTRATOR).settings(), **facts)
+        with _writing(home):
+            running_file.write(**reach(ADMINISTRATOR).settings(), **facts)
         yield reach
 
 
@@ -218,38 +223,50 @@ def _stop_signals(serving: asyncio.Task[CannotStart], supervision: Supervision) 
 class RunningFile:
     """`running.json`: how to reach this mesh, for `services.inspect` and a second `services.local`."""
 
-    def __init__(self, stream: IO[str]) -> None:
+    def __init__(self, stream: FileIO) -> None:
+        """`stream` has no buffer: what a full disk refused must not be written again when it is closed."""
         self._stream = stream
 
     def write(self, **facts: Any) -> None:
-        self._stream.seek(0)
-        self._stream.truncate()
-        self._stream.write(json.dumps({"pid": os.getpid(), **facts}, indent=2) + "\n")
-        self._stream.flush()
+        self._stream.truncate(0)
+        left = (json.dumps({"pid": os.getpid(), **facts}, indent=2) + "\n").encode()
+        while left:
+            left = left[self._stream.write(left) :]
 
 
 @contextmanager
 def own_state(state_dir: Path, http: list[str]) -> Iterator[tuple[Path, RunningFile]]:
     """Hold `<state_dir>/local`. Raises: CannotStart, naming the holder."""
     home = state_dir / "local"
-    try:
+    with _writing(home):
         home.mkdir(parents=True, exist_ok=True)
         home.chmod(0o700)  # an earlier run may have left another mode
-        stream = (home / RUNNING_FILE).open("a+")
+        stream = FileIO(home / RUNNING_FILE, "a+")
         os.fchmod(stream.fileno(), 0o600)
-    except OSError as exc:
-        raise CannotStart(f"cannot write {home}: {exc.strerror}; choose another --state-dir") from exc
     with stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it however we die
-        except BlockingIOError as exc:
-            raise CannotStart(f"{state_dir} is used by {_holder(home)}: stop it or choose another --state-dir") from exc
         file = RunningFile(stream)
-        file.write(http=http)
+        with _writing(home):
+            try:
+                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it however we die
+            except BlockingIOError as exc:
+                held = f"{state_dir} is used by {_holder(home)}"
+                raise CannotStart(f"{held}: stop it or choose another --state-dir") from exc
+            file.write(http=http)
         try:
             yield home, file
         finally:
             stream.truncate(0)
+
+
+@contextmanager
+def _writing(home: Path) -> Iterator[None]:
+    """Raises: CannotStart, for an error of a file in `home`."""
+    try:
+        yield
+    except OSError as exc:
+        free = "free some space or " if exc.errno in NO_SPACE else ""
+        where = exc.filename or home
+        raise CannotStart(f"cannot write {where}: {exc.strerror}; {free}choose another --state-dir") from exc
 
 
 def _holder(home: Path) -> str:

@@ -1,5 +1,6 @@
 """The whole of `services.local` as a process: it says "Ready" when that is true, and nothing survives it."""
 
+import errno
 import os
 import re
 import signal
@@ -7,11 +8,15 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from io import FileIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from bench.processes import free_port
+from services.local import supervisor
+from services.local.child_process import CannotStart
 from tests.conftest import RunService, ServiceProcess
 
 pytestmark = pytest.mark.mesh
@@ -200,6 +205,32 @@ def test_a_second_mesh_on_the_same_state_directory_is_refused(
         f"http://127.0.0.1:{port}): stop it or choose another --state-dir\n"
     )
     assert first.terminate(5) == 0
+
+
+def test_a_server_whose_files_cannot_be_written_is_one_line(
+    mesh: Callable[..., ServiceProcess], tmp_path: Path
+) -> None:
+    log = tmp_path / "state/local/nats.log"
+    log.mkdir(parents=True)
+    process = mesh()
+    assert process.popen.wait(20) == 1
+    assert process.logged().splitlines()[-1] == f"error: cannot write {log}: Is a directory; choose another --state-dir"
+    assert "Traceback" not in process.logged()
+
+
+def test_a_full_disk_of_the_state_directory_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write without room was a traceback. What it left in a buffer was another one when the file was closed."""
+
+    class FullDisk(FileIO):
+        def write(self, data: Any) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(supervisor, "FileIO", FullDisk)
+    with pytest.raises(CannotStart) as caught, supervisor.own_state(tmp_path, []):
+        pass
+    assert caught.value.message == (
+        f"cannot write {tmp_path}/local: No space left on device; free some space or choose another --state-dir"
+    )
 
 
 def test_a_wrong_setting_is_named(run_service: RunService, tmp_path: Path, port: int) -> None:
