@@ -151,10 +151,12 @@ class TraceStore:
 
 
 class TraceWriter:
-    """Appends to the file in `home`. For one thread at a time."""
+    """Appends to the file in `home`, which it makes. For one thread at a time.
+
+    A folder that cannot be used costs spans alone: with an observer, a process needs no file.
+    """
 
     def __init__(self, home: Path, limits: Limits = Limits()) -> None:
-        home.mkdir(parents=True, exist_ok=True)
         self._path = home / FILE_NAME
         self._limits = limits
         self._connection: sqlite3.Connection | None = None
@@ -167,7 +169,7 @@ class TraceWriter:
             _when_free(lambda: self._write(service, pieces))
         except sqlite3.Error as exc:
             lost = sum(piece.num_spans for piece in pieces)
-            log.warning("spans not kept", extra={"cause": str(exc), "count": lost})
+            log.warning("spans not kept", extra={"cause": str(exc), "file": str(self._path), "count": lost})
             return False
         return True
 

@@ -19,6 +19,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from components.errors import MeshError, Overloaded, Rejected
+from components.startup import WrongSettings
 from components.telemetry.otlp_sender import OBSERVER, PATH
 from components.telemetry.trace_pieces import PIECES
 from components.telemetry.trace_reader import API, LocalTraceReader, which_of
@@ -39,6 +40,13 @@ class ObserverApp:
     """An ASGI application. One thread writes, so that requests do not wait for each other's locks; another reads."""
 
     def __init__(self, settings: ObserverSettings) -> None:
+        """Raises: WrongSettings, if traces cannot be kept in the state directory."""
+        try:
+            settings.home.mkdir(parents=True, exist_ok=True)
+        except OSError as exc:
+            raise WrongSettings(
+                f"setting state_dir: cannot make {settings.home}: {exc.strerror}; name a directory that this user can write"
+            ) from exc
         self._settings = settings
         self._token = None if settings.token is None else settings.token.get_secret_value()
         self._writer = TraceWriter(settings.home, settings.limits)

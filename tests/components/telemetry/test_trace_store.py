@@ -220,6 +220,16 @@ def test_a_broken_file_costs_the_spans_and_not_the_process(tmp_path: Path, caplo
     writer.close()
 
 
+def test_a_folder_that_cannot_be_made_costs_the_spans_and_not_the_process(caplog: pytest.LogCaptureFixture) -> None:
+    """It ended each service with a traceback."""
+    home = Path("/dev/null/x")
+    writer = TraceWriter(home)
+    assert not writer.write("test", [piece(1)])
+    [warning] = [record for record in caplog.records if record.message == "spans not kept"]
+    assert (warning.__dict__["file"], warning.__dict__["count"]) == (str(home / FILE_NAME), 1)
+    writer.close()
+
+
 def test_a_batch_that_cannot_be_read_costs_its_own_spans_alone(tmp_path: Path) -> None:
     """The trim of old batches failed at a torn one, and with it each later write of every process."""
     writer = TraceWriter(tmp_path, Limits(traces=3))

@@ -21,6 +21,7 @@ from pydantic import ValidationError
 
 from components.http.server import serve_http
 from components.settings import MeshSettings
+from components.startup import WrongSettings
 from components.telemetry.light_span import LightSpan
 from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_span, span_field
 from components.telemetry.otlp_sender import OTLP, OtlpSender
@@ -213,6 +214,12 @@ async def test_with_a_token_nothing_is_taken_or_shown_without_it(tmp_path: Path)
         assert "s3cret" not in reader.place
         with pytest.raises(TracesUnavailable, match="needs its token"):
             await asyncio.to_thread(ObserverTraceReader(url).listed)
+
+
+def test_a_state_directory_that_cannot_be_made_is_a_wrong_setting() -> None:
+    """It was a traceback."""
+    with pytest.raises(WrongSettings, match="setting state_dir: cannot make /dev/null/x: Not a directory; name a dir"):
+        ObserverApp(ObserverSettings(state_dir=Path("/dev/null/x")))
 
 
 def test_an_address_that_others_reach_needs_a_token() -> None:
