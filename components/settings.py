@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, PositiveFloat, ValidationError
+from pydantic import AfterValidator, Field, PositiveFloat, ValidationError
 from pydantic_core import ErrorDetails
 from pydantic_settings import (
     BaseSettings,
@@ -37,7 +37,7 @@ from components.credentials import (
 from components.followed_files import FollowedFiles
 from components.settings_help import HELP, HELP_ALL, help_text
 from components.startup import refuse
-from components.urls import Login
+from components.urls import Login, checked_http_url
 
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
 WITH_SETTINGS: Final = (*ROLES, "planner", "observer")
@@ -96,6 +96,7 @@ class MeshSettings(BaseSettings):
     )
     otlp_endpoint: Annotated[
         str | None,
+        AfterValidator(lambda url: url if url is None else checked_http_url(url)),
         Field(
             description="OTLP/HTTP receiver of traces, such as services.observer or http://jaeger:4318; default: a file on "
             "this host"

@@ -6,6 +6,7 @@ from ipaddress import ip_address
 from typing import Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
+HTTP: Final = ("http", "https")
 _USER_INFO: Final = re.compile(r"(?<![^,\s])(\w+://)?[^,\s]*@")
 
 
@@ -39,6 +40,20 @@ def login_of(urls: str) -> Login:
 def without_password(urls: str) -> str:
     """Remove users and passwords from a comma-separated list."""
     return _USER_INFO.sub(r"\1", urls)
+
+
+def checked_http_url(url: str) -> str:
+    """Return `url`. Raises: ValueError, without the URL, which may hold a password."""
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname or "", parts.port
+        host.encode("idna")
+    except ValueError:
+        host, port, parts = "", None, urlsplit("")
+    is_one = url.split() == [url] and "," not in host
+    if parts.scheme not in HTTP or not host or not is_one or port == 0 or parts.query or parts.fragment:
+        raise ValueError("give http://HOST:PORT or https://HOST:PORT, with a path if the server needs one")
+    return url
 
 
 def wants_tls(urls: str, plain: str, secure: str, variable: str) -> bool:

@@ -138,6 +138,8 @@ def test_a_misspelled_variable_stops_the_start_with_a_hint(
         ("MESH_DECODE_ENGINE__PAGE_SZE", "64", "page_sze"),
         ("MESH_LEASE_TTL_S", "1", "lease_ttl_s"),
         ("MESH_NAMESPACE", "Two Words", "namespace"),
+        ("MESH_OTLP_ENDPOINT", "http://x:abc", "setting otlp_endpoint: give http://HOST:PORT or https://HOST:PORT"),
+        ("MESH_OTLP_ENDPOINT", "jaeger:4318", "setting otlp_endpoint: give http://HOST:PORT or https://HOST:PORT"),
         ("MESH_DECODE_ENGINE__PAGE_SIZE", "17", "page_size is 17; it must be one of 16, 32, 64, 128"),
     ],
 )

@@ -17,6 +17,7 @@ from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
 from components.process import subject_of
 from components.settings import MeshSettings
+from components.startup import EX_CONFIG
 from components.telemetry.trace_store import FILE_NAME
 from services.inspect import __main__ as inspect
 from services.inspect import mesh
@@ -94,6 +95,20 @@ def test_an_unknown_trace_id_is_reported(home: Path) -> None:
     code, text = invoke("trace", "nosuch", "--state-dir", str(home))
     assert code == 1
     assert "no kept trace begins with 'nosuch'" in text
+
+
+@pytest.mark.parametrize("option", ["--otlp-endpoint", "MESH_OTLP_ENDPOINT"])
+def test_an_observer_that_cannot_be_one_is_refused(option: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This host's traces were shown, as if the observer had sent them."""
+    given: tuple[str, ...] = (option, "http://x:abc")
+    if not option.startswith("--"):
+        monkeypatch.setenv(*given)
+        given = ()
+    for args in (("trace", "last"), ("traces",)):
+        code, text = invoke(*args, *given, "--state-dir", str(home))
+        assert code == EX_CONFIG
+        assert "setting otlp_endpoint: give http://HOST:PORT or https://HOST:PORT" in text
+        assert "newer" not in text
 
 
 def test_a_file_that_is_no_trace_store_is_reported(tmp_path: Path) -> None:
