@@ -40,16 +40,16 @@ def bind(host: str, port: int, *, share_port: bool) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind((host, port))
         listener.listen(BACKLOG)  # only this reserves the port: two sockets may bind it
-    except OSError as exc:
+    except (OSError, UnicodeError) as exc:
         listener.close()
         raise CannotServe(cannot_listen(host, port, exc)) from exc
     listener.setblocking(False)
     return listener
 
 
-def cannot_listen(host: str, port: int, exc: OSError) -> str:
+def cannot_listen(host: str, port: int, exc: OSError | UnicodeError) -> str:
     at = f"cannot listen on {host}:{port}"
-    if isinstance(exc, socket.gaierror):
+    if isinstance(exc, socket.gaierror | UnicodeError):  # UnicodeError: no name has this form, such as a..b
         return f"{at}: {host!r} is not an address or name of this machine; give another --host"
     cause = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else str(exc)
     return f"{at}: {cause}; {ADVICE.get(exc.errno or 0, 'choose another --host or --port')}"

@@ -21,6 +21,7 @@ from services.local.child_process import CannotStart, run
 from services.local.plan import Plan
 
 ALWAYS_THERE: Final = ("nixl", "nixl/UCX", "fake")
+LAST_PORT: Final = 65535
 CUDA: Final = Path("/dev/nvidiactl")
 
 
@@ -29,6 +30,7 @@ async def check_plan(plan: Plan) -> None:
     try:
         _check_memory(plan)
         _check_frontend(plan)
+        _check_ports(plan)
         if plan.observer.https is not None:
             tls_context(plan.observer.https)
         for worker in plan.workers.values():
@@ -55,13 +57,29 @@ def _check_memory(plan: Plan) -> None:
 def _check_frontend(plan: Plan) -> None:
     frontend = plan.frontend
     if not frontend.port:
-        raise WrongSettings("setting port of frontend: services.local needs a number from 1 to 65535")
+        raise WrongSettings(f"setting port of frontend: services.local needs a number from 1 to {LAST_PORT}")
     if tls := Tls.of(frontend.tls_cert, frontend.tls_key):
         tls_context(tls)
     try:
         read_keys(frontend.api_keys.get_secret_value() if frontend.api_keys else None, frontend.api_keys_file)
     except BadKeys as exc:
         raise WrongSettings(f"API keys: {exc}") from exc
+
+
+def _check_ports(plan: Plan) -> None:
+    """Processes take ports one after the other."""
+    ports = [port for _, port in plan.addresses]
+    _check_last("port of frontend", ports[0], ports[-1])
+    if first := plan.settings.metrics_port:
+        _check_last("metrics_port", first, first + len(plan.names) - 1)
+
+
+def _check_last(setting: str, first: int, last: int) -> None:
+    if last > LAST_PORT:
+        raise WrongSettings(
+            f"setting {setting}: ports {first} to {last} are needed, and the last one is {LAST_PORT}: choose "
+            f"{LAST_PORT - (last - first)} or less"
+        )
 
 
 def _check_adapters(worker: WorkerSettings, engine: EngineConfig) -> None:
@@ -97,6 +115,6 @@ def own_ports(plan: Plan) -> Iterator[None]:
                     probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                     probe.bind(address)
                     probe.listen()
-            except OSError as exc:
+            except (OSError, UnicodeError) as exc:
                 raise CannotStart(cannot_listen(host, port, exc)) from exc
         yield

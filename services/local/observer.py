@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from components.certificates import TlsFiles
+from services.local.child_process import CannotStart
 from services.local.children import ChildSpec, Supervision, running_children
 from services.local.plan import Plan, reachable
 
@@ -21,6 +22,8 @@ def with_observer(plan: Plan) -> tuple[Plan, ChildSpec | None]:
     """The plan whose children send their spans to a new observer. No observer if another receiver is set.
 
     Without a token set, each run makes a new one: all users of this machine can reach loopback ports.
+
+    Raises: CannotStart.
     """
     if plan.settings.otlp_endpoint is not None:
         return plan, None
@@ -58,5 +61,10 @@ async def running_observer(spec: ChildSpec | None, supervision: Supervision) -> 
 
 def _free_port(host: str) -> int:
     with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        probe.bind((host, 0))
+        try:
+            probe.bind((host, 0))
+        except (OSError, UnicodeError) as exc:
+            raise CannotStart(
+                f"setting host of observer: {host!r} is not an address of this machine; give one that it has"
+            ) from exc
         return int(probe.getsockname()[1])

@@ -35,6 +35,14 @@ async def test_an_address_of_another_machine_is_a_clear_error(mesh: FakeMesh, te
             pass
 
 
+async def test_a_host_that_can_be_no_name_is_a_clear_error(mesh: FakeMesh, text: TextModel) -> None:
+    """Python's error for it is no OSError, so it was a traceback."""
+    settings = FrontendSettings(host="a..b", port=0)
+    with pytest.raises(CannotServe, match=r"'a\.\.b' is not an address or name of this machine; give another --host"):
+        async with serve_http(create_app(mesh, text, settings), settings):
+            pass
+
+
 async def test_connections_do_not_wait_to_fill_packets(
     mesh: FakeMesh, text: TextModel, settings: FrontendSettings
 ) -> None:

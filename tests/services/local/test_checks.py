@@ -30,9 +30,9 @@ def check(counts: dict[str, int] = COUNTS, **variables: str) -> None:
         asyncio.run(check_plan(Plan.read(counts)))
 
 
-def refusal(**variables: str) -> str:
+def refusal(counts: dict[str, int] = COUNTS, **variables: str) -> str:
     with pytest.raises(CannotStart) as caught:
-        check(**variables)
+        check(counts, **variables)
     assert "\n" not in caught.value.message
     return caught.value.message
 
@@ -69,6 +69,24 @@ def test_settings_of_workers_that_are_not_started_are_not_checked() -> None:
 )
 def test_a_wrong_option_is_one_line(given: dict[str, str], said: str) -> None:
     assert refusal(**given).startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            {"frontend_port": "65535", "frontend_share_port": "false"},
+            "setting port of frontend: ports 65535 to 65536 are needed, and the last one is 65535: choose 65534 or less",
+        ),
+        ({"metrics_port": "65533"}, "setting metrics_port: ports 65533 to 65537 are needed"),
+    ],
+)
+def test_ports_beyond_the_last_one_are_refused(given: dict[str, str], said: str) -> None:
+    """The whole mesh started, and ended when a process was to listen there."""
+    counts = COUNTS | {"frontend": 2}
+    assert refusal(counts, **given).startswith(said)
+    check(counts, frontend_port="65535", metrics_port="65531")
+    check(counts, frontend_port="65534", frontend_share_port="false")
 
 
 def test_a_roles_own_variable_is_what_is_checked() -> None:

@@ -41,6 +41,7 @@ def test_a_port_that_another_process_shares_is_refused(plan: Plan) -> None:
     [
         ("192.0.2.1", "this machine does not have this address; give --host one that it has"),
         ("no.such.host.invalid", r"'no\.such\.host\.invalid' is not an address or name of this machine"),
+        ("a..b", r"'a\.\.b' is not an address or name of this machine; give another --host"),
     ],
 )
 def test_the_error_for_another_machines_address_is_not_in_use(

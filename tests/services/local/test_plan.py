@@ -285,6 +285,14 @@ def test_the_observers_own_settings_are_kept(monkeypatch: pytest.MonkeyPatch) ->
         Plan.read(ONE_EACH)
 
 
+@pytest.mark.parametrize("host", ["192.0.2.1", "a..b"])
+def test_an_observers_address_of_another_machine_is_one_line(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESH_OBSERVER_HOST", host)
+    monkeypatch.setenv("MESH_OBSERVER_TOKEN", "t")
+    with pytest.raises(CannotStart, match=f"setting host of observer: '{host}' is not an address of this machine"):
+        with_observer(Plan.read(ONE_EACH))
+
+
 def test_with_another_receiver_no_observer_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_OTLP_ENDPOINT", "http://jaeger:4318")
     plan, spec = with_observer(Plan.read(ONE_EACH))
