@@ -11,7 +11,7 @@ import typer
 
 from components.program import program
 from components.settings_help import columns
-from services.local.child_process import CannotStart
+from components.startup import WrongSettings, refuse
 from services.local.options import adapters, assigned, device_settings, setting_lines, tp_settings
 from services.local.plan import Plan
 from services.local.supervisor import run_mesh
@@ -119,8 +119,8 @@ def main(
     counts = {"bootstrap": min(prefill, 1), "prefill": prefill, "decode": decode, "frontend": frontend}
     try:
         plan = Plan.read(counts, secure=secure)
-    except CannotStart as exc:
-        sys.exit(f"error: {exc.message}")
+    except WrongSettings as exc:
+        refuse(f"error: {exc.message}")
     sys.exit(asyncio.run(run_mesh(plan)))
 
 

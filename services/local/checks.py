@@ -26,18 +26,15 @@ CUDA: Final = Path("/dev/nvidiactl")
 
 
 async def check_plan(plan: Plan) -> None:
-    """Raises: CannotStart."""
-    try:
-        _check_memory(plan)
-        _check_frontend(plan)
-        _check_ports(plan)
-        if plan.observer.https is not None:
-            tls_context(plan.observer.https)
-        for worker in plan.workers.values():
-            _check_adapters(worker, worker.engine)
-            check_name(worker.kv_transfer)
-    except WrongSettings as exc:
-        raise CannotStart(exc.message) from exc
+    """Raises: WrongSettings; CannotStart, if there is no process for a check."""
+    _check_memory(plan)
+    _check_frontend(plan)
+    _check_ports(plan)
+    if plan.observer.https is not None:
+        tls_context(plan.observer.https)
+    for worker in plan.workers.values():
+        _check_adapters(worker, worker.engine)
+        check_name(worker.kv_transfer)
     for setting in {worker.kv_transfer for worker in plan.workers.values()}.difference(ALWAYS_THERE):
         await _check_backend(setting)
 
@@ -95,7 +92,7 @@ def _check_adapters(worker: WorkerSettings, engine: EngineConfig) -> None:
 async def _check_backend(setting: str) -> None:
     lines: list[str] = []
     if await run([sys.executable, "-m", "components.kv_transfer.try_backend", setting], lines.append) != 0:
-        raise CannotStart(lines[-1] if lines else f"setting kv_transfer: {setting} cannot be used here")
+        raise WrongSettings(lines[-1] if lines else f"setting kv_transfer: {setting} cannot be used here")
 
 
 @contextmanager

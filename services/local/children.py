@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from components.backoff import Backoff
-from components.startup import EX_CONFIG
+from components.startup import EX_CONFIG, WrongSettings
 from services.local.child_process import CannotStart, describe_exit, run, stop
 from services.local.output import Output
 from services.local.shared_memory import SharedMemoryFiles
@@ -52,7 +52,9 @@ class Supervision:
         self.stop_timeout_s = stop_timeout_s
         self.hurry = asyncio.Event()  # after a second Ctrl-C: kill
         self.shared_memory = SharedMemoryFiles()
-        self.gave_up: asyncio.Future[CannotStart] = asyncio.get_running_loop().create_future()  # ends the run
+        self.gave_up: asyncio.Future[CannotStart | WrongSettings] = (
+            asyncio.get_running_loop().create_future()
+        )  # ends the run
 
 
 async def announce_nothing(_name: str, _instance_id: str) -> None:
@@ -106,14 +108,14 @@ class Child:
             if self._stopping.is_set():
                 return
             if returncode == EX_CONFIG:
-                self._give_up(f"{self.spec.name}: {self._last_line or 'its settings are wrong; see its output above'}")
+                said = self._last_line or "its settings are wrong; see its output above"
+                self._give_up(WrongSettings(f"{self.spec.name}: {said}"))
                 return
             deaths += 1
             cause = describe_exit(returncode)
             if not self._was_ready and deaths == GIVE_UP_AFTER:
-                self._give_up(
-                    f"{self.spec.name} ended {GIVE_UP_AFTER} times before it was ready ({cause}); see its output above"
-                )
+                ended = f"{self.spec.name} ended {GIVE_UP_AFTER} times before it was ready ({cause})"
+                self._give_up(CannotStart(f"{ended}; see its output above"))
                 return
             delay_s = delays.after(time.monotonic() - started)
             self._shared.output.report(
@@ -167,11 +169,11 @@ class Child:
             self._shared.shared_memory.remember(self._process.pid)
             self.ready.set()
 
-    def _give_up(self, why: str) -> None:
+    def _give_up(self, why: CannotStart | WrongSettings) -> None:
         if not self._essential:
-            self._shared.output.report(self.spec.name, f"{why}; given up", level="error")
+            self._shared.output.report(self.spec.name, f"{why.message}; given up", level="error")
         elif not self._shared.gave_up.done():
-            self._shared.gave_up.set_result(CannotStart(why))
+            self._shared.gave_up.set_result(why)
 
     async def stop(self, timeout_s: float | None = None, hurry: asyncio.Event | None = None) -> None:
         timeout_s, hurry = timeout_s or self._shared.stop_timeout_s, hurry or self._shared.hurry

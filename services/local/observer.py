@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Final
 
 from components.certificates import TlsFiles
-from services.local.child_process import CannotStart
+from components.startup import WrongSettings
 from services.local.children import ChildSpec, Supervision, running_children
 from services.local.plan import Plan, reachable
 
@@ -23,7 +23,7 @@ def with_observer(plan: Plan) -> tuple[Plan, ChildSpec | None]:
 
     Without a token set, each run makes a new one: all users of this machine can reach loopback ports.
 
-    Raises: CannotStart.
+    Raises: WrongSettings.
     """
     if plan.settings.otlp_endpoint is not None:
         return plan, None
@@ -64,7 +64,7 @@ def _free_port(host: str) -> int:
         try:
             probe.bind((host, 0))
         except (OSError, UnicodeError) as exc:
-            raise CannotStart(
+            raise WrongSettings(
                 f"setting host of observer: {host!r} is not an address of this machine; give one that it has"
             ) from exc
         return int(probe.getsockname()[1])

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
 from components.settings import MeshSettings, ModelSettings, misspelled, shown_fault
+from components.startup import WrongSettings
 from components.urls import is_loopback
 from engine.config import EngineConfig
 from engine.cpu.cpu_time import usable_cores
@@ -22,7 +23,6 @@ from services.bootstrap.config import BootstrapSettings
 from services.decode.config import DecodeSettings
 from services.frontend.config import FrontendSettings
 from services.local.accounts import Reach, user_of
-from services.local.child_process import CannotStart
 from services.local.children import ChildSpec
 from services.observer.config import ObserverSettings
 from services.prefill.config import PrefillSettings
@@ -53,10 +53,10 @@ class Plan:
 
     @classmethod
     def read(cls, counts: dict[str, int], stop_timeout_s: float = 10.0, *, secure: bool = False) -> Self:
-        """Raises: CannotStart, with a line for each wrong setting."""
+        """Raises: WrongSettings, with a line for each wrong setting."""
         faults = misspelled(os.environ, *SETTINGS.values())
         if faults:
-            raise CannotStart("\n".join(faults))
+            raise WrongSettings("\n".join(faults))
         workers: dict[str, PrefillSettings | DecodeSettings] = {}
         settings = _read(ModelSettings)
         if counts.get("prefill"):
@@ -64,15 +64,17 @@ class Plan:
         if counts.get("decode"):
             workers["decode"] = _read(DecodeSettings, "decode")
         if secure and (yours := {"etcd_url", "nats_url", "tls"} & settings.model_fields_set):
-            raise CannotStart(
+            raise WrongSettings(
                 f"--secure makes servers and certificates of its own: unset {', '.join(sorted(yours))}, or leave it out and "
                 "name your certificates (docs/security.md)"
             )
         if settings.instance_id is not None:
-            raise CannotStart("MESH_INSTANCE_ID names one process, and this starts several: unset it")
+            raise WrongSettings("MESH_INSTANCE_ID names one process, and this starts several: unset it")
         frontend, observer = _read(FrontendSettings, "frontend"), _read(ObserverSettings, "observer")
         if secure and observer.tls_cert is not None:
-            raise CannotStart("--secure makes a certificate for the observer: unset MESH_OBSERVER_TLS_CERT and its key")
+            raise WrongSettings(
+                "--secure makes a certificate for the observer: unset MESH_OBSERVER_TLS_CERT and its key"
+            )
         return cls(counts, settings, frontend, workers, observer, stop_timeout_s, secure=secure)
 
     @property
@@ -182,9 +184,9 @@ def _read(settings: type[S], role: str = "") -> S:
     except ValidationError as exc:
         of = f" of {role}" if role else ""
         where, colon, what = shown_fault(exc.errors()[0]).partition(":")
-        raise CannotStart(f"{where}{of}{colon}{what}") from None  # the cause quotes the value, which may be a secret
+        raise WrongSettings(f"{where}{of}{colon}{what}") from None  # the cause quotes the value, which may be a secret
     except SettingsError as exc:
-        raise CannotStart(f"settings of {role}: {exc}") from None
+        raise WrongSettings(f"settings of {role}: {exc}") from None
 
 
 def reachable(host: str) -> str:

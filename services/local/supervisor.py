@@ -17,6 +17,7 @@ from typing import Any, Final
 from components.discovery.etcd_users import ADMINISTRATOR
 from components.discovery.registry import remove_record
 from components.errors import BackendUnavailable
+from components.startup import EX_CONFIG, WrongSettings
 from components.urls import without_password
 from services.local.accounts import OBSERVER as OBSERVER_USER
 from services.local.accounts import Accounts, Backends, Reach
@@ -43,19 +44,20 @@ async def run_mesh(plan: Plan) -> int:
     serving = asyncio.create_task(_serve(plan, supervision))
     try:
         with _stop_signals(serving, supervision):
-            output.error((await serving).message)
+            error = await serving
     except asyncio.CancelledError:  # by a signal; everything has stopped
         output.report("local", "stopped")
         return 128 + signal.SIGINT if supervision.hurry.is_set() else 0
-    except CannotStart as exc:
-        output.error(exc.message)
+    except (CannotStart, WrongSettings) as exc:
+        error = exc
     finally:
         output.close()
-    return 1
+    output.error(error.message)
+    return EX_CONFIG if isinstance(error, WrongSettings) else 1
 
 
-async def _serve(plan: Plan, supervision: Supervision) -> CannotStart:
-    """Returns: why a child could not be kept running. Raises: CannotStart, before any child runs."""
+async def _serve(plan: Plan, supervision: Supervision) -> CannotStart | WrongSettings:
+    """Returns: why a child could not be kept running. Raises: CannotStart, WrongSettings, before any child runs."""
     await check_plan(plan)
     plan, observer = with_observer(plan)
     async with AsyncExitStack() as stack:
@@ -160,7 +162,7 @@ async def _keep(server: Server, output: Output) -> None:
 
 
 async def prepare_model(model: str, command: Sequence[str], output: Output) -> None:
-    """Run `command` before any worker starts: two would do its work twice. Raises: CannotStart."""
+    """Run `command` before any worker starts: two would do its work twice. Raises: CannotStart, WrongSettings."""
     last_line = ""
 
     def show(line: str) -> None:
@@ -171,6 +173,8 @@ async def prepare_model(model: str, command: Sequence[str], output: Output) -> N
         returncode = await run(command, show)
     finally:
         output.end_progress(MODEL)
+    if returncode == EX_CONFIG:
+        raise WrongSettings(last_line)
     if returncode != 0:
         raise CannotStart(last_line or f"model {model!r} could not be prepared: {describe_exit(returncode)}")
 
@@ -197,7 +201,7 @@ async def _greet(children: list[Child], plan: Plan, output: Output) -> None:
 
 
 @contextmanager
-def _stop_signals(serving: asyncio.Task[CannotStart], supervision: Supervision) -> Iterator[None]:
+def _stop_signals(serving: asyncio.Task[CannotStart | WrongSettings], supervision: Supervision) -> Iterator[None]:
     """The first signal cancels `serving`, whose contexts stop everything. The second one kills."""
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
 

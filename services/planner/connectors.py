@@ -64,7 +64,7 @@ class LocalConnector:
 
 
 def open_connector(settings: PlannerSettings, bus: Bus) -> Connector | None:
-    """Returns: None if the planner only reports decisions. Raises: BackendUnavailable."""
+    """Returns: None if the planner only reports decisions. Raises: WrongSettings, BackendUnavailable."""
     match settings.connector:
         case "none":
             return None
@@ -75,7 +75,7 @@ def open_connector(settings: PlannerSettings, bus: Bus) -> Connector | None:
         case "kubernetes":
             api = in_cluster(settings.kubernetes_api, settings.kubernetes_namespace)
             workloads: dict[Planned, Workload] = {
-                "prefill": Workload.parse(settings.kubernetes_prefill),
-                "decode": Workload.parse(settings.kubernetes_decode),
+                "prefill": Workload.parse(settings.kubernetes_prefill, "kubernetes_prefill"),
+                "decode": Workload.parse(settings.kubernetes_decode, "kubernetes_decode"),
             }
             return KubernetesConnector(api, workloads)

@@ -17,6 +17,7 @@ from components.errors import BackendUnavailable, Rejected
 from components.http.fetch import fetch
 from components.planning.planner import Change
 from components.planning.samples import PLANNED, Planned
+from components.startup import WrongSettings
 
 ACCOUNT: Final = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 KINDS: Final = {"deployment": "deployments", "statefulset": "statefulsets"}
@@ -29,11 +30,11 @@ class Workload:
     name: str
 
     @classmethod
-    def parse(cls, text: str) -> Self:
-        """Read `deployment/NAME` or `statefulset/NAME`. Raises: BackendUnavailable."""
+    def parse(cls, text: str, setting: str) -> Self:
+        """Read `deployment/NAME` or `statefulset/NAME`. Raises: WrongSettings."""
         kind, _, name = text.partition("/")
         if kind not in KINDS or not name:
-            raise BackendUnavailable(f"{text!r} is not deployment/NAME or statefulset/NAME")
+            raise WrongSettings(f"setting {setting}: {text!r} is not deployment/NAME or statefulset/NAME")
         return cls(KINDS[kind], name)
 
 
@@ -45,12 +46,12 @@ class Api:
 
 
 def in_cluster(url: str | None, namespace: str | None) -> Api:
-    """The API at `url`, such as a `kubectl proxy`, else that of our cluster. Raises: BackendUnavailable."""
+    """The API at `url`, such as a `kubectl proxy`, else that of our cluster. Raises: WrongSettings, BackendUnavailable."""
     if url:
         return Api(url, namespace or "default")
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
     if not host:
-        raise BackendUnavailable("not in a Kubernetes cluster: set MESH_PLANNER_KUBERNETES_API")
+        raise WrongSettings("not in a Kubernetes cluster: set MESH_PLANNER_KUBERNETES_API")
     try:
         own = (ACCOUNT / "namespace").read_text().strip()
     except OSError as exc:

@@ -193,7 +193,7 @@ def test_selectors_find_the_pods_of_one_role_each(values: str) -> None:
 def test_the_planner_may_scale_the_two_deployments_that_it_is_told_to_and_nothing_else() -> None:
     objects = rendered("planner")
     given = variables(deployments("planner")["planner"])
-    workloads = [Workload.parse(given[f"MESH_PLANNER_KUBERNETES_{role}"]) for role in ("PREFILL", "DECODE")]
+    workloads = [Workload.parse(given[f"MESH_PLANNER_KUBERNETES_{role}"], role) for role in ("PREFILL", "DECODE")]
     (role,) = of_kind(objects, "Role").values()
     assert role["rules"] == [
         {

@@ -14,8 +14,8 @@ from components.api_keys import BadKeys, parse_list, read_keys
 from components.discovery.etcd import etcd_client, refused, unreachable
 from components.errors import BackendUnavailable
 from components.messaging import bus
+from components.startup import WrongSettings
 from services.frontend.config import FrontendSettings
-from services.local.child_process import CannotStart
 from services.local.options import assigned
 from services.local.plan import Plan
 
@@ -62,7 +62,7 @@ def test_the_settings_of_a_whole_mesh_are_named_without_a_value(
 ) -> None:
     for name, value in fault.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(CannotStart, match="setting") as raised:
+    with pytest.raises(WrongSettings, match="setting") as raised:
         Plan.read(dict.fromkeys(("bootstrap", "prefill", "decode", "frontend"), 1))
     assert SECRET not in raised.value.message
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from components.startup import WrongSettings
 from engine.cpu import machine_memory
 from services.local.checks import check_plan
-from services.local.child_process import CannotStart
 from services.local.plan import TIERS, Plan
 from tests.services.frontend.test_api_keys import CERTIFICATE
 
@@ -31,7 +31,7 @@ def check(counts: dict[str, int] = COUNTS, **variables: str) -> None:
 
 
 def refusal(counts: dict[str, int] = COUNTS, **variables: str) -> str:
-    with pytest.raises(CannotStart) as caught:
+    with pytest.raises(WrongSettings) as caught:
         check(counts, **variables)
     assert "\n" not in caught.value.message
     return caught.value.message

@@ -10,6 +10,7 @@ import pytest
 import typer
 
 from components.settings import misspelled
+from components.startup import EX_CONFIG
 from services.decode.config import DecodeSettings
 from services.local.accounts import Backends
 from services.local.options import adapters, assigned, device_settings, settable, tp_settings
@@ -151,7 +152,7 @@ def test_a_setting_that_is_given_twice_is_refused() -> None:
 )
 def test_a_wrong_value_of_any_service_is_one_line_before_anything_starts(arguments: list[str], told: str) -> None:
     refused = ended(*arguments)
-    assert refused.returncode == 1
+    assert refused.returncode == EX_CONFIG
     assert refused.stderr.startswith(told)
     assert refused.stderr.count("\n") == 1
     assert refused.stdout == ""

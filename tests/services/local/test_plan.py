@@ -10,10 +10,10 @@ import pytest
 from cryptography import x509
 
 from components.settings import misspelled
+from components.startup import WrongSettings
 from components.urls import login_of, without_password
 from engine.config import EngineConfig
 from services.local.accounts import OBSERVER, Accounts, Backends
-from services.local.child_process import CannotStart
 from services.local.observer import with_certificate, with_observer
 from services.local.options import assigned
 from services.local.plan import Plan, reachable
@@ -195,7 +195,7 @@ def test_a_misspelled_variable_and_a_wrong_value_are_named(
     name: str, value: str, told: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(CannotStart, match=re.escape(told)):
+    with pytest.raises(WrongSettings, match=re.escape(told)):
         Plan.read(ONE_EACH)
 
 
@@ -268,7 +268,7 @@ def test_with_secure_the_observer_serves_https_with_a_certificate_of_this_run(
     assert ip_address("10.0.0.7") in names.value.get_values_for_type(x509.IPAddress)
     monkeypatch.setenv("MESH_OBSERVER_TLS_CERT", "c.pem")
     monkeypatch.setenv("MESH_OBSERVER_TLS_KEY", "k.pem")
-    with pytest.raises(CannotStart, match="unset MESH_OBSERVER_TLS_CERT"):
+    with pytest.raises(WrongSettings, match="unset MESH_OBSERVER_TLS_CERT"):
         Plan.read(ONE_EACH, secure=True)
     assert str(with_observer(Plan.read(ONE_EACH))[0].otlp_endpoint).startswith("https://"), "with yours"
 
@@ -281,7 +281,7 @@ def test_the_observers_own_settings_are_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert plan.otlp_endpoint == "http://kvmesh:t@127.0.0.1:4319"
     assert spec.env["MESH_OBSERVER_HOST"] == "0.0.0.0"
     monkeypatch.delenv("MESH_OBSERVER_TOKEN")
-    with pytest.raises(CannotStart, match="set MESH_OBSERVER_TOKEN"):
+    with pytest.raises(WrongSettings, match="set MESH_OBSERVER_TOKEN"):
         Plan.read(ONE_EACH)
 
 
@@ -289,7 +289,7 @@ def test_the_observers_own_settings_are_kept(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_observers_address_of_another_machine_is_one_line(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MESH_OBSERVER_HOST", host)
     monkeypatch.setenv("MESH_OBSERVER_TOKEN", "t")
-    with pytest.raises(CannotStart, match=f"setting host of observer: '{host}' is not an address of this machine"):
+    with pytest.raises(WrongSettings, match=f"setting host of observer: '{host}' is not an address of this machine"):
         with_observer(Plan.read(ONE_EACH))
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from bench.processes import free_port
+from components.startup import EX_CONFIG
 from services.local import supervisor
 from services.local.child_process import CannotStart
 from tests.conftest import RunService, ServiceProcess
@@ -159,7 +160,7 @@ def test_an_interrupt_while_a_failed_run_stops_hides_no_reason(mesh: Callable[..
 def test_wrong_settings_of_a_child_end_the_run_at_once_with_its_line(mesh: Callable[..., ServiceProcess]) -> None:
     """It was started three times, and the last line said how often."""
     process = mesh("decode=is-misconfigured")
-    assert process.popen.wait(10) == 1
+    assert process.popen.wait(10) == EX_CONFIG
     assert process.logged().count("decode-0     starting") == 1
     assert process.logged().splitlines()[-1] == "error: decode-0: setting flavour: no such thing"
     assert not alive(process)
@@ -235,7 +236,7 @@ def test_a_full_disk_of_the_state_directory_is_one_line(tmp_path: Path, monkeypa
 
 def test_a_wrong_setting_is_named(run_service: RunService, tmp_path: Path, port: int) -> None:
     process = run_service("services.local", "--log-level", "loud", "--state-dir", str(tmp_path), "--port", str(port))
-    assert process.popen.wait(10) == 1
+    assert process.popen.wait(10) == EX_CONFIG
     assert process.logged().startswith(
         "error: setting log_level: Input should be 'debug', 'info', 'warning' or 'error'"
     )
@@ -243,7 +244,7 @@ def test_a_wrong_setting_is_named(run_service: RunService, tmp_path: Path, port:
 
 def test_a_model_that_does_not_exist_is_one_line(run_service: RunService, tmp_path: Path, port: int) -> None:
     process = run_service("services.local", "--model", "/no/such", "--state-dir", str(tmp_path), "--port", str(port))
-    assert process.popen.wait(20) == 1
+    assert process.popen.wait(20) == EX_CONFIG
     last = process.logged().splitlines()[-1]
     assert last.startswith("error: no model '/no/such': give one of smollm2-135m, a directory")
     eventually(lambda: not alive(process), process.logged())

@@ -13,6 +13,7 @@ import pytest
 
 from components.errors import BackendUnavailable, Rejected
 from components.planning.planner import Change
+from components.startup import WrongSettings
 from services.planner.compose import ComposeConnector
 from services.planner.kubernetes import Api, KubernetesConnector, Workload, in_cluster
 
@@ -118,7 +119,10 @@ def api() -> Iterator[str]:
 
 
 def connector(url: str, account: Path | None = None, prefill: str = "deployment/p") -> KubernetesConnector:
-    workloads = {"prefill": Workload.parse(prefill), "decode": Workload.parse("statefulset/d")}
+    workloads = {
+        "prefill": Workload.parse(prefill, "kubernetes_prefill"),
+        "decode": Workload.parse("statefulset/d", "d"),
+    }
     return KubernetesConnector(Api(url, "serving", account), workloads)
 
 
@@ -144,16 +148,20 @@ async def test_two_planners_that_scale_kubernetes_at_once_change_it_once(api: st
     assert Scales.replicas == {"p": 2, "d": 1}
 
 
-async def test_errors_of_kubernetes_are_reported(api: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_a_restart_does_not_help_is_a_wrong_setting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The planner ended with 1, so a supervisor started it again and again."""
+    with pytest.raises(WrongSettings, match="setting kubernetes_prefill: 'pod/x' is not deployment/NAME"):
+        Workload.parse("pod/x", "kubernetes_prefill")
+    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
+    with pytest.raises(WrongSettings, match="not in a Kubernetes cluster"):
+        in_cluster(None, None)
+
+
+async def test_errors_of_kubernetes_are_reported(api: str) -> None:
     with pytest.raises(BackendUnavailable, match=r"HTTP 404 .*not found"):
         await connector(api, prefill="deployment/none").counts()
     Scales.replicas["p"] = 0  # no `replicas` in its answer
     assert (await connector(api).counts())["prefill"] == 0
     with pytest.raises(BackendUnavailable, match="Kubernetes at http"):
         await connector("http://127.0.0.1:1").counts()
-    with pytest.raises(BackendUnavailable, match="is not deployment/NAME"):
-        Workload.parse("pod/x")
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(BackendUnavailable, match="not in a Kubernetes cluster"):
-        in_cluster(None, None)
     assert in_cluster("http://127.0.0.1:8001", None) == Api("http://127.0.0.1:8001", "default")
