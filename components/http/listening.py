@@ -21,14 +21,16 @@ NO_NEW_CONNECTION: Final = (
     (0x06, 0, 0, 0),  # drop the packet,
     (0x06, 0, 0, 0xFFFFFFFF),  # else accept it
 )
-ADVICE: Final = {
-    errno.EADDRINUSE: "stop the process that uses the address, or choose another with --port",
-    errno.EADDRNOTAVAIL: "this machine does not have this address; give --host one that it has, or 0.0.0.0 for all",
-    errno.EACCES: "ports below 1024 need root; choose another with --port",
+ADVICE: Final = {  # {} is an option's name without its last word, `host` or `port`
+    errno.EADDRINUSE: "stop the process that uses the address, or choose another with {}port",
+    errno.EADDRNOTAVAIL: "this machine does not have this address; give {}host one that it has, or 0.0.0.0 for all",
+    errno.EACCES: "ports below 1024 need root; choose another with {}port",
 }
+OTHER_ADVICE: Final = "choose another {0}host or {0}port"
 
 
-def bind(host: str, port: int, *, share_port: bool) -> socket.socket:
+def bind(host: str, port: int, *, share_port: bool, options: str = "--") -> socket.socket:
+    """`options`: beginning of the names of both options, for an error. Raises: CannotServe."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -42,17 +44,17 @@ def bind(host: str, port: int, *, share_port: bool) -> socket.socket:
         listener.listen(BACKLOG)  # only this reserves the port: two sockets may bind it
     except (OSError, UnicodeError) as exc:
         listener.close()
-        raise CannotServe(cannot_listen(host, port, exc)) from exc
+        raise CannotServe(cannot_listen(host, port, exc, options)) from exc
     listener.setblocking(False)
     return listener
 
 
-def cannot_listen(host: str, port: int, exc: OSError | UnicodeError) -> str:
+def cannot_listen(host: str, port: int, exc: OSError | UnicodeError, options: str = "--") -> str:
     at = f"cannot listen on {host}:{port}"
     if isinstance(exc, socket.gaierror | UnicodeError):  # UnicodeError: no name has this form, such as a..b
-        return f"{at}: {host!r} is not an address or name of this machine; give another --host"
+        return f"{at}: {host!r} is not an address or name of this machine; give another {options}host"
     cause = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else str(exc)
-    return f"{at}: {cause}; {ADVICE.get(exc.errno or 0, 'choose another --host or --port')}"
+    return f"{at}: {cause}; {ADVICE.get(exc.errno or 0, OTHER_ADVICE).format(options)}"
 
 
 def has_connections(listener: socket.socket) -> bool:

@@ -150,6 +150,7 @@ async def serve_http(
     app: ASGIApp,
     settings: ListenSettings,
     *,
+    options: str = "--",
     share_port: bool = False,
     tls: Tls | None = None,
     limits: ClientLimits = ClientLimits(),  # noqa: B008 - a frozen value
@@ -164,6 +165,7 @@ async def serve_http(
     request on its connection.
 
     Args:
+        options: beginning of the names of the options for host and port, for an error.
         share_port: other processes of this user may listen on the port too; the kernel distributes connections.
         tls: serve https with these; a new connection uses what the files then hold.
         refusal: writes the answers to requests that never reach `app`.
@@ -173,7 +175,7 @@ async def serve_http(
     Raises: CannotServe, if the address cannot be bound; WrongSettings, if a file of `tls` cannot be used.
     """
     contexts = None if tls is None else followed_context(tls)
-    listener = bind(settings.host, settings.port, share_port=share_port)
+    listener = bind(settings.host, settings.port, share_port=share_port, options=options)
     closed = CloseCounter(registry)
     connections = OpenConnections(limits.connections or max_connections(), closed)
     protocol = partial(Connection, limits, connections, closed, writes or HeldWrites(), refusal)

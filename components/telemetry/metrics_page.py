@@ -95,5 +95,5 @@ async def serve_metrics(
     # fastapi takes half a second to load
     pages = {"/metrics": metrics, "/metrics/targets": all_targets, "/live": live, "/ready": ready, "/health": health}
     app = Starlette(routes=[Route(path, page) for path, page in pages.items()])
-    async with serve_http(app, _Page(host, port), tls=protection.tls) as url:
+    async with serve_http(app, _Page(host, port), options="--metrics-", tls=protection.tls) as url:
         yield url
