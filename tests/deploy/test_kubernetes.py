@@ -91,6 +91,27 @@ def test_the_settings_of_each_process_can_be_read(role: str, monkeypatch: pytest
         assert read.metrics_port == 9100
 
 
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [("1073741824", "1073741824"), ("131072", "131072"), ("0.25", "0.25"), ("true", "true"), ('"1e6"', "1e6")],
+)
+def test_a_number_of_a_values_file_reaches_the_process_as_it_was_written(value: str, text: str) -> None:
+    """MESH_OBSERVER_MAX_BYTES: 1073741824 became 1.073741824e+09, and the observer did not start."""
+    asked = f'observer.settings={{"MESH_OBSERVER_MAX_BYTES":{value}}}'
+    assert variables(deployments("", asked)["observer"])["MESH_OBSERVER_MAX_BYTES"] == text
+
+
+def test_sizes_and_targets_may_be_large_numbers() -> None:
+    values = (
+        "decode.sharedMemory=2147483648,planner.enabled=true,planner.ttftMs=2000000,"
+        'model.storage={"type":"claim","size":53687091200}'
+    )
+    plain = helm("template", "mesh", str(CHART), "--set-json", values)
+    assert "sizeLimit: 2147483648}" in plain
+    assert "storage: 53687091200\n" in plain
+    assert 'MESH_PLANNER_TTFT_MS, value: "2000000"}' in plain
+
+
 def test_a_release_of_any_name_sets_no_variable_of_ours() -> None:
     """A Service mesh-metrics would give every pod of its namespace a variable MESH_METRICS_PORT."""
     for values in SETS:

@@ -17,6 +17,11 @@
 {{- printf "%s:%s" .Values.image.repository (default .Chart.AppVersion .Values.image.tag) -}}
 {{- end }}
 
+{{- /* A value as text. Helm holds a number of a values file as a float, and Go writes 1000000.0 as 1e+06. */}}
+{{- define "kvmesh.text" -}}
+{{- if and (kindIs "float64" .) (eq (toString .) (floor . | toString)) -}}{{ printf "%.0f" . }}{{- else -}}{{ . }}{{- end -}}
+{{- end }}
+
 {{- define "kvmesh.instance" -}}
 app.kubernetes.io/name: {{ include "kvmesh.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}

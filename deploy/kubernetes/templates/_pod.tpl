@@ -206,7 +206,7 @@ volumes:
   {{- end }}
   {{- if $isWorker }}
   - name: shm
-    emptyDir: {medium: Memory, sizeLimit: {{ $own.sharedMemory }}}
+    emptyDir: {medium: Memory, sizeLimit: {{ include "kvmesh.text" $own.sharedMemory }}}
   {{- end }}
   {{- if and $root.Values.tls.enabled (ne $role "observer") }}
   - name: tls
@@ -325,10 +325,10 @@ volumes:
 - {name: MESH_PLANNER_KUBERNETES_DECODE, value: deployment/{{ include "kvmesh.fullname" $root }}-decode}
 - {name: MESH_PLANNER_PREFILL, value: {{ $own.prefill | quote }}}
 - {name: MESH_PLANNER_DECODE, value: {{ $own.decode | quote }}}
-- {name: MESH_PLANNER_TTFT_MS, value: {{ $own.ttftMs | quote }}}
-- {name: MESH_PLANNER_ITL_MS, value: {{ $own.itlMs | quote }}}
+- {name: MESH_PLANNER_TTFT_MS, value: {{ include "kvmesh.text" $own.ttftMs | quote }}}
+- {name: MESH_PLANNER_ITL_MS, value: {{ include "kvmesh.text" $own.itlMs | quote }}}
 {{- end }}
 {{- range $name, $value := merge (dict) $own.settings $root.Values.settings }}
-- {name: {{ $name }}, value: {{ $value | quote }}}
+- {name: {{ $name }}, value: {{ include "kvmesh.text" $value | quote }}}
 {{- end }}
 {{- end }}
