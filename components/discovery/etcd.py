@@ -4,7 +4,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
@@ -135,6 +135,15 @@ def keep_lease(
             wait_s = backoff.failed()
             failed(exc, backoff)
             stop.wait(wait_s)
+
+
+def revoke_lease(url: str, lease_id: int, access: EtcdAccess = ANYONE) -> None:
+    """Remove a lease with its keys; without etcd it expires.
+
+    A client that was idle must not do this: the token of its login has expired after five minutes.
+    """
+    with suppress(BackendUnavailable), etcd_client(url, access) as client:
+        client.revoke_lease(lease_id)
 
 
 def unreachable(url: str, cause: str) -> str:

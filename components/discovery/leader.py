@@ -12,7 +12,7 @@ from typing import Any, Final
 
 from components.backoff import Backoff
 from components.credentials import EtcdAccess
-from components.discovery.etcd import ANYONE, etcd_client, keep_lease
+from components.discovery.etcd import ANYONE, etcd_client, keep_lease, revoke_lease
 from components.errors import BackendUnavailable
 
 log = logging.getLogger(__name__)
@@ -60,7 +60,9 @@ class _Campaign:
         while not self.stop.is_set():
             try:
                 with etcd_client(self._url, self._access) as client:
-                    self._run_for_leader(client, backoff)
+                    lease_id = self._win(client, backoff)
+                if lease_id is not None:
+                    self._lead(lease_id)
             except BackendUnavailable as exc:
                 wait_s = backoff.failed()
                 _report(exc, backoff)
@@ -71,7 +73,8 @@ class _Campaign:
             finally:
                 self.leadership.held_until(0.0)
 
-    def _run_for_leader(self, client: Any, backoff: Backoff) -> None:
+    def _win(self, client: Any, backoff: Backoff) -> int | None:
+        """Wait for the key; return its lease, or None when stopped."""
         while not self.stop.is_set():
             taken = client.get(self._key)[0] is not None
             backoff.reset()  # etcd has a quorum
@@ -86,28 +89,25 @@ class _Campaign:
                 success=[client.transactions.put(self._key, self._value, lease)],
                 failure=[],
             )
-            if not won:
-                lease.revoke()
-                continue
-            log.info("leading", extra={"key": self._key})
-            self.leadership.held_until(asked + self._ttl_s)
-            try:
-                held_until = self.leadership.held_until
-                keep_lease(
-                    self._url,
-                    lease.id,
-                    self._ttl_s,
-                    self.stop,
-                    access=self._access,
-                    renewed=held_until,
-                    failed=_report,
-                )
-            finally:
-                self.leadership.held_until(0.0)
-                if not self.stop.is_set():
-                    log.warning("no longer leading", extra={"key": self._key})
-            if self.stop.is_set():
-                lease.revoke()  # or the next leader would wait for it to expire
+            if won:
+                self.leadership.held_until(asked + self._ttl_s)
+                return int(lease.id)
+            lease.revoke()
+        return None
+
+    def _lead(self, lease_id: int) -> None:
+        log.info("leading", extra={"key": self._key})
+        held_until = self.leadership.held_until
+        try:
+            keep_lease(
+                self._url, lease_id, self._ttl_s, self.stop, access=self._access, renewed=held_until, failed=_report
+            )
+        finally:
+            held_until(0.0)
+            if not self.stop.is_set():
+                log.warning("no longer leading", extra={"key": self._key})
+        if self.stop.is_set():
+            revoke_lease(self._url, lease_id, self._access)  # or the next leader would wait for it to expire
 
 
 def _report(exc: BackendUnavailable, backoff: Backoff) -> None:

@@ -11,7 +11,7 @@ import random
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from functools import partial
 from secrets import token_hex
 from typing import Any, Final
@@ -26,6 +26,7 @@ from components.discovery.etcd import (
     check_access,
     etcd_client,
     keep_lease,
+    revoke_lease,
 )
 from components.discovery.etcd_stubs import etcdrpc
 from components.errors import BackendUnavailable, MalformedMessage, StaleInstance
@@ -123,7 +124,7 @@ class Registry:
                     self._url, lease_id, self._ttl_s, stop, access=self._access, renewed=renewed, failed=self._report
                 )
                 if stop.is_set():
-                    self._revoke(lease_id)
+                    revoke_lease(self._url, lease_id, self._access)
                     return
                 log.warning("etcd dropped the lease, registering again", extra={"epoch": record.epoch})
                 stop.wait(random.uniform(0, SPREAD_S * len(self.book)))
@@ -160,10 +161,6 @@ class Registry:
             log.warning("the record has vanished from etcd, writing it again", extra={"epoch": record.epoch})
             with etcd_client(self._url, self._access) as client:
                 self._write(client, registration, record, lease_id)
-
-    def _revoke(self, lease_id: int) -> None:
-        with suppress(BackendUnavailable), etcd_client(self._url, self._access) as client:
-            client.revoke_lease(lease_id)
 
     def _mirror(self) -> None:
         backoff = Backoff()

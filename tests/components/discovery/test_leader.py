@@ -3,11 +3,16 @@
 import asyncio
 import json
 import time
+from pathlib import Path
 
 import pytest
 
 from components.discovery.etcd import etcd_client
+from components.discovery.etcd_stubs import etcdrpc
+from components.discovery.etcd_users import ADMINISTRATOR
 from components.discovery.leader import Leadership, lead
+from services.local.accounts import Accounts
+from services.local.servers import ETCD, running
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
@@ -54,6 +59,27 @@ async def test_a_leader_without_its_lease_stops_leading_and_tries_again(
                     await asyncio.sleep(0.05)
         await held(leadership)
     assert "no longer leading" in caplog.text
+
+
+async def test_a_leader_whose_login_has_expired_gives_the_key_up(tmp_path: Path) -> None:
+    """It revoked its lease with the token of the campaign's start, and the next planner waited for the lease to expire."""
+    accounts = Accounts.make("mesh", 1, None)
+    async with running(ETCD, tmp_path, accounts=accounts) as server:
+        bare = server.url.rpartition("@")[2]
+
+        def url(user: str) -> str:
+            return f"http://{user}:{accounts.passwords[user]}@{bare}"
+
+        def end_logins_of_planners() -> None:
+            same = etcdrpc.AuthUserChangePasswordRequest(name="planner", password=accounts.passwords["planner"])
+            with etcd_client(url(ADMINISTRATOR)) as client:
+                etcdrpc.AuthStub(client.channel).UserChangePassword(same, 5.0)
+
+        async with lead(url("planner"), "mesh/planner", {}, 60.0) as leadership:
+            await held(leadership)
+            await asyncio.to_thread(end_logins_of_planners)
+        with etcd_client(url(ADMINISTRATOR)) as client:
+            assert client.get("mesh/planner")[0] is None
 
 
 async def test_without_etcd_no_process_leads() -> None:
