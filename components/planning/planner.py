@@ -1,5 +1,6 @@
 """When to change the number of workers: one worker at a time, without oscillation."""
 
+import logging
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,6 +10,8 @@ from typing import Final
 from components.planning.history import History
 from components.planning.needs import Need, Needs, Targets
 from components.planning.samples import PLANNED, Observation, Planned
+
+log = logging.getLogger(__name__)
 
 LONGEST_PATIENCE: Final = 16  # times `down_after_s`
 GAP: Final = 3.0  # times `every_s`: longest gap between observations
@@ -198,6 +201,10 @@ class Planner:
         if done:
             if change.after > change.before:
                 self._start_s += (waited_s - self._start_s) / 4
+            self._pending, self._settled_s = None, now.at_s
+            return ""
+        if wanted not in (change.before, change.after):
+            log.info("the change was overtaken", extra={"role": change.role, "to": change.after, "workers": wanted})
             self._pending, self._settled_s = None, now.at_s
             return ""
         if wanted == change.before and waited_s > GAP * self._pace.every_s:

@@ -278,6 +278,24 @@ def test_a_change_that_is_taken_back_is_left_for_a_while() -> None:
     assert all(later - sooner >= PACE.retry_s for sooner, later in pairwise(times))
 
 
+@pytest.mark.parametrize("others", [1, 3])
+def test_a_change_that_somebody_else_overtakes_is_not_waited_for(others: int, caplog: pytest.LogCaptureFixture) -> None:
+    """From 3 workers to 2, while an operator scaled to 4: the planner waited ten minutes for 2, then two more."""
+    caplog.set_level("INFO")
+    fleet, planner = grown(110)
+    while (change := planner.see(fleet.run(5.0, 1.0, 20.0)).change) is None:
+        pass
+    assert (change.role, change.before, change.after) == ("prefill", 3, 2)
+    planner.took(change, fleet.now_s)
+    fleet.counts["prefill"] = 3 + others
+    for _ in range(others):
+        fleet.join("prefill")
+    assert not after(fleet, planner, 5)[0].hold.startswith("waiting for")
+    assert "overtaken" in caplog.text
+    later = next(change for verdict in after(fleet, planner, 60) if (change := verdict.change))
+    assert (later.role, later.before) == ("prefill", 3 + others)
+
+
 def test_a_worker_that_was_let_go_too_early_makes_it_more_patient() -> None:
     fleet = MadeUp()
     planner = Planner(TARGETS, WIDE)
