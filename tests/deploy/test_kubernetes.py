@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import pytest
@@ -10,6 +11,7 @@ import yaml
 
 from components.settings import ROLES, misspelled
 from services.planner.kubernetes import Workload
+from tests.conftest import REPO
 from tests.deploy.helm import CHART, EXAMPLES, Object, Refused, helm, of_kind, rendered, tool
 from tests.deploy.test_alerts import RULES
 from tests.deploy.test_compose import settings_of
@@ -180,6 +182,20 @@ def test_only_workers_with_rdma_may_lock_memory_and_get_devices() -> None:
         assert (variables(deployment).get("UCX_NET_DEVICES") == "mlx5_0:1") == is_worker
         assert pod(deployment).get("runtimeClassName") == ("nvidia" if is_worker else None)
     assert not any("nvidia.com/gpu" in container(one)["resources"]["limits"] for one in deployments().values())
+
+
+@pytest.mark.parametrize(
+    "file", [CHART / "values.yaml", EXAMPLES / "gpu.yaml", REPO / "docs" / "kubernetes.md"], ids=lambda path: path.name
+)
+def test_the_image_for_all_pods_has_a_compiler(file: Path) -> None:
+    """Users were to build `mesh`: workers ran without C++ kernels, and Triton compiled nothing."""
+    stages = (REPO / "deploy" / "compose" / "Dockerfile").read_text().split("\nFROM ")
+    compiling = {
+        stage.split("\n")[0].split(" AS ")[1] for stage in stages if " install -q --yes" in stage and "g++" in stage
+    }
+    targets = re.findall(r"(?<!smaller )target `?([a-z-]+)", file.read_text())
+    assert targets
+    assert set(targets) <= compiling == {"worker", "worker-cuda"}
 
 
 def test_a_pod_with_several_gpus_holds_the_model_on_all_of_them() -> None:
