@@ -398,6 +398,17 @@ def test_outgoing_connections_are_those_that_a_role_needs() -> None:
     assert not Net(rendered("secure", "networkPolicy.egress.modelHub=false")).may("decode", "stranger", 443)
 
 
+@pytest.mark.parametrize("port", [4318, 14318])
+def test_traces_reach_a_receiver_of_the_users_own(port: int) -> None:
+    """Limited outgoing connections let no process reach observer.otlpEndpoint."""
+    own = ("observer.enabled=false", f'observer.otlpEndpoint="http://stranger:{port}"')
+    net = Net(rendered("secure", *own, "planner.enabled=true", f"networkPolicy.egress.otlp.port={port}"))
+    assert all(net.may(role, "stranger", port) for role in (*ROLES, "planner"))
+    only = f'networkPolicy.egress.otlp={{"port":{port},"to":[{{"podSelector":{{"matchLabels":{{"a":"b"}}}}}}]}}'
+    assert not Net(rendered("secure", *own, only)).may("decode", "stranger", port)
+    assert not Net(rendered("secure")).may("decode", "stranger", 4318), "there is an observer"
+
+
 def test_clients_can_be_limited() -> None:
     only = 'networkPolicy.clients=[{"podSelector":{"matchLabels":{"app.kubernetes.io/name":"gateway"}}}]'
     net = Net(rendered("", only))
