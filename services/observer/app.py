@@ -1,7 +1,6 @@
 """The observer's HTTP side: OTLP in, traces as JSON out."""
 
 import asyncio
-import binascii
 import json
 import logging
 from base64 import b64decode
@@ -103,7 +102,7 @@ class ObserverApp:
         if scheme.lower() == "basic":
             try:
                 given = b64decode(given, validate=True).decode(errors="replace").partition(":")[2]
-            except binascii.Error:
+            except ValueError:  # no base64, or no ASCII
                 return False
         return compare_digest(given.encode(), self._token.encode())
 

@@ -222,6 +222,13 @@ def test_a_state_directory_that_cannot_be_made_is_a_wrong_setting() -> None:
         ObserverApp(ObserverSettings(state_dir=Path("/dev/null/x")))
 
 
+async def test_a_password_that_is_no_ascii_is_refused_like_a_wrong_one(tmp_path: Path) -> None:
+    """The observer answered 500 with a traceback in its log."""
+    async with observer(tmp_path, token="s3cret") as url, httpx.AsyncClient(base_url=url) as http:
+        for given in (b"Basic \xe9\xe9", b"Bearer \xe9\xe9"):
+            assert (await http.get("/api/traces", headers={b"authorization": given})).status_code == 401
+
+
 def test_an_address_that_others_reach_needs_a_token() -> None:
     with pytest.raises(ValidationError, match="set MESH_OBSERVER_TOKEN, or listen on"):
         ObserverSettings(host="0.0.0.0")
