@@ -6,7 +6,8 @@
 import difflib
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -180,12 +181,8 @@ class MeshSettings(BaseSettings):
         if asked := set(arguments) & set(HELP):
             sys.stdout.write(help_text(cls, SHARED, everything=HELP_ALL in asked))
             sys.exit(0)
-        try:
+        with wrong_settings_refused():
             return CliApp.run(cls, cli_args=argv)
-        except ValidationError as exc:
-            refuse("\n".join(shown_fault(error) for error in exc.errors()))
-        except SettingsError as exc:
-            refuse(f"settings: {str(exc).removeprefix('error parsing CLI: ')}")
 
 
 class ModelSettings(MeshSettings):
@@ -232,6 +229,17 @@ OF_SOME: Final = frozenset({
     "transfer_timeout_s", "room_cleanup_s", "verify_kv",
 })  # fmt: skip
 SHARED: Final = frozenset(MeshSettings.model_fields) | OF_SOME
+
+
+@contextmanager
+def wrong_settings_refused() -> Iterator[None]:
+    """A wrong setting ends the process with a line that names it."""
+    try:
+        yield
+    except ValidationError as exc:
+        refuse("\n".join(shown_fault(error) for error in exc.errors()))
+    except SettingsError as exc:
+        refuse(f"settings: {str(exc).removeprefix('error parsing CLI: ')}")
 
 
 def shown_fault(error: ErrorDetails) -> str:

@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any, Final, Literal, TypeVar
 
 import typer
-from pydantic import ValidationError
-from pydantic_settings import SettingsError
 from rich.console import Console
 
 from components.discovery.etcd import endpoints
 from components.local_mesh import beside_local_mesh
 from components.program import program
-from components.settings import MeshSettings, shown_fault
-from components.startup import refuse
+from components.settings import MeshSettings, wrong_settings_refused
+from components.startup import WrongSettings, refuse
 from components.urls import without_password
 from components.wire.control import Control, LogLevel, Work
 from components.wire.inspection import ExplainRoute
@@ -74,7 +72,12 @@ def command(options: dict[str, Any], user: str = "inspect") -> Callable[[Callabl
         @functools.wraps(function)
         def run(**given: Any) -> None:
             values = {name: value for name in options if (value := given.pop(name)) is not None}
-            function(beside_local_mesh(_settings(values), user), **given)
+            with wrong_settings_refused():
+                settings = MeshSettings(**values)
+            try:
+                function(beside_local_mesh(settings, user), **given)
+            except WrongSettings as exc:
+                refuse(exc.message)
 
         own = list(inspect.signature(function).parameters.values())[1:]
         keyword = inspect.Parameter.KEYWORD_ONLY
@@ -292,16 +295,6 @@ def env(settings: MeshSettings, *, as_json: AsJson = False) -> None:
         return
     for name, value in variables.items():
         print(f"export {name}={shlex.quote(value)}")  # rich would wrap it
-
-
-def _settings(values: dict[str, Any]) -> MeshSettings:
-    """A wrong one ends the process with a line that names it."""
-    try:
-        return MeshSettings(**values)
-    except ValidationError as exc:
-        refuse("\n".join(shown_fault(error) for error in exc.errors()))
-    except SettingsError as exc:
-        refuse(f"settings: {exc}")
 
 
 def shell_variables(settings: MeshSettings) -> dict[str, str]:

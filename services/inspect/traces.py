@@ -44,7 +44,10 @@ def show_trace(
     except TracesUnavailable as exc:
         sys.exit(exc.message)
     if perfetto is not None:
-        perfetto.write_text(json.dumps(trace_events(spans)))
+        try:
+            perfetto.write_text(json.dumps(trace_events(spans)))
+        except OSError as exc:
+            sys.exit(f"{perfetto} cannot be written: {exc.strerror}")
         console.print(f"wrote {perfetto}: open it at https://ui.perfetto.dev", soft_wrap=True)
     elif as_json:
         _print_json({"trace": asdict(summary_of(spans)), "spans": [asdict(span) for span in spans]})

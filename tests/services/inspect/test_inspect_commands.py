@@ -156,6 +156,32 @@ def test_a_trace_is_printed_as_json_and_written_for_perfetto(home: Path) -> None
     assert [event["name"] for event in json.loads(file.read_text())["traceEvents"]] == ["process_name", "newer"]
 
 
+def test_a_file_for_perfetto_that_cannot_be_written_is_reported(home: Path) -> None:
+    file = home / "nosuch" / "x.json"
+    code, text = invoke("trace", "last", "--perfetto", str(file), "--state-dir", str(home))
+    assert code == 1
+    assert f"{file} cannot be written: No such file or directory" in text
+
+
+@pytest.mark.parametrize(
+    ("variables", "args", "line"),
+    [
+        ({}, ["workers", "--namespace", "BAD NS"], "setting namespace: "),
+        ({"MESH_LEASE_TTL_S": "abc"}, ["traces"], "setting lease_ttl_s: "),
+        ({"MESH_TLS": "abc"}, ["traces"], "settings: "),
+        ({}, ["env", "--etcd-url", "http://x:abc"], "etcd endpoint 'http://x:abc' is not http://host:port"),
+    ],
+)
+def test_a_wrong_setting_is_one_line_that_names_it(
+    run_service: RunService, tmp_path: Path, variables: dict[str, str], args: list[str], line: str
+) -> None:
+    """It was a traceback of all frames."""
+    process = run_service("services.inspect", *args, "--state-dir", str(tmp_path), env=variables)
+    assert process.popen.wait(20) == EX_CONFIG
+    (text,) = process.logged().splitlines()
+    assert text.startswith(line)
+
+
 @pytest.mark.parametrize("command", [("workers",), ("planner",), ("profile", "decode"), ("route", "--prompt", "x")])
 def test_without_a_mesh_the_state_directory_is_named_as_a_cause(
     command: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
