@@ -128,9 +128,21 @@ def test_a_pod_may_drain_before_it_is_killed(values: str) -> None:
         hook = container(deployment).get("lifecycle", {}).get("preStop", {}).get("exec", {}).get("command", ["", "0"])
         grace_s = pod(deployment)["terminationGracePeriodSeconds"]
         assert grace_s > drain_s + float(hook[1]) + PROCESS_GIVES_UP_S, role
-        assert (f"MESH_{role.upper()}_DRAIN_TIMEOUT_S" in given) == (role in {"frontend", "prefill", "decode"})
-    longer = deployments("", "decode.drainTimeoutSeconds=900")["decode"]
+
+
+@pytest.mark.parametrize("role", [*ROLES, "planner", "observer"])
+def test_a_drain_timeout_reaches_the_process_if_it_has_one(role: str) -> None:
+    """The observer's pod had the longer grace period, and its process kept 5 seconds."""
+    longer = deployments("", "planner.enabled=true", f"{role}.drainTimeoutSeconds=900")[role]
     assert pod(longer)["terminationGracePeriodSeconds"] > 900
+    given = variables(longer).get(f"MESH_{role.upper()}_DRAIN_TIMEOUT_S")
+    assert given == ("900" if "drain_timeout_s" in settings_of(role).model_fields else None)
+
+
+def test_a_rolling_update_may_go_by_percentages() -> None:
+    """25% counted as 0 and was refused beside maxUnavailable: 0."""
+    decode = deployments("", 'decode.maxSurge="25%"')["decode"]
+    assert decode["spec"]["strategy"]["rollingUpdate"] == {"maxSurge": "25%", "maxUnavailable": 0}
 
 
 def test_a_frontend_still_answers_while_proxies_learn_that_it_leaves() -> None:
@@ -427,7 +439,11 @@ def test_clients_can_be_limited() -> None:
         (['settings={"LOG_LEVEL":"debug"}'], "invalid propertyName 'LOG_LEVEL'"),
         (['model.storage.type="nfs"'], "model/storage/type"),
         (['model.storage.type="existingClaim"'], "set model.storage.existingClaim"),
-        (["prefill.maxSurge=0"], "maxSurge and maxUnavailable cannot both be 0"),
+        *(
+            ([f"{role}.maxSurge=0"], f"{role}: maxSurge and maxUnavailable cannot both be 0")
+            for role in (*ROLES, "planner")
+        ),
+        (['decode.maxSurge="0%"'], "decode: maxSurge and maxUnavailable cannot both be 0"),
         (["frontend.preStopSeconds=-1"], "frontend/preStopSeconds"),
     ],
 )

@@ -80,8 +80,13 @@ capabilities:
 {{- end -}}
 {{- end -}}
 {{- if and (eq .Values.model.storage.type "existingClaim") (not .Values.model.storage.existingClaim) }}{{ fail "model.storage.type is existingClaim: set model.storage.existingClaim" }}{{ end -}}
-{{- range $role := list "prefill" "decode" -}}
-{{- $worker := index $.Values $role -}}
-{{- if and (eq (int $worker.maxSurge) 0) (eq (int $worker.maxUnavailable) 0) }}{{ fail (printf "%s: maxSurge and maxUnavailable cannot both be 0" $role) }}{{ end -}}
+{{- range $role := list "frontend" "prefill" "decode" "bootstrap" "planner" -}}
+{{- $own := index $.Values $role -}}
+{{- if not (or (include "kvmesh.pods" $own.maxSurge) (include "kvmesh.pods" $own.maxUnavailable)) }}{{ fail (printf "%s: maxSurge and maxUnavailable cannot both be 0" $role) }}{{ end -}}
 {{- end -}}
+{{- end }}
+
+{{- /* A number of pods or a percentage; empty for none. */}}
+{{- define "kvmesh.pods" -}}
+{{- if toString . | trimSuffix "%" | atoi -}}{{ . }}{{- end -}}
 {{- end }}

@@ -287,6 +287,8 @@ volumes:
 {{- with $root.Values.model.servedName }}
 - {name: MESH_SERVED_MODEL_NAME, value: {{ . | quote }}}
 {{- end }}
+{{- end }}
+{{- if or $isWorker (has $role (list "frontend" "observer")) }}
 - {name: MESH_{{ upper $role }}_DRAIN_TIMEOUT_S, value: {{ $own.drainTimeoutSeconds | quote }}}
 {{- end }}
 {{- if $isWorker }}
