@@ -117,7 +117,7 @@ async def measure(
     OnDemand(metrics).counter(
         "kvmesh_spans_dropped",
         "Spans of traces that this process dropped, by cause.",
-        lambda: {(cause,): count for cause, count in telemetry.export.dropped.items()},
+        lambda: {(cause,): count for cause, count in telemetry.dropped.items()},
         ["cause"],
     )
     metrics.register(bus.refusals)

@@ -32,8 +32,7 @@ class HeldTraces:
         self._kept: OrderedDict[int, int] = OrderedDict()  # until when, wall-clock nanoseconds
         self._num_held = 0
         self._announce: Callable[[int], None] | None = None
-        self.expired = 0  # spans that were never asked for
-        self.not_kept = 0  # traces that the limit cost
+        self.over_limit = 0  # spans of failed, moved or slow requests that `rate` did not let through
 
     def announce_to(self, announce: Callable[[int], None] | None) -> None:
         """Call `announce` with the id of each trace that this process decides to keep."""
@@ -43,10 +42,8 @@ class HeldTraces:
         if span.flags:
             self._export(span)
         elif span.kind is SpanKind.SERVER and REQUEST_ID in span.attributes:
-            if _befell_something(span) and self._has_room():
-                self._export(span)
-                if self._announce is not None:
-                    self._announce(span.trace_id)
+            if _befell_something(span):
+                self._keep_root(span)
         elif self._kept.get(span.trace_id, 0) > (span.end_time or 0):
             self._export(span)
         else:
@@ -62,11 +59,13 @@ class HeldTraces:
         while len(self._kept) > KEPT_IDS:
             self._kept.popitem(last=False)
 
-    def _has_room(self) -> bool:
-        if self._rate is None or self._rate.take():
-            return True
-        self.not_kept += 1
-        return False
+    def _keep_root(self, root: LightSpan) -> None:
+        if self._rate is not None and not self._rate.take():
+            self.over_limit += 1 + len(root.steps)
+            return
+        self._export(root)
+        if self._announce is not None:
+            self._announce(root.trace_id)
 
     def _hold(self, span: LightSpan) -> None:
         if self._num_held >= HELD_SPANS or span.trace_id not in self._held:
@@ -79,7 +78,7 @@ class HeldTraces:
             trace_id, spans = next(iter(self._held.items()))
             if (spans[0].end_time or 0) > now_ns - HELD_NS and self._num_held < HELD_SPANS:
                 return
-            self.expired += len(self._forget(trace_id))
+            self._forget(trace_id)
 
     def _forget(self, trace_id: int) -> list[LightSpan]:
         spans = self._held.pop(trace_id, [])

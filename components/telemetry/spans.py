@@ -200,6 +200,11 @@ class Telemetry:
     held: HeldTraces
     export: SpanExport
 
+    @property
+    def dropped(self) -> Mapping[str, int]:
+        """Spans that this process dropped, by cause."""
+        return {**self.export.dropped, "tail_limit": self.held.over_limit}
+
 
 @asynccontextmanager
 async def start_telemetry(

@@ -7,12 +7,16 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
+from opentelemetry.trace import SpanKind, StatusCode
 
 from components.telemetry import otlp_sender, span_export
+from components.telemetry.held_traces import HeldTraces
 from components.telemetry.otlp_sender import OtlpSender
 from components.telemetry.span_export import SpanExport
-from components.telemetry.spans import Spans
+from components.telemetry.spans import Spans, Telemetry
+from components.telemetry.trace_pieces import REQUEST_ID
 from components.telemetry.trace_store import FILE_NAME, TraceStore, TraceWriter
+from components.token_bucket import TokenBucket
 
 NOBODY = "http://127.0.0.1:1"
 NONE = {"export_slow": 0, "file": 0, "receiver_away": 0, "receiver_refused": 0}
@@ -55,6 +59,18 @@ def test_none_is_dropped_while_all_works(tmp_path: Path) -> None:
     with receiver(200) as endpoint:
         assert exported(tmp_path, endpoint, 3) == NONE
     assert exported(tmp_path, None, 3) == NONE
+
+
+def test_failures_beyond_the_limit_of_the_tail_are_tail_limit(tmp_path: Path) -> None:
+    """In a storm of failures most traces vanished, and no metric showed it."""
+    export = SpanExport("a-1", {}, TraceWriter(tmp_path))
+    telemetry = Telemetry(HeldTraces(export.put, TokenBucket(0.1, clock=lambda: 0.0)), export)
+    tracer = Spans(telemetry.held.take, TokenBucket(0), holds=True)
+    for number in range(4):
+        root = tracer.start_span("request", None, SpanKind.SERVER, {REQUEST_ID: str(number)})
+        root.set_status(StatusCode.ERROR)
+        root.end()
+    assert telemetry.dropped == {**NONE, "tail_limit": 3}
 
 
 def test_spans_beyond_what_waits_for_the_export_are_export_slow(

@@ -116,7 +116,8 @@ def test_spans_of_one_trace_without_end_are_bounded(monkeypatch: pytest.MonkeyPa
     process, root = Process(), Process().begin()
     for _ in range(25):
         process.step(root)
-    assert process.held.expired == 20
+    process.held.keep([root.trace_id])
+    assert len(process.exported) == 5
 
 
 def test_a_decision_is_forgotten_after_a_while() -> None:
@@ -142,18 +143,23 @@ def test_held_spans_are_bounded_in_time_and_number(monkeypatch: pytest.MonkeyPat
     process.step(first)
     later = caller.begin()
     process.step(later, 2 * S + HELD_NS)
-    assert process.held.expired == 1
-    for _ in range(20):
-        process.step(caller.begin(), 2 * S + HELD_NS)
-    assert process.held.expired == 12
-    process.held.keep([first.trace_id, later.trace_id])
+    process.held.keep([first.trace_id])
     assert process.exported == []
+    others = [caller.begin() for _ in range(20)]
+    for other in others:
+        process.step(other, 2 * S + HELD_NS)
+    process.held.keep([later.trace_id])
+    assert process.exported == []
+    process.held.keep([other.trace_id for other in others])
+    assert len(process.exported) == 10
 
 
 def test_a_storm_of_failures_keeps_no_more_than_the_limit() -> None:
     process = Process(kept=TokenBucket(0.1, clock=lambda: 0.0))
     for _ in range(5):
         root = process.begin()
+        process.step(root)
         root.set_status(StatusCode.ERROR, "why")
         root.end()
-    assert (len(process.exported), process.held.not_kept) == (1, 4)
+    assert (len(process.exported), len(process.announced)) == (1, 1)
+    assert process.held.over_limit == 8, "four spans with a step each"
