@@ -6,9 +6,9 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from components.discovery.book import InstanceBook
+from components.urls import is_loopback
 from components.wire.instances import InstanceRecord, Role
 
-LOOPBACK: Final = frozenset({"127.0.0.1", "localhost", "::1"})
 ROLES: Final[tuple[Role, ...]] = ("frontend", "decode", "prefill", "bootstrap")
 
 
@@ -26,7 +26,7 @@ def page_of(record: InstanceRecord, own_host: str = socket.gethostname()) -> str
     if url is None:
         return None
     parts = urlsplit(url)
-    if parts.hostname in LOOPBACK and record.host != own_host:
+    if is_loopback(parts.hostname or "") and record.host != own_host:
         return f"{parts.scheme}://{record.host}:{parts.port}/metrics"
     return f"{url}/metrics"
 
@@ -40,7 +40,7 @@ def scrape_targets(book: InstanceBook, namespace: str, asked: str = "localhost")
         asked: host and port under which the scraper reached this process. If that is no loopback address, the scraper is on
             another host, and this host's loopback pages are named by the host.
     """
-    is_local = urlsplit(f"//{asked}").hostname in LOOPBACK
+    is_local = is_loopback(urlsplit(f"//{asked}").hostname or "")
     own_host = socket.gethostname() if is_local else ""
     records = [record for role in ROLES for record in book.of_role(role)]
     pages = [(record, page_of(record, own_host)) for record in records]

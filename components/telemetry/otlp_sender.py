@@ -16,7 +16,7 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from components.telemetry.trace_pieces import PIECES
-from components.urls import login_of, without_password
+from components.urls import is_loopback, login_of, without_password
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +26,6 @@ WAITING_BYTES: Final = 8 << 20  # while the receiver is away
 FIRST_WAIT_S: Final = 0.5  # doubled with each failure
 LONGEST_WAIT_S: Final = 10.0
 RETRIED: Final = frozenset({408, 429, 502, 503, 504})
-LOOPBACK: Final = frozenset({"127.0.0.1", "::1", "localhost"})
 OBSERVER: Final = "kvmesh-observer"  # the observer's Server header
 OTLP: Final = "application/x-protobuf"
 
@@ -43,7 +42,7 @@ class OtlpSender:
         self._path = address.path.rstrip("/") + PATH
         self._headers = {**_given_headers(), **login_header(endpoint)}
         wanted = os.environ.get("OTEL_EXPORTER_OTLP_COMPRESSION")
-        if wanted == "gzip" or (wanted is None and self._host not in LOOPBACK):
+        if wanted == "gzip" or (wanted is None and not is_loopback(self._host)):
             self._headers["Content-Encoding"] = "gzip"
         self._connection: http.client.HTTPConnection | None = None
         self._waiting: deque[tuple[bytes, str, int]] = deque()  # requests, content types, numbers of spans
