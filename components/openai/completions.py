@@ -50,6 +50,9 @@ def token_ids(value: JsonValue, at: str = "") -> list[int]:
     return ids
 
 
+DEFAULT_TOKENS: Final = 16  # OpenAI's
+
+
 class CompletionRequest(ConstrainedFields):
     prompt: Annotated[
         list[str | list[int]],
@@ -61,8 +64,8 @@ class CompletionRequest(ConstrainedFields):
     suffix: Annotated[JsonValue, only("")] = None
 
     @property
-    def token_limit(self) -> int | None:
-        return self.max_tokens
+    def token_limit(self) -> int:
+        return DEFAULT_TOKENS if self.max_tokens is None else self.max_tokens
 
     @property
     def alternatives(self) -> int | None:

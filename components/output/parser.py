@@ -41,11 +41,6 @@ class OutputParser:
         return self._reasoning is not None and self._reasoning.found
 
     @property
-    def answers(self) -> bool:
-        """Whether all that follows is answer."""
-        return self._reasoning is None or self._reasoning.over
-
-    @property
     def held(self) -> str:
         """The end of the text, if only later text can decide what it is."""
         if self._reasoning is not None and not self._reasoning.over:

@@ -168,20 +168,19 @@ class Choice:
 class ParsedChoice(Choice):
     """Parses the text into reasoning, answer and tool calls. Stop strings apply to the whole."""
 
-    __slots__ = ("_before", "_end_of_thought", "_num_before_answer", "_parser")
+    __slots__ = ("_before", "_parser", "_thought")
 
     def __init__(self, index: int, prompt: Prompt, text: TextModel, plan: OutputPlan) -> None:
         super().__init__(index, prompt, text)
         self._parser = plan.parser(reports_before=bool(prompt.echo))
         self._before = plan.before
         self._echo = ""  # the parser returns it
-        self._num_before_answer = 0  # tokens
-        self._end_of_thought = "" if plan.reasoning is None else plan.reasoning.end
+        self._thought = None if plan.reasoning is None else UpToMarker(plan.reasoning.end, text)
 
     @property
     def reasoning_tokens(self) -> int:
         """Tokens of reasoning and its markers."""
-        return self._num_before_answer if self._parser.has_thought else 0
+        return self._thought.num_tokens if self._thought is not None and self._parser.has_thought else 0
 
     async def begin(self) -> None:
         await self._text.run(len(self._before), self._parser.begin)
@@ -190,11 +189,9 @@ class ParsedChoice(Choice):
         """Sets `finish` also when the only wanted call is complete."""
         piece = super().take(item)
         parser = self._parser
-        before_answer = not parser.answers
+        if self._thought is not None:
+            self._thought.count(piece.token_ids)
         text, reasoning, calls = parser.feed(piece.text)
-        if before_answer:
-            answer = _after(self._end_of_thought, piece.text) if parser.answers else ""
-            self._num_before_answer += len(piece.token_ids) - self._num_last(piece.token_ids, answer)
         if parser.done:
             self.finish = "tool_calls"
         elif self.finish is not None:
@@ -204,19 +201,24 @@ class ParsedChoice(Choice):
                 self.finish = "tool_calls"
         return Piece(self.index, text, self.finish, piece.tokens, reasoning, calls, piece.token_ids)
 
-    def _num_last(self, token_ids: Sequence[int], text: str) -> int:
-        """Return how many of the last tokens make up `text`, with which theirs ends."""
-        missing = len(text.encode())
-        for num, token_id in enumerate(reversed(token_ids)):
-            if missing <= 0:
-                return num
-            missing -= 0 if token_id in self._text.specials else len(self._text.token_bytes.of(token_id))
-        return len(token_ids)
 
+class UpToMarker:
+    """Counts the tokens of a text up to a marker, which may be several tokens or begin within one."""
 
-def _after(marker: str, text: str) -> str:
-    """Return what follows `marker`, which ends in `text` and may begin before it."""
-    _, found, rest = text.partition(marker)
-    if found:
-        return rest
-    return next((text.removeprefix(end) for i in range(1, len(marker)) if text.startswith(end := marker[i:])), text)
+    __slots__ = ("_end", "_found", "_marker", "_text", "num_tokens")
+
+    def __init__(self, marker: str, text: TextModel) -> None:
+        self.num_tokens = 0
+        self._marker = marker.encode()
+        self._text = text
+        self._end = b""  # of the text so far
+        self._found = False
+
+    def count(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            if self._found:
+                return
+            self.num_tokens += 1
+            text = self._end + self._text.token_bytes.of(token_id)
+            self._found = self._marker in text
+            self._end = text[1 - len(self._marker) :]

@@ -480,7 +480,9 @@ def test_keys_of_an_environment_variable_have_names_or_get_them() -> None:
     alice, bob = names(f"alice:{ALICE}, {BOB}")
     assert alice == "alice"
     assert bob.startswith("key-")
-    assert names(BOB) == names(f"{BOB},other") == [bob], "its name is not its place: what it stored stays its own"
+    assert names(BOB) == names(f"{BOB},sk-0123456789-other") == [bob], (
+        "its name is not its place: what it stored stays its own"
+    )
 
 
 def test_a_file_may_hold_a_hash_in_place_of_a_key() -> None:

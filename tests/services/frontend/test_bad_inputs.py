@@ -134,7 +134,8 @@ async def test_a_wrong_chat_is_400_with_param(
     http: httpx.AsyncClient, mesh: FakeMesh, fields: dict[str, Any], code: str | None, param: str
 ) -> None:
     body = json.dumps({**HELLO, **fields})  # httpx refuses NaN
-    error_of(await http.post(CHAT, content=body), 400, code, param)
+    answer = await http.post(CHAT, content=body, headers={"content-type": "application/json"})
+    error_of(answer, 400, code, param)
     assert not mesh.prompts
 
 

@@ -99,6 +99,13 @@ async def test_parameters_reach_the_mesh(openai: AsyncOpenAI, mesh: FakeMesh) ->
     assert answer.usage.completion_tokens == 3
 
 
+async def test_a_completion_has_16_tokens_unless_it_asks_for_more(openai: AsyncOpenAI, mesh: FakeMesh) -> None:
+    mesh.answer = "one two three four five " * 20
+    answer = await openai.completions.create(model=MODEL, prompt="a")
+    assert answer.usage is not None
+    assert (answer.usage.completion_tokens, answer.choices[0].finish_reason) == (16, "length")
+
+
 async def test_two_requests_without_seed_draw_differently(openai: AsyncOpenAI, mesh: FakeMesh) -> None:
     for _ in range(2):
         await openai.completions.create(model=MODEL, prompt="a")
@@ -144,11 +151,12 @@ async def test_a_stop_string_ends_no_answer_before_its_least_tokens(
 @pytest.mark.parametrize("answer", ["😀 👩‍👩‍👧‍👦 東京 नमस्ते", 'line\u2028separator\x85\r\n\ttab "quoted" \\ \x7f'])
 async def test_any_unicode_arrives_whole(openai: AsyncOpenAI, mesh: FakeMesh, answer: str) -> None:
     mesh.answer = answer
-    stream = await openai.completions.create(model=MODEL, prompt="a", stream=True)
+    stream = await openai.completions.create(model=MODEL, prompt="a", stream=True, max_tokens=100)
     pieces = [chunk.choices[0].text async for chunk in stream]
     assert "".join(pieces) == answer
     assert not any("\ufffd" in piece for piece in pieces)
-    assert (await openai.completions.create(model=MODEL, prompt="a")).choices[0].text == answer
+    whole = await openai.completions.create(model=MODEL, prompt="a", max_tokens=100)
+    assert whole.choices[0].text == answer
 
 
 async def test_an_answer_cut_within_a_character_shows_only_whole_ones(openai: AsyncOpenAI, mesh: FakeMesh) -> None:
