@@ -13,7 +13,6 @@ from typing import Final
 
 import torch
 
-from components.startup import WrongSettings
 from components.wire.layout import of_shard
 from engine.attention.backend import AttentionBackend
 from engine.attention.choose_attention import make_attention
@@ -21,7 +20,7 @@ from engine.attention.step_tables import StepLimits
 from engine.compilation.device import DeviceForward, choose_device_forward
 from engine.compilation.forward import EagerForward, Forward
 from engine.config import EngineConfig
-from engine.device.memory import CudaMemory, DeviceMemory, MemoryUse
+from engine.device.memory import CudaMemory, DeviceMemory, MemoryUse, lack_of_memory
 from engine.kv.count import asked_pages, count_pages
 from engine.kv.storage import allocate_storage
 from engine.model.load import LoadedModel
@@ -101,7 +100,7 @@ def make_parts(
     Args:
         memory: what is measured; default: the CUDA device, and nothing on a CPU.
 
-    Raises: WrongSettings, UnsupportedModel, AttentionUnavailable.
+    Raises: CannotServe, WrongSettings, UnsupportedModel, AttentionUnavailable.
     """
     if memory is None and loaded.device.type == "cuda":
         memory = CudaMemory(loaded.device)
@@ -139,7 +138,8 @@ def _measured(
         run_largest_step(model, size, context, loaded, draws=loaded.layout.shard == 0)
     except (torch.OutOfMemoryError, StepFailed) as exc:
         if isinstance(exc.__cause__ or exc, torch.OutOfMemoryError):
-            raise WrongSettings(use.step_too_large(str(loaded.device), size, str(exc.__cause__ or exc))) from exc
+            kind = lack_of_memory(use.by_others(config.gpu_memory_utilization))
+            raise kind(use.step_too_large(str(loaded.device), size, str(exc.__cause__ or exc))) from exc
         raise
     use = use.with_step(memory.peak() - before, graphs)
     if isinstance(forward, DeviceForward):
@@ -174,7 +174,7 @@ def _of_all_ranks(use: MemoryUse, loaded: LoadedModel) -> list[MemoryUse]:
 def _pages_left(uses: Sequence[MemoryUse], loaded: LoadedModel, config: EngineConfig) -> int:
     """As many pages as the rank with the least memory has room for.
 
-    Raises: WrongSettings, on each rank, if that is not even a request's.
+    Raises: WrongSettings, on each rank, if that is not even a request's; CannotServe, if other processes hold the rest.
     """
     layout, share = loaded.layout, config.gpu_memory_utilization
     page_bytes = [of_shard(layout, rank, layout.shards).page_bytes for rank in range(len(uses))]
@@ -185,7 +185,9 @@ def _pages_left(uses: Sequence[MemoryUse], loaded: LoadedModel, config: EngineCo
     if least < needed:
         rank = pages.index(least)
         which = f"{loaded.device}" if len(uses) == 1 else f"rank {rank}"
-        raise WrongSettings(f"too little memory on {which}: {uses[rank].shortage(needed * page_bytes[rank], share)}")
+        bytes_needed = needed * page_bytes[rank]
+        kind = lack_of_memory(uses[rank].by_others(share, bytes_needed))
+        raise kind(f"too little memory on {which}: {uses[rank].shortage(bytes_needed, share)}")
     return least
 
 

@@ -6,6 +6,7 @@ from typing import Final, Protocol
 
 import torch
 
+from components.startup import CannotServe, WrongSettings
 from engine.config import StepSize
 
 SMALLER: Final = (
@@ -86,6 +87,10 @@ class MemoryUse:
         """Bytes for KV pages; negative if what must be there does not fit."""
         return min(self.share_left(utilization), self.free_left)
 
+    def by_others(self, utilization: float, needed: int = 0) -> bool:
+        """Whether this process's share has `needed` bytes for KV pages, but other processes hold a part of it."""
+        return self.free_left < self.share_left(utilization) >= needed
+
     def shortage(self, needed: int, utilization: float) -> str:
         """Why `needed` bytes of KV pages do not fit, and what to do."""
         left = self.left(utilization)
@@ -93,8 +98,9 @@ class MemoryUse:
             f"weights hold {_gb(self.weights)}, compiled products {_gb(self.compiled)}, the largest step "
             f"{_gb(self.activations)}, CUDA graphs {_gb(self.graphs)}, other processes and CUDA itself {_gb(self.outside)}"
         )
-        by_others = self.free_left < self.share_left(utilization)
-        cure = BESIDE_OTHERS if by_others else f"raise engine.gpu_memory_utilization, {SMALLER}"
+        cure = (
+            BESIDE_OTHERS if self.by_others(utilization, needed) else f"raise engine.gpu_memory_utilization, {SMALLER}"
+        )
         return (
             f"KV pages for one request need {_gb(needed)}, {_gb(max(0, left))} are left, so {_gb(needed - left)} are "
             f"missing. Of {_gb(self.total)} this worker may use {utilization:.0%}; {held}. To do: {cure}"
@@ -115,6 +121,19 @@ class MemoryUse:
 
     def with_step(self, activations: int, graphs: int) -> "MemoryUse":
         return replace(self, activations=max(0, activations), graphs=max(0, graphs))
+
+
+def lack_of_memory(by_others: bool) -> type[CannotServe]:
+    """The error for too little memory at start.
+
+    A later start may find the memory of other processes free. That of a process that was killed returns with a delay.
+    """
+    return CannotServe if by_others else WrongSettings
+
+
+def fits_alone(num_bytes: int, total: int) -> bool:
+    """Whether a device of `total` bytes would have room without other processes."""
+    return num_bytes <= (1 - KEPT_FREE) * total
 
 
 def _gb(num_bytes: int) -> str:

@@ -10,6 +10,7 @@ from components.startup import WrongSettings
 from components.wire.layout import KvLayout
 from engine.cpu.machine_memory import check_fits
 from engine.device.huge_pages import HugeMemory
+from engine.device.memory import fits_alone, lack_of_memory
 
 ALLOCATOR_SETTINGS: Final = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 SCATTERED: Final = ("expandable_segments:true", "backend:cudamallocasync")
@@ -20,7 +21,7 @@ def allocate_storage(layout: KvLayout, num_pages: int, device: torch.device) -> 
     """Allocate a zeroed pool: attention multiplies unused slots by 0, and 0 x NaN is NaN.
 
     Returns: [num_pages, kv_heads, layers, 2, page_size, head_dim].
-    Raises: WrongSettings, if there is not enough memory.
+    Raises: WrongSettings, if there is not enough memory; CannotServe, if other processes of a device hold it.
     """
     shape = (num_pages, layout.num_heads, layout.layers, 2, layout.page_size, layout.head_dim)
     dtype = TORCH_DTYPES[layout.dtype]
@@ -33,8 +34,9 @@ def allocate_storage(layout: KvLayout, num_pages: int, device: torch.device) -> 
         return torch.zeros(shape, dtype=dtype, device=device)
     except torch.OutOfMemoryError as exc:
         free, total = torch.cuda.mem_get_info(device)
-        raise WrongSettings(
-            f"settings engine.kv_memory_gb and engine.num_pages: KV pages take {num_pages * layout.page_bytes / 1e9:.1f} GB, "
+        needed = num_pages * layout.page_bytes
+        raise lack_of_memory(fits_alone(torch.cuda.memory_allocated(device) + needed, total))(
+            f"settings engine.kv_memory_gb and engine.num_pages: KV pages take {needed / 1e9:.1f} GB, "
             f"and of the {total / 1e9:.1f} GB of {device} {free / 1e9:.1f} GB are free"
         ) from exc
 

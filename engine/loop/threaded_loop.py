@@ -14,7 +14,7 @@ from queue import Empty, Queue
 from time import sleep
 from typing import TypeVar
 
-from components.startup import WrongSettings
+from components.startup import CannotServe
 from engine.loop.engine_loop import BLOCKED_TICK_S, Call, Done, EngineLoop, call_on_loop, dead, resolve
 from engine.ports import Engine, Pause, StepOutput
 
@@ -100,7 +100,7 @@ class ThreadedLoop(EngineLoop):
                 self._send_to_loop(self._receive, engine.step())  # an empty step reports the pool's size
                 call_on_loop(self._loop, resolve, self._ready, engine)
                 self._run(engine)
-        except WrongSettings as exc:  # the service reports it
+        except CannotServe as exc:  # the service reports it
             error = exc
         except Exception as exc:
             log.exception("engine died")

@@ -14,10 +14,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, Generation
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging as transformers_logging
 
-from components.startup import WrongSettings
 from components.wire.layout import KvLayout, of_shard
 from engine.attention.backend import IMPLEMENTATION
 from engine.config import EngineConfig
+from engine.device.memory import fits_alone, lack_of_memory
 from engine.errors import DeviceUnavailable, ModelUnavailable, UnsupportedModel
 from engine.kv.storage import TORCH_DTYPES
 from engine.lora.adapters import Adapters, install_adapters
@@ -156,13 +156,13 @@ def _trained_model(
 
 
 def _moved(module: Any, device: torch.device) -> Any:
-    """Raises: WrongSettings, if the weights do not fit."""
+    """Raises: WrongSettings, if the weights do not fit; CannotServe, if other processes leave no room for them."""
     try:
         return module.to(device)
     except torch.OutOfMemoryError as exc:
         weights = sum(parameter.nbytes for parameter in module.parameters())
         free, total = torch.cuda.mem_get_info(device)
-        raise WrongSettings(
+        raise lack_of_memory(fits_alone(weights, total))(
             f"too little memory on {device}: the weights take {weights / 1e9:.1f} GB, and of {total / 1e9:.1f} GB "
             f"{free / 1e9:.1f} GB were free after some of them. To do: divide the model over more devices by "
             "engine.tensor_parallel, or end other processes on this device"

@@ -9,7 +9,9 @@ from typing import Any, Final
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from components.startup import CannotServe
 from engine.attention.backend import IMPLEMENTATION, AttentionBackend, Scoring, StepAttention, StepShape, attend_paged
+from engine.device.memory import BESIDE_OTHERS
 from engine.errors import UnsupportedModel
 from engine.model.load import LoadedModel
 
@@ -22,7 +24,8 @@ def check_attention(loaded: LoadedModel, attention: AttentionBackend) -> int:
     """Run one token through page 0, which is unused.
 
     Returns: the keys that any layer sees at most, a token's own included; 0: all.
-    Raises: UnsupportedModel, if a layer attends without our function or with a mask that we would not apply.
+    Raises: UnsupportedModel, if a layer attends without our function or with a mask that we would not apply; CannotServe,
+    if the device has no memory left.
     """
     config = loaded.module.config
     refused = f"{loaded.layout.model} does not run on paged attention"
@@ -33,6 +36,10 @@ def check_attention(loaded: LoadedModel, attention: AttentionBackend) -> int:
     config._attn_implementation = PROBE
     try:
         loaded.module(input_ids=zero, position_ids=zero, use_cache=False, step_attention=witness)
+    except torch.OutOfMemoryError as exc:  # the weights did fit: other processes hold the rest
+        raise CannotServe(
+            f"too little memory on {loaded.device} for one token ({exc}). To do: {BESIDE_OTHERS}"
+        ) from exc
     except (RuntimeError, TypeError, AttributeError, LookupError, ValueError, UnsupportedModel) as exc:
         raise UnsupportedModel(f"{refused}: {exc}") from exc
     finally:

@@ -8,7 +8,7 @@ from typing import Final
 import torch
 from pydantic import TypeAdapter
 
-from components.startup import WrongSettings
+from components.startup import CannotServe
 from engine.config import FOLLOWER, EngineConfig
 from engine.parallel.orders import MakeModel, Order, Report, encoder
 from engine.parallel.rank_processes import RankLost, RankProcesses
@@ -69,7 +69,7 @@ class Followers:
             raise self._processes.lost
         try:
             yield
-        except (RankLost, WrongSettings):
+        except (RankLost, CannotServe):
             raise
         except Exception as exc:
             self._processes.is_over.wait(LOST_S)  # the lost rank is the cause, if there is one

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from components.startup import WrongSettings
+from components.startup import CannotServe, WrongSettings
 from engine import parts as parts_module
 from engine.build import assemble
 from engine.config import EngineConfig, StepSize
 from engine.device import huge_pages
-from engine.device.memory import Look
+from engine.device.memory import Look, MemoryUse
 from engine.model.load import LoadedModel
 from engine.parts import Parts, make_parts
 from engine.ports import EngineRequest, Phase
@@ -191,6 +191,33 @@ def test_a_step_that_does_not_fit_is_named(tiny_dir: Path) -> None:
         pytest.raises(WrongSettings, match="largest step, 2000 tokens and 6 draws, does not fit beside weights"),
     ):
         make_parts(loaded, settings(max_step_tokens=2000, attention="torch"), memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("free", "max_step_tokens", "why"),
+    [
+        (800_000, 32, "for one token"),
+        (11_000_000, 2000, "the largest step"),
+    ],
+)
+def test_memory_that_other_processes_hold_may_be_free_at_a_later_start(
+    free: int, max_step_tokens: int, why: str, fresh: LoadedModel
+) -> None:
+    """It counted as wrong settings. One restarted decode ended `kvmesh up`: a killed process's memory returns late."""
+    config = settings(max_step_tokens=max_step_tokens, max_context=512, attention="torch")
+    with CountedMemory(150_000_000, fresh) as memory:
+        memory.others = memory.total - memory.own - free
+        with pytest.raises(CannotServe, match=why) as caught:
+            make_parts(fresh, config, memory=memory)
+    assert not isinstance(caught.value, WrongSettings)
+
+
+def test_pages_that_other_processes_leave_no_room_for_may_fit_later(tiny: LoadedModel) -> None:
+    use = MemoryUse(TOTAL, 490_000, 300_000, 0, 0, 0)
+    parts: Any = parts_module
+    with pytest.raises(CannotServe, match="KV pages for one request") as caught:
+        parts._pages_left([use], tiny, settings())
+    assert not isinstance(caught.value, WrongSettings)
 
 
 def test_a_step_is_larger_on_a_gpu_unless_the_settings_say_otherwise() -> None:

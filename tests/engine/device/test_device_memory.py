@@ -23,6 +23,15 @@ def test_what_other_processes_hold_is_left_to_them_and_a_fiftieth_stays_free() -
     assert "end other processes on this device" in crowded.shortage(6 * GB, 0.9)
 
 
+def test_what_the_share_cannot_hold_is_not_blamed_on_other_processes() -> None:
+    crowded = MemoryUse(80 * GB, free=10 * GB, weights=8 * GB, compiled=GB, activations=2 * GB, graphs=GB)
+    assert crowded.by_others(0.9, 60 * GB)
+    assert not crowded.by_others(0.9, 61 * GB)
+    assert "raise engine.gpu_memory_utilization" in crowded.shortage(61 * GB, 0.9)
+    assert not USE.by_others(0.9)
+    assert not MemoryUse(80 * GB, 34 * GB, 8 * GB, 0, 0, 0).by_others(0.4), "the other worker's share is its own"
+
+
 def test_two_workers_of_a_card_have_a_share_each() -> None:
     """Whatever the other one holds, up to its share, changes nothing."""
     assert MemoryUse(80 * GB, 70 * GB, 8 * GB, 0, 0, 0).left(0.45) == 28 * GB

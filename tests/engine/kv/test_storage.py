@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from components.startup import WrongSettings
+from components.startup import CannotServe, WrongSettings
 from components.wire.layout import KvLayout
 from engine.config import EngineConfig
 from engine.kv.count import count_pages
@@ -27,6 +27,23 @@ def test_a_page_is_one_contiguous_piece() -> None:
     assert storage[1].nbytes == LAYOUT.page_bytes
     assert storage[1].data_ptr() - storage.data_ptr() == LAYOUT.page_bytes
     assert not storage.any()
+
+
+@pytest.mark.parametrize(("total", "kind"), [(3_000_000, CannotServe), (2_000_000, WrongSettings)])
+def test_pages_that_would_fit_on_the_device_alone_may_fit_later(
+    total: int, kind: type[CannotServe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processes' memory counted as wrong settings."""
+
+    def refuse(*_args: object, **_options: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "zeros", refuse)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, total))
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 1_000_000)
+    with pytest.raises(CannotServe, match="KV pages take") as raised:
+        allocate_storage(LAYOUT, 3, torch.device("cuda"))
+    assert type(raised.value) is kind
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from components.errors import InvariantBroken, PromptTooLong
-from components.startup import WrongSettings
+from components.startup import CannotServe, WrongSettings
 from engine.core.engine_core import EngineCore
 from engine.loop.engine_loop import EngineLoop
 from engine.loop.threaded_loop import ThreadedLoop
@@ -96,17 +96,20 @@ def test_an_engine_whose_step_fails_where_it_was_called_dies_all_the_same(
     assert "engine died" in caplog.text
 
 
-def test_an_engine_that_cannot_start_leaves_it_to_the_service_to_say_so(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [CannotServe, WrongSettings])
+def test_an_engine_that_cannot_start_leaves_it_to_the_service_to_say_so(
+    kind: type[CannotServe], caplog: pytest.LogCaptureFixture
+) -> None:
     """It was logged with a traceback, though its message says all."""
 
     def build() -> EngineCore:
-        raise WrongSettings("device=cuda: there is none")
+        raise kind("device=cuda: there is none")
 
     async def main() -> None:
         async with run_engine(build):
             raise AssertionError("it started")
 
-    with pytest.raises(WrongSettings, match="there is none"):
+    with pytest.raises(kind, match="there is none"):
         asyncio.run(main())
     assert not caplog.records
 

@@ -27,9 +27,10 @@ from transformers import (
     T5Config,
 )
 
+from components.startup import CannotServe, WrongSettings
 from engine.attention.backend import attend_paged
 from engine.errors import ModelUnavailable, UnsupportedModel
-from engine.model.load import LoadedModel, load_model
+from engine.model.load import LoadedModel, _moved, load_model
 from engine.model.progress import silent
 from engine.ports import EngineRequest
 from tests.engine.model.families import FAMILIES, WINDOW, reference, reference_greedy, save_model
@@ -230,3 +231,19 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path) -> None:
 
 if __name__ == "__main__":
     sys.stdout.write("\n".join(weights_digest(load(Path(path))) for path in sys.argv[1:]))
+
+
+@pytest.mark.parametrize(("total", "kind"), [(500, CannotServe), (400, WrongSettings)])
+def test_weights_that_would_fit_on_the_device_alone_may_fit_later(
+    total: int, kind: type[CannotServe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other processes' memory counted as wrong settings."""
+
+    class Module(torch.nn.Linear):
+        def to(self, *_args: object) -> "Module":
+            raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1, total))
+    with pytest.raises(CannotServe, match="the weights take") as raised:
+        _moved(Module(20, 5), torch.device("cuda"))
+    assert type(raised.value) is kind
