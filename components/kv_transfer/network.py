@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 UCX_DEVICES: Final = "UCX_NET_DEVICES"
 UCX_MODULES: Final = "UCX_MODULES"
 UCX_USER_TIMEOUT: Final = "UCX_TCP_USER_TIMEOUT"
+UCX_IPC_CACHE: Final = "UCX_CUDA_IPC_CACHE"
 UNANSWERED: Final = "5s"  # TCP drops a connection whose bytes are unacknowledged for so long
 NO_RDMA: Final = "^ib"  # all modules except this one
 _GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR of Linux
@@ -62,6 +63,15 @@ def drop_dead_connections() -> None:
     By default the kernel resends them for 15 minutes, so they could land after decode has reused its pages.
     """
     os.environ.setdefault(UCX_USER_TIMEOUT, UNANSWERED)
+
+
+def unmap_after_writes() -> None:
+    """Make UCX unmap a peer's GPU memory after each write.
+
+    By default it keeps it mapped, and a mapping holds the memory of a peer that was killed: its restart on the same GPU
+    would find none free.
+    """
+    os.environ.setdefault(UCX_IPC_CACHE, "n")
 
 
 @contextmanager

@@ -19,7 +19,13 @@ import numpy as np
 from components.errors import DeadlineExceeded, TransferFailed
 from components.kv_transfer.aux import HEAD, AuxArrivals, AuxBuffer
 from components.kv_transfer.backend import check_deadline, check_same_backend, endpoint_of
-from components.kv_transfer.network import choose_devices, drop_dead_connections, leave_out_rdma, new_listeners_logged
+from components.kv_transfer.network import (
+    choose_devices,
+    drop_dead_connections,
+    leave_out_rdma,
+    new_listeners_logged,
+    unmap_after_writes,
+)
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.own_thread import OwnThread
 from components.kv_transfer.pieces import Offsets, Pieces
@@ -178,7 +184,9 @@ class NixlTransfer:
     def _create_agent(self) -> KvEndpoint:
         leave_out_rdma()
         drop_dead_connections()
-        if self._region.device != "cpu":  # a mock worker starts without torch
+        if self._region.device != "cpu":
+            unmap_after_writes()
+            # a mock worker starts without torch
             import_module("components.kv_transfer.cuda_context").open_context(self._region.device)
         config = nixl_agent_config(
             enable_prog_thread=False,  # it would spin on a core

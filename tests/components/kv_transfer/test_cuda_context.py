@@ -1,12 +1,13 @@
 """NIXL's thread has the pool's CUDA context before there is an agent; CUDA is played by what would be called."""
 
+import os
 import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from components.kv_transfer import nixl_transfer
+from components.kv_transfer import network, nixl_transfer
 from components.kv_transfer.nixl_transfer import NixlTransfer
 from components.startup import WrongSettings
 from tests.components.kv_transfer.nixl_peer import Pages
@@ -43,3 +44,30 @@ async def test_the_thread_has_a_context_before_the_agent_is_made(
     threads = {thread for _, thread in called}
     assert len(threads) == 1
     assert threading.get_ident() not in threads
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("device", "given", "found"), [("cuda:0", None, "n"), ("cuda:0", "y", "y"), ("cpu", None, None)]
+)
+async def test_the_memory_of_a_peer_is_not_kept_mapped(
+    device: str, given: str | None, found: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A killed decode's memory stayed mapped in each prefill that had written to it: its restart found none free."""
+    seen: list[str | None] = []
+
+    def agent(*_args: object) -> None:
+        seen.append(os.environ.get(network.UCX_IPC_CACHE))
+        raise RuntimeError("there is no GPU")
+
+    monkeypatch.setenv(network.UCX_IPC_CACHE, given or "")
+    if given is None:
+        monkeypatch.delenv(network.UCX_IPC_CACHE)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr(nixl_transfer, "nixl_agent", agent)
+    transfer = NixlTransfer(Pages(device=device), "me", "UCX", 4)
+    with pytest.raises(WrongSettings, match="no GPU"):
+        await transfer.start()
+    await transfer.stop()
+    assert seen == [found]
