@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
+from math import inf
 from time import monotonic
 from typing import Any, Final, Protocol, cast
 
@@ -21,6 +22,7 @@ from engine.kernels.shared_linear import merge_products, share_linears
 from engine.lora.adapters import any_adapted
 from engine.model.load import LoadedModel
 from engine.model.progress import Progress
+from engine.sharding.group import of_all_ranks
 
 log = logging.getLogger(__name__)
 
@@ -117,9 +119,13 @@ class DeviceForward:
         if self._graphs is None or attention is not self._attention:
             self.forget_graphs()
             self._attention = attention
-            self._graphs = DecodeGraphs(self._compute, cast("Recordable", attention), self._recorder())
+            self._graphs = DecodeGraphs(
+                self._compute, cast("Recordable", attention), self._make_recorder(self._recorder)
+            )
+        # each rank has a clock of its own, and all must record the same sizes
+        deadline = monotonic() + RECORD_S if self._layout.shards == 1 else inf
         try:
-            recorded, wanted = self._graphs.record_all(monotonic() + RECORD_S, progress, most), self._graphs.num_sizes
+            recorded, wanted = self._graphs.record_all(deadline, progress, most), self._graphs.num_sizes
         except CaptureFailed as exc:
             log.warning("decodes run without CUDA graphs: recording them failed", extra={"reason": str(exc)})
             self.forget_graphs()
@@ -150,6 +156,9 @@ class DeviceForward:
         with attending(step, len(token_ids)):
             logits = self._compute(padded(token_ids), padded(positions), padded(keep))
         return logits[: len(keep)]
+
+    def _make_recorder(self, make: MakeRecorder) -> Recorder:
+        return make() if self._layout.shards == 1 else _on_all_ranks(make(), self._device)
 
     def _adopt(self) -> None:
         """Switch to the compiled model, between two steps."""
@@ -205,6 +214,22 @@ def choose_device_forward(
     forward = DeviceForward(loaded, attention, recorder, torch_compile)
     forward.start(config.compile_timeout_s, progress)
     return forward
+
+
+def _on_all_ranks(record: Recorder, device: torch.device) -> Recorder:
+    """Record each graph on all ranks, or fail on all: sums over ranks that replay different graphs would never end."""
+
+    def record_on_all(work: Callable[[], None]) -> Callable[[], None]:
+        replay, failure = work, None
+        try:
+            replay = record(work)
+        except CaptureFailed as exc:
+            failure = exc
+        if [0] in of_all_ranks([int(failure is None)], device):
+            raise failure or CaptureFailed("another rank failed")
+        return replay
+
+    return record_on_all
 
 
 def why_eager(config: EngineConfig) -> str | None:

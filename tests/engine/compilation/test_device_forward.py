@@ -4,7 +4,9 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from itertools import count
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,7 +14,9 @@ import pytest
 import torch
 from torch._inductor.runtime.cache_dir_utils import cache_dir
 
+from components.wire.layout import of_shard
 from engine import build
+from engine.attention.backend import AttentionBackend
 from engine.attention.triton_backend import TritonAttention
 from engine.build import assemble
 from engine.compilation import device
@@ -200,6 +204,42 @@ def test_graphs_that_cannot_be_recorded_are_done_without(
     assert "not permitted when stream is capturing" in vars(warning)["reason"]
     assert run(assemble(fresh, config, forward, pool), REQUESTS).tokens == run(make_engine(tiny), REQUESTS).tokens
     assert len(tried) == failing, "it is not tried again"
+
+
+def of_two_ranks(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, other: Callable[[int], int]
+) -> tuple[DeviceForward, AttentionBackend, CountingRecorder]:
+    """A forward of one of two ranks. `other` returns what the other one reports of its n-th graph."""
+    counts = count()
+    monkeypatch.setattr(device, "of_all_ranks", lambda own, _device: [own, [other(next(counts))]])
+    pool, record = make_pool(loaded, small(max_running=24, attention="triton")), CountingRecorder()
+    rank = replace(loaded, layout=of_shard(loaded.layout, 0, 2))
+    return DeviceForward(rank, pool.attention, lambda: record, lambda module: module), pool.attention, record
+
+
+def test_ranks_record_all_graphs_however_long_it_takes(fresh: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each stopped by its own clock, so one rank replayed a graph that the other did not have."""
+    forward, attention, _ = of_two_ranks(fresh, monkeypatch, lambda _number: 1)
+    monkeypatch.setattr(device, "RECORD_S", -1.0)
+    with idle_kernels():
+        forward.start(60.0, silent)
+        assert forward.record(attention, silent) == (5, 5)
+
+
+def test_a_graph_that_one_rank_cannot_record_no_rank_has(
+    fresh: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The other ranks kept theirs, and waited for ever for its part of the sums."""
+    forward, attention, record = of_two_ranks(fresh, monkeypatch, lambda number: int(number < 2))
+    with idle_kernels():
+        forward.start(60.0, silent)
+        assert forward.record(attention, silent) == (0, 0)
+        assert forward.record(attention, silent) == (0, 0)
+    (warning,) = [log for log in caplog.records if log.levelno >= logging.WARNING]
+    assert warning.message == "decodes run without CUDA graphs: recording them failed"
+    assert vars(warning)["reason"] == "another rank failed"
+    assert forward._graphs is None
+    assert record.replays == 0
 
 
 def test_what_is_compiled_too_late_is_adopted_without_graphs(
