@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from bench.attention_case import AttentionCase, Dtype, Outcome
-from bench.gpu.engines import config_of, generate, make_bench, requests
+from bench.gpu.engines import EXACT, config_of, generate, make_bench, requests
 from bench.gpu.report import tell
 from bench.gpu.scale import TINY, Scale
 from components.kv_transfer.checksum import PageChecksums
@@ -75,7 +75,7 @@ def check_ids(scale: Scale) -> bool:
         ways["graphs"] = {"attention": "triton", "compile": "wait"}
     found: dict[str, dict[str, list[int]]] = {}
     for name, changes in ways.items():
-        config = config_of(scale, dtype="float32", num_pages=600, max_running=24, max_step_tokens=96, **changes)
+        config = config_of(scale, **EXACT, **changes)
         bench, _ = make_bench(TINY, config, name)
         found[name] = generate(bench.engine, requests(bench.vocab_size, 24, prompts=(3, 120), outputs=(20, 60)))
     same = all(each == found["torch"] for each in found.values())

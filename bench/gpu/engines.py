@@ -1,12 +1,15 @@
 """Engines over random weights, and requests for them."""
 
+import atexit
 import json
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,16 +17,19 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bench.engine import Bench
 from bench.gpu.report import tell
-from bench.gpu.scale import Scale
+from bench.gpu.scale import TINY, Scale
 from components.wire.sampling import SamplingParams
-from engine.build import assemble
+from engine.build import assemble, build_engine
 from engine.config import EngineConfig
+from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 from engine.parts import make_parts
 from engine.ports import Engine, EngineRequest
 
 ON_CPU: Final[Mapping[str, Any]] = {"num_pages": 200, "max_running": 8, "max_step_tokens": 64, "threads": 1}
+# for ids that must be equal: by memory a tiny model would get millions of pages
+EXACT: Final[Mapping[str, Any]] = {"dtype": "float32", "num_pages": 600, "max_running": 24, "max_step_tokens": 96}
 
 
 def config_of(scale: Scale, **changes: Any) -> EngineConfig:
@@ -46,6 +52,31 @@ def saved(described: Mapping[str, Any]) -> Iterator[Path]:
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
         tokenizer.save(str(path / "tokenizer.json"))
         yield path
+
+
+@contextmanager
+def built(described: Mapping[str, Any], config: EngineConfig) -> Iterator[EngineCore]:
+    """An engine as a worker builds it, with all its ranks."""
+    with saved(described) as directory:
+        engine = build_engine(str(directory), config, _state_dir())
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+@cache
+def _state_dir() -> Path:
+    """One for the life of this process: compilers keep their files in the first that an engine gets."""
+    directory = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return Path(directory)
+
+
+def exact_ids(scale: Scale, asked: list[EngineRequest], **changes: Any) -> dict[str, list[int]]:
+    """What one engine with the tiny model generates."""
+    with built(TINY, config_of(scale, **EXACT, **changes)) as engine:
+        return generate(engine, asked)
 
 
 def make_bench(described: Mapping[str, Any], config: EngineConfig, label: str) -> tuple[Bench, LoadedModel]:

@@ -4,18 +4,16 @@ import asyncio
 import random
 from collections.abc import Mapping
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import httpx
 
-from bench.gpu.engines import config_of, generate, requests, saved
+from bench.gpu.engines import EXACT, exact_ids, requests, saved
 from bench.gpu.report import Report, Target, tell
 from bench.gpu.scale import TINY, Scale
 from bench.load.client import Run, closed_loop, full_answer
 from bench.load.report import figures
 from bench.processes import free_port, mesh, model_name
-from engine.build import build_engine
 from engine.ports import EngineRequest
 
 START_S = 500.0  # both workers compile
@@ -30,15 +28,13 @@ def measure_mesh(scale: Scale, report: Report) -> bool:
         model = tiny if scale.on_cpu else stack.enter_context(saved(scale.model)) / "config.json"
         same, runs = True, {}
         if not scale.on_cpu:
-            few_pages = _env(scale, "float32") | {
-                "MESH_ENGINE__NUM_PAGES": "600"
-            }  # half a card has millions of tiny ones
+            few_pages = _env(scale, EXACT["dtype"]) | {"MESH_ENGINE__NUM_PAGES": str(EXACT["num_pages"])}
             with mesh(str(tiny), SPLIT, few_pages, port := free_port(), START_S):
-                same = _same_ids(scale, port, tiny)
+                same = _same_ids(scale, port)
         for name, counts in {"disaggregated": SPLIT, "aggregated": WHOLE}.items():
             with mesh(str(model), counts, _env(scale, scale.dtype), port := free_port(), START_S):
                 if scale.on_cpu and counts is SPLIT:
-                    same = _same_ids(scale, port, tiny)
+                    same = _same_ids(scale, port)
                 runs[name] = _loaded(scale, port)
             tell("whole mesh on one device", **figures(runs[name], mesh=name, clients=scale.clients))
     _judge(report, runs["disaggregated"], runs["aggregated"])
@@ -67,13 +63,11 @@ def _env(scale: Scale, dtype: str) -> dict[str, str]:
     return env
 
 
-def _same_ids(scale: Scale, port: int, model: Path) -> bool:
+def _same_ids(scale: Scale, port: int) -> bool:
     """Ids of the mesh and of one engine, fp32 and greedy."""
     asked = requests(TINY["vocab_size"], 8, prompts=(3, 120), outputs=(8, 24), seed=5)
     found = asyncio.run(_ask(port, asked))
-    sizes = {"num_pages": 600, "max_running": 24, "max_step_tokens": 96}
-    engine = build_engine(str(model), config_of(scale, dtype="float32", **sizes), model.parent)
-    expected = generate(engine, asked)
+    expected = exact_ids(scale, asked)
     same = found == [expected[request.request_id] for request in asked]
     tell("ids of a mesh and of one engine", same=same, tokens=sum(map(len, found)))
     return same

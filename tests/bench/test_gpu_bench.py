@@ -1,7 +1,9 @@
 """bench.gpu in its tiny form: every part runs on the CPU, so that on a GPU only CUDA is new."""
 
+import gc
 import json
 import logging
+import weakref
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 import bench.gpu.__main__ as command
 from bench.engine import Machine
+from bench.gpu import engines, ranks
 from bench.gpu.__main__ import Part, apart, main, run, run_apart, scale_of
 from bench.gpu.report import MemoryLines, Report, Target
 from bench.gpu.scale import ON_CPU
@@ -61,6 +64,42 @@ def test_kv_arrives_in_the_other_process_and_its_way_has_a_name(capsys: pytest.C
     lines = figures(capsys)
     assert [line["tokens"] for line in lines] == [16, 64]
     assert all(line["same"] and line["transport"] for line in lines)
+
+
+class IdleEngine:
+    def close(self) -> None: ...
+
+
+class IdleBench:
+    def __init__(self, engine: IdleEngine, _config: object, _label: str) -> None:
+        self.engine = engine
+
+    def decode(self, *_args: object) -> tuple[list[float], list[float]]:
+        return [1.0], [1.0]
+
+    def prompt(self, _tokens: int) -> float:
+        return 1.0
+
+
+def test_engines_of_one_and_two_ranks_never_share_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one was alive while the second one measured its memory, and its compiled kernels were already deleted."""
+    made: list[weakref.ref[IdleEngine]] = []
+    homes: list[Path] = []
+
+    def build(_model: str, _config: object, state_dir: Path) -> IdleEngine:
+        gc.collect()
+        assert not any(engine() for engine in made)
+        homes.append(state_dir)
+        assert all(home.is_dir() for home in homes)
+        engine = IdleEngine()
+        made.append(weakref.ref(engine))
+        return engine
+
+    monkeypatch.setattr(engines, "build_engine", build)
+    monkeypatch.setattr(engines, "generate", lambda _engine, _asked: {})
+    monkeypatch.setattr(ranks, "Bench", IdleBench)
+    assert ranks.measure_ranks(ON_CPU)
+    assert len(made) == 4
 
 
 @pytest.mark.gpu_bench
