@@ -104,9 +104,14 @@ class Request:
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether all prompt tokens' logits are needed, so that none may come from a cache."""
+        """Whether all prompt tokens' logits or states are needed, so that none may come from a cache."""
+        return self.pools_all or self.reads_logits
+
+    @property
+    def reads_logits(self) -> bool:
+        """Whether log-probabilities of prompt tokens are missing."""
         logprobs = self.row.prompt_logprobs
-        return self.pools_all or (logprobs is not None and len(logprobs) < self.prompt_len - 1)
+        return logprobs is not None and len(logprobs) < self.prompt_len - 1
 
     def forked(self, branch: int) -> "Request":
         """A new branch without pages."""

@@ -19,6 +19,9 @@ from engine.scheduler.request import Chunk, Request, RequestMemory, RequestState
 log = logging.getLogger(__name__)
 
 PASSED: Final = 64  # queued prompts that a DECODE may overtake
+READ_TOKENS: Final = (
+    1024  # of a chunk with log-probabilities: each token has a row of logits, as wide as the vocabulary
+)
 
 by_rank = attrgetter("priority", "arrival")  # the last is preempted first
 
@@ -127,7 +130,7 @@ class Scheduler:
         reserved = self.reserve()
         while (following := self._next(prompts, admit=not self._made_room, more=budget > full)) is not None:
             start, pending = following.upcoming
-            length = chunk_length(pending, budget)
+            length = chunk_length(pending, min(budget, READ_TOKENS) if following.reads_logits else budget)
             if not length:
                 break
             end = start + length

@@ -13,11 +13,13 @@ from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase
 from engine.runner.step_runner import Launched
+from engine.scheduler import scheduler
 from engine.scheduler.request import Chunk
 from engine.scheduler.scheduler import chunk_length
 from engine.scheduler.step_cost import UNKNOWN, ChunkLimit
+from tests.engine.embedding_model import save_embedding_model
 from tests.engine.mock_engine import make_mock
-from tests.engine.tiny_engine import GENERATING, check_pages, greedy, make_engine, peek, prompt, run
+from tests.engine.tiny_engine import GENERATING, check_pages, greedy, load_tiny, make_engine, peek, prompt, run
 
 
 @given(st.integers(1, 300), st.lists(st.integers(1, 40), max_size=200))
@@ -55,6 +57,28 @@ def lonely(chunks: Sequence[Chunk]) -> list[tuple[str, int, int]]:
         for chunk in chunks
         if chunk.length == 1 and chunk.start < chunk.request.prompt_len and chunk.request.prompt_len > 1
     ]
+
+
+def test_a_chunk_with_log_probabilities_is_short(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It had as many rows of logits as a step has tokens. No room is kept for them, and all streams of the step failed."""
+    monkeypatch.setattr(scheduler, "READ_TOKENS", 20)
+    engine = make_engine(tiny, max_step_tokens=100)
+    chunks = watched(engine)
+    run(engine, [EngineRequest("reads", prompt(51), greedy(1, prompt_logprobs=1))])
+    run(engine, [EngineRequest("plain", prompt(51, start=1), greedy(1))])
+    assert [(chunk.request.id, chunk.length) for chunk in chunks] == [
+        *(("reads", n) for n in (20, 20, 11)),
+        ("plain", 51),
+    ]
+
+
+def test_an_embeddings_chunk_is_as_long_as_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mean reads the states of all tokens, and the largest step has room for them."""
+    monkeypatch.setattr(scheduler, "READ_TOKENS", 20)
+    engine = make_engine(load_tiny(save_embedding_model(tmp_path, "mean_tokens")), max_step_tokens=100)
+    chunks = watched(engine)
+    run(engine, [EngineRequest("pooled", prompt(51), greedy(1), Phase.EMBED)])
+    assert [chunk.length for chunk in chunks] == [51]
 
 
 @pytest.mark.parametrize("seed", range(12))
