@@ -25,6 +25,8 @@ class DevicePages:
             yield from self._copy(pages[first : first + self._batch]).numpy()
 
     def _copy(self, pages: Sequence[int]) -> torch.Tensor:
+        if self._stream is not None:  # a thread begins on GPU 0, and a return to its stream would make a context there
+            torch.cuda.set_device(self._pool.device)
         shape = (len(pages), *self._pool.shape[1:])
         with self._on_own_stream():
             gathered = self._pool.index_select(0, torch.tensor(pages, device=self._pool.device))

@@ -1,7 +1,11 @@
 """How pages of a GPU are read and summed, with a tensor in main memory in the GPU's place."""
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -87,3 +91,20 @@ def replace_device(pages: Pages, device: str) -> Pages:
     other = replace(pages, device=device)
     other.memory = pages.memory
     return other
+
+
+def test_a_thread_takes_the_pools_gpu_before_it_uses_a_stream(pages: Pages, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It went back to GPU 0 afterwards, so each process of another GPU had a context there, too."""
+    called: list[str] = []
+
+    @contextmanager
+    def stream(_stream: object) -> Iterator[None]:
+        called.append("stream")
+        yield
+
+    reader: Any = DevicePages(stand_in(pages))
+    reader._stream = SimpleNamespace(synchronize=lambda: called.append("synchronize"))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: called.append(f"take {device}"))
+    monkeypatch.setattr(torch.cuda, "stream", stream)
+    assert len(list(reader.read(WANTED))) == len(WANTED)
+    assert called == ["take cpu", "stream", "synchronize"]
