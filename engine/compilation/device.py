@@ -194,7 +194,8 @@ class DeviceForward:
         for length in (SHORT_CHUNK, SHORT_CHUNK + 1):
             ids = torch.zeros(length, dtype=torch.int64, device=self._device)
             positions = torch.arange(length, device=self._device)
-            for context in {length, max(length, min(length + SPAN, longest))}:
+            # several spans: a chunk of n blocks has spans n times as long, and no more blocks than tokens
+            for context in {length, max(length, min(length + length * SPAN, longest))}:
                 table = [0] * self._layout.pages_for(context)
                 self(ids, positions, positions[-1:], self._attention.plan(StepShape([length], [context], [table])))
 

@@ -16,8 +16,8 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from components.wire.layout import of_shard
 from engine import build
-from engine.attention.backend import AttentionBackend
-from engine.attention.triton_backend import TritonAttention
+from engine.attention.backend import AttentionBackend, StepAttention, StepShape
+from engine.attention.triton_backend import TritonAttention, TritonStep
 from engine.build import assemble
 from engine.compilation import device
 from engine.compilation.device import DeviceForward, choose_device_forward, torch_compile
@@ -28,7 +28,7 @@ from engine.model.progress import silent
 from engine.parts import make_pool
 from engine.ports import EngineRequest
 from tests.engine.attention.idle_kernels import idle_kernels
-from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run, small
+from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run, save_tiny, small
 
 REQUESTS = [EngineRequest(str(i), prompt(4 + 13 * i, start=i), greedy(3 + i)) for i in range(3)]
 
@@ -263,6 +263,31 @@ def test_what_is_compiled_too_late_is_adopted_without_graphs(
     assert len(run(assemble(fresh, config, forward, pool), REQUESTS[:1]).tokens["0"]) == 3
     assert forward._compute is not None
     assert record.replays == 0
+
+
+@pytest.mark.parametrize("heads", [2, 16])
+def test_prompt_kernels_with_one_span_and_with_several_are_compiled_before_serving(
+    heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With 16 queries a key, 16 tokens are two blocks, whose spans are longer: several were compiled while it served."""
+    directory = save_tiny(tmp_path, num_attention_heads=heads, num_key_value_heads=1, max_position_embeddings=9000)
+    loaded = load_tiny(directory)
+    pool = make_pool(loaded, small(attention="triton", num_pages=600))
+    launched: set[tuple[int, bool]] = set()
+    plan = pool.attention.plan
+
+    def planned(shape: StepShape) -> StepAttention:
+        step = plan(shape)
+        assert isinstance(step, TritonStep)
+        assert step.filled is not None
+        launched.update((blocks.size, bool(blocks.split)) for blocks in step.filled.prompts)
+        return step
+
+    monkeypatch.setattr(pool.attention, "plan", planned)
+    with idle_kernels():
+        DeviceForward(loaded, pool.attention, None, lambda module: module).start(60.0, silent)
+    sizes = range(len({size for size, _ in launched}))
+    assert launched == {(size, split) for size in sizes for split in (False, True)}
 
 
 @pytest.mark.parametrize("compile_setting", ["auto", "wait"])
