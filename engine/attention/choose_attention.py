@@ -22,6 +22,9 @@ from engine.kernels.native_library import KernelsUnavailable, kernels_are_loaded
 log = logging.getLogger(__name__)
 
 HEAD_DIM_STEP: Final = 16  # the C++ kernel needs a multiple
+LARGEST_HEAD: Final = (
+    256  # of the Triton kernels: blocks of larger heads exceed a GPU's shared memory, or spill registers
+)
 # name: module that the kernels need, its package, our module and class
 ON_CUDA: Final = {
     "triton": ("triton", "triton", "engine.attention.triton_backend", "TritonAttention"),
@@ -71,6 +74,11 @@ def make_attention(
         raise AttentionUnavailable(f"attention={chosen} needs the package {distribution}: pip install {distribution}")
     if pool.device.type != "cuda" and not (chosen == "triton" and _interpreted()):
         raise AttentionUnavailable(f"attention={chosen} needs a CUDA device, the model is on {pool.device}")
+    if chosen == "triton" and layout.head_dim > LARGEST_HEAD:
+        raise AttentionUnavailable(
+            f"attention=triton takes heads of at most {LARGEST_HEAD} numbers, and the model's have {layout.head_dim}; "
+            "attention=torch takes any, slowly"
+        )
     backend: AttentionBackend = getattr(import_module(module), name)(pool, layout, query_group, limits)
     return backend
 
@@ -90,9 +98,12 @@ def why_not_cpu(kind: AttentionKind, device: torch.device, layout: KvLayout) -> 
 def _automatic(device: torch.device, layout: KvLayout) -> str:
     if device.type != "cuda":
         return "cpu" if why_not_cpu("auto", device, layout) is None else "torch"
-    missing = [
-        name for name, there in (("triton", find_spec("triton")), ("a C compiler", find_c_compiler())) if not there
-    ]
+    needed = {
+        "triton": find_spec("triton") is not None,
+        "a C compiler": find_c_compiler() is not None,
+        f"kernels for heads of {layout.head_dim} numbers": layout.head_dim <= LARGEST_HEAD,
+    }
+    missing = [name for name, there in needed.items() if not there]
     if missing:
         log.warning("attention runs in plain torch operations, slow on a GPU", extra={"missing": " and ".join(missing)})
         return "torch"

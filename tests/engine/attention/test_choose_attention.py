@@ -66,3 +66,13 @@ def test_on_a_cuda_device_it_is_triton_where_that_can_run(
     with caplog.at_level(logging.WARNING):
         assert choose_attention._automatic(SimpleNamespace(type="cuda"), CASE.layout) == kind
     assert [vars(record)["missing"] for record in caplog.records] == missing
+
+
+def test_heads_that_the_kernels_cannot_hold_take_plain_attention(caplog: pytest.LogCaptureFixture) -> None:
+    """A block of theirs exceeds a GPU's shared memory: the start ended with a traceback of Triton's."""
+    layout = AttentionCase((1,), (1,), head_dim=272).layout
+    with pytest.raises(AttentionUnavailable, match=r"at most 256 numbers, and the model's have 272; attention=torch"):
+        make_attention("triton", torch.zeros(2, 2, 3, 2, 16, 272), layout, CASE.group, CASE.limits)
+    with caplog.at_level(logging.WARNING):
+        assert choose_attention._automatic(SimpleNamespace(type="cuda"), layout) == "torch"
+    assert "kernels for heads of 272 numbers" in vars(caplog.records[-1])["missing"]
