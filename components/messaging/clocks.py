@@ -2,6 +2,7 @@
 
 Arrival minus sending is the skew plus the delay. A peer's smallest recent difference has the shortest delay, and
 corrects its deadlines. One message is not enough: if it waited in a frozen process's socket, it must count as late.
+So no peer is forgotten for its age: after a long freeze all are old, and what waited would be their first message.
 """
 
 import logging
@@ -21,7 +22,8 @@ log = logging.getLogger(__name__)
 
 TOLERATED_MS: Final = 1000  # a smaller skew is ignored: deadlines are tens of seconds away
 WINDOW_S: Final = 30.0  # a clock set back makes deadlines early for one to two windows
-FORGET_S: Final = 600.0  # without messages of the peer
+MAX_PEERS: Final = 4096
+SHOWN_S: Final = 600.0  # after a peer's last message: the skew of one that has left is no alert
 MIN_MESSAGES: Final = 3  # before a positive skew is reported: fewer may all be late
 
 D = TypeVar("D", bound=Dated)
@@ -69,19 +71,20 @@ class PeerClocks(Collector):
         return replace(message, deadline_unix_ms=message.deadline_unix_ms + skew_ms)
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        self._forget()
-        largest_ms = max((abs(peer.skew_ms) for peer in self._peers.values()), default=0)
+        since_s = time.monotonic() - SHOWN_S
+        shown_ms = (abs(peer.skew_ms) for peer in self._peers.values() if peer.received_s >= since_s)
         yield GaugeMetricFamily(
             "kvmesh_clock_skew_seconds",
             "Largest difference to the clock of a process that sends messages here, network delay included.",
-            value=largest_ms / 1000,
+            value=max(shown_ms, default=0) / 1000,
         )
 
     def _measure(self, sender: str, difference_ms: int) -> int:
         now_s = time.monotonic()
         peer = self._peers.get(sender)
         if peer is None:
-            self._forget()
+            if len(self._peers) >= MAX_PEERS:
+                self._forget_oldest()
             peer = self._peers[sender] = _Peer(now_s, difference_ms, difference_ms, now_s)
         elif now_s - peer.since_s > WINDOW_S:  # only on a message, so a frozen process keeps its measurement
             peer.since_s, peer.before, peer.smallest = now_s, peer.smallest, difference_ms
@@ -101,7 +104,5 @@ class PeerClocks(Collector):
                 "clock skew, deadlines are converted", extra={"peer": sender, "ahead_of_peer_s": skew_ms / 1000}
             )
 
-    def _forget(self) -> None:
-        now_s = time.monotonic()
-        for sender in [name for name, peer in self._peers.items() if now_s - peer.received_s > FORGET_S]:
-            del self._peers[sender]
+    def _forget_oldest(self) -> None:
+        del self._peers[min(self._peers, key=lambda sender: self._peers[sender].received_s)]

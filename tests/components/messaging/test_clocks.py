@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from components.messaging import clocks
-from components.messaging.clocks import FORGET_S, MIN_MESSAGES, WINDOW_S, PeerClocks
+from components.messaging.clocks import MIN_MESSAGES, SHOWN_S, WINDOW_S, PeerClocks
 from components.wire.codec import Dated
 
 LIFE_MS = 60_000
@@ -70,6 +70,32 @@ def test_what_waited_in_the_socket_of_a_frozen_process_is_late(clock: Clock) -> 
     assert [round(clock.left_s(peers, late_s)) for late_s in (1000, 90, 30, 0)] == [60 - 1000, 60 - 90, 30, 60]
 
 
+def test_messages_that_waited_in_a_long_frozen_process_are_late_whatever_is_handled_first(clock: Clock) -> None:
+    """A scrape, or a new sender, made the process forget all peers that had been silent for ten minutes.
+
+    After a longer freeze those were all. Each message that had waited became a first one and counted as on time, so prefill
+    could write to pages that decode had given to another request.
+    """
+    peers = PeerClocks()
+    clock.left_s(peers)
+    clock.monotonic_s += SHOWN_S + 100
+    gauge(peers)
+    clock.left_s(peers, sender="new")
+    assert clock.left_s(peers, late_s=650) == pytest.approx(60 - 650, abs=0.1)
+
+
+def test_the_peer_that_was_silent_longest_is_forgotten_for_a_new_one(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(clocks, "MAX_PEERS", 2)
+    peers = PeerClocks()
+    for sender in ("a", "b", "a", "c"):
+        clock.monotonic_s += 1
+        clock.left_s(peers, sender=sender)
+    assert clock.left_s(peers, late_s=90, sender="a") == pytest.approx(60 - 90, abs=0.1)
+    assert clock.left_s(peers, late_s=90, sender="b") == pytest.approx(60, abs=0.1), "its first message, as it seems"
+
+
 def test_a_clock_that_is_set_right_is_followed(clock: Clock) -> None:
     peers = PeerClocks()
     clock.skew_ms = -HOUR_MS  # theirs is ahead,
@@ -89,7 +115,7 @@ def test_each_peer_has_a_clock_of_its_own_and_the_worst_is_shown(clock: Clock) -
     clock.skew_ms = 30_000
     assert clock.left_s(peers, sender="b") == pytest.approx(60, abs=0.1)
     assert gauge(peers) == 30
-    clock.monotonic_s += FORGET_S + 1
+    clock.monotonic_s += SHOWN_S + 1
     assert gauge(peers) == 0, "nobody has sent for a while"
 
 
