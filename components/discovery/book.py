@@ -30,9 +30,10 @@ class InstanceBook:
         found = [r for r in self._records.values() if r.role == role and model in (None, r.model)]
         return sorted(found, key=lambda r: r.instance_id)
 
-    def find(self, instance_id: str, epoch: str | None = None) -> InstanceRecord | None:
+    def find(self, role: Role, instance_id: str, epoch: str | None = None) -> InstanceRecord | None:
+        """An id is unique among the instances of a role only."""
         for record in self._records.values():
-            if record.instance_id == instance_id and epoch in (None, record.epoch):
+            if record.instance_id == instance_id and record.role == role and epoch in (None, record.epoch):
                 return record
         return None
 

@@ -46,7 +46,7 @@ async def _ask(mesh: Mesh, asked: ExplainRoute) -> list[Choice]:
         raise SystemExit("no frontend is registered, and only a frontend can tokenize the prompt")
     frontend, answer = await first_answer(mesh.bus, frontends, asked)
     first = Choice(frontend, answer)
-    decode = mesh.book.find(answer.chosen)
+    decode = mesh.book.find("decode", answer.chosen)
     if decode is None:
         return [first]
     follow = ExplainRoute(

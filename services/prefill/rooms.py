@@ -67,13 +67,13 @@ class Rooms:
     def send_closes(self) -> None:
         closing, self._closing = self._closing, {}
         for bootstrap_id, rooms in closing.items():
-            bootstrap = self._registry.book.find(bootstrap_id)
+            bootstrap = self._registry.book.find("bootstrap", bootstrap_id)
             if bootstrap is not None:
                 closing_rooms = self._bus.publish(f"{bootstrap.subject}.close", CloseRooms(rooms=rooms))
                 self._in_background(closing_rooms, f"close rooms at {bootstrap_id}")
 
     async def notify_decode(self, of: PrefillRequest | PagesOffered, error: MeshError) -> None:
-        decode = self._registry.book.find(of.decode_id)
+        decode = self._registry.book.find("decode", of.decode_id)
         if decode is not None:
             await report_room_failed(self._bus, decode.subject, of.request_id, of.room, error)
 

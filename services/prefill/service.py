@@ -147,7 +147,7 @@ class PrefillService:
         if (offer.decode_id, offer.decode_epoch) != (transfer.request.decode_id, transfer.request.decode_epoch):
             # KV goes only to the instance that sent the request
             raise TransferFailed(f"decode instance {offer.decode_id} offers pages for a request of another instance")
-        record = self._registry.book.find(offer.decode_id, offer.decode_epoch)
+        record = self._registry.book.find("decode", offer.decode_id, offer.decode_epoch)
         if record is None or record.kv is None:
             raise TransferFailed(f"decode instance {offer.decode_id} is not registered with epoch {offer.decode_epoch}")
         # Both count pages of decode's size.
@@ -261,7 +261,7 @@ class PrefillService:
 
         Without this a transfer ends milliseconds later.
         """
-        decode = self._registry.book.find(offer.decode_id, offer.decode_epoch)
+        decode = self._registry.book.find("decode", offer.decode_id, offer.decode_epoch)
         if decode is not None:
             with suppress(MeshError):
                 coming = KvComing(

@@ -110,7 +110,7 @@ def _replaced(role: Role, mesh: MeshProcesses) -> None:
             [record] = [r for r in book.of_role(role) if r.pid == victim.popen.pid]
             await asyncio.to_thread(victim.kill)
             async with asyncio.timeout(20):  # its lease is 3 s, but etcd may be late
-                while book.find(record.instance_id) is not None:
+                while book.find(role, record.instance_id) is not None:
                     await asyncio.sleep(0.02)
         restarted = await asyncio.to_thread(mesh.start_one, role)
         async with open_client(mesh, MOCK) as client:

@@ -44,9 +44,17 @@ def test_instances_are_found_by_role_and_model_in_one_order_everywhere() -> None
 def test_an_instance_is_found_in_the_epoch_asked_for() -> None:
     book, _ = listened()
     book.put("k", record("one", "2"))
-    assert book.find("one") == book.find("one", "2") == record("one", "2")
-    assert book.find("one", "1") is None
-    assert book.find("two") is None
+    assert book.find("decode", "one") == book.find("decode", "one", "2") == record("one", "2")
+    assert book.find("decode", "one", "1") is None
+    assert book.find("decode", "two") is None
+
+
+def test_instances_of_two_roles_may_have_one_id() -> None:
+    book, _ = listened()
+    for role in ("prefill", "decode"):
+        book.put(role, record("host", role=role))
+    assert book.find("decode", "host") == record("host", role="decode")
+    assert book.find("bootstrap", "host") is None
 
 
 def test_a_record_in_doubt_stays_until_it_is_dropped_or_comes_back() -> None:

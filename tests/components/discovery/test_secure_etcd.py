@@ -45,7 +45,7 @@ def reason(url: str, access: EtcdAccess) -> str:
 
 async def seen_by(registry: Registry, instance_id: str) -> None:
     async with asyncio.timeout(5):
-        while registry.book.find(instance_id) is None:
+        while registry.book.find("decode", instance_id) is None:
             await asyncio.sleep(0.02)
 
 

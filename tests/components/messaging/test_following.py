@@ -225,7 +225,7 @@ async def test_a_fleet_that_becomes_small_is_followed_and_a_large_one_asked_agai
     index, alive = scene.fleet.index, scene.fleet.alive
     assert index is not None
     scene.workers["p0"].cache(b"block".ljust(16))
-    kept = {name: scene.book.find(name) for name in NAMES}
+    kept = {name: scene.book.find("prefill", name) for name in NAMES}
     for name in NAMES[6:]:
         scene.book.remove(name)
     assert scene.following.asks, "48 pairs are more than 40, and so were 30 at first"

@@ -198,6 +198,22 @@ async def test_a_room_that_two_replicas_opened_is_closed_at_the_second_at_once(p
     assert closing[1:] == ["ns.bootstrap.boot.close"]
 
 
+async def test_bootstrap_and_decode_are_reached_if_all_roles_of_a_host_have_one_id(prefill: Prefill) -> None:
+    """Instances were found by id alone, so these messages went to the first instance of any role."""
+    book = prefill.registry.book
+    for key in ("boot", "d"):
+        book.drop(key)
+    for role in ("frontend", "bootstrap", "decode"):
+        book.put(role, record("host", "1", role=role, kv=endpoint("decode-host") if role == "decode" else None))
+    await prefill.ask(decode_id="host")
+    await prefill.offer(bootstrap_id="host", decode_id="host")
+    prefill.engine.step(failed=[Failed("r", TransferFailed("no memory"))])
+    await turns()
+    assert await prefill.closed() == [ROOM]
+    sent = {type(message): subject for subject, message in prefill.bus.sent}
+    assert (sent[RoomFailed], sent[CloseRooms]) == ("ns.decode.host.room_failed", "ns.bootstrap.host.close")
+
+
 async def test_rooms_that_are_over_are_closed_together(prefill: Prefill) -> None:
     for number in range(3):
         await prefill.ask(f"r{number}", room=f"room-{number}")
@@ -329,7 +345,7 @@ async def test_a_request_id_in_use_is_refused_and_does_not_touch_its_owner(prefi
     [
         {"room": "another"},
         {"decode_epoch": "2"},
-        {"decode_id": "boot"},
+        {"decode_id": "another"},
         {"pages": [20, 10]},
         {"pages": [20, 10, 30, 40]},
         {"pages": [20, 10, 100]},
@@ -343,6 +359,7 @@ async def test_a_request_id_in_use_is_refused_and_does_not_touch_its_owner(prefi
 async def test_an_offer_that_does_not_fit_is_refused_nothing_is_written_and_decode_hears(
     prefill: Prefill, changes: dict[str, Any]
 ) -> None:
+    prefill.registry.book.put("another", record("another", "1", kv=endpoint("decode-another")))
     await prefill.ask()
     prefill.computed()
     with pytest.raises(TransferFailed):
