@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from components.errors import BackendUnavailable, TransferFailed
+from components.errors import BackendUnavailable, MeshError, TransferFailed
 from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.backend import check_same_backend, endpoint_of
 from components.kv_transfer.doorbell import DoorbellServer
@@ -58,7 +58,7 @@ class MooncakeTransfer:
         self._peers[peer.agent] = known
         try:
             await known.opened()
-        except TransferFailed:
+        except MeshError:  # else this peer would be lost until the process ends
             if self._peers.get(peer.agent) is known:
                 await self.disconnect(peer.agent)
             raise
