@@ -245,7 +245,7 @@ class StreamOutbox:
         now = time.monotonic()
         if now - lane.probed_s < PROBE_S:
             return ""
-        if lane.is_probing:
+        if lane.is_probing or now - lane.probed_s > GONE_AFTER_S:  # without probes, it may have listened in between
             lane.no_listener_since_s = None
         lane.probed_s, lane.is_probing = now, True
 

@@ -206,6 +206,25 @@ async def test_a_frontend_that_does_not_listen_for_seconds_is_gone_and_one_that_
         assert set(gone) == {"front"}
 
 
+async def test_a_frontend_that_was_away_twice_with_a_pause_between_its_streams_is_not_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only a later probe ended an absence. Two short outages of NATS, hours apart, counted as a single long one."""
+    clock = HandClock()
+    monkeypatch.setattr(outbox_module, "time", clock)
+    bus = FakeBus()
+    gone: list[str] = []
+    async with open_outbox(bus, "d", lambda: "e", lambda: 5) as box:
+        box.on_gone(gone.append)
+        for number in range(2):
+            stream = OutStream("front", number)
+            box.put(stream, stream.tokens([1], "stop"))
+            await box.flushed()
+            bus.no_responders["front"]()
+            clock.now_s += 3600
+    assert not gone
+
+
 @pytest.mark.mesh
 async def test_nats_says_whether_anybody_listens_for_frames(nats_url: str, namespace: str) -> None:
     no_responders: list[str] = []
