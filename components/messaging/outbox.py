@@ -144,9 +144,11 @@ class StreamOutbox:
         if stream.gathered:
             stream.move_gathered(item.seq, frames[-1])
         stream.last_left_s = time.monotonic()
-        frames[-1].add(item)
-        if item.prompt_logprobs is not None:  # those of two long prompts may exceed NATS's limit
-            frames.append(TokenFrame())
+        if item.prompt_logprobs is None:
+            frames[-1].add(item)
+        else:  # NATS may refuse so large a frame, and then all of its streams end
+            frames += TokenFrame(), TokenFrame()
+            frames[-2].add(item)
         self._begin()
 
     def put_tokens(self, stream: OutStream, token_ids: Sequence[int]) -> None:

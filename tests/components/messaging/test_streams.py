@@ -426,8 +426,12 @@ async def test_streams_cross_nats_in_order_side_by_side(nats_url: str, namespace
             assert await asyncio.gather(*map(read, readers)) == [list(range(30))] * 20
 
 
-async def test_the_logprobs_of_two_prompts_do_not_share_a_frame() -> None:
-    """Each may be megabytes, and NATS takes eight: a frame that it refuses is lost with all that is in it."""
+async def test_the_logprobs_of_a_prompt_do_not_share_a_frame() -> None:
+    """They may be megabytes, and NATS takes eight: a frame that it refuses ends all its streams.
+
+    Tokens of other requests that were gathered before them shared their frame, so a client got a 413 for another
+    client's prompt.
+    """
     bus = FakeBus()
     async with open_outbox(bus, "d", lambda: "e", lambda: 1) as outbox:
         streams = [OutStream("front", i) for i in range(5)]
@@ -435,4 +439,4 @@ async def test_the_logprobs_of_two_prompts_do_not_share_a_frame() -> None:
             outbox.put(stream, stream.tokens([i], prompt_logprobs=[TOLD] if i in (1, 2) else None))
         await outbox.flushed()
     frames = [[item.stream_id for item in unpack_frame(data).items] for _, data in bus.frames]
-    assert frames == [[0, 1], [2], [3, 4]]
+    assert frames == [[0], [1], [2], [3, 4]]
