@@ -141,6 +141,12 @@ class ActiveRequests:
         if not active.streams:
             self._end(active)
 
+    def fail_branch(self, active: ActiveRequest, branch: int, error: MeshError) -> None:
+        """End a branch. The frontend waits for its last item, also after it has closed the stream."""
+        stream = active.streams[branch]
+        self.outbox.put(stream, stream.error(error))
+        self.drop(active, branch)
+
     def fail(self, active: ActiveRequest, error: MeshError) -> None:
         if self._by_engine_id.get(active.engine_id) is not active:
             return

@@ -106,11 +106,12 @@ class RequestRunner:
             task.cancel()
 
     def stop_branch(self, active: ActiveRequest, branch: int) -> None:
+        cancelled = Cancelled("the client has gone")
         if len(active.streams) == 1:
-            self.stop(active, Cancelled("the client has gone"))
+            self.stop(active, cancelled)
             return
         self.engine.between_steps(lambda engine: engine.cancel(active.engine_id, branch), light=True)
-        self.active.drop(active, branch)
+        self.active.fail_branch(active, branch, cancelled)
 
     def kv_coming(self, coming: KvComing) -> None:
         """Send the first token before the prompt's KV arrives, unless the answer may end with it.

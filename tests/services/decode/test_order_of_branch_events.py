@@ -78,7 +78,8 @@ async def _run(order: tuple[str, ...], pause: int) -> None:
                 step = [TokenOutput(ID, [TOKENS[b + 1][number]], reason, branch=b) for b in range(2)]
                 decode.engine.step(tokens=step)
         await decode.until_nothing_runs()
-        assert decode.errors() == ["Cancelled"] * (len(gone) == 2)
+        assert {item.stream_id for item in decode.items() if item.error} == gone
+        assert decode.errors() == ["Cancelled"] * len(gone)
         for stream_id, tokens in TOKENS.items():
             items = [item for item in decode.items() if item.stream_id == stream_id and item.error is None]
             sent = [token for item in items for token in item.token_ids]
