@@ -257,11 +257,10 @@ class RequestRunner:
             raise
         finally:
             route.over()
-        if failure is not None:
+        if failure is not None and following is None:  # a refusal is no failure if another instance takes the prompt
             self._metrics.transfer_failed(peer, failure)
-            if following is None:
-                self._settle_later(transfer)
-                self._compute_here(active, failure)
+            self._settle_later(transfer)
+            self._compute_here(active, failure)
         return following
 
     async def _receive(

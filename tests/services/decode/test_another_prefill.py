@@ -123,6 +123,7 @@ async def mesh() -> AsyncIterator[Mesh]:
 
 @pytest.mark.parametrize("refusal", [REFUSED, StaleInstance("restarted"), NobodyListens("gone")])
 async def test_a_refused_prompt_is_computed_by_another_prefill_instance(mesh: Mesh, refusal: MeshError) -> None:
+    """The refusal counted as a failed transfer, so an orderly restart of prefill instances could raise an alert."""
     await mesh.ask(refusal)
     await mesh.decode.reserve()
     assert sorted(mesh.prefills.names) == ["p", "q"]
@@ -133,7 +134,7 @@ async def test_a_refused_prompt_is_computed_by_another_prefill_instance(mesh: Me
     assert await mesh.finish() == [42, 43]
     assert mesh.decode.engine.did("submit") == [ID]
     assert not mesh.decode.engine.did("recompute")
-    assert mesh.decode.failed_transfers() == {type(refusal).__name__: 1}
+    assert not mesh.decode.failed_transfers()
     assert mesh.decode.recomputes == 0
 
 
@@ -209,7 +210,7 @@ async def test_when_all_refuse_the_prompt_is_computed_here(mesh: Mesh) -> None:
     assert mesh.decode.engine.did("recompute") == [ID]
     assert await mesh.finish() == [43]
     assert mesh.decode.recomputes == 1
-    assert mesh.decode.failed_transfers() == {"Overloaded": 2}
+    assert mesh.decode.failed_transfers() == {"Overloaded": 1}
 
 
 async def test_in_a_fleet_that_refuses_everything_a_prompt_is_sent_to_three_instances(mesh: Mesh) -> None:
