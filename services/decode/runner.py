@@ -9,7 +9,7 @@ from typing import Final
 from prometheus_client import Counter
 
 from components.aio import BackgroundTasks
-from components.errors import Cancelled, KvUnavailable, MeshError, PeerBroken, PeerLost, PrefillLost
+from components.errors import Cancelled, KvUnavailable, MeshError, PeerBroken, PeerLost, PrefillLost, TransferFailed
 from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
 from components.routing.policy import PromptLoad, PromptRate
@@ -39,6 +39,7 @@ PROMPT_LOGPROBS: Final = LocalPrefill(
 )
 LIGHT_TOKENS: Final = 4096  # checking and hashing so many takes less than a millisecond
 MAX_ASKED: Final = 3  # prefill instances for one prompt
+REFUSAL_S: Final = 0.1  # after a failed transfer, for the answer to the call with the prompt
 SETTLE_S: Final = 1.0  # when this process leaves: for prefill workers to answer that they write no more
 
 
@@ -303,9 +304,12 @@ class RequestRunner:
         return None
 
     async def _another(
-        self, active: ActiveRequest, transfer: InboundTransfer, refusal: MeshError, asked: Sequence[str]
+        self, active: ActiveRequest, transfer: InboundTransfer, failure: MeshError, asked: Sequence[str]
     ) -> RouteChoice | None:
         """Choose an instance in place of one that has refused. None: there is none, or it did not refuse."""
+        if transfer.asking is not None and isinstance(failure, TransferFailed):
+            # A leaving instance refuses the pages, too, and that report may overtake the refusal of the prompt.
+            await asyncio.wait([transfer.asking], timeout=REFUSAL_S)
         if not transfer.another_may_accept or len(asked) == MAX_ASKED:
             return None
         if not self.choice.is_there(active.request.adapter, but_not=asked):
@@ -316,7 +320,7 @@ class RequestRunner:
             chosen = await self._choose_instance(active, choosing, but_not=asked)
         if isinstance(chosen, LocalPrefill):
             return None
-        facts = {"from": asked[-1], "to": chosen.instance_id, "cause": refusal.message}
+        facts = {"from": asked[-1], "to": chosen.instance_id, "cause": failure.message}
         log.info("asking another prefill instance", extra=facts)
         active.span.add_event("prefill_refused", facts)
         return chosen

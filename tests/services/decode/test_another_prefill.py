@@ -20,7 +20,7 @@ from components.errors import (
 from components.kv_transfer.aux import AuxRecord
 from components.messaging.call_server import Endpoint
 from components.messaging.outbox import open_outbox
-from components.wire.prefill import OpenRoom, PrefillAccepted, PrefillRequest, Quiesce, Quiet, RoomOk
+from components.wire.prefill import OpenRoom, PrefillAccepted, PrefillRequest, Quiesce, Quiet, RoomFailed, RoomOk
 from engine.ports import Exposed
 from tests.components.discovery.records import record
 from tests.components.kv_transfer.fake_transfer import endpoint
@@ -184,6 +184,43 @@ async def test_a_prompt_is_computed_here_if_the_instance_that_refused_does_not_c
     assert await mesh.finish() == [43]
     assert mesh.decode.engine.did("release") == [ID]
     assert mesh.decode.recomputes == 1
+
+
+async def refused_room(mesh: Mesh) -> None:
+    """A leaving instance refuses the pages; its refusal of the prompt is still under way."""
+    mesh.prefills.answers.clear()
+    await mesh.ask(REFUSED)
+    await mesh.decode.reserve()
+    [offer] = mesh.prefills.offered
+    report = RoomFailed(request_id=ID, room=offer.room, error="TransferFailed", cause="this instance has no such room")
+    await mesh.decode.service.room_failed(report)
+    await turns()
+
+
+async def test_a_refused_prompt_is_computed_by_another_instance_if_the_report_of_its_room_arrives_first(
+    mesh: Mesh,
+) -> None:
+    """Decode did not wait for the answer, ignored the refusal, and computed the prompt itself."""
+    await refused_room(mesh)
+    mesh.prefills.answers.set()
+    await turns()
+    assert sorted(mesh.prefills.names) == ["p", "q"]
+    await mesh.land()
+    assert await mesh.finish() == [42, 43]
+    assert not mesh.decode.engine.did("recompute")
+
+
+async def test_a_prompt_whose_transfer_failed_is_computed_here_if_no_answer_follows(
+    mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.decode.runner.REFUSAL_S", 0.01)
+    await refused_room(mesh)
+    async with asyncio.timeout(5):
+        while not mesh.decode.engine.did("recompute"):
+            await asyncio.sleep(0.001)
+    mesh.prefills.answers.set()
+    assert await mesh.finish() == [43]
+    assert len(mesh.prefills.asked) == 1
 
 
 async def test_a_client_that_leaves_while_pages_are_taken_back_leaves_nothing(mesh: Mesh) -> None:
