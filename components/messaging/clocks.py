@@ -59,13 +59,13 @@ class _Peer:
 
 class PeerClocks(Collector):
     def __init__(self) -> None:
-        self._peers: dict[str, _Peer] = {}
+        self._peers: dict[tuple[str, str], _Peer] = {}  # by role and sender
 
     def converted(self, message: D) -> D:
         """`message` with its deadline by our clock."""
         if not message.sent_unix_ms:
             return message
-        skew_ms = self._measure(message.sender, now_ms() - message.sent_unix_ms)
+        skew_ms = self._measure((message.sent_by, message.sender), now_ms() - message.sent_unix_ms)
         if abs(skew_ms) <= TOLERATED_MS:
             return message
         return replace(message, deadline_unix_ms=message.deadline_unix_ms + skew_ms)
@@ -79,7 +79,7 @@ class PeerClocks(Collector):
             value=max(shown_ms, default=0) / 1000,
         )
 
-    def _measure(self, sender: str, difference_ms: int) -> int:
+    def _measure(self, sender: tuple[str, str], difference_ms: int) -> int:
         now_s = time.monotonic()
         peer = self._peers.get(sender)
         if peer is None:
@@ -93,7 +93,7 @@ class PeerClocks(Collector):
         peer.count += 1
         skew_ms = peer.skew_ms
         if abs(skew_ms) > TOLERATED_MS or peer.reported_ms:
-            self._report(sender, peer, skew_ms)
+            self._report(sender[1], peer, skew_ms)
         return skew_ms
 
     def _report(self, sender: str, peer: _Peer, skew_ms: int) -> None:

@@ -4,7 +4,7 @@ A receiver ignores unknown fields, so a newer sender may add a field with a defa
 """
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Final, TypeVar, dataclass_transform
 
 import msgpack
 import msgspec
@@ -94,6 +94,8 @@ def unpack_plain(data: bytes) -> Any:
 
 class Dated(Struct, kw_only=True):
     """`components.messaging.clocks` converts the deadline to the receiver's clock."""
+
+    sent_by: ClassVar[str] = ""  # role of the sender
 
     deadline_unix_ms: int  # by the sender's wall clock
     sender: str = ""

@@ -11,6 +11,8 @@ MAX_TEXTS: Final = 64
 
 @message("embed.v1")
 class EmbedRequest(Dated):
+    sent_by = "frontend"
+
     request_id: str
     epoch: str
     model: str

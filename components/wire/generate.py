@@ -30,6 +30,8 @@ PLAIN: Final = (None, None, 0, 0, None, None, None)  # an item's fields after it
 class GenerateRequest(Dated):
     """A stream that moves is sent again with its tokens so far."""
 
+    sent_by = "frontend"
+
     request_id: str
     epoch: str
     model: str

@@ -12,6 +12,8 @@ from components.wire.sampling import SamplingParams
 class PrefillRequest(Dated):
     """The deadline is for the whole transfer."""
 
+    sent_by = "decode"
+
     request_id: str
     epoch: str
     decode_id: str
@@ -53,6 +55,8 @@ class Quiet(Struct):
 class OpenRoom(Dated):
     """decode → bootstrap. The deadline is for the whole transfer."""
 
+    sent_by = "decode"
+
     room: str
     request_id: str
     prefill_id: str
@@ -67,6 +71,8 @@ class OpenRoom(Dated):
 @message("room-pages.v2")
 class PagesOffered(Dated):
     """bootstrap → prefill: decode's offer."""
+
+    sent_by = "bootstrap"
 
     request_id: str
     room: str

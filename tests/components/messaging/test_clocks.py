@@ -119,6 +119,23 @@ def test_each_peer_has_a_clock_of_its_own_and_the_worst_is_shown(clock: Clock) -
     assert gauge(peers) == 0, "nobody has sent for a while"
 
 
+def test_two_roles_may_have_one_id_and_different_clocks(clock: Clock) -> None:
+    """They shared one measurement, so deadlines of the one with the greater difference were early."""
+
+    class FromDecode(Dated):
+        sent_by = "decode"
+
+    class FromBootstrap(Dated):
+        sent_by = "bootstrap"
+
+    peers = PeerClocks()
+    for skew_ms, kind in ((0, FromDecode), (30_000, FromBootstrap)):
+        clock.skew_ms = skew_ms
+        sent = clock.message()
+        message = kind(deadline_unix_ms=sent.deadline_unix_ms, sender="a", sent_unix_ms=sent.sent_unix_ms)
+        assert peers.converted(message).deadline_unix_ms - clock.now_ms() == LIFE_MS
+
+
 def test_small_differences_and_unknown_ones_leave_a_deadline_as_it_is(clock: Clock) -> None:
     peers = PeerClocks()
     clock.skew_ms = 700
