@@ -18,7 +18,7 @@ from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
 from components.messaging.clocks import remaining_s
 from components.messaging.fan_out import FleetSizes
-from components.messaging.heartbeat_sender import NumCached, send_heartbeats
+from components.messaging.heartbeat_sender import NumCached, none_cached, send_heartbeats
 from components.messaging.kept_traces import follow_kept
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.presence import keep_present, present_endpoint
@@ -138,7 +138,7 @@ class Worker:
         service: WorkerService,
         drain_timeout_s: float,
         *,
-        num_cached: NumCached = lambda _hashes: 0,
+        num_cached: NumCached = none_cached,
         max_context: int | None = None,
         embedding: EmbeddingModel | None = None,
     ) -> None:

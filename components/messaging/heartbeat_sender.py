@@ -56,7 +56,7 @@ def heartbeat_of(
     )
 
 
-def _none_cached(_hashes: Sequence[bytes]) -> int:
+def none_cached(_hashes: Sequence[bytes]) -> int:
     return 0
 
 
@@ -69,7 +69,7 @@ class HeartbeatSender:
         subject: str,
         make: Callable[[], Heartbeat],
         rest_s: Callable[[], float],
-        num_cached: NumCached = _none_cached,
+        num_cached: NumCached = none_cached,
     ) -> None:
         self._bus = bus
         self._subject = f"{subject}.heartbeat"
@@ -134,7 +134,7 @@ async def send_heartbeats(
     subject: str,
     make: Callable[[], Heartbeat],
     rest_s: Callable[[], float],
-    num_cached: NumCached = _none_cached,
+    num_cached: NumCached = none_cached,
 ) -> AsyncIterator[HeartbeatSender]:
     """Publish `make()` on `<subject>.heartbeat`, and answer each `AskHeartbeat`.
 

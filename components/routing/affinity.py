@@ -4,11 +4,10 @@ from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
-from operator import attrgetter
 from random import Random
 from typing import Final, Literal
 
-from components.routing.policy import HasInstanceId, Load, Member, Policy, PolicyChoice, RouteRequest, lowest
+from components.routing.policy import BY_ID, HasInstanceId, Load, Member, Policy, PolicyChoice, RouteRequest, lowest
 
 LOAD_FACTOR: Final = 1.25  # of the mean; with more load and the slack, an instance takes no key
 SLACK_TOKENS: Final = 8192  # without it, one request in an idle fleet is far above the mean
@@ -111,7 +110,6 @@ IDLE_S: Final = 1800.0  # a session without requests expires
 SESSIONS: Final = 100_000
 SPILL: Final = 2.0  # multiple of the mean load, plus `SPILL_TOKENS`, above which a session moves
 SPILL_TOKENS: Final = 8192
-_id = attrgetter("instance_id")
 
 
 class SessionAffinity:
@@ -145,7 +143,7 @@ class SessionAffinity:
 
     def _stay(self, session: str, members: Sequence[Member]) -> PolicyChoice | None:
         instance_id, _ = self._sessions.get(session, ("", 0.0))
-        at = bisect_left(members, instance_id, key=_id)
+        at = bisect_left(members, instance_id, key=BY_ID)
         if not instance_id or at == len(members) or members[at].instance_id != instance_id:
             return None
         member = members[at]

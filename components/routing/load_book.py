@@ -6,17 +6,14 @@ No clocks are compared: a heartbeat has the number of the latest accepted reques
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Final
 
-from components.routing.policy import Member
+from components.routing.policy import BY_ID, Member
 from components.wire.heartbeat import Heartbeat
 
 FORGET_AFTER_S: Final = 12.0  # longer than a call, and than a lost instance's silence
 OURS_FOR_S: Final = 600.0  # a request whose end was never reported
 OVERTAKEN_FOR_S: Final = 2.0  # so long, a lower number is a late heartbeat; after that it corrects a wrong one
-
-_id = attrgetter("instance_id")
 
 
 @dataclass(slots=True, eq=False)
@@ -90,7 +87,7 @@ class LoadBook:
         self.left(instance_id)
         member = Member(instance_id, page_size=page_size, devices=devices)
         self._instances[instance_id] = _InstanceLoad(epoch, member)
-        insort(self._members, member, key=_id)
+        insort(self._members, member, key=BY_ID)
         return member
 
     def left(self, instance_id: str) -> None:
@@ -98,7 +95,7 @@ class LoadBook:
         instance = self._instances.pop(instance_id, None)
         if instance is None:
             return
-        del self._members[bisect_left(self._members, instance_id, key=_id)]
+        del self._members[bisect_left(self._members, instance_id, key=BY_ID)]
         for sent in instance.uncovered:
             del self._uncovered[sent]
         instance.uncovered.clear()

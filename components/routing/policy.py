@@ -16,7 +16,7 @@ REQUEST_TOKENS: Final = 64  # fixed cost of a request, such as its transfer
 NO_ROOM: Final = 10  # cost factor of a token without a free page
 SMOOTHING: Final = 0.2  # weight of the latest step in a speed of prompts
 MARGIN_S: Final = 0.5  # interval between heartbeats
-_id = attrgetter("instance_id")
+BY_ID: Final = attrgetter("instance_id")  # the order of sorted members
 
 
 class HasInstanceId(Protocol):
@@ -142,7 +142,7 @@ class RoundRobin:
     ) -> PolicyChoice | None:
         if not members:
             return None
-        at = bisect_right(members, self._last, key=_id)
+        at = bisect_right(members, self._last, key=BY_ID)
         chosen = members[at] if at < len(members) else members[0]
         if not request.dry:
             self._last = chosen.instance_id
