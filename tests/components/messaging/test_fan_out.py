@@ -119,7 +119,7 @@ def test_followed_instances_come_and_go_with_the_mesh() -> None:
     (joined,) = instances("prefill", 1, 9)
     book.put(joined.instance_id, joined)
     assert following.followed.of_role("prefill") == book.of_role("prefill")
-    assert following.followed.find(again.instance_id, "e2") == again
+    assert following.followed.find("prefill", again.instance_id, "e2") == again
 
 
 class Counting:
