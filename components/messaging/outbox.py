@@ -26,6 +26,7 @@ KEPT_BYTES: Final = 64 << 20  # of all frontends
 RESENT_BYTES: Final = 4 << 20  # in answer to one call
 PROBE_S: Final = 1.0  # between frames that also ask NATS whether the frontend listens
 GONE_AFTER_S: Final = 6.0  # without a listener: longer than a reconnect takes
+FORGET_S: Final = 60.0  # after a probe without a listener: it may have listened since
 QUICK_INTERVALS: Final = 4  # between two frames of a stream, if it makes several tokens meanwhile
 
 
@@ -247,7 +248,7 @@ class StreamOutbox:
         now = time.monotonic()
         if now - lane.probed_s < PROBE_S:
             return ""
-        if lane.is_probing or now - lane.probed_s > GONE_AFTER_S:  # without probes, it may have listened in between
+        if lane.is_probing or now - lane.probed_s > FORGET_S:
             lane.no_listener_since_s = None
         lane.probed_s, lane.is_probing = now, True
 

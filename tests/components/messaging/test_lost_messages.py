@@ -225,6 +225,21 @@ async def test_a_frontend_that_was_away_twice_with_a_pause_between_its_streams_i
     assert not gone
 
 
+async def test_a_stream_of_few_frames_ends_if_its_frontend_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = HandClock()
+    monkeypatch.setattr(outbox_module, "time", clock)
+    bus, stream = FakeBus(), OutStream("front", 1)
+    gone: list[str] = []
+    async with open_outbox(bus, "d", lambda: "e", lambda: 5) as box:
+        box.on_gone(gone.append)
+        for _ in range(2):
+            box.put(stream, stream.tokens([1]))
+            await box.flushed()
+            bus.no_responders["front"]()
+            clock.now_s += 2 * outbox_module.GONE_AFTER_S
+    assert gone == ["front"]
+
+
 @pytest.mark.mesh
 async def test_nats_says_whether_anybody_listens_for_frames(nats_url: str, namespace: str) -> None:
     no_responders: list[str] = []
