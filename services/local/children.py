@@ -47,14 +47,14 @@ class RestartDelays:
 
 
 class Supervision:
+    gave_up: asyncio.Future[CannotStart | WrongSettings]  # ends the run
+
     def __init__(self, output: Output, stop_timeout_s: float) -> None:
         self.output = output
         self.stop_timeout_s = stop_timeout_s
         self.hurry = asyncio.Event()  # after a second Ctrl-C: kill
         self.shared_memory = SharedMemoryFiles()
-        self.gave_up: asyncio.Future[CannotStart | WrongSettings] = (
-            asyncio.get_running_loop().create_future()
-        )  # ends the run
+        self.gave_up = asyncio.get_running_loop().create_future()
 
 
 async def announce_nothing(_name: str, _instance_id: str) -> None:

@@ -38,6 +38,10 @@ class _Lossy(io.TextIOBase):
     def isatty(self) -> bool:
         return self._file.isatty()
 
+    @property
+    def encoding(self) -> str:  # type: ignore[override]
+        return str(getattr(self._file, "encoding", "utf-8"))
+
 
 class Output:
     """Each of `names` gets a colour."""
