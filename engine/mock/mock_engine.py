@@ -18,6 +18,7 @@ from engine.model.progress import Progress, silent
 from engine.model.resolve import model_dir, served_name
 from engine.parallel.orders import transfer_socket_of
 from engine.parallel.rank_processes import RankProcesses
+from engine.sampling.bounds import end_tokens
 from engine.sharding.heads import check_heads
 
 
@@ -42,7 +43,7 @@ def build_engine(
         processes = RankProcesses(model, config, state_dir, follower, memory=pages.descriptor)
         region = pages.region(_pools(processes))
     vocab_size = int(described["vocab_size"])
-    eos_token_ids = _eos_token_ids(described)
+    eos_token_ids = end_tokens(described.get("eos_token_id"), vocab_size)
     alphabet = LETTERS if model == MOCK else [i for i in range(vocab_size) if i not in eos_token_ids]
     pool_tokens = num_pages * config.page_size
     positions = int(described.get("max_position_embeddings", pool_tokens))
@@ -99,8 +100,3 @@ def _layout(described: dict[str, Any], name: str, config: EngineConfig) -> KvLay
     # a made-up number of KV heads has as many query heads as are wanted
     check_heads(name, whole.kv_heads * size if mock.kv_heads else heads, whole.kv_heads, size)
     return of_shard(whole, 0, size)
-
-
-def _eos_token_ids(described: dict[str, Any]) -> frozenset[int]:
-    ids = described.get("eos_token_id")
-    return frozenset(ids if isinstance(ids, list) else [] if ids is None else [ids])

@@ -26,6 +26,7 @@ from engine.model.pooling import Pooling, read_pooling
 from engine.model.progress import Progress, unless_quick
 from engine.model.resolve import is_random, model_dir, served_name
 from engine.model.support import check_config, max_positions
+from engine.sampling.bounds import end_tokens
 from engine.sharding.cuts import NO_CUTS, cut_weights, join_sums, plan_cuts
 from engine.sharding.heads import check_heads, query_heads
 from engine.sharding.read_part import read_part
@@ -120,7 +121,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
         vocab_size=text.vocab_size,
         query_group=len(query_heads(heads, shard)) // shard.num_heads,
         max_positions=max_positions(text) if limit is None else min(limit, max_positions(text)),
-        eos_token_ids=_eos_token_ids(directory, text),
+        eos_token_ids=end_tokens(_named_end(directory, text), text.vocab_size),
         adapters=adapters,
         pooling=pooling,
     )
@@ -186,14 +187,12 @@ def _random_model(auto: Any, model_config: Any, dtype: torch.dtype, device: torc
         return auto.from_config(model_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
 
 
-def _eos_token_ids(directory: Path, text_config: Any) -> frozenset[int]:
+def _named_end(directory: Path, text_config: Any) -> int | list[int] | None:
+    """End tokens by generation_config.json, which need not name any, or else by the model's own configuration."""
+    found = None
     if (directory / "generation_config.json").is_file():
         found = GenerationConfig.from_pretrained(directory).eos_token_id
-    else:
-        found = getattr(text_config, "eos_token_id", None)
-    if found is None:
-        return frozenset()
-    return frozenset(found if isinstance(found, list) else [found])
+    return found if found is not None else getattr(text_config, "eos_token_id", None)
 
 
 @contextmanager

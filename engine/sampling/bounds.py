@@ -1,11 +1,14 @@
 """Bounds of sampling parameters, as in OpenAI's API and vLLM."""
 
+import logging
 from collections.abc import Sequence
 from math import isfinite
 from typing import Final
 
 from components.errors import Rejected
 from components.wire.sampling import SamplingParams
+
+log = logging.getLogger(__name__)
 
 MAX_LOGIT_BIAS: Final = 1024
 MAX_LOGPROBS: Final = 20  # OpenAI's bound on top_logprobs
@@ -26,6 +29,15 @@ RANGES: Final[dict[str, tuple[float, float]]] = {  # inclusive
     "n": (1, MAX_BRANCHES),
 }
 MAX_BIAS: Final = 100
+
+
+def end_tokens(ids: int | Sequence[int] | None, vocab_size: int) -> frozenset[int]:
+    """Return the end tokens that a model's configuration names. Those outside its vocabulary are never drawn."""
+    named = set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+    known = frozenset(token_id for token_id in named if 0 <= token_id < vocab_size)
+    if unknown := named - known:
+        log.warning("end tokens outside the vocabulary", extra={"ids": sorted(unknown), "vocab_size": vocab_size})
+    return known
 
 
 def check_sampling(

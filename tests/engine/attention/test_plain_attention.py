@@ -147,10 +147,27 @@ def test_decodes_of_like_length_attend_together_and_others_apart() -> None:
     assert list(_spans(shape)) == [(0, 3, 0), (3, 5, 3), (5, 6, 5), (6, 7, 6), (7, 8, 26)]
 
 
-def test_what_another_request_left_behind_the_end_of_a_page_has_no_weight() -> None:
+@pytest.mark.parametrize("left", [1e6, torch.nan, torch.inf])
+@pytest.mark.parametrize("scoring", [Scoring(1.0), Scoring(1.0, softcap=5.0)])
+def test_what_another_request_left_behind_the_end_of_a_page_has_no_weight(left: float, scoring: Scoring) -> None:
+    """After one request with NaN in its KV, all that got its pages failed."""
     pool = torch.zeros(2, KV_HEADS, LAYERS, 2, PAGE, DIM)
-    pool[:, :, :, :, 1:] = 1e6
+    pool[:, :, :, :, 1:] = left
     attention = PlainAttention(pool, layout("float32"), 3)
     new = torch.ones(1, KV_HEADS, 1, DIM)
-    out = attention.plan(StepShape([1], [1], [[1]])).attend(0, torch.ones(1, 6, 1, DIM), new, new, Scoring(1.0))
+    out = attention.plan(StepShape([1], [1], [[1]])).attend(0, torch.ones(1, 6, 1, DIM), new, new, scoring)
     assert torch.equal(out, torch.ones(1, 1, 6, DIM))
+
+
+def test_a_prompt_and_padded_decodes_see_nothing_behind_their_end() -> None:
+    lengths, contexts = [1, 1, 20], [5, 60, 20]
+    pool, attention, tables = made(lengths, contexts, page_size=PAGE, group=3, dtype="float32")
+    query = torch.randn(1, KV_HEADS * 3, 22, DIM)
+    key, value = torch.randn(2, 1, KV_HEADS, 22, DIM)
+    outputs = []
+    for left in (0.0, torch.nan):
+        for table, context in zip(tables, contexts, strict=True):
+            pool[table[-1], :, :, :, context % PAGE :] = left
+        step = attention.plan(StepShape(lengths, contexts, tables))
+        outputs.append(step.attend(1, query, key, value, Scoring(1.0)))
+    assert torch.equal(*outputs)

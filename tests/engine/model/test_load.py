@@ -118,8 +118,19 @@ def test_several_end_tokens_are_read_from_the_generation_configuration(tmp_path:
     directory = save_tiny(tmp_path / "m")
     (directory / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
     assert load_tiny(directory).eos_token_ids == {3, 4}
+    (directory / "generation_config.json").write_text('{"do_sample": true, "temperature": 0.6}')
+    assert load_tiny(directory).eos_token_ids == {EOS}, "every answer ran to max_tokens"
     (directory / "generation_config.json").unlink()
     assert load_tiny(directory).eos_token_ids == {EOS}
+
+
+def test_end_tokens_outside_the_vocabulary_are_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """With min_tokens they forbade a token of the next request in the batch, or ended the engine."""
+    directory = save_tiny(tmp_path / "m")
+    (directory / "generation_config.json").write_text('{"eos_token_id": [-1, 3, 128]}')
+    assert load_tiny(directory).eos_token_ids == {3}
+    [warned] = [record for record in caplog.records if "end tokens" in record.message]
+    assert vars(warned)["ids"] == [-1, 128]
 
 
 @pytest.mark.parametrize(
