@@ -181,6 +181,10 @@ class _Sandbox:
         if self._process is None:
             self._process = asyncio.create_task(self._start())
         process = await asyncio.shield(self._process)  # if this check is abandoned, the start continues
+        if process.returncode is not None:  # it was killed while idle, which says nothing about this constraint
+            await self.end()
+            self._process = asyncio.create_task(self._start())
+            process = await asyncio.shield(self._process)
         kept = False
         try:
             async with asyncio.timeout(self._patience_s):

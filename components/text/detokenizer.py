@@ -4,6 +4,7 @@ import json
 import re
 from codecs import utf_8_decode
 from collections.abc import Callable, Iterator, Sequence, Set
+from functools import lru_cache
 from typing import Any, Final, Protocol
 
 from tokenizers import Tokenizer
@@ -125,7 +126,8 @@ class StopStrings:
         return 0
 
 
-def _failure_table(stop: str) -> list[int]:
+@lru_cache(maxsize=64)  # many choices share their stop strings, and the longest takes a millisecond
+def _failure_table(stop: str) -> tuple[int, ...]:
     table = [0] * len(stop)
     length = 0
     for i in range(1, len(stop)):
@@ -134,7 +136,7 @@ def _failure_table(stop: str) -> list[int]:
         if stop[length] == stop[i]:
             length += 1
         table[i] = length
-    return table
+    return tuple(table)
 
 
 class Detokenizer(Protocol):

@@ -35,9 +35,13 @@ class Body:
         """Return `make(data)`. Raises: what that raises; QueueFull."""
         return await self.run(partial(make, self.data))
 
-    async def run(self, work: Callable[[], T]) -> T:
-        """Return `work()`, run in a thread if the body is large. Raises: what that raises; QueueFull."""
-        return work() if len(self.data) <= INLINE_BYTES else await self.text.run(len(self.data), work)
+    async def run(self, work: Callable[[], T], more: int = 0) -> T:
+        """Return `work()`, run in a thread if the body is large, with `more` characters that the request continues.
+
+        Raises: what that raises; QueueFull.
+        """
+        size = len(self.data) + more
+        return work() if size <= INLINE_BYTES else await self.text.run(size, work)
 
 
 async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:

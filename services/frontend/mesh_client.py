@@ -259,7 +259,15 @@ class Branch:
                 record_step("frontend.receive", item.sent_unix_ns, of=self._span)
         self._is_over = item.finish is not None
         self._generated += item.token_ids
-        if not self._sink.take(self._index, item) or self._is_over:
+        try:
+            wants_more = self._sink.take(self._index, item)
+        except (
+            MeshError
+        ) as exc:  # of the reader, such as a slow client's: moving the stream would compute all again in vain
+            self.close()
+            self._sink.fail(exc)
+            return
+        if not wants_more or self._is_over:
             self.close()
 
     def fail(self, error: MeshError) -> None:

@@ -47,7 +47,11 @@ class CompletionDialect(Dialect):
                 prompts.append(prompt)
         if not request.echo:
             return Encoded(prompts)
-        return Encoded(prompts, [given if isinstance(given, str) else text.decode(given) for given in request.prompt])
+        echoes = [
+            given if isinstance(given, str) else await text.run(len(given), partial(text.decode, given))
+            for given in request.prompt
+        ]
+        return Encoded(prompts, echoes)
 
     def events(self, generation: Generation) -> EventStream:
         request = self.request

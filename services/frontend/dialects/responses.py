@@ -13,7 +13,7 @@ from components.errors import Cancelled, MeshError, Rejected, UnknownResponse
 from components.openai.chat import ChatRequest
 from components.openai.errors import ApiError, in_other_words
 from components.openai.fields import parse_body
-from components.openai.items import InputItem, OutputItem, Status
+from components.openai.items import OutputItem, Status
 from components.openai.logprobs import ChatLogprobs, ShownToken, TokenLogprob
 from components.openai.parts import Parts, filled
 from components.openai.response_events import ResponseEvents, item_of
@@ -28,6 +28,7 @@ from components.openai.responses import (
 )
 from components.output.blocks import Block, Blocks
 from components.output.calls import whole_calls
+from components.wire.responses import StoredResponse
 from services.frontend.answer_form import error_of
 from services.frontend.choice import Piece
 from services.frontend.dialects.dialect import ConversationDialect, EventStream
@@ -60,18 +61,21 @@ class ResponsesDialect(ConversationDialect):
         self.request = request = await body.made_into(partial(parse_body, ResponsesRequest))
         request.check()
         key = caller_of(scope).owner
-        earlier = await self._earlier(key)
-        self.chat = await body.run(partial(request.chat, earlier))
+        record = await self._earlier(key)
+        size = 0 if record is None else len(record.input) + len(record.earlier) + len(record.response)
+        earlier = [] if record is None else await body.run(partial(items_before, record), size)
+        self.chat = await body.run(partial(request.chat, earlier), size)
         if self._stored is None and request.stored:
             raise _cannot("background" if request.background else "store", NO_STORE)
         if self._stored is not None and request.store is not False:
-            self._remembered = await body.run(partial(Remembered.of, request.input, earlier, key))
+            self._remembered = await body.run(partial(Remembered.of, request.input, earlier, key), size)
         return self.chat
 
-    async def _earlier(self, key: bytes) -> list[InputItem]:
+    async def _earlier(self, key: bytes) -> StoredResponse | None:
+        """The response that this one continues. Raises: Rejected."""
         previous = self.request.previous_response_id
         if previous is None:
-            return []
+            return None
         if self._stored is None:
             raise _cannot("previous_response_id", NO_STORE)
         try:
@@ -88,7 +92,7 @@ class ResponsesDialect(ConversationDialect):
                 param="previous_response_id",
                 code="invalid_value",
             )
-        return items_before(record)
+        return record
 
     @asynccontextmanager
     async def underway(self, reply: Reply, generation: Generation) -> AsyncIterator[None]:

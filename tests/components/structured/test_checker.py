@@ -312,3 +312,16 @@ async def test_what_another_caller_s_check_found_out_meanwhile_is_not_checked_ag
         asked = [opened.check(regex("same"), caller) for caller in (b"1", b"2", b"3", b"4")]
         assert await asyncio.gather(*asked) == [regex("same")] * 4
     assert results(registry)["cached"] >= 1
+
+
+async def test_a_process_that_was_killed_while_idle_speaks_against_no_constraint(folder: Path) -> None:
+    """The constraint counted as too complex, for good."""
+    async with open_checker(folder, BUDGET_S, ConstraintMetrics(CollectorRegistry())) as checker:
+        await checker.check(Constraint(kind="regex", text="a+"))
+        started = checker._idle[-1]._process
+        assert started is not None
+        process = await started
+        process.kill()
+        await process.wait()
+        digits = Constraint(kind="regex", text="[0-9]{3}")
+        assert await checker.check(digits) == digits

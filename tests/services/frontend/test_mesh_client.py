@@ -298,28 +298,39 @@ async def test_a_request_that_breaks_instances_breaks_two_at_most(mesh: Mesh) ->
     assert sum(len(decode.requests) for decode in decodes) == 2
 
 
-async def test_a_defect_of_this_process_is_not_tried_again(mesh: Mesh) -> None:
-    """What a sink has written by then would be written twice."""
+@pytest.mark.parametrize("finish", [None, "stop"])
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (ZeroDivisionError(), InvariantBroken("reader")),
+        (Cancelled("the client reads too slowly"), Cancelled("the client reads too slowly")),
+    ],
+    ids=["defect", "slow client"],
+)
+async def test_an_error_of_the_reader_moves_no_stream(
+    mesh: Mesh, error: Exception, shown: MeshError, finish: Any
+) -> None:
+    """A client that did not read had its answer computed six times. What a sink has written would be written twice."""
 
     class Broken(Reading):
         def take(self, branch: int, item: StreamItem) -> bool:
             if item.token_ids == [104]:
-                raise ZeroDivisionError
+                raise error
             return super().take(branch, item)
 
     def script(decode: Decode, stream: OutStream, _: GenerateRequest) -> None:
         decode.send(stream.tokens([103]))
-        asyncio.get_running_loop().call_later(0.02, decode.send, stream.tokens([104]))
+        asyncio.get_running_loop().call_later(0.02, decode.send, stream.tokens([104], finish))
 
     Decode(mesh, "a", script)
     other = Decode(mesh, "b", answers)
     sink = Broken(1)
     await mesh.client.generate(replace(PROMPT, deadline_unix_ms=now_ms() + 60_000), sink)
-    with pytest.raises(InvariantBroken, match="reader"):
+    with pytest.raises(type(shown), match=shown.message):
         async for _ in sink.items(0):
             pass
     assert not other.requests
-    assert mesh.cancelled() == [("ns.decode.a.cancel", [0])]
+    assert mesh.cancelled() == ([] if finish else [("ns.decode.a.cancel", [0])])
 
 
 async def test_an_instance_that_nobody_hears_on_nats_is_passed_over(mesh: Mesh) -> None:
