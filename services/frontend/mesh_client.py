@@ -165,8 +165,9 @@ class MeshClient:
             session=prompt.session,
             wants_origin=True,
         )
-        timeout_s = min(DISPATCH_TIMEOUT_S, remaining_s(prompt.deadline_unix_ms))
         while True:
+            await self._until_connected(prompt, stream)
+            timeout_s = min(DISPATCH_TIMEOUT_S, remaining_s(prompt.deadline_unix_ms))
             call = self._bus.call(f"{record.subject}.generate", request, GenerateAccepted, timeout_s=timeout_s)
             try:
                 return (await stream.failure.unless(call)).number
@@ -174,6 +175,15 @@ class MeshClient:
                 if self._bus.steady_s() > RECONNECT_S:
                     raise
                 await asyncio.sleep(ASK_AGAIN_S)  # NATS has restarted; the instance may not be back yet
+
+    async def _until_connected(self, prompt: Prompt, stream: InStream) -> None:
+        """Wait for NATS: its client's buffer holds some hundred prompts, and then refuses.
+
+        Raises: DeadlineExceeded, at the prompt's deadline; an error of the stream.
+        """
+        while not self._bus.is_connected:
+            remaining_s(prompt.deadline_unix_ms)
+            await stream.failure.unless(asyncio.sleep(ASK_AGAIN_S))
 
     def _send_later(self, subject: str, message: Struct) -> None:
         """For callers that are being cancelled and cannot wait."""

@@ -25,6 +25,7 @@ class FakeBus:
         self.broken: MeshError | None = None  # raised instead of sending
         self.no_responders: dict[str, Callable[[], None]] = {}  # to be called where nobody listens
         self.max_bytes = 8 << 20
+        self.is_connected = True
         self._tasks = BackgroundTasks()
 
     def serve(self, subject: str, endpoints: list[Endpoint]) -> None:

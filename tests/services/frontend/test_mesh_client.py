@@ -298,6 +298,19 @@ async def test_a_request_that_breaks_instances_breaks_two_at_most(mesh: Mesh) ->
     assert sum(len(decode.requests) for decode in decodes) == 2
 
 
+async def test_a_request_waits_for_nats_and_gives_up_at_its_deadline(mesh: Mesh) -> None:
+    """All its tries were over in a few milliseconds, once the buffer of NATS's client was full."""
+    decode = Decode(mesh, "a", answers)
+    mesh.bus.is_connected = False
+    asking = asyncio.create_task(mesh.ask())
+    with pytest.raises(DeadlineExceeded):
+        await mesh.ask(life_ms=300)
+    assert not decode.requests
+    mesh.bus.is_connected = True
+    assert sum(len(item.token_ids) for item in await asking) == 6
+    assert len(decode.requests) == 1
+
+
 @pytest.mark.parametrize("finish", [None, "stop"])
 @pytest.mark.parametrize(
     ("error", "shown"),
