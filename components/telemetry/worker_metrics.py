@@ -54,7 +54,8 @@ class WorkerMetrics:
         self._transfer_bytes = self._counter("kvmesh_kv_transfer_bytes", "KV bytes of completed transfers.")
         self._transfers = self._counter(
             "kvmesh_kv_transfers",
-            "Transfers by outcome (completed, failed, cancelled: the client had gone) and the error of a failed one.",
+            "Transfers by outcome (completed, failed, cancelled: the client had gone) and the error of a failed one. "
+            "A refusal counts only if no other prefill instance takes the prompt.",
             "outcome",
             "cause",
         )

@@ -13,6 +13,13 @@ from components.startup import WrongSettings
 from tests.components.kv_transfer.nixl_peer import Pages
 
 
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Starting NIXL sets this variable, and UCX in later processes of this one would report it as unused."""
+    monkeypatch.setenv(network.UCX_IPC_CACHE, "")
+    monkeypatch.delenv(network.UCX_IPC_CACHE)
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("device", "before"),
@@ -60,9 +67,8 @@ async def test_the_memory_of_a_peer_is_not_kept_mapped(
         seen.append(os.environ.get(network.UCX_IPC_CACHE))
         raise RuntimeError("there is no GPU")
 
-    monkeypatch.setenv(network.UCX_IPC_CACHE, given or "")
-    if given is None:
-        monkeypatch.delenv(network.UCX_IPC_CACHE)
+    if given is not None:
+        monkeypatch.setenv(network.UCX_IPC_CACHE, given)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(nixl_transfer, "nixl_agent", agent)
