@@ -133,11 +133,9 @@ class _Call:
         self._timer = asyncio.get_running_loop().call_later(seconds, self._repeat, seconds)
 
     def _repeat(self, waited_s: float) -> None:
-        if not self._client.is_connected:  # the first message waits in the client's buffer, which others need
-            self._repeat_after(waited_s)
-            return
         self._repeats += 1
-        if self._repeating is None or self._repeating.done():
+        # While NATS is away the first message waits in the client's buffer, which others need.
+        if self._client.is_connected and (self._repeating is None or self._repeating.done()):
             self._repeating = asyncio.ensure_future(self._publish_again())
         self._repeat_after(waited_s if self._repeats < QUICK_REPEATS else min(2 * waited_s, LONGEST_S))
 

@@ -28,7 +28,8 @@ async def test_a_call_is_repeated_only_while_nats_is_there(monkeypatch: pytest.M
     asyncio.get_running_loop().call_later(10, call.end, None)
     answer = asyncio.create_task(call.answer())
     await asyncio.sleep(0.1)
-    assert (client.published, call.was_repeated) == (["a"], False)
+    assert client.published == ["a"]
+    assert call.was_repeated, "its receiver may reconnect later than we: one refusal is not enough"
     client.is_connected = True
     while len(client.published) < 3:
         await asyncio.sleep(0.01)
