@@ -39,6 +39,7 @@ class Calling:
         self.running: list[asyncio.Future[None]] = []
         self.runs = 0
         self.refused_in_row = self.most_refused_in_row = self.arrived = 0
+        self.is_connected = True
         self.replies = Replies(self)
         endpoint = Endpoint("call", KvComing, self._handle)
         self.server = CallServer([endpoint], "nats://n", Refusals(), PeerClocks())
