@@ -186,8 +186,10 @@ class NixlTransfer:
         drop_dead_connections()
         if self._region.device != "cpu":
             unmap_after_writes()
-            # a mock worker starts without torch
-            import_module("components.kv_transfer.cuda_context").open_context(self._region.device)
+            cuda_context = import_module(
+                "components.kv_transfer.cuda_context"
+            )  # not above: a mock starts without torch
+            cuda_context.open_context(self._region.device)
         config = nixl_agent_config(
             enable_prog_thread=False,  # it would spin on a core
             backends=[self._backend],

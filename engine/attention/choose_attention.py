@@ -22,9 +22,8 @@ from engine.kernels.native_library import KernelsUnavailable, kernels_are_loaded
 log = logging.getLogger(__name__)
 
 HEAD_DIM_STEP: Final = 16  # the C++ kernel needs a multiple
-LARGEST_HEAD: Final = (
-    256  # of the Triton kernels: blocks of larger heads exceed a GPU's shared memory, or spill registers
-)
+# Of the Triton kernels: blocks of larger heads exceed a GPU's shared memory, or spill registers.
+LARGEST_HEAD: Final = 256
 # name: module that the kernels need, its package, our module and class
 ON_CUDA: Final = {
     "triton": ("triton", "triton", "engine.attention.triton_backend", "TritonAttention"),

@@ -116,14 +116,15 @@ class DeviceForward:
         """
         if self._compute is None or self._recorder is None:
             return 0, 0
+        alone = self._layout.shards == 1
         if self._graphs is None or attention is not self._attention:
             self.forget_graphs()
             self._attention = attention
-            self._graphs = DecodeGraphs(
-                self._compute, cast("Recordable", attention), self._make_recorder(self._recorder)
-            )
-        # each rank has a clock of its own, and all must record the same sizes
-        deadline = monotonic() + RECORD_S if self._layout.shards == 1 else inf
+            record = self._recorder()
+            if not alone:
+                record = _on_all_ranks(record, self._device)
+            self._graphs = DecodeGraphs(self._compute, cast("Recordable", attention), record)
+        deadline = monotonic() + RECORD_S if alone else inf  # ranks must record the same sizes, and their clocks differ
         try:
             recorded, wanted = self._graphs.record_all(deadline, progress, most), self._graphs.num_sizes
         except CaptureFailed as exc:
@@ -156,9 +157,6 @@ class DeviceForward:
         with attending(step, len(token_ids)):
             logits = self._compute(padded(token_ids), padded(positions), padded(keep))
         return logits[: len(keep)]
-
-    def _make_recorder(self, make: MakeRecorder) -> Recorder:
-        return make() if self._layout.shards == 1 else _on_all_ranks(make(), self._device)
 
     def _adopt(self) -> None:
         """Switch to the compiled model, between two steps."""

@@ -18,7 +18,7 @@ TORCH_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fl
 
 
 def allocate_storage(layout: KvLayout, num_pages: int, device: torch.device) -> torch.Tensor:
-    """Allocate a zeroed pool: attention multiplies unused slots by 0, and 0 x NaN is NaN.
+    """Allocate a zeroed pool: a backend may multiply slots that nobody wrote by 0, and 0 x NaN is NaN.
 
     Returns: [num_pages, kv_heads, layers, 2, page_size, head_dim].
     Raises: WrongSettings, if there is not enough memory; CannotServe, if other processes of a device hold it.

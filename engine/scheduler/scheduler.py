@@ -19,9 +19,8 @@ from engine.scheduler.request import Chunk, Request, RequestMemory, RequestState
 log = logging.getLogger(__name__)
 
 PASSED: Final = 64  # queued prompts that a DECODE may overtake
-READ_TOKENS: Final = (
-    1024  # of a chunk with log-probabilities: each token has a row of logits, as wide as the vocabulary
-)
+# Of a chunk with log-probabilities: each token has a row of logits, as wide as the vocabulary.
+READ_TOKENS: Final = 1024
 
 by_rank = attrgetter("priority", "arrival")  # the last is preempted first
 

@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 class AnswerForm:
-    """OpenAI's. One request's; other APIs derive theirs from it."""
+    """The form of one request's answer, in OpenAI's API. Other APIs override what differs."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -36,7 +36,7 @@ def form_at(forms: Forms, path: str) -> type[AnswerForm]:
 
 
 def error_of(exc: Exception, request_id: str) -> ApiError:
-    """Return what the client is told of `exc`. An error that is a bug goes to the log, with its traceback."""
+    """Return the error that a client gets for `exc`. A bug is logged with its traceback."""
     if isinstance(exc, InvariantBroken) or not isinstance(exc, MeshError | HTTPException):
         log.error("request failed", exc_info=exc)
     if isinstance(exc, MeshError):

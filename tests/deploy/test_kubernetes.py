@@ -1,4 +1,4 @@
-"""The chart as Helm renders it: schemas of Kubernetes, settings, drain times, rights, who may talk with whom."""
+"""The chart as Helm renders it: schemas of Kubernetes, settings, drain times, rights, which pods may connect to which."""
 
 import json
 import re

@@ -132,7 +132,7 @@ async def test_renewed_certificates_are_used_and_the_record_stays(tmp_path: Path
 
 
 async def test_a_wrong_file_ends_the_start_with_its_name(tmp_path: Path) -> None:
-    """In a thread the error would only be logged, and the process would wait for ever."""
+    """In a thread the error would only be logged, and the process would wait forever."""
     files = TlsFiles(ca=tmp_path / "ca.pem")
     with pytest.raises(WrongSettings, match=r"MESH_TLS__CA .*/ca\.pem: No such file"):
         async with join_registry("https://127.0.0.1:1", NAMESPACE, TTL_S, identity(files)):

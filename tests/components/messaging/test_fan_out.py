@@ -1,4 +1,4 @@
-"""Who follows whom in large fleets, and how often instances may send: the total stays within the budget."""
+"""Which instances follow which in large fleets, and how often instances may send: the total stays within the budget."""
 
 import asyncio
 

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, Literal
 
 import nats.errors
 import pytest
@@ -15,7 +15,7 @@ from components.messaging import outbox as outbox_module
 from components.messaging import replies
 from components.messaging.bus import Bus, connect_bus, nats_errors
 from components.messaging.call_server import KEPT_BYTES, KEPT_S, CallServer, Endpoint, SentAnswers, serve_calls
-from components.messaging.outbox import OutStream, SentFrames, open_outbox
+from components.messaging.outbox import OutStream, SentFrames, StreamOutbox, open_outbox
 from components.wire.prefill import KvComing, RoomOk
 from tests.components.messaging.fake_bus import FakeBus
 
@@ -175,69 +175,71 @@ class HandClock:
         return self.now_s
 
 
+class Watched:
+    """An outbox, the frontends that it took for gone, and the clock that it reads."""
+
+    def __init__(self, box: StreamOutbox, bus: FakeBus, clock: HandClock) -> None:
+        self.box, self.bus, self.clock = box, bus, clock
+        self.gone: list[str] = []
+        box.on_gone(self.gone.append)
+
+    async def send(self, stream: OutStream, finish: Literal["stop"] | None = None) -> None:
+        self.box.put(stream, stream.tokens([1], finish))
+        await self.box.flushed()
+
+    def refuse(self) -> None:
+        """Report that the frontend had no listener for the last probe."""
+        self.bus.no_responders.pop("front")()
+
+
+@pytest.fixture
+async def watched(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
+    clock, bus = HandClock(), FakeBus()
+    monkeypatch.setattr(outbox_module, "time", clock)
+    async with open_outbox(bus, "d", lambda: "e", lambda: 5) as box:
+        yield Watched(box, bus, clock)
+
+
 async def test_a_frontend_that_does_not_listen_for_seconds_is_gone_and_one_that_reconnects_is_not(
-    monkeypatch: pytest.MonkeyPatch,
+    watched: Watched,
 ) -> None:
     """Streams of a frontend that was killed were generated to their ends, for ten minutes."""
-    clock = HandClock()
-    monkeypatch.setattr(outbox_module, "time", clock)
-    bus = FakeBus()
-    gone: list[str] = []
     dead, stream = True, OutStream("front", 1)
-    async with open_outbox(bus, "d", lambda: "e", lambda: 5) as box:
-        box.on_gone(gone.append)
 
-        async def run(seconds: float) -> None:
-            until = clock.now_s + seconds
-            while clock.now_s < until:
-                clock.now_s += outbox_module.PROBE_S / 2
-                box.put(stream, stream.tokens([1]))
-                await box.flushed()
-                if dead and (callback := bus.no_responders.pop("front", None)) is not None:
-                    callback()
+    async def run(seconds: float) -> None:
+        until = watched.clock.now_s + seconds
+        while watched.clock.now_s < until:
+            watched.clock.now_s += outbox_module.PROBE_S / 2
+            await watched.send(stream)
+            if dead and "front" in watched.bus.no_responders:
+                watched.refuse()
 
-        await run(0.5 * outbox_module.GONE_AFTER_S)
-        dead = False
-        await run(outbox_module.GONE_AFTER_S)
-        dead = True
-        await run(0.5 * outbox_module.GONE_AFTER_S)
-        assert not gone, "it was away for a moment, twice"
-        await run(2 * outbox_module.GONE_AFTER_S)
-        assert set(gone) == {"front"}
+    await run(0.5 * outbox_module.GONE_AFTER_S)
+    dead = False
+    await run(outbox_module.GONE_AFTER_S)
+    dead = True
+    await run(0.5 * outbox_module.GONE_AFTER_S)
+    assert not watched.gone, "it was away for a moment, twice"
+    await run(2 * outbox_module.GONE_AFTER_S)
+    assert set(watched.gone) == {"front"}
 
 
-async def test_a_frontend_that_was_away_twice_with_a_pause_between_its_streams_is_not_gone(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+async def test_a_frontend_that_was_away_twice_with_a_pause_between_its_streams_is_not_gone(watched: Watched) -> None:
     """Only a later probe ended an absence. Two short outages of NATS, hours apart, counted as a single long one."""
-    clock = HandClock()
-    monkeypatch.setattr(outbox_module, "time", clock)
-    bus = FakeBus()
-    gone: list[str] = []
-    async with open_outbox(bus, "d", lambda: "e", lambda: 5) as box:
-        box.on_gone(gone.append)
-        for number in range(2):
-            stream = OutStream("front", number)
-            box.put(stream, stream.tokens([1], "stop"))
-            await box.flushed()
-            bus.no_responders["front"]()
-            clock.now_s += 3600
-    assert not gone
+    for number in range(2):
+        await watched.send(OutStream("front", number), "stop")
+        watched.refuse()
+        watched.clock.now_s += 3600
+    assert not watched.gone
 
 
-async def test_a_stream_of_few_frames_ends_if_its_frontend_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = HandClock()
-    monkeypatch.setattr(outbox_module, "time", clock)
-    bus, stream = FakeBus(), OutStream("front", 1)
-    gone: list[str] = []
-    async with open_outbox(bus, "d", lambda: "e", lambda: 5) as box:
-        box.on_gone(gone.append)
-        for _ in range(2):
-            box.put(stream, stream.tokens([1]))
-            await box.flushed()
-            bus.no_responders["front"]()
-            clock.now_s += 2 * outbox_module.GONE_AFTER_S
-    assert gone == ["front"]
+async def test_a_stream_of_few_frames_ends_if_its_frontend_is_gone(watched: Watched) -> None:
+    stream = OutStream("front", 1)
+    for _ in range(2):
+        await watched.send(stream)
+        watched.refuse()
+        watched.clock.now_s += 2 * outbox_module.GONE_AFTER_S
+    assert watched.gone == ["front"]
 
 
 @pytest.mark.mesh

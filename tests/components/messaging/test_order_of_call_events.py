@@ -178,7 +178,7 @@ async def _run(order: tuple[str, ...], impossible: set[tuple[str, ...]], cancell
 
 @pytest.mark.parametrize(("length", "cancelled"), [(5, False), (3, True)])
 def test_a_call_runs_once_and_ends_once(length: int, cancelled: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """A call ended as if nobody listened when two repetitions, not one after the other, had found nobody.
+    """A call ended with "no listener" after two refused repetitions, even if one between them was not refused.
 
     And one whose handler waited for what another task cancelled was answered by nobody.
     """

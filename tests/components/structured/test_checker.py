@@ -1,4 +1,4 @@
-"""Constraints are checked in processes of their own: what costs too much dies there, and nobody else waits."""
+"""Constraints are checked in separate processes: one that costs too much ends its process, and delays no other request."""
 
 import asyncio
 import contextlib

@@ -26,7 +26,7 @@ EMPTY: Final = FleetRoom(0, 1000, 0)
 
 
 class Case:
-    """An admission over a fleet of 1,000 tokens that may be asked for 1.5 times as much, and who came to it."""
+    """Admission to a fleet of 1,000 tokens with a limit of 1.5 times that, and the requests that came to it."""
 
     def __init__(self, room: FleetRoom = EMPTY, **limits: Any) -> None:
         self.room_now = room

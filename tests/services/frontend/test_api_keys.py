@@ -141,7 +141,7 @@ async def test_a_bad_key_or_none_is_401(mesh: FakeMesh, headers: dict[str, str])
 async def test_several_keys_are_400_with_keys_and_without(
     mesh: FakeMesh, http: httpx.AsyncClient, headers: list[tuple[str, str]]
 ) -> None:
-    """Of several Authorization headers the last one counted: who added one behind a proxy's was taken for another."""
+    """The last Authorization header counted. A client that added one to a proxy's got the rights of another key."""
     async with served(mesh, BOTH) as keyed:
         for client in (keyed, http):
             for path in (CHAT, "/v1/messages"):
