@@ -26,7 +26,7 @@ class Reach:
 
     rows: torch.Tensor  # int64 [2 * N * kv_heads * pages], rows of layer 0: keys, then values
     bias: torch.Tensor  # [N, query_group * query_len, S]: 0 if seen, else -inf
-    unseen: torch.Tensor  # bool [N, S]: by all queries
+    unseen: torch.Tensor  # int64, of slots [2 * N * kv_heads * S] that no query sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +85,21 @@ class PlainAttention:
         tables = self._tensor(padded) * self._row_stride  # [N, P]
         rows = tables[None, :, None, :] + self._row_offsets[:, None, :, None]  # [2, N, kv_heads, P]
         first_query = [context - query_len - skip * page_size for context, skip in zip(contexts, skipped, strict=True)]
-        bias = self._bias(first_query, query_len, pages * page_size, window)
-        return Reach(rows.flatten(), bias, bias.isneginf().all(dim=1))
+        length = pages * page_size
+        unseen = self._unseen(first_query, query_len, length, window)
+        return Reach(rows.flatten(), self._bias(first_query, query_len, length, window), unseen)
+
+    def _unseen(self, first_query: Sequence[int], query_len: int, padded_len: int, window: int) -> torch.Tensor:
+        """Slots before the window of the first query, and behind the last query."""
+        heads, slots = self._layout.num_heads, list[int]()
+        for i, first in enumerate(first_query):
+            start = i * heads * padded_len  # of the request's first key head
+            if window:
+                slots += range(start, start + first - window + 1)
+            slots += range(start + first + query_len, start + padded_len)
+        each = torch.arange(heads, device=self._pool.device) * padded_len
+        both = torch.arange(2, device=self._pool.device) * (len(first_query) * heads * padded_len)  # keys, values
+        return (both[:, None, None] + each[:, None] + self._tensor(slots)).flatten()
 
     def _bias(self, first_query: Sequence[int], query_len: int, padded_len: int, window: int) -> torch.Tensor:
         """Causal mask [N, query_group * query_len, S]; `first_query` holds key indices."""
@@ -131,10 +144,10 @@ class PlainStep:
         kv_heads, head_dim = self._layout.num_heads, self._layout.head_dim
         num, length = group.num_requests, group.query_len
         reach = group.reach(scoring.window)
-        gathered = self._by_page.index_select(0, reach.rows + layer * 2).view(2, num, kv_heads, -1, head_dim)
-        # Another request may have left NaN in places that are not written yet, and 0 x NaN is NaN.
-        gathered.masked_fill_(reach.unseen[:, None, :, None], 0)
-        keys, values = gathered  # [N, kv_heads, S, head_dim] each
+        gathered = self._by_page.index_select(0, reach.rows + layer * 2)
+        # Another request may have left NaN in slots that are not written yet, and 0 x NaN is NaN.
+        gathered.view(-1, head_dim).index_fill_(0, reach.unseen, 0)
+        keys, values = gathered.view(2, num, kv_heads, -1, head_dim)  # [N, kv_heads, S, head_dim] each
         mine = query[0, :, group.first_token : group.first_token + num * length]
         folded = mine.view(kv_heads, -1, num, length, head_dim).permute(2, 0, 1, 3, 4)  # [N, kv_heads, group, T, D]
         folded = folded.reshape(num, kv_heads, -1, head_dim)

@@ -1,6 +1,6 @@
 """Compile a model's forward to a package, in its own process: `python -m engine.compilation.build_package`.
 
-A package loads in half a second. Compiling SmolLM2-135M takes 42 s.
+A package loads in 10 ms, and its trial takes 0.3 s. Compiling SmolLM2-135M takes 42 s, or 100 s without AVX-512.
 """
 
 import json
