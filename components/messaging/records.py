@@ -12,7 +12,7 @@ from typing import Final
 import nats.errors
 from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, StorageType, StreamConfig
-from nats.js.errors import BadRequestError, NoStreamResponseError, NotFoundError, ServiceUnavailableError
+from nats.js.errors import APIError, BadRequestError, NoStreamResponseError, NotFoundError, ServiceUnavailableError
 
 from components.errors import BackendUnavailable, DeadlineExceeded, MessageTooLarge
 from components.messaging.bus import HEADERS_BYTES, Bus, nats_errors
@@ -121,5 +121,9 @@ def _errors(subject: str, url: str) -> Iterator[None]:
                 yield
             except (nats.errors.NoRespondersError, ServiceUnavailableError) as exc:
                 raise BackendUnavailable(f"NATS at {url} has no JetStream, or not this stream: {exc}") from exc
+            except APIError as exc:
+                raise BackendUnavailable(
+                    f"JetStream of NATS at {url} cannot keep records: {exc.description}", subject=subject
+                ) from exc
     except DeadlineExceeded as exc:  # this limit is ours, not the request's
         raise BackendUnavailable(f"JetStream of NATS at {url} does not answer", subject=subject) from exc

@@ -72,22 +72,35 @@ async def test_a_nats_without_jetstream_keeps_nothing(bare_nats: str) -> None:
             await open_records(bus, "any", BOUNDS)
 
 
-async def test_records_that_nats_has_lost_are_gone_and_new_ones_are_stored(nats_url: str, namespace: str) -> None:
+@pytest.mark.parametrize("lost", ["get", "put", "delete"])
+async def test_records_that_nats_has_lost_are_gone_and_new_ones_are_stored(
+    nats_url: str, namespace: str, lost: str
+) -> None:
     """No response was stored until the frontends were restarted."""
     async with connect_bus(nats_url, "one") as bus:
+        # With a second stream NATS keeps the directory of all streams, which it would else remove and miss at once.
+        await open_records(bus, f"{namespace}.other", BOUNDS)
         records = await open_records(bus, namespace, BOUNDS)
-        for lost in ("get", "put", "delete"):
-            await records.put("a", b"before")
-            await bus.client.jetstream().delete_stream(namespace)
-            match lost:
-                case "get":
-                    assert await records.get("a") is None
-                case "put":
-                    await records.put("b", b"after")
-                    assert await records.get("b") == b"after"
-                case "delete":
-                    await records.delete("a")
-            assert await records.get("a") is None
+        await records.put("a", b"before")
+        # Once for each name: NATS restores the records if a stream is deleted again while it still removes its files.
+        await bus.client.jetstream().delete_stream(namespace)
+        match lost:
+            case "get":
+                assert await records.get("a") is None
+            case "put":
+                await records.put("b", b"after")
+                assert await records.get("b") == b"after"
+            case "delete":
+                await records.delete("a")
+        assert await records.get("a") is None
+
+
+async def test_jetstreams_own_words_reach_the_operator(nats_url: str, namespace: str) -> None:
+    """A full JetStream was a NATS that cannot be reached."""
+    too_much = Bounds(records=3, bytes=2**62, age_s=60)
+    async with connect_bus(nats_url, "one") as bus:
+        with pytest.raises(BackendUnavailable, match="cannot keep records: insufficient storage"):
+            await open_records(bus, namespace, too_much)
 
 
 async def test_a_nats_that_does_not_answer_is_away(
