@@ -19,7 +19,7 @@ from engine.compilation.forward import EagerForward, Forward, PackagedForward, h
 from engine.compilation.trial import difference
 from engine.config import EngineConfig
 from engine.cpu.machine import NoCompiler, compiler, fingerprint, making, processor
-from engine.kernels.native_library import kernel_sources
+from engine.kernels.native_library import kernel_sources, source_texts
 from engine.model.load import LoadedModel
 from engine.model.progress import Progress
 
@@ -136,7 +136,7 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
         "embeds": loaded.pooling is not None,
         "page_size": config.page_size,
         "max_step_tokens": config.step_size("cpu").tokens,
-        "kernels": [path.read_text() for path in kernel_sources()],
+        "kernels": source_texts(kernel_sources()),  # a package runs with no others
         "adapted": loaded.adapters.layers,  # each leaves an operator in the graph
         "torch": torch.__version__,
         "transformers": transformers.__version__,

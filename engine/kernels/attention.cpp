@@ -31,6 +31,8 @@
 #include <immintrin.h>
 #endif
 
+#include "tiles.h"
+
 void adapt_threads();  // cores.cpp
 
 namespace {
@@ -149,6 +151,7 @@ struct Call {
   float scaling, softcap;
   int64_t window;
   const float* sinks;  // [heads], or null
+  bool by_tiles;       // all products, of decodes and prompts: no other instruction sums in the same order
 
   int64_t length(int64_t r) const { return starts[r + 1] - starts[r]; }
 
@@ -361,6 +364,27 @@ void multiply(float* c, int64_t ldc, const A* a, int64_t lda, const B* b, int64_
   });
 }
 
+// The same by tiles where the call uses them.
+template <typename T, typename A, typename B>
+void multiply(const Call<T>& c, [[maybe_unused]] Tiles& tiles, float* out, int64_t ldo, const A* a, int64_t lda, const B* b, int64_t ldb, int64_t rows, int64_t width, int64_t depth, bool add) {
+#ifdef __AMX_BF16__
+  if (c.by_tiles) {
+    for (int64_t i = 0; i < rows; i += Tiles::ROWS) {
+      tiles.set_rows(std::min(Tiles::ROWS, rows - i));
+      for (int64_t column = 0; column < width; column += Tiles::COLUMNS) {
+        float* sums = out + i * ldo + column;
+        if (add) tiles.load(sums, ldo);
+        else tiles.clear();
+        tiles.add(a + i * lda, lda, b + column, ldb, depth, [](int64_t) {});
+        tiles.save(sums, ldo);
+      }
+    }
+    return;
+  }
+#endif
+  multiply(out, ldo, a, lda, b, ldb, rows, width, depth, add);
+}
+
 // Of LANES vectors of as many 32-bit numbers, rows become columns.
 #ifdef __AVX512F__
 inline void transpose(__m512i* v) {
@@ -461,18 +485,24 @@ inline void put_keys(uint32_t* keys, int64_t j, const Bf16* rows, int64_t dim) {
 }
 #endif
 
-// Row j of a block of values, in [KEY_BLOCK / TOGETHER, wide].
+// ROWS rows of values, as rows from j on of [KEY_BLOCK / TOGETHER, wide]. Rows that are not in [from, to) count as zeros: in
+// their place may be what another request left, NaN even.
 template <typename T>
-inline void put_value(float* values, int64_t j, const T* value, int64_t dim, int64_t wide) {
-  for (int64_t d = 0; d < dim; ++d) values[j * wide + d] = widen(value[d]);
+inline void put_values(float* values, int64_t j, const T* rows, int64_t from, int64_t to, int64_t dim, int64_t wide) {
+  for (int64_t i = 0; i < ROWS; ++i)
+    for (int64_t d = 0; d < dim; ++d) values[(j + i) * wide + d] = i >= from && i < to ? widen(rows[i * dim + d]) : 0.0f;
 }
-inline void put_value(uint32_t* values, int64_t j, const Bf16* value, int64_t dim, int64_t wide) {
-  uint32_t* row = values + j / 2 * wide;
-  if (j % 2)
-    for (int64_t d = 0; d < dim; ++d) row[d] = (row[d] & 0xffff) | static_cast<uint32_t>(value[d].bits) << 16;
-  else
-    for (int64_t d = 0; d < dim; ++d) row[d] = value[d].bits;
+#ifdef __AVX512BF16__
+inline void put_values(uint32_t* values, int64_t j, const Bf16* rows, int64_t from, int64_t to, int64_t dim, int64_t wide) {
+  const auto numbers = [&](int64_t i, int64_t d) {
+    if (i < from || i >= to) return _mm512_setzero_si512();
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + i * dim + d)));
+  };
+  for (int64_t i = 0; i < ROWS; i += 2)
+    for (int64_t d = 0; d < dim; d += 16)
+      _mm512_storeu_si512(values + (j + i) / 2 * wide + d, _mm512_or_si512(numbers(i, d), _mm512_slli_epi32(numbers(i + 1, d), 16)));
 }
+#endif
 
 // Turns one query row's scores of a block of keys into weights; it sees the keys in [from, to). Updates `max` and `sum`.
 // Returns the factor by which the sums of values so far must be multiplied.
@@ -529,10 +559,11 @@ void decode_span(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
   thread_local std::vector<typename P::Right> rights;
   numbers.resize(c.group * KEY_BLOCK);
   lefts.resize(c.group * (c.dim + KEY_BLOCK));
-  rights.resize(KEY_BLOCK * c.dim);
+  rights.resize((c.by_tiles ? 2 : 1) * KEY_BLOCK * c.dim);
   float* scores = numbers.data();
   typename P::Left *queries = lefts.data(), *weights = queries + c.group * c.dim;
-  typename P::Right* keys = rights.data();
+  typename P::Right *keys = rights.data(), *values = keys + KEY_BLOCK * c.dim;
+  Tiles tiles;
   put_queries(c, r, head, 0, 1, c.dim, queries);
   part.clear(c.group);
   for (int64_t block = first / KEY_BLOCK * KEY_BLOCK; block < last; block += KEY_BLOCK) {
@@ -542,11 +573,18 @@ void decode_span(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
       if (KEYS_AHEAD && block + j + ROWS < last) prefetch(c.rows(r, head, block + j + ROWS, 0), ROWS * c.dim);
       put_keys(keys, j, c.rows(r, head, block + j, 0), c.dim);
     }
-    multiply(scores, KEY_BLOCK, queries, c.dim, keys, KEY_BLOCK, c.group, KEY_BLOCK, c.dim / P::TOGETHER, false);
+    multiply(c, tiles, scores, KEY_BLOCK, queries, c.dim, keys, KEY_BLOCK, c.group, KEY_BLOCK, c.dim / P::TOGETHER, false);
     for (int64_t g = 0; g < c.group; ++g) {
       const float shrink = soften(c, scores + g * KEY_BLOCK, from, count, weights + g * KEY_BLOCK, part.max[g], part.sum[g]);
       if (shrink != 1.0f)
         for (int64_t d = 0; d < c.dim; ++d) part.rows[g * c.dim + d] *= shrink;
+    }
+    if (c.by_tiles) {
+      const int64_t whole = (count + 2 * Tiles::PAIRS - 1) / (2 * Tiles::PAIRS) * (2 * Tiles::PAIRS);
+      for (int64_t j = 0; j < whole; j += ROWS)
+        put_values(values, j, c.rows(r, head, block + std::min(j, count - 1), 1), from - j, count - j, c.dim, c.dim);
+      multiply(c, tiles, part.rows, c.dim, weights, KEY_BLOCK, values, c.dim, c.group, c.dim, whole / P::TOGETHER, true);
+      continue;
     }
     for (int64_t j = 0; j < count; j += ROWS)
       by_rows(c.group, [&](int64_t g, auto rows) {
@@ -582,16 +620,19 @@ void prompt_tile(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
   const Partial span{take(rows), take(rows), take(rows * wide), wide}, all{take(rows), take(rows), take(rows * wide), wide};
   typename P::Left *queries = lefts.data(), *weights = queries + rows * wide;
   typename P::Right *keys = rights.data(), *values = keys + KEY_BLOCK * wide;
+  Tiles tiles;
   put_queries(c, r, head, first, last, wide, queries);
   span.clear(rows);
   all.clear(rows, c.sinks_of(head), c.group);
   const int64_t end = before + last;  // behind the last key seen
   for (int64_t block = c.first_visible(before + first) / KEY_BLOCK * KEY_BLOCK; block < end; block += KEY_BLOCK) {
     const int64_t count = std::min(KEY_BLOCK, end - block);
-    for (int64_t j = 0; j < count; j += ROWS) put_keys(keys, j, c.rows(r, head, block + j, 0), dim);
-    for (int64_t j = 0; j < count; ++j) put_value(values, j, c.rows(r, head, block + j, 1), dim, wide);
+    for (int64_t j = 0; j < count; j += ROWS) {
+      put_keys(keys, j, c.rows(r, head, block + j, 0), dim);
+      put_values(values, j, c.rows(r, head, block + j, 1), 0, count - j, dim, wide);
+    }
     const int64_t skipped = std::max<int64_t>(0, block - before - first) * c.group;  // rows that see none of these keys
-    multiply(scores + skipped * KEY_BLOCK, KEY_BLOCK, queries + skipped * wide, wide, keys, KEY_BLOCK, rows - skipped, KEY_BLOCK,
+    multiply(c, tiles, scores + skipped * KEY_BLOCK, KEY_BLOCK, queries + skipped * wide, wide, keys, KEY_BLOCK, rows - skipped, KEY_BLOCK,
              dim / P::TOGETHER, false);
     for (int64_t i = skipped; i < rows; ++i) {
       const int64_t position = before + first + i / c.group;
@@ -600,7 +641,7 @@ void prompt_tile(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
       if (shrink != 1.0f)
         for (int64_t d = 0; d < wide; ++d) span.rows[i * wide + d] *= shrink;
     }
-    multiply(span.rows + skipped * wide, wide, weights + skipped * KEY_BLOCK, KEY_BLOCK, values, wide, rows - skipped, wide,
+    multiply(c, tiles, span.rows + skipped * wide, wide, weights + skipped * KEY_BLOCK, KEY_BLOCK, values, wide, rows - skipped, wide,
              KEY_BLOCK / P::TOGETHER, true);
     if ((block + KEY_BLOCK) % SPAN == 0 || block + KEY_BLOCK >= end) {
       for (int64_t i = 0; i < rows; ++i) merge(span, i, all);
@@ -720,6 +761,7 @@ Tensor attend_with(const Tensor& query, const Tensor& key, const Tensor& value, 
   c.starts = numbers + 2, c.contexts = c.starts + c.requests + 1, c.tables = c.contexts + c.requests;
   require(plan.size(0) >= 3 + c.requests * (2 + c.table_len), "the plan is shorter than it says");
   check_plan(c, pool.size(0));
+  c.by_tiles = std::is_same_v<T, Bf16> && c.dim % (2 * Tiles::PAIRS) == 0 && may_use_tiles();
   c.scaling = static_cast<float>(scaling), c.softcap = static_cast<float>(softcap), c.window = window;
   const int64_t shape[] = {1, c.tokens, c.heads, c.dim};
   Tensor out = torch::stable::new_empty(query, shape);

@@ -24,6 +24,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "tiles.h"
+
 namespace {
 
 using torch::headeronly::ScalarType;
@@ -31,6 +33,7 @@ using torch::stable::Tensor;
 
 constexpr int64_t PANEL = 32;        // columns of a panel
 constexpr int64_t FEW = 16;          // rows that leave a product waiting for weights
+constexpr int64_t LINE = 64 / 2;     // numbers of a cache line
 constexpr int64_t AHEAD = 4096 / 2;  // numbers of a panel to ask for before they are needed
 
 #ifdef __AVX512BF16__
@@ -155,6 +158,28 @@ void multiply_some(int64_t rows, const Factor* tile, int64_t in, const uint16_t*
   }
 }
 
+#ifdef __AMX_BF16__
+// The same by tiles, for at most Tiles::ROWS rows of x.
+template <bool GATED, typename C>
+void multiply(Tiles& tiles, int64_t rows, const uint16_t* x, int64_t in, const uint16_t* panel, Ahead ahead, C* c, int64_t ldc) {
+  alignas(64) float sums[Tiles::ROWS][PANEL];
+  tiles.set_rows(rows);
+  tiles.clear();
+  tiles.add(x, in, panel, PANEL, in / 2, [&](int64_t pair) {
+    const uint16_t* next = ahead.start + pair * ahead.pace;
+    for (int64_t i = 0; i < Tiles::PAIRS * ahead.pace; i += LINE) __builtin_prefetch(next + i);
+  });
+  tiles.save(sums[0], PANEL);
+  for (int64_t i = 0; i < rows; ++i) {
+    Vector left, right;
+    std::memcpy(&left, sums[i], sizeof left);
+    std::memcpy(&right, sums[i] + LANES, sizeof right);
+    store(c + i * ldc, GATED ? silu(left) * right : left);
+    if (!GATED) store(c + i * ldc + LANES, right);
+  }
+}
+#endif
+
 // Calls work for numbers from 0 to turns, on as many threads as torch has, each number as a thread becomes free.
 template <typename Work>
 void share(int64_t turns, const Work& work) {
@@ -219,12 +244,22 @@ Tensor multiply_all(const Tensor& x, const Tensor& packed) {
   const int64_t turn = rows > FEW ? 1 : std::clamp<int64_t>(panels / 8, 1, 8), turns = (panels + turn - 1) / turn;
   // A single pass waits for this panel's weights. Of several, all but the first find them in the cache and would leave
   // memory idle: each asks for its share of the next panel.
-  const int64_t passes = std::max<int64_t>(1, (rows + TILE - 1) / TILE);
+  const bool by_tiles = in % (2 * Tiles::PAIRS) == 0 && may_use_tiles();
+  const int64_t rows_a_pass = by_tiles ? Tiles::ROWS : TILE;
+  const int64_t passes = std::max<int64_t>(1, (rows + rows_a_pass - 1) / rows_a_pass);
   share(turns, [&](int64_t t) {
     for (int64_t p = t * turn; p < std::min(panels, (t + 1) * turn); ++p) {
       const uint16_t* panel = weights + p * in * PANEL;
       C* columns = c + p * COLUMNS;
       Ahead ahead{passes == 1 ? panel + AHEAD : panel + in * PANEL, 2 * PANEL / passes};
+#ifdef __AMX_BF16__
+      if (by_tiles) {
+        Tiles tiles;
+        for (int64_t i = 0; i < rows; i += Tiles::ROWS, ahead.start += ahead.pace * in / 2)
+          multiply<GATED>(tiles, std::min(Tiles::ROWS, rows - i), a + i * in, in, panel, ahead, columns + i * out_size, out_size);
+        continue;
+      }
+#endif
       int64_t i = 0;
       for (; i + TILE <= rows; i += TILE, ahead.start += ahead.pace * in / 2)
         multiply<TILE, GATED>(a + i * in, in, panel, ahead, columns + i * out_size, out_size);

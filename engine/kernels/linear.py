@@ -7,7 +7,6 @@ import torch
 from transformers.activations import SiLUActivation
 from transformers.models.llama.modeling_llama import LlamaMLP
 
-from engine.cpu.machine import has_amx
 from engine.device.huge_pages import HugeMemory
 from engine.kernels.shared_linear import SharedLinear, share_linears
 
@@ -78,12 +77,6 @@ def pack_linears(module: torch.nn.Module) -> int:
     Returns: their number; 0 with AMX, or without AVX2.
     """
     if not can_pack():
-        return 0
-    if has_amx():  # AMX tiles have several times the peak of our dot products
-        log.warning(
-            "oneDNN computes all linear layers, as this processor has AMX: prompts are faster than by kvmesh's kernels, small "
-            "batches slower"
-        )
         return 0
     memory = HugeMemory()
     replaced = _pack_gates(module, memory) + _pack_head(module, memory)

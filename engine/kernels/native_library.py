@@ -58,8 +58,12 @@ def load_package_class(state_dir: Path) -> None:
 
 
 def kernel_sources() -> list[Path]:
-    """Part of a package's name: it runs with no other kernels."""
     return [HERE / "attention.cpp", HERE / "linear.cpp", HERE / "cores.cpp", HERE / "noise.cpp"]
+
+
+def source_texts(sources: Sequence[Path]) -> list[str]:
+    """Return the sources with their headers: part of the name of what is built from them."""
+    return [path.read_text() for path in [*sources, HERE / "tiles.h"]]
 
 
 def kernels_are_loaded() -> bool:
@@ -78,8 +82,12 @@ def _load(  # noqa: PLR0917 - a compiler's command line, in its order
         cxx = compiler()
     except NoCompiler as exc:
         raise KernelsUnavailable(str(exc)) from exc
-    texts = [path.read_text() for path in sources]
-    facts = {"source": texts, "flags": [*SHARED, *flags], "torch": torch.__version__, "processor": processor()}
+    facts = {
+        "source": source_texts(sources),
+        "flags": [*SHARED, *flags],
+        "torch": torch.__version__,
+        "processor": processor(),
+    }
     library = state_dir.expanduser() / "compile" / f"{name}-{fingerprint(facts)}.so"
     try:
         with making(library):

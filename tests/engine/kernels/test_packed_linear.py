@@ -8,7 +8,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from engine.device.huge_pages import HugeMemory
-from engine.kernels.linear import PackedGate, PackedLinear, can_pack, is_packed, pack, pack_linears
+from engine.kernels.linear import PackedGate, PackedLinear, can_pack, pack, pack_linears
 from engine.kernels.shared_linear import SharedLinear, share_linears
 from engine.model.load import load_model
 from engine.model.progress import silent
@@ -160,16 +160,3 @@ def test_a_model_in_bfloat16_gives_the_same_ids_alone_and_among_others(tmp_path:
             run(make_engine(loaded, dtype="bfloat16"), [request]).tokens[request.request_id]
             == together[request.request_id]
         )
-
-
-def test_with_amx_long_products_go_to_one_dnn_and_the_log_says_so(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Our kernels have no AMX: a prompt took several times as long as in oneDNN, and nothing told."""
-    monkeypatch.setattr("engine.kernels.linear.has_amx", lambda: True)
-    loaded = load_model(str(save_tiny(tmp_path)), small(dtype="bfloat16"), tmp_path, silent)
-    assert pack_linears(loaded.module) == 0
-    assert not is_packed(loaded.module)
-    (warning,) = caplog.records
-    assert (warning.levelname, "oneDNN" in warning.message) == ("WARNING", True)
-    assert len(run(make_engine(loaded, dtype="bfloat16"), [EngineRequest("r", prompt(9), greedy(3))]).tokens["r"]) == 3
