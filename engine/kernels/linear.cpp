@@ -251,7 +251,7 @@ Tensor multiply_all(const Tensor& x, const Tensor& packed) {
     for (int64_t p = t * turn; p < std::min(panels, (t + 1) * turn); ++p) {
       const uint16_t* panel = weights + p * in * PANEL;
       C* columns = c + p * COLUMNS;
-      Ahead ahead{passes == 1 ? panel + AHEAD : panel + in * PANEL, 2 * PANEL / passes};
+      Ahead ahead{passes == 1 ? panel + AHEAD : panel + torch::stable::get_num_threads() * in * PANEL, 2 * PANEL / passes};
 #ifdef __AMX_BF16__
       if (by_tiles) {
         Tiles tiles;
