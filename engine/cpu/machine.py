@@ -29,11 +29,6 @@ def processor() -> str:
     return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()} {_flags()}"
 
 
-def has_amx() -> bool:
-    """Whether the processor has AMX, which oneDNN uses and our kernels do not."""
-    return "amx_bf16" in _flags().split()
-
-
 def _flags() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []

@@ -550,20 +550,81 @@ void put_queries(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
   }
 }
 
+#ifdef __AMX_BF16__
+// The queries of a decode as pairs, [group / Tiles::HALF, dim / 2, Tiles::HALF]. A column without a query is zero.
+void pair_queries(const Bf16* queries, int64_t group, int64_t dim, uint32_t* pairs) {
+  for (int64_t g = 0; g < group; ++g)
+    for (int64_t p = 0; p < dim / 2; ++p)
+      std::memcpy(pairs + (g / Tiles::HALF * dim / 2 + p) * Tiles::HALF + g % Tiles::HALF, queries + g * dim + 2 * p, sizeof *pairs);
+}
+
+// scores[g * KEY_BLOCK + i] of ROWS keys, which lie as in their page.
+inline void score_keys(Tiles& tiles, const Bf16* keys, const uint32_t* pairs, int64_t group, int64_t dim, float* scores) {
+  static_assert(ROWS == Tiles::HALF);
+  alignas(64) float sums[ROWS][Tiles::HALF];
+  for (int64_t first = 0; first < group; first += Tiles::HALF, pairs += dim / 2 * Tiles::HALF) {
+    tiles.score(keys, dim, pairs, dim / 2, sums[0]);
+    __m512i columns[ROWS];
+    for (int i = 0; i < ROWS; ++i) columns[i] = _mm512_load_si512(sums[i]);
+    transpose(columns);
+    for (int64_t g = first; g < std::min(group, first + Tiles::HALF); ++g)
+      _mm512_storeu_si512(scores + g * KEY_BLOCK, columns[g - first]);
+  }
+}
+
+// As decode_span, by tiles. Keys are read as they lie in their page.
+void decode_span_by_tiles(const Call<Bf16>& c, int64_t r, int64_t head, int64_t first, int64_t last, const Partial& part) {
+  thread_local std::vector<float> scores;
+  thread_local std::vector<Bf16> lefts;
+  thread_local std::vector<uint32_t> rights;
+  const int64_t columns = (c.group + Tiles::HALF - 1) / Tiles::HALF * Tiles::HALF;
+  scores.resize(c.group * KEY_BLOCK);
+  lefts.resize(c.group * (c.dim + KEY_BLOCK));
+  rights.assign((columns + KEY_BLOCK) * c.dim / 2, 0);
+  Bf16 *queries = lefts.data(), *weights = queries + c.group * c.dim;
+  uint32_t *pairs = rights.data(), *values = pairs + columns * c.dim / 2;
+  Tiles tiles;
+  put_queries(c, r, head, 0, 1, c.dim, queries);
+  pair_queries(queries, c.group, c.dim, pairs);
+  part.clear(c.group);
+  for (int64_t block = first / KEY_BLOCK * KEY_BLOCK; block < last; block += KEY_BLOCK) {
+    const int64_t count = std::min(KEY_BLOCK, last - block), from = std::max<int64_t>(0, first - block);
+    tiles.set_rows(std::min(c.group, Tiles::HALF));
+    for (int64_t j = 0; j < count; j += ROWS) {  // scores of keys behind `count` are not read
+      prefetch(c.rows(r, head, block + j, 1), ROWS * c.dim);
+      if (block + j + ROWS < last) prefetch(c.rows(r, head, block + j + ROWS, 0), ROWS * c.dim);
+      score_keys(tiles, c.rows(r, head, block + j, 0), pairs, c.group, c.dim, scores.data() + j);
+    }
+    for (int64_t g = 0; g < c.group; ++g) {
+      const float shrink = soften(c, scores.data() + g * KEY_BLOCK, from, count, weights + g * KEY_BLOCK, part.max[g], part.sum[g]);
+      if (shrink != 1.0f)
+        for (int64_t d = 0; d < c.dim; ++d) part.rows[g * c.dim + d] *= shrink;
+    }
+    const int64_t depth = (count + 2 * Tiles::PAIRS - 1) / (2 * Tiles::PAIRS) * (2 * Tiles::PAIRS);
+    for (int64_t j = 0; j < depth; j += ROWS)
+      put_values(values, j, c.rows(r, head, block + std::min(j, count - 1), 1), from - j, count - j, c.dim, c.dim);
+    multiply(c, tiles, part.rows, c.dim, weights, KEY_BLOCK, values, c.dim, c.group, c.dim, depth / 2, true);
+  }
+}
+#endif
+
 // What keys first..last-1, of one span, contribute to a decode, for the query heads of one key head.
 template <typename T>
 void decode_span(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64_t last, const Partial& part) {
+#ifdef __AMX_BF16__
+  if constexpr (std::is_same_v<T, Bf16>)
+    if (c.by_tiles) return decode_span_by_tiles(c, r, head, first, last, part);
+#endif
   typedef Products<T> P;
   thread_local std::vector<float> numbers;
   thread_local std::vector<typename P::Left> lefts;
   thread_local std::vector<typename P::Right> rights;
   numbers.resize(c.group * KEY_BLOCK);
   lefts.resize(c.group * (c.dim + KEY_BLOCK));
-  rights.resize((c.by_tiles ? 2 : 1) * KEY_BLOCK * c.dim);
+  rights.resize(KEY_BLOCK * c.dim);
   float* scores = numbers.data();
   typename P::Left *queries = lefts.data(), *weights = queries + c.group * c.dim;
-  typename P::Right *keys = rights.data(), *values = keys + KEY_BLOCK * c.dim;
-  Tiles tiles;
+  typename P::Right* keys = rights.data();
   put_queries(c, r, head, 0, 1, c.dim, queries);
   part.clear(c.group);
   for (int64_t block = first / KEY_BLOCK * KEY_BLOCK; block < last; block += KEY_BLOCK) {
@@ -573,18 +634,11 @@ void decode_span(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
       if (KEYS_AHEAD && block + j + ROWS < last) prefetch(c.rows(r, head, block + j + ROWS, 0), ROWS * c.dim);
       put_keys(keys, j, c.rows(r, head, block + j, 0), c.dim);
     }
-    multiply(c, tiles, scores, KEY_BLOCK, queries, c.dim, keys, KEY_BLOCK, c.group, KEY_BLOCK, c.dim / P::TOGETHER, false);
+    multiply(scores, KEY_BLOCK, queries, c.dim, keys, KEY_BLOCK, c.group, KEY_BLOCK, c.dim / P::TOGETHER, false);
     for (int64_t g = 0; g < c.group; ++g) {
       const float shrink = soften(c, scores + g * KEY_BLOCK, from, count, weights + g * KEY_BLOCK, part.max[g], part.sum[g]);
       if (shrink != 1.0f)
         for (int64_t d = 0; d < c.dim; ++d) part.rows[g * c.dim + d] *= shrink;
-    }
-    if (c.by_tiles) {
-      const int64_t whole = (count + 2 * Tiles::PAIRS - 1) / (2 * Tiles::PAIRS) * (2 * Tiles::PAIRS);
-      for (int64_t j = 0; j < whole; j += ROWS)
-        put_values(values, j, c.rows(r, head, block + std::min(j, count - 1), 1), from - j, count - j, c.dim, c.dim);
-      multiply(c, tiles, part.rows, c.dim, weights, KEY_BLOCK, values, c.dim, c.group, c.dim, whole / P::TOGETHER, true);
-      continue;
     }
     for (int64_t j = 0; j < count; j += ROWS)
       by_rows(c.group, [&](int64_t g, auto rows) {

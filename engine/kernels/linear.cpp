@@ -167,7 +167,7 @@ void multiply(Tiles& tiles, int64_t rows, const uint16_t* x, int64_t in, const u
   tiles.clear();
   tiles.add(x, in, panel, PANEL, in / 2, [&](int64_t pair) {
     const uint16_t* next = ahead.start + pair * ahead.pace;
-    for (int64_t i = 0; i < Tiles::PAIRS * ahead.pace; i += LINE) __builtin_prefetch(next + i);
+    for (int64_t i = 0; i < Tiles::PAIRS * ahead.pace; i += LINE) __builtin_prefetch(next + i, 0, 2);
   });
   tiles.save(sums[0], PANEL);
   for (int64_t i = 0; i < rows; ++i) {

@@ -1,6 +1,5 @@
 """Linear layers in bfloat16 on x86: weights packed once, fast for few rows."""
 
-import logging
 from typing import Any, Final
 
 import torch
@@ -9,8 +8,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 from engine.device.huge_pages import HugeMemory
 from engine.kernels.shared_linear import SharedLinear, share_linears
-
-log = logging.getLogger(__name__)
 
 PANEL: Final = 32  # output columns stored together
 
@@ -74,7 +71,7 @@ def can_pack() -> bool:
 def pack_linears(module: torch.nn.Module) -> int:
     """Replace supported linear layers, and free their plain weights. Layers with the same input are packed together.
 
-    Returns: their number; 0 with AMX, or without AVX2.
+    Returns: their number; 0 without AVX2.
     """
     if not can_pack():
         return 0

@@ -19,11 +19,13 @@ inline bool may_use_tiles() {
 }
 
 // The tiles of this thread, from set_rows on: sums [rows, COLUMNS] in 0 to 3, of left rows in 4 and 5 times pairs in 6 and 7.
+// Up to HALF rows need none of 2, 3 and 5, which then have all their rows, for `score`.
 class Tiles {
  public:
   static constexpr int64_t ROWS = 32;     // at most, at a time
   static constexpr int64_t COLUMNS = 32;  // at a time
   static constexpr int64_t PAIRS = 16;    // numbers k and k + 1 of all columns; a depth is a multiple of them
+  static constexpr int64_t HALF = 16;     // rows and columns of one tile
 
   Tiles() = default;
   Tiles(const Tiles&) = delete;
@@ -40,7 +42,7 @@ class Tiles {
       uint8_t rows[16] = {};
     } shape;
     const auto upper = static_cast<uint8_t>(std::min(rows, HALF));
-    const auto lower = static_cast<uint8_t>(std::max<int64_t>(rows - HALF, 1));  // of tiles that stay unused if there are none
+    const auto lower = static_cast<uint8_t>(rows > HALF ? rows - HALF : HALF);
     for (const int tile : {0, 1, 4}) shape.rows[tile] = upper;
     for (const int tile : {2, 3, 5}) shape.rows[tile] = lower;
     for (const int tile : {6, 7}) shape.rows[tile] = PAIRS;
@@ -90,8 +92,20 @@ class Tiles {
     }
   }
 
+  // scores [HALF, HALF] = keys [HALF, 2 * pairs] x queries [pairs, HALF] of two numbers each. The bits are those of `add` with
+  // keys and queries exchanged, and keys need not be transposed.
+  void score(const void* keys, int64_t stride, const uint32_t* queries, int64_t pairs, float* scores) {
+    const auto* rows = static_cast<const uint32_t*>(keys);
+    _tile_zero(2);
+    for (int64_t k = 0; k < pairs; k += PAIRS) {
+      _tile_loadd(5, rows + k, stride * 2);
+      _tile_loadd(6, queries + k * HALF, HALF * 4);
+      _tile_dpbf16ps(2, 5, 6);
+    }
+    _tile_stored(2, scores, HALF * 4);
+  }
+
  private:
-  static constexpr int64_t HALF = 16;
   int64_t rows_ = 0;
 };
 

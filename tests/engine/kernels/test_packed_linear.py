@@ -27,7 +27,7 @@ def packed(weight: torch.Tensor, bias: torch.Tensor | None = None) -> PackedLine
     return PackedLinear(torch.nn.Parameter(pack(weight, HugeMemory()), requires_grad=False), whole, 0, len(weight))
 
 
-@pytest.mark.parametrize("rows", [0, 1, 2, 11, 12, 13, 24, 100])
+@pytest.mark.parametrize("rows", [0, 1, 2, 11, 12, 13, 16, 17, 24, 32, 33, 100])
 @pytest.mark.parametrize(("out_size", "in_size"), [(32, 2), (96, 64), (960, 576), (1024, 130)])
 @torch.no_grad()
 def test_products_are_those_of_plain_weights(rows: int, out_size: int, in_size: int) -> None:
@@ -44,10 +44,11 @@ def test_products_are_those_of_plain_weights(rows: int, out_size: int, in_size: 
     )
 
 
+@pytest.mark.parametrize("in_size", [200, 192])  # tiles of AMX take multiples of 32
 @torch.no_grad()
-def test_a_row_gives_the_same_bits_among_any_others_with_any_number_of_threads() -> None:
+def test_a_row_gives_the_same_bits_among_any_others_with_any_number_of_threads(in_size: int) -> None:
     torch.manual_seed(0)
-    layer, x = packed(torch.randn(320, 200).bfloat16()), torch.randn(50, 200).bfloat16()
+    layer, x = packed(torch.randn(320, in_size).bfloat16()), torch.randn(50, in_size).bfloat16()
     together = layer(x)
     before = torch.get_num_threads()
     try:
