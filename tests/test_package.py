@@ -93,7 +93,12 @@ def installed(built: Built, tmp_path_factory: pytest.TempPathFactory) -> Install
 def test_the_wheel_has_the_files_that_git_knows(built: Built) -> None:
     held = {name for name in zipfile.ZipFile(built.wheel).namelist() if not MADE_BY_SETUPTOOLS.match(name)}
     assert held == {name for name in in_git() if name.startswith(tuple(f"{top}/" for top in IN_THE_WHEEL))}
-    assert {"engine/kernels/attention.cpp", "services/local/tether.py", "bench/peers/make_dynamo.sh"} <= held
+    assert {
+        "engine/kernels/attention.cpp",
+        "engine/kernels/tiles.h",
+        "services/local/tether.py",
+        "bench/peers/make_dynamo.sh",
+    } <= held
 
 
 def test_the_sdist_has_all_files_that_git_knows(built: Built) -> None:

@@ -63,7 +63,7 @@ def kernel_sources() -> list[Path]:
 
 def source_texts(sources: Sequence[Path]) -> list[str]:
     """Return the sources with their headers: part of the name of what is built from them."""
-    return [path.read_text() for path in [*sources, HERE / "tiles.h"]]
+    return [path.read_text() for path in [*sources, *sorted(HERE.glob("*.h"))]]
 
 
 def kernels_are_loaded() -> bool:
