@@ -4,8 +4,9 @@
 //
 // A decode step reads each weight once for a few tokens. torch calls oneDNN, whose overhead for each of these products is as
 // long as the product. A step of 1 or 8 tokens takes two thirds of oneDNN's time here, and one of 256 the same time
-// (docs/decisions/004). Without a dot product for bfloat16 (AVX2, older AVX-512) oneDNN is slow for prompts, too; here numbers
-// are widened in registers. The terms of a result are added in one order, however many rows there are.
+// (docs/decisions/004). With AMX, tiles multiply any number of rows (docs/decisions/028). Without a dot product for bfloat16
+// (AVX2, older AVX-512) oneDNN is slow for prompts, too; here numbers are widened in registers. The terms of a result are added
+// in one order, however many rows there are.
 
 #if defined(__AVX512BF16__) || (defined(__AVX2__) && defined(__FMA__))
 
@@ -242,10 +243,10 @@ Tensor multiply_all(const Tensor& x, const Tensor& packed) {
   auto* c = static_cast<C*>(out.data_ptr());
   // as many panels at once as make the threads' turns few and yet even
   const int64_t turn = rows > FEW ? 1 : std::clamp<int64_t>(panels / 8, 1, 8), turns = (panels + turn - 1) / turn;
-  // A single pass waits for this panel's weights. Of several, all but the first find them in the cache and would leave
-  // memory idle: each asks for its share of the next panel.
   const bool by_tiles = in % (2 * Tiles::PAIRS) == 0 && may_use_tiles();
   const int64_t rows_a_pass = by_tiles ? Tiles::ROWS : TILE;
+  // A single pass waits for this panel's weights. Of several, all but the first find them in the cache and would leave
+  // memory idle: each asks for its share of the panel that this thread will probably take next.
   const int64_t passes = std::max<int64_t>(1, (rows + rows_a_pass - 1) / rows_a_pass);
   share(turns, [&](int64_t t) {
     for (int64_t p = t * turn; p < std::min(panels, (t + 1) * turn); ++p) {

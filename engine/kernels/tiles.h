@@ -30,7 +30,7 @@ class Tiles {
   Tiles() = default;
   Tiles(const Tiles&) = delete;
   ~Tiles() {
-    if (rows_ > 0) _tile_release();  // else each switch of threads saves 8 kB
+    if (rows_ > 0) _tile_release();  // otherwise each switch of threads saves 8 kB
   }
 
   void set_rows(int64_t rows) {
