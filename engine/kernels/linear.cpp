@@ -33,7 +33,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t PANEL = 32;        // columns of a panel
-constexpr int64_t FEW = 16;          // rows that leave a product waiting for weights
+constexpr int64_t FEW = 16;          // rows that leave a product waiting for weights; by tiles a whole pass does
 constexpr int64_t LINE = 64 / 2;     // numbers of a cache line
 constexpr int64_t AHEAD = 4096 / 2;  // numbers of a panel to ask for before they are needed
 
@@ -241,10 +241,10 @@ Tensor multiply_all(const Tensor& x, const Tensor& packed) {
   const Factor* a = factors(static_cast<const uint16_t*>(x.data_ptr()), rows, in, wide);
   const auto* weights = static_cast<const uint16_t*>(packed.data_ptr());
   auto* c = static_cast<C*>(out.data_ptr());
-  // as many panels at once as make the threads' turns few and yet even
-  const int64_t turn = rows > FEW ? 1 : std::clamp<int64_t>(panels / 8, 1, 8), turns = (panels + turn - 1) / turn;
   const bool by_tiles = in % (2 * Tiles::PAIRS) == 0 && may_use_tiles();
-  const int64_t rows_a_pass = by_tiles ? Tiles::ROWS : TILE;
+  const int64_t rows_a_pass = by_tiles ? Tiles::ROWS : TILE, few = by_tiles ? Tiles::ROWS : FEW;
+  // as many panels at once as make the threads' turns few and yet even
+  const int64_t turn = rows > few ? 1 : std::clamp<int64_t>(panels / 8, 1, 8), turns = (panels + turn - 1) / turn;
   // A single pass waits for this panel's weights. Of several, all but the first find them in the cache and would leave
   // memory idle: each asks for its share of the panel that this thread will probably take next.
   const int64_t passes = std::max<int64_t>(1, (rows + rows_a_pass - 1) / rows_a_pass);
