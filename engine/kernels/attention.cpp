@@ -155,7 +155,7 @@ void decode_span_by_tiles(const Call<Bf16>& c, int64_t r, int64_t head, int64_t 
   const int64_t columns = (c.group + Tiles::HALF - 1) / Tiles::HALF * Tiles::HALF;
   scores.resize(c.group * KEY_BLOCK);
   lefts.resize(c.group * (c.dim + KEY_BLOCK));
-  rights.assign((columns + KEY_BLOCK) * c.dim / 2, 0);
+  rights.resize((columns + KEY_BLOCK) * c.dim / 2);
   Bf16 *queries = lefts.data(), *weights = queries + c.group * c.dim;
   uint32_t *pairs = rights.data(), *values = pairs + columns * c.dim / 2;
   Tiles tiles;

@@ -107,7 +107,7 @@ inline void store(uint16_t* to, Vector numbers) {  // to nearest, ties to even
 #endif
 }
 
-// x / (1 + e^-x), through e^-|x|, which does not overflow; Cephes' polynomial, as in attention.cpp.
+// x / (1 + e^-x), through e^-|x|, which does not overflow; Cephes' polynomial, as in numbers.h.
 inline Vector silu(Vector x) {
   const Vector zero{}, below = x < zero ? x : -x, y = below > -87.0f ? below : zero - 87.0f;
   const Whole n = __builtin_convertvector(y * 1.44269504088896341f - 0.5f, Whole);

@@ -324,6 +324,7 @@ inline void put_values(uint32_t* values, int64_t j, const Bf16* rows, int64_t fr
 #ifdef __AMX_BF16__
 // The queries of a decode as pairs, [group / Tiles::HALF, dim / 2, Tiles::HALF]. A column without a query is zero.
 void pair_queries(const Bf16* queries, int64_t group, int64_t dim, uint32_t* pairs) {
+  std::fill(pairs, pairs + (group + Tiles::HALF - 1) / Tiles::HALF * Tiles::HALF * dim / 2, 0);
   for (int64_t g = 0; g < group; ++g)
     for (int64_t p = 0; p < dim / 2; ++p)
       std::memcpy(pairs + (g / Tiles::HALF * dim / 2 + p) * Tiles::HALF + g % Tiles::HALF, queries + g * dim + 2 * p, sizeof *pairs);

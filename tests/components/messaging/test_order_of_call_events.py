@@ -180,7 +180,7 @@ async def _run(order: tuple[str, ...], impossible: set[tuple[str, ...]], cancell
 def test_a_call_runs_once_and_ends_once(length: int, cancelled: bool, caplog: pytest.LogCaptureFixture) -> None:
     """A call ended with "no listener" after two refused repetitions, even if one between them was not refused.
 
-    And one whose handler waited for what another task cancelled was answered by nobody.
+    And a call got no answer if its handler waited for something that another task cancelled.
     """
     caplog.set_level(logging.CRITICAL, "components")
     impossible: set[tuple[str, ...]] = set()

@@ -114,7 +114,9 @@ def test_sinks_join_the_softmax_without_a_value(
 
 
 @pytest.mark.parametrize("page_size", [16, 32, 64, 128])
-@pytest.mark.parametrize(("heads", "group"), [(4, 1), (2, 7), (1, 8)], ids=["multi-head", "grouped", "multi-query"])
+@pytest.mark.parametrize(
+    ("heads", "group"), [(4, 1), (2, 7), (1, 8), (1, 40)], ids=["multi-head", "grouped", "multi-query", "many queries"]
+)
 @pytest.mark.parametrize("dim", [16, 64, 80, 128])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_page_size_grouping_and_head_size(
@@ -180,6 +182,7 @@ def test_a_request_gives_the_same_bits_in_any_batch_and_with_any_number_of_threa
         ((1, 5, 32, 32), Scoring(0.2, window=70)),
         ((2, 1, 16, 80), Scoring(0.1, softcap=20.0)),
         ((1, 8, 64, 128), Scoring(0.09)),
+        ((1, 20, 16, 64), Scoring(0.125)),
     ],
 )
 @pytest.mark.parametrize("with_sinks", [False, True])

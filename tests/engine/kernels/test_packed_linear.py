@@ -95,7 +95,7 @@ def test_siblings_are_packed_together_and_what_cannot_be_packed_stays() -> None:
 
 
 class Model(torch.nn.Module):
-    """As much of one as its output layer needs."""
+    """A model that has an output layer alone."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Who goes on at once, who waits, who is refused: by a clock that jumps."""
+"""Which requests are admitted at once, which wait, and which are refused, by a clock that jumps."""
 
 import asyncio
 from collections.abc import Callable, Coroutine

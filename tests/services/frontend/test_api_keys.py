@@ -208,7 +208,7 @@ async def test_what_balancers_ask_is_open_and_nothing_else(mesh: FakeMesh) -> No
 
 
 async def test_who_brings_no_key_is_told_a_status_and_no_more(mesh: FakeMesh) -> None:
-    """`/health` named the models, and `/ready` what the mesh is made of, to whoever asked."""
+    """`/health` named the models, and `/ready` the parts of the mesh, to clients without a key."""
     wrong = {"authorization": "Bearer sk-wrong-0123456789"}
     async with served(mesh, BOTH) as http:
         for headers in ({}, wrong):
