@@ -111,7 +111,7 @@ class DeadlineExceeded(MeshError):
 
 
 class Cancelled(MeshError):
-    """Do not retry: the client has gone."""
+    """The client has gone, or decode took it for gone. Only a frontend that still has its client retries."""
 
 
 class InvariantBroken(MeshError):

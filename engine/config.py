@@ -197,8 +197,8 @@ class EngineConfig:
         running = self.max_running or 1
         if self.max_step_tokens and self.max_step_tokens < running + LEAST_PROMPT:
             raise ValueError(
-                f"max_step_tokens ({self.max_step_tokens}) must exceed max_running ({running}) by {LEAST_PROMPT}: "
-                "beside a full batch of decodes a prompt needs three tokens to get on"
+                f"max_step_tokens ({self.max_step_tokens}) must be at least max_running + {LEAST_PROMPT} "
+                f"({running + LEAST_PROMPT}): beside the other decodes a prompt chunk needs three tokens"
             )
 
     def step_size(self, device: str) -> StepSize:

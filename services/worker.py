@@ -61,7 +61,7 @@ def check_addressed(request: Addressed, registration: Registration, *, draining:
     registration.check_epoch(request.epoch)
     left_s = remaining_s(request.deadline_unix_ms)
     if draining:
-        raise Overloaded("this instance is leaving")
+        raise Overloaded("this instance is draining")
     return left_s
 
 

@@ -179,13 +179,16 @@ class CountRequest(Strict):
         _check_blocks(self.messages)
         choice = self.tool_choice
         if choice is not None and (choice.name is None) == (choice.type == "tool"):
-            raise Rejected("'tool_choice.name' belongs to the type 'tool', and to no other.", param="tool_choice.name")
+            raise Rejected(
+                "'tool_choice.name' is required with type 'tool', and not allowed with another type.",
+                param="tool_choice.name",
+            )
         self._check_thinking()
 
     def _check_thinking(self) -> None:
         if self.thinking is not None and (self.thinking.budget_tokens is None) == (self.thinking.type == "enabled"):
             raise Rejected(
-                "'thinking.budget_tokens' belongs to the type 'enabled', and to no other.",
+                "'thinking.budget_tokens' is required with type 'enabled', and not allowed with another type.",
                 param="thinking.budget_tokens",
             )
 

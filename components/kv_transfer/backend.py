@@ -60,7 +60,7 @@ class KvTransfer(Protocol):
     def write_aux(
         self, agent: str, source_slot: int, target_slot: int, notification: str, deadline_unix_ms: int
     ) -> Awaitable[object]:
-        """Copy one aux slot, then notify the peer with `notification`.
+        """Copy one aux slot, which the peer recognises by `notification`.
 
         Raises: TransferFailed, DeadlineExceeded.
         """

@@ -105,7 +105,9 @@ class MooncakePeer:
         try:
             return int(self._engine.transfer_submit_write(self._segment, piece.source, piece.target, piece.num_bytes))
         except (TypeError, RuntimeError) as exc:  # such as an invalid address
-            log.warning("write not posted", extra={"peer": self.endpoint.agent, "cause": str(exc).partition("\n")[0]})
+            log.warning(
+                "KV write not posted", extra={"peer": self.endpoint.agent, "cause": str(exc).partition("\n")[0]}
+            )
             return 0
 
     def _lost(self, cause: str) -> TransferFailed:

@@ -105,7 +105,7 @@ class NixlTransfer:
         check_same_backend(self.endpoint.backend, peer.backend)
         check_compatible(self._region.layout, peer.layout)
         if peer.agent in self._lost:  # NIXL does not connect again by itself
-            log.info("connecting again", extra={"peer": peer.agent})
+            log.info("NIXL connects again to a peer after a failed write", extra={"peer": peer.agent})
             await self.disconnect(peer.agent)
         if peer.agent not in self._peers:
             await self._thread.ask(lambda: self._connect(peer))
@@ -292,7 +292,7 @@ class NixlTransfer:
         try:
             state = str(self._agent.transfer(handle))
         except Exception as exc:  # noqa: BLE001  a peer that was lost before; part of the write may have been posted
-            log.warning("write not posted", extra={"peer": agent, "cause": str(exc) or type(exc).__name__})
+            log.warning("KV write not posted", extra={"peer": agent, "cause": str(exc) or type(exc).__name__})
             state = "ERR"
         if not self._finished(write, state):
             self._writes.append(write)
@@ -314,13 +314,13 @@ class NixlTransfer:
         try:
             self._agent.get_new_notifs()
         except Exception as exc:  # noqa: BLE001  the thread must live: others wait for their writes
-            log.warning("no progress", extra={"cause": str(exc) or type(exc).__name__})
+            log.warning("NIXL cannot be polled, trying again", extra={"cause": str(exc) or type(exc).__name__})
 
     def _state(self, write: _Write) -> str:
         try:
             return str(self._agent.check_xfer_state(write.handle))
         except Exception as exc:  # noqa: BLE001  a lost peer raises instead of returning a state
-            log.warning("write failed", extra={"cause": str(exc) or type(exc).__name__})
+            log.warning("KV write failed", extra={"cause": str(exc) or type(exc).__name__})
             return "ERR"
 
     def _finished(self, write: _Write, state: str) -> bool:

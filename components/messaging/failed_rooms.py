@@ -15,4 +15,7 @@ async def report_room_failed(bus: Bus, decode: str, request_id: str, room: str, 
     try:
         await bus.publish(f"{decode}.room_failed", failed)
     except MeshError as exc:
-        log.warning("decode was not notified", extra={"room": room, "subject": decode, "cause": exc.message})
+        log.warning(
+            "decode does not learn that a transfer failed, and waits for its timeout",
+            extra={"room": room, "subject": decode, "cause": exc.message},
+        )

@@ -67,9 +67,10 @@ class FleetSizes:
         return self._counts["decode"] * self._counts["frontend"]
 
     def heartbeat_rest_s(self, role: Role) -> float:
-        if role == "prefill" and self.pairs > ALL_PAIRS:
-            return USUAL_NEXT_S  # only planners follow them
-        return heartbeat_rest_s(self.count(role), self.followings(role))
+        rest_s = heartbeat_rest_s(self.count(role), self.followings(role))
+        if role == "prefill" and self.pairs > ALL_PAIRS:  # only planners follow them
+            return max(USUAL_NEXT_S, rest_s)
+        return rest_s
 
     def kv_events_rest_s(self, role: Role) -> float:
         if role == "prefill" and self.pairs > ALL_PAIRS:

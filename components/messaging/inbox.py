@@ -32,7 +32,7 @@ from components.wire.refused import raised
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S: Final = 2.0
-UNWANTED_S: Final = 1.0  # a cancelled stream may go on so long, until it is cancelled again
+UNWANTED_S: Final = 1.0  # a cancelled stream may continue this long before it is cancelled again
 
 
 class Reader(Protocol):
@@ -200,12 +200,12 @@ class StreamInbox:
             frame = unpack_frame(message.data)
         except OtherFrameVersion as exc:  # its streams would wait until their deadline
             self._refusals.count("tokens", exc)
-            log.warning("frame refused", extra={"cause": exc.message})
+            log.warning("tokens of another release refused, their streams move", extra={"cause": exc.message})
             self.fail_instance(exc.instance_id, DecodeLost(exc.message))
             return
         except MalformedMessage as exc:
             self._refusals.count("tokens", exc)
-            log.warning("frame refused", extra={"cause": exc.message})
+            log.warning("malformed tokens refused", extra={"cause": exc.message})
             return
         source = self._sources.get(frame.instance_id)
         if source is None or source.epoch != frame.epoch:

@@ -269,7 +269,7 @@ class Liveness:
         if silent_s > silent_after_s(self._next_s_of(health)):
             self._lose(health, Loss.SILENT, f"silent for {silent_s:.1f} s")
         elif since_step_s > HUNG_AFTER_S:
-            self._lose(health, Loss.HUNG, f"its engine has been stalled for {since_step_s:.0f} s")
+            self._lose(health, Loss.HUNG, f"its engine has made no step for {since_step_s:.0f} s")
         self._update_stalled(health, now)
 
     def _update_stalled(self, health: _InstanceHealth, now: float) -> None:
@@ -338,7 +338,9 @@ def warn_of_protocol(was: InstanceRecord | None, now: InstanceRecord) -> None:
     if now.is_understood or (was is not None and not was.is_understood):
         return
     facts = {"role": now.role, "instance": now.instance_id, "protocol": now.protocol, "from": now.oldest_protocol}
-    log.warning("instance not used: it speaks another protocol", extra={**facts, "ours": PROTOCOL, "ours_from": OLDEST})
+    log.warning(
+        "instance not used: its release has another protocol", extra={**facts, "ours": PROTOCOL, "ours_from": OLDEST}
+    )
 
 
 def silent_after_s(next_s: float) -> float:

@@ -72,7 +72,7 @@ class Records:
 
     async def _make_anew(self) -> None:
         log.warning(
-            "NATS has lost the stored records, an empty stream takes their place", extra={"records": self._name}
+            "NATS has lost the stored responses, an empty stream takes their place", extra={"records": self._name}
         )
         await _make_stream(self._jetstream, self._name, self._bounds)
 

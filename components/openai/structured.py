@@ -77,7 +77,7 @@ class ConstrainedFields(GenerationFields):
         described = wanted.json_schema
         if (described is None) is (wanted.type == "json_schema"):
             raise Rejected(
-                f"'{param}.json_schema' belongs to the type 'json_schema', and to no other.",
+                f"'{param}.json_schema' is required with type 'json_schema', and not allowed with another type.",
                 param=f"{param}.json_schema",
                 code="missing_required_parameter" if described is None else "invalid_value",
             )

@@ -204,7 +204,10 @@ class Planner:
             self._pending, self._settled_s = None, now.at_s
             return ""
         if wanted not in (change.before, change.after):
-            log.info("the change was overtaken", extra={"role": change.role, "to": change.after, "workers": wanted})
+            log.info(
+                "a scaling change was dropped: another process has set the number of workers",
+                extra={"role": change.role, "to": change.after, "workers": wanted},
+            )
             self._pending, self._settled_s = None, now.at_s
             return ""
         if wanted == change.before and waited_s > GAP * self._pace.every_s:

@@ -123,7 +123,7 @@ class Route:
 
     @property
     def _is_of_present(self) -> bool:
-        """Whether the request went to the present process with this id: a restarted one has not failed it."""
+        """Whether the instance is still the process that got the request: a restarted one is not to blame."""
         return self._sent is not None and self._router.book.find(self.instance_id) is self._sent.where.member
 
 

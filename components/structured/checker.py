@@ -193,7 +193,10 @@ class _Sandbox:
         except TimeoutError as exc:
             raise Overloaded("checking a constraint took too long") from exc
         except (asyncio.IncompleteReadError, ConnectionError):
-            log.warning("a constraint was too much", extra={"kind": constraint.kind, "bytes": len(constraint.text)})
+            log.warning(
+                "a constraint was refused: checking it exceeded its time or memory",
+                extra={"kind": constraint.kind, "bytes": len(constraint.text)},
+            )
             return TOO_COMPLEX
         finally:
             if not kept:

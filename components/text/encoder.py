@@ -62,7 +62,10 @@ class Encoder:
                 return _fast_encoded(self._fast, text, add_special_tokens=add_special_tokens)
             except BaseException as exc:  # noqa: BLE001 - its regular expressions have limits, and raise no class of their own
                 _check_is_its_own(exc)
-                log.warning("encoded by tokenizers", extra={"reason": str(exc), "chars": len(text)})
+                log.warning(
+                    "fastokens failed on a prompt, so tokenizers encoded it, which is slower",
+                    extra={"reason": str(exc), "chars": len(text)},
+                )
         return _encoded(self._tokenizer, text, add_special_tokens=add_special_tokens)
 
 
@@ -90,11 +93,16 @@ def _checked(tokenizer: Tokenizer) -> Any:
             for special in (False, True):
                 ids = _encoded(tokenizer, text, add_special_tokens=special)
                 if _fast_encoded(fast, text, add_special_tokens=special) != ids:
-                    log.info("encoding by tokenizers: fastokens differs", extra={"text": text[:64]})
+                    log.info(
+                        "encoding by tokenizers, which is slower: fastokens gives other ids", extra={"text": text[:64]}
+                    )
                     return None
     except BaseException as exc:  # noqa: BLE001 - whatever it does not know of this tokenizer, it raises no class of its own
         _check_is_its_own(exc)
-        log.info("encoding by tokenizers: fastokens cannot", extra={"reason": str(exc)})
+        log.info(
+            "encoding by tokenizers, which is slower: fastokens does not support this tokenizer",
+            extra={"reason": str(exc)},
+        )
         return None
     return fast
 

@@ -21,7 +21,7 @@ from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens, unpack_tokens
 
 FRAME_VERSION: Final = 5
-FIELDS: Final = 9  # per item; a tenth is sent to receivers that ask for it
+FIELDS: Final = 9  # per item; a tenth field goes to receivers that ask for it
 MAX_STREAM_ID: Final = 2**63 - 1
 PLAIN: Final = (None, None, 0, 0, None, None, None)  # an item's fields after its tokens
 

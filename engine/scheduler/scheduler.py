@@ -19,7 +19,7 @@ from engine.scheduler.request import Chunk, Request, RequestMemory, RequestState
 log = logging.getLogger(__name__)
 
 PASSED: Final = 64  # queued prompts that a DECODE may overtake
-# Of a chunk with log-probabilities: each token has a row of logits, as wide as the vocabulary.
+# Limit of a chunk with log-probabilities: each token has a row of logits, as wide as the vocabulary.
 READ_TOKENS: Final = 1024
 
 by_rank = attrgetter("priority", "arrival")  # the last is preempted first

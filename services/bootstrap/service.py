@@ -98,7 +98,9 @@ class BootstrapService:
             for room in expired:
                 self._close(room, "expired")
             if expired:
-                log.warning("rooms expired", extra={"count": len(expired), "open": len(self)})
+                log.warning(
+                    "rooms expired: prefill did not close them", extra={"count": len(expired), "open": len(self)}
+                )
 
     async def _forward(self, request: OpenRoom) -> None:
         """Forward the offer by a call with an answer: a lost message would cost a transfer's whole time."""

@@ -114,7 +114,8 @@ class InboundTransfer:
         found, expected = (record.stamp, record.num_pages), (self.stamp, len(pages))
         if found != expected:
             raise TransferFailed(
-                f"the aux slot has stamp {found[0]}, {found[1]} pages; expected {expected[0]}, {expected[1]}"
+                f"the aux slot is of another transfer: it has stamp {found[0]} and {found[1]} pages instead of "
+                f"{expected[0]} and {expected[1]}"
             )
         if self._checksums is not None:
             with step("decode.verify"):

@@ -203,7 +203,9 @@ class PrefillClient:
     async def run(self, transfer: InboundTransfer, request: GenerateRequest) -> AuxRecord:
         """Receive the KV. Raises: MeshError. In any case prefill may write into our pages until `settle` returns."""
         left_s = min(self._bootstrap_timeout_s, remaining_s(request.deadline_unix_ms))
-        reserved = await self._within(left_s, "beginning of a transfer from", transfer, _pages_of(transfer))
+        reserved = await self._within(
+            left_s, "pages of this decode instance for KV from", transfer, _pages_of(transfer)
+        )
         left_s = min(self._timeout_s, remaining_s(request.deadline_unix_ms))
         tokens = range(reserved.num_computed, num_tokens(request.token_ids))
         return await self._within(left_s, "KV from", transfer, self._receive(transfer, reserved, tokens, left_s))

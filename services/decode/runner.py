@@ -117,8 +117,8 @@ class RequestRunner:
     def kv_coming(self, coming: KvComing) -> None:
         """Send the first token before the prompt's KV arrives, unless the answer may end with it.
 
-        Not while other requests run. The second token would wait for the end of their step, so an early first token would
-        only lengthen the gap after it.
+        Do nothing while other requests run: the second token would wait for the end of their step, so an early first token
+        would only lengthen the gap after it.
         """
         active, first_token = self.active.find(coming.request_id), coming.first_token
         reserved = self.prefill.offered(coming.request_id, coming.room)

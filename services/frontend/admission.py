@@ -27,6 +27,11 @@ from services.frontend.ports import FleetRoom, Mesh
 
 LOOK_EVERY_S: Final = 0.05  # between two checks of decode's load, and of requests that have waited too long
 RATE_OVER_S: Final = 10.0
+REFUSALS: Final = {  # by their reason in the metric
+    "full": "the admission queue is full",
+    "shed": "the admission queue was full, and another request took this one's place",
+    "age": "this request waited too long in the admission queue",
+}
 RETRY_S: Final = (1.0, 60.0)  # bounds of Retry-After: OpenAI's clients ignore a much longer one
 ANSWER_WEIGHT: Final = 2  # price of an answer's token in prompt tokens, as in arXiv:2401.00588
 ANONYMOUS: Final = b""
@@ -172,7 +177,7 @@ class Admission:
         least, most = RETRY_S
         retry_after_s = min(max(self._queue.tokens / rate, least), most) if rate > 0 else most
         return QueueFull(
-            f"admission: {why}",
+            REFUSALS[why],
             retry_after_s=retry_after_s,
             waiting=len(self._queue),
             waiting_tokens=self._queue.tokens,

@@ -234,7 +234,7 @@ async def open_stored(bus: Bus, settings: FrontendSettings, subject: str) -> Sto
     try:
         records = await open_records(bus, f"{settings.namespace}.responses", bounds)
     except MeshError as exc:
-        log.warning("responses are not stored", extra={"cause": exc.message})
+        log.warning("responses are not stored until this frontend is restarted", extra={"cause": exc.message})
         return None
     return StoredResponses(bus, records, subject)
 

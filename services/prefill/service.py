@@ -120,7 +120,7 @@ class PrefillService:
     def _check(self, request: PrefillRequest) -> None:
         check_addressed(request, self._registration, draining=self.draining)
         if request.request_id in self._outbound or self._rooms.is_over(request.request_id):
-            raise Rejected(f"request id {request.request_id!r} is in use, or was", param="request_id")
+            raise Rejected(f"request id {request.request_id!r} is in use, or was a moment ago", param="request_id")
 
     async def pages(self, offer: PagesOffered) -> RoomOk:
         """Take decode's pages, which may arrive before the request.

@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
 STREAM_TOKENS: Final = 60  # 2.4 s
 AFTER_S: Final = 1.0  # what happens just after a restart belongs to it
 SHORTER_THAN_STREAMS_S: Final = "0.2"
-OF_SILENCE: Final = ("silent for ", "its engine has been stalled")  # causes of moves that a busy machine makes, too
+OF_SILENCE: Final = ("silent for ", "its engine has made no step")  # causes of moves that a busy machine makes, too
 LEASE_S: Final = "10"  # a process that is held up keeps its lease; one that ends revokes it
 
 

@@ -65,6 +65,7 @@ def deliveries_per_s(sizes: FleetSizes) -> float:
         (1000, 20, 2),
         (20, 1000, 16),
         (1000, 3000, 16),
+        (3000, 3000, 16),
     ],
 )
 def test_all_deliveries_of_a_fleet_stay_within_the_budget(prefill: int, decode: int, frontends: int) -> None:

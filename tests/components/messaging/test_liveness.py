@@ -160,7 +160,7 @@ def test_a_hung_engine_is_lost_until_it_moves() -> None:
     watched.beat("a", step=7, busy=True)
     watched.beat("b", step=7)
     watched.after(1.5)
-    assert [(name, why.split(" for")[0]) for name, _, why in watched.lost] == [("a", "its engine has been stalled")]
+    assert [(name, why.split(" for")[0]) for name, _, why in watched.lost] == [("a", "its engine has made no step")]
     watched.beat("a", step=7, busy=True)
     assert watched.usable == ["b"], "a beat alone does not bring it back"
     watched.beat("a", step=8, busy=True)

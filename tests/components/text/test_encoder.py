@@ -111,7 +111,7 @@ def test_one_that_differs_is_not_used(monkeypatch: pytest.MonkeyPatch, caplog: p
     )
     encoder = Encoder(tiny_tokenizer())
     assert not encoder.is_fast
-    assert "fastokens differs" in caplog.text
+    assert "fastokens gives other ids" in caplog.text
     assert encoder.encode(LINES[0], add_special_tokens=False) == plain(
         tiny_tokenizer(), LINES[0], add_special_tokens=False
     )

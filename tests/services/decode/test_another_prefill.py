@@ -30,7 +30,7 @@ from tests.services.decode.test_decode_service import ID, PAGES, Decode
 
 pytestmark = pytest.mark.anyio
 
-REFUSED = Overloaded("this instance is leaving")
+REFUSED = Overloaded("this instance is draining")
 
 
 class Prefills:

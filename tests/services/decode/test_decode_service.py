@@ -777,7 +777,7 @@ async def test_a_bootstrap_of_another_protocol_is_not_asked(decode: Decode, capl
     await decode.reserve()
     assert not decode.prefill.offered
     assert decode.engine.did("recompute") == [ID]
-    assert "instance not used: it speaks another protocol" in caplog.text
+    assert "instance not used: its release has another protocol" in caplog.text
 
 
 async def test_a_refused_offer_pins_the_pages_until_prefill_is_quiet(decode: Decode) -> None:
@@ -1027,7 +1027,7 @@ async def test_without_an_answer_or_pages_in_time_the_prompt_is_computed_here_an
     assert [q.request_id for q in decode.prefill.called_off] == [ID]
     assert decode.engine.did("release") == [ID]
     causes = [vars(r)["cause"] for r in caplog.records if r.message == "computing the prompt here"]
-    assert causes == ["no beginning of a transfer from prefill p in 0.05 s"]
+    assert causes == ["no pages of this decode instance for KV from prefill p in 0.05 s"]
     await decode.finish()
     decode.assert_nothing_is_kept()
 
@@ -1036,13 +1036,13 @@ async def test_without_an_answer_or_pages_in_time_the_prompt_is_computed_here_an
 async def test_a_frontend_that_asks_learns_where_the_prompt_was_computed_and_why_not_on_prefill(
     decode: Decode, asked: bool
 ) -> None:
-    decode.prefill.refusal = Overloaded("this instance is leaving")
+    decode.prefill.refusal = Overloaded("this instance is draining")
     await decode.ask(wants_origin=asked)
     await decode.reserve()
     await decode.until_nothing_runs()
     await decode.finish()
     [item] = decode.items()
-    assert item.origin == (PromptOrigin("p", "this instance is leaving") if asked else None)
+    assert item.origin == (PromptOrigin("p", "this instance is draining") if asked else None)
     await decode.ask(2, token_ids=pack_tokens(range(2)), wants_origin=asked)
     await decode.finish("r.2")
     assert decode.items()[-1].origin == (PromptOrigin("", "only 2 tokens remain") if asked else None)

@@ -331,7 +331,7 @@ EVENTS: Final[dict[str, Event]] = {
     "again": on_first(_again),
     "forgotten": on_first(_forgotten),
     "end": on_first(lambda worker: worker.end(only_first=True)),
-    "drains": on_first(lambda worker: worker.fail(Overloaded("this instance is leaving"))),
+    "drains": on_first(lambda worker: worker.fail(Overloaded("this instance is draining"))),
     "breaks": on_first(lambda worker: worker.fail(DecodeLost("stopped"))),
     "gives up": on_first(lambda worker: worker.fail(Cancelled("the frontend has gone"))),
     "refuses": on_first(lambda worker: worker.fail(PromptTooLong("too long"))),
