@@ -14,7 +14,7 @@ from engine.config import EngineConfig
         ({"max_context": -5}, "max_context is -5"),
         ({"reserve_tokens": -1}, "reserve_tokens is -1"),
         ({"itl_target_ms": -1}, "itl_target_ms is -1.0; it must be 0"),
-        ({"max_running": 64, "max_step_tokens": 64}, "a prompt needs three tokens"),
+        ({"max_running": 64, "max_step_tokens": 64}, "a prompt chunk needs three tokens"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(changes: dict[str, float], said: str) -> None:
