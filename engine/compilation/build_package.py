@@ -20,16 +20,23 @@ from pydantic import TypeAdapter
 from engine.compilation.forward import LIBRARY, MIN_TOKENS, Exported, has_own_weights
 from engine.compilation.trial import scratch_attention, step_of
 from engine.config import EngineConfig
+from engine.cpu.machine import save
 from engine.kernels.linear import pack_linears
 from engine.kernels.native_library import load_kernels
 from engine.kernels.shared_linear import merge_products, share_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 
-ONCE: Final = {"aot_inductor.precompile_headers": False}  # 7 s and 290 MB in /tmp, of use only to the next package
+ENOUGH: Final = 1024  # numbers in a loop that threads share, by the example
+ONCE: Final = {
+    "aot_inductor.precompile_headers": False,  # 7 s and 290 MB in /tmp, of use only to the next package
+    # Inductor asks for so many a thread of this machine. On 64 cores no loop would be shared, not even by two threads.
+    "cpp.min_chunk_size": max(1, ENOUGH // (os.cpu_count() or 1)),
+}
 OWN_WEIGHTS: Final = ONCE | {"freezing": True}  # folded in and packed
 NO_WEIGHTS: Final = ONCE | {"always_keep_tensor_constants": True, "aot_inductor.package_constants_in_so": False}
 EXAMPLE: Final = 8  # tokens
+UNFINISHED: Final = ".unfinished"  # suffix of a directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +69,7 @@ def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
             strict=False,
         )
         merge_products(program.graph)
-        unfinished = path.with_suffix(".unfinished")
+        unfinished = path.with_suffix(UNFINISHED)
         shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed; one at a time gets here
         unfinished.mkdir()
         archive, package = unfinished / "archive.pt2", unfinished / "package"
@@ -85,6 +92,7 @@ def _unpack(archive: Path, package: Path) -> None:
                 target = (package / LIBRARY).with_suffix(Path(member).suffix)
                 with members.open(member) as source, target.open("wb") as file:
                     shutil.copyfileobj(source, file)
+                    save(file)
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Final
 
@@ -14,7 +15,7 @@ import transformers
 
 from engine.attention.backend import StepAttention
 from engine.attention.choose_attention import why_not_cpu
-from engine.compilation.build_package import Order
+from engine.compilation.build_package import UNFINISHED, Order
 from engine.compilation.forward import EagerForward, Forward, PackagedForward, has_own_weights
 from engine.compilation.trial import difference
 from engine.config import EngineConfig
@@ -29,6 +30,7 @@ FORMAT: Final = 7  # increment when the exported code changes
 MIN_PARAMETERS: Final = 50_000_000  # smaller models are not worth a minute of compiling
 MAX_PARAMETERS: Final = 2_000_000_000  # if the package has its own weights
 KEPT_PACKAGES: Final = 4
+LEFT_AFTER_S: Final = 24 * 3600.0  # no compilation takes so long
 
 
 class CompilationFailed(Exception):
@@ -83,7 +85,7 @@ class CompiledWhenReady:
         try:
             forward = PackagedForward(path, self._model.module, Path(self._order.state_dir))
             far = difference(self._model.module, forward, self._model.layout)
-        except Exception:
+        except RuntimeError:  # it is damaged; a full disk or too little memory say nothing of it
             shutil.rmtree(path, ignore_errors=True)  # the next start makes another
             raise
         if not far <= 1:  # also for NaN
@@ -151,11 +153,23 @@ def _make(order: Order) -> None:
     Raises: OSError, CompilationFailed.
     """
     package = Path(order.package)
+    if _is_there(package):  # its directory may be read-only
+        return
     with making(package):
-        if not package.exists():
-            _run_child(order, package.parent / "inductor")
+        if not _is_there(package):
+            _run_child(order, package.with_suffix(UNFINISHED) / "inductor")
             _forget_old(package.parent)
-        package.touch()  # marks it as used
+
+
+def _is_there(package: Path) -> bool:
+    """Look for a package, and mark it as used if that is allowed."""
+    try:
+        os.utime(package)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        log.debug("a package cannot be marked as used", extra={"package": str(package)})
+    return package.is_dir()
 
 
 def _run_child(order: Order, cache_dir: Path) -> None:
@@ -173,7 +187,8 @@ def _run_child(order: Order, cache_dir: Path) -> None:
 
 
 def _forget_old(directory: Path) -> None:
-    """A package may be as large as its model."""
+    """Remove all but the latest packages, and what killed processes have left: each may be as large as its model."""
     packages = sorted(directory.glob("*.package"), key=lambda path: path.stat().st_mtime, reverse=True)
-    for path in packages[KEPT_PACKAGES:]:
+    left = [path for path in directory.glob(f"*{UNFINISHED}") if path.stat().st_mtime < time.time() - LEFT_AFTER_S]
+    for path in [*packages[KEPT_PACKAGES:], *left]:
         shutil.rmtree(path, ignore_errors=True)

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -44,6 +45,12 @@ def keep_compiled(state_dir: Path) -> None:
 
 def fingerprint(facts: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def save(file: IO[bytes]) -> None:
+    """Write a file to the disk. A library that is short after a power cut can kill each process that loads it."""
+    file.flush()
+    os.fsync(file.fileno())
 
 
 @contextmanager

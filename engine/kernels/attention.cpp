@@ -6,7 +6,8 @@
 //
 // Batch invariance: blocks and spans start at multiples of their length, and every sum of a token's result is taken in the
 // same order whether the token is a decode, or part of any chunk of a prompt, in any batch. So a stream that another worker
-// continues, from a prompt that holds what was generated, gets the same keys and values bit by bit.
+// continues, from a prompt that holds what was generated, gets the same keys and values bit by bit. That is so for finite values:
+// an infinite one makes all tokens of its block and chunk NaN, also those that may not see it (0 times infinity).
 //
 // Built on torch's stable ABI: it includes little, so it compiles in seconds, and one build serves later releases too.
 
@@ -146,7 +147,7 @@ void put_queries(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
   }
 }
 
-#ifdef __AMX_BF16__
+#ifdef HAS_TILES
 // As decode_span, by tiles. Keys are read as they lie in their page.
 void decode_span_by_tiles(const Call<Bf16>& c, int64_t r, int64_t head, int64_t first, int64_t last, const Partial& part) {
   thread_local std::vector<float> scores;
@@ -186,7 +187,7 @@ void decode_span_by_tiles(const Call<Bf16>& c, int64_t r, int64_t head, int64_t 
 // What keys first..last-1, of one span, contribute to a decode, for the query heads of one key head.
 template <typename T>
 void decode_span(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64_t last, const Partial& part) {
-#ifdef __AMX_BF16__
+#ifdef HAS_TILES
   if constexpr (std::is_same_v<T, Bf16>)
     if (c.by_tiles) return decode_span_by_tiles(c, r, head, first, last, part);
 #endif

@@ -24,12 +24,13 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-std::atomic<int64_t>* allowed = nullptr;  // 0: as many as the step began with
-std::atomic<int64_t>* used = nullptr;
+// Of the thread that computes steps: a compiled package is tried on another one.
+thread_local std::atomic<int64_t>* allowed = nullptr;  // 0: as many as the step began with
+thread_local std::atomic<int64_t>* used = nullptr;
 
 bool can_follow() { return omp_set_num_threads != nullptr && omp_get_max_threads != nullptr; }
 
-// Both int64 [1], in memory that outlives every step. Returns whether it will be done.
+// For steps of the calling thread. Both int64 [1], in memory that outlives every step. Returns whether it will be done.
 bool follow_threads(Tensor allowed_threads, Tensor used_threads) {
   if (allowed_threads.scalar_type() != ScalarType::Long || used_threads.scalar_type() != ScalarType::Long)
     throw std::runtime_error("kvmesh::follow_threads: it is for int64");

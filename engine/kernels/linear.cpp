@@ -159,7 +159,7 @@ void multiply_some(int64_t rows, const Factor* tile, int64_t in, const uint16_t*
   }
 }
 
-#ifdef __AMX_BF16__
+#ifdef HAS_TILES
 // The same by tiles, for at most Tiles::ROWS rows of x.
 template <bool GATED, typename C>
 void multiply(Tiles& tiles, int64_t rows, const uint16_t* x, int64_t in, const uint16_t* panel, Ahead ahead, C* c, int64_t ldc) {
@@ -243,8 +243,9 @@ Tensor multiply_all(const Tensor& x, const Tensor& packed) {
   auto* c = static_cast<C*>(out.data_ptr());
   const bool by_tiles = in % (2 * Tiles::PAIRS) == 0 && may_use_tiles();
   const int64_t rows_a_pass = by_tiles ? Tiles::ROWS : TILE, few = by_tiles ? Tiles::ROWS : FEW;
+  const int64_t threads = torch::stable::get_num_threads();
   // as many panels at once as make the threads' turns few and yet even
-  const int64_t turn = rows > few ? 1 : std::clamp<int64_t>(panels / 8, 1, 8), turns = (panels + turn - 1) / turn;
+  const int64_t turn = rows > few ? 1 : std::clamp<int64_t>(panels / (4 * threads), 1, 8), turns = (panels + turn - 1) / turn;
   // A single pass waits for this panel's weights. Of several, all but the first find them in the cache and would leave
   // memory idle: each asks for its share of the panel that this thread will probably take next.
   const int64_t passes = std::max<int64_t>(1, (rows + rows_a_pass - 1) / rows_a_pass);
@@ -252,8 +253,8 @@ Tensor multiply_all(const Tensor& x, const Tensor& packed) {
     for (int64_t p = t * turn; p < std::min(panels, (t + 1) * turn); ++p) {
       const uint16_t* panel = weights + p * in * PANEL;
       C* columns = c + p * COLUMNS;
-      Ahead ahead{passes == 1 ? panel + AHEAD : panel + torch::stable::get_num_threads() * in * PANEL, 2 * PANEL / passes};
-#ifdef __AMX_BF16__
+      Ahead ahead{passes == 1 ? panel + AHEAD : panel + threads * in * PANEL, 2 * PANEL / passes};
+#ifdef HAS_TILES
       if (by_tiles) {
         Tiles tiles;
         for (int64_t i = 0; i < rows; i += Tiles::ROWS, ahead.start += ahead.pace * in / 2)

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
-from engine.cpu.machine import NoCompiler, compiler, fingerprint, making, processor
+from engine.cpu.machine import NoCompiler, compiler, fingerprint, making, processor, save
 
 log = logging.getLogger(__name__)
 
@@ -78,10 +78,6 @@ def _load(  # noqa: PLR0917 - a compiler's command line, in its order
     state_dir: Path,
     load: Callable[[str], object],
 ) -> None:
-    try:
-        cxx = compiler()
-    except NoCompiler as exc:
-        raise KernelsUnavailable(str(exc)) from exc
     facts = {
         "source": source_texts(sources),
         "flags": [*SHARED, *flags],
@@ -90,32 +86,61 @@ def _load(  # noqa: PLR0917 - a compiler's command line, in its order
     }
     library = state_dir.expanduser() / "compile" / f"{name}-{fingerprint(facts)}.so"
     try:
+        if _is_loaded(library, load):  # its directory may be read-only
+            return
         with making(library):
-            if not library.exists():
+            if not _is_loaded(library, load):
                 log.info("compiling C++", extra={"library": str(library)})
                 links = [*(f"-L{path}" for path in library_paths()), *(f"-l{library}" for library in libraries)]
                 _compile(
-                    [cxx, *SHARED, *flags, *(f"-I{path}" for path in include_paths()), *map(str, sources)],
+                    [compiler(), *SHARED, *flags, *(f"-I{path}" for path in include_paths()), *map(str, sources)],
                     links,
                     library,
                 )
+                load(str(library))
+    except NoCompiler as exc:
+        raise KernelsUnavailable(str(exc)) from exc
+    except OSError as exc:
+        raise KernelsUnavailable(f"{library} cannot be made or loaded: {exc.__cause__ or exc}") from exc
+
+
+def _is_loaded(library: Path, load: Callable[[str], object]) -> bool:
+    """Load a library that is there. False: it is missing, damaged, or of another system's libc."""
+    if not library.exists():
+        return False
+    try:
         load(str(library))
     except OSError as exc:
-        raise KernelsUnavailable(f"{library} cannot be made or loaded: {exc}") from exc
+        log.warning(
+            "compiled C++ cannot be loaded", extra={"library": str(library), "reason": str(exc.__cause__ or exc)}
+        )
+        return False
+    return True
 
 
 def _compile(command: Sequence[str], links: Sequence[str], library: Path) -> None:
     """`library` appears by a rename."""
     unfinished = library.with_name(f"{library.stem}-{os.getpid()}.so")
     try:
-        done = subprocess.run([*command, "-o", str(unfinished), *links], capture_output=True, text=True, check=False)
+        env = os.environ | {"LC_ALL": "C"}  # its errors are searched for English words
+        done = subprocess.run(
+            [*command, "-o", str(unfinished), *links], capture_output=True, text=True, check=False, env=env
+        )
         if done.returncode != 0:
-            errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            cause = errors[0] if errors else done.returncode
+            cause = _first_error(done.stderr.splitlines()) or done.returncode
             raise KernelsUnavailable(f"{command[0]} cannot compile them (g++ 12 or newer can; set CXX): {cause}")
+        with unfinished.open("rb") as file:
+            save(file)
         unfinished.replace(library)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def _first_error(lines: Sequence[str]) -> str:
+    at = next((at for at, line in enumerate(lines) if "error" in line), 0)
+    if at > 0 and lines[at].startswith("collect2:"):  # it only counts the linker's errors
+        at -= 1
+    return lines[at] if lines else ""
 
 
 def _like_attended(query: torch.Tensor, *_others: object) -> torch.Tensor:

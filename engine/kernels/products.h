@@ -184,7 +184,7 @@ void multiply(float* c, int64_t ldc, const A* a, int64_t lda, const B* b, int64_
 // The same by tiles, if there are any.
 template <typename A, typename B>
 void multiply([[maybe_unused]] Tiles* tiles, float* c, int64_t ldc, const A* a, int64_t lda, const B* b, int64_t ldb, int64_t rows, int64_t width, int64_t depth, bool add) {
-#ifdef __AMX_BF16__
+#ifdef HAS_TILES
   if (tiles != nullptr) {
     for (int64_t i = 0; i < rows; i += Tiles::ROWS) {
       tiles->set_rows(std::min(Tiles::ROWS, rows - i));
@@ -321,7 +321,7 @@ inline void put_values(uint32_t* values, int64_t j, const Bf16* rows, int64_t fr
 }
 #endif
 
-#ifdef __AMX_BF16__
+#ifdef HAS_TILES
 // The queries of a decode as pairs, [group / Tiles::HALF, dim / 2, Tiles::HALF]. A column without a query is zero.
 void pair_queries(const Bf16* queries, int64_t group, int64_t dim, uint32_t* pairs) {
   std::fill(pairs, pairs + (group + Tiles::HALF - 1) / Tiles::HALF * Tiles::HALF * dim / 2, 0);

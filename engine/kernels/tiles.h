@@ -6,7 +6,8 @@
 #include <algorithm>
 #include <cstdint>
 
-#ifdef __AMX_BF16__
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)  // a hypervisor may hide either alone
+#define HAS_TILES
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>

@@ -1,10 +1,12 @@
 """The compiled forward against the eager one, and what happens where there is none."""
 
+import errno
 import logging
 import os
 import shutil
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -14,11 +16,13 @@ from engine.attention.backend import Scoring, StepAttention
 from engine.attention.opaque import OpaqueAttention, attending
 from engine.build import assemble
 from engine.compilation import packages
+from engine.compilation.build_package import Order
 from engine.compilation.forward import EagerForward, PackagedForward
 from engine.compilation.packages import CompiledWhenReady, choose_forward
 from engine.compilation.trial import scratch_attention, step_of
 from engine.core.engine_core import EngineCore
 from engine.kernels.linear import can_pack, pack_linears
+from engine.kernels.native_library import KernelsUnavailable
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 from engine.ports import EngineRequest
@@ -217,6 +221,61 @@ def test_a_package_is_tried_before_it_is_used(
     assert run(assemble(tiny, config, forward), requests).tokens == run(make_engine(tiny), requests).tokens
 
 
+def test_a_sound_package_outlives_a_trial_that_fails_for_another_reason(
+    tiny: LoadedModel, tmp_path: Path, kernel: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk kept the class from being compiled that runs packages: each start then deleted one and made another."""
+    if kernel is not None:
+        pytest.skip(kernel)
+
+    def full(*_args: object) -> None:
+        raise KernelsUnavailable("No space left on device")
+
+    config = small(compile="wait")
+    package = packages._package_path(tiny, config, tmp_path)
+    package.mkdir(parents=True)
+    monkeypatch.setattr(packages, "PackagedForward", full)
+    choose_forward("tiny", tiny, config, tmp_path, silent)
+    assert package.is_dir()
+
+
+def test_a_package_that_is_removed_while_it_is_marked_as_used_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file of its name took its place, and no start could load that or remove it."""
+    package = tmp_path / "one.package"
+    made: list[Path] = []
+
+    def make(*_args: object) -> None:
+        package.mkdir()
+        made.append(package)
+
+    monkeypatch.setattr(packages, "_run_child", make)
+    order = Order("model", str(tmp_path), str(package), small())
+    packages._make(order)
+    packages._make(order)
+    assert len(made) == 1
+    package.rmdir()
+    packages._make(order)
+    assert len(made) == 2
+    assert package.is_dir()
+
+
+def test_a_package_in_a_directory_that_cannot_be_written_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its lock was opened first, which fails on a read-only mount and in a directory of another user."""
+    package = tmp_path / "one.package"
+    package.mkdir()
+
+    def read_only(*_args: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(os, "utime", read_only)
+    monkeypatch.setattr(packages, "making", read_only)
+    packages._make(Order("model", str(tmp_path), str(package), small()))
+
+
 def test_the_package_of_another_model_or_thread_count_is_another(
     tiny: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -235,3 +294,13 @@ def test_only_the_packages_used_last_are_kept(tmp_path: Path) -> None:
         os.utime(package, (i, i))
     packages._forget_old(tmp_path)
     assert sorted(path.stem for path in tmp_path.glob("*.package")) == ["2", "3", "4", "5"]
+
+
+def test_what_killed_compilations_have_left_goes_after_a_day(tmp_path: Path) -> None:
+    """A package of another model or release never looked for it."""
+    for age_s in (0, 3600, 2 * 24 * 3600):
+        left = tmp_path / f"{age_s}.unfinished"
+        left.mkdir()
+        os.utime(left, (time.time() - age_s,) * 2)
+    packages._forget_old(tmp_path)
+    assert sorted(path.stem for path in tmp_path.iterdir()) == ["0", "3600"]
