@@ -111,7 +111,11 @@ def test_one_end_is_sent_and_nothing_is_kept(api: str, stream: bool, fails: bool
     path, body, _ = APIS[api]
     request = {"model": MODEL, **body, "stream": stream}
 
-    async def run(size: int, stop: int | None, pause_s: float | None, *, leaves: bool) -> Client:
+    async def test() -> None:
+        for size in SIZES[: 1 if fails else 2]:
+            await with_frames_of(size)
+
+    async def with_frames_of(size: int) -> None:
         mesh = FakeMesh(thinking, answer=f"Hm.</think>See.{CALL}", served=[ServedModel(MODEL, 4096, 1)], pace_s=0.001)
         mesh.tokens_per_delta = size
         if fails:
@@ -119,31 +123,28 @@ def test_one_end_is_sent_and_nothing_is_kept(api: str, stream: bool, fails: bool
         registry = CollectorRegistry()
         settings = FrontendSettings(request_lines_per_s=0, request_timeout_s=LIMIT_S)
         app = create_app(mesh, thinking, settings, registry)
-        client = Client(request, stop=stop, pause_s=pause_s, leaves=leaves)
-        headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
-        scope = {
-            "type": "http",
-            "method": "POST",
-            "path": path,
-            "headers": headers,
-            "query_string": b"",
-            "client": None,
-        }
-        async with asyncio.timeout(60):
-            await app(scope, client.receive, client.send)
-        assert mesh.running == 0
-        assert registry.get_sample_value("kvmesh_num_requests_running", {"model_name": MODEL}) == 0
-        assert registry.get_sample_value("kvmesh_num_requests_waiting") == 0
-        return client
 
-    async def test() -> None:
-        for size in SIZES[: 1 if fails else 2]:
-            await with_frames_of(size)
+        async def run(stop: int | None, pause_s: float | None, *, leaves: bool) -> Client:
+            client = Client(request, stop=stop, pause_s=pause_s, leaves=leaves)
+            headers = [(b"host", b"127.0.0.1"), (b"content-type", b"application/json")]
+            scope = {
+                "type": "http",
+                "method": "POST",
+                "path": path,
+                "headers": headers,
+                "query_string": b"",
+                "client": None,
+            }
+            async with asyncio.timeout(60):
+                await app(scope, client.receive, client.send)
+            assert mesh.running == 0
+            assert registry.get_sample_value("kvmesh_num_requests_running", {"model_name": MODEL}) == 0
+            assert registry.get_sample_value("kvmesh_num_requests_waiting") == 0
+            return client
 
-    async def with_frames_of(size: int) -> None:
-        undisturbed = await run(size, None, None, leaves=False)
+        undisturbed = await run(None, None, leaves=False)
         for stop, pause_s, leaves in product(range(undisturbed.writes), (0.0, 0.5, LIMIT_S + 1, None), (False, True)):
-            client = await run(size, stop, pause_s, leaves=leaves)
+            client = await run(stop, pause_s, leaves=leaves)
             in_time = not leaves and pause_s is not None and pause_s < LIMIT_S
             if client.statuses == [200] and stream:
                 check(client.events(), whole=not leaves and pause_s is not None)
