@@ -1,6 +1,6 @@
 """A lost follower ends its engine at once; a lost leader leaves no follower.
 
-The last is about followers as users start them. Elsewhere they are forks, which import nothing.
+The follower of a leader that is killed is started as users start it. Elsewhere they are forks, which import nothing.
 """
 
 import asyncio
@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,6 @@ from tests.engine.parallel.led import FORKING, HOME
 from tests.engine.tiny_engine import greedy, prompt, small
 
 pytestmark = pytest.mark.timeout(120)
-
-LEADER = """
-import json, sys, time
-from engine.build import build_engine
-from pathlib import Path
-from tests.engine.parallel.led import HOME
-from tests.engine.tiny_engine import small
-engine = build_engine(sys.argv[1], small(tensor_parallel=2), HOME)
-print(json.dumps([(rank.pid, str(Path(rank.socket_path).parent)) for rank in engine.kv_region.followers]), flush=True)
-time.sleep(100)
-"""
 
 
 def build_forked(model: Path, config: EngineConfig) -> EngineCore:
@@ -105,14 +93,17 @@ def test_an_engine_that_is_stopped_ends_its_followers(tiny_dir: Path, kernel: st
 
 def test_followers_do_not_outlive_a_leader_that_is_killed(tiny_dir: Path, kernel: str | None) -> None:
     async def main() -> None:
-        command = [sys.executable, "-c", LEADER, str(tiny_dir)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE) as leader:
-            assert leader.stdout is not None
+        pipe = subprocess.PIPE
+        leader = FORKING.start(["tests.engine.parallel.sleeping_leader"], stdin=pipe, stdout=pipe, pass_fds=())
+        with leader.stdin, leader.stdout:
+            leader.stdin.write(f"{tiny_dir}\n".encode())
+            leader.stdin.flush()
             [(follower, home)] = json.loads(leader.stdout.readline())
             assert is_alive(follower)
             assert Path(home).is_dir()
             assert f"-{leader.pid}-" in Path(home).name, "by this a supervisor finds it, if it kills all of them"
             leader.kill()
+        leader.wait(10)
         await eventually(lambda: not is_alive(follower))
         assert not Path(home).exists()
 
