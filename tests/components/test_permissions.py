@@ -5,7 +5,6 @@ import asyncio
 import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
@@ -60,23 +59,23 @@ class Peer:
         return [re.sub(r".*violation for (\w+).*?\"(.*)\".*", r"\1 \2", error.lower()) for error in found]
 
 
-@asynccontextmanager
-async def nats(home: Path) -> AsyncIterator[Server]:
-    async with running(NATS, home, accounts=Accounts.make(NAMESPACE, 2)) as server:
+@pytest.fixture(scope="module")
+async def nats(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Server]:
+    """One server for the file: subscriptions end with the connections that a test closes."""
+    async with running(NATS, tmp_path_factory.mktemp("nats"), accounts=Accounts.make(NAMESPACE, 2)) as server:
         yield server
 
 
-@asynccontextmanager
-async def peers(home: Path) -> AsyncIterator[dict[str, Peer]]:
-    async with nats(home) as server:
-        found = {user: Peer() for user in (*USERS, ADMINISTRATOR)}
-        for user, peer in found.items():
-            await peer.connect(server.url_of(user), user)
-        try:
-            yield found
-        finally:
-            for peer in found.values():
-                await peer.client.close()
+@pytest.fixture
+async def peers(nats: Server) -> AsyncIterator[dict[str, Peer]]:
+    found = {user: Peer() for user in (*USERS, ADMINISTRATOR)}
+    for user, peer in found.items():
+        await peer.connect(nats.url_of(user), user)
+    try:
+        yield found
+    finally:
+        for peer in found.values():
+            await peer.client.close()
 
 
 def every_subject() -> Iterator[str]:
@@ -95,23 +94,20 @@ def covers(pattern: str, subject: str) -> bool:
 
 @pytest.mark.mesh
 @pytest.mark.anyio
-async def test_each_role_may_use_its_own_subjects_and_no_others(tmp_path: Path) -> None:
+async def test_each_role_may_use_its_own_subjects_and_no_others(peers: dict[str, Peer]) -> None:
     """Asked of the server, for each role and each subject of the mesh."""
     subjects = sorted(set(every_subject()))
-    async with peers(tmp_path) as found:
-        for user, role in USERS.items():
-            peer, rights = found[user], nats_rights(NAMESPACE, role, user)
-            for subject in subjects:
-                await peer.client.publish(subject)
-            allowed = {s for s in subjects if any(covers(p, s) for p in rights.publish)}
-            refused = {f"publish to {s}".lower().replace("to ", "") for s in subjects if s not in allowed}
-            assert set(await peer.refusals()) == refused, user
-            for subject in subjects:
-                await peer.client.subscribe(subject)
-            allowed = {s for s in subjects if any(covers(p, s) for p in rights.subscribe)}
-            assert set(await peer.refusals()) == {f"subscription {s.lower()}" for s in subjects if s not in allowed}, (
-                user
-            )
+    for user, role in USERS.items():
+        peer, rights = peers[user], nats_rights(NAMESPACE, role, user)
+        for subject in subjects:
+            await peer.client.publish(subject)
+        allowed = {s for s in subjects if any(covers(p, s) for p in rights.publish)}
+        refused = {f"publish to {s}".lower().replace("to ", "") for s in subjects if s not in allowed}
+        assert set(await peer.refusals()) == refused, user
+        for subject in subjects:
+            await peer.client.subscribe(subject)
+        allowed = {s for s in subjects if any(covers(p, s) for p in rights.subscribe)}
+        assert set(await peer.refusals()) == {f"subscription {s.lower()}" for s in subjects if s not in allowed}, user
 
 
 @pytest.mark.mesh
@@ -139,13 +135,12 @@ async def test_each_role_may_use_its_own_subjects_and_no_others(tmp_path: Path) 
         ("local", "mesh.decode.*.generate"),
     ],
 )
-async def test_what_a_role_may_not_read(tmp_path: Path, user: str, subject: str) -> None:
-    async with nats(tmp_path) as server:
-        peer = Peer()
-        await peer.connect(server.url_of(user), user)
-        await peer.client.subscribe(subject)
-        assert await peer.refusals() == [f"subscription {subject.lower()}"]
-        await peer.client.close()
+async def test_what_a_role_may_not_read(nats: Server, user: str, subject: str) -> None:
+    peer = Peer()
+    await peer.connect(nats.url_of(user), user)
+    await peer.client.subscribe(subject)
+    assert await peer.refusals() == [f"subscription {subject.lower()}"]
+    await peer.client.close()
 
 
 @pytest.mark.mesh
@@ -173,18 +168,17 @@ async def test_what_a_role_may_not_read(tmp_path: Path, user: str, subject: str)
         ("frontend-0", "$JS.API.STREAM.DELETE.mesh-responses"),
     ],
 )
-async def test_what_a_role_may_not_send(tmp_path: Path, user: str, subject: str) -> None:
-    async with nats(tmp_path) as server:
-        peer = Peer()
-        await peer.connect(server.url_of(user), user)
-        await peer.client.publish(subject, b"x")
-        assert await peer.refusals() == [f"publish {subject.lower()}"]
-        await peer.client.close()
+async def test_what_a_role_may_not_send(nats: Server, user: str, subject: str) -> None:
+    peer = Peer()
+    await peer.connect(nats.url_of(user), user)
+    await peer.client.publish(subject, b"x")
+    assert await peer.refusals() == [f"publish {subject.lower()}"]
+    await peer.client.close()
 
 
 @pytest.mark.mesh
 @pytest.mark.anyio
-async def test_what_a_stolen_credential_can_do(tmp_path: Path) -> None:
+async def test_what_a_stolen_credential_can_do(peers: dict[str, Peer]) -> None:
     """As docs/security.md says: it must not promise more than this."""
     sends = {
         "frontend-0": [
@@ -211,30 +205,28 @@ async def test_what_a_stolen_credential_can_do(tmp_path: Path) -> None:
         "planner": ["mesh.decode.*.heartbeat", "mesh.prefill.*.heartbeat"],
         "local": ["mesh.local.*.scale"],
     }
-    async with peers(tmp_path) as found:
-        for user in USERS:
-            for subject in sends.get(user, ()):
-                await found[user].client.publish(subject)
-            for subject in reads.get(user, ()):
-                await found[user].client.subscribe(subject)
-            assert await found[user].refusals() == [], user
+    for user in USERS:
+        for subject in sends.get(user, ()):
+            await peers[user].client.publish(subject)
+        for subject in reads.get(user, ()):
+            await peers[user].client.subscribe(subject)
+        assert await peers[user].refusals() == [], user
 
 
 @pytest.mark.mesh
 @pytest.mark.anyio
-async def test_a_call_is_answered_once_to_its_caller_alone(tmp_path: Path) -> None:
-    async with peers(tmp_path) as found:
-        frontend, decode = found["frontend-0"], found["decode"]
-        inbox = frontend.client.new_inbox()
-        answers = await frontend.client.subscribe(inbox)
-        calls = await decode.client.subscribe("mesh.decode.d1.generate")
-        await decode.flush()
-        await frontend.client.publish("mesh.decode.d1.generate", b"call", reply=inbox)
-        call = await calls.next_msg(timeout=2)
-        await call.respond(b"answer")
-        assert (await answers.next_msg(timeout=2)).data == b"answer"
-        await call.respond(b"another")
-        assert await decode.refusals() == [f"publish {inbox.lower()}"]
+async def test_a_call_is_answered_once_to_its_caller_alone(peers: dict[str, Peer]) -> None:
+    frontend, decode = peers["frontend-0"], peers["decode"]
+    inbox = frontend.client.new_inbox()
+    answers = await frontend.client.subscribe(inbox)
+    calls = await decode.client.subscribe("mesh.decode.d1.generate")
+    await decode.flush()
+    await frontend.client.publish("mesh.decode.d1.generate", b"call", reply=inbox)
+    call = await calls.next_msg(timeout=2)
+    await call.respond(b"answer")
+    assert (await answers.next_msg(timeout=2)).data == b"answer"
+    await call.respond(b"another")
+    assert await decode.refusals() == [f"publish {inbox.lower()}"]
 
 
 def verbs_in_code() -> set[str]:
