@@ -5,6 +5,7 @@ test_admission_http, test_api_keys and tests/components/http/test_http_connectio
 """
 
 import json
+import math
 import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
@@ -71,6 +72,14 @@ def field(name: str, value: str) -> bytes:
 
 
 DEEP: Final = "[" * 60_000
+TOOL: Final = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {"type": "object", "properties": {"a": {"type": "integer", "maximum": math.nan}}},
+    },
+}
+TOOL_MAXIMUM: Final = "tools[0].function.parameters.properties.a.maximum"
 IMAGE: Final = {"type": "image_url", "image_url": {"url": "http://127.0.0.1:1/never-fetched.png"}}
 
 TABLE: Final = [
@@ -109,6 +118,7 @@ TABLE: Final = [
     message("image_url, and no fetch", ".content[0].type", content=[IMAGE]),
     message("audio", ".content[0].type", content=[{"type": "input_audio"}]),
     message("too many parts", ".content", content=[{"type": "text", "text": ""}] * 1025),
+    chat("a name that the template does not show", None, messages=[{**USER, "name": "nobody"}]),
     message("name too long", ".name", name="n" * 257),
     message("unknown field of a message", ".weight", "unknown_parameter", weight=1),
     chat("messages that are no list", messages={"role": "user"}, told="array"),
@@ -118,6 +128,8 @@ TABLE: Final = [
     number("temperature", "1e999"),
     number("temperature", "-1e999"),
     number("temperature", "Infinity"),
+    number("temperature", "-Infinity"),
+    Row("a maximum that is no number", field("tools", json.dumps([TOOL])), 400, "invalid_value", TOOL_MAXIMUM),
     number("top_p", "NaN"),
     number("presence_penalty", "1e999"),
     number("seed", "9223372036854775808"),
@@ -137,6 +149,7 @@ TABLE: Final = [
     chat("max_tokens 0", max_tokens=0),
     chat("max_tokens negative", max_tokens=-1),
     chat("max_completion_tokens 0", max_completion_tokens=0),
+    chat("two limits of tokens", None, "max_completion_tokens", max_tokens=1, max_completion_tokens=2),
     chat("over context", "context_length_exceeded", "messages", str(CONTEXT), max_tokens=CONTEXT),
     text("a prompt over context", "context_length_exceeded", prompt=[5] * CONTEXT),
     chat("stop of 5", stop=["a", "b", "c", "d", "e"]),
@@ -156,6 +169,9 @@ TABLE: Final = [
     chat("repetition_penalty 0", repetition_penalty=0),
     chat("penalty over 2", frequency_penalty=2.5),
     chat("min_tokens over max_tokens", min_tokens=6, max_tokens=5),
+    chat("min_tokens over context", min_tokens=CONTEXT + 1),
+    chat("guided_json that is no schema", guided_json=5),
+    chat("a schema that is none", param="structured_outputs.json", structured_outputs={"json": 5}),
     chat("priority too high", priority=128),
     text("token ids negative", prompt=[-1]),
     text("token ids out of vocabulary", prompt=[999_999]),
@@ -163,10 +179,13 @@ TABLE: Final = [
     text("token ids and text", prompt=[1, "a"]),
     text("a token id that is a bool", prompt=[True]),
     text("an empty prompt", prompt=""),
+    text("a prompt of no tokens", prompt=[]),
+    text("token ids of the second prompt negative", param="prompt[1]", prompt=[[1], [-1]]),
     chat("stop_token_ids out of vocabulary", stop_token_ids=[999_999]),
     chat("stop_token_ids negative", param="stop_token_ids[0]", stop_token_ids=[-1]),
     chat("stop_token_ids of too many", stop_token_ids=[1] * 129),
     chat("stream_options without stream", None, stream_options={"include_usage": True}),
+    chat("empty stream_options without stream", None, stream_options={}),
     chat("user too long", user="u" * 513),
     chat("prompt_cache_key too long", prompt_cache_key="u" * 513),
     chat("cache_salt too long", cache_salt="s" * 257),
