@@ -99,7 +99,6 @@ def _sample(group: Group, worker: Worker) -> WorkerSample:
         generated_tokens=done.generated_tokens,
         accepted=group.accepted[worker],
         queued_tokens=worker.queued_now(),
-        running=worker.running,
         waiting=len(worker.waiting),
         used_pages=worker.pool.used,
         total_pages=worker.pool.total,

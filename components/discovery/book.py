@@ -26,9 +26,8 @@ class InstanceBook:
     def __len__(self) -> int:
         return len(self._records)
 
-    def of_role(self, role: Role, model: str | None = None) -> list[InstanceRecord]:
-        found = [r for r in self._records.values() if r.role == role and model in (None, r.model)]
-        return sorted(found, key=lambda r: r.instance_id)
+    def of_role(self, role: Role) -> list[InstanceRecord]:
+        return sorted((r for r in self._records.values() if r.role == role), key=lambda r: r.instance_id)
 
     def find(self, role: Role, instance_id: str, epoch: str | None = None) -> InstanceRecord | None:
         """An id is unique among the instances of a role only."""

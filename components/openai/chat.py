@@ -148,7 +148,6 @@ class ChatRequest(ConstrainedFields):
         | None
     ) = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
-    prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     # not supported yet
     store: Annotated[JsonValue, only(False)] = None
     service_tier: Annotated[JsonValue, only("auto", "default")] = None

@@ -20,7 +20,6 @@ class WorkerSample:
     generated_tokens: int
     accepted: int  # requests
     queued_tokens: int  # of prompts
-    running: int  # requests
     waiting: float  # requests, best as a mean since the last sample
     used_pages: int
     total_pages: int

@@ -1,6 +1,5 @@
 """One generating request, from the first header to the last byte."""
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -37,8 +36,6 @@ from services.frontend.prompts import check_token_fields, find_generator, make_p
 from services.frontend.reply import Reply
 from services.frontend.request_lines import RequestLines
 from services.frontend.request_record import RequestRecord
-
-log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,6 @@ class FleetSampler:
             generated_tokens=counters.generated_tokens,
             accepted=beat.accepted,
             queued_tokens=beat.queued_tokens,
-            running=beat.num_running,
             waiting=beats.mean_waiting(self._clock()),
             used_pages=beat.total_pages - beat.free_pages - beat.cached_pages,
             total_pages=beat.total_pages,

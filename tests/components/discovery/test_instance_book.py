@@ -32,13 +32,12 @@ def test_a_fresh_read_notifies_of_differences_only() -> None:
     assert sorted(heard, key=str) == sorted([("1", None), ("3", "4"), (None, "5")], key=str)
 
 
-def test_instances_are_found_by_role_and_model_in_one_order_everywhere() -> None:
+def test_instances_are_found_by_role_in_one_order_everywhere() -> None:
     book, _ = listened()
     for name in "cab":
-        book.put(name, record(name, model=name))
-    book.put("p", record("p", role="prefill", model="a"))
+        book.put(name, record(name))
+    book.put("p", record("p", role="prefill"))
     assert [r.instance_id for r in book.of_role("decode")] == ["a", "b", "c"]
-    assert [r.instance_id for r in book.of_role("decode", "a")] == ["a"]
 
 
 def test_an_instance_is_found_in_the_epoch_asked_for() -> None:

@@ -44,7 +44,7 @@ class MadeUp:
         name = f"{role}-{self.born}"
         self.born += 1
         self.names[role].append(name)
-        self.done[name] = WorkerSample(name, 0.0, 0, 0, 0, 0, 0, 0, 0.0, 0, 1000, devices=self.devices.get(role, 1))
+        self.done[name] = WorkerSample(name, 0.0, 0, 0, 0, 0, 0, 0.0, 0, 1000, devices=self.devices.get(role, 1))
 
     def run(self, seconds: float, prompts_per_s: float, tokens_per_s: float) -> Observation:
         """Let `seconds` pass under a load, and look."""
