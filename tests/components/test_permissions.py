@@ -29,11 +29,6 @@ USERS: Final = {
 NO_VERBS: Final = {"decode", "prefill", "bootstrap", "planner", "local", "records"}
 
 
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Peer:
     """A user of NATS that counts what it was refused."""
 

@@ -16,11 +16,6 @@ from components.wire.control import Control
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture(autouse=True)
 def _restored() -> Iterator[None]:
     root, rate = logging.root.level, tracer._rate

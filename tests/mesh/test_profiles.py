@@ -40,11 +40,6 @@ class Inspect:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def inspect(run_service: RunService, shared_tiny_mesh: MeshProcesses, tmp_path: Path) -> Inspect:
     return Inspect(run_service, shared_tiny_mesh, tmp_path)
 

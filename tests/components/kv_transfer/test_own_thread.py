@@ -16,11 +16,6 @@ from components.kv_transfer.own_thread import OwnThread
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def _nothing() -> None:
     return
 

@@ -21,11 +21,6 @@ MAX_ORDERS: Final = 5
 MAX_TURNS: Final = 2  # between two orders
 
 
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @pytest.fixture
 async def end() -> AsyncIterator[RankEnd]:
     region = on_tested_device()

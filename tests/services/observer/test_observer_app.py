@@ -44,11 +44,6 @@ PROTOBUF = {"content-type": "application/x-protobuf"}
 JSON = {"content-type": "application/json"}
 
 
-@pytest.fixture(scope="session")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @asynccontextmanager
 async def observer(home: Path, **settings: Any) -> AsyncIterator[str]:
     read = ObserverSettings(port=0, state_dir=home, **settings)
