@@ -43,7 +43,7 @@ class InboundTransfer:
 
     asking: asyncio.Task[None] | None = None  # the call to prefill
     is_room_open = False
-    deadline_unix_ms = 0  # of the offer: prefill posts no write after it
+    offer_end_s = 0.0  # monotonic: prefill posts no write after it
 
     def __init__(
         self,
@@ -99,9 +99,9 @@ class InboundTransfer:
         """True if prefill is to blame for a delay; False while the transfer waits for our own pages or for bootstrap."""
         return self.is_room_open or self.asking is None or not self.asking.done() or self.refusal is not None
 
-    def expose(self, deadline_unix_ms: int) -> None:
+    def expose(self, offer_end_s: float) -> None:
         """Call before the offer leaves."""
-        self.deadline_unix_ms = deadline_unix_ms
+        self.offer_end_s = offer_end_s
         self.exposed_s = time.monotonic()
         self.lifecycle.advance(S.TRANSFER)
         self._landed = self._transfer.expect(self.room, self.slot)

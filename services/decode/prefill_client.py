@@ -258,7 +258,7 @@ class PrefillClient:
     async def _receive(
         self, transfer: InboundTransfer, reserved: Exposed, tokens: range, timeout_s: float
     ) -> AuxRecord:
-        await self._offer(transfer, reserved, now_ms() + int(timeout_s * 1000))
+        await self._offer(transfer, reserved, timeout_s)
         transfer.is_room_open = True
         with step("decode.receive") as receiving:
             receiving.note({"kvmesh.transfer.backend": self._transfer.endpoint.backend})
@@ -292,7 +292,7 @@ class PrefillClient:
             accepted = await self._bus.call(subject, asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S)
         route.accepted(accepted.number)
 
-    async def _offer(self, transfer: InboundTransfer, reserved: Exposed, deadline_unix_ms: int) -> None:
+    async def _offer(self, transfer: InboundTransfer, reserved: Exposed, timeout_s: float) -> None:
         """Open the room at a bootstrap replica. Raises: NoBootstrapInstance."""
         opening = OpenRoom(
             room=transfer.room,
@@ -304,14 +304,15 @@ class PrefillClient:
             pages=reserved.pages,
             num_cached_pages=reserved.num_computed // self._transfer.endpoint.layout.page_size,
             aux_slot=transfer.slot,
-            deadline_unix_ms=deadline_unix_ms,
+            deadline_unix_ms=now_ms() + int(timeout_s * 1000),
             sender=self._registration.instance_id,
             sent_unix_ms=now_ms(),
         )
         replicas = [r for r in self._registry.book.of_role("bootstrap") if r.is_understood]
         if not replicas:
             raise NoBootstrapInstance("no bootstrap instance is registered")
-        transfer.expose(deadline_unix_ms)
+        # Monotonic: after a step of the wall clock, pages would return too early or too late.
+        transfer.expose(time.monotonic() + timeout_s)
 
         async def ask(replica: InstanceRecord) -> None:
             await self._bus.call(f"{replica.subject}.open", opening, RoomOk, timeout_s=LIMIT_S)
@@ -333,7 +334,7 @@ class PrefillClient:
                 await self._bus.call(subject, quiesce, Quiet, timeout_s=QUIESCE_TIMEOUT_S)
             except PeerLost:
                 gone_since = gone_since or time.monotonic()
-                late_s = (now_ms() - transfer.deadline_unix_ms) / 1000
+                late_s = time.monotonic() - transfer.offer_end_s
                 if time.monotonic() - gone_since > GONE_AFTER_S and late_s > FENCE_MARGIN_S:
                     return
             except MeshError as exc:

@@ -849,7 +849,7 @@ async def until(condition: Callable[[], bool]) -> None:
 def let_offers_expire(decode: Decode) -> None:
     """The time has passed in which prefill may write into what was offered."""
     for fetch in decode.prefill_client._transfers.values():
-        fetch.deadline_unix_ms = now_ms() - 10_000
+        fetch.offer_end_s = time.monotonic() - 10
 
 
 @pytest.mark.parametrize("error", [NobodyListens, ListenerGone])
@@ -900,6 +900,25 @@ async def test_a_lost_prefill_is_computed_around_and_its_pages_stay_until_it_may
     await until(lambda: decode.engine.did("release") == [ID])
     await decode.finish()
     assert decode.tokens() == [43]
+    decode.assert_nothing_is_kept()
+
+
+@pytest.mark.usefixtures("soon_gone")
+@pytest.mark.parametrize("step_ms", [120_000, -3_600_000])
+async def test_a_step_of_the_wall_clock_does_not_move_the_end_of_an_offer(
+    decode: Decode, monkeypatch: pytest.MonkeyPatch, step_ms: int
+) -> None:
+    """Decode compared the offer's deadline with its wall clock. A clock set forward gave pages back into which a prefill
+    that was cut off from NATS could still write; a clock set back by an hour kept them for an hour."""
+    await decode.ask()
+    await decode.reserve()
+    decode.bus.handlers.clear()
+    monkeypatch.setattr("services.decode.prefill_client.now_ms", lambda: now_ms() + step_ms)
+    await decode.cancel()
+    await asyncio.sleep(0.06)
+    decode.assert_pinned()
+    let_offers_expire(decode)
+    await until(lambda: decode.engine.did("release") == [ID])
     decode.assert_nothing_is_kept()
 
 
