@@ -42,6 +42,7 @@ class Quiesce(Struct):
     request_id: str
     cause: str
     cancelled: bool = False
+    epoch: str = ""  # of the process that was asked; another one cannot answer for it. Empty: not checked
 
 
 @message("quiet.v1")

@@ -217,9 +217,7 @@ class PrefillClient:
         """
         try:
             async with asyncio.timeout(TAKE_BACK_S):
-                await self._stop(
-                    transfer, Quiesce(request_id=transfer.engine_id, cause="it goes to another prefill instance")
-                )
+                await self._stop(transfer, "it goes to another prefill instance")
         except TimeoutError:
             return False
         return True
@@ -230,11 +228,12 @@ class PrefillClient:
         `cancelled`: the client has gone.
         """
         cause = "the client has gone" if cancelled else "decode gave this transfer up"
-        await self._stop(transfer, Quiesce(request_id=transfer.engine_id, cause=cause, cancelled=cancelled))
+        await self._stop(transfer, cause, cancelled=cancelled)
         if self._transfers.get(transfer.engine_id) is transfer:
             del self._transfers[transfer.engine_id]
 
-    async def _stop(self, transfer: InboundTransfer, quiesce: Quiesce) -> None:
+    async def _stop(self, transfer: InboundTransfer, cause: str, *, cancelled: bool = False) -> None:
+        quiesce = Quiesce(request_id=transfer.engine_id, cause=cause, cancelled=cancelled, epoch=transfer.prefill.epoch)
         match transfer.abandon():
             case S.PINNED:
                 await _until_answered(transfer)
@@ -324,8 +323,8 @@ class PrefillClient:
         """Return when prefill cannot write into our pages.
 
         Only prefill's own answer proves it; a released transfer handle or a report of its loss does not. A prefill without
-        a listener on NATS may be cut off and still write. It posts no write after the offer's deadline, so the pages are
-        safe soon after that.
+        a listener on NATS may be cut off and still write. So may a frozen one in whose place another process now answers
+        StaleInstance. Neither posts a write after the offer's deadline, so the pages are safe soon after that.
         """
         subject = f"{transfer.prefill.subject}.quiesce"
         gone_since: float | None = None

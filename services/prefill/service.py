@@ -167,7 +167,12 @@ class PrefillService:
             self._rooms.close_later(offer)
 
     async def quiesce(self, request: Quiesce) -> Quiet:
-        """Stop a transfer. After the answer no write of it is in flight, and none will be posted."""
+        """Stop a transfer. After the answer no write of it is in flight, and none will be posted.
+
+        Raises: StaleInstance, for the transfer of another process under this instance id: that one may still write.
+        """
+        if request.epoch:  # decode of an earlier release sends none
+            self._registration.check_epoch(request.epoch)
         transfer = self._outbound.get(request.request_id)
         if transfer is not None:
             kind = Cancelled if request.cancelled else TransferFailed

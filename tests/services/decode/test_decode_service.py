@@ -923,6 +923,26 @@ async def test_a_step_of_the_wall_clock_does_not_move_the_end_of_an_offer(
 
 
 @pytest.mark.usefixtures("soon_gone")
+async def test_another_process_under_the_same_instance_id_cannot_answer_for_the_first(decode: Decode) -> None:
+    """A prefill was frozen after it took an offer, and another process started under its id. Decode asked that one, which
+    has no such transfer and so was quiet at once. Then pages were reused into which the first could still write."""
+    await decode.ask()
+    await decode.reserve()
+    second = StaleInstance("instance p has epoch 2, not 1")
+    decode.prefill.quiet_failures += [second] * 1000
+    decode.registry.book.put("p", record("p", "2", role="prefill", model="m", kv=endpoint("prefill-p-2")))
+    await turns()
+    assert decode.engine.did("recompute") == [ID]
+    await asyncio.sleep(0.06)
+    decode.assert_pinned()
+    assert {quiesce.epoch for quiesce in decode.prefill.called_off} == {"1"}
+    let_offers_expire(decode)
+    await until(lambda: decode.engine.did("release") == [ID])
+    await decode.finish()
+    decode.assert_nothing_is_kept()
+
+
+@pytest.mark.usefixtures("soon_gone")
 @pytest.mark.parametrize("quiet", ["answers", "gone"])
 async def test_a_prefill_that_does_not_answer_and_still_listens_may_write(
     decode: Decode, quiet: str, monkeypatch: pytest.MonkeyPatch

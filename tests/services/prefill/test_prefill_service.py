@@ -284,6 +284,16 @@ async def test_a_message_for_an_earlier_registration_is_stale(prefill: Prefill) 
     assert not prefill.engine.engine.did
 
 
+async def test_quiesce_is_answered_only_for_a_transfer_of_this_process(prefill: Prefill) -> None:
+    """A second process under the instance id of a frozen one answered at once that it writes nothing, while the first
+    could still write. An earlier release sends no epoch, and is answered."""
+    with pytest.raises(StaleInstance):
+        await prefill.service.quiesce(Quiesce(request_id="r", cause="gone", epoch="of the frozen one"))
+    for epoch in ("", prefill.registration.epoch):
+        quiesce = Quiesce(request_id="r", cause="gone", epoch=epoch)
+        assert await prefill.service.quiesce(quiesce) == Quiet(request_id="r")
+
+
 async def test_a_room_whose_pages_do_not_come_is_given_up_and_decode_hears(prefill: Prefill) -> None:
     prefill.service._bootstrap_timeout_s = 0.05
     await prefill.ask()
