@@ -29,7 +29,7 @@ class UnknownResponse(Rejected):
 
 
 class MessageTooLarge(Rejected):
-    """The message exceeds the NATS server's `max_payload`. The sending process raises this before it sends."""
+    """The message exceeds the NATS server's `max_payload`. The sender raises this, or answers it in place of the message."""
 
 
 class MalformedMessage(Rejected):

@@ -19,7 +19,7 @@ from opentelemetry import context, trace
 from opentelemetry.trace import SpanKind, StatusCode
 
 from components.aio import BackgroundTasks, exact_cancellation
-from components.errors import InvariantBroken, MeshError, PeerLost
+from components.errors import InvariantBroken, MeshError, MessageTooLarge, PeerLost
 from components.messaging.bus import Bus, nats_errors
 from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import BAD_TRACEPARENT, Refusals
@@ -81,10 +81,18 @@ class SentAnswers:
 class CallServer:
     """Runs each call in its own task, unless it is immediate."""
 
-    def __init__(self, endpoints: Sequence[Endpoint], url: str, refusals: Refusals, clocks: PeerClocks) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[Endpoint],
+        url: str,
+        refusals: Refusals,
+        clocks: PeerClocks,
+        check_size: Callable[[str, bytes, str], None] = lambda _subject, _data, _what: None,  # of an answer
+    ) -> None:
         self._url = url  # for errors
         self._refusals = refusals
         self._clocks = clocks
+        self._check_size = check_size
         self._tasks = BackgroundTasks()
         self._answers = SentAnswers()
         self._errors: dict[str, int] = {e.name: 0 for e in endpoints}
@@ -137,9 +145,20 @@ class CallServer:
             context.detach(token)
             request_id.set("")  # the subscription's task goes on to the next call
         if reply:
-            packed = pack(answer)
+            packed = self._packed(endpoint, reply, answer)
             self._answers.sent(reply, packed)
             await self._respond(endpoint, request, packed)
+
+    def _packed(self, endpoint: Endpoint, reply: str, answer: Struct) -> bytes:
+        """The answer, or a refusal if NATS would not take it: without one its caller would wait for the whole timeout."""
+        packed = pack(answer)
+        try:
+            self._check_size(reply, packed, type(answer).__name__)
+        except MessageTooLarge as exc:
+            self._errors[endpoint.name] += 1
+            log.warning("answer too large", extra={"call": endpoint.name, "cause": exc.message})
+            return pack(refusal(exc))
+        return packed
 
     async def _respond(self, endpoint: Endpoint, request: Request, answer: bytes) -> None:
         try:
@@ -209,7 +228,7 @@ async def serve_calls(
         subject: prefix of this instance; endpoint `x` listens on `<subject>.x`.
         metadata: shown by `$SRV.INFO`.
     """
-    server = CallServer(endpoints, bus.url, bus.refusals, bus.clocks)
+    server = CallServer(endpoints, bus.url, bus.refusals, bus.clocks, bus.check_size)
     service = await micro.add_service(
         bus.client,
         name=f"kvmesh-{role}",

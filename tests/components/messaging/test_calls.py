@@ -203,6 +203,25 @@ async def test_a_message_too_large_is_refused_at_the_sender_and_the_connection_l
     assert bus.client.stats["reconnects"] == 0
 
 
+async def test_an_answer_too_large_is_refused_at_once_and_the_call_runs_once(bus: Bus, namespace: str) -> None:
+    """NATS does not take such an answer. Its caller got no error, and waited for its whole timeout."""
+    runs = 0
+
+    async def large(_: KvComing) -> RoomOk:
+        nonlocal runs
+        runs += 1
+        return RoomOk(room="x" * bus.client.max_payload)
+
+    async with served(bus, namespace, large, small=ok) as subject:
+        began = time.monotonic()
+        with pytest.raises(MessageTooLarge, match=r"RoomOk of \d+ bytes .* exceeds"):
+            await ask(bus, subject, timeout_s=30)
+        assert time.monotonic() - began < 10
+        answer = await bus.call(f"{subject}.small", KvComing(room="r"), RoomOk, timeout_s=5)
+    assert (runs, answer.room) == (1, "r")
+    assert bus.client.stats["reconnects"] == 0
+
+
 async def test_a_malformed_request_is_answered_and_the_service_lives(bus: Bus, namespace: str) -> None:
     async with served(bus, namespace, ok) as subject:
         for garbage in (b"", b"\xc1", b"\x80" * 100):
@@ -248,8 +267,10 @@ async def test_a_bug_in_a_handler_costs_one_call(bus: Bus, namespace: str, caplo
 
 
 async def test_an_answer_that_cannot_be_sent_costs_one_call(
-    bus: Bus, namespace: str, caplog: pytest.LogCaptureFixture
+    bus: Bus, namespace: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(Bus, "check_size", lambda *_: None)
+
     async def too_much(_: KvComing) -> RoomOk:
         return RoomOk(room="x" * (bus.client.max_payload + 1))
 
