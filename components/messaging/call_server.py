@@ -47,6 +47,7 @@ class Endpoint:
     handler: Callable[[Any], Awaitable[Struct]]  # returns the answer; a MeshError becomes Refused
     span: str | None = None  # around the handler; None: no span
     immediate: bool = False  # never waits, so needs no task
+    repeatable: bool = False  # a repeated call may run again: its answers, often large, are not kept
     refusal_level: int = logging.INFO  # of a refused call's log line
 
 
@@ -76,6 +77,10 @@ class SentAnswers:
         while self._sent and (self._sent[0][0] < now - KEPT_S or self._bytes > KEPT_BYTES):
             _, oldest = self._sent.popleft()
             self._bytes -= len(self._answers.pop(oldest) or b"")
+
+    def forget(self, reply: str) -> None:
+        """Let a call that ran run again."""
+        del self._answers[reply]
 
 
 class CallServer:
@@ -146,7 +151,10 @@ class CallServer:
             request_id.set("")  # the subscription's task goes on to the next call
         if reply:
             packed = self._packed(endpoint, reply, answer)
-            self._answers.sent(reply, packed)
+            if endpoint.repeatable:
+                self._answers.forget(reply)
+            else:
+                self._answers.sent(reply, packed)
             await self._respond(endpoint, request, packed)
 
     def _packed(self, endpoint: Endpoint, reply: str, answer: Struct) -> bytes:

@@ -73,6 +73,7 @@ class OutboundTransfer:
         self.offer: PagesOffered | None = None
         self.failure = Failure()
         self.num_tokens = num_tokens(request.token_ids)
+        self.number = 0  # in the answer to decode's call
         self.num_bytes = 0
         self.duration_s = 0.0  # from the offer to the aux slot
         self.lifecycle = Lifecycle(f"prefill {request.request_id}", NEXT, S.BOOTSTRAPPING, tally)

@@ -97,6 +97,8 @@ class PrefillService:
 
     async def prefill(self, request: PrefillRequest) -> PrefillAccepted:
         """Start computing. Raises: MeshError; decode then asks another instance, or computes the prompt itself."""
+        if (begun := self._begun(request)) is not None:
+            return PrefillAccepted(request_id=request.request_id, number=begun.number)
         try:
             accepted = self._begin(request)
         except MeshError:
@@ -116,6 +118,11 @@ class PrefillService:
         except BaseException:
             span.end()
             raise
+
+    def _begun(self, request: PrefillRequest) -> OutboundTransfer | None:
+        """The transfer of a call that is repeated: its first answer was lost. Refusing it would end the transfer."""
+        transfer = self._outbound.get(request.request_id)
+        return transfer if transfer is not None and _call_of(transfer.request) == _call_of(request) else None
 
     def _check(self, request: PrefillRequest) -> None:
         check_addressed(request, self._registration, draining=self.draining)
@@ -241,11 +248,12 @@ class PrefillService:
         )
         self._outbound[request.request_id] = transfer
         self._num_accepted += 1
+        transfer.number = self._num_accepted
         self._idle.clear()
         if request.sampling.constraint is None:
             self._submit(transfer, prompt)
         transfer.task = asyncio.create_task(self._run(transfer, prompt), name=f"prefill {request.request_id}")
-        return PrefillAccepted(request_id=request.request_id, number=self._num_accepted)
+        return PrefillAccepted(request_id=request.request_id, number=transfer.number)
 
     def _submit(self, transfer: OutboundTransfer, prompt: EngineRequest) -> None:
         submitted = self._engine.between_steps(lambda engine: engine.submit(prompt))
@@ -335,6 +343,10 @@ class PrefillService:
 
     def _in_background(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._tasks.start(work, name).add_done_callback(_log_failure)
+
+
+def _call_of(request: PrefillRequest) -> tuple[str, ...]:
+    return request.epoch, request.room, request.decode_id, request.decode_epoch
 
 
 def _fail_unless_submitted(done: asyncio.Future[None], transfer: OutboundTransfer) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import nats.errors
@@ -15,7 +16,10 @@ from components.messaging import outbox as outbox_module
 from components.messaging import replies
 from components.messaging.bus import Bus, connect_bus, nats_errors
 from components.messaging.call_server import KEPT_BYTES, KEPT_S, CallServer, Endpoint, SentAnswers, serve_calls
+from components.messaging.clocks import PeerClocks
 from components.messaging.outbox import OutStream, SentFrames, StreamOutbox, open_outbox
+from components.messaging.refusals import Refusals
+from components.wire.codec import pack
 from components.wire.prefill import KvComing, RoomOk
 from tests.components.messaging.fake_bus import FakeBus
 
@@ -144,6 +148,46 @@ def test_answers_are_kept_for_a_while_and_in_bounded_memory() -> None:
         sent.sent(f"big {number}", bytes(KEPT_BYTES // 4))
     assert sent._bytes <= KEPT_BYTES
     assert len(sent._answers) <= 6
+
+
+class Asked:
+    """A call as it arrives from NATS."""
+
+    def __init__(self, reply: str) -> None:
+        self.data, self.headers, self._msg = pack(KvComing(room="r")), None, SimpleNamespace(reply=reply)
+        self.answers: list[bytes] = []
+
+    async def respond(self, answer: bytes) -> None:
+        self.answers.append(answer)
+
+
+async def test_answers_of_calls_that_may_run_again_do_not_displace_those_that_must_not() -> None:
+    """Parts of KV dumps, 256 KiB each, displaced the answers to prompts. A repeated prompt then ran again."""
+    runs: list[str] = []
+
+    async def part(_: KvComing) -> RoomOk:
+        runs.append("part")
+        return RoomOk(room="x" * (KEPT_BYTES // 4))
+
+    async def once(_: KvComing) -> RoomOk:
+        runs.append("once")
+        return RoomOk(room="r")
+
+    parts = Endpoint("part", KvComing, part, immediate=True, repeatable=True)
+    ones = Endpoint("once", KvComing, once, immediate=True)
+    server = CallServer([parts, ones], "nats://n", Refusals(), PeerClocks())
+
+    async def call(endpoint: Endpoint, reply: str) -> list[bytes]:
+        asked: Any = Asked(reply)
+        await server.receive(endpoint)(asked)
+        return asked.answers
+
+    first = await call(ones, "one")
+    for number in range(6):
+        assert await call(parts, f"part {number % 5}")
+    assert await call(ones, "one") == first
+    assert (runs.count("once"), runs.count("part")) == (1, 6)
+    assert len(server._answers._answers) == 1
 
 
 def test_frames_are_kept_for_a_while_in_bounded_memory_and_their_numbers_go_on(

@@ -338,11 +338,28 @@ async def test_a_leaving_instance_takes_nothing_new(prefill: Prefill) -> None:
         await prefill.ask()
 
 
-async def test_a_request_id_in_use_is_refused_and_does_not_touch_its_owner(prefill: Prefill) -> None:
+async def test_a_repeated_call_is_answered_as_before_and_runs_once(prefill: Prefill) -> None:
+    """The answer was lost, and no longer kept, when decode repeated its call. The refusal made decode end the transfer."""
+    accepted = await prefill.ask()
+    await prefill.ask("another")
+    prefill.service.draining = True
+    assert await prefill.ask() == accepted
+    assert prefill.service.num_transfers == 2
+    await prefill.offer()
+    prefill.computed()
+    await turns()
+    assert prefill.transfer.writes
+    assert not prefill.failures
+
+
+@pytest.mark.parametrize("other", [{"room": "another"}, {"decode_id": "e"}, {"decode_epoch": "2"}])
+async def test_a_request_id_in_use_is_refused_and_does_not_touch_its_owner(
+    prefill: Prefill, other: dict[str, str]
+) -> None:
     """The second one's end once cancelled the first, and `Quiesce` no longer found the first one's writes."""
     await prefill.ask()
     with pytest.raises(Rejected, match="in use"):
-        await prefill.ask()
+        await prefill.ask(**other)
     await prefill.offer()
     prefill.computed()
     await turns()
