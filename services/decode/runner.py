@@ -231,7 +231,8 @@ class RequestRunner:
         """Let a prefill instance compute the prompt: the one chosen, or another one if it refuses.
 
         If that fails, compute it here: the client sees only latency.
-        Raises: KvUnavailable instead, if `on_transfer_failure` is "fail" and the request has no token yet.
+        Raises: KvUnavailable instead, if `on_transfer_failure` is "fail", the request has no token yet, and an instance has
+        begun the prompt.
         """
         asked: list[str] = []
         transfer: InboundTransfer | None = None
@@ -261,7 +262,7 @@ class RequestRunner:
         if failure is not None and following is None:  # a refusal is no failure if another instance takes the prompt
             self._metrics.transfer_failed(peer, failure)
             self._settle_later(transfer)
-            self._compute_here(active, failure)
+            self._compute_here(active, failure, was_begun=not transfer.another_may_accept)
         return following
 
     async def _receive(
@@ -325,8 +326,12 @@ class RequestRunner:
         active.span.add_event("prefill_refused", facts)
         return chosen
 
-    def _compute_here(self, active: ActiveRequest, cause: MeshError) -> None:
-        if self._on_transfer_failure == "fail" and not active.request.num_generated:
+    def _compute_here(self, active: ActiveRequest, cause: MeshError, *, was_begun: bool) -> None:
+        """`was_begun`: prefill may have begun the prompt. If it has refused, no KV was lost.
+
+        Raises: KvUnavailable.
+        """
+        if was_begun and self._on_transfer_failure == "fail" and not active.request.num_generated:
             self.engine.between_steps(lambda engine: engine.cancel(active.engine_id), light=True)
             raise KvUnavailable(cause.message, cause=type(cause).__name__) from cause
         log.warning("computing the prompt here", extra={"cause": cause.message})

@@ -998,8 +998,8 @@ async def test_where_failures_are_asked_for_the_client_gets_one_and_every_page_c
 ) -> None:
     decode.runner._on_transfer_failure = "fail"
     decode.prefill.quiets.clear()
-    if stage == "refused":
-        decode.prefill.refusal = Overloaded("full")
+    if stage == "refused":  # not as one that cannot take it now
+        decode.prefill.refusal = Rejected("no such adapter")
     elif stage == "no bootstrap":
         decode.registry.book.remove("boot")
     elif stage == "offer":
@@ -1013,7 +1013,7 @@ async def test_where_failures_are_asked_for_the_client_gets_one_and_every_page_c
         await turns()
     [item] = decode.items()
     assert item.error is not None
-    causes = {"refused": "Overloaded", "no bootstrap": "NoBootstrapInstance", "offer": "Rejected"}
+    causes = {"refused": "Rejected", "no bootstrap": "NoBootstrapInstance", "offer": "Rejected"}
     causes |= {"stamp": "TransferFailed", "room": "DeadlineExceeded"}
     assert (item.error.error, item.error.fields["cause"]) == ("KvUnavailable", causes[stage])
     assert decode.engine.did("cancel") == [ID]
@@ -1027,6 +1027,22 @@ async def test_where_failures_are_asked_for_the_client_gets_one_and_every_page_c
     decode.prefill.quiets.set()
     await turns()
     assert decode.engine.did("release") == [ID]
+    decode.assert_nothing_is_kept()
+
+
+@pytest.mark.parametrize("refusal", [Overloaded("leaving"), StaleInstance("restarted"), NobodyListens("gone")])
+async def test_a_refused_prompt_is_computed_here_where_failures_are_asked_for(
+    decode: Decode, refusal: MeshError
+) -> None:
+    """The client got a 502 though no KV was lost: each prefill instance that was asked had refused the prompt, as one does
+    that leaves in an orderly restart."""
+    decode.runner._on_transfer_failure = "fail"
+    decode.prefill.refusal = refusal
+    await decode.ask()
+    assert decode.engine.did("recompute") == [ID]
+    await decode.finish()
+    assert (decode.tokens(), decode.errors()) == ([43], [])
+    await decode.until_nothing_runs()
     decode.assert_nothing_is_kept()
 
 
