@@ -3,6 +3,7 @@
 Arrival minus sending is the skew plus the delay. A peer's smallest recent difference has the shortest delay, and
 corrects its deadlines. One message is not enough: if it waited in a frozen process's socket, it must count as late.
 So no peer is forgotten for its age: after a long freeze all are old, and what waited would be their first message.
+A first message that has waited cannot be told from a skew: until there are more, a write's deadline is not extended.
 """
 
 import logging
@@ -25,6 +26,8 @@ WINDOW_S: Final = 30.0  # a clock set back makes deadlines early for one to two 
 MAX_PEERS: Final = 4096
 SHOWN_S: Final = 600.0  # after a peer's last message: the skew of one that has left is no alert
 MIN_MESSAGES: Final = 3  # before a positive skew is reported: fewer may all be late
+MIN_KNOWN_S: Final = 1.0  # since the first one: those that waited together are read together
+MAX_WAIT_MS: Final = 600_000  # of first messages, in a frozen process; a greater difference is taken for a skew
 
 D = TypeVar("D", bound=Dated)
 
@@ -49,12 +52,18 @@ class _Peer:
     smallest: int
     before: int
     received_s: float
+    first_s: float
     count: int = 0
     reported_ms: int = 0  # last reported skew
 
     @property
     def skew_ms(self) -> int:
         return min(self.smallest, self.before)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its messages cannot all have waited."""
+        return self.count >= MIN_MESSAGES and self.received_s - self.first_s >= MIN_KNOWN_S
 
 
 class PeerClocks(Collector):
@@ -65,8 +74,11 @@ class PeerClocks(Collector):
         """`message` with its deadline by our clock."""
         if not message.sent_unix_ms:
             return message
-        skew_ms = self._measure((message.sent_by, message.sender), now_ms() - message.sent_unix_ms)
+        sender = message.sent_by, message.sender
+        skew_ms = self._measure(sender, now_ms() - message.sent_unix_ms)
         if abs(skew_ms) <= TOLERATED_MS:
+            return message
+        if message.fences_writes and 0 < skew_ms <= MAX_WAIT_MS and not self._peers[sender].is_known:
             return message
         return replace(message, deadline_unix_ms=message.deadline_unix_ms + skew_ms)
 
@@ -85,7 +97,7 @@ class PeerClocks(Collector):
         if peer is None:
             if len(self._peers) >= MAX_PEERS:
                 self._forget_oldest()
-            peer = self._peers[sender] = _Peer(now_s, difference_ms, difference_ms, now_s)
+            peer = self._peers[sender] = _Peer(now_s, difference_ms, difference_ms, now_s, now_s)
         elif now_s - peer.since_s > WINDOW_S:  # only on a message, so a frozen process keeps its measurement
             peer.since_s, peer.before, peer.smallest = now_s, peer.smallest, difference_ms
         peer.smallest = min(peer.smallest, difference_ms)

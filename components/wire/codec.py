@@ -96,6 +96,7 @@ class Dated(Struct, kw_only=True):
     """`components.messaging.clocks` converts the deadline to the receiver's clock."""
 
     sent_by: ClassVar[str] = ""  # role of the sender
+    fences_writes: ClassVar[bool] = False  # a deadline too late would allow writes into reused pages
 
     deadline_unix_ms: int  # by the sender's wall clock
     sender: str = ""

@@ -57,6 +57,7 @@ class OpenRoom(Dated):
     """decode → bootstrap. The deadline is for the whole transfer."""
 
     sent_by = "decode"
+    fences_writes = True
 
     room: str
     request_id: str
@@ -74,6 +75,7 @@ class PagesOffered(Dated):
     """bootstrap → prefill: decode's offer."""
 
     sent_by = "bootstrap"
+    fences_writes = True
 
     request_id: str
     room: str

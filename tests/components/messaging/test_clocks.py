@@ -84,6 +84,41 @@ def test_messages_that_waited_in_a_long_frozen_process_are_late_whatever_is_hand
     assert clock.left_s(peers, late_s=650) == pytest.approx(60 - 650, abs=0.1)
 
 
+class Fence(Dated):
+    fences_writes = True
+
+
+def test_a_first_message_that_waited_does_not_extend_the_deadline_of_writes(clock: Clock) -> None:
+    """A prefill was stopped before it read its first messages, and continued after the offer's end. The time for which they
+    had waited counted as the sender's skew, so it wrote into pages that decode had given to another request."""
+    peers = PeerClocks()
+
+    def left_s(late_s: float, kind: type[Dated] = Fence) -> float:
+        sent = clock.message(late_s)
+        message = kind(deadline_unix_ms=sent.deadline_unix_ms, sender="peer", sent_unix_ms=sent.sent_unix_ms)
+        return (peers.converted(message).deadline_unix_ms - clock.now_ms()) / 1000
+
+    assert [round(left_s(90)) for _ in range(2 * MIN_MESSAGES)] == [-30] * 2 * MIN_MESSAGES, "they waited together"
+    assert round(left_s(90, Dated)) == 60, "a deadline that fences nothing is converted at once"
+    clock.monotonic_s += 10
+    assert round(left_s(0)) == 60
+    assert round(left_s(90)) == -30
+
+
+@pytest.mark.parametrize("skew_ms", [30_000, HOUR_MS])
+def test_deadlines_of_writes_are_converted_once_their_sender_is_known(clock: Clock, skew_ms: int) -> None:
+    """A difference of an hour is no wait: it is converted from the first message on, as a clock that is behind is."""
+    peers = PeerClocks()
+    clock.skew_ms = skew_ms
+    left_s = []
+    for _ in range(MIN_MESSAGES):
+        sent = clock.message()
+        message = Fence(deadline_unix_ms=sent.deadline_unix_ms, sender="peer", sent_unix_ms=sent.sent_unix_ms)
+        left_s.append(round((peers.converted(message).deadline_unix_ms - clock.now_ms()) / 1000))
+        clock.monotonic_s += 1
+    assert left_s == ([30, 30, 60] if skew_ms < HOUR_MS else [60, 60, 60])
+
+
 def test_the_peer_that_was_silent_longest_is_forgotten_for_a_new_one(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
