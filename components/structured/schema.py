@@ -47,7 +47,8 @@ NOTES: Final = {  # no constraint on values
 }
 KNOWN: Final = ONE | LIST | MAP | VALUES | NOTES
 NUMBERS: Final = {"const", "enum", "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"}
-MAX_DIGITS: Final = 15  # a double represents such a number exactly
+MAX_DIGITS: Final = 15  # of a number with a fraction or an exponent; a double keeps so many
+MAX_INTEGER: Final = 2**53  # a double represents every integer up to here exactly
 MAX_DEPTH: Final = 100  # nesting of objects and lists; the compiler allows 127 levels of its own
 MAX_VALUES: Final = 50_000
 
@@ -107,8 +108,8 @@ def _not_kept(at: str, schema: dict[str, Any]) -> Iterator[str]:
     if isinstance(least, int) and least > max(1, named):  # repeated, undeclared keys count as one
         yield f"the keyword 'minProperties'{_place(at)} is not supported above the number of required properties"
     for keyword in NUMBERS & schema.keys():
-        if any(map(_is_rounded, _numbers(schema[keyword]))):
-            yield f"the keyword '{keyword}'{_place(at)} has a number of more than {MAX_DIGITS} digits"
+        if fault := next(filter(None, map(_rounding, _numbers(schema[keyword]))), None):
+            yield f"the keyword '{keyword}'{_place(at)} has {fault}"
 
 
 def _numbers(value: Any) -> Iterator[int | float]:
@@ -121,10 +122,12 @@ def _numbers(value: Any) -> Iterator[int | float]:
             yield inner
 
 
-def _is_rounded(number: float) -> bool:
+def _rounding(number: float) -> str | None:
+    """Why the compiler, which computes with doubles, would not keep `number` as it is."""
     if isinstance(number, int):
-        return abs(number) >= 10**MAX_DIGITS
-    return len(Decimal(repr(number)).normalize().as_tuple().digits) > MAX_DIGITS
+        return f"an integer beyond {MAX_INTEGER}" if abs(number) > MAX_INTEGER else None
+    digits = len(Decimal(repr(number)).normalize().as_tuple().digits)
+    return f"a number of more than {MAX_DIGITS} digits" if digits > MAX_DIGITS else None
 
 
 def _place(at: str) -> str:

@@ -61,6 +61,15 @@ def test_names_and_values_are_not_taken_for_keywords(schema: Any) -> None:
     assert fault_in_schema(schema) is None
 
 
+def test_the_bounds_of_a_safe_integer_are_accepted() -> None:
+    """Integers of 16 digits were refused, and with them each `z.int()` of Zod 4, which writes these two bounds."""
+    safe = 2**53 - 1
+    assert fault_in_schema({"type": "integer", "minimum": -safe, "maximum": safe}) is None
+    assert fault_in_schema({"exclusiveMinimum": -(2**53), "exclusiveMaximum": 2**53, "enum": [safe]}) is None
+    assert "'maximum' has an integer beyond" in (fault_in_schema({"maximum": 2**53 + 1}) or "")
+    assert "'const' has an integer beyond" in (fault_in_schema({"const": -(2**53) - 1}) or "")
+
+
 def test_what_the_random_schemas_are_made_of_is_supported() -> None:
     assert [fault_in_schema(random_schema(seed)) for seed in range(100)] == [None] * 100
 
