@@ -1,9 +1,9 @@
 """An answer as blocks of reasoning, text and calls: the form of the Responses and Messages APIs."""
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple, Self
+from typing import Literal, NamedTuple
 
-from components.output.calls import Call, CallDelta
+from components.output.calls import CallDelta
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -42,13 +42,6 @@ class Blocks:
         self.all: list[Block] = []
         self._call = -1  # index of the open call; -1: none is open
 
-    @classmethod
-    def of(cls, reasoning: str, text: str, calls: Sequence[Call]) -> Self:
-        blocks = cls()
-        for _ in blocks.feed(reasoning, text, [CallDelta(i, *call) for i, call in enumerate(calls)]):
-            pass
-        return blocks
-
     def feed(self, reasoning: str, text: str, calls: Sequence[CallDelta]) -> Iterator[Step]:
         rest = 0  # of the open call: what else is new follows it
         while rest < len(calls) and calls[rest].index == self._call:
@@ -60,6 +53,10 @@ class Blocks:
             yield self._grow("text", text)
         for call in calls[rest:]:
             yield self._grow("call", call.arguments, call)
+
+    def add(self, reasoning: str, text: str, calls: Sequence[CallDelta]) -> None:
+        for _ in self.feed(reasoning, text, calls):
+            pass
 
     def _grow(self, kind: Kind, text: str, call: CallDelta | None = None) -> Step:
         ended = self.all[-1] if self.all else None

@@ -120,7 +120,7 @@ class Exchange:
             if request.stream:
                 await self._stream(reply, generation)
             else:
-                await self._collect(reply, request, generation)
+                await self._collect(reply, generation)
 
     async def _prepare(self, request: GenerationFields, model: ServedModel, limit: int | None) -> list[Prompt]:
         frontend, dialect = self._frontend, self._dialect
@@ -193,11 +193,11 @@ class Exchange:
                 if is_first:
                     self._first_token_sent()
 
-    async def _collect(self, reply: Reply, request: GenerationFields, generation: Generation) -> None:
-        parts: list[list[Piece]] = [[] for _ in generation.choices]
+    async def _collect(self, reply: Reply, generation: Generation) -> None:
+        pieces: list[list[Piece]] = [[] for _ in generation.choices]
 
         def show(piece: Piece, _: bool) -> bool:
-            parts[piece.choice].append(piece)
+            pieces[piece.choice].append(piece)
             return not self._awaits_first_token
 
         async with generation.running(show):
@@ -205,8 +205,7 @@ class Exchange:
                 await generation.woken()
                 if self._begin_first_token(generation):
                     self._first_token_sent()
-        choices = [Piece.joined(mine, has_logprobs=request.alternatives is not None) for mine in parts]
-        answer = await self._dialect.answer(choices, generation)
+        answer = await self._dialect.answer(pieces, generation)
         if not reply.answered:
             await reply.parts(answer)
 

@@ -16,7 +16,13 @@ from components.openai.logprobs import ChatLogprobs, ShownToken
 from components.openai.parts import Parts, filled
 from components.output.calls import whole_calls
 from services.frontend.choice import Piece
-from services.frontend.dialects.dialect import ConversationDialect, EventStream, logprob_lists, prompt_extras
+from services.frontend.dialects.dialect import (
+    ConversationDialect,
+    EventStream,
+    logprob_lists,
+    prompt_extras,
+    whole_choices,
+)
 from services.frontend.generation import Generation
 from services.frontend.incoming import Body
 
@@ -135,7 +141,7 @@ class ChatDialect(ConversationDialect):
         )
         return chunks(request, events, self.logprobs, generation)
 
-    async def answer(self, choices: Sequence[Piece], generation: Generation) -> Parts:
+    async def answer(self, pieces: Sequence[Sequence[Piece]], generation: Generation) -> Parts:
         token_ids, lists = prompt_extras(self.chat, generation, 0)
         completion = ChatCompletion(
             id=self.response_id,
@@ -146,7 +152,7 @@ class ChatDialect(ConversationDialect):
             prompt_token_ids=token_ids,
             prompt_logprobs=[] if lists else None,
         )
-        made = (self._choice(i, choice) for i, choice in enumerate(choices))
+        made = (self._choice(i, choice) for i, choice in enumerate(whole_choices(pieces, self.chat)))
         return filled(completion, choices=made, **lists)
 
     def _choice(self, index: int, choice: Piece) -> Parts:

@@ -15,7 +15,14 @@ from components.openai.parts import Parts, filled
 from components.text.tokenizer import TextModel
 from services.frontend.choice import Piece
 from services.frontend.dialects.chat import chunks
-from services.frontend.dialects.dialect import Dialect, Encoded, EventStream, logprob_lists, prompt_extras
+from services.frontend.dialects.dialect import (
+    Dialect,
+    Encoded,
+    EventStream,
+    logprob_lists,
+    prompt_extras,
+    whole_choices,
+)
 from services.frontend.generation import Generation
 from services.frontend.incoming import Body
 
@@ -58,11 +65,12 @@ class CompletionDialect(Dialect):
         events = Events.completion(self.response_id, self.created, request.model, usage_follows=request.announces_usage)
         return chunks(request, events, self.logprobs, generation)
 
-    async def answer(self, choices: Sequence[Piece], generation: Generation) -> Parts:
+    async def answer(self, pieces: Sequence[Sequence[Piece]], generation: Generation) -> Parts:
         completion = Completion(
             id=self.response_id, created=self.created, model=self.request.model, choices=[], usage=generation.usage()
         )
-        return filled(completion, choices=(self._choice(i, choice, generation) for i, choice in enumerate(choices)))
+        choices = enumerate(whole_choices(pieces, self.request))
+        return filled(completion, choices=(self._choice(i, choice, generation) for i, choice in choices))
 
     def _choice(self, index: int, choice: Piece, generation: Generation) -> Parts:
         token_ids, lists = prompt_extras(self.request, generation, index)

@@ -77,8 +77,8 @@ class Dialect(AnswerForm, ABC):
     def events(self, generation: Generation) -> EventStream: ...
 
     @abstractmethod
-    async def answer(self, choices: Sequence[Piece], generation: Generation) -> Parts:
-        """The JSON of an answer that is not streamed. Each choice is one piece."""
+    async def answer(self, pieces: Sequence[Sequence[Piece]], generation: Generation) -> Parts:
+        """The JSON of an answer that is not streamed. `pieces`: of each choice, in order."""
 
 
 class ConversationDialect(Dialect):
@@ -97,6 +97,10 @@ class ConversationDialect(Dialect):
         self.plan = await plan_answer(text, conversation, prompt, self.chat.asked_constraint)
         echo = self.chat.messages[-1].text if self.chat.echo else ""
         return Encoded([prompt], [echo], self.plan.output, self.plan.asked)
+
+
+def whole_choices(pieces: Sequence[Sequence[Piece]], request: GenerationFields) -> list[Piece]:
+    return [Piece.joined(mine, has_logprobs=request.alternatives is not None) for mine in pieces]
 
 
 def prompt_extras(

@@ -1,6 +1,7 @@
 """`/v1/messages`: a chat in the form of Anthropic's API."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 from starlette.types import Scope
@@ -19,8 +20,7 @@ from components.openai.chat import ChatRequest
 from components.openai.errors import ApiError, in_other_words
 from components.openai.fields import parse_body
 from components.openai.parts import Parts, filled
-from components.output.blocks import Blocks
-from components.output.calls import whole_calls
+from components.output.blocks import Block, Blocks
 from services.frontend.choice import Piece
 from services.frontend.dialects.dialect import ConversationDialect, EventStream
 from services.frontend.generation import Generation
@@ -52,9 +52,9 @@ class MessagesDialect(ConversationDialect):
     def events(self, generation: Generation) -> EventStream:
         return MessageStream(self, generation)
 
-    async def answer(self, choices: Sequence[Piece], generation: Generation) -> Parts:
-        [choice] = choices
-        blocks = Blocks.of(choice.reasoning, choice.text, whole_calls(choice.calls)).all
+    async def answer(self, pieces: Sequence[Sequence[Piece]], generation: Generation) -> Parts:
+        [mine] = pieces
+        blocks = await generation.text.run(len(mine), partial(blocks_of, mine))
         reason, sequence = why_it_stopped(generation)
         changes = {
             "content": [content_of(block) for block in blocks],
@@ -96,6 +96,13 @@ class MessageStream:
     def fail(self, error: ApiError) -> bytes:
         _, body = self._dialect.refusal(error)
         return b"event: error\ndata: %b\n\n" % body
+
+
+def blocks_of(pieces: Sequence[Piece]) -> list[Block]:
+    blocks = Blocks()
+    for piece in pieces:
+        blocks.add(piece.reasoning, piece.text, piece.calls)
+    return blocks.all
 
 
 def why_it_stopped(generation: Generation) -> tuple[StopReason, str | None]:

@@ -2,6 +2,7 @@
 
 import logging
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
@@ -27,7 +28,6 @@ from components.openai.responses import (
     ResponsesUsage,
 )
 from components.output.blocks import Block, Blocks
-from components.output.calls import whole_calls
 from components.wire.responses import StoredResponse
 from services.frontend.answer_form import error_of
 from services.frontend.choice import Piece
@@ -119,15 +119,11 @@ class ResponsesDialect(ConversationDialect):
     def events(self, generation: Generation) -> EventStream:
         return ResponseStream(self, generation)
 
-    async def answer(self, choices: Sequence[Piece], generation: Generation) -> Parts:
-        [choice] = choices
-        blocks = Blocks.of(choice.reasoning, choice.text, whole_calls(choice.calls)).all or [Block("text", 0)]
-        status = status_of(generation)
-        tokens = choice.tokens or []
-        logprobs = (await generation.text.run(len(tokens), partial(ChatLogprobs.of, tokens))).content
-        items = [item_of(block, self.request_id, "completed", logprobs) for block in blocks[:-1]]
-        items.append(item_of(blocks[-1], self.request_id, end_of(blocks, generation), logprobs))
-        response = await self.kept(self.over(status, items, generation))
+    async def answer(self, pieces: Sequence[Sequence[Piece]], generation: Generation) -> Parts:
+        [mine] = pieces
+        size = len(mine) + sum(len(piece.tokens or ()) for piece in mine)
+        items = await generation.text.run(size, partial(items_of, mine, self.request_id, generation))
+        response = await self.kept(self.over(status_of(generation), items, generation))
         return filled(response)
 
     def refusal(self, error: ApiError) -> tuple[int, bytes]:
@@ -211,6 +207,24 @@ class ResponseStream:
         data += self._events.error(_code(error), error.message)
         response = self._dialect.over("failed", self._events.items, self._generation, error)
         return data + self._events.last("failed", response.model_copy(update={"store": False}))
+
+
+def items_of(pieces: Sequence[Piece], request_id: str, generation: Generation) -> list[OutputItem]:
+    """The items of a whole answer. An answer without text has one empty message."""
+    blocks = Blocks()
+    tokens: defaultdict[int, list[ShownToken]] = defaultdict(list)  # by the index of a block of text
+    rest: list[ShownToken] = []  # that made no text yet: they go with the next
+    for piece in pieces:
+        rest += piece.tokens or ()
+        for step in blocks.feed(piece.reasoning, piece.text, piece.calls):
+            if step.block.kind == "text":
+                tokens[step.block.index] += rest
+                rest = []
+    found = blocks.all or [Block("text", 0)]
+    tokens[found[-1].index] += rest
+    logprobs = [ChatLogprobs.of(tokens[block.index]).content for block in found]
+    items = [item_of(block, request_id, "completed", of) for block, of in zip(found, logprobs, strict=True)]
+    return [*items[:-1], item_of(found[-1], request_id, end_of(found, generation), logprobs[-1])]
 
 
 def status_of(generation: Generation) -> Literal["completed", "incomplete"]:

@@ -32,14 +32,17 @@ def test_blocks_hold_all_text_in_order_and_never_two_of_a_kind_in_a_row(
 
 
 def test_a_whole_answer_has_the_blocks_of_its_stream() -> None:
-    blocks = Blocks.of("Hm.", "See.", [Call("1", "f", "{}"), Call("2", "f", '{"a":1}')]).all
-    assert [(block.kind, block.id, block.text) for block in blocks] == [
+    blocks = Blocks()
+    blocks.add("Hm.", "See.", [CallDelta(0, "1", "f", "{}"), CallDelta(1, "2", "f", '{"a":1}')])
+    assert [(block.kind, block.id, block.text) for block in blocks.all] == [
         ("reasoning", "", "Hm."),
         ("text", "", "See."),
         ("call", "1", "{}"),
         ("call", "2", '{"a":1}'),
     ]
-    assert Blocks.of("", "", []).all == []
+    empty = Blocks()
+    empty.add("", "", [])
+    assert empty.all == []
 
 
 def test_text_that_comes_with_the_rest_of_a_call_follows_it() -> None:

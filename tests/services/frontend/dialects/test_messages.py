@@ -199,6 +199,20 @@ async def test_thoughts_text_and_calls_are_blocks(thinker: tuple[Any, FakeMesh],
     assert message.stop_reason == "tool_use"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_text_after_a_call_is_a_block_after_it(thinker: tuple[Any, FakeMesh], stream: bool) -> None:
+    """Without `stream`, all text was one block before the calls."""
+    client, mesh = thinker
+    mesh.answer = f"</think>First {CALL} then {CALL} last"
+    if stream:
+        async with client.messages.stream(**HELLO, tools=TOOLS) as opened:
+            message = await opened.get_final_message()
+    else:
+        message = await client.messages.create(**HELLO, tools=TOOLS)
+    shown = [block.text.strip() if block.type == "text" else block.input for block in message.content]
+    assert shown == ["First", {"a": 1}, "then", {"a": 1}, "last"]
+
+
 async def test_blocks_of_a_stream_do_not_overlap(thinker: tuple[Any, FakeMesh]) -> None:
     client, mesh = thinker
     mesh.answer = f"Hm.\n</think>\n\nSee.\n{TWO}"

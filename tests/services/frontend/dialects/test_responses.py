@@ -239,6 +239,37 @@ async def test_a_call_that_the_model_left_unfinished_is_incomplete(thinker: tupl
     assert response.output[-1].status == "incomplete"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("cut", [0, 3])
+async def test_text_after_a_call_is_an_item_after_it(thinker: tuple[Any, FakeMesh], stream: bool, cut: int) -> None:
+    """Without `stream`, all text was one item before the calls, and a whole call was incomplete in place of the text."""
+    client, mesh = thinker
+    mesh.answer = f"</think>First {CALL} and then"
+    length = len(mesh.text._encode(mesh.answer, add_special_tokens=False))
+    asked: dict[str, Any] = {
+        "tools": TOOLS,
+        "include": ["message.output_text.logprobs"],
+        "max_output_tokens": length - cut,
+    }
+    if stream:
+        events = [
+            event async for event in await client.responses.create(model=MODEL, input="Hello", stream=True, **asked)
+        ]
+        response = events[-1].response
+    else:
+        response = await client.responses.create(model=MODEL, input="Hello", **asked)
+    first, call, last = response.output
+    assert (first.type, call.type, last.type) == ("message", "function_call", "message")
+    assert (first.content[0].text.strip(), call.arguments) == ("First", '{"a": 1}')
+    text = last.content[0].text
+    assert text
+    assert "and then".startswith(text.strip())
+    assert (first.status, call.status, last.status) == ("completed", "completed", "incomplete" if cut else "completed")
+    told = "".join(token.token for token in last.content[0].logprobs)
+    assert told.endswith(text.strip()), "each token is told with its own text"
+    assert "First" not in told
+
+
 async def test_events_of_thoughts_and_calls(thinker: tuple[Any, FakeMesh]) -> None:
     client, mesh = thinker
     mesh.answer = f"Hm.\n</think>\n\nSee.\n{TWO}"
