@@ -19,13 +19,20 @@ TOKEN_FIELDS: Final = frozenset({"prompt", "input", "tokens"})
 SLICE_BYTES: Final = 32 * 1024  # checked at once, in 0.1 to 2 ms
 SMALL_BYTES: Final = 64 * 1024  # smaller texts need no check
 DIGITS: Final = bytes(ord("0") if chr(byte).isdecimal() and byte < 128 else byte for byte in range(256))
+TOO_MUCH: Final = f"holds too much: at most {MAX_VALUES} strings, objects and arrays, and {MAX_ITEMS} token ids"
 ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
 
 
 def check_text(body: bytes) -> None:
-    """Check a text, even if it is not JSON. Raises: Rejected."""
+    """Check a body, even if it is not JSON. Raises: Rejected."""
+    if (fault := fault_in_text(body)) is not None:
+        raise Rejected(f"The request body {fault}.", code="invalid_value")
+
+
+def fault_in_text(body: bytes) -> str | None:
+    """The fault of a text, even if it is not JSON."""
     if len(body) <= SMALL_BYTES:
-        return
+        return None
     opened = quotes = commas = 0
     rest = b""  # a backslash that ended the last slice
     for start in range(0, len(body), SLICE_BYTES):
@@ -39,9 +46,10 @@ def check_text(body: bytes) -> None:
         opened += outside.count(b"{") + outside.count(b"[")
         commas += outside.count(b",")
         if opened + (quotes + 1) // 2 > MAX_VALUES or commas > MAX_ITEMS + MAX_VALUES:
-            raise _too_many()
+            return TOO_MUCH
         if b"0" * MAX_DIGITS in outside.translate(DIGITS):
-            raise Rejected(f"The request body holds a number of more than {MAX_DIGITS} digits.", code="invalid_value")
+            return f"holds a number of more than {MAX_DIGITS} digits"
+    return None
 
 
 def check_value(body: bytes, value: Any) -> None:
@@ -86,7 +94,4 @@ def _containers(values: Iterable[Any]) -> Iterable[Any]:
 
 
 def _too_many() -> Rejected:
-    return Rejected(
-        f"The request body holds too much: at most {MAX_VALUES} strings, objects and arrays, and {MAX_ITEMS} token ids.",
-        code="invalid_value",
-    )
+    return Rejected(f"The request body {TOO_MUCH}.", code="invalid_value")

@@ -9,9 +9,10 @@ from pydantic_core import from_json
 
 from components.errors import Rejected
 from components.openai.fields import AskedConstraint, GenerationFields, Strict
+from components.openai.json_size import fault_in_text
 from components.wire.sampling import Constraint
 
-MAX_TEXT_CHARS: Final = 256 * 1024  # of a schema, as compact JSON, or of a choice
+MAX_TEXT_CHARS: Final = 256 * 1024  # of a schema, as compact JSON and as sent in a string, or of a choice
 MAX_GRAMMAR_CHARS: Final = 64 * 1024
 MAX_REGEX_CHARS: Final = 16 * 1024
 MAX_CHOICES: Final = 10_000
@@ -116,6 +117,10 @@ def _asked(
 
 
 def _json(schema: Schema, param: str) -> AskedConstraint:
+    if isinstance(schema, str):
+        _bounded(schema, param)  # before parsing: a long text of small values is slow to parse
+        if (fault := fault_in_text(schema.encode())) is not None:
+            raise Rejected(f"'{param}' {fault}.", param=param, code="invalid_value")
     try:
         value = from_json(schema, allow_inf_nan=False) if isinstance(schema, str) else schema
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)

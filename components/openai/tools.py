@@ -6,6 +6,7 @@ from pydantic import AfterValidator, Field, JsonValue, PlainValidator
 from pydantic_core import from_json
 
 from components.openai.fields import Strict, invalid
+from components.openai.json_size import fault_in_text
 
 MAX_TOOLS: Final = 128
 MAX_CALLS: Final = 256  # of one message
@@ -84,9 +85,16 @@ def _choice(value: JsonValue) -> ToolChoice | None:
     return ToolChoice("named", name)
 
 
+def _arguments(text: str) -> str:
+    """Check the size: a template gets the parsed arguments."""
+    if (fault := fault_in_text(text.encode())) is not None:
+        raise invalid(fault)
+    return text
+
+
 class CalledFunction(Strict):
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: str  # JSON as the model wrote it, maybe invalid
+    arguments: Annotated[str, AfterValidator(_arguments)]  # JSON as the model wrote it, maybe invalid
 
 
 class CalledTool(Strict):

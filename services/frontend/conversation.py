@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from components.errors import Rejected
-from components.openai.chat import Conversation
+from components.openai.chat import ChatRequest, Conversation
 from components.openai.fields import AskedConstraint
+from components.openai.tokens import TokenizeRequest
 from components.output.formats import PLAIN_JSON, ReasoningFormat, ToolFormat
 from components.output.grammar import (
     CallableTool,
@@ -31,6 +32,12 @@ from components.wire.sampling import Constraint
 class AnswerPlan(NamedTuple):
     output: OutputPlan | None = None  # None: the text is shown as it is
     asked: AskedConstraint | None = None  # in place of the constraint in the request's fields; None: that one
+
+
+async def conversation_of(text: TextModel, request: ChatRequest | TokenizeRequest) -> Conversation:
+    """The request's conversation. Long arguments of earlier calls are parsed in a thread."""
+    calls = (call for message in request.messages or () for call in message.tool_calls or ())
+    return await text.run(sum(len(call.function.arguments) for call in calls), request.conversation)
 
 
 async def encode_conversation(text: TextModel, conversation: Conversation) -> list[int]:

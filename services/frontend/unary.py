@@ -23,7 +23,7 @@ from components.openai.parts import AT_ONCE_BYTES, Parts, filled, items_of, some
 from components.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from services.frontend import tracing
 from services.frontend.answer_form import AnswerForm, error_of
-from services.frontend.conversation import encode_conversation
+from services.frontend.conversation import conversation_of, encode_conversation
 from services.frontend.dialects.messages import MessagesDialect
 from services.frontend.exchange import Frontend
 from services.frontend.gate import caller_of
@@ -127,7 +127,7 @@ async def tokenize(call: Call, request: TokenizeRequest) -> Parts:
     if request.prompt is not None:
         tokens = await text.encode_text(request.prompt, add_special_tokens=request.add_special_tokens is not False)
     else:
-        tokens = await encode_conversation(text, request.conversation())
+        tokens = await encode_conversation(text, await conversation_of(text, request))
     answer = Tokenized(count=len(tokens), max_model_len=model.max_context, tokens=[])
     if not request.return_token_strs:
         return filled(answer, tokens=items_of(tokens))

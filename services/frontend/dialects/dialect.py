@@ -17,7 +17,7 @@ from components.output.plan import OutputPlan
 from components.text.tokenizer import TextModel
 from services.frontend.answer_form import AnswerForm
 from services.frontend.choice import Piece
-from services.frontend.conversation import AnswerPlan, encode_conversation, plan_answer
+from services.frontend.conversation import AnswerPlan, conversation_of, encode_conversation, plan_answer
 from services.frontend.generation import Generation
 from services.frontend.incoming import Body
 from services.frontend.reply import Reply
@@ -92,7 +92,7 @@ class ConversationDialect(Dialect):
         return self.chat.token_limit
 
     async def encode(self, text: TextModel) -> Encoded:
-        conversation = self.chat.conversation()
+        conversation = await conversation_of(text, self.chat)
         prompt = await encode_conversation(text, conversation)
         self.plan = await plan_answer(text, conversation, prompt, self.chat.asked_constraint)
         echo = self.chat.messages[-1].text if self.chat.echo else ""

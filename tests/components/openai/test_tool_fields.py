@@ -6,6 +6,7 @@ import pytest
 from components.errors import Rejected
 from components.openai.chat import ChatRequest
 from components.openai.fields import parse_body
+from components.openai.json_size import MAX_VALUES
 from components.openai.tools import ToolChoice
 
 HI = {"role": "user", "content": "hi"}
@@ -24,6 +25,15 @@ def tool(name: Any = "f", **more: Any) -> dict[str, Any]:
 
 def named(name: str) -> dict[str, Any]:
     return {"type": "function", "function": {"name": name}}
+
+
+def test_arguments_with_more_values_than_a_body_may_hold_are_refused() -> None:
+    """They are JSON in a JSON string, whose values were not counted: 4 MB of them held the event loop for half a second."""
+    arguments = '{"a": [' + "[]," * MAX_VALUES + "[]]}"
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    with pytest.raises(Rejected, match="holds too much: at most") as refused:
+        chat(messages=[HI, {**CALLING, "tool_calls": [call]}, ANSWER])
+    assert refused.value.fields["param"] == "messages[1].tool_calls[0].function.arguments"
 
 
 BAD: list[tuple[dict[str, Any], str]] = [

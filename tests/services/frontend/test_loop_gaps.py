@@ -131,6 +131,33 @@ async def test_a_body_as_large_as_it_may_be_blocks_nobody(mesh: FakeMesh, kind: 
     assert gap_s < MAX_GAP_S, gap_s
 
 
+def calling(num_calls: int, arguments: str) -> list[dict[str, Any]]:
+    calls = [
+        {"id": f"c{i}", "type": "function", "function": {"name": "f", "arguments": arguments}} for i in range(num_calls)
+    ]
+    user = {"role": "user", "content": "a"}
+    return [
+        user,
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "c0", "content": "a"},
+        user,
+    ]
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+@pytest.mark.parametrize("num_calls", [1, 60])
+async def test_arguments_of_earlier_calls_block_nobody(mesh: FakeMesh, path: str, num_calls: int) -> None:
+    """They were parsed in the event loop, and their values were not counted."""
+    some = "[]," * (1_300_000 // num_calls)
+    messages = calling(num_calls, '{"a": [' + some[: 64_000 if num_calls > 1 else None] + "[]]}")
+    settings = FrontendSettings(port=0, drain_timeout_s=2)
+    async with serve_http(create_app(mesh, mesh.text, settings), settings) as url:
+        await asked(url, CHAT, chat("a", 1))
+        status, answer, gap_s = await asked(url, path, packed({"model": MODEL, "messages": messages}))
+    assert status in ({400} if path == CHAT or num_calls == 1 else {200}), answer[:500]
+    assert gap_s < MAX_GAP_S, gap_s
+
+
 async def test_many_choices_with_long_stop_strings_block_nobody(mesh: FakeMesh) -> None:
     """Each choice prepared them anew: a body of 5 kB took 0.8 s, before admission."""
     stops = [letter * 1024 for letter in "abcd"]
