@@ -93,8 +93,16 @@ async def test_what_is_asked_for_reaches_the_mesh(
     ("fields", "param", "said"),
     [
         ({"response_format": {"type": "yaml"}}, "response_format.type", ""),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "belongs to"),
-        ({"response_format": {**NAMED, "type": "json_object"}}, "response_format.json_schema", "belongs to"),
+        (
+            {"response_format": {"type": "json_schema"}},
+            "response_format.json_schema",
+            "is required with type 'json_schema'",
+        ),
+        (
+            {"response_format": {**NAMED, "type": "json_object"}},
+            "response_format.json_schema",
+            "is required with type 'json_schema'",
+        ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"name": "a"}}},
             "response_format.json_schema.schema",
