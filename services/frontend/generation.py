@@ -5,14 +5,20 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Final
 
+from components.errors import Cancelled
 from components.openai.fields import Usage
 from components.openai.logprobs import ShownToken
 from components.text.tokenizer import TextModel
 from components.wire.generate import StreamItem
+from components.wire.logprobs import TokenLogprobs
 from services.frontend.choice import Choice, ParsedChoice, Piece, shown_prompt
 from services.frontend.metrics import GapCounts
 from services.frontend.ports import Branch, Mesh, Prompt
+
+AT_ONCE_TOKENS: Final = 1 << 16  # of the prompts of all choices that begin in one turn of the event loop
+MAX_HELD_ITEMS: Final = 100_000  # of all choices of a request, while a client reads those before them
 
 Show = Callable[[Piece, bool], bool]  # (piece, whether it is the last of all) → False: the request's task must wake
 
@@ -29,7 +35,9 @@ class PromptChoices:
         self._generation = generation
         self._text = text
         self._awaits_prompt = prompt.sampling.prompt_logprobs is not None
-        self._held: list[tuple[Choice, StreamItem]] = []  # until the prompt's log-probabilities are here
+        self._prompt_logprobs: Sequence[TokenLogprobs] | None = None
+        # by branch, until its choice is shown; the first items of a choice may be shown with its whole prompt
+        self._held: dict[int, list[StreamItem]] = {}
         self._branches: Sequence[Branch] = ()
 
     async def start(self, mesh: Mesh) -> None:
@@ -46,30 +54,45 @@ class PromptChoices:
         if not choice.has_begun:
             choice.has_begun = True
             self._generation.begun(choice, item, is_first=branch == 0)
-        if not self._awaits_prompt:
+            if self.prompt.sampling.prompt_logprobs is not None or self._generation.in_turns:
+                self._held[branch] = []
+        if branch not in self._held:
             return self._generation.take(choice, item)
-        self._held.append((choice, item))
+        self._held[branch].append(item)
+        self._generation.held(1)
         if item.prompt_logprobs is not None:
+            self._prompt_logprobs = item.prompt_logprobs
+        if self.is_ready:
             self._generation.wake()
         return True
 
     def fail(self, error: Exception) -> None:
         self._generation.fail(error)
 
-    async def show_prompt(self) -> None:
-        """If the prompt's log-probabilities are here, put its tokens before each choice, and take the held items."""
-        logprobs = next((item.prompt_logprobs for _, item in self._held if item.prompt_logprobs is not None), None)
-        if logprobs is None:
-            return
+    @property
+    def is_ready(self) -> bool:
+        """Whether a held choice can be shown."""
+        return bool(self._held) and (not self._awaits_prompt or self._prompt_logprobs is not None)
+
+    async def show_one(self) -> None:
+        """Take the held items of one choice. Call only if `is_ready`."""
+        if self._awaits_prompt and self._prompt_logprobs is not None:
+            await self._show_prompt(self._prompt_logprobs)
+        branch = next(iter(self._held))
+        items = self._held.pop(branch)
+        self._generation.held(-len(items))
+        for item in items:
+            self._generation.take(self.choices[branch], item)
+
+    async def _show_prompt(self, logprobs: Sequence[TokenLogprobs]) -> None:
+        """Put the prompt's tokens before each choice."""
         tokens: list[ShownToken] = []
         if (count := self.prompt.echo_alternatives) is not None:
             shown = partial(shown_prompt, self._text, self.prompt.token_ids, logprobs, count)
             tokens = await self._text.run(len(self.prompt.token_ids) * (1 + count), shown)
         for choice in self.choices:
             choice.prompt_logprobs, choice.prompt_tokens = logprobs, tokens
-        held, self._held, self._awaits_prompt = self._held, [], False
-        for choice, item in held:
-            self._generation.take(choice, item)
+        self._awaits_prompt = False
 
 
 class Generation:
@@ -96,6 +119,9 @@ class Generation:
         self._num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
         self._num_cached = 0  # of them cached
         self._num_unfinished = len(self.choices)
+        self._num_held = 0  # items, over all choices
+        prompt_tokens = sum(len(choice.prompt.token_ids) for choice in self.choices)
+        self.in_turns = len(self.choices) > 1 and prompt_tokens > AT_ONCE_TOKENS  # each choice may repeat its prompt
         self._mesh = mesh
         self._gaps = gaps
         self._began = began
@@ -130,16 +156,26 @@ class Generation:
             self._close()
 
     async def woken(self) -> None:
-        """Wait for a piece that `show` could not send, the last piece, log-probabilities of a prompt, or an error.
+        """Wait for a piece that `show` could not send, the last piece, a choice that was held, or an error.
 
-        Raises: that error.
+        Held choices are shown one per call, so that the caller can send each before the next is made. Raises: that error.
         """
         await self._wake.wait()
         self._wake.clear()
         if self._error is not None:
             raise self._error
-        for prompt in self._prompts:
-            await prompt.show_prompt()
+        ready = next((prompt for prompt in self._prompts if prompt.is_ready), None)
+        if ready is not None:
+            await asyncio.sleep(0)  # other requests run between two choices
+            await ready.show_one()
+            if any(prompt.is_ready for prompt in self._prompts):
+                self._wake.set()
+
+    def held(self, change: int) -> None:
+        """Count held items. Raises: Cancelled, if too many come while the client reads the choices before them."""
+        self._num_held += change
+        if self._num_held > MAX_HELD_ITEMS:
+            raise Cancelled("the client reads too slowly")
 
     def wake(self) -> None:
         self._wake.set()

@@ -76,7 +76,8 @@ class Reply:
         self._flows = False  # later events must not overtake these
         self._held.append(events)
         self._held_bytes += len(events)
-        if self._held_bytes > MAX_HELD_BYTES:
+        offered = self.streaming or len(self._held) > 1  # a first event of any size has not been offered
+        if offered and self._held_bytes > MAX_HELD_BYTES:
             raise Cancelled("the client reads too slowly")
 
     def hold_end(self, events: bytes) -> None:
@@ -98,9 +99,9 @@ class Reply:
             self.streaming = True
         count = len(self._held)
         events = b"".join(self._held)
+        self._held_bytes -= len(events)  # the bound is on what comes while the client reads these
         await self._body(events + self._end if last else events, more=not last)
         del self._held[:count]
-        self._held_bytes -= len(events)
         self._flows = not (self._held or last)
 
     async def fail(self, status: int, body: bytes, headers: Headers, events: bytes) -> None:

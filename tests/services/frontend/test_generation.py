@@ -5,6 +5,7 @@ import pytest
 from components.errors import Cancelled
 from components.text.tokenizer import TextModel
 from components.wire.sampling import SamplingParams
+from services.frontend import generation as module
 from services.frontend.choice import Piece
 from services.frontend.generation import Generation
 from services.frontend.metrics import GapCounts
@@ -75,6 +76,46 @@ async def test_a_last_piece_that_cannot_be_shown_ends_the_generation_with_that_e
     with pytest.raises(Cancelled, match="too slowly"):
         async with asyncio.timeout(5), generation.running(show):
             await generation.woken()
+
+
+async def test_choices_that_may_repeat_a_long_prompt_are_shown_one_per_wake(
+    mesh: FakeMesh, text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All were made in one turn, before any could be sent: 128 choices with 32,000 token ids each were cut off."""
+    monkeypatch.setattr(module, "AT_ONCE_TOKENS", 11)
+    shown: list[Piece] = []
+
+    def show(piece: Piece, _: bool) -> bool:
+        shown.append(piece)
+        return True
+
+    generation = generation_of(mesh, text, n=3, prompts=2)
+    seen: list[set[int]] = []
+    async with generation.running(show):
+        while not generation.is_over:
+            await generation.woken()
+            seen.append({piece.choice for piece in shown})
+    assert [len(choices) for choices in seen[:6]] == [1, 2, 3, 4, 5, 6]
+    for choice in range(6):
+        assert "".join(piece.text for piece in shown if piece.choice == choice) == mesh.answer
+
+
+async def test_items_that_are_held_are_bounded(
+    mesh: FakeMesh, text: TextModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "AT_ONCE_TOKENS", 1)
+    monkeypatch.setattr(module, "MAX_HELD_ITEMS", 5)
+    mesh.answer = "word " * 100
+    generation = generation_of(mesh, text, n=2)
+
+    async def run() -> None:
+        async with generation.running(lambda *_: True):
+            while mesh.running:
+                await asyncio.sleep(0)
+            await generation.woken()
+
+    with pytest.raises(Cancelled, match="too slowly"):
+        await asyncio.wait_for(run(), 5)
 
 
 async def test_leaving_cancels_what_still_runs(mesh: FakeMesh, text: TextModel) -> None:

@@ -76,6 +76,22 @@ async def test_what_is_held_for_a_client_that_does_not_read_is_bounded(monkeypat
         reply.write(b"1")
 
 
+async def test_only_what_comes_while_the_client_reads_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first event above the bound cut off a client that reads, and so did events during the flush of another."""
+    monkeypatch.setattr(module, "MAX_HELD_BYTES", 10)
+    client = Client()
+    client.reply.write(b"12345678901")
+    client.meanwhile = [b"1234567", b"89"]
+    await client.reply.flush()
+    await client.reply.flush()
+    assert client.got == [b"12345678901", b"123456789"]
+    client.is_open = False
+    client.reply.write(b"12345")
+    client.meanwhile = [b"1234567", b"8901"]
+    with pytest.raises(Cancelled, match="too slowly"):
+        await client.reply.flush()
+
+
 async def test_what_is_too_much_to_hold_is_not_sent_after_all(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_HELD_BYTES", 10)
     client = Client()

@@ -11,6 +11,7 @@ from components.openai.chat import ChatRequest
 from components.openai.events import Events
 from components.output.calls import CallDelta
 from components.text.tokenizer import TextModel
+from services.frontend import generation, reply
 from services.frontend.app import create_app
 from services.frontend.choice import Piece
 from services.frontend.config import FrontendSettings
@@ -264,3 +265,18 @@ async def test_special_tokens_around_a_prompt_can_be_asked_for_or_left_out(setti
             assert plain == [start, *without]
             assert by_default == (plain if default else without)
             mesh.prompts.clear()
+
+
+@pytest.mark.parametrize("fields", [{"echo": True, "logprobs": 5}, {"return_token_ids": True}])
+async def test_a_client_that_reads_gets_a_long_prompt_with_each_of_many_choices(
+    http: httpx.AsyncClient, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """Its stream was cut off with 499, since the choices together were more than may wait for a client."""
+    monkeypatch.setattr(reply, "MAX_HELD_BYTES", 50_000)
+    monkeypatch.setattr(generation, "AT_ONCE_TOKENS", 2000)
+    value = {"model": MODEL, "prompt": [50 + i % 100 for i in range(400)], "n": 64, "max_tokens": 4, **fields}
+    answer = await http.post("/v1/completions", json={**value, "stream": True})
+    assert answer.status_code == 200, answer.text
+    chunks = [json.loads(line[6:]) for line in answer.text.split("\n") if line.startswith("data: {")]
+    finished = [choice["index"] for chunk in chunks for choice in chunk["choices"] if choice["finish_reason"]]
+    assert sorted(finished) == list(range(64))
