@@ -50,18 +50,22 @@ def shown_token(names: TokenBytes, token_id: int, logprobs: TokenLogprobs, offse
 
 
 def shown_prompt(
-    text: TextModel, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs], alternatives: int
+    text: TextModel, prompt: Prompt, logprobs: Sequence[TokenLogprobs], alternatives: int
 ) -> list[ShownToken]:
-    """A prompt's tokens. The first one has no log-probability, as nothing comes before it."""
-    names, detokenizer, offset = text.token_bytes, text.detokenizer(), 0
+    """A prompt's tokens. The first one has no log-probability, as nothing comes before it.
+
+    The echo has a special token if the client wrote it, or wants to see it; one that the tokenizer added has no text.
+    """
+    names, detokenizer, offset = text.token_bytes, text.detokenizer(skip=False), 0
     shown = []
-    for i, token_id in enumerate(token_ids):
+    for i, token_id in enumerate(prompt.token_ids):
         if i:
             of = logprobs[i - 1]
             shown.append(shown_token(names, token_id, replace(of, top=of.top[:alternatives]), offset))
         else:
             shown.append(ShownToken(names.of(token_id), None, [], offset))
-        offset += len(detokenizer.feed([token_id]))
+        if token_id not in text.specials or prompt.echo.startswith(text.decode([token_id], skip=False), offset):
+            offset += len(detokenizer.feed([token_id]))
     return shown
 
 

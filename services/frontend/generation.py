@@ -88,7 +88,7 @@ class PromptChoices:
         """Put the prompt's tokens before each choice."""
         tokens: list[ShownToken] = []
         if (count := self.prompt.echo_alternatives) is not None:
-            shown = partial(shown_prompt, self._text, self.prompt.token_ids, logprobs, count)
+            shown = partial(shown_prompt, self._text, self.prompt, logprobs, count)
             tokens = await self._text.run(len(self.prompt.token_ids) * (1 + count), shown)
         for choice in self.choices:
             choice.prompt_logprobs, choice.prompt_tokens = logprobs, tokens

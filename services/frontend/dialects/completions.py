@@ -54,8 +54,9 @@ class CompletionDialect(Dialect):
                 prompts.append(prompt)
         if not request.echo:
             return Encoded(prompts)
+        decode = partial(text.decode, skip=request.skip_special_tokens is not False)
         echoes = [
-            given if isinstance(given, str) else await text.run(len(given), partial(text.decode, given))
+            given if isinstance(given, str) else await text.run(len(given), partial(decode, given))
             for given in request.prompt
         ]
         return Encoded(prompts, echoes)

@@ -5,8 +5,13 @@ from typing import Any
 import httpx
 import pytest
 from openai import AsyncOpenAI
+from tokenizers.processors import TemplateProcessing
 
 from components.text.tokenizer import TextModel
+from components.wire.sampling import SamplingParams
+from services.frontend.choice import shown_prompt
+from services.frontend.ports import Prompt
+from tests.components.text.tiny_model import TEMPLATE, tiny_tokenizer
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh, logprobs_of
 
 pytestmark = pytest.mark.anyio
@@ -53,6 +58,37 @@ async def test_prompts_times_n_choices_are_in_order(openai: AsyncOpenAI, mesh: F
     ]
     assert answer.usage is not None
     assert answer.usage.prompt_tokens == sum(len(p.token_ids) for p in mesh.prompts)
+
+
+@pytest.mark.parametrize("fields", [{}, {"skip_special_tokens": False}])
+@pytest.mark.parametrize("as_ids", [False, True])
+async def test_offsets_of_an_echo_with_special_tokens_are_places_in_its_text(
+    http: httpx.AsyncClient, text: TextModel, fields: dict[str, Any], as_ids: bool
+) -> None:
+    """A special token in the client's text counted no characters; one of token ids was never shown."""
+    given = "<|im_start|>ab é"
+    ids = await text.encode_text(given)
+    body = {"model": MODEL, "prompt": ids if as_ids else given, "echo": True, "logprobs": 1, "max_tokens": 2, **fields}
+    (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
+    assert choice["text"].startswith("ab é" if as_ids and not fields else given)
+    told = choice["logprobs"]
+    ends = [*told["text_offset"][1:], len(choice["text"])]
+    shown = [choice["text"][at:end] for at, end in zip(told["text_offset"], ends, strict=True)]
+    assert shown[0] == ("" if as_ids and not fields else "<|im_start|>")
+    assert shown[1] == "a"
+    assert "".join(shown) == choice["text"]
+
+
+async def test_the_tokenizers_own_token_before_an_echo_has_no_text() -> None:
+    tokenizer = tiny_tokenizer()
+    first = tokenizer.token_to_id("<|im_start|>")
+    tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[("<|im_start|>", first)])
+    text = TextModel(tokenizer, TEMPLATE)
+    ids = await text.encode_text("ab")
+    assert ids[0] == first
+    prompt = Prompt("r", MODEL, ids, SamplingParams(max_tokens=1), "", 0, echo="ab")
+    shown = shown_prompt(text, prompt, [logprobs_of(token_id, 1) for token_id in ids[1:]], 1)
+    assert [token.offset for token in shown] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
