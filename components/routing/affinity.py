@@ -96,7 +96,8 @@ class BoundedHashing:
             return PolicyChoice(members[lowest(loads, self._rng)], "least load: no key")
         scores = self._rendezvous.scores(key, members)
         first = scores.index(max(scores))
-        bound = self._factor * sum(loads) / len(loads) + self._slack
+        # rounding may put the mean below every load
+        bound = max(self._factor * sum(loads) / len(loads) + self._slack, min(loads))
         if loads[first] <= bound:
             return PolicyChoice(members[first], "its key")
         if self._instead == "next":

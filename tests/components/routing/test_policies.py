@@ -470,6 +470,15 @@ def test_a_key_stays_while_its_instance_has_room_and_goes_where_it_would_go_with
     assert len(substitutes) == 5
 
 
+def test_a_key_has_an_instance_though_rounding_puts_all_loads_above_the_mean() -> None:
+    """The maximum of no instance raised ValueError, which failed the request."""
+    policy = parse_policy("consistent_hashing@load_factor=1,slack_tokens=0").make("decode", Random(0))
+    for count in range(2, 12):
+        for running in range(1, 40):
+            members = [Member(f"i{i:02}", running=running, devices=5) for i in range(count)]
+            assert policy.choose(RouteRequest(10, session="s"), members, {}, 0.0) is not None
+
+
 def test_a_prefix_whose_instance_is_too_full_or_a_request_without_one_goes_to_the_least_loaded() -> None:
     members = fleet(6)
     policy = BoundedHashing(Random(0), prompt_load, prefix_only, "least_load")
