@@ -134,6 +134,14 @@ def test_what_is_no_call_comes_back_as_it_was(name: str, text: str) -> None:
         assert found == (text, [])
 
 
+def test_white_space_around_calls_is_kept_between_two_texts_only() -> None:
+    """docs/openai.md said that all of it is removed."""
+    call = '<tool_call>{"name": "f", "arguments": {}}</tool_call>'
+    assert read_any_way("hermes", f" {call}\n{call} then ").text == "then"
+    assert read_any_way("hermes", f"First {call}\n{call} ").text == "First"
+    assert read_any_way("hermes", f"First {call}\n{call} then").text == "First \n then"
+
+
 def test_arguments_that_stop_being_json_stand_as_they_were_written() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": \'x\'}}</tool_call> and so on'
     assert read_any_way("hermes", text) == ("and so on", [("f", "{\"a\": 'x'}}")])

@@ -15,6 +15,7 @@ from components.errors import Overloaded, TooManyChecks
 from components.structured import checker as module
 from components.structured.check_constraint import Unusable
 from components.structured.checker import TOO_COMPLEX, ConstraintChecker, open_checker
+from components.structured.grammar import load_vocabulary, start_matcher
 from components.structured.metrics import ConstraintMetrics
 from components.wire.sampling import Constraint
 
@@ -83,6 +84,45 @@ async def test_what_can_be_kept_is_checked_once(checker: ConstraintChecker, regi
     after = results(registry)
     assert after["compiled"] - before["compiled"] == 1
     assert after["cached"] - before["cached"] == 1
+
+
+AB = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}
+
+
+@pytest.mark.parametrize(
+    ("more", "is_kept"),
+    [
+        ({"maxProperties": 2}, False),
+        ({"maxProperties": 2, "required": ["a"]}, False),
+        ({"maxProperties": 2, "additionalProperties": False}, False),
+        ({"maxProperties": 3, "required": ["a", "b"]}, True),
+        ({"maxProperties": 1, "additionalProperties": False}, True),
+        ({"maxProperties": 1, "additionalProperties": False, "required": ["a"]}, False),
+    ],
+)
+async def test_max_properties_is_kept_where_the_docs_say_so(
+    checker: ConstraintChecker, more: dict[str, Any], is_kept: bool
+) -> None:
+    """docs/openai.md listed the keyword without its condition."""
+    with contextlib.nullcontext() if is_kept else pytest.raises(Unusable, match="maxProperties"):
+        await checker.check(json_schema({**AB, **more}))
+
+
+@pytest.mark.parametrize(
+    ("schema", "text"),
+    [
+        (AB, r'{"\u0061": "x"}'),
+        ({"type": "string", "format": "date"}, '"2023-02-29"'),
+        ({"type": "string", "format": "time"}, '"12:34:60Z"'),
+        ({"type": "string", "format": "date-time"}, '"2023-02-29T12:34:60Z"'),
+        ({"type": "number"}, "1e400"),
+    ],
+)
+def test_an_answer_may_break_its_schema_only_as_the_docs_say(folder: Path, schema: Any, text: str) -> None:
+    """docs/openai.md said that an answer always satisfies its schema. If the compiler learns one of these, mend the docs."""
+    matcher = start_matcher(load_vocabulary(folder), json_schema(schema))
+    assert matcher.consume_tokens(list(text.encode()))
+    assert matcher.is_accepting()
 
 
 async def test_ebnf_becomes_lark(checker: ConstraintChecker) -> None:
