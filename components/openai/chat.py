@@ -37,6 +37,7 @@ class Conversation:
     effort: Effort | None = None  # None: the model's default
     variables: Mapping[str, JsonValue] = field(default_factory=dict)  # of the template, set by the client
     ending: Ending = Ending()  # noqa: RUF009  # a tuple
+    call_chars: int = 0  # of the arguments of calls in `messages`
 
     @property
     def begun(self) -> str:
@@ -201,7 +202,12 @@ class ChatRequest(ConstrainedFields):
             self.reasoning_effort,
             self.chat_template_kwargs or {},
             ending_of(self.add_generation_prompt, self.continue_final_message, self.add_special_tokens),
+            chars_of_calls(self.messages),
         )
+
+
+def chars_of_calls(messages: Sequence[Message]) -> int:
+    return sum(len(call.function.arguments) for message in messages for call in message.tool_calls or ())
 
 
 def check_messages(messages: Sequence[Message]) -> None:

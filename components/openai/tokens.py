@@ -9,6 +9,7 @@ from components.openai.chat import (
     MAX_MESSAGES,
     Conversation,
     Message,
+    chars_of_calls,
     check_ending,
     check_messages,
     check_tools,
@@ -53,7 +54,13 @@ class TokenizeRequest(Strict):
         messages = [message.for_template() for message in self.messages or ()]
         name_answers(messages)
         ending = ending_of(self.add_generation_prompt, self.continue_final_message, self.add_special_tokens)
-        return Conversation(messages, self.tools or (), variables=self.chat_template_kwargs or {}, ending=ending)
+        return Conversation(
+            messages,
+            self.tools or (),
+            variables=self.chat_template_kwargs or {},
+            ending=ending,
+            call_chars=chars_of_calls(self.messages or ()),
+        )
 
 
 class Tokenized(BaseModel):

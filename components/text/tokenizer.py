@@ -176,10 +176,13 @@ class TextModel:
         tools: Sequence[Mapping[str, Any]] = (),
         variables: Mapping[str, Any] = NOTHING,
         ending: Ending = NEXT_TURN,
+        call_chars: int = 0,
     ) -> list[int]:
+        """`call_chars`: of the arguments of calls, whose parsed form would take long to measure here."""
         chars = sum(MESSAGE_CHARS + len(str(m.get("content", ""))) for m in messages)
         if tools or any("tool_calls" in message for message in messages):
-            chars += len(str(tools)) + sum(len(str(m.get("tool_calls", ""))) for m in messages)
+            num_calls = sum(len(m.get("tool_calls", ())) for m in messages)
+            chars += len(str(tools)) + num_calls * MESSAGE_CHARS + call_chars
         return await self.run(chars, lambda: self._encode_chat(messages, tools, variables, ending))
 
     async def encode_text(self, text: str, *, add_special_tokens: bool = True) -> list[int]:

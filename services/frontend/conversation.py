@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from components.errors import Rejected
-from components.openai.chat import ChatRequest, Conversation
+from components.openai.chat import ChatRequest, Conversation, chars_of_calls
 from components.openai.fields import AskedConstraint
 from components.openai.tokens import TokenizeRequest
 from components.output.formats import PLAIN_JSON, ReasoningFormat, ToolFormat
@@ -36,8 +36,7 @@ class AnswerPlan(NamedTuple):
 
 async def conversation_of(text: TextModel, request: ChatRequest | TokenizeRequest) -> Conversation:
     """The request's conversation. Long arguments of earlier calls are parsed in a thread."""
-    calls = (call for message in request.messages or () for call in message.tool_calls or ())
-    return await text.run(sum(len(call.function.arguments) for call in calls), request.conversation)
+    return await text.run(chars_of_calls(request.messages or ()), request.conversation)
 
 
 async def encode_conversation(text: TextModel, conversation: Conversation) -> list[int]:
@@ -47,7 +46,7 @@ async def encode_conversation(text: TextModel, conversation: Conversation) -> li
     reasons = formats.reasoning is not None
     variables = template_variables(conversation.effort, conversation.variables, text.mentions, reasons=reasons)
     tools = [tool.for_template() for tool in conversation.tools]
-    return await text.encode_chat(conversation.messages, tools, variables, conversation.ending)
+    return await text.encode_chat(conversation.messages, tools, variables, conversation.ending, conversation.call_chars)
 
 
 async def plan_answer(

@@ -145,7 +145,7 @@ def calling(num_calls: int, arguments: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("path", [CHAT, "/tokenize"])
-@pytest.mark.parametrize("num_calls", [1, 60])
+@pytest.mark.parametrize("num_calls", [1, 20])
 async def test_arguments_of_earlier_calls_block_nobody(mesh: FakeMesh, path: str, num_calls: int) -> None:
     """They were parsed in the event loop, and their values were not counted."""
     some = "[]," * (1_300_000 // num_calls)
