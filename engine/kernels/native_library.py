@@ -88,12 +88,13 @@ def _load(  # noqa: PLR0917 - a compiler's command line, in its order
     try:
         if _is_loaded(library, load):  # its directory may be read-only
             return
+        cxx = compiler()
         with making(library):
             if not _is_loaded(library, load):
                 log.info("compiling C++", extra={"library": str(library)})
                 links = [*(f"-L{path}" for path in library_paths()), *(f"-l{library}" for library in libraries)]
                 _compile(
-                    [compiler(), *SHARED, *flags, *(f"-I{path}" for path in include_paths()), *map(str, sources)],
+                    [cxx, *SHARED, *flags, *(f"-I{path}" for path in include_paths()), *map(str, sources)],
                     links,
                     library,
                 )
