@@ -92,7 +92,7 @@ class CallServer:
         url: str,
         refusals: Refusals,
         clocks: PeerClocks,
-        check_size: Callable[[str, bytes, str], None] = lambda _subject, _data, _what: None,  # of an answer
+        check_size: Callable[[str, bytes, str], None],  # of an answer
     ) -> None:
         self._url = url  # for errors
         self._refusals = refusals

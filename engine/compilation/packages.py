@@ -85,7 +85,7 @@ class CompiledWhenReady:
         try:
             forward = PackagedForward(path, self._model.module, Path(self._order.state_dir))
             far = difference(self._model.module, forward, self._model.layout)
-        except RuntimeError:  # it is damaged; a full disk or too little memory say nothing of it
+        except RuntimeError:  # a damaged package; a full disk or too little memory raises another error
             shutil.rmtree(path, ignore_errors=True)  # the next start makes another
             raise
         if not far <= 1:  # also for NaN

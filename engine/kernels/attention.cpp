@@ -6,8 +6,8 @@
 //
 // Batch invariance: blocks and spans start at multiples of their length, and every sum of a token's result is taken in the
 // same order whether the token is a decode, or part of any chunk of a prompt, in any batch. So a stream that another worker
-// continues, from a prompt that holds what was generated, gets the same keys and values bit by bit. That is so for finite values:
-// an infinite one makes all tokens of its block and chunk NaN, also those that may not see it (0 times infinity).
+// continues, from a prompt that holds what was generated, gets the same keys and values bit by bit. All values must be finite:
+// an infinite one makes other tokens of its chunk NaN, also those that may not see it, by 0 times infinity.
 //
 // Built on torch's stable ABI: it includes little, so it compiles in seconds, and one build serves later releases too.
 

@@ -238,7 +238,7 @@ async def test_others_have_a_turn_in_the_midst_of_a_long_write_and_may_end_it(
 async def test_after_the_end_writes_are_refused_and_the_agent_is_not_touched(
     transfer: NixlTransfer, shared_peer: Peer, posts: Posts
 ) -> None:
-    """A short write was posted by the event loop after `stop`; a long one was waited for for ever."""
+    """A short write was posted by the event loop after `stop`; the wait for a long one never ended."""
     agent = shared_peer.endpoint.agent
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)

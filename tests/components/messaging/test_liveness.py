@@ -103,7 +103,7 @@ def test_a_silent_instance_is_lost_once_and_comes_back_with_its_next_beat() -> N
 
 
 def test_the_end_of_a_process_is_reported_also_if_it_was_lost_before() -> None:
-    """What a frontend kept of a decode that was silent first was kept for ever."""
+    """A frontend never dropped what it kept of a decode instance that had been silent first."""
     watched = Watched()
     ended: list[tuple[str, str]] = []
     watched.liveness.on_ended(lambda r: ended.append((r.instance_id, r.epoch)))

@@ -175,7 +175,7 @@ async def test_answers_of_calls_that_may_run_again_do_not_displace_those_that_mu
 
     parts = Endpoint("part", KvComing, part, immediate=True, repeatable=True)
     ones = Endpoint("once", KvComing, once, immediate=True)
-    server = CallServer([parts, ones], "nats://n", Refusals(), PeerClocks())
+    server = CallServer([parts, ones], "nats://n", Refusals(), PeerClocks(), lambda *_: None)
 
     async def call(endpoint: Endpoint, reply: str) -> list[bytes]:
         asked: Any = Asked(reply)

@@ -42,7 +42,7 @@ class Calling:
         self.is_connected = True
         self.replies = Replies(self)
         endpoint = Endpoint("call", KvComing, self._handle)
-        self.server = CallServer([endpoint], "nats://n", Refusals(), PeerClocks())
+        self.server = CallServer([endpoint], "nats://n", Refusals(), PeerClocks(), lambda *_: None)
         self._receive = self.server.receive(endpoint)
 
     def new_inbox(self) -> str:

@@ -350,7 +350,7 @@ def test_temperature_makes_the_worse_choice_e_times_less_likely_for_a_prompt_of_
 
 
 def test_instances_with_nearly_equal_costs_get_equal_shares() -> None:
-    """Conversations that begin while nobody has much to do: no draw may put most of them on one instance."""
+    """Conversations that begin while all workers are nearly idle: no draw may put most of them on one instance."""
     members, policy = fleet(4), KvAware(Random(2))
     for at, member in enumerate(members):
         member.queued_tokens = at  # of prompts of 100 to 300 tokens: nothing

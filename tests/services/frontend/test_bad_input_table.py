@@ -1,6 +1,6 @@
 """What a client may get wrong, line by line, and what it is told; after each, the next request is answered.
 
-Failures of the mesh's own (no worker, a worker lost) and of connections stand in test_bad_inputs, test_streaming,
+Failures of the mesh (no worker, a worker lost) and of connections have tests in test_bad_inputs, test_streaming,
 test_admission_http, test_api_keys and tests/components/http/test_http_connection.
 """
 

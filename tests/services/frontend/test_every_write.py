@@ -26,7 +26,7 @@ ENDS: Final = {"[DONE]", "response.completed", "response.failed", "message_stop"
 
 
 class Client:
-    """Reads until its write number `stop`, then waits `pause_s` (None: for ever) and reads on, or leaves."""
+    """Reads until its write number `stop`, then waits `pause_s` (None: without end) and reads on, or leaves."""
 
     def __init__(self, body: dict[str, Any], *, stop: int | None, pause_s: float | None, leaves: bool) -> None:
         self.got: list[bytes] = []

@@ -195,7 +195,7 @@ async def test_callers_flood_themselves_alone_and_whoever_leaves_is_not_worked_f
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Checks of clients that had left went on, and one caller's could keep everybody waiting."""
+    """Checks of clients that had left continued, and one caller's could keep all others waiting."""
     monkeypatch.setattr(checker_module, "MAX_WAITING_OF_A_CALLER", 3)
 
     async def ask(name: str, **fields: Any) -> httpx.Response:
