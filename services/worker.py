@@ -198,6 +198,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Work
         connect_bus(settings.nats_url, f"{role}-{me}", settings.nats_access(role)) as bus,
         follow_kept(bus, settings.namespace, telemetry.held),
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
+        serve_health(settings, metrics.registry, bus, registry, registration) as page,  # loading may take minutes
         start_engine(settings.model, config, settings.home, log_progress, follower=RANK) as engine,
         open_masks(
             lambda: model_dir(settings.model, settings.home),
@@ -221,7 +222,6 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Work
             on=config.kv_events,
             rest_s=partial(FleetSizes(registry.book).kv_events_rest_s, role),
         ) as kv_events,
-        serve_health(settings, metrics.registry, bus, registry, registration) as page,
         measure(
             settings,
             role,

@@ -5,6 +5,7 @@ A package loads in 10 ms, and its trial takes 0.3 s. Compiling SmolLM2-135M take
 
 import json
 import os
+import platform
 import shutil
 import sys
 import threading
@@ -30,6 +31,8 @@ from engine.model.progress import silent
 ENOUGH: Final = 1024  # numbers in a loop that threads share, by the example
 ONCE: Final = {
     "aot_inductor.precompile_headers": False,  # 7 s and 290 MB in /tmp, of use only to the next package
+    # Torch of PyPI has the functions for which inductor would look by compiling four libraries, for 8 s.
+    "cpp.vec_isa_ok": platform.machine() == "x86_64" or None,
     # Inductor asks for so many a thread of this machine. On 64 cores no loop would be shared, not even by two threads.
     "cpp.min_chunk_size": max(1, ENOUGH // (os.cpu_count() or 1)),
 }

@@ -298,6 +298,19 @@ def test_models_lie_where_the_processes_look_for_them() -> None:
     assert "initContainers" not in pod(deployments("", 'model.name="mock"')["decode"])
 
 
+def test_the_download_of_a_model_gets_the_settings_of_the_hub_and_no_others() -> None:
+    asked = (
+        'settings.HF_ENDPOINT="https://mirror"',
+        "settings.MESH_FRONTEND_MAX_QUEUE=9",
+        "decode.settings.HF_HUB_X=1",
+    )
+    (download,) = pod(deployments("", *asked)["decode"])["initContainers"]
+    names = {one["name"]: one.get("value") for one in download["env"]}
+    assert names["HF_ENDPOINT"] == "https://mirror"
+    assert names["HF_HUB_X"] == "1"
+    assert not [name for name in names if name.startswith("MESH_")]
+
+
 def test_prometheus_gets_the_rules_of_the_compose_file_from_that_file() -> None:
     assert (CHART / "files" / "rules.yml").resolve() == RULES.resolve()
     (rule,) = of_kind(rendered("planner"), "PrometheusRule").values()
@@ -307,8 +320,14 @@ def test_prometheus_gets_the_rules_of_the_compose_file_from_that_file() -> None:
     service = of_kind(rendered("planner"), "Service")["metrics"]
     assert monitor["spec"]["selector"]["matchLabels"].items() <= service["metadata"]["labels"].items()
     assert endpoint["port"] == service["spec"]["ports"][0]["name"]
-    labels = {one["targetLabel"]: one for one in endpoint["relabelings"]}
+    labels = {one["targetLabel"]: one for one in endpoint["relabelings"] if "targetLabel" in one}
     assert labels["job"]["replacement"] == "kvmesh-$1", "as the rules expect it"
+    assert labels["namespace"]["sourceLabels"] == ["__meta_kubernetes_namespace"]
+    assert labels["namespace"]["replacement"] == "$1/kvmesh", "two meshes of one namespace are not one mesh"
+    (kept,) = [one for one in endpoint["relabelings"] if one.get("action") == "keep"]
+    assert (kept["sourceLabels"], kept["regex"]) == (["__meta_kubernetes_pod_phase"], "Running"), (
+        "not a pod that downloads"
+    )
     assert not {part["kind"] for part in rendered()} & NEEDS_OPERATOR
 
 

@@ -105,6 +105,11 @@ initContainers:
     command: [python, -m, engine.model, {{ $root.Values.model.name | quote }}, --state-dir, /var/lib/kvmesh]
     env:
       {{- include "kvmesh.homes" $root | nindent 6 }}
+      {{- range $name, $value := merge (dict) $own.settings $root.Values.settings }}
+      {{- if hasPrefix "HF_" $name }}
+      - {name: {{ $name }}, value: {{ include "kvmesh.text" $value | quote }}}
+      {{- end }}
+      {{- end }}
     resources:
       {{- toYaml $own.resources | nindent 6 }}
     securityContext:
