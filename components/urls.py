@@ -50,9 +50,10 @@ def checked_http_url(url: str) -> str:
         host.encode("idna")
     except ValueError:
         host, port, parts = "", None, urlsplit("")
-    is_one = url.split() == [url] and "," not in host
+    is_one = url.split() == [url] and "," not in host and "@" not in parts.path
     if parts.scheme not in HTTP or not host or not is_one or port == 0 or parts.query or parts.fragment:
-        raise ValueError("give http://HOST:PORT or https://HOST:PORT, with a path if the server needs one")
+        hint = "; in a login write each of / ? # % [ ] in percent-encoding, such as %2F for /" if "@" in url else ""
+        raise ValueError(f"give http://HOST:PORT or https://HOST:PORT, with a path if the server needs one{hint}")
     return url
 
 

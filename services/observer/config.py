@@ -1,9 +1,10 @@
 """Settings of the observer."""
 
+import re
 from pathlib import Path
-from typing import Annotated, Self
+from typing import Annotated, Final, Self
 
-from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, model_validator
+from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, SecretStr, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from components.http.tls import Tls
@@ -12,6 +13,18 @@ from components.telemetry.trace_store import Limits
 from components.urls import is_loopback
 
 SPANS_EACH = 50  # of a request; the limit of spans is so many times the limit of traces
+
+_SAFE: Final = re.compile(r"[A-Za-z0-9._~+=-]+")
+
+
+def _in_a_url(token: SecretStr | None) -> SecretStr | None:
+    """Return `token`. Raises: ValueError, if it cannot be copied into a URL as it is."""
+    if token is not None and not _SAFE.fullmatch(token.get_secret_value()):
+        raise ValueError(
+            "a token has only letters, digits and -._~+=, since it is part of the URL in MESH_OTLP_ENDPOINT; make one with "
+            "'openssl rand -hex 32'"
+        )
+    return token
 
 
 class ObserverSettings(MeshSettings):
@@ -23,8 +36,10 @@ class ObserverSettings(MeshSettings):
     port: Annotated[int, Field(ge=0, le=65535, description="port to listen on; 0: any free one")] = 4318
     token: Annotated[
         SecretStr | None,
+        AfterValidator(_in_a_url),
         Field(
-            description="secret that senders and readers give as the password of MESH_OTLP_ENDPOINT, or as a bearer token"
+            description="secret that senders and readers give as the password of MESH_OTLP_ENDPOINT, or as a bearer token; "
+            "letters, digits and -._~+="
         ),
     ] = None
     tls_cert: Annotated[Path | None, Field(description="PEM file of a certificate and its chain: serve https")] = None

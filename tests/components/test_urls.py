@@ -66,6 +66,7 @@ def test_an_address_of_a_web_server_is_taken_as_it_is(url: str) -> None:
         "http://h?x=1",
         "http://h#x",
         "http://a:sec/ret@h:1",
+        "http://a:12/ret@h:1",
         "http://a,http://b",
     ],
 )
@@ -73,3 +74,4 @@ def test_another_address_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(ValueError, match="give http://HOST:PORT or https://HOST:PORT") as caught:
         checked_http_url(url)
     assert "ret" not in str(caught.value)
+    assert ("such as %2F for /" in str(caught.value)) == ("@" in url)

@@ -230,6 +230,14 @@ def test_an_address_that_others_reach_needs_a_token() -> None:
     assert ObserverSettings(host="0.0.0.0", token="t").host == "0.0.0.0"
 
 
+@pytest.mark.parametrize("token", ["K7/x0", "a%41b", "a b", "a,b", "ключ", ""])
+def test_a_token_that_cannot_stand_in_a_url_is_refused_at_the_start(token: str) -> None:
+    """Its senders could not start, or got 401 for each span."""
+    with pytest.raises(ValidationError, match=r"only letters, digits and .* 'openssl rand -hex 32'"):
+        ObserverSettings(token=token)
+    assert ObserverSettings(token="Az09-._~+=").token is not None
+
+
 async def test_another_receiver_is_no_observer_and_the_file_is_read(tmp_path: Path) -> None:
     async def other(scope: Any, receive: Any, send: Any) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": []})
