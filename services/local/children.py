@@ -107,12 +107,12 @@ class Child:
             returncode = await self._live_once()
             if self._stopping.is_set():
                 return
-            if returncode == EX_CONFIG:
+            if returncode == EX_CONFIG and not self._was_ready:
                 said = self._last_line or "its settings are wrong; see its output above"
                 self._give_up(WrongSettings(f"{self.spec.name}: {said}"))
                 return
             deaths += 1
-            cause = describe_exit(returncode)
+            cause = describe_exit(returncode) + (": wrong settings" if returncode == EX_CONFIG else "")
             if not self._was_ready and deaths == GIVE_UP_AFTER:
                 ended = f"{self.spec.name} ended {GIVE_UP_AFTER} times before it was ready ({cause})"
                 self._give_up(CannotStart(f"{ended}; see its output above"))

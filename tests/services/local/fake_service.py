@@ -2,7 +2,8 @@
 
 `fake_service.py [--http PORT] [habit …]`. Habits:
 
-- at the start: `is-misconfigured`, `dies-early` before "ready", `progresses` before it, `registers` with an instance id
+- at the start: `is-misconfigured`, `is-misconfigured-by=FILE` while there is a FILE, `dies-early` before "ready",
+  `progresses` before it, `registers` with an instance id
 - after it: `dies` at once, `hangs` on SIGTERM, `drains` for 0.3 s on SIGTERM
 - what it leaves behind: `breeds` a child that outlives it, `leaves-shm` a file in /dev/shm, `leaves-folder` a temporary folder
 """
@@ -51,7 +52,8 @@ def main(argv: list[str]) -> None:
             log("progress", task="loading", done=done, total=10)
     if "leaves-folder" in habits:
         log("made", folder=tempfile.mkdtemp(prefix=f"kvmesh-test-{os.getpid()}-"))
-    if "is-misconfigured" in habits:
+    flaws = [Path(habit.partition("=")[2]) for habit in habits if habit.startswith("is-misconfigured-by=")]
+    if "is-misconfigured" in habits or any(flaw.exists() for flaw in flaws):
         sys.stderr.write("setting flavour: no such thing\n")
         sys.exit(78)
     if "dies-early" in habits:

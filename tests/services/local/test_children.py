@@ -188,6 +188,23 @@ def test_shared_memory_that_a_live_process_maps_is_kept(tmp_path: Path) -> None:
     assert files.remove_files_of(pid[0]) == [f"/dev/shm/kvmesh-test-{pid[0]}"]
 
 
+def test_wrong_settings_at_a_restart_end_no_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A typo in a file that only this child reads stopped all other processes, at the child's next restart."""
+    monkeypatch.setattr(children, "FIRST_DELAY_S", 0.05)
+    flaw = tmp_path / "flaw"
+
+    async def scenario(child: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
+        await until("ready")
+        flaw.touch()
+        assert child.kill()
+        await until(r"setting flavour: no such thing\n.*died \(exit code 78: wrong settings\), restart in 0.1 s")
+        await until(r"restart in 0.2 s")
+        flaw.unlink()
+        await until(r"(?s)wrong settings.*ready")
+
+    supervise(f"is-misconfigured-by={flaw}", scenario=scenario)
+
+
 def test_a_line_longer_than_the_limit_does_not_stop_the_reading() -> None:
     lines: list[str] = []
     program = "print('x' * 3_000_000); print('after')"
