@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import sys
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import IO, Final
 
 from components.errors import MeshError
+
+log = logging.getLogger(__name__)
 
 _TETHER: Final = str(Path(__file__).with_name("tether.py"))
 KILL_WAIT_S: Final = 5.0  # a process that takes longer is stuck in the kernel
@@ -91,7 +94,10 @@ async def _each_line(stream: asyncio.StreamReader, show: Callable[[str], object]
             line = b"(a line too long to show)\n"
         if not line:
             return
-        show(line.decode(errors="replace").rstrip())
+        try:
+            show(line.decode(errors="replace").rstrip())
+        except Exception:  # an unread pipe would block the child
+            log.exception("cannot show a line of a child")
 
 
 async def stop(process: Process, timeout_s: float, hurry: asyncio.Event | None = None) -> bool:

@@ -1,11 +1,9 @@
 """The output of all processes: each line under its service's name, in that service's colour."""
 
-import io
 import json
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import datetime
-from typing import IO, Any, Final, cast
+from typing import Any, Final
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -20,35 +18,10 @@ LEVEL_STYLES: Final = {"debug": "dim", "warning": "yellow", "error": "red", "cri
 NOT_FACTS: Final = frozenset({"ts", "level", "logger", "event", "exception", "color_message"})
 
 
-class _Lossy(io.TextIOBase):
-    """Drops what cannot be written: a full disk or a closed reader must stop neither a service nor the reading of its pipe."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-
-    def write(self, text: str) -> int:
-        with suppress(OSError):
-            self._file.write(text)
-        return len(text)
-
-    def flush(self) -> None:
-        with suppress(OSError):
-            self._file.flush()
-
-    def isatty(self) -> bool:
-        return self._file.isatty()
-
-    @property
-    def encoding(self) -> str:  # type: ignore[override]
-        return str(getattr(self._file, "encoding", "utf-8"))
-
-
 class Output:
-    """Each of `names` gets a colour."""
-
-    def __init__(self, names: Sequence[str] = (), console: Console | None = None) -> None:
-        self._console = console or Console(highlight=False, soft_wrap=True)
-        self._console.file = cast("IO[str]", _Lossy(self._console.file))
+    def __init__(self, names: Sequence[str], console: Console) -> None:
+        """Each of `names` gets a colour."""
+        self._console = console
         self._styles = {name: COLOURS[i % len(COLOURS)] for i, name in enumerate(names)}
         self._width = max(map(len, names), default=0)
         self._progress = ProgressLines(self._console, lambda name, text: self._line(name, Text(text), None))

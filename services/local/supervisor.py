@@ -24,6 +24,7 @@ from services.local.accounts import Accounts, Backends, Reach
 from services.local.checks import check_plan, own_ports
 from services.local.child_process import CannotStart, describe_exit, kill, run
 from services.local.children import Announce, Child, RestartDelays, Supervision, running_children
+from services.local.lossy_stdout import console_on_stdout
 from services.local.observer import NAME as OBSERVER
 from services.local.observer import running_observer, with_certificate, with_observer
 from services.local.output import Output
@@ -39,7 +40,11 @@ NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 async def run_mesh(plan: Plan) -> int:
     """Returns: the exit code."""
-    output = Output([*plan.names, MODEL, "local", OBSERVER])
+    with console_on_stdout() as console:
+        return await _supervise(plan, Output([*plan.names, MODEL, "local", OBSERVER], console))
+
+
+async def _supervise(plan: Plan, output: Output) -> int:
     supervision = Supervision(output, plan.stop_timeout_s)
     serving = asyncio.create_task(_serve(plan, supervision))
     try:

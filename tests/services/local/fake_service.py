@@ -3,7 +3,7 @@
 `fake_service.py [--http PORT] [habit …]`. Habits:
 
 - at the start: `is-misconfigured`, `is-misconfigured-by=FILE` while there is a FILE, `dies-early` before "ready",
-  `progresses` before it, `registers` with an instance id
+  `progresses` before it, `shouts` 4 MB, `registers` with an instance id
 - after it: `dies` at once, `hangs` on SIGTERM, `drains` for 0.3 s on SIGTERM
 - what it leaves behind: `breeds` a child that outlives it, `leaves-shm` a file in /dev/shm, `leaves-folder` a temporary folder
 """
@@ -50,6 +50,9 @@ def main(argv: list[str]) -> None:
     if "progresses" in habits:
         for done in range(11):
             log("progress", task="loading", done=done, total=10)
+    if "shouts" in habits:
+        for _ in range(4000):
+            log("shouting", what="x" * 1000)
     if "leaves-folder" in habits:
         log("made", folder=tempfile.mkdtemp(prefix=f"kvmesh-test-{os.getpid()}-"))
     flaws = [Path(habit.partition("=")[2]) for habit in habits if habit.startswith("is-misconfigured-by=")]

@@ -20,6 +20,7 @@ from rich.console import Console
 from services.local import child_process, children
 from services.local.child_process import run
 from services.local.children import Child, ChildSpec, RestartDelays, Supervision, running_children
+from services.local.lossy_stdout import LossyFile
 from services.local.output import Output
 from services.local.shared_memory import SharedMemoryFiles
 
@@ -213,28 +214,42 @@ def test_a_line_longer_than_the_limit_does_not_stop_the_reading() -> None:
     assert lines[-1] == "after"
 
 
-def test_a_full_disk_does_not_stop_the_reading_of_a_child() -> None:
-    """One line that could not be written ended the reading. The child blocked as soon as its pipe was full."""
+def test_a_line_that_cannot_be_shown_does_not_stop_the_reading_of_a_child(caplog: pytest.LogCaptureFixture) -> None:
+    """It ended the reading. The child blocked as soon as its pipe was full."""
+    shown: list[str] = []
 
-    class OnceFull(io.StringIO):
-        failures = 1
+    def show(line: str) -> None:
+        if not shown and line == "0":
+            raise UnicodeError
+        shown.append(line)
 
-        def write(self, text: str) -> int:
-            if self.failures:
-                self.failures -= 1
-                raise OSError(errno.ENOSPC, "No space left on device")
-            return super().write(text)
+    async def main() -> int:
+        async with asyncio.timeout(60):
+            return await run([sys.executable, "-c", "for i in range(40000): print(i)"], show)
 
-    shown = OnceFull()
-    output = Output(["child"], Console(file=shown, soft_wrap=True))
+    assert asyncio.run(main()) == 0
+    assert shown == [str(number) for number in range(1, 40000)]
+    assert caplog.messages == ["cannot show a line of a child"]
+
+
+@pytest.mark.parametrize("place", ["/dev/full", "pipe"])
+def test_output_that_is_not_taken_does_not_stop_the_reading_of_a_child(place: str) -> None:
+    """A full disk ended the reading, and a pipe that nobody reads (`| less`) blocked the whole supervisor."""
     code = 'for i in range(4000): print(\'{"event": "line", "pad": "%s"}\' % (\'x\' * 1000))'
+    read_end, write_end = os.pipe() if place == "pipe" else (os.open(place, os.O_RDONLY), os.open(place, os.O_WRONLY))
 
     async def main() -> int:
         async with asyncio.timeout(60):
             return await run([sys.executable, "-c", code], lambda line: output.show("child", line))
 
-    assert asyncio.run(main()) == 0
-    assert shown.getvalue().count("pad=") == 3999
+    file = LossyFile(write_end)
+    try:
+        output = Output(["child"], Console(file=file, soft_wrap=True))
+        assert asyncio.run(main()) == 0
+    finally:
+        os.close(read_end)
+        file.close()
+        os.close(write_end)
 
 
 def test_a_command_that_does_not_exist_is_named() -> None:

@@ -1,6 +1,5 @@
 """How lines of many processes look in one stream."""
 
-import errno
 import io
 import json
 import re
@@ -20,17 +19,6 @@ def shown() -> io.StringIO:
 @pytest.fixture
 def output(shown: io.StringIO) -> Output:
     return Output(["decode-0", "frontend-0"], Console(file=shown, soft_wrap=True, highlight=False))
-
-
-class FullDisk(io.StringIO):
-    """Refuses to write while it is full."""
-
-    is_full = True
-
-    def write(self, text: str) -> int:
-        if self.is_full:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return super().write(text)
 
 
 def line(event: str, **facts: object) -> str:
@@ -109,20 +97,3 @@ def test_a_terminal_gets_bars_and_its_cursor_back() -> None:
     output.close()
     assert "loading" in shown.getvalue()
     assert shown.getvalue().count("\x1b[?25l") == shown.getvalue().count("\x1b[?25h") == 2  # cursor hidden, shown
-
-
-def test_lines_that_a_full_disk_refuses_are_dropped_and_the_next_ones_shown() -> None:
-    """The error ended whatever had shown the line: the reading of a child's pipe, or the whole mesh."""
-    disk = FullDisk()
-    output = Output(["decode-0"], Console(file=disk, soft_wrap=True, highlight=False))
-    assert output.show("decode-0", line("ready")) == "ready"
-    output.show("decode-0", "no JSON")
-    output.show("decode-0", line("failed", exception="Traceback"))
-    output.show("decode-0", line("progress", task="loading", done=0, total=1))
-    output.report("local", "died")
-    output.error("cannot start")
-    output.print("Ready:")
-    disk.is_full = False
-    output.show("decode-0", line("room again"))
-    output.show("decode-0", "no JSON again")
-    assert [shown.split("decode-0  ")[1] for shown in disk.getvalue().splitlines()] == ["room again", "no JSON again"]

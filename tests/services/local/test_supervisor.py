@@ -5,6 +5,8 @@ import os
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,7 +19,7 @@ import pytest
 from bench.processes import free_port
 from components.startup import EX_CONFIG
 from services.local import supervisor
-from services.local.child_process import CannotStart
+from services.local.child_process import CannotStart, tethered
 from tests.conftest import RunService, ServiceProcess
 
 pytestmark = pytest.mark.mesh
@@ -96,6 +98,26 @@ def test_a_signal_stops_everything_and_the_exit_code_is_zero(
     assert process.popen.wait(5) == 0, process.logged()
     assert not alive(process)
     assert (process.log.parent / "state/local/running.json").read_text() == ""
+
+
+def test_a_stdout_that_nobody_reads_stops_nothing(tmp_path: Path, port: int) -> None:
+    """The supervisor blocked in a write: its children blocked, too, and SIGTERM had no effect."""
+    state = tmp_path / "state"
+    command = [*tethered(), sys.executable, "-m", "tests.services.local.fake_mesh", str(state), str(port)]
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
+    habits = ("bootstrap=shouts", "decode=shouts")
+    with subprocess.Popen([*command, *habits], env=env, stdout=subprocess.PIPE, start_new_session=True) as mesh:
+        try:
+            eventually(lambda: listens(port), "no frontend", 20)
+            mesh.send_signal(signal.SIGTERM)
+            assert mesh.wait(10) == 0
+        finally:
+            mesh.kill()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def test_a_signal_before_ready_stops_what_has_started(mesh: Callable[..., ServiceProcess]) -> None:
