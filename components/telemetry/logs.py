@@ -61,11 +61,11 @@ class PlainLines:
         self._colours = colours
 
     def __call__(self, _logger: object, _method: str, facts: MutableMapping[str, Any]) -> str:
-        level, event, ts = (str(facts.pop(name, "")) for name in ("level", "event", "ts"))
+        level, event, ts = (printable(str(facts.pop(name, ""))) for name in ("level", "event", "ts"))
         facts.pop("logger", None)
         exception = facts.pop("exception", None)
         shown = "".join(
-            f"  {name}={value if isinstance(value, str) else json.dumps(value, default=str)}"
+            f"  {name}={printable(value) if isinstance(value, str) else json.dumps(value, default=str)}"
             for name, value in facts.items()
             if name != "color_message"
         )
@@ -73,7 +73,19 @@ class PlainLines:
             event = f"\033[{COLOURS[level]}m{event}\033[0m"
         elif level in COLOURS:
             event = f"{level}: {event}"
-        return f"{ts[11:19]}  {event}{shown}" + (f"\n{exception}" if exception else "")
+        return f"{ts[11:19]}  {event}{shown}" + (f"\n{printable_lines(exception)}" if exception else "")
+
+
+def printable(text: str) -> str:
+    """Escape what is not printable. Clients write parts of many lines: a newline would forge another line."""
+    if text.isprintable():
+        return text
+    return "".join([each if each.isprintable() else each.encode("unicode_escape").decode() for each in text])
+
+
+def printable_lines(text: str) -> str:
+    """As `printable`, for a text that may have several lines."""
+    return "\n".join(map(printable, text.split("\n")))
 
 
 def log_ready(**facts: str) -> None:

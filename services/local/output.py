@@ -1,6 +1,7 @@
 """The output of all processes: each line under its service's name, in that service's colour."""
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from typing import Any, Final
@@ -10,12 +11,15 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Column
 from rich.text import Text
 
+from components.telemetry.logs import printable, printable_lines
+
 PARTS: Final = 4
 BAR_WIDTH: Final = 16  # characters
 COLOURS: Final = ("cyan", "magenta", "green", "blue", "bright_cyan", "bright_magenta", "bright_green", "bright_blue")
 LEVEL_STYLES: Final = {"debug": "dim", "warning": "yellow", "error": "red", "critical": "bold red"}
 # uvicorn's color_message repeats the event.
 NOT_FACTS: Final = frozenset({"ts", "level", "logger", "event", "exception", "color_message"})
+COLOUR: Final = re.compile(r"(\x1b\[[0-9;]*m)")
 
 
 class Output:
@@ -31,24 +35,27 @@ class Output:
         facts = _parse(line)
         if facts is None:
             if line:
-                self._line(name, Text.from_ansi(line), None)
+                self._line(name, Text.from_ansi(_visible(line)), None)
             return None
         event = str(facts["event"])
         if event == "progress":
-            self._progress.update(name, str(facts.get("task", "")), facts.get("done"), facts.get("total"))
+            self._progress.update(name, printable(str(facts.get("task", ""))), facts.get("done"), facts.get("total"))
             return event
-        shown = {k: v if isinstance(v, str) else json.dumps(v) for k, v in facts.items() if k not in NOT_FACTS}
+        shown = {
+            k: printable(v) if isinstance(v, str) else json.dumps(v) for k, v in facts.items() if k not in NOT_FACTS
+        }
+        said = printable(event)
         if self._console.is_terminal:
-            text = Text(event, style=LEVEL_STYLES.get(str(facts.get("level")), ""))
+            text = Text(said, style=LEVEL_STYLES.get(str(facts.get("level")), ""))
             for key, value in shown.items():
                 text.append(f"  {key}=", style="dim").append(value)
             self._line(name, text, facts.get("ts"))
         else:  # rich takes ten times as long, and under load many requests have a line
             pairs = "".join([f"  {key}={value}" for key, value in shown.items()])
-            self._console.file.write(f"{_clock(facts.get('ts'))}  {name:<{self._width}}  {event}{pairs}\n")
+            self._console.file.write(f"{_clock(facts.get('ts'))}  {name:<{self._width}}  {said}{pairs}\n")
             self._console.file.flush()
         if facts.get("exception"):
-            self._console.print(Text(_traceback(facts["exception"])))
+            self._console.print(Text(printable_lines(_traceback(facts["exception"]))))
         return event
 
     def report(self, name: str, event: str, *, level: str = "info", **facts: str | float | None) -> None:
@@ -59,7 +66,7 @@ class Output:
             self._console.print(Text(line, style="bold"))
 
     def error(self, message: str) -> None:
-        self._console.print(Text("error: ", style="bold red").append(message, style="default"))
+        self._console.print(Text("error: ", style="bold red").append(printable_lines(message), style="default"))
 
     def end_progress(self, name: str) -> None:
         self._progress.drop(name)
@@ -135,6 +142,12 @@ def _parse(line: str) -> dict[str, Any] | None:
     except ValueError:
         return None
     return facts if isinstance(facts, dict) and "event" in facts else None
+
+
+def _visible(line: str) -> str:
+    """What a terminal would show of a line that is no JSON log: its colours, and the text after a carriage return."""
+    parts = COLOUR.split(line.rpartition("\r")[2].expandtabs())
+    return "".join([part if at % 2 else printable(part) for at, part in enumerate(parts)])
 
 
 def _traceback(exception: object) -> str:

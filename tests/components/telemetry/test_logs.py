@@ -83,3 +83,15 @@ def test_a_person_reads_plain_lines(capsys: pytest.CaptureFixture[str]) -> None:
     except ZeroDivisionError:
         log.exception("failed")
     assert capsys.readouterr().err.splitlines()[-1] == "ZeroDivisionError: why"
+
+
+def test_what_a_client_wrote_forges_no_line_and_no_colour(capsys: pytest.CaptureFixture[str]) -> None:
+    """The path of a refused request was written as it came."""
+    configure_logs("info", "console")
+    log.info("refused\rx", extra={"route": "/x\n12:00:00  ready\x1b[31m\x9b1m\u2028"})
+    assert capsys.readouterr().err[10:] == "refused\\rx  route=/x\\n12:00:00  ready\\x1b[31m\\x9b1m\\u2028\n"
+    try:
+        raise ValueError("of a client: \x1b[2J")
+    except ValueError:
+        log.exception("failed")
+    assert capsys.readouterr().err.splitlines()[-1] == "ValueError: of a client: \\x1b[2J"

@@ -97,3 +97,27 @@ def test_a_terminal_gets_bars_and_its_cursor_back() -> None:
     output.close()
     assert "loading" in shown.getvalue()
     assert shown.getvalue().count("\x1b[?25l") == shown.getvalue().count("\x1b[?25h") == 2  # cursor hidden, shown
+
+
+def test_what_a_client_wrote_forges_no_line_and_no_colour() -> None:
+    """A path with an encoded newline and escape sequences was shown as a line of another process, in red."""
+    forged = "/x\n12:00:00  decode-0    died\x1b[31m"
+    for is_terminal in (False, True):
+        shown = io.StringIO()
+        console = Console(file=shown, force_terminal=is_terminal, soft_wrap=True, highlight=False, width=200)
+        output = Output(["frontend-0"], console)
+        output.show(
+            "frontend-0", line("refused\x1b]0;title\x07", route=forged, exception=f"of\na client: {forged[2:]}")
+        )
+        said, *traceback = Text.from_ansi(shown.getvalue()).plain.splitlines()
+        assert said == "03:04:05  frontend-0  refused\\x1b]0;title\\x07  route=/x\\n12:00:00  decode-0    died\\x1b[31m"
+        assert traceback == ["of", "a client: ", "12:00:00  decode-0    died\\x1b[31m"]
+        assert "\x1b[31m" not in shown.getvalue()
+
+
+def test_of_a_line_that_is_no_json_log_only_colours_reach_the_terminal() -> None:
+    shown = io.StringIO()
+    output = Output(["decode-0"], Console(file=shown, force_terminal=True, width=80, _environ={"TERM": "xterm"}))
+    output.show("decode-0", "10 %\r\x1b[32mgreen\x1b[0m \x1bc\x1b[2J\ta")
+    assert "\x1b[32mgreen\x1b[0m" in shown.getvalue()
+    assert Text.from_ansi(shown.getvalue()).plain.rstrip().endswith(r"  green \x1bc\x1b[2J   a")
