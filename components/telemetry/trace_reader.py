@@ -17,7 +17,7 @@ from components.http.fetch import fetch
 from components.settings import MeshSettings
 from components.telemetry.otlp_sender import OBSERVER, login_header, trusting
 from components.telemetry.stored_spans import Event, Span
-from components.telemetry.trace_store import FILE_NAME, WHICH, TraceStore, Which
+from components.telemetry.trace_store import DAMAGED_NAME, FILE_NAME, WHICH, TraceStore, Which, is_damage
 from components.telemetry.trace_summary import TraceSummary, of_tenant, summary_of
 from components.urls import without_password
 
@@ -72,7 +72,12 @@ class LocalTraceReader:
         try:
             yield
         except sqlite3.Error as exc:
-            raise TracesUnavailable(f"{self._file} cannot be read: {exc}") from exc
+            if not is_damage(exc):
+                raise TracesUnavailable(f"{self._file} cannot be read: {exc}") from exc
+            raise TracesUnavailable(
+                f"{self._file} is damaged: {exc}. The process that writes it moves it to {DAMAGED_NAME} and begins a new "
+                "file, at its next trace or after a restart"
+            ) from exc
 
 
 class ObserverTraceReader:

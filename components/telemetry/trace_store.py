@@ -2,12 +2,16 @@
 
 A batch is what one process exported together: spans of some hundred traces at most, kept as they came. Nothing has an
 index. A write then only appends, and costs a busy mesh a few microseconds a trace; a reader scans some thousand small rows.
+
+No write waits for the disk, so a power failure may damage the file. A writer then moves it aside and begins a new one.
 """
 
+import fcntl
 import logging
+import os
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep
@@ -28,6 +32,8 @@ BUSY_S: Final = 5.0  # another process may hold the lock this long
 BUSY_RETRY_S: Final = 0.01
 TRIM_EVERY: Final = 50  # writes
 FILE_NAME: Final = "traces.sqlite"
+DAMAGED_NAME: Final = "traces.damaged.sqlite"  # the last damaged file; an older one is replaced
+DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 TABLES: Final = ("batches", "batch_spans", "roots")
 EARLIER: Final = ("spans", "pieces", "traces", "requests", "tenants")  # tables of earlier releases
 LOST: Final = "kvmesh.lost"  # of a span that its caller recorded, as the process died
@@ -72,6 +78,12 @@ class Limits:
     traces: int = 1000
     spans: int = 50_000  # a client may put many requests into one trace
     bytes: int = 64 << 20
+
+
+class Damaged(sqlite3.DatabaseError):
+    """SQLite's check found a fault."""
+
+    sqlite_errorcode = sqlite3.SQLITE_CORRUPT
 
 
 class TraceStore:
@@ -139,7 +151,8 @@ class TraceStore:
         return _when_free(lambda: self._read(query, args))
 
     def _read(self, query: str, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        connection = _connect(self._path)
+        with _held_in_place(self._path):
+            connection = _connect(self._path)
         try:
             return connection.execute(query, args).fetchall()
         except sqlite3.OperationalError as exc:
@@ -160,13 +173,19 @@ class TraceWriter:
         self._path = home / FILE_NAME
         self._limits = limits
         self._connection: sqlite3.Connection | None = None
-        self._inode = 0  # of the file that is open
+        self._inode = 0  # of the file that is open, or that could not be opened
+        self._checked_inode = 0
         self._writes = 0
 
     def write(self, service: str, pieces: Sequence[Piece]) -> bool:
         """Returns False if the spans are lost. Every `TRIM_EVERY` writes, trim the file."""
         try:
-            _when_free(lambda: self._write(service, pieces))
+            try:
+                _when_free(lambda: self._write(service, pieces))
+            except sqlite3.Error as exc:
+                if not (is_damage(exc) and self._move_aside(str(exc))):
+                    raise
+                _when_free(lambda: self._write(service, pieces))
         except sqlite3.Error as exc:
             lost = sum(piece.num_spans for piece in pieces)
             log.warning("spans not kept", extra={"cause": str(exc), "file": str(self._path), "count": lost})
@@ -197,12 +216,42 @@ class TraceWriter:
         if self._connection is None:
             with suppress(OSError):  # SQLite's own error says more
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-                self._path.touch(mode=0o600)
-                self._path.chmod(0o600)  # also for an earlier run's file; SQLite's other files inherit the mode
-            self._connection = _connect(self._path)
-            self._inode = self._inode_there()
+            with _held_in_place(self._path):
+                with suppress(OSError):
+                    self._path.touch(mode=0o600)
+                    self._path.chmod(0o600)  # also for an earlier run's file; SQLite's other files inherit the mode
+                self._inode = self._inode_there()
+                self._connection = _connect(self._path)
+            self._check(self._connection)
             self._connection.executescript(_SCHEMA)
         return self._connection
+
+    def _check(self, connection: sqlite3.Connection) -> None:
+        """Raises: sqlite3.Error, if the file is damaged. Without this, damage might be met by readers alone."""
+        if self._inode != self._checked_inode:
+            [(found,)] = connection.execute("pragma quick_check(1)").fetchall()
+            if found != "ok":
+                raise Damaged(found)
+            self._checked_inode = self._inode
+
+    def _move_aside(self, cause: str) -> bool:
+        """Rename the damaged file, unless another process has done so. Returns whether a write may succeed now."""
+        with _held_in_place(self._path, fcntl.LOCK_EX):
+            if self._inode != self._inode_there():
+                return True
+            home, kept = self._path.parent, self._path.with_name(DAMAGED_NAME)
+            try:
+                for suffix in ("-wal", "-shm", ""):  # SQLite's other files may be missing
+                    (home / f"{DAMAGED_NAME}{suffix}").unlink(missing_ok=True)
+                    with suppress(FileNotFoundError):
+                        (home / f"{FILE_NAME}{suffix}").rename(home / f"{DAMAGED_NAME}{suffix}")
+            except OSError as exc:
+                extra = {"file": str(self._path), "cause": str(exc)}
+                log.warning("the damaged file of traces cannot be moved aside", extra=extra)
+                return False
+        extra = {"file": str(self._path), "cause": cause, "moved_to": str(kept)}
+        log.warning("the file of traces was damaged: it is moved aside, and a new one begins", extra=extra)
+        return True
 
     def _inode_there(self) -> int:
         try:
@@ -262,9 +311,9 @@ def _thin(connection: sqlite3.Connection, batch: int, kept_ids: Set[str]) -> Non
         connection.execute("delete from batches where batch = ?", (batch,))
         connection.execute("delete from batch_spans where batch = ?", (batch,))
         return
-    (packed,) = connection.execute("select packed from batch_spans where batch = ?", (batch,)).fetchone()
-    kept = [piece for piece in _pieces(packed) if piece.trace_id in kept_ids]
-    if not kept:  # it cannot be read
+    rows = connection.execute("select packed from batch_spans where batch = ?", (batch,)).fetchall()
+    kept = [piece for (packed,) in rows for piece in _pieces(packed) if piece.trace_id in kept_ids]
+    if not kept:  # it cannot be read, or a power failure took it
         _thin(connection, batch, frozenset())
         return
     connection.execute(_THIN, (*_contents(kept), batch))
@@ -299,9 +348,37 @@ def _when_free(work: Callable[[], T]) -> T:
         try:
             return work()
         except sqlite3.OperationalError as exc:
-            if exc.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or monotonic() > until:
+            if _code(exc) != sqlite3.SQLITE_BUSY or monotonic() > until:
                 raise
         sleep(BUSY_RETRY_S)
+
+
+def is_damage(exc: sqlite3.Error) -> bool:
+    """Whether the file itself is at fault, and not its place or another process."""
+    return _code(exc) in DAMAGE
+
+
+def _code(exc: sqlite3.Error) -> int:
+    """SQLite's primary code. Python's own errors have none: of these, only a text that is not UTF-8 can occur here."""
+    return getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+
+
+@contextmanager
+def _held_in_place(path: Path, how: int = fcntl.LOCK_SH) -> Iterator[None]:
+    """Keep the file and SQLite's files beside it together: nobody opens them while they are moved (LOCK_EX).
+
+    Without this, a new file could get the log of the damaged one.
+    """
+    try:
+        folder = os.open(path.parent, os.O_RDONLY)
+    except OSError:  # SQLite's own error says more
+        yield
+        return
+    try:
+        fcntl.flock(folder, how)
+        yield
+    finally:
+        os.close(folder)
 
 
 def _connect(path: Path) -> sqlite3.Connection:

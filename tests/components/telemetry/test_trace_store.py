@@ -1,5 +1,6 @@
 import multiprocessing
 import sqlite3
+from collections.abc import Callable
 from contextlib import closing
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
@@ -14,8 +15,8 @@ from components.telemetry.packed_spans import PackedSpan
 from components.telemetry.spans import Spans
 from components.telemetry.stored_spans import Event
 from components.telemetry.trace_pieces import Piece, Root
-from components.telemetry.trace_reader import LocalTraceReader
-from components.telemetry.trace_store import FILE_NAME, TRIM_EVERY, Limits, TraceStore, TraceWriter
+from components.telemetry.trace_reader import LocalTraceReader, TracesUnavailable
+from components.telemetry.trace_store import DAMAGED_NAME, FILE_NAME, TRIM_EVERY, Limits, TraceStore, TraceWriter
 from tests.components.telemetry.written import writing_tracer
 
 FILES = 20  # made anew, as at the first start of a mesh
@@ -210,14 +211,108 @@ def test_where_nothing_was_kept_there_is_nothing_to_read_and_no_file_is_made(tmp
     assert not list(tmp_path.iterdir())
 
 
-def test_a_broken_file_costs_the_spans_and_not_the_process(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / FILE_NAME).write_bytes(b"this is no database, " * 100)
+PAGE = 4096
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "first pages": lambda data: data[:PAGE] + bytes(5 * PAGE) + data[6 * PAGE :],
+    "later pages": lambda data: data[: 20 * PAGE] + bytes(5 * PAGE) + data[25 * PAGE :],
+    "header": lambda data: bytes(PAGE) + data[PAGE:],
+    "cut": lambda data: data[: len(data) // 3],
+    "junk": lambda data: b"this is no database, " * 100,
+}
+
+
+def damage(home: Path, kind: str) -> None:
+    """As a power failure may; the file has spans of 60 traces, which none of the first writes touches again."""
+    writer = TraceWriter(home)
+    for number in range(60):
+        assert writer.write("test", [piece(number), Piece(f"{number:032x}", 1, 1, b"x" * 2 * PAGE)])
+    writer.close()
+    (home / FILE_NAME).write_bytes(DAMAGES[kind]((home / FILE_NAME).read_bytes()))
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_a_damaged_file_is_moved_aside_and_a_new_one_begins(
+    kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each write of each process failed from then on, also after a restart."""
+    damage(tmp_path, kind)
+    damaged = (tmp_path / FILE_NAME).read_bytes()
+    writers = [TraceWriter(tmp_path), TraceWriter(tmp_path)]
+    for number in range(100, 104):
+        assert writers[number % 2].write("test", [piece(number)])
+    assert TraceStore(tmp_path).last_trace_ids() == [f"{number:032x}" for number in (103, 102, 101, 100)]
+    [warning] = caplog.records
+    assert warning.__dict__["moved_to"] == str(tmp_path / DAMAGED_NAME)
+    assert (tmp_path / DAMAGED_NAME).read_bytes() == damaged
+    for writer in writers:
+        writer.close()
+    damage(tmp_path, "header")
+    assert writers[0].write("test", [piece(1)])
+    writers[0].close()
+    assert {file.name for file in tmp_path.iterdir()} == {FILE_NAME, DAMAGED_NAME}
+
+
+def test_a_file_that_is_damaged_while_processes_write_it_is_moved_aside_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    writers = [TraceWriter(tmp_path) for _ in range(3)]
+    for number in range(60):
+        assert writers[number % 3].write("test", [piece(number)])
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as file:
+        file.execute("pragma wal_checkpoint(truncate)")
+    with (tmp_path / FILE_NAME).open("r+b") as stream:
+        stream.write(bytes(6 * PAGE))
+    for number in range(100, 112):
+        assert writers[number % 3].write("test", [piece(number)])
+    assert TraceStore(tmp_path).last_trace_ids() == [f"{number:032x}" for number in range(111, 99, -1)]
+    assert len(caplog.records) == 1
+    for writer in writers:
+        writer.close()
+    assert len(TraceStore(tmp_path).last_trace_ids()) == 12
+
+
+def test_of_a_damaged_file_readers_name_the_cure(tmp_path: Path) -> None:
+    damage(tmp_path, "header")
+    with pytest.raises(TracesUnavailable, match=f"is damaged: file is not a database. .* moves it to {DAMAGED_NAME}"):
+        LocalTraceReader(tmp_path).listed()
+    writer = TraceWriter(tmp_path)
+    assert writer.write("test", [piece(1)])
+    writer.close()
+    assert [one.trace_id for one in LocalTraceReader(tmp_path).listed()] == [f"{1:032x}"]
+
+
+def test_a_damaged_file_that_cannot_be_moved_costs_the_spans_and_not_the_process(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(tmp_path, "junk")
+    (tmp_path / DAMAGED_NAME).mkdir()
     writer = TraceWriter(tmp_path)
     assert not writer.write("test", [])
-    assert "spans not kept" in caplog.messages
+    assert caplog.messages == ["the damaged file of traces cannot be moved aside", "spans not kept"]
     (tmp_path / FILE_NAME).unlink()
     assert writer.write("test", [])
     writer.close()
+
+
+@pytest.mark.parametrize(
+    "statement",
+    ["delete from batch_spans where batch = 2", "update batches set trace_ids = cast(x'ff' as text) where batch = 2"],
+)
+def test_rows_that_a_power_failure_tore_do_not_stop_later_writes(statement: str, tmp_path: Path) -> None:
+    """The trim of old batches raised what is no error of SQLite, at this write and at each later one."""
+    writer = TraceWriter(tmp_path, Limits(traces=3))
+    for number in range(1, 6):
+        assert writer.write("test", [piece(number, slow=number == 2)])
+    with closing(sqlite3.connect(tmp_path / FILE_NAME)) as file, file:
+        file.execute(statement)
+    if statement.startswith("update"):
+        with pytest.raises(TracesUnavailable, match="is damaged"):
+            LocalTraceReader(tmp_path).listed()
+    for number in range(6, 2 * TRIM_EVERY):
+        assert writer.write("test", [piece(number)])
+    writer.close()
+    newest = [2 * TRIM_EVERY - 1 - number for number in range(3)]
+    assert TraceStore(tmp_path).last_trace_ids(3) == [f"{number:032x}" for number in newest]
 
 
 def test_a_folder_that_cannot_be_made_costs_the_spans_and_not_the_process(caplog: pytest.LogCaptureFixture) -> None:
