@@ -5,8 +5,9 @@ Every method blocks: a caller with an event loop uses a thread. All raise Traces
 
 import json
 import sqlite3
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -15,6 +16,7 @@ from urllib.parse import quote, urlencode
 from components.errors import BackendUnavailable, Rejected
 from components.http.fetch import fetch
 from components.settings import MeshSettings
+from components.telemetry.clock_skew import corrected
 from components.telemetry.otlp_sender import OBSERVER, login_header, trusting
 from components.telemetry.stored_spans import Event, Span
 from components.telemetry.trace_store import DAMAGED_NAME, FILE_NAME, WHICH, TraceStore, Which, is_damage
@@ -27,6 +29,20 @@ TIMEOUT_S: Final = 5.0
 
 class TracesUnavailable(BackendUnavailable):
     """The store of traces cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Beginning:
+    """The first spans of a trace by start time, as `corrected` returns them."""
+
+    spans: Sequence[Span]
+    left_out: int = 0  # later spans
+
+
+def beginning_of(spans: Sequence[Span], most: int, tenant: str | None = None) -> Beginning:
+    """`tenant`: None takes the requests of all."""
+    found = corrected(spans if tenant is None else of_tenant(spans, tenant))
+    return Beginning(found[:most], max(0, len(found) - most))
 
 
 class TraceReader(Protocol):
@@ -45,6 +61,10 @@ class TraceReader(Protocol):
         """All spans by start time. `trace_id`: may also be the beginning of a trace id or request id, or a client's
         whole request id. Empty if there is no such trace.
         """
+        ...
+
+    def beginning(self, trace_id: str, most: int, tenant: str | None = None) -> Beginning:
+        """The first `most` spans: a client may put any number of requests into one trace."""
         ...
 
 
@@ -66,6 +86,9 @@ class LocalTraceReader:
     def spans(self, trace_id: str) -> list[Span]:
         with self._readable():
             return self._store.trace(trace_id)
+
+    def beginning(self, trace_id: str, most: int, tenant: str | None = None) -> Beginning:
+        return beginning_of(self.spans(trace_id), most, tenant)
 
     @contextmanager
     def _readable(self) -> Iterator[None]:
@@ -90,12 +113,18 @@ class ObserverTraceReader:
         self._headers = login_header(url)
 
     def listed(self, which: Which = "recent", limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
-        asked = {"which": which, "limit": limit, **({} if tenant is None else {"tenant": tenant})}
-        found = [summary_from(fields) for fields in self._get(f"{API}?{urlencode(asked)}")["traces"]]
+        found = [summary_from(fields) for fields in self._get(API, which=which, limit=limit, tenant=tenant)["traces"]]
         return found if tenant is None else [one for one in found if one.tenant == tenant]  # an older one sends all
 
     def spans(self, trace_id: str) -> list[Span]:
-        return [span_from(fields) for fields in self._get(f"{API}/{quote(trace_id, safe='')}")["spans"]]
+        return [span_from(fields) for fields in self._get(_path(trace_id))["spans"]]
+
+    def beginning(self, trace_id: str, most: int, tenant: str | None = None) -> Beginning:
+        answer = self._get(_path(trace_id), limit=most, tenant=tenant)
+        spans = [span_from(fields) for fields in answer["spans"]]
+        if "left_out" not in answer:  # an older one sends all
+            return beginning_of(spans, most, tenant)
+        return Beginning(spans, answer["left_out"])
 
     def answers(self) -> bool:
         """Whether an observer, and not another OTLP receiver, listens there."""
@@ -105,7 +134,9 @@ class ObserverTraceReader:
             return False
         return True
 
-    def _get(self, path: str) -> dict[str, Any]:
+    def _get(self, path: str, **asked: str | int | None) -> dict[str, Any]:
+        query = urlencode({name: value for name, value in asked.items() if value is not None})
+        path = f"{path}?{query}" if query else path
         try:
             context = trusting(self._ca) if self.place.startswith("https:") else None
             answer = fetch(self.place + path, timeout_s=TIMEOUT_S, headers=self._headers, context=context)
@@ -117,6 +148,10 @@ class ObserverTraceReader:
             return dict(json.loads(answer.body))
         except (OSError, ValueError) as exc:
             raise TracesUnavailable(f"{self.place} cannot be read: {exc}") from exc
+
+
+def _path(trace_id: str) -> str:
+    return f"{API}/{quote(trace_id, safe='')}"
 
 
 def which_of(asked: str) -> Which:

@@ -4,7 +4,7 @@ import asyncio
 import json
 import logging
 from base64 import b64decode
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from http import HTTPStatus
@@ -12,6 +12,7 @@ from secrets import compare_digest
 from typing import Any, Final, TypeVar
 from urllib.parse import parse_qs, unquote
 
+import msgspec
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceResponse
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
@@ -20,6 +21,7 @@ from starlette.types import Receive, Scope, Send
 from components.errors import MeshError, Overloaded, Rejected
 from components.startup import WrongSettings
 from components.telemetry.otlp_sender import OBSERVER, PATH
+from components.telemetry.stored_spans import Span
 from components.telemetry.trace_pieces import PIECES
 from components.telemetry.trace_reader import API, LocalTraceReader, which_of
 from components.telemetry.trace_store import TraceWriter
@@ -146,25 +148,39 @@ class ObserverApp:
 
     async def _show(self, request: Request) -> Response:
         trace_id = unquote(request.url.path[len(API) + 1 :])
-        if trace_id:
-            spans = await self._on(self._reading, lambda: self._reader.spans(trace_id))
-            return _json({"spans": [asdict(span) for span in spans]})
         asked = parse_qs(request.url.query)
+        limit, tenant = _limit(asked.get("limit", [""])[0]), asked.get("tenant", [None])[0]
+        if trace_id:
+            return await self._on(self._reading, lambda: self._trace(trace_id, limit, tenant))
         which = which_of(asked.get("which", ["recent"])[0])
-        limit = _limit(asked.get("limit", [str(DEFAULT_LISTED)])[0])
-        tenant = asked.get("tenant", [None])[0]
-        traces = await self._on(self._reading, lambda: self._reader.listed(which, limit, tenant))
+        most = DEFAULT_LISTED if limit is None else min(limit, MAX_LISTED)
+        traces = await self._on(self._reading, lambda: self._reader.listed(which, most, tenant))
         return _json({"traces": [asdict(trace) for trace in traces]})
+
+    def _trace(self, trace_id: str, limit: int | None, tenant: str | None) -> Response:
+        """All spans as they came, or the first `limit` as a page shows them. For the thread that reads."""
+        if limit is None:
+            return _spans(self._reader.spans(trace_id))
+        found = self._reader.beginning(trace_id, limit, tenant)
+        return _spans(found.spans, f', "left_out": {found.left_out}')
 
     @staticmethod
     def _on(threads: ThreadPoolExecutor, work: Callable[[], T]) -> Awaitable[T]:
         return asyncio.get_running_loop().run_in_executor(threads, work)
 
 
-def _limit(given: str) -> int:
+def _limit(given: str) -> int | None:
+    if not given:
+        return None
     if not given.isascii() or not given.isdigit() or len(given) > 9:
-        raise Rejected(f"limit={given[:20]!r} is no number of traces")
-    return min(int(given), MAX_LISTED)
+        raise Rejected(f"limit={given[:20]!r} is no number of traces or spans")
+    return int(given)
+
+
+def _spans(spans: Sequence[Span], more: str = "") -> Response:
+    """Each is encoded by itself: to encode them together holds the GIL."""
+    body = b'{"spans": [%b]%b}' % (b",".join([msgspec.json.encode(span) for span in spans]), more.encode())
+    return Response(body, media_type=JSON)
 
 
 def _json(value: Any) -> Response:

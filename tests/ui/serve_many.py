@@ -16,7 +16,7 @@ from services.frontend.keys import KeyRing
 from services.frontend.ui.feed import View
 from tests.components.text.tiny_model import tiny_text_model
 from tests.services.frontend.fake_mesh import FakeMesh
-from tests.services.frontend.ui.parts import make_page
+from tests.services.frontend.ui.parts import FakeReader, long_trace, make_page, trace
 
 EVERY_S: Final = 1 / 30
 ABOUT: Final = {"namespace": "many", "model": "tiny", "frontend": "00000000", "version": "0"}
@@ -63,7 +63,8 @@ class ManyInstances:
 
 async def main(count: int, key: str = "") -> None:
     settings = FrontendSettings(port=0)
-    ui = make_page(ManyInstances(count).look, every_s=EVERY_S)
+    reader = FakeReader([trace(), long_trace(2000)])
+    ui = make_page(ManyInstances(count).look, every_s=EVERY_S, reader=reader)
     keys = KeyRing(parse_file(f'[one]\nkey = "{key}"\n')) if key else None
     app = create_app(FakeMesh(tiny_text_model()), tiny_text_model(), settings, keys=keys, ui=ui)
     async with background(ui.feed.run(), "feed"), serve_http(app, settings) as url:

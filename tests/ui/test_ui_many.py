@@ -8,7 +8,7 @@ from typing import Any, Final
 import pytest
 
 from tests.conftest import running_services
-from tests.services.frontend.ui.parts import SECRET, TRACE_ID
+from tests.services.frontend.ui.parts import LONG_ID, SECRET, TRACE_ID
 from tests.ui.conftest import PHONE, Browser, OpenPage, go, picture, until, width_of
 
 pytestmark = pytest.mark.mesh
@@ -116,3 +116,12 @@ def test_a_trace_shows_no_word_of_the_client(open_page: OpenPage, urls: dict[str
     assert "moved away from d1" in text
     assert SECRET not in text
     assert SECRET not in page.content()
+
+
+def test_of_a_trace_of_many_requests_the_first_spans_are_shown(open_page: OpenPage, urls: dict[str, str]) -> None:
+    page = open_page(urls["many"])
+    go(page, f"requests/{LONG_ID}")
+    page.wait_for_selector(".waterfall")
+    assert page.locator(".spans li").count() == 2000
+    assert "4000 later spans are left out" in page.inner_text("main")
+    assert "services.inspect trace eeeeeeeeeeee prints all" in page.inner_text("main")

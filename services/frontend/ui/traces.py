@@ -3,19 +3,20 @@
 import asyncio
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from math import inf
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from components.settings import MeshSettings
-from components.telemetry.clock_skew import corrected
 from components.telemetry.stored_spans import Span
-from components.telemetry.trace_reader import ObserverTraceReader, TraceReader, open_trace_reader
+from components.telemetry.trace_reader import Beginning, ObserverTraceReader, TraceReader, open_trace_reader
 from components.telemetry.trace_store import Which
-from components.telemetry.trace_summary import of_tenant
+
+T = TypeVar("T")
 
 LISTED: Final = 100
+MAX_SPANS: Final = 2000  # of a trace
 LIST_KEPT_S: Final = 1.0  # a list is read once a second, however many viewers there are
 ASK_AGAIN_S: Final = 5.0  # for an observer that did not answer
 # Attributes without a client's data. Others are shown only if that is opted in.
@@ -48,6 +49,7 @@ class Traces:
         self._reader_until_s = inf  # monotonic
         self._lists: dict[tuple[Which, str | None], tuple[float, dict[str, Any]]] = {}
         self._turn = asyncio.Lock()
+        self._reads_trace = asyncio.Lock()  # more threads at once would keep the event loop from its turns
 
     async def listed(self, which: Which, tenant: str | None = None) -> Mapping[str, Any]:
         """Return summaries of requests of `tenant`, or of all, the latest first. Raises: TracesUnavailable."""
@@ -62,15 +64,20 @@ class Traces:
                 self._lists[which, tenant] = time.monotonic(), found
             return self._lists[which, tenant][1]
 
-    async def spans(self, trace_id: str, tenant: str | None = None) -> list[Span]:
-        """Return the spans of a trace by start time; with `tenant`, those of its requests; none if there is no such trace.
+    async def trace(self, trace_id: str, tenant: str | None, made_into: Callable[[Beginning], T]) -> T:
+        """Return what `made_into` makes, on a thread, of the first spans of a trace; with `tenant`, of those of its requests.
 
-        Raises: TracesUnavailable.
+        There are no spans if there is no such trace. Raises: TracesUnavailable.
         """
         async with self._turn:
             reader = await self._open()
-        found = await asyncio.to_thread(reader.spans, trace_id)
-        return [self.shown(span) for span in corrected(found if tenant is None else of_tenant(found, tenant))]
+
+        def work() -> T:
+            found = reader.beginning(trace_id, MAX_SPANS, tenant)
+            return made_into(Beginning([self.shown(span) for span in found.spans], found.left_out))
+
+        async with self._reads_trace:
+            return await asyncio.to_thread(work)
 
     def shown(self, span: Span) -> Span:
         """Return `span` without what clients sent, unless that is opted in."""

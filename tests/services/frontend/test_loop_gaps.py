@@ -2,17 +2,13 @@
 
 import asyncio
 import json
-import sys
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Callable
 from typing import Any, Final
 
 import pytest
 
 from components.http.server import serve_http
 from components.openai.logprobs import ChatLogprobs, CompletionLogprobs
-from components.process import GIL_SWITCH_S
 from components.text.tokenizer import TextModel
 from components.wire.generate import StreamItem
 from components.wire.logprobs import PackedLogprobs, pack_logprobs
@@ -21,43 +17,11 @@ from services.frontend.config import FrontendSettings
 from services.frontend.ports import Prompt, ServedModel
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh, item_of, logprobs_of
 from tests.services.frontend.raw_http import send
+from tests.services.loop_gap import MAX_GAP_S, longest_gap
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio]
 CHAT: Final = "/v1/chat/completions"
 TEXT: Final = {"type": "text", "text": "a"}
-MAX_GAP_S: Final = 0.2  # a bound for a busy machine; they are 10 to 50 ms
-
-
-@pytest.fixture(autouse=True)
-def _as_services_run() -> Iterator[None]:
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(GIL_SWITCH_S)
-    yield
-    sys.setswitchinterval(before)
-
-
-@asynccontextmanager
-async def longest_gap() -> AsyncIterator[list[float]]:
-    """Seconds between two turns of a task that sleeps a millisecond; filled at the end.
-
-    A gap counts only as far as this process used the processor in it: a busy machine makes others.
-    """
-    longest = [0.0]
-
-    async def watch() -> None:
-        last, used_s = time.perf_counter(), time.process_time()
-        while True:
-            await asyncio.sleep(0.001)
-            now, now_used_s = time.perf_counter(), time.process_time()
-            longest[0] = max(longest[0], min(now - last, now_used_s - used_s))
-            last, used_s = now, now_used_s
-
-    task = asyncio.create_task(watch())
-    try:
-        yield longest
-        await asyncio.sleep(0.01)
-    finally:
-        task.cancel()
 
 
 async def asked(url: str, path: str, body: bytes) -> tuple[int, bytes, float]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
@@ -24,11 +25,13 @@ from components.settings import MeshSettings
 from components.startup import WrongSettings
 from components.telemetry.light_span import LightSpan
 from components.telemetry.otlp_encoder import encode_request, encode_resource, encode_span, span_field
-from components.telemetry.otlp_sender import OTLP, OtlpSender
+from components.telemetry.otlp_sender import OBSERVER, OTLP, OtlpSender
+from components.telemetry.packed_spans import PackedSpan
 from components.telemetry.span_export import SpanExport
 from components.telemetry.spans import Spans, step
 from components.telemetry.trace_pieces import PIECES, Piece, Pieces, pack_pieces
 from components.telemetry.trace_reader import (
+    Beginning,
     LocalTraceReader,
     ObserverTraceReader,
     TracesUnavailable,
@@ -37,6 +40,7 @@ from components.telemetry.trace_reader import (
 from components.telemetry.trace_store import TraceWriter
 from services.observer.app import ObserverApp
 from services.observer.config import ObserverSettings
+from tests.services.loop_gap import MAX_GAP_S, longest_gap
 
 pytestmark = pytest.mark.anyio
 TRACES = "/v1/traces"
@@ -108,6 +112,57 @@ async def test_a_tenants_traces_are_listed_alone(url: str, http: httpx.AsyncClie
     for tenant, names in (("acme", ["one"]), ("o'neill & sons", ["two"]), ("nobody", [])):
         assert [trace.name for trace in await asyncio.to_thread(reader.listed, "recent", 9, tenant)] == names
     assert len(await asyncio.to_thread(reader.listed, "recent", 9)) == 3
+
+
+def keep_long_trace(home: Path, num_requests: int) -> str:
+    """Write a trace of one span a request, of two tenants by turns; returns its id."""
+    trace_id = "ab" * 16
+    writer = TraceWriter(ObserverSettings(state_dir=home).home)
+    for first in range(0, num_requests, 1000):
+        numbers = range(first, min(first + 1000, num_requests))
+        facts = {number: {"kvmesh.tenant": "acme" if number % 2 else "other"} for number in numbers}
+        spans = [PackedSpan(n + 1, 0, f"n{n}", n + 1, n + 9, 0, "", facts[n], []) for n in numbers]
+        assert writer.write("frontend-f1", [Piece(trace_id, first + 1, len(spans), msgspec.msgpack.encode(spans))])
+    writer.close()
+    return trace_id
+
+
+async def test_a_trace_of_many_requests_blocks_nobody(tmp_path: Path) -> None:
+    """Its spans were made into JSON in the event loop, so that processes could not send theirs."""
+    trace_id = keep_long_trace(tmp_path, 40_000)
+    async with observer(tmp_path) as url, httpx.AsyncClient(base_url=url, timeout=30) as http, longest_gap() as gap:
+        answer = await http.get(f"/api/traces/{trace_id}")
+    assert len(answer.json()["spans"]) == 40_000
+    assert gap[0] < MAX_GAP_S, gap
+
+
+async def test_of_a_trace_of_many_requests_the_first_spans_are_read_and_the_others_counted(tmp_path: Path) -> None:
+    trace_id = keep_long_trace(tmp_path, 100)
+    async with observer(tmp_path) as url:
+        reader = ObserverTraceReader(url)
+        whole = await asyncio.to_thread(reader.beginning, trace_id, 1000)
+        some = await asyncio.to_thread(reader.beginning, trace_id, 10)
+        of_one = await asyncio.to_thread(reader.beginning, trace_id, 10, "acme")
+        none = await asyncio.to_thread(reader.beginning, "f" * 32, 10)
+    assert (len(whole.spans), whole.left_out) == (100, 0)
+    assert ([span.name for span in some.spans], some.left_out) == ([f"n{n}" for n in range(10)], 90)
+    assert ([span.name for span in of_one.spans], of_one.left_out) == ([f"n{n}" for n in range(1, 20, 2)], 40)
+    assert none == Beginning([])
+
+
+async def test_an_older_observer_sends_all_spans_and_the_reader_chooses(tmp_path: Path) -> None:
+    trace_id = keep_long_trace(tmp_path, 100)
+    async with observer(tmp_path) as url, httpx.AsyncClient(base_url=url) as http:
+        sent = (await http.get(f"/api/traces/{trace_id}")).content
+
+    async def older(scope: Any, receive: Any, send: Any) -> None:
+        headers = [(b"server", OBSERVER.encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": sent})
+
+    async with serve_http(older, ObserverSettings(port=0)) as url:
+        found = await asyncio.to_thread(ObserverTraceReader(url).beginning, trace_id, 10, "acme")
+    assert ([span.name for span in found.spans], found.left_out) == ([f"n{n}" for n in range(1, 20, 2)], 40)
 
 
 async def test_the_exporter_of_the_sdk_is_taken_as_it_is(url: str) -> None:

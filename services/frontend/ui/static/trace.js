@@ -23,7 +23,8 @@ export function useTrace(id, afterMs = 0) {
           hasFirst = true;
           left = LATE_TRIES;
         }
-        const isSame = (was) => was.id === id && was.trace && was.trace.spans.length === trace.spans.length;
+        const isSame = (was) =>
+          was.id === id && was.trace?.spans.length === trace.spans.length && was.trace.left_out === trace.left_out;
         setFound((was) => (isSame(was) ? was : { id, trace, fault: "", isWaiting: false }));
       } catch (error) {
         if (stop.signal.aborted) return;

@@ -192,6 +192,11 @@ export function Waterfall({ trace }) {
       <b>${root.name}</b> at ${clock(trace.at)}, ${ms(total / 1e6)}, ${spans.length} spans in ${services.length} processes
       <span class="ids">trace <code>${id}</code>${requestId && html` request <code>${requestId}</code>`}</span>
     </p>
+    ${trace.left_out > 0 &&
+    html`<p>
+      ${trace.left_out} later spans are left out, here and in the download.
+      ${" "}<code>python -m services.inspect trace ${id.slice(0, 12)}</code> prints all; with <code>--perfetto FILE</code> it writes them.
+    </p>`}
     ${root.error && html`<p class="fault">${root.error}</p>`}
     ${Object.entries(shifts(spans)).map(
       ([service, by]) => html`<p class="soft" key=${service}>

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import httpx
@@ -11,7 +11,7 @@ from components.aio import background
 from components.http.server import serve_http
 from components.telemetry.stored_spans import Event, Span
 from components.telemetry.trace_pieces import TENANT
-from components.telemetry.trace_reader import TracesUnavailable
+from components.telemetry.trace_reader import Beginning, TracesUnavailable, beginning_of
 from components.telemetry.trace_store import Which
 from components.telemetry.trace_summary import TraceSummary, of_tenant, summary_of
 from services.frontend.app import create_app
@@ -24,6 +24,7 @@ from services.frontend.ui.traces import Traces
 from tests.services.frontend.fake_mesh import FakeMesh
 
 TRACE_ID = "a" * 32
+LONG_ID = "e" * 32
 SECRET = "the moon is made of cheese"
 MS = 1_000_000
 
@@ -53,6 +54,21 @@ def trace(trace_id: str = TRACE_ID, *, error: str = "", tenant: str = "") -> lis
     ]
 
 
+def long_trace(num_requests: int, tenant: str = "") -> list[Span]:
+    """One that a client made of many requests, each as `trace`, a second apart."""
+    return [
+        replace(
+            span,
+            span_id=f"{number:08x}{span.span_id}",
+            parent_id=f"{number:08x}{span.parent_id}" if span.parent_id else None,
+            start_ns=span.start_ns + 1000 * MS * number,
+            end_ns=span.end_ns + 1000 * MS * number,
+        )
+        for number in range(num_requests)
+        for span in trace(LONG_ID, tenant=tenant)
+    ]
+
+
 @dataclass
 class FakeReader:
     """`TraceReader` over a list."""
@@ -77,6 +93,9 @@ class FakeReader:
 
     def spans(self, trace_id: str) -> list[Span]:
         return next((spans for spans in self.traces if spans[0].trace_id == trace_id), [])
+
+    def beginning(self, trace_id: str, most: int, tenant: str | None = None) -> Beginning:
+        return beginning_of(self.spans(trace_id), most, tenant)
 
 
 class FakeControl:

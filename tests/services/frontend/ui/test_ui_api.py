@@ -67,7 +67,7 @@ async def test_every_attribute_that_is_not_known_is_content() -> None:
         )
     ]
     traces = Traces(None, reader=FakeReader([spans]))
-    [shown] = await traces.spans("t")
+    [shown] = await traces.trace("t", None, lambda found: found.spans)
     assert shown.attributes == {"kvmesh.pages": 3}
     event = Event("e", 0, {"cause": f'"{SECRET}" and {3}', "count": 2})
     assert traces.shown(Span("t", "1", None, "s", "n", 0, 1, "UNSET", {}, "", (event,))).events[0].attributes == {

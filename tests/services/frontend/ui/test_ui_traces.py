@@ -1,4 +1,4 @@
-"""Which store of traces `/ui` reads, when an observer is away for a while."""
+"""Which store of traces `/ui` reads, when an observer is away for a while; and traces of many requests."""
 
 from contextlib import closing
 from pathlib import Path
@@ -13,6 +13,9 @@ from services.frontend.ui import traces
 from services.frontend.ui.traces import Traces
 from services.observer.app import ObserverApp
 from services.observer.config import ObserverSettings
+from tests.services.frontend.fake_mesh import FakeMesh
+from tests.services.frontend.ui.parts import LONG_ID, FakeReader, long_trace, make_page, served
+from tests.services.loop_gap import MAX_GAP_S, longest_gap
 
 pytestmark = pytest.mark.anyio
 
@@ -33,3 +36,21 @@ async def test_an_observer_that_was_away_is_read_when_it_is_back(
             assert (await shown.listed("recent"))["place"] == place
     with pytest.raises(TracesUnavailable):  # instead of what the local file has of long ago
         await shown.listed("recent")
+
+
+@pytest.mark.parametrize("form", ["", "/perfetto"])
+async def test_a_trace_of_many_requests_blocks_nobody(mesh: FakeMesh, form: str) -> None:
+    """All of its spans were corrected, filtered and encoded in the event loop: 2 s for 48,000."""
+    reader = FakeReader([long_trace(16_000)])
+    async with served(mesh, make_page(reader=reader)) as http, longest_gap() as gap:
+        answer = await http.get(f"/ui/api/traces/{LONG_ID}{form}")
+    assert answer.status_code == 200
+    assert gap[0] < MAX_GAP_S, gap
+
+
+async def test_of_a_trace_of_many_requests_the_first_spans_are_shown_and_the_others_counted(mesh: FakeMesh) -> None:
+    reader = FakeReader([long_trace(1000)])
+    async with served(mesh, make_page(reader=reader)) as http:
+        found = (await http.get(f"/ui/api/traces/{LONG_ID}")).json()
+    assert (len(found["spans"]), found["left_out"]) == (2000, 1000)
+    assert found["spans"][-1]["start_us"] == 666_001_000
