@@ -299,7 +299,7 @@ def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: 
 
     async def metrics(request: Request) -> Response:
         """Prometheus text format, or OpenMetrics if `Accept` prefers it."""
-        return metrics_response(registry, request.headers.get("accept", ""))
+        return await metrics_response(registry, request.headers.get("accept", ""))
 
     async def targets(request: Request) -> list[ScrapeTarget]:
         """The metrics pages of all processes, for Prometheus' HTTP service discovery."""

@@ -15,9 +15,9 @@ from components.wire.logprobs import PackedLogprobs, pack_logprobs
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.ports import Prompt, ServedModel
+from tests.loop_gap import MAX_GAP_S, longest_gap
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh, item_of, logprobs_of
 from tests.services.frontend.raw_http import send
-from tests.services.loop_gap import MAX_GAP_S, longest_gap
 
 pytestmark = [pytest.mark.anyio]
 CHAT: Final = "/v1/chat/completions"

@@ -40,7 +40,7 @@ from components.telemetry.trace_reader import (
 from components.telemetry.trace_store import TraceWriter
 from services.observer.app import ObserverApp
 from services.observer.config import ObserverSettings
-from tests.services.loop_gap import MAX_GAP_S, longest_gap
+from tests.loop_gap import MAX_GAP_S, longest_gap
 
 pytestmark = pytest.mark.anyio
 TRACES = "/v1/traces"

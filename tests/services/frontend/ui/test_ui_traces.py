@@ -13,9 +13,9 @@ from services.frontend.ui import traces
 from services.frontend.ui.traces import Traces
 from services.observer.app import ObserverApp
 from services.observer.config import ObserverSettings
+from tests.loop_gap import MAX_GAP_S, longest_gap
 from tests.services.frontend.fake_mesh import FakeMesh
 from tests.services.frontend.ui.parts import LONG_ID, FakeReader, long_trace, make_page, served
-from tests.services.loop_gap import MAX_GAP_S, longest_gap
 
 pytestmark = pytest.mark.anyio
 

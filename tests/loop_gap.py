@@ -1,6 +1,7 @@
 """The longest time for which an event loop gets no turn."""
 
 import asyncio
+import gc
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -14,8 +15,9 @@ MAX_GAP_S: Final = 0.2  # a bound for a busy machine; they are 10 to 50 ms
 
 @asynccontextmanager
 async def longest_gap() -> AsyncIterator[list[float]]:
-    """Seconds between two turns of a task that sleeps a millisecond; filled at the end. Threads switch as in services.
+    """Seconds between two turns of a task that sleeps a millisecond; filled at the end.
 
+    Threads switch as in services, and garbage collection leaves out what was there before, such as all tests' modules.
     A gap counts only as far as this process used the processor in it: a busy machine makes others.
     """
     longest = [0.0]
@@ -30,10 +32,13 @@ async def longest_gap() -> AsyncIterator[list[float]]:
 
     switch_s = sys.getswitchinterval()
     sys.setswitchinterval(GIL_SWITCH_S)
+    gc.freeze()
     task = asyncio.create_task(watch())
+    await asyncio.sleep(0)  # it starts
     try:
         yield longest
         await asyncio.sleep(0.01)
     finally:
         task.cancel()
+        gc.unfreeze()
         sys.setswitchinterval(switch_s)
