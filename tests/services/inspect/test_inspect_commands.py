@@ -116,7 +116,7 @@ def test_a_file_that_is_no_trace_store_is_reported(tmp_path: Path) -> None:
     for args in (("trace", "last"), ("traces",)):
         code, text = invoke(*args, "--state-dir", str(tmp_path))
         assert code == 1
-        assert f"{tmp_path / FILE_NAME} cannot be read: file is not a database" in text
+        assert f"{tmp_path / FILE_NAME} is damaged: file is not a database" in text
 
 
 def test_traces_are_listed_a_line_each_newest_first(home: Path) -> None:
