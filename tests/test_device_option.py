@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.device import ON_DEVICE, TESTED, VARIABLE, choose_device, is_for_cpu
+from tests.device import ON_CPU_ALONE, ON_DEVICE, TESTED, VARIABLE, choose_device, is_for_cpu
 
 REPO = Path(__file__).resolve().parents[1]
 
@@ -18,6 +18,8 @@ def choose(device: str | None, markers: str) -> None:
 
 def test_the_files_for_a_device_are_there() -> None:
     assert [name for name in ON_DEVICE if not (REPO / name).is_file()] == []
+    tests = "".join((REPO / name).read_text() for name in ON_DEVICE)
+    assert [name for name in ON_CPU_ALONE if f"def {name}(" not in tests] == []
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ import torch
 import typer
 
 from bench.engine import measure_machine
-from bench.gpu.correct import check_checksums, check_ids, check_kernels
+from bench.gpu.correct import check_checksums, check_draws, check_ids, check_kernels
 from bench.gpu.engines import config_of, make_bench
 from bench.gpu.ranks import measure_ranks
 from bench.gpu.report import MemoryLines, Report, tell
@@ -61,7 +61,7 @@ def run(parts: list[Part], scale: Scale, report: Report) -> Iterator[bool]:
     Yields: whether what a part found is right.
     """
     checks: dict[Part, Callable[[], bool]] = {
-        Part.KERNELS: lambda: check_kernels(scale),
+        Part.KERNELS: lambda: all([check_draws(scale), check_kernels(scale)]),
         Part.IDS: lambda: check_ids(scale),
         Part.CHECKSUMS: lambda: check_checksums(scale),
         Part.TRANSFER: lambda: measure_transfer(scale, report),
@@ -106,7 +106,8 @@ def apart(parts: Sequence[Part]) -> list[list[Part]]:
 
 def run_apart(groups: Sequence[Sequence[Part]], device: str) -> bool:
     """Run each group in a process, and pass its figures on. Returns: whether all ended with 0."""
-    targets: dict[str, str] = {}  # lines by target; that of the process which measured it
+    targets: dict[str, str] = {}  # lines of targets that no process has measured yet
+    measured: set[str] = set()
     codes = []
     for parts in groups:
         options = [word for part in parts for word in ("--part", part)]
@@ -116,12 +117,15 @@ def run_apart(groups: Sequence[Sequence[Part]], device: str) -> bool:
             for line in process.stdout:
                 if not line.startswith('{"figure": "target"'):
                     print(line, end="", flush=True)
-                elif (target := json.loads(line))["what"] not in targets or "value" in target:
+                elif "value" in (target := json.loads(line)):
+                    measured.add(target["what"])
+                    print(line, end="", flush=True)
+                else:
                     targets[target["what"]] = line
         codes.append(process.returncode)
         if process.returncode:
             tell("failed", parts=parts, exit=process.returncode)
-    print(*targets.values(), sep="", end="", flush=True)
+    print(*(line for what, line in targets.items() if what not in measured), sep="", end="", flush=True)
     return not any(codes)
 
 

@@ -18,9 +18,14 @@ from bench.gpu.report import tell
 from bench.gpu.scale import TINY, Scale
 from components.kv_transfer.checksum import PageChecksums
 from components.wire.layout import KvLayout, KvRegion
+from components.wire.sampling import SamplingParams
 from engine.attention.backend import Scoring
 from engine.attention.triton_backend import TritonAttention
+from engine.device.copies import Arrival
 from engine.kv.storage import allocate_storage
+from engine.sampling.device_sampler import DeviceSampler
+from engine.sampling.row import Row
+from engine.sampling.sampler import HostSampler
 
 
 def check_kernels(scale: Scale) -> bool:
@@ -58,10 +63,42 @@ def check_kernels(scale: Scale) -> bool:
                 case = replace(case, sinks=sinks)
                 try:
                     worst = max(worst, Outcome(case, make, scale.device).check())
-                except AssertionError as exc:
+                except torch.AcceleratorError:
+                    raise  # the device is lost
+                except Exception as exc:  # noqa: BLE001 - whatever a compiler or a launch raises
                     wrong += 1
-                    print(exc, file=sys.stderr)
+                    print(f"{case}: {type(exc).__name__}: {exc}", file=sys.stderr)
         tell("kernels against attention written out", dtype=dtype, worst_error=worst, wrong=wrong)
+    return not wrong
+
+
+def check_draws(scale: Scale) -> bool:
+    """Tokens of the sampling kernel against those of the CPU's sampler, which must be the same."""
+    if scale.on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+        tell("draws beside the CPU's", skipped="on a CPU it needs TRITON_INTERPRET=1")
+        return True
+    ways: list[dict[str, Any]] = [
+        {"temperature": 0},
+        {},
+        {"temperature": 0.6, "top_p": 0.95, "top_k": 20},
+        {"temperature": 1.3, "min_p": 0.02},
+        {"top_p": 0.7},
+        {"repetition_penalty": 1.2, "frequency_penalty": 0.5, "presence_penalty": 0.5},
+        {"logit_bias": ((5, 4.0), (9, -3.0)), "min_tokens": 3, "stop_token_ids": (7,)},
+    ]
+    num_rows, vocab = (8, 300) if scale.on_cpu else (256, 151_936)
+    logits = torch.randn(num_rows, vocab, generator=torch.Generator().manual_seed(0)) * 3
+    device, found = torch.device(scale.device), []
+    for sampler in (DeviceSampler(device), HostSampler()):
+        rows = [
+            Row(SamplingParams(**{"max_tokens": 9, "seed": i, **ways[i % len(ways)]}), [1, 5, 5, i % 7], 2)
+            for i in range(num_rows)
+        ]
+        draw = sampler.draw(logits.to(device) if isinstance(sampler, DeviceSampler) else logits.clone(), rows)
+        Arrival(device).wait()
+        found.append(draw.read())
+    wrong = sum(one != other for one, other in zip(*found, strict=True))
+    tell("draws beside the CPU's", rows=num_rows, vocab=vocab, wrong=wrong)
     return not wrong
 
 

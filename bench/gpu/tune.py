@@ -18,7 +18,7 @@ from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
 from engine.attention.step_tables import StepLimits
 from engine.attention.triton_backend import Tiles, TritonAttention, choose_tiles
-from engine.compilation.graphs import CudaRecorder
+from engine.compilation.graphs import CaptureFailed, CudaRecorder
 from engine.kv.storage import allocate_storage
 
 GROUP: Final = 4  # query heads for a key head
@@ -97,6 +97,8 @@ def _time_layers(
     try:
         layers()
         replay = CudaRecorder()(layers) if pool.is_cuda else layers
+    except CaptureFailed:
+        raise  # nothing more may be recorded
     except Exception as exc:  # noqa: BLE001 - tiles that do not fit are refused in many ways: the others are of use
         tell(figure, **facts, refused=str(exc).splitlines()[0][:100])
         return

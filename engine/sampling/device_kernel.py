@@ -17,7 +17,7 @@ import triton.language as tl
 
 from engine.sampling import drawing, noise
 
-# columns of `params`, int64; floats are their float32 bits
+# columns of `sampling`, int64; floats are their float32 bits
 START = tl.constexpr(0)  # of the seed's stream
 POSITION = tl.constexpr(1)
 UNTIL = tl.constexpr(2)  # position from which the text may end
@@ -130,8 +130,8 @@ def _share_of(total, share):
 
 
 @triton.jit
-def _float(params, COLUMN: tl.constexpr):
-    return tl.load(params + COLUMN).to(tl.int32).to(tl.float32, bitcast=True)
+def _float(sampling, COLUMN: tl.constexpr):
+    return tl.load(sampling + COLUMN).to(tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -364,8 +364,8 @@ def _draw_cut(
 def sample_kernel(
     drawn,  # int64 [2, rows]: a valid id each; the same, or NO_TOKEN for NaN, infinity, or nothing to draw from
     logits,  # [rows, vocab]
-    batch,  # int32 [rows, 2]: line of `params`, line of `masks` or -1
-    params,  # int64 [slots, COLUMNS]
+    batch,  # int32 [rows, 2]: line of `sampling`, line of `masks` or -1
+    sampling,  # int64 [slots, COLUMNS]; not `params`, a name that Triton's launch has for itself
     counts,  # int32 [lines, vocab]: 2 * (times generated) + (in the prompt)
     bias,  # float32 [lines, vocab]
     ends,  # int32 [lines, words_stride]: bits of tokens that do not end the text
@@ -382,7 +382,7 @@ def sample_kernel(
     number = tl.program_id(0)
     slot = tl.load(batch + 2 * number)
     mask_line = tl.load(batch + 2 * number + 1)
-    own = params + slot.to(tl.int64) * COLUMNS
+    own = sampling + slot.to(tl.int64) * COLUMNS
     position = tl.load(own + POSITION)
     counts_line = tl.load(own + COUNTS)
     bias_line = tl.load(own + BIAS)

@@ -41,6 +41,7 @@ def test_every_part_of_one_process_runs_and_is_right(capsys: pytest.CaptureFixtu
     assert all(run(parts, ON_CPU, report))
     named = {str(line["figure"]) for line in figures(capsys)}
     assert named == {
+        "draws beside the CPU's",
         "kernels against attention written out",
         "engine ready",
         "greedy ids",
@@ -196,8 +197,8 @@ def test_a_process_that_fails_costs_no_figure_of_the_others(
         begun,
         {"figure": "failed", "parts": ["kernels"], "exit": 3},
         begun,
+        {"figure": "target", "what": "a", "value": 1},  # at once: a later part may be killed
         begun,
-        {"figure": "target", "what": "a", "value": 1},
         {"figure": "target", "what": "b", "value": 2},
     ]
     assert run_apart([[Part.TRANSFER], [Part.HOST]], "cpu")

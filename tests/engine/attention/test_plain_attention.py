@@ -68,6 +68,16 @@ def test_sinks_join_the_softmax_without_a_value(
     Outcome(case, lambda pool, layout, group, _limits: PlainAttention(pool, layout, group)).check()
 
 
+def test_an_output_that_is_not_finite_is_wrong() -> None:
+    outcome = Outcome(
+        AttentionCase((1, 1, 20), (4, 33, 20)), lambda pool, layout, group, _limits: PlainAttention(pool, layout, group)
+    )
+    outcome.check()
+    outcome.out[0, 5] = torch.nan
+    with pytest.raises(AssertionError, match="off by nan"):
+        outcome.check()
+
+
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("page_size", [32, 64, 128])
 def test_windows_hold_for_every_page_size_and_kind_of_heads(page_size: int, group: int) -> None:

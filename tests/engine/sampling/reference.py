@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from components.wire.sampling import SamplingParams
+from engine.device.copies import Arrival
 from engine.sampling.row import Row
 from engine.sampling.sampler import Sampler, choose_sampler
 from tests.device import TESTED
@@ -26,9 +27,12 @@ def engines_sampler() -> Sampler:
     return choose_sampler(torch.device(TESTED["device"]))
 
 
-def sample(logits: torch.Tensor, rows: Sequence[Row]) -> list[int]:
-    """The engine's own draws, read at once."""
-    return engines_sampler().draw(logits, rows).read()
+def sample(logits: torch.Tensor, rows: Sequence[Row], sampler: Sampler | None = None) -> list[int]:
+    """Draw on the tested device, by the engine's own sampler if none is given, and wait for the tokens."""
+    device = torch.device(TESTED["device"])
+    draw = (sampler or engines_sampler()).draw(logits.to(device), rows)
+    Arrival(device).wait()
+    return draw.read()
 
 
 def noise_word(seed: int, position: int, token: int) -> int:

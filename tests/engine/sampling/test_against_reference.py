@@ -116,7 +116,7 @@ def test_counts_that_grow_are_those_counted_at_once(seed: int, how: SamplingPara
     row, sampler = Row(how, tokens, len(prompt), EOS), engines_sampler()
     for logits in steps.tolist():
         fresh = Row(how, list(tokens), len(prompt), EOS)
-        (token,) = sampler.draw(torch.tensor([logits]), [row]).read()
+        (token,) = sample(torch.tensor([logits]), [row], sampler)
         assert sample(torch.tensor([logits]), [fresh]) == [token]
         tokens.append(token)
 

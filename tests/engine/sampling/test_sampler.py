@@ -45,7 +45,7 @@ def test_parameters_and_counts_are_kept_while_the_batch_is_the_same_and_no_longe
             gone = chance.randrange(len(rows))
             del texts[gone], rows[gone]
         logits = logits_of(len(rows), step)
-        drawn = sampler.draw(logits.clone(), rows).read()
+        drawn = sample(logits.clone(), rows, sampler)
         fresh = [make_row(list(tokens), row.start, **how) for (tokens, how), row in zip(texts, rows, strict=True)]
         assert drawn == sample(logits, fresh)
         for (tokens, _), token in zip(texts, drawn, strict=True):
@@ -58,7 +58,7 @@ def test_a_text_may_outgrow_the_room_that_its_penalties_were_given() -> None:
     texts: list[list[int]] = [[1], [2]]
     rows = [make_row(text, temperature=0, presence_penalty=2.0, repetition_penalty=10) for text in texts]
     for _ in range(2 * VOCAB):
-        drawn = sampler.draw(torch.linspace(1, 1.5, VOCAB).repeat(2, 1), rows).read()
+        drawn = sample(torch.linspace(1, 1.5, VOCAB).repeat(2, 1), rows, sampler)
         for text, token in zip(texts, drawn, strict=True):
             text.append(token)
     assert [len(set(text[1 : VOCAB + 1])) for text in texts] == [VOCAB, VOCAB]
