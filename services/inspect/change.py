@@ -8,7 +8,7 @@ from typing import Final
 
 from rich.console import Console
 
-from components.errors import MeshError
+from components.errors import MeshError, NobodyListens
 from components.settings import MeshSettings
 from components.wire.control import Control, Controlled
 from components.wire.status import Status, StatusRequest
@@ -39,7 +39,7 @@ class Outcome:
 
 
 def chosen(instances: Sequence[Seen], which: str) -> list[Seen]:
-    """`which`: all, a role, or the beginning of an instance id. Raises: SystemExit, if it names nothing, or several ids."""
+    """`which`: all, a role, or what `one_of` takes. Raises: SystemExit, if it names nothing, or several instances."""
     if which == EVERYWHERE:
         return list(instances)
     if which in (*ROLES, "planner"):
@@ -51,12 +51,17 @@ def chosen(instances: Sequence[Seen], which: str) -> list[Seen]:
 
 
 def one_of(instances: Sequence[Seen], which: str) -> Seen:
-    """Raises: SystemExit, unless exactly one instance id begins with `which`."""
-    found = [one for one in instances if one.instance_id.startswith(which)]
+    """`which`: an instance id or its beginning; ROLE/ID where several roles have it.
+
+    Raises: SystemExit, unless it names exactly one.
+    """
+    role, _, wanted = which.rpartition("/")
+    found = [one for one in instances if one.instance_id.startswith(wanted) and role in ("", one.role)]
+    found = [one for one in found if one.instance_id == wanted] or found
     if len(found) == 1:
         return found[0]
     if found:
-        raise SystemExit(f"several instance ids begin with {which!r}: {_ids(found)}")
+        raise SystemExit(f"several instance ids begin with {which!r}: {_ids(found)}; name one as ROLE/ID")
     raise SystemExit(f"no instance id begins with {which!r}; there are {_ids(instances) or 'no instances'}")
 
 
@@ -80,19 +85,22 @@ async def show_drain(
     async with open_mesh(settings) as mesh:
         one = one_of(await mesh.instances(), which)
         outcome = await _change(mesh, one, wanted)
-        if as_json and (outcome.error or not wait):
-            console.out(json.dumps({name: getattr(outcome, name) for name in Outcome.__slots__}), highlight=False)
+        if as_json:
+            pass
         elif outcome.error:
             console.print(
                 f"{one.role} {one.instance_id}: {outcome.error}", style="red", highlight=False, soft_wrap=True
             )
         else:
             console.print(_began(one, wanted), highlight=False, soft_wrap=True)
-        if outcome.error or not wait or wanted.work == "go-on":
-            return not outcome.error
-        await _until_drained(mesh, one)
-    console.print(f"{one.role} {one.instance_id} has no work left", highlight=False)
-    return True
+        waits = wait and not outcome.error and wanted.work != "go-on"
+        if waits:
+            await _until_drained(mesh, one)
+    if as_json:
+        console.out(json.dumps({name: getattr(outcome, name) for name in Outcome.__slots__}), highlight=False)
+    elif waits:
+        console.print(f"{one.role} {one.instance_id} has no work left", highlight=False)
+    return not outcome.error
 
 
 def _began(one: Seen, wanted: Control) -> str:
@@ -109,11 +117,20 @@ async def _until_drained(mesh: Mesh, one: Seen) -> None:
     while True:
         try:
             status = await mesh.bus.call(f"{one.subject}.status", StatusRequest(), Status, timeout_s=ANSWER_S)
-        except MeshError:
-            return
-        if not has_work(status):
-            return
+        except MeshError as exc:  # perhaps it is busy, or NATS is away for a moment
+            if _is_gone(mesh, one, exc):
+                return
+        else:
+            if not has_work(status):
+                return
         await asyncio.sleep(LOOK_EVERY_S)
+
+
+def _is_gone(mesh: Mesh, one: Seen, error: MeshError) -> bool:
+    if one.record is None:  # a planner, which is not in etcd
+        return isinstance(error, NobodyListens)
+    epochs = [record.epoch for record in mesh.book.of_role(one.record.role) if record.instance_id == one.instance_id]
+    return one.record.epoch not in epochs
 
 
 async def _change(mesh: Mesh, one: Seen, wanted: Control) -> Outcome:
