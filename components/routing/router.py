@@ -201,7 +201,7 @@ class Router:
             usable: sorted by id. Pass another object if it changes: it is scanned once.
             reported: cached tokens that instances reported; None: use the index.
         """
-        members = self.health.candidates(self._members_of(usable), self.now_s, or_none=self._or_none)
+        members = self.candidates(usable)
         cached = reported or {}
         if reported is None and self._index is not None and (len(members) > 1 or request.explain):
             cached = self._cached(blocks)
@@ -217,6 +217,10 @@ class Router:
         hit = min(cached.get(member.instance_id, 0), max(request.num_tokens - 1, 0))
         seen = self._seen(members, choice, cached) if request.explain else ()
         return RouteChoice(member.instance_id, hit, choice.why, len(members), hashes, seen)
+
+    def candidates(self, usable: Sequence[HasInstanceId]) -> Sequence[Member]:
+        """Those of `usable` that `choose` may take now: without open breakers, and with credit while they warm up."""
+        return self.health.candidates(self._members_of(usable), self.now_s, or_none=self._or_none)
 
     def explain(self, request: RouteRequest, blocks: BlocksOf, usable: Sequence[HasInstanceId]) -> RouteChoice | None:
         return self.choose(replace(request, explain=True, dry=True), blocks, usable)

@@ -1,4 +1,4 @@
-"""Sampling defaults from a model's `generation_config.json`, as in vLLM."""
+"""Sampling defaults from a model's `generation_config.json`."""
 
 import json
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ def read_sampling_defaults(directory: Path) -> SamplingDefaults:
     if not path.is_file():
         return SamplingDefaults()
     config = json.loads(path.read_text())
-    if not config.get("do_sample"):
+    if config.get("do_sample") is False:  # the model's makers mean greedy decoding; vLLM ignores this field
         return SamplingDefaults()
     return SamplingDefaults(
         temperature=float(config.get("temperature") or 1.0),

@@ -166,7 +166,8 @@ class MockRunner:
             checksum = crc32(SEED.pack(sampling.seed % 2**64), checksum)
         drawn = (checksum * MIX) & 0xFFFFFFFF
         length = self._config.answer_tokens
-        ends = not sampling.ignore_eos and length > 0 and drawn % length == 0
+        may_end = not sampling.ignore_eos and not request.row.must_go_on
+        ends = may_end and length > 0 and drawn % length == 0
         if request.mask is not None and not chunk.dropped:
             draw_masked = cast("DrawMasked", import_module(MASKED).draw_masked)
             return draw_masked(request.row, self._vocab_size, drawn, ends=ends)

@@ -98,7 +98,7 @@ class PrefillChoice:
         `but_not`: ids of instances that have refused it.
         """
         if remaining <= self._max_local_prefill:
-            return LocalPrefill(LocalPrefillReason.FEW_TOKENS, f"only {remaining} tokens remain")
+            return LocalPrefill(LocalPrefillReason.FEW_TOKENS, f"only {remaining} tokens are not cached")
         if not self._prefill.has_free_aux_slot:
             return NO_SLOT
         usable = self._usable(adapter, but_not)
@@ -110,7 +110,7 @@ class PrefillChoice:
             if not self._prefill.has_free_aux_slot:  # other requests took the last ones meanwhile
                 return NO_SLOT
             return self._chosen_by(inquiry, remaining, usable, adapter)
-        if self._is_sooner_here(remaining, [record.instance_id for record in usable]):
+        if self._is_sooner_here(remaining, [member.instance_id for member in self._fleet.router.candidates(usable)]):
             return SOONER
         return self._fleet.router.choose(ask, blocks, usable) or self._why_none(usable, adapter)
 

@@ -129,6 +129,14 @@ def test_the_seed_matters_when_drawing_and_only_then(tmp_path: Path) -> None:
     assert alone(tmp_path, prompt(50), frozen[0]) == alone(tmp_path, prompt(50), frozen[1])
 
 
+def test_an_answer_has_as_many_tokens_as_were_asked_for_at_least(tmp_path: Path) -> None:
+    for seed in range(6):
+        engine = make_mock(tmp_path, {"answer_tokens": 8})
+        sampling = SamplingParams(max_tokens=40, min_tokens=30, seed=seed)
+        seen = run(engine, [EngineRequest("r", prompt(5 + seed), sampling)])
+        assert len(seen.tokens["r"]) >= 30
+
+
 def test_every_token_of_the_prompt_matters(tmp_path: Path) -> None:
     ids = prompt(100)
     assert alone(tmp_path, ids, endless(9)) != alone(tmp_path, [ids[0] + 1, *ids[1:]], endless(9))

@@ -1100,7 +1100,7 @@ async def test_a_frontend_that_asks_learns_where_the_prompt_was_computed_and_why
     assert item.origin == (PromptOrigin("p", "this instance is draining") if asked else None)
     await decode.ask(2, token_ids=pack_tokens(range(2)), wants_origin=asked)
     await decode.finish("r.2")
-    assert decode.items()[-1].origin == (PromptOrigin("", "only 2 tokens remain") if asked else None)
+    assert decode.items()[-1].origin == (PromptOrigin("", "only 2 tokens are not cached") if asked else None)
 
 
 async def test_at_debug_a_request_ends_with_a_line_that_names_it(
