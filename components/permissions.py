@@ -17,9 +17,8 @@ ROLES: Final = ("frontend", "decode", "prefill", "bootstrap", "planner", "local"
 REGISTERED: Final = "frontend decode prefill bootstrap"  # in etcd
 WORKERS: Final = "prefill decode"
 INSTANCE: Final = re.compile(r"[a-z]+(/[a-z0-9-]+)?")
+ADMINISTRATOR: Final = "root"  # a user of etcd and NATS; etcd requires this name
 SERVING: Final = "frontend decode prefill bootstrap planner local"  # as NATS micro services
-# Longer than any call takes; a repeated call begins it again. A call has one answer.
-ANSWERS: Final = 'allow_responses: { max: 1, expires: "15m" }'
 
 
 class Line(NamedTuple):
@@ -32,7 +31,7 @@ class Line(NamedTuple):
 
 
 def call(verb: str, of: str, by: str) -> Iterator[Line]:
-    """Calls of instances on `<namespace>.<role>.<instance>.<verb>`; answers go to the caller's inbox."""
+    """Calls of instances on `<namespace>.<role>.<instance>.<verb>`, answered on `answer_subject`."""
     for role in of.split():
         yield Line(f"{role}.*.{verb}", tuple(by.split()), (role,))
 
@@ -92,6 +91,15 @@ SEARCHES: Final = {
 }
 
 
+def answer_subject(inbox: str, subject: str, number: int | str) -> str:
+    """Where a call on `subject` is answered.
+
+    It names the instance that is called, so that others have no right to answer. NATS's own `allow_responses` gives more:
+    a user that may call itself could choose any subject for the answer, and publish there.
+    """
+    return ".".join((inbox, *subject.split(".")[1:3], str(number)))
+
+
 class NatsRights(NamedTuple):
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
@@ -121,11 +129,18 @@ def nats_rights(namespace: str, role: str, name: str, instance: str = "") -> Nat
     publish += [f"$SRV.{search}" for search in SEARCHES.get(role, ())]
     subscribe = [own(x, is_mine=not x.is_news).replace("{name}", name) for x in LINES if role in x.receivers]
     subscribe = [f"{namespace}.{subject}" for subject in subscribe]
-    subscribe.append(f"{INBOX}.{namespace}.{name}.>")
     if role in SERVING.split():
         service = f"kvmesh-{role}"
-        for verb in ("PING", "INFO", "STATS"):
-            subscribe += [f"$SRV.{verb}", f"$SRV.{verb}.{service}", f"$SRV.{verb}.{service}.*"]
+        searches = [
+            f"$SRV.{verb}{of}" for verb in ("PING", "INFO", "STATS") for of in ("", f".{service}", f".{service}.*")
+        ]
+        calls = [subject for subject in subscribe if subject.startswith(f"{namespace}.{role}.")]
+        subscribe += searches
+        # parts of an inbox: a mesh, a user, a random one; any mesh may search
+        publish += [answer_subject(f"{INBOX}.{namespace}.*.*", subject, "*") for subject in calls]
+        publish += [answer_subject(f"{INBOX}.*.*.*", subject, "*") for subject in searches]
+        publish.append(f"{INBOX}.{namespace}.{ADMINISTRATOR}.>")  # programs such as the nats command
+    subscribe.append(f"{INBOX}.{namespace}.{name}.>")
     if role == "frontend":
         publish += _stored_responses(namespace)
     if role == "inspect":
@@ -136,12 +151,10 @@ def nats_rights(namespace: str, role: str, name: str, instance: str = "") -> Nat
 def _stored_responses(namespace: str) -> list[str]:
     # A wildcard stands for a whole part: a mesh called `*` is any mesh of these servers.
     stream = "*" if namespace == "*" else f"{namespace}-responses"
-    calls = ("STREAM.CREATE", "STREAM.UPDATE", "STREAM.PURGE")
-    return [
-        f"{namespace}.responses.records.*",
-        *(f"$JS.API.{call}.{stream}" for call in calls),
-        f"$JS.API.DIRECT.GET.{stream}.>",
-    ]
+    # Not CREATE or UPDATE: a stream may read and write any subject of these servers. Not DIRECT.GET: NATS sends its answer,
+    # a record as it is, to any subject that the caller names; that of MSG.GET is JSON, which no process accepts.
+    calls = ("STREAM.INFO", "STREAM.MSG.GET", "STREAM.PURGE")
+    return [f"{namespace}.responses.records.*", *(f"$JS.API.{call}.{stream}" for call in calls)]
 
 
 def nats_users(namespace: str, users: Sequence[User], administrator: str = "") -> str:
@@ -151,12 +164,10 @@ def nats_users(namespace: str, users: Sequence[User], administrator: str = "") -
         lines.append(f"    {{ {administrator} }}")
     for user in users:
         rights = nats_rights(namespace, user.role, user.name, user.instance)
-        answers = [f"      {ANSWERS}"] if user.role in SERVING.split() else []
         lines += [
             f"    {{ {user.proof}, permissions: {{  # {user.role}",
             f"      publish: {{ allow: {json.dumps(rights.publish)} }}",
             f"      subscribe: {{ allow: {json.dumps(rights.subscribe)} }}",
-            *answers,
             "    } }",
         ]
     return "\n".join([*lines, "  ]", "}", ""])
@@ -187,17 +198,24 @@ def users_of(arguments: Sequence[str]) -> dict[str, str]:
     """Users for `decode/d1 …`, by name; else one for each role. Their values are a role, or a role and an instance."""
     if not arguments:
         return {role: role for role in ROLES}
+    users: dict[str, str] = {}
     for argument in arguments:
         if not INSTANCE.fullmatch(argument) or argument.partition("/")[0] not in ROLES:
             sys.exit(f"{argument}: give ROLE or ROLE/INSTANCE, such as decode/d1; the roles are {', '.join(ROLES)}")
-    return {argument.rpartition("/")[2]: argument for argument in arguments}
+        name = argument.rpartition("/")[2]
+        if name == ADMINISTRATOR:
+            sys.exit(f"{argument}: {ADMINISTRATOR} is the administrator's name; give this instance another one")
+        if name in users:
+            sys.exit(f"{users[name]} and {argument} are both the user {name}: give each instance a name of its own")
+        users[name] = argument
+    return users
 
 
 def certified_users(namespace: str, users: Mapping[str, str] | None = None) -> str:
     """Users by their certificates, for a nats.conf with `verify_and_map`; by default one for each role."""
     found = users_of(()) if users is None else users
     rights = [User(name, *_parted(of, f'user: "CN={name}"')) for name, of in found.items()]
-    return nats_users(namespace, rights, 'user: "CN=root"')
+    return nats_users(namespace, rights, f'user: "CN={ADMINISTRATOR}"')
 
 
 def _parted(of: str, proof: str) -> tuple[str, str, str]:

@@ -14,10 +14,9 @@ import grpc
 from components.discovery.etcd import etcd_client
 from components.discovery.etcd_stubs import auth_pb2, etcdrpc
 from components.errors import BackendUnavailable
-from components.permissions import etcd_rights, users_of
+from components.permissions import ADMINISTRATOR, etcd_rights, users_of
 from components.settings import MeshSettings
 
-ADMINISTRATOR: Final = "root"  # etcd requires this user
 TIMEOUT_S: Final = 5.0
 
 

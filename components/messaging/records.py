@@ -1,9 +1,11 @@
 """Records shared by all processes on a NATS: a JetStream stream with the last message of each key.
 
 They survive their writers and a restart of NATS. If NATS loses its data, an empty stream takes the place of the lost one.
+Where users of NATS have rights, only the administrator may make the stream: it could read and write any subject.
 """
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -20,6 +22,8 @@ from components.messaging.bus import HEADERS_BYTES, Bus, nats_errors
 log = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 2.0
+NO_STREAM: Final = 10059  # JetStream's code
+COMMAND: Final = "`python -m services.frontend.response_stream`, with the administrator's access,"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +39,7 @@ class Records:
         self._jetstream = jetstream
         self._name, self._bounds = name, bounds
         self._stream, self._prefix = _names(name)
+        self._may_make = True  # false after NATS has refused it
 
     async def put(self, key: str, value: bytes) -> None:
         """Store or replace a record; every process sees it when this returns.
@@ -54,11 +59,11 @@ class Records:
     async def get(self, key: str) -> bytes | None:
         with _errors(self._prefix, self._bus.url):
             try:
-                found = await self._jetstream.get_last_msg(self._stream, f"{self._prefix}.{key}", direct=True)
-            except NotFoundError:
-                return None
-            except nats.errors.NoRespondersError:  # the stream is gone, with all records, or JetStream is away
-                await self._make_anew()
+                # not `direct`: components/permissions.py has the reason
+                found = await self._jetstream.get_last_msg(self._stream, f"{self._prefix}.{key}")
+            except NotFoundError as exc:
+                if exc.err_code == NO_STREAM:  # it is gone, with all records
+                    await self._make_anew()
                 return None
         data: bytes | None = found.data
         return data
@@ -71,24 +76,55 @@ class Records:
         await self._jetstream.publish(f"{self._prefix}.{key}", value, stream=self._stream, timeout=TIMEOUT_S)
 
     async def _make_anew(self) -> None:
+        if self._may_make:
+            self._may_make = await _make_stream(self._jetstream, self._name, self._bounds)
+        if not self._may_make:
+            raise _missing(self._stream)
         log.warning(
             "NATS has lost the stored responses, an empty stream takes their place", extra={"records": self._name}
         )
-        await _make_stream(self._jetstream, self._name, self._bounds)
 
 
 async def open_records(bus: Bus, name: str, bounds: Bounds) -> Records:
     """Open or create the records under `name`; `bounds` replace earlier ones.
 
-    Raises: BackendUnavailable, also without JetStream.
+    Raises: BackendUnavailable, also without JetStream, or if there is no stream and this user may not make it.
     """
     jetstream = bus.client.jetstream(timeout=TIMEOUT_S)
-    with _errors(_names(name)[1], bus.url):
-        await _make_stream(jetstream, name, bounds)
+    stream, prefix = _names(name)
+    with _errors(prefix, bus.url):
+        found = await _bounds_of(jetstream, stream)
+        if (found is None or not _same(found, bounds)) and not await _make_stream(jetstream, name, bounds):
+            if found is None:
+                raise _missing(stream)
+            log.warning(
+                "the stream of stored responses has other bounds than this frontend",
+                extra={"stream": stream, "advice": f"NATS lets this user not change them; {COMMAND} does"},
+            )
     return Records(bus, jetstream, name, bounds)
 
 
-async def _make_stream(jetstream: JetStreamContext, name: str, bounds: Bounds) -> None:
+def _missing(stream: str) -> BackendUnavailable:
+    return BackendUnavailable(f"NATS has no stream {stream}, and lets this user make none: {COMMAND} makes it")
+
+
+async def _bounds_of(jetstream: JetStreamContext, stream: str) -> Bounds | None:
+    try:
+        config = (await jetstream.stream_info(stream)).config
+    except NotFoundError:
+        return None
+    return Bounds(config.max_msgs, config.max_bytes, config.max_age)
+
+
+def _same(one: Bounds, other: Bounds) -> bool:
+    return (one.records, one.bytes) == (other.records, other.bytes) and math.isclose(one.age_s, other.age_s)
+
+
+async def _make_stream(jetstream: JetStreamContext, name: str, bounds: Bounds) -> bool:
+    """Make the stream, or give it new bounds.
+
+    Returns: False if there is no answer, as NATS does not answer calls that a user has no right to.
+    """
     stream, prefix = _names(name)
     config = StreamConfig(
         name=stream,
@@ -99,13 +135,16 @@ async def _make_stream(jetstream: JetStreamContext, name: str, bounds: Bounds) -
         max_msgs=bounds.records,
         max_bytes=bounds.bytes,
         max_age=bounds.age_s,
-        allow_direct=True,
         num_replicas=1,
     )
     try:
-        await jetstream.add_stream(config)
-    except BadRequestError:  # it exists with other bounds
-        await jetstream.update_stream(config)
+        try:
+            await jetstream.add_stream(config)
+        except BadRequestError:  # it exists with other bounds
+            await jetstream.update_stream(config)
+    except nats.errors.TimeoutError:
+        return False
+    return True
 
 
 def _names(name: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 
 from components.aio import exact_cancellation
+from components.permissions import answer_subject
 
 AGAIN_S: Final = 1.0  # then an unanswered call is sent again
 QUICK_REPEATS: Final = 8  # the first ones, a second apart; after them the pause doubles, up to LONGEST_S
@@ -45,9 +46,8 @@ class Replies:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        inbox = client.new_inbox()  # the only random part
-        self.subject = f"{inbox}.*"  # subscribe `receive` to it
-        self._prefix = f"{inbox}."
+        self._inbox = client.new_inbox()  # the only random part
+        self.subject = f"{self._inbox}.>"  # subscribe `receive` to it
         self._numbers = count()
         self._waiting: dict[str, _Call] = {}  # by reply subject
         self._on_no_responders: dict[str, Callable[[], None]] = {}  # by reply subject
@@ -58,7 +58,7 @@ class Replies:
 
         Raises: nats.errors.NoRespondersError at once; RespondersGone; TimeoutError; errors of `publish`.
         """
-        reply = f"{self._prefix}{next(self._numbers)}"
+        reply = answer_subject(self._inbox, subject, next(self._numbers))
         call = self._waiting[reply] = _Call(self._client, subject, data, reply, headers)
         timer = asyncio.get_running_loop().call_later(timeout_s, call.end, None)
         try:
@@ -75,7 +75,7 @@ class Replies:
     def on_no_responders(self, subject: str, callback: Callable[[], None]) -> str:
         reply = self._probes.get(subject)
         if reply is None:
-            reply = self._probes[subject] = f"{self._prefix}{next(self._numbers)}"
+            reply = self._probes[subject] = f"{self._inbox}.{next(self._numbers)}"
         self._on_no_responders[reply] = callback
         return reply
 

@@ -9,6 +9,7 @@ from nats.aio.msg import Msg
 
 from components.aio import time_limit
 from components.messaging.bus import Bus
+from components.permissions import answer_subject
 
 SEND_S: Final = 2.0  # for NATS to take a question; a silent NATS counts as disconnected after 1.6 s
 
@@ -30,7 +31,7 @@ async def ask_all(
         if message.data and receive(message.data):  # empty: NATS reports that no process listens
             complete.set()
 
-    inbox = bus.client.new_inbox()
+    inbox = answer_subject(bus.client.new_inbox(), subject, 0)
     async with AsyncExitStack() as stack:
         # a flush waits for 10 s, even after the client has noticed that NATS hangs
         async with time_limit(SEND_S, f"NATS at {bus.url} has not answered within"):

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, model_validator
 from pydantic_settings import CliSuppress, SettingsConfigDict
 
+from components.messaging.records import Bounds
 from components.output.formats import ReasoningParserName, ToolParserName
 from components.routing.kv_index import MAX_BLOCKS
 from components.routing.policies import DEFAULT
@@ -168,6 +169,10 @@ class FrontendSettings(ModelSettings):
         str | None,
         Field(description="NATS subject of a services.local that may kill workers for /ui; services.local sets it"),
     ] = None
+
+    @property
+    def stored_bounds(self) -> Bounds:
+        return Bounds(self.max_stored_responses, self.stored_responses_bytes, self.stored_responses_age_s)
 
     @property
     def slow(self) -> SlowLimits:

@@ -26,7 +26,7 @@ from components.errors import (
 )
 from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
-from components.messaging.records import Bounds, Records, open_records
+from components.messaging.records import Records, open_records
 from components.openai.items import InputItem
 from components.openai.responses import ResponseObject
 from components.wire.codec import pack, unpack
@@ -230,9 +230,8 @@ async def open_stored(bus: Bus, settings: FrontendSettings, subject: str) -> Sto
     """Open the store; None, if it is switched off or NATS cannot store."""
     if settings.max_stored_responses == 0:
         return None
-    bounds = Bounds(settings.max_stored_responses, settings.stored_responses_bytes, settings.stored_responses_age_s)
     try:
-        records = await open_records(bus, f"{settings.namespace}.responses", bounds)
+        records = await open_records(bus, f"{settings.namespace}.responses", settings.stored_bounds)
     except MeshError as exc:
         log.warning("responses are not stored until this frontend is restarted", extra={"cause": exc.message})
         return None

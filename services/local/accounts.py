@@ -7,8 +7,7 @@ from pathlib import Path
 from typing import Any, Final, Self, TypeVar
 
 from components.certificates import TlsFiles
-from components.discovery.etcd_users import ADMINISTRATOR
-from components.permissions import ROLES
+from components.permissions import ADMINISTRATOR, ROLES
 from components.settings import MeshSettings
 from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 

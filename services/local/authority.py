@@ -18,8 +18,7 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from components.certificates import TlsFiles
-from components.discovery.etcd_users import ADMINISTRATOR
-from components.permissions import ROLES
+from components.permissions import ADMINISTRATOR, ROLES
 
 LIFE: Final = timedelta(days=365)
 CLOCKS_DIFFER_BY: Final = timedelta(minutes=5)

@@ -24,10 +24,10 @@ from typing import Final
 from components.certificates import Certificates, TlsFiles
 from components.credentials import EtcdAccess
 from components.discovery.etcd import etcd_client
-from components.discovery.etcd_users import ADMINISTRATOR, admit
+from components.discovery.etcd_users import admit
 from components.errors import BackendUnavailable
 from components.http.fetch import fetch
-from components.permissions import User, nats_users
+from components.permissions import ADMINISTRATOR, User, nats_users
 from components.urls import without_password
 from services.local.accounts import GATEWAY, Accounts
 from services.local.child_process import CannotStart, describe_exit, kill, spawn, stop

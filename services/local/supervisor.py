@@ -14,9 +14,11 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Final
 
-from components.discovery.etcd_users import ADMINISTRATOR
 from components.discovery.registry import remove_record
-from components.errors import BackendUnavailable
+from components.errors import BackendUnavailable, MeshError
+from components.messaging.bus import connect_bus
+from components.messaging.records import open_records
+from components.permissions import ADMINISTRATOR
 from components.startup import EX_CONFIG, WrongSettings
 from components.urls import without_password
 from services.local.accounts import OBSERVER as OBSERVER_USER
@@ -124,7 +126,21 @@ async def _backends(plan: Plan, supervision: Supervision) -> AsyncIterator[Reach
         facts = {"users": users, "namespace": settings.namespace, "http": plan.urls, **traces}
         with _writing(home):
             running_file.write(**reach(ADMINISTRATOR).settings(), **facts)
+        if NATS in servers:
+            await _make_response_stream(plan, reach(ADMINISTRATOR), supervision.output)
         yield reach
+
+
+async def _make_response_stream(plan: Plan, administrator: Backends, output: Output) -> None:
+    """Frontends have no right to make it."""
+    if plan.frontend.max_stored_responses == 0:
+        return
+    settings = administrator.applied(plan.frontend)
+    try:
+        async with connect_bus(settings.nats_url, "local", settings.nats_access(ADMINISTRATOR)) as bus:
+            await open_records(bus, f"{settings.namespace}.responses", settings.stored_bounds)
+    except MeshError as exc:
+        output.report("local", "responses are not stored", level="warning", cause=exc.message)
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 import ast
 import asyncio
-import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -12,9 +11,18 @@ import pytest
 from nats.aio.client import Client
 
 from components.discovery.etcd import etcd_client
-from components.discovery.etcd_users import ADMINISTRATOR
 from components.errors import BackendUnavailable
-from components.permissions import LINES, ROLES, EtcdRight, etcd_rights, nats_rights
+from components.permissions import (
+    ADMINISTRATOR,
+    LINES,
+    ROLES,
+    SERVING,
+    EtcdRight,
+    answer_subject,
+    etcd_rights,
+    nats_rights,
+    users_of,
+)
 from services.local.accounts import Accounts
 from services.local.servers import ETCD, NATS, Server, running
 
@@ -154,6 +162,9 @@ async def test_what_a_role_may_not_read(nats: Server, user: str, subject: str) -
         ("bootstrap", "mesh.decode.d1.generate"),
         ("local", "mesh.decode.d1.generate"),
         ("decode", "_INBOX.mesh.frontend-0.abc.1"),  # an answer to a call that it did not get
+        ("prefill", "_INBOX.mesh.frontend-0.abc.decode.d1.1"),
+        ("bootstrap", "_INBOX.mesh.decode.abc.prefill.p1.1"),
+        ("decode", "_INBOX.other.frontend-0.abc.decode.d1.1"),
         ("decode", "mesh.local.l1.scale"),
         ("inspect", "mesh.local.l1.scale"),
         ("inspect", "mesh.decode.d1.generate"),
@@ -161,6 +172,11 @@ async def test_what_a_role_may_not_read(nats: Server, user: str, subject: str) -
         ("decode", "$JS.API.STREAM.DELETE.mesh-responses"),
         ("decode", "$JS.API.DIRECT.GET.mesh-responses.mesh.responses.records.resp_1"),
         ("frontend-0", "$JS.API.STREAM.DELETE.mesh-responses"),
+        # its configuration may name any subject to read and to write
+        ("frontend-0", "$JS.API.STREAM.CREATE.mesh-responses"),
+        ("frontend-0", "$JS.API.STREAM.UPDATE.mesh-responses"),
+        # NATS would send a record as it is to any subject, as the answer
+        ("frontend-0", "$JS.API.DIRECT.GET.mesh-responses.mesh.responses.records.resp_1"),
     ],
 )
 async def test_what_a_role_may_not_send(nats: Server, user: str, subject: str) -> None:
@@ -173,6 +189,31 @@ async def test_what_a_role_may_not_send(nats: Server, user: str, subject: str) -
 
 @pytest.mark.mesh
 @pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("user", "target"),
+    [
+        ("frontend-0", "mesh.decode.d1.control"),
+        ("decode", "mesh.prefill.p1.pages"),
+        ("decode", "$JS.API.STREAM.CREATE.x"),
+        ("prefill", "mesh.tokens.frontend-0.7"),
+        ("bootstrap", "mesh.decode.d1.generate"),
+    ],
+)
+async def test_a_user_that_calls_itself_gains_no_subject(nats: Server, user: str, target: str) -> None:
+    """NATS let whoever received a call publish to its reply subject, which a caller chooses: any subject at all."""
+    peer = Peer()
+    await peer.connect(nats.url_of(user), user)
+    own = f"mesh.{user.partition('-')[0]}.zz.present"
+    await peer.client.subscribe(own)
+    await peer.client.publish(own, b"", reply=target)
+    assert await peer.refusals() == [], "it may send this message, and receive it"
+    await peer.client.publish(target, b"forged")
+    assert await peer.refusals() == [f"publish {target.lower()}"]
+    await peer.client.close()
+
+
+@pytest.mark.mesh
+@pytest.mark.anyio
 async def test_what_a_stolen_credential_can_do(peers: dict[str, Peer]) -> None:
     """As docs/security.md says: it must not promise more than this."""
     sends = {
@@ -180,7 +221,9 @@ async def test_what_a_stolen_credential_can_do(peers: dict[str, Peer]) -> None:
             "mesh.decode.d1.generate",
             "mesh.decode.d1.cancel",
             "mesh.local.l1.kill",
-            "$JS.API.DIRECT.GET.mesh-responses.mesh.responses.records.r",
+            "mesh.responses.records.r",
+            "$JS.API.STREAM.MSG.GET.mesh-responses",
+            "$JS.API.STREAM.PURGE.mesh-responses",
         ],
         "decode": [
             "mesh.tokens.frontend-0.f1",
@@ -210,18 +253,34 @@ async def test_what_a_stolen_credential_can_do(peers: dict[str, Peer]) -> None:
 
 @pytest.mark.mesh
 @pytest.mark.anyio
-async def test_a_call_is_answered_once_to_its_caller_alone(peers: dict[str, Peer]) -> None:
+async def test_only_the_role_that_is_called_can_answer(peers: dict[str, Peer]) -> None:
     frontend, decode = peers["frontend-0"], peers["decode"]
-    inbox = frontend.client.new_inbox()
-    answers = await frontend.client.subscribe(inbox)
+    reply = answer_subject(frontend.client.new_inbox(), "mesh.decode.d1.generate", 1)
+    answers = await frontend.client.subscribe(reply)
     calls = await decode.client.subscribe("mesh.decode.d1.generate")
     await decode.flush()
-    await frontend.client.publish("mesh.decode.d1.generate", b"call", reply=inbox)
+    await frontend.client.publish("mesh.decode.d1.generate", b"call", reply=reply)
     call = await calls.next_msg(timeout=2)
     await call.respond(b"answer")
     assert (await answers.next_msg(timeout=2)).data == b"answer"
-    await call.respond(b"another")
-    assert await decode.refusals() == [f"publish {inbox.lower()}"]
+    for user, role in USERS.items():
+        if role != "decode":
+            await peers[user].client.publish(reply, b"forged")
+            assert await peers[user].refusals() == [f"publish {reply.lower()}"], user
+
+
+@pytest.mark.mesh
+@pytest.mark.anyio
+async def test_the_administrators_programs_get_answers_in_their_inbox(peers: dict[str, Peer]) -> None:
+    """Such as the nats command, which chooses subjects of its own below the prefix that it is given."""
+    root = peers[ADMINISTRATOR]
+    answers = await root.client.subscribe(root.client.new_inbox() + ".*")
+    await root.flush()
+    serving = [user for user, role in USERS.items() if role in SERVING.split()]
+    for user in serving:
+        await peers[user].client.publish(answers.subject.replace("*", user), b"answer")
+        assert await peers[user].refusals() == []
+    assert {(await answers.next_msg(timeout=2)).subject.rpartition(".")[2] for _ in serving} == set(serving)
 
 
 def verbs_in_code() -> set[str]:
@@ -288,9 +347,33 @@ def allowed(call: Callable[[str], bool], key: str) -> bool:
 
 
 def test_rights_name_no_other_mesh() -> None:
+    """Any mesh of these servers may look for micro services, and gets answers to this from all of them."""
+    own = (f"{NAMESPACE}.", f"_INBOX.{NAMESPACE}.", "$SRV.", "$JS.API.")
+    searches = tuple(f"_INBOX.*.*.*.{verb}." for verb in ("PING", "INFO", "STATS"))
     for user, role in USERS.items():
-        text = json.dumps(nats_rights(NAMESPACE, role, user))
-        for subject in re.findall(r'"([^"]+)"', text):
-            assert subject.startswith((f"{NAMESPACE}.", f"_INBOX.{NAMESPACE}.{user}.", "$SRV.", "$JS.API.")), subject
+        publish, subscribe = nats_rights(NAMESPACE, role, user)
+        for subject in publish:
+            assert subject.startswith((*own, *searches)), subject
             if subject.startswith("$JS.API."):  # INFO: how many streams and bytes an account has
                 assert f".{NAMESPACE}-responses" in subject or (role, subject) == ("inspect", "$JS.API.INFO")
+        for subject in subscribe:
+            assert subject.startswith((f"{NAMESPACE}.", f"_INBOX.{NAMESPACE}.{user}.", "$SRV.")), subject
+
+
+@pytest.mark.parametrize(
+    ("users", "said"),
+    [
+        (["decode/host1", "prefill/host1"], "decode/host1 and prefill/host1 are both the user host1"),
+        (["decode", "prefill/decode"], "decode and prefill/decode are both the user decode"),
+        (["decode/root"], "root is the administrator's name"),
+    ],
+)
+def test_a_name_that_two_users_would_share_is_refused(users: list[str], said: str) -> None:
+    """Instances named by their host: only the last one was written, and the others had its rights."""
+    with pytest.raises(SystemExit, match=said):
+        users_of(users)
+    assert users_of(["decode/d1", "prefill/p1", "planner"]) == {
+        "d1": "decode/d1",
+        "p1": "prefill/p1",
+        "planner": "planner",
+    }

@@ -80,6 +80,8 @@ class Subscription:
 @lru_cache(maxsize=1024)
 def _fits(pattern: str, subject: str) -> bool:
     mine, theirs = pattern.split("."), subject.split(".")
+    if mine[-1] == ">":
+        mine, theirs = mine[:-1], theirs[: len(mine) - 1]
     return len(mine) == len(theirs) and all(a in ("*", b) for a, b in zip(mine, theirs, strict=True))
 
 
@@ -117,7 +119,7 @@ class MemoryNats:
             like.remove(subscription)
 
     def _like(self, subscription: Subscription) -> list[Subscription]:
-        is_wild = "*" in subscription.subject
+        is_wild = subscription.subject.endswith(".>") or "*" in subscription.subject
         return self._wild if is_wild else self._exact.setdefault(subscription.subject, [])
 
     def send(self, sent: Sent) -> None:

@@ -5,7 +5,7 @@ from typing import Final
 
 import pytest
 
-from components.discovery.etcd_users import ADMINISTRATOR
+from components.permissions import ADMINISTRATOR
 from tests.hosts.hosts import Hosts, cannot_run
 from tests.hosts.mesh import ETCD_PORT, NAMES, NATS_PORT, PASSWORD, HostMesh, servers
 from tests.mesh.outage_mesh import ENV

@@ -12,7 +12,7 @@ from typing import Final
 
 import httpx
 
-from components.discovery.etcd_users import ADMINISTRATOR
+from components.permissions import ADMINISTRATOR
 from services.local.accounts import Accounts
 from services.local.child_process import tethered
 from services.local.servers import MAX_PAYLOAD_BYTES, Site, _etcd_command, _nats_command

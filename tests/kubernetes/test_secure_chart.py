@@ -7,7 +7,7 @@ from typing import Any, Final
 
 import pytest
 
-from components.discovery.etcd_users import ADMINISTRATOR
+from components.permissions import ADMINISTRATOR
 from services.local.authority import Authority
 from tests.deploy.helm import CHART, EXAMPLES
 from tests.kubernetes.cluster import Cluster

@@ -21,7 +21,7 @@ from typing import Any, Final, Self
 from urllib.parse import quote, urlsplit
 
 from components.certificates import Certificates
-from components.discovery.etcd_users import ADMINISTRATOR
+from components.permissions import ADMINISTRATOR
 from services.local.accounts import GATEWAY, Accounts
 from services.local.child_process import tethered
 from services.local.servers import ETCD, HOST, NATS, Kind, Site, _ask

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,13 +19,13 @@ from uuid import uuid4
 from opentelemetry.sdk.trace import TracerProvider
 
 from components.discovery.book import InstanceBook
-from components.discovery.etcd_users import ADMINISTRATOR
 from components.discovery.registry import join_registry
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.clocks import now_ms
 from components.messaging.fleet import watch_fleet
 from components.messaging.inbox import open_inbox
 from components.messaging.liveness import Liveness, watch_heartbeats
+from components.permissions import ADMINISTRATOR
 from components.settings import MeshSettings
 from components.wire.generate import StreamItem
 from components.wire.heartbeat import Heartbeat
@@ -32,8 +33,10 @@ from components.wire.instances import InstanceRecord, Role
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
 from engine.model.mock_model import is_mock
+from services.frontend.config import FrontendSettings
 from services.frontend.mesh_client import MeshClient
 from services.frontend.ports import Prompt
+from services.frontend.response_stream import make_stream
 from services.local.accounts import Backends, Reach, user_of
 from services.local.children import remove_folders_of
 from tests.mesh.preloaded import MOCK, TORCH, Fork, Preloaded
@@ -42,6 +45,7 @@ from tests.services.frontend.reading import reading
 
 REPO: Final = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S: Final = 60.0
+STORED_BYTES: Final = 1_000_000  # NATS sets them aside, for each mesh of the run
 
 tracer: Final = TracerProvider(shutdown_on_exit=False).get_tracer("test")
 
@@ -94,6 +98,7 @@ class MeshProcesses:
     workers: list[Worker] = field(default_factory=list)
     modules: dict[str, str] = field(default_factory=dict)  # what is run for a role, where it is not the service itself
     reach: Reach | None = None  # users of the servers, where each role has its own
+    _has_stream: bool = False
 
     def __post_init__(self) -> None:
         """What is compiled for this machine is shared with the user's own meshes: only the first run compiles it."""
@@ -131,7 +136,17 @@ class MeshProcesses:
         """The running process of a role."""
         return next(w for w in self.workers if w.role == role and w.popen.poll() is None)
 
+    def make_response_stream(self, administrator: Backends) -> None:
+        """As an operator does; from a thread, since some tests run an event loop of their own."""
+        settings = FrontendSettings(namespace=self.namespace, stored_responses_bytes=STORED_BYTES)
+        with ThreadPoolExecutor(1) as thread:
+            thread.submit(asyncio.run, make_stream(administrator.applied(settings))).result()
+        self._has_stream = True
+
     def _spawn(self, role: str, env: Mapping[str, str]) -> Worker:
+        stores = self.env.get("MESH_FRONTEND_MAX_STORED_RESPONSES") != "0"
+        if role == "frontend" and stores and self.reach is not None and not self._has_stream:
+            self.make_response_stream(self.reach(ADMINISTRATOR))
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
         settings = {
             "MESH_ETCD_URL": self.etcd_url,
@@ -143,7 +158,7 @@ class MeshProcesses:
             "MESH_LOG_FORMAT": "json",
             "MESH_TRANSFER_TIMEOUT_S": "6",  # so long a killed prefill's pages stay pinned
             "MESH_FRONTEND_PORT": "0",
-            "MESH_FRONTEND_STORED_RESPONSES_BYTES": "1000000",  # NATS sets them aside, for each mesh of the run
+            "MESH_FRONTEND_STORED_RESPONSES_BYTES": str(STORED_BYTES),
             **self.env,
             **env,
         }

@@ -5,8 +5,8 @@ from contextlib import AsyncExitStack
 
 import pytest
 
-from components.discovery.etcd_users import ADMINISTRATOR
 from components.messaging.kv_subscriber import KvMirror, follow_kv_events
+from components.permissions import ADMINISTRATOR
 from components.routing.kv_index import KvIndex
 from components.wire.instances import InstanceRecord, Role
 from components.wire.kv_events import FetchKvDump, KvDumpPart, unpack_hashes

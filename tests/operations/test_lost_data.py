@@ -137,6 +137,7 @@ def test_nats_starts_anew_without_data_and_only_stored_responses_are_lost(stored
             time.sleep(AWAY_S)
             stored.servers.start(nats)
             stored.mesh.load.until_calm()
+            run_as_administrator("services.frontend.response_stream", MESH_NATS_URL=nats.url)
             assert http.get(f"/v1/responses/{before}").status_code == 404
             after = ask(http)
             assert http.get(f"/v1/responses/{after}").status_code == 200
@@ -147,16 +148,15 @@ def create_users(etcd: Server) -> None:
     accounts, address = etcd._site.accounts, f"http://127.0.0.1:{etcd._site.port}"
     for user, password in accounts.passwords.items():
         tool("etcdctl", f"--endpoints={address}", "user", "add", f"{user}:{password}")
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
-    subprocess.run(
-        [sys.executable, "-m", "components.discovery.etcd_users"],
-        cwd=REPO,
-        env={**env, "MESH_ETCD_URL": address, "MESH_NAMESPACE": NAMESPACE},
-        check=True,
-        timeout=30,
-    )
+    run_as_administrator("components.discovery.etcd_users", MESH_ETCD_URL=address)
     for user in (user for user, role in accounts.roles.items() if user != role):  # frontends with users of their own
         tool("etcdctl", *etcdctl_options(etcd.url), "user", "grant-role", user, accounts.roles[user])
+
+
+def run_as_administrator(module: str, **variables: str) -> None:
+    env = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
+    env |= {"MESH_NAMESPACE": NAMESPACE, **variables}
+    subprocess.run([sys.executable, "-m", module], cwd=REPO, env=env, check=True, timeout=30)
 
 
 def ask(http: httpx.Client) -> str:

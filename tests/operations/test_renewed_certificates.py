@@ -16,8 +16,7 @@ import pytest
 from cryptography import x509
 
 from components.certificates import TlsFiles
-from components.discovery.etcd_users import ADMINISTRATOR
-from components.permissions import ROLES
+from components.permissions import ADMINISTRATOR, ROLES
 from services.local.accounts import GATEWAY, Accounts, Backends
 from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 from tests.mesh.clusters import Proxy

@@ -93,7 +93,12 @@ def test_a_stolen_credential_of_one_instance_reads_and_writes_nothing_of_the_oth
         refused = {
             "d1": (
                 ["mesh.decode.*.generate", "mesh.decode.d2.generate", "mesh.decode.>", "mesh.decode.d2.room_failed"],
-                ["mesh.decode.d2.heartbeat", "mesh.decode.d2.kv_events", "mesh.prefill.p1.pages"],
+                [
+                    "mesh.decode.d2.heartbeat",
+                    "mesh.decode.d2.kv_events",
+                    "mesh.prefill.p1.pages",
+                    "_INBOX.mesh.f1.abc.decode.d2.1",
+                ],
             ),
             "p1": (["mesh.prefill.*.prefill", "mesh.prefill.p2.pages"], ["mesh.prefill.p2.heartbeat"]),
             "b1": (["mesh.bootstrap.*.open"], []),
@@ -102,7 +107,13 @@ def test_a_stolen_credential_of_one_instance_reads_and_writes_nothing_of_the_oth
         allowed = {
             "d1": (
                 ["mesh.decode.d1.generate", "mesh.prefill.*.heartbeat", "mesh.decode.ask_heartbeat"],
-                ["mesh.decode.d1.heartbeat", "mesh.prefill.p1.prefill", "mesh.bootstrap.b1.open", "mesh.tokens.f1.f1"],
+                [
+                    "mesh.decode.d1.heartbeat",
+                    "mesh.prefill.p1.prefill",
+                    "mesh.bootstrap.b1.open",
+                    "mesh.tokens.f1.f1",
+                    "_INBOX.mesh.f1.abc.decode.d1.1",
+                ],
             ),
             "p1": (["mesh.prefill.p1.prefill", "mesh.prefill.p1.pages"], ["mesh.decode.d2.kv_coming"]),
             "b1": (["mesh.bootstrap.b1.open"], ["mesh.prefill.p1.pages"]),
@@ -147,6 +158,7 @@ def test_a_mesh_in_which_each_instance_has_its_own_credential_serves_and_one_sta
 
         root = servers.reach("root")
         with MeshProcesses(root.etcd_url, root.nats_url, NAMESPACE, tmp_path, "mock", ENV, preloaded) as mesh:
+            mesh.make_response_stream(root)
             start("bootstrap", "b1")
             start("prefill", "p1")
             start("decode", "d1")

@@ -15,7 +15,8 @@ import pytest
 from components.certificates import Certificates
 from components.credentials import EtcdAccess
 from components.discovery.etcd import etcd_client
-from components.discovery.etcd_users import ADMINISTRATOR, admit
+from components.discovery.etcd_users import admit
+from components.permissions import ADMINISTRATOR
 from services.local.accounts import Accounts, Backends
 from services.local.authority import Authority
 from services.local.servers import HOST

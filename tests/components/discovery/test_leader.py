@@ -9,8 +9,8 @@ import pytest
 
 from components.discovery.etcd import etcd_client
 from components.discovery.etcd_stubs import etcdrpc
-from components.discovery.etcd_users import ADMINISTRATOR
 from components.discovery.leader import Leadership, lead
+from components.permissions import ADMINISTRATOR
 from services.local.accounts import Accounts
 from services.local.servers import ETCD, running
 

@@ -12,9 +12,9 @@ import pytest
 from components.certificates import Certificates, TlsFiles
 from components.credentials import ETCD_LOGIN, EtcdAccess, login_file
 from components.discovery.etcd import etcd_client
-from components.discovery.etcd_users import ADMINISTRATOR
 from components.discovery.registry import Registration, Registry, join_registry
 from components.errors import BackendUnavailable
+from components.permissions import ADMINISTRATOR
 from components.startup import WrongSettings
 from services.local.accounts import GATEWAY, Accounts
 from services.local.authority import NAMES_OF_THIS_MACHINE, Authority

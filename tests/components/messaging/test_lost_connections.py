@@ -88,7 +88,7 @@ class FakeNats:
 
 def _refusals(received: bytes, data: bytes) -> list[bytes]:
     """What NATS answers to the calls in `data`, to the first subscription with a wildcard."""
-    sid = re.findall(rb"SUB \S+\.\* +(\d+)\r", received)[:1]
+    sid = re.findall(rb"SUB \S+\.[*>] +(\d+)\r", received)[:1]
     replies = re.findall(rb"PUB \S+ (_INBOX\S+) [\d ]+\r", data)
     return [b"HMSG %s %s 16 16\r\nNATS/1.0 503\r\n\r\n\r\n" % (reply, *sid) for reply in replies]
 

@@ -1,0 +1,41 @@
+"""Make the stream of stored responses, where users of NATS have rights and frontends may not.
+
+`python -m services.frontend.response_stream` needs the administrator's access to NATS, and the settings of the
+frontends. A later run gives the stream the bounds that they have then.
+"""
+
+import asyncio
+import sys
+from typing import Final
+
+from components.aio import time_limit
+from components.errors import MeshError
+from components.messaging.bus import connect_bus
+from components.messaging.records import open_records
+from components.permissions import ADMINISTRATOR
+from components.urls import without_password
+from services.frontend.config import FrontendSettings
+
+TIMEOUT_S: Final = 10.0
+
+
+async def make_stream(settings: FrontendSettings) -> None:
+    """Raises: MeshError."""
+    late = f"NATS at {without_password(settings.nats_url)} has not answered within"
+    bus_of = connect_bus(settings.nats_url, "response-stream", settings.nats_access(ADMINISTRATOR))
+    async with time_limit(TIMEOUT_S, late), bus_of as bus:
+        await open_records(bus, f"{settings.namespace}.responses", settings.stored_bounds)
+
+
+def main() -> None:
+    settings = FrontendSettings.read([])
+    if settings.max_stored_responses == 0:
+        sys.exit("MESH_FRONTEND_MAX_STORED_RESPONSES is 0: no response is stored, and no stream is needed")
+    try:
+        asyncio.run(make_stream(settings))
+    except MeshError as exc:
+        sys.exit(exc.message)
+
+
+if __name__ == "__main__":
+    main()
