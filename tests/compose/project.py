@@ -17,7 +17,7 @@ from tests.compose.docker_engine import BUILD_S, DockerEngine, compose_command, 
 from tests.conftest import REPO
 
 COMPOSE: Final = REPO / "deploy" / "compose"
-BUILT: Final = ("model", "bootstrap", "prefill", "decode", "frontend", "planner", "etcd-users")
+BUILT: Final = ("model", "bootstrap", "prefill", "decode", "frontend", "planner", "etcd-users", "response-stream")
 UP_S: Final = 300.0
 OBSERVER_PORT: Final = 4318
 TOKEN: Final = "of-the-tests"

@@ -18,6 +18,7 @@ from components.credentials import EtcdAccess, NatsAccess
 from components.discovery.etcd import etcd_client
 from components.errors import BackendUnavailable
 from components.messaging.bus import connect_bus
+from components.messaging.records import open_records
 from components.permissions import ROLES, certified_users
 from components.settings import misspelled
 from services.local.authority import main as make_certificates
@@ -48,8 +49,8 @@ def placed(text: str, folder: Path) -> str:
     return text
 
 
-def test_it_changes_only_services_that_exist_and_adds_the_one_that_admits_users() -> None:
-    assert set(load(SECURE)["services"]) - set(load(BASE)["services"]) == {"etcd-users"}
+def test_it_changes_only_services_that_exist_and_adds_those_of_the_administrator() -> None:
+    assert set(load(SECURE)["services"]) - set(load(BASE)["services"]) == {"etcd-users", "response-stream"}
     assert set(OURS) | {"etcd", "nats"} < set(load(SECURE)["services"])
 
 
@@ -69,7 +70,8 @@ def test_each_role_has_a_certificate_of_its_own_and_the_settings_to_use_it(role:
     read = settings_of(role)(**values)
     used = [str(path).removeprefix("/run/secrets/") for path in read.tls.given]  # type: ignore[attr-defined]
     assert used == service["secrets"] == ["ca", f"{role}-certificate", f"{role}-key"]
-    assert service["depends_on"]["etcd-users"]["condition"] == "service_completed_successfully"
+    needed = {"etcd-users", *(["response-stream"] if role == "frontend" else [])}
+    assert service["depends_on"] == {name: {"condition": "service_completed_successfully"} for name in needed}
 
 
 def test_every_secret_is_declared_and_made_by_the_command_that_the_file_names(folder: Path) -> None:
@@ -119,6 +121,27 @@ def test_its_nats_admits_each_role_by_its_certificate_and_no_one_else(tmp_path: 
             with pytest.raises(TimeoutError):
                 async with asyncio.timeout(1), connect_bus(url, "stranger", stranger):
                     pass
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.mesh
+def test_its_frontends_store_responses_in_the_stream_that_its_command_makes(tmp_path: Path, folder: Path) -> None:
+    service = load(SECURE)["services"]["response-stream"]
+    env = {name: placed(value, folder) for name, value in variables_of(service).items()}
+
+    async def scenario() -> None:
+        async with nats(tmp_path, folder) as url:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable, *service["command"][1:], cwd=REPO, env={**os.environ, **env, "MESH_NATS_URL": url}
+            )
+            assert await process.wait() == 0
+            access = NatsAccess(identity(folder, "frontend"), inbox="_INBOX.kvmesh.frontend")
+            async with connect_bus(url, "frontend", access) as bus:
+                bounds = settings_of("frontend")().stored_bounds  # type: ignore[attr-defined]
+                records = await open_records(bus, "kvmesh.responses", bounds)
+                await records.put("a", b"x")
+                assert await records.get("a") == b"x"
 
     asyncio.run(scenario())
 

@@ -179,7 +179,7 @@ def test_pods_run_without_root_on_a_read_only_file_system(values: str) -> None:
             assert one["securityContext"]["capabilities"]["drop"] == ["ALL"]
             assert one["securityContext"]["capabilities"].get("add", []) in ([], ["IPC_LOCK"])
             assert {"/tmp", "/var/lib/kvmesh"} <= {mount["mountPath"] for mount in one["volumeMounts"]} or (
-                one["name"] == "etcd-users"
+                one["name"] in ("etcd-users", "response-stream")
             )
     assert len(seen) >= 5
 
@@ -276,10 +276,21 @@ def test_each_role_has_the_certificate_of_its_own_secret(role: str) -> None:
     assert variables(deployment)["MESH_ETCD_URL"].startswith("https://")
 
 
-def test_etcd_gets_its_users_before_anything_that_needs_them() -> None:
-    (job,) = of_kind(rendered("secure"), "Job").values()
+def test_etcd_gets_its_users_and_nats_its_stream_before_anything_that_needs_them() -> None:
+    """The stream has the frontends' bounds."""
+    bounds = {"MESH_FRONTEND_MAX_STORED_RESPONSES": "7", "MESH_FRONTEND_STORED_RESPONSES_AGE_S": "60"}
+    asked = [
+        f'{where}.{name}="{value}"'
+        for (name, value), where in zip(bounds.items(), ("settings", "frontend.settings"), strict=True)
+    ]
+    (job,) = of_kind(rendered("secure", *asked), "Job").values()
     assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
-    assert container(job)["command"] == ["python", "-m", "components.discovery.etcd_users"]
+    run = {one["command"][-1]: {part["name"]: part["value"] for part in one["env"]} for one in pod(job)["containers"]}
+    assert set(run) == {"components.discovery.etcd_users", "services.frontend.response_stream"}
+    given = run["services.frontend.response_stream"]
+    assert misspelled(given, settings_of("frontend")) == []
+    assert bounds.items() <= given.items()
+    assert given["MESH_NATS_URL"].startswith("tls://")
     assert [one["secret"]["secretName"] for one in pod(job)["volumes"] if "secret" in one] == ["mesh-kvmesh-root-tls"]
     assert of_kind(rendered(), "Job") == {}
 
