@@ -38,6 +38,7 @@ FOREIGN: Final = {  # options of other programs that the pages name
     *COMPOSE_OPTIONS,
     "--database",  # make audit
     "--one-by-one",  # deploy/compose/upgrade.sh
+    "--inbox-prefix",  # nats
     "--prefix",  # etcdctl
     "--keys-only",  # the same
     *("--data-dir", "--initial-cluster", "--initial-advertise-peer-urls", "--name"),  # etcdutl

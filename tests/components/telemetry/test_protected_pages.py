@@ -11,6 +11,7 @@ import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry
 
+from components.certificates import TlsFiles
 from components.discovery.book import InstanceBook
 from components.discovery.pages import page_of, scrape_targets
 from components.errors import PeerLost
@@ -101,6 +102,23 @@ async def test_a_password_without_tls_is_asked_for_too(files: Files) -> None:
         with pytest.raises(PeerLost, match="answers 401"):
             await get(f"{url}/metrics")
         await get(f"{url}/metrics", settings.page_access())
+
+
+@pytest.mark.anyio
+async def test_a_renewed_certificate_is_shown_without_a_restart(files: Files, tmp_path: Path) -> None:
+    renewed = Authority(tmp_path / "renewed").issue("page", NAMES_OF_THIS_MACHINE)
+    reader = files.settings.model_copy(update={"tls": TlsFiles(ca=renewed.ca)}).page_access()
+    async with page(files.settings) as url:
+        with pytest.raises(PeerLost, match="certificate verify failed"):
+            await get(f"{url}/metrics", reader)
+        for new, old in (
+            (renewed.key, files.settings.metrics_tls_key),
+            (renewed.certificate, files.settings.metrics_tls_cert),
+        ):
+            assert new is not None
+            assert old is not None
+            new.replace(old)
+        assert await get(f"{url}/metrics", reader) == ""
 
 
 def test_prometheus_learns_the_scheme_also_of_pages_on_other_hosts() -> None:
