@@ -140,9 +140,10 @@ class Needs:
     def _prefill(self, now: Observation, ahead_s: float) -> Need:
         targets = self._targets
         rise = self._trends["prefill"].rise(now.at_s, self.offered, ahead_s)
-        if not self.tokens_per_s or not self.offered:
+        queued = sum(worker.queued_tokens for worker in now.workers["prefill"])
+        if not self.tokens_per_s or not (self.offered or queued):
             return Need(1, 1, "no prompts")
-        queued_s = sum(worker.queued_tokens for worker in now.workers["prefill"]) / self.tokens_per_s
+        queued_s = queued / self.tokens_per_s
         patience_s = self._patience_s()
 
         def workers(offered: float) -> int:

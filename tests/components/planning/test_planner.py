@@ -134,6 +134,17 @@ def test_prefill_follows_the_load_up_and_down() -> None:
     assert set(directions(down, "prefill")) == {-1}
 
 
+def test_a_queue_without_new_prompts_is_cleared_before_workers_leave() -> None:
+    """A minute after a burst its queue counted as no prompts: workers left while prompts waited for them."""
+    fleet = MadeUp()
+    planner = Planner(TARGETS, WIDE)
+    play(fleet, planner, steady(1.0, 100.0, 120))
+    changes = play(fleet, planner, [(400.0, 100.0), *steady(0.0, 100.0, 120)])
+    assert fleet.backlog_s < 1.0
+    assert fleet.counts["prefill"] >= 6
+    assert set(directions(changes, "prefill")) == {1}
+
+
 def test_decode_follows_the_load_up_and_down() -> None:
     fleet = MadeUp()
     planner = Planner(TARGETS, WIDE)
@@ -338,7 +349,7 @@ def test_workers_are_added_while_there_are_devices_for_them(devices: int, most: 
     planner = Planner(TARGETS, WIDE, PACE, most_devices=most)
     held = set()
     for _ in range(120):
-        seen = fleet.run(5.0, 60.0, 10.0)
+        seen = fleet.run(5.0, 60.0, 100.0)
         verdict = planner.see(seen)
         held.add(verdict.hold)
         if verdict.change is not None:
