@@ -175,9 +175,10 @@ class Needs:
             reasons.append(
                 Need(here + 1, here + 1, f"{work.waiting_s / seconds:.1f} requests wait for pages or places")
             )
-        ceiling = self._under_ceiling("decode", load, now.at_s)
-        shrunk = self._under_ceiling("decode", load * (1 + self._targets.headroom), now.at_s)
-        reasons.append(Need(ceiling, shrunk, f"with {load:.0f} tokens/s on fewer the target was missed"))
+        if self._itl_can_be_kept():
+            ceiling = self._under_ceiling("decode", load, now.at_s)
+            shrunk = self._under_ceiling("decode", load * (1 + self._targets.headroom), now.at_s)
+            reasons.append(Need(ceiling, shrunk, f"with {load:.0f} tokens/s on fewer the target was missed"))
         tightest = max(reasons, key=lambda need: (need.now, need.shrunk))
         return Need(tightest.now, max(need.shrunk for need in reasons), tightest.why)
 
@@ -203,9 +204,14 @@ class Needs:
             return Need(min(here + 1, ceil(here * share)), max(1, ceil(here * share * (1 + targets.headroom))), why)
         now = decode_workers(load, line, targets.itl_s, targets.goal)
         shrunk = decode_workers(load * (1 + targets.headroom), line, targets.itl_s, targets.goal)
-        if now is None or shrunk is None:
-            return Need(here, here, f"a step of one request takes {(line.fixed_s + line.each_s) * 1000:.1f} ms")
+        if now is None or shrunk is None:  # more workers do not help; pages and waits decide
+            one_ms = (line.fixed_s + line.each_s) * 1000
+            return Need(1, 1, f"a step of one request takes {one_ms:.1f} ms, more than the target")
         return Need(now, shrunk, why)
+
+    def _itl_can_be_kept(self) -> bool:
+        line = self.curve.line()
+        return line is None or line.fixed_s + line.each_s <= self._targets.itl_s
 
     def _for_pages(self, now: Observation) -> Need:
         workers = now.workers["decode"]
@@ -227,6 +233,8 @@ class Needs:
         # more workers only help prompts that wait
         if missed and self._late_by_waiting(work, prefills) > (1 - targets.goal) / 2:
             self._lower("prefill", self.offered / prefills, now.at_s)
+        if not self._itl_can_be_kept():
+            return
         generated = total.work["decode"]
         crowd = generated.generated_tokens / max(1, generated.steps)
         if total.itl.count >= 10 * ENOUGH and total.itl.share_within(targets.itl_s) < targets.goal and crowd > 1.5:
