@@ -62,9 +62,19 @@ class _Role:
     above_since_s: float | None = None
     enough: deque[tuple[float, int]] = field(default_factory=deque)  # (time, sufficient workers)
     missing_since_s: float | None = None
+    given_up: bool = False  # its missing workers are not expected any more
+    never_came: int = 0  # ordered workers, given up
     went_down_s: float | None = None
     devices: int = 1  # of a worker, by the latest reports
     patience: int = 1  # times `down_after_s`; doubled when a worker was removed too early
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    change: Change
+    since_s: float
+    serving: int  # when it was ordered
+    draining: int  # when it was ordered, without the worker that it removes
 
 
 class Planner:
@@ -83,20 +93,22 @@ class Planner:
         self._pace = pace
         self._history = History(pace.window_s, GAP * pace.every_s)
         self._roles = {role: _Role(bounds[role]) for role in PLANNED}
-        self._pending: tuple[Change, float] | None = None
-        self._settled_s = float("-inf")  # end of the latest change
+        self._pending: _Pending | None = None
+        self._last = Observation(float("-inf"), {}, {})
+        self._settled_s = float("-inf")  # since when all wanted workers have served, and the same ones
         self._not_before_s = float("-inf")
         self._start_s = pace.start_s  # of a worker
 
     def took(self, change: Change, now_s: float) -> None:
         """The change was ordered. The next one waits for its effect."""
-        self._pending = change, now_s
+        self._pending = _Pending(change, now_s, self._last.serving(change.role), self._last.draining(change.role))
         role = self._roles[change.role]
         regret_s = 4 * self._pace.down_after_s
         if change.after < change.before:
             if role.went_down_s is not None and now_s - role.went_down_s > regret_s:
                 role.patience = max(1, role.patience // 2)
             role.went_down_s = now_s
+            role.never_came = max(0, role.never_came - 1)
         elif role.went_down_s is not None and now_s - role.went_down_s < regret_s:
             role.patience = min(LONGEST_PATIENCE, 2 * role.patience)
             role.went_down_s = None
@@ -116,6 +128,8 @@ class Planner:
             self._settled_s = now.at_s
         else:
             self.needs.saw(span)
+        self._note_missing(now)
+        self._last = now
         if self._history.seconds < self._pace.window_s / 2:
             return self._verdict({}, now, "too few observations yet")
         total = self._history.total()
@@ -128,6 +142,28 @@ class Planner:
         needs = self._bounded(needs)
         self._note(needs, now)
         return self._verdict(needs, now, "")
+
+    def _note_missing(self, now: Observation) -> None:
+        """Also workers that came or went by themselves, or by another process: their load has not settled."""
+        for role, state in self._roles.items():
+            serving = now.serving(role)
+            if serving != self._last.serving(role):
+                self._settled_s = now.at_s
+            if not now.wanted:
+                continue
+            if serving >= now.wanted[role]:
+                state.missing_since_s, state.given_up, state.never_came = None, False, 0
+                continue
+            if state.missing_since_s is None:
+                state.missing_since_s = now.at_s
+            state.given_up |= now.at_s - state.missing_since_s >= self._pace.start_timeout_s
+            if not state.given_up:
+                self._settled_s = now.at_s
+
+    def _present(self, role: Planned, now: Observation) -> int:
+        """Workers that serve or are expected to."""
+        wanted = now.wanted[role]
+        return min(wanted, now.serving(role)) if self._roles[role].given_up else wanted
 
     def _bounded(self, needs: Mapping[Planned, Need]) -> dict[Planned, Need]:
         return {
@@ -146,7 +182,7 @@ class Planner:
             return
         for role, state in self._roles.items():
             need = needs[role]
-            if need.now <= now.wanted[role]:
+            if need.now <= self._present(role, now):
                 state.above_since_s = None
             elif state.above_since_s is None:
                 state.above_since_s = now.at_s
@@ -168,36 +204,32 @@ class Planner:
         up, full = self._up(needs, now)
         if up is not None:
             return up, ""
+        if missing := self._missing(now):
+            return None, full or missing
         down = self._down(now)
-        lost = any(self._is_short(role, now) or now.draining(role) for role in PLANNED)
-        if down is not None and (lost or now.unknown):
+        if down is not None and now.unknown:
             return None, "not all workers report, so none is removed"
         if down is not None and now.at_s - self._settled_s < self._pace.settle_s:
             return None, "the last change settles"
         return down, full
 
-    def _is_short(self, role: Planned, now: Observation) -> bool:
-        """An ordered worker has not come or gone yet, within its time limit."""
-        since_s = self._roles[role].missing_since_s
-        given_up = since_s is not None and now.at_s - since_s >= self._pace.start_timeout_s
-        return now.serving(role) != now.wanted[role] and not given_up
-
     def _blocked(self, now: Observation) -> str:
         if not now.wanted:
             return "the connector does not report the number of workers"
-        if self._pending is not None and (waiting := self._follow(*self._pending, now)):
+        if self._pending is not None and (waiting := self._follow(self._pending, now)):
             return waiting
         if now.at_s < self._not_before_s:
             return "the last change failed"
-        return self._missing(now)
+        return ""
 
-    def _follow(self, change: Change, since_s: float, now: Observation) -> str:
-        waited_s = now.at_s - since_s
+    def _follow(self, pending: _Pending, now: Observation) -> str:
+        change, waited_s = pending.change, now.at_s - pending.since_s
         serving, wanted = now.serving(change.role), now.wanted[change.role]
         if change.after > change.before:
-            done = serving >= change.after
+            done = serving > pending.serving
         else:
-            done = serving <= change.after and not now.draining(change.role) and not now.unknown
+            drained = now.draining(change.role) <= pending.draining
+            done = serving <= change.after and drained and not now.unknown
         if done:
             if change.after > change.before:
                 self._start_s += (waited_s - self._start_s) / 4
@@ -215,24 +247,25 @@ class Planner:
             return f"the change of {change.role} to {change.after} was undone"
         if waited_s > self._pace.start_timeout_s:
             self.failed(now.at_s)
-            self._roles[change.role].missing_since_s = since_s
+            if change.after > change.before:
+                self._roles[change.role].never_came += 1
             return f"{change.role} is not at {change.after} after {waited_s:.0f} s"
         return f"waiting for {change.after} {change.role} workers, for {waited_s:.0f} s"
 
     def _missing(self, now: Observation) -> str:
-        found = ""
-        for role, state in self._roles.items():
-            if now.serving(role) >= now.wanted[role]:
-                state.missing_since_s = None
+        """Why no worker is removed: one has not come or gone yet, and is not given up."""
+        for role in PLANNED:
+            serving, wanted = now.serving(role), now.wanted[role]
+            if self._roles[role].given_up:
                 continue
-            if state.missing_since_s is None:
-                state.missing_since_s = now.at_s
-            if now.at_s - state.missing_since_s < self._pace.start_timeout_s:
-                found = f"{now.serving(role)} of {now.wanted[role]} {role} workers serve"
-        return found
+            if serving != wanted:
+                return f"{serving} of {wanted} {role} workers serve"
+            if now.draining(role):
+                return f"a {role} worker drains"
+        return ""
 
     def _up(self, needs: Mapping[Planned, Need], now: Observation) -> tuple[Change | None, str]:
-        """The most urgent addition for which there are devices, and why there is none."""
+        """The most urgent addition that may be made, and why there is none."""
         ups: list[tuple[float, Change]] = []
         for role, state in self._roles.items():
             here = now.wanted[role]
@@ -240,8 +273,10 @@ class Planner:
                 ups.append((inf, Change(role, here, here + 1, f"at least {state.bounds.least}")))
                 continue
             since_s = state.above_since_s
-            if role in needs and since_s is not None and now.at_s - since_s >= self._pace.up_after_s:
-                ups.append((needs[role].now / here, Change(role, here, here + 1, needs[role].why)))
+            long = since_s is not None and now.at_s - since_s >= self._pace.up_after_s
+            if role in needs and long:
+                urgency = needs[role].now / max(1, self._present(role, now))
+                ups.append((urgency, Change(role, here, here + 1, needs[role].why)))
         ups.sort(key=lambda up: -up[0])
         fitting = [change for _, change in ups if not self._lacking(change.role, now)]
         if fitting or not ups:
@@ -249,7 +284,9 @@ class Planner:
         return None, self._lacking(ups[0][1].role, now)
 
     def _lacking(self, role: Planned, now: Observation) -> str:
-        """Why there are no devices for another worker; empty: there are."""
+        """Why another worker may not be added, of which there are too few; empty: it may."""
+        if now.wanted[role] >= self._roles[role].bounds.most:
+            return f"{now.serving(role)} of {now.wanted[role]} {role} workers serve, and no more are allowed"
         used, needed = sum(now.wanted[one] * self._roles[one].devices for one in PLANNED), self._roles[role].devices
         if self._most_devices is None or used + needed <= self._most_devices:
             return ""
@@ -265,6 +302,9 @@ class Planner:
             if not state.enough or now.at_s - state.enough[0][0] < for_s:
                 continue
             enough = max(workers for at_s, workers in state.enough if at_s >= now.at_s - for_s)
-            if enough < here:
-                downs.append((enough / here, Change(role, here, here - 1, f"{enough} were enough for {for_s:.0f} s")))
+            present = min(here, self._present(role, now) + state.never_came)
+            if enough < present:
+                downs.append(
+                    (enough / present, Change(role, here, here - 1, f"{enough} were enough for {for_s:.0f} s"))
+                )
         return min(downs, key=lambda down: down[0])[1] if downs else None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from components.planning.needs import Targets
 from components.planning.planner import Bounds, Change, Pace, Planner, Verdict
-from components.planning.samples import PLANNED, FrontendSample, Observation, Planned, WorkerSample
+from components.planning.samples import PLANNED, FrontendSample, Histogram, Observation, Planned, WorkerSample
 
 SERVICE_S = 0.2  # of a prompt of 1,000 tokens
 STEP_S, EACH_S = 0.01, 0.001
@@ -275,6 +275,85 @@ def test_a_worker_that_never_comes_is_taken_back_when_the_load_is_gone() -> None
     assert any(change.after < change.before for _, change in changes)
 
 
+@pytest.mark.parametrize("drained", [False, True])
+def test_a_lost_worker_is_replaced_and_no_healthy_one_leaves(drained: bool) -> None:
+    """A crashed or drained worker blocked all additions; given up, it counted as one too many, and a healthy one left."""
+    fleet = MadeUp(counts={"prefill": 2, "decode": 1})
+    planner = Planner(TARGETS, {"prefill": Bounds(1, 4), "decode": Bounds(1, 4)})
+    assert not play(fleet, planner, steady(7.5, 100.0, 300))  # 1.5 workers busy
+    gone = fleet.done[fleet.names["prefill"].pop()]
+    idle = [replace(gone, draining=True, queued_tokens=0, waiting=0.0)] if drained else []
+    changes, longest_s = [], 0.0
+    for _ in range(720):
+        seen = fleet.run(5.0, 7.5, 100.0)
+        longest_s = max(longest_s, fleet.backlog_s)
+        seen = replace(seen, workers={**seen.workers, "prefill": [*seen.workers["prefill"], *idle]})
+        if (change := planner.see(seen).change) is not None:
+            planner.took(change, fleet.now_s)
+            fleet.follow(change)
+            changes.append(change)
+    assert [(change.role, change.before, change.after) for change in changes] == [("prefill", 2, 3)]
+    assert (len(fleet.names["prefill"]), fleet.backlog_s) == (2, 0.0)
+    assert longest_s < 60.0
+
+
+def test_an_addition_is_over_when_a_worker_has_come_though_another_one_is_dead() -> None:
+    """With a dead worker each addition took ten minutes and counted as failed, so a rising load was not followed."""
+    fleet = MadeUp(counts={"prefill": 3, "decode": 1})
+    planner = Planner(TARGETS, WIDE, replace(PACE, start_timeout_s=100.0))
+    play(fleet, planner, steady(7.5, 100.0, 60))
+    fleet.names["prefill"].pop()
+    assert not play(fleet, planner, steady(7.5, 100.0, 300))
+    changes = play(fleet, planner, steady(25.0, 100.0, 300))  # 5 workers busy
+    assert len(fleet.names["prefill"]) >= 6
+    assert set(directions(changes, "prefill")) == {1}
+
+
+def test_with_the_most_workers_ordered_a_dead_one_is_not_replaced() -> None:
+    fleet = MadeUp(counts={"prefill": 2, "decode": 1})
+    planner = Planner(TARGETS, {"prefill": Bounds(1, 2), "decode": Bounds(1, 2)}, replace(PACE, start_timeout_s=100.0))
+    play(fleet, planner, steady(7.5, 100.0, 60))
+    fleet.names["prefill"].pop()
+    assert not play(fleet, planner, steady(7.5, 100.0, 300))
+    verdict = planner.see(fleet.run(5.0, 7.5, 100.0))
+    assert verdict.hold == "1 of 2 prefill workers serve, and no more are allowed"
+
+
+def test_misses_while_a_worker_was_away_are_no_ceiling_when_it_is_back() -> None:
+    """The queue after a crash of 100 s counted as a miss of all workers: more were kept for half an hour."""
+    fleet = MadeUp(counts={"prefill": 2, "decode": 1})
+    planner = Planner(TARGETS, {"prefill": Bounds(2, 8), "decode": Bounds(1, 8)}, replace(PACE, up_after_s=1e9))
+    within = late = total_s = 0.0
+
+    def pass_s(seconds: float) -> Verdict:
+        nonlocal within, late, total_s
+        verdict = Verdict({})
+        for _ in range(round(seconds / 5)):
+            seen = fleet.run(5.0, 4.9, 100.0)
+            wait_s = fleet.backlog_s / len(fleet.names["prefill"])
+            within, late = (within, late + 24.5) if wait_s > 0.8 else (within + 24.5, late)
+            total_s += 24.5 * (wait_s + SERVICE_S)
+            ttft = Histogram((1.0, float("inf")), (within, within + late), total_s)
+            verdict = planner.see(replace(seen, frontends=[FrontendSample("frontend", ttft)]))
+        return verdict
+
+    calm = pass_s(300).needs["prefill"].now
+    fleet.names["prefill"].pop()
+    fleet.backlog_s = 20.0  # of the dead worker, whose prompts are retried
+    pass_s(100)
+    fleet.join("prefill")
+    assert pass_s(600).needs["prefill"].now == calm == 2
+
+
+def test_a_gap_that_no_number_of_workers_keeps_does_not_hold_decode_workers() -> None:
+    """A step of one request took longer than the ITL target: the present number was the least for good."""
+    fleet = MadeUp(counts={"prefill": 1, "decode": 8})
+    planner = Planner(replace(TARGETS, itl_s=0.0105), WIDE)
+    play(fleet, planner, [*steady(1.0, 2000.0, 120), *steady(1.0, 3000.0, 120)])  # to learn the line
+    play(fleet, planner, steady(1.0, 100.0, 1800))
+    assert fleet.counts["decode"] == 1
+
+
 def test_a_change_that_is_taken_back_is_left_for_a_while() -> None:
     """A worker that cannot start: its supervisor gives it up and keeps one fewer."""
     fleet = MadeUp(start_s=1e9)
@@ -326,6 +405,15 @@ def test_what_is_outside_its_bounds_is_brought_back() -> None:
     play(fleet, planner, steady(1.0, 20.0, 200))
     assert fleet.counts["prefill"] == 2
     assert fleet.counts["decode"] <= 2
+
+
+def test_bounds_hold_before_the_load_is_known() -> None:
+    """An operator who sets `--prefill 2..3` gets two workers at once, not after half a window."""
+    fleet = MadeUp(counts={"prefill": 1, "decode": 1})
+    planner = Planner(TARGETS, {"prefill": Bounds(2, 3), "decode": Bounds(1, 2)})
+    verdict = planner.see(fleet.run(5.0, 1.0, 20.0))
+    assert not verdict.needs
+    assert verdict.change == Change("prefill", 1, 2, "at least 2")
 
 
 def test_pages_that_are_held_call_for_decode() -> None:
