@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 
 from prometheus_client import CollectorRegistry
 
@@ -18,7 +19,7 @@ from components.messaging.liveness import Liveness, silent_after_s, watch_heartb
 from components.planning.samples import PLANNED, FrontendSample, Observation, Planned, WorkerSample
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
-from services.planner.pages import get, read_frontend, read_worker
+from services.planner.pages import PageReader, read_frontend, read_worker
 
 log = logging.getLogger(__name__)
 
@@ -59,15 +60,16 @@ class FleetSampler:
         self._book = book
         self._liveness = liveness
         self._clock = clock
-        self._access = access
-        self._heartbeats: dict[str, _Heartbeats] = {}
-        for of_role in liveness.values():
-            of_role.on_heartbeat(self._receive)
+        self._pages = PageReader(access)
+        self._heartbeats: dict[tuple[str, str], _Heartbeats] = {}  # by role and instance id
+        self._warned: set[tuple[str, str, str]] = set()  # role, instance id, cause
+        for role, of_role in liveness.items():
+            of_role.on_heartbeat(partial(self._receive, role))
 
-    def _receive(self, beat: Heartbeat) -> None:
-        now_s = self._clock()
-        if (known := self._heartbeats.get(beat.instance_id)) is None:
-            self._heartbeats[beat.instance_id] = _Heartbeats(beat, now_s)
+    def _receive(self, role: Planned, beat: Heartbeat) -> None:
+        key, now_s = (role, beat.instance_id), self._clock()
+        if (known := self._heartbeats.get(key)) is None:
+            self._heartbeats[key] = _Heartbeats(beat, now_s)
         else:
             known.add(beat, now_s)
 
@@ -75,19 +77,27 @@ class FleetSampler:
         show_instances(metrics, *self._liveness.values())
 
     def ages_s(self) -> dict[str, float]:
-        """Age of the latest heartbeat, by instance."""
-        return {i: age_s for of_role in self._liveness.values() for i, age_s in of_role.ages_s().items()}
+        """Age of the latest heartbeat, by instance id; the older one if two workers have one id."""
+        ages: dict[str, float] = {}
+        for of_role in self._liveness.values():
+            for instance_id, age_s in of_role.ages_s().items():
+                ages[instance_id] = max(age_s, ages.get(instance_id, age_s))
+        return ages
 
     async def observe(self, wanted: Mapping[Planned, int]) -> Observation:
         """Instances that do not answer are listed as unknown."""
         unknown: list[str] = []
         records = {role: self._book.of_role(role) for role in PLANNED}
+        seen_frontends = self._book.of_role("frontend")
         workers, frontends = await asyncio.gather(
             asyncio.gather(*(self._workers(role, records[role], unknown) for role in PLANNED)),
-            asyncio.gather(*(self._frontend(record, unknown) for record in self._book.of_role("frontend"))),
+            asyncio.gather(*(self._frontend(record, unknown) for record in seen_frontends)),
         )
-        known = {record.instance_id for role in PLANNED for record in records[role]}
-        self._heartbeats = {name: beats for name, beats in self._heartbeats.items() if name in known}
+        known = {
+            (record.role, record.instance_id) for record in [*records["prefill"], *records["decode"], *seen_frontends]
+        }
+        self._heartbeats = {key: beats for key, beats in self._heartbeats.items() if key in known}
+        self._warned = {warned for warned in self._warned if warned[:2] in known}
         return Observation(
             at_s=self._clock(),
             wanted=wanted,
@@ -102,7 +112,7 @@ class FleetSampler:
         return [sample for sample in samples if sample is not None]
 
     async def _worker(self, record: InstanceRecord, alive: set[str], unknown: list[str]) -> WorkerSample | None:
-        beats, url = self._heartbeats.get(record.instance_id), page_of(record)
+        beats, url = self._heartbeats.get((record.role, record.instance_id)), page_of(record)
         silent = (
             beats is None
             or beats.last.epoch != record.epoch
@@ -112,10 +122,9 @@ class FleetSampler:
             unknown.append(record.instance_id)
             return None
         try:
-            counters = read_worker(await get(url, self._access))
+            counters = await self._pages.read(url, read_worker)
         except MeshError as exc:
-            log.debug("cannot read metrics page", extra={"instance": record.instance_id, "cause": exc.message})
-            unknown.append(record.instance_id)
+            self._unread(record, exc, unknown)
             return None
         beat = beats.last
         return WorkerSample(
@@ -135,11 +144,22 @@ class FleetSampler:
 
     async def _frontend(self, record: InstanceRecord, unknown: list[str]) -> FrontendSample | None:
         try:
-            return read_frontend(record.instance_id, await get(page_of(record) or "", self._access))
+            return await self._pages.read(page_of(record) or "", partial(read_frontend, record.instance_id))
         except MeshError as exc:
-            log.debug("cannot read metrics page", extra={"instance": record.instance_id, "cause": exc.message})
-            unknown.append(record.instance_id)
+            self._unread(record, exc, unknown)
             return None
+
+    def _unread(self, record: InstanceRecord, exc: MeshError, unknown: list[str]) -> None:
+        unknown.append(record.instance_id)
+        warned = (record.role, record.instance_id, exc.message)
+        if warned in self._warned:
+            return
+        self._warned.add(warned)
+        log.warning(
+            "a metrics page cannot be read, so no worker is removed: set MESH_METRICS_HOST of the instance to an address "
+            "that the planner reaches, and the same MESH_METRICS_LOGIN_FILE for both",
+            extra={"role": record.role, "instance": record.instance_id, "cause": exc.message},
+        )
 
 
 @asynccontextmanager

@@ -2,11 +2,13 @@
 
 import asyncio
 import math
+import ssl
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Final
+from typing import Final, TypeVar
 
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
@@ -16,7 +18,18 @@ from components.errors import MalformedMessage, PeerLost
 from components.http.fetch import fetch
 from components.planning.samples import FrontendSample, Histogram
 
-TIMEOUT_S: Final = 2.0
+T = TypeVar("T")
+
+TIMEOUT_S: Final = 2.0  # for a page
+AT_ONCE: Final = 32  # pages, each in a thread
+COUNTERS: Final = (
+    "kvmesh_engine_step_seconds_sum",
+    "kvmesh_engine_step_seconds_count",
+    "kvmesh_prompt_tokens_total",
+    "kvmesh_generation_tokens_total",
+)  # of a worker
+TTFT: Final = "kvmesh_time_to_first_token_seconds"  # histograms of a frontend
+ITL: Final = "kvmesh_inter_token_latency_seconds"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,58 +40,65 @@ class Counters:
     generated_tokens: int
 
 
-async def get(url: str, access: PageAccess = PageAccess()) -> str:  # noqa: B008 - a frozen value
-    """The body of `http://…` or `https://…`. Raises: PeerLost, unless the status is 200."""
-    try:
-        async with asyncio.timeout(TIMEOUT_S):
-            answer = await asyncio.to_thread(
-                fetch, url, timeout_s=TIMEOUT_S, headers=access.headers(), context=access.context(url)
-            )
-    except (OSError, TimeoutError) as exc:
-        raise PeerLost(f"{url} cannot be read: {str(exc) or type(exc).__name__}") from exc
+class PageReader:
+    """Fetches and parses pages in threads, since a large fleet's pages would hold up the event loop."""
+
+    def __init__(self, access: PageAccess = PageAccess()) -> None:  # noqa: B008 - a frozen value
+        self._access = access
+        self._threads = ThreadPoolExecutor(AT_ONCE, "page")
+        self._places = asyncio.Semaphore(AT_ONCE)  # the timeout does not include the wait for a thread
+
+    async def read(self, url: str, parse: Callable[[str], T]) -> T:
+        """`parse` of the body of `http://…` or `https://…`. Raises: PeerLost, unless the status is 200; as `parse`."""
+        async with self._places:
+            try:
+                headers, context = self._access.headers(), self._access.context(url)
+                loop = asyncio.get_running_loop()
+                async with asyncio.timeout(TIMEOUT_S):
+                    return await loop.run_in_executor(self._threads, _read, url, parse, headers, context)
+            except (OSError, TimeoutError) as exc:
+                raise PeerLost(f"{url} cannot be read: {str(exc) or type(exc).__name__}") from exc
+
+
+def _read(url: str, parse: Callable[[str], T], headers: Mapping[str, str], context: ssl.SSLContext | None) -> T:
+    answer = fetch(url, timeout_s=TIMEOUT_S, headers=headers, context=context)
     if answer.status != HTTPStatus.OK:
         raise PeerLost(f"{url} answers {answer.status}")
-    return answer.body.decode(errors="replace")
+    return parse(answer.body.decode(errors="replace"))
 
 
 def read_worker(text: str) -> Counters:
     """Raises: MalformedMessage."""
-    values = {sample.name: sample.value for sample in _samples(text) if not sample.labels}
+    values = {sample.name: sample.value for sample in _samples(text, *COUNTERS) if not sample.labels}
     try:
-        return Counters(
-            busy_s=values["kvmesh_engine_step_seconds_sum"],
-            steps=int(values["kvmesh_engine_step_seconds_count"]),
-            prompt_tokens=int(values["kvmesh_prompt_tokens_total"]),
-            generated_tokens=int(values["kvmesh_generation_tokens_total"]),
-        )
+        busy_s, steps, prompt_tokens, generated_tokens = (values[name] for name in COUNTERS)
     except KeyError as exc:
         raise MalformedMessage(f"the worker's page has no number for {exc.args[0]}") from exc
+    return Counters(busy_s, int(steps), int(prompt_tokens), int(generated_tokens))
 
 
 def read_frontend(instance_id: str, text: str) -> FrontendSample:
     """Histograms are summed over models and routes. Raises: MalformedMessage."""
-    samples = list(_samples(text))
-    return FrontendSample(
-        instance_id,
-        ttft=_histogram(samples, "kvmesh_time_to_first_token_seconds"),
-        itl=_histogram(samples, "kvmesh_inter_token_latency_seconds"),
-    )
+    return FrontendSample(instance_id, ttft=_histogram(text, TTFT), itl=_histogram(text, ITL))
 
 
-def _samples(text: str) -> Iterable[Sample]:
-    """Without NaN and infinity, which would stay in the planner's averages for good."""
+def _samples(text: str, *names: str) -> Iterable[Sample]:
+    """Without NaN and infinity, which would stay in the planner's averages for good. Other lines are not parsed."""
+    lines = "\n".join(line for line in text.splitlines() if line.startswith(names))
     try:
-        found = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+        found = [sample for family in text_string_to_metric_families(lines) for sample in family.samples]
         return [sample for sample in found if math.isfinite(sample.value)]
     except ValueError as exc:
         raise MalformedMessage(f"not a metrics page: {exc}") from exc
 
 
-def _histogram(samples: Iterable[Sample], name: str) -> Histogram:
+def _histogram(text: str, name: str) -> Histogram:
     """Empty before the first observation: the page has no buckets then."""
+    if f"# TYPE {name} " not in text:
+        raise MalformedMessage(f"the frontend's page has no {name}")
     counts: dict[float, float] = defaultdict(float)
     total_s = 0.0
-    for sample in samples:
+    for sample in _samples(text, f"{name}_bucket", f"{name}_sum"):
         if sample.name == f"{name}_bucket":
             try:
                 counts[float(sample.labels["le"])] += sample.value

@@ -22,7 +22,7 @@ from components.telemetry.metrics_page import serve_metrics
 from services.inspect.facts import _page_error
 from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 from services.local.ready import _models
-from services.planner.pages import get
+from services.planner.pages import PageReader
 from tests.components.discovery.records import record
 
 PASSWORD = "s3cret-of-pages"
@@ -63,11 +63,11 @@ async def test_its_readers_reach_it_and_others_do_not(files: Files, tmp_path: Pa
     knowing, strange = files.settings.page_access(), MeshSettings(tls={"ca": files.settings.tls.ca}).page_access()
     async with page(files.settings) as url:
         assert url.startswith("https://")
-        assert await get(f"{url}/metrics", knowing) == ""
+        assert await PageReader(knowing).read(f"{url}/metrics", str) == ""
         with pytest.raises(PeerLost, match="answers 401"):
-            await get(f"{url}/metrics", strange)
+            await PageReader(strange).read(f"{url}/metrics", str)
         with pytest.raises(PeerLost, match="certificate verify failed"):
-            await get(f"{url}/metrics")
+            await PageReader().read(f"{url}/metrics", str)
         assert await anyio.to_thread.run_sync(_page_error, url, knowing) == ""
         assert "401" in await anyio.to_thread.run_sync(_page_error, url, strange)
         assert await anyio.to_thread.run_sync(_models, url, strange) == ["m"], "probes need no password"
@@ -75,7 +75,7 @@ async def test_its_readers_reach_it_and_others_do_not(files: Files, tmp_path: Pa
         other.write_text("prometheus:another")
         wrong = files.settings.model_copy(update={"metrics_login_file": other}).page_access()
         with pytest.raises(PeerLost, match="answers 401"):
-            await get(f"{url}/metrics/targets", wrong)
+            await PageReader(wrong).read(f"{url}/metrics/targets", str)
 
 
 @pytest.mark.anyio
@@ -100,8 +100,8 @@ async def test_a_password_without_tls_is_asked_for_too(files: Files) -> None:
     async with page(settings) as url:
         assert url.startswith("http://")
         with pytest.raises(PeerLost, match="answers 401"):
-            await get(f"{url}/metrics")
-        await get(f"{url}/metrics", settings.page_access())
+            await PageReader().read(f"{url}/metrics", str)
+        await PageReader(settings.page_access()).read(f"{url}/metrics", str)
 
 
 @pytest.mark.anyio

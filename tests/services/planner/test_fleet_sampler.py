@@ -31,10 +31,10 @@ class Mesh:
     def clock(self) -> float:
         return self.now_s
 
-    def register(self, name: str, role: Role, http: str, kv: KvEndpoint | None = None) -> None:
+    def register(self, name: str, role: Role, http: str, kv: KvEndpoint | None = None, epoch: str = "e") -> None:
         record = InstanceRecord(
             instance_id=name,
-            epoch="e",
+            epoch=epoch,
             role=role,
             host=socket.gethostname(),
             pid=1,
@@ -43,10 +43,10 @@ class Mesh:
             http=http,
             kv=kv,
         )
-        self.book.put(name, record)
+        self.book.put(f"{role}/{name}", record)
 
-    def beat(self, name: str, **facts: object) -> None:
-        beat = Heartbeat(instance_id=name, epoch="e", step=1, busy=False, total_pages=10, free_pages=4, **facts)
+    def beat(self, name: str, epoch: str = "e", **facts: object) -> None:
+        beat = Heartbeat(instance_id=name, epoch=epoch, step=1, busy=False, total_pages=10, free_pages=4, **facts)
         for liveness in self.liveness.values():
             liveness.record_heartbeat(beat)
 
@@ -96,3 +96,34 @@ async def test_an_instance_that_is_silent_or_unreadable_is_unknown() -> None:
     assert [worker.instance_id for worker in seen.workers["decode"]] == ["heard"]
     assert sorted(seen.unknown) == ["f", "never-heard", "no-page", "silent"]
     assert list(seen.frontends) == []
+
+
+async def test_a_prefill_and_a_decode_worker_may_have_one_instance_id() -> None:
+    """Each heartbeat replaced that of the other role, so one of both workers was always unknown."""
+    mesh = Mesh()
+    async with serve_metrics(WorkerMetrics().registry, "127.0.0.1", 0, lambda: True) as url:
+        mesh.register("host-1", "prefill", url, epoch="p")
+        mesh.register("host-1", "decode", url, epoch="d")
+        mesh.beat("host-1", "p", num_waiting=7)
+        mesh.now_s += 1.0
+        mesh.beat("host-1", "d")
+        mesh.now_s += 0.5
+        seen = await mesh.sampler.observe({})
+    assert seen.unknown == []
+    assert [worker.waiting for role in PLANNED for worker in seen.workers[role]] == [7.0, 0.0]
+    assert mesh.sampler.ages_s() == {"host-1": 1.5}
+
+
+async def test_an_unreadable_page_is_a_warning_once_for_each_cause(caplog: pytest.LogCaptureFixture) -> None:
+    """The planner removed no worker any more, and only its debug log had the cause."""
+    mesh = Mesh()
+    mesh.register("f", "frontend", "http://127.0.0.1:1")
+    for _ in range(3):
+        await mesh.sampler.observe({})
+    mesh.register("f", "frontend", "http://127.0.0.1:2")
+    await mesh.sampler.observe({})
+    warned = [vars(record) for record in caplog.records if "metrics page cannot be read" in record.message]
+    assert [(one["role"], one["instance"]) for one in warned] == [("frontend", "f")] * 2
+    assert ["127.0.0.1:1/" in warned[0]["cause"], "127.0.0.1:2/" in warned[1]["cause"]] == [True, True]
+    assert "MESH_METRICS_HOST" in warned[0]["message"]
+    assert "MESH_METRICS_LOGIN_FILE" in warned[0]["message"]

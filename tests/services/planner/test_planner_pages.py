@@ -1,5 +1,8 @@
 """Pages of real metrics become samples."""
 
+import asyncio
+import threading
+
 import pytest
 from msgspec.structs import replace
 from prometheus_client import CollectorRegistry, generate_latest
@@ -11,7 +14,7 @@ from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.instances import InstanceRecord
 from components.wire.step_stats import StepStats
 from services.frontend.metrics import FrontendMetrics
-from services.planner.pages import Counters, get, read_frontend, read_worker
+from services.planner.pages import AT_ONCE, Counters, PageReader, read_frontend, read_worker
 
 RECORD = InstanceRecord(
     instance_id="i",
@@ -35,6 +38,7 @@ def test_a_workers_page_has_its_counters() -> None:
     assert found == Counters(pytest.approx(0.3), 2, 100, 7)
     with pytest.raises(MalformedMessage, match="kvmesh_engine_step_seconds_sum"):
         read_worker("# HELP nothing\n")
+    assert read_worker(f"other{{ is not parsed\n{page}") == found
 
 
 @pytest.mark.parametrize("number", ["+Inf", "-Inf", "NaN", "1e400"])
@@ -86,8 +90,34 @@ def test_a_frontends_own_page_is_read_because_its_port_may_be_shared() -> None:
 async def test_a_page_is_fetched_and_failures_are_reported() -> None:
     metrics = WorkerMetrics()
     async with serve_metrics(metrics.registry, "127.0.0.1", 0, lambda: True) as url:
-        assert "kvmesh_engine_step_seconds_count 0.0" in await get(f"{url}/metrics")
+        reader = PageReader()
+        assert await reader.read(f"{url}/metrics", read_worker) == Counters(0.0, 0, 0, 0)
         with pytest.raises(PeerLost, match="answers 404"):
-            await get(f"{url}/nothing")
+            await reader.read(f"{url}/nothing", read_worker)
     with pytest.raises(PeerLost, match="cannot be read"):
-        await get(f"{url}/metrics")
+        await reader.read(f"{url}/metrics", read_worker)
+
+
+@pytest.mark.anyio
+async def test_a_page_has_its_whole_time_however_many_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hundreds of pages shared few threads, and the wait for one counted: most workers were unknown."""
+    monkeypatch.setattr("services.planner.pages.TIMEOUT_S", 0.4)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(0.1)
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nConnection: close\r\n\r\n7")
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0, backlog=1000) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/metrics"
+        reader, count = PageReader(), 6 * AT_ONCE
+        assert await asyncio.gather(*(reader.read(url, int) for _ in range(count))) == [7] * count
+
+
+@pytest.mark.anyio
+async def test_pages_are_parsed_in_threads() -> None:
+    """A page took milliseconds of the event loop, so a large fleet's pages blocked it for seconds."""
+    async with serve_metrics(WorkerMetrics().registry, "127.0.0.1", 0, lambda: True) as url:
+        parsed_in = await PageReader().read(f"{url}/metrics", lambda _: threading.current_thread())
+    assert parsed_in is not threading.current_thread()
