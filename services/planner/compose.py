@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Final
 
 from components.aio import BackgroundTasks
-from components.errors import BackendUnavailable
+from components.errors import BackendUnavailable, Rejected
 from components.planning.planner import Change
 from components.planning.samples import PLANNED, Planned
 
@@ -32,9 +32,15 @@ class ComposeConnector:
         return {role: await self._count(role) for role in PLANNED}
 
     async def scale(self, change: Change) -> None:
-        """Begin to scale. A failure shows in the next `counts`. Raises: BackendUnavailable, if a change is in progress."""
+        """Begin to scale. A failure shows in the next `counts`.
+
+        Raises: BackendUnavailable, also if a change is in progress; Rejected, if the number has changed meanwhile.
+        """
         if self._under_way:
             raise BackendUnavailable("another change is in progress")
+        running = await self._count(change.role)
+        if running != change.before:
+            raise Rejected(f"{running} {change.role} containers run, not {change.before}")
         self._under_way[change.role] = change.after
         self._tasks.start(self._scale(change.role, change.after), "compose-scale")
 

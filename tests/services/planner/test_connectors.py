@@ -48,6 +48,15 @@ async def test_compose_scales_one_service_and_leaves_the_others_alone(
     assert up[5:] == ["up", "--detach", "--no-deps", "--no-recreate", "--scale", "prefill=1", "prefill"]
 
 
+async def test_compose_is_not_scaled_if_somebody_else_has_scaled_it(compose: ComposeConnector, tmp_path: Path) -> None:
+    """From 2 to 3, while an operator scaled to 5: two of the operator's containers were removed."""
+    (tmp_path / "containers.json").write_text(json.dumps({"prefill": 5, "decode": 1}))
+    with pytest.raises(Rejected, match="5 prefill containers run, not 2"):
+        await compose.scale(Change("prefill", 2, 3, ""))
+    assert await compose.counts() == {"prefill": 5, "decode": 1}
+    assert not said(tmp_path, "up")
+
+
 def test_compose_files_are_given_one_over_the_other() -> None:
     assert ComposeConnector("docker compose", "a.yml:b.yml", "mesh")._command == [
         "docker", "compose", "-f", "a.yml", "-f", "b.yml", "-p", "mesh",
