@@ -24,6 +24,7 @@ with the mock's cost model; `--fit` takes constants from `bench.engine`. A worke
 """
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -33,6 +34,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from bench.load.replay import read_trace
 from bench.simulate import incidents as happening
 from bench.simulate.draw import save_plot
 from bench.simulate.fit import fit_file
@@ -51,6 +53,8 @@ from components.routing.policies import POLICIES, WorkerRole, parse_policy
 from engine.config import MockConfig
 
 MAX_ROUTERS: Final = 16  # each receives every heartbeat
+MAX_SKEW: Final = 50.0  # weights of a million prompts are numbers
+PICTURES: Final = (".png", ".svg")
 COLUMNS: Final = (
     ("TTFT p50", "ttft_ms_p50"),
     ("p90", "ttft_ms_p90"),
@@ -85,6 +89,36 @@ def policy_maker(names: str, role: WorkerRole) -> MakePolicy:
     except ValueError as exc:
         raise typer.BadParameter(str(exc)) from exc
     return lambda rng: spec.make(role, rng)
+
+
+def _check_finite(options: Mapping[str, object]) -> None:
+    """An option without limits may be NaN, and most may be infinite. Raises: typer.BadParameter."""
+    for name, value in options.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise typer.BadParameter(f"--{name.replace('_', '-')} {value} is not a finite number")
+
+
+def _check_files(trace_file: Path | None, requests: int | None, plot: Path | None, json_file: Path | None) -> None:
+    """Raises: typer.BadParameter, before the runs rather than after them."""
+    if plot is not None and plot.suffix.lower() not in PICTURES:
+        raise typer.BadParameter(f"--plot {plot} does not end in {' or '.join(PICTURES)}")
+    for option, file in (("--plot", plot), ("--json", json_file)):
+        if file is not None and not file.parent.is_dir():
+            raise typer.BadParameter(f"{option} {file}: there is no folder {file.parent}")
+    if trace_file is not None:
+        try:
+            for _ in read_trace(trace_file, requests):
+                pass
+        except ValueError as exc:
+            raise typer.BadParameter(f"--trace {exc}") from exc
+
+
+def _fitted(option: str, path: Path, label: str | None) -> MockConfig:
+    """Raises: typer.BadParameter."""
+    try:
+        return fit_file(path, label).cost
+    except ValueError as exc:
+        raise typer.BadParameter(f"{option} {path}: {exc}") from exc
 
 
 def _row(label: str, cells: list[str]) -> str:
@@ -158,21 +192,27 @@ def main(
             help="NAME for both roles or PREFILL/DECODE, NAME@OPTION=NUMBER,… as in settings; several times (all)"
         ),
     ] = None,
-    trace_file: Annotated[Path | None, typer.Option("--trace", help="a file in Mooncake's format")] = None,
+    trace_file: Annotated[
+        Path | None, typer.Option("--trace", exists=True, dir_okay=False, help="a file in Mooncake's format")
+    ] = None,
     trace_speed: Annotated[float, typer.Option(help="of its arrivals", min=1e-6)] = 1.0,
     workload: Annotated[Workload, typer.Option(help="without a trace")] = Workload.SHARED_PREFIX,
     requests: Annotated[int | None, typer.Option(help="in all (default: 10,000, or the trace's)", min=1)] = None,
     rate: Annotated[float, typer.Option(help="synthetic: requests a second", min=1e-6)] = 10.0,
     groups: Annotated[int, typer.Option(help="shared-prefix: system prompts", min=1)] = 64,
-    skew: Annotated[float, typer.Option(help="shared-prefix: the k-th is asked in proportion to 1/k^skew")] = 1.0,
+    skew: Annotated[
+        float, typer.Option(help="shared-prefix: the k-th is asked in proportion to 1/k^skew", min=0.0, max=MAX_SKEW)
+    ] = 1.0,
     turns: Annotated[float, typer.Option(help="conversations: turns on average", min=1.0)] = 5.0,
-    think_s: Annotated[float, typer.Option(help="conversations: mean seconds between turns")] = 30.0,
+    think_s: Annotated[float, typer.Option(help="conversations: mean seconds between turns", min=1e-6)] = 30.0,
     prefix_len: Annotated[int, typer.Option(help="synthetic: tokens of a system prompt", min=0)] = 2048,
     question_len: Annotated[int, typer.Option(help="synthetic: mean tokens of a question", min=1)] = 512,
     answer_len: Annotated[int, typer.Option(help="synthetic: mean tokens of an answer", min=1)] = 128,
     decode: Annotated[int, typer.Option(help="decode workers at the start", min=0)] = 4,
     prefill: Annotated[int, typer.Option(help="prefill workers; 0: decode workers compute prompts", min=0)] = 0,
-    fit: Annotated[Path | None, typer.Option(help="lines of bench.engine to fit the cost model to")] = None,
+    fit: Annotated[
+        Path | None, typer.Option(exists=True, dir_okay=False, help="lines of bench.engine to fit the cost model to")
+    ] = None,
     fit_label: Annotated[str | None, typer.Option(help="of these, the ones with this label")] = None,
     speedup: Annotated[float, typer.Option(help="engines are so much faster than the cost model says", min=1e-6)] = 1.0,
     decode_devices: Annotated[
@@ -184,13 +224,16 @@ def main(
         typer.Option(metavar="DEVICES=FACTOR,…", help="how much faster than one a worker of several devices is"),
     ] = "",
     prefill_fit: Annotated[
-        Path | None, typer.Option(help="as --fit, measured on --prefill-devices: speeds of prefill workers")
+        Path | None,
+        typer.Option(
+            exists=True, dir_okay=False, help="as --fit, measured on --prefill-devices: speeds of prefill workers"
+        ),
     ] = None,
     pages: Annotated[int, typer.Option(help="of 512 tokens, per worker", min=1)] = 1024,
     max_running: Annotated[int, typer.Option(help="as of the engine", min=1)] = 64,
     max_step_tokens: Annotated[int, typer.Option(help="as of the engine", min=2)] = 2048,
     link_gb_s: Annotated[float, typer.Option(help="KV transfer of one prefill worker", min=1e-6)] = 12.0,
-    kv_bytes: Annotated[float, typer.Option(help="of a token")] = Link().bytes_per_token,
+    kv_bytes: Annotated[float, typer.Option(help="of a token", min=0.0)] = Link().bytes_per_token,
     news_ms: Annotated[float, typer.Option(help="until routers know of a KV event", min=0.0)] = 5.0,
     heartbeat_s: Annotated[float, typer.Option(help="between two of a worker", min=1e-3)] = 0.5,
     frontends: Annotated[int, typer.Option(help="each with a load book of its own", min=1)] = 1,
@@ -231,10 +274,12 @@ def main(
     json_file: Annotated[Path | None, typer.Option("--json", help="append a line a policy")] = None,
     plot: Annotated[Path | None, typer.Option(help="picture, PNG or SVG")] = None,
 ) -> None:
-    cost = fit_file(fit, fit_label).cost if fit else MockConfig()
+    _check_finite(locals())
+    _check_files(trace_file, requests, plot, json_file)
+    cost = _fitted("--fit", fit, fit_label) if fit else MockConfig()
     engine = Engine(replace(cost, speedup=speedup), pages, 512, max_running, max_step_tokens)
     speeds = speeds_of(device_speed)
-    prefill_cost = fit_file(prefill_fit, fit_label).cost if prefill_fit else None
+    prefill_cost = _fitted("--prefill-fit", prefill_fit, fit_label) if prefill_fit else None
     setup = Setup(
         decode=decode,
         prefill=prefill,

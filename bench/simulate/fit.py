@@ -25,7 +25,10 @@ class Fit:
 def fit_file(path: Path, label: str | None = None, step_tokens: int = STEP_TOKENS) -> Fit:
     """Only lines with `label`, if given. Raises: ValueError, OSError."""
     with path.open() as lines:
-        return fit((json.loads(line) for line in lines if line.strip()), label, step_tokens)
+        try:
+            return fit((json.loads(line) for line in lines if line.strip()), label, step_tokens)
+        except (LookupError, TypeError, AttributeError) as exc:
+            raise ValueError(f"a line is not of bench.engine: {type(exc).__name__}: {exc}") from exc
 
 
 def fit(lines: Iterable[dict[str, Any]], label: str | None = None, step_tokens: int = STEP_TOKENS) -> Fit:

@@ -12,9 +12,10 @@ from random import Random
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from bench.load.workloads import poisson_times_s
-from bench.simulate.__main__ import asking, engine_on, speeds_of
+from bench.simulate.__main__ import asking, engine_on, main, speeds_of
 from bench.simulate.fit import fit
 from bench.simulate.fleet import Fleet
 from bench.simulate.incidents import Incident, Kind, Role, check, flapping, parse
@@ -498,3 +499,39 @@ def test_the_command_prints_a_row_and_a_line_for_each_policy_and_draws(tmp_path:
     assert [line["requests"] for line in lines] == [40, 40]
     assert lines[0]["cache_hit"] >= lines[1]["cache_hit"] > 0
     assert plot.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ("--trace none", "'none' does not exist"),
+        ("--trace empty", "empty has no requests"),
+        ("--trace wrong", "wrong:1 is not a request of a trace"),
+        ("--fit none", "'none' does not exist"),
+        ("--fit empty", "0 decode steps and 0 prompts"),
+        ("--fit wrong", "a line is not of bench.engine"),
+        ("--prefill-fit empty", "--prefill-fit empty"),
+        ("--plot none/a.png", "there is no folder none"),
+        ("--plot a.doc", "does not end in .png or .svg"),
+        ("--json none/a.jsonl", "there is no folder none"),
+        ("--skew nan", "--skew"),
+        ("--slo-ttft-ms nan", "--slo-ttft-ms nan is not a finite number"),
+        ("--skew 1e9", "Invalid value for '--skew'"),
+        ("--rate inf", "--rate inf is not a finite number"),
+        ("--think-s 0", "Invalid value for '--think-s'"),
+        ("--kv-bytes -1", "Invalid value for '--kv-bytes'"),
+    ],
+)
+def test_wrong_options_are_refused_in_a_line(
+    options: str, reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command ended with a traceback, for a picture's folder even after all runs."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "empty").touch()
+    (tmp_path / "wrong").write_text('{"figure": "prompt"}\n{"figure": "decode step"}\n{"figure": "decode step"}\n')
+    app = typer.Typer()
+    app.command()(main)
+    done = CliRunner().invoke(app, options.split())
+    assert done.exit_code == 2, done.output
+    assert reason in done.output
