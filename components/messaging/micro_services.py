@@ -49,7 +49,7 @@ async def find_services(
     """Micro services of a mesh that answer on `subject`, such as `$SRV.PING.kvmesh-planner`.
 
     Args:
-        expected: ids of registered instances. These have EXPECTED_S.
+        expected: subjects of registered instances. These have EXPECTED_S.
         wait_s: time for all others.
     Raises: MeshError.
     """
@@ -63,7 +63,7 @@ async def find_services(
             return False
         if service.metadata.subject.startswith(f"{namespace}."):
             found.append(service)
-            missing.discard(service.metadata.instance_id)
+            missing.discard(service.metadata.subject)
         return not missing
 
     await ask_all(bus, subject, b"", receive, wait_s=EXPECTED_S if missing else wait_s, least_s=wait_s)

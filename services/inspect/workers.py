@@ -23,6 +23,7 @@ from services.inspect.columns import columns
 from services.inspect.mesh import WORKERS, Mesh, open_bus, open_mesh, planners
 
 T = TypeVar("T")
+Key = tuple[str, str]  # role and instance id, which is unique in its role only
 
 ANSWER_S: Final = 3.0
 NOT_IN_ETCD: Final = ("kvmesh-planner", "kvmesh-local")  # they answer on NATS, but serve no requests
@@ -44,46 +45,58 @@ async def show_workers(settings: MeshSettings, console: Console, *, wide: bool =
         calls = [RollCall(mesh.bus, mesh.namespace, role, mesh.book).answers() for role in WORKERS]
         answers, found = await asyncio.gather(asyncio.gather(*calls), _services(mesh, asked))
         records, services = unchanged(asked, mesh.records(), found)
-    beats = {name: beat for of_role in answers for name, beat in of_role.beats.items()}
+    beats: dict[Key, Heartbeat] = {
+        (role, name): beat
+        for role, of_role in zip(WORKERS, answers, strict=True)
+        for name, beat in of_role.beats.items()
+    }
     if as_json:
         console.out(json.dumps(as_fields(records, beats, services, settings.namespace)), highlight=False)
         return
     console.print(summary(records, settings.namespace), "", load_table(records, beats, services, wide=wide), sep="\n")
     console.print("", address_table(records), sep="\n")
-    for instance_id in unregistered(records, services):
-        console.print(f"[yellow]answers on NATS but is not in etcd: {services[instance_id].name} {instance_id}")
+    for role, instance_id in unregistered(records, services):
+        console.print(f"[yellow]answers on NATS but is not in etcd: kvmesh-{role} {instance_id}")
 
 
 def unchanged(
-    asked: Collection[InstanceRecord], now: Collection[InstanceRecord], services: Mapping[str, T]
-) -> tuple[list[InstanceRecord], dict[str, T]]:
+    asked: Collection[InstanceRecord], now: Collection[InstanceRecord], services: Mapping[Key, T]
+) -> tuple[list[InstanceRecord], dict[Key, T]]:
     """Leave out instances that have registered or left since all were asked: they may not have received the question.
 
     Args:
-        services: answers by instance id.
+        services: answers.
     Returns: the records and the answers to show. Answers of instances without a record stay.
     """
-    known = {(record.instance_id, record.epoch) for record in asked}
-    records = [record for record in now if (record.instance_id, record.epoch) in known]
-    changed = {record.instance_id for record in (*asked, *now)} - {record.instance_id for record in records}
+    known = {(*_key(record), record.epoch) for record in asked}
+    records = [record for record in now if (*_key(record), record.epoch) in known]
+    changed = {_key(record) for record in (*asked, *now)} - {_key(record) for record in records}
     return records, {name: answer for name, answer in services.items() if name not in changed}
 
 
-async def _services(mesh: Mesh, asked: Collection[InstanceRecord]) -> dict[str, MicroService]:
-    found = await find_services(mesh.bus, "$SRV.STATS", mesh.namespace, [record.instance_id for record in asked])
-    return {one.metadata.instance_id: one for one in found if one.name not in NOT_IN_ETCD and one.metadata.instance_id}
+def _key(record: InstanceRecord) -> Key:
+    return record.role, record.instance_id
 
 
-def unregistered(records: list[InstanceRecord], services: Collection[str]) -> list[str]:
-    return sorted(set(services) - {record.instance_id for record in records})
+async def _services(mesh: Mesh, asked: Collection[InstanceRecord]) -> dict[Key, MicroService]:
+    found = await find_services(mesh.bus, "$SRV.STATS", mesh.namespace, [record.subject for record in asked])
+    return {
+        (one.name.removeprefix("kvmesh-"), one.metadata.instance_id): one
+        for one in found
+        if one.name not in NOT_IN_ETCD and one.metadata.instance_id
+    }
+
+
+def unregistered(records: list[InstanceRecord], services: Collection[Key]) -> list[Key]:
+    return sorted(set(services) - {_key(record) for record in records})
 
 
 def as_fields(
-    records: list[InstanceRecord], beats: dict[str, Heartbeat], services: Mapping[str, MicroService], namespace: str
+    records: list[InstanceRecord], beats: Mapping[Key, Heartbeat], services: Mapping[Key, MicroService], namespace: str
 ) -> dict[str, Any]:
     instances = []
     for record in records:
-        beat, service = beats.get(record.instance_id), services.get(record.instance_id)
+        beat, service = beats.get(_key(record)), services.get(_key(record))
         facts = {name: msgspec.to_builtins(value) for name, value in asdict(record).items()}
         if (kv := record.kv) is not None:  # without its addresses, which are for peers
             facts["kv"] = {"backend": kv.backend, "device": kv.device, "layout": kv.layout.text}
@@ -95,7 +108,11 @@ def as_fields(
         facts["calls"] = None if service is None else {e.name: e.num_requests for e in service.endpoints}
         facts["errors"] = None if service is None else service.num_errors
         instances.append(facts)
-    return {"namespace": namespace, "instances": instances, "not_in_etcd": unregistered(records, services)}
+    return {
+        "namespace": namespace,
+        "instances": instances,
+        "not_in_etcd": [name for _, name in unregistered(records, services)],
+    }
 
 
 def summary(records: list[InstanceRecord], namespace: str) -> str:
@@ -104,14 +121,14 @@ def summary(records: list[InstanceRecord], namespace: str) -> str:
 
 
 def load_table(
-    records: list[InstanceRecord], beats: dict[str, Heartbeat], services: Mapping[str, MicroService], *, wide: bool
+    records: list[InstanceRecord], beats: Mapping[Key, Heartbeat], services: Mapping[Key, MicroService], *, wide: bool
 ) -> Table:
     """`wide` needs about 150 columns."""
     more = ("epoch", "host", "model", "pages free/cached/held", "step", "calls by NATS") if wide else ()
     names = ("role", "instance", ">pid", ">up", "state", ">run", ">wait", ">held", ">pages", ">errors", *more)
     table = columns(*names, gap=1)
     for record in records:
-        beat, service = beats.get(record.instance_id), services.get(record.instance_id)
+        beat, service = beats.get(_key(record)), services.get(_key(record))
         table.add_row(*_row(record, beat, service), *(_more(record, beat, service) if wide else ()))
     return table
 

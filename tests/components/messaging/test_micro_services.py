@@ -35,7 +35,7 @@ async def services(bus: Bus, namespace: str, **late_s: float) -> AsyncIterator[s
 
 
 async def ids(bus: Bus, subject: str, namespace: str, *expected: str) -> set[str]:
-    found = await find_services(bus, subject, namespace, expected, SOON_S)
+    found = await find_services(bus, subject, namespace, [f"{namespace}.decode.{one}" for one in expected], SOON_S)
     return {one.metadata.instance_id for one in found}
 
 

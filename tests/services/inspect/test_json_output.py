@@ -29,8 +29,9 @@ def test_workers_are_objects_with_the_record_the_load_and_the_calls() -> None:
     assert frontend is not None
     beat = Heartbeat(instance_id="d1", epoch="e", step=1, busy=True, draining=True, num_running=3, total_pages=10)
     service = MicroService("kvmesh-decode", endpoints=(EndpointStats("generate", 7, CallStats(2)),))
-    answers = {"d1": service, "p1": service, "x9": service}
-    shown = json.loads(json.dumps(workers.as_fields([decode, prefill, frontend], {"d1": beat}, answers, "mesh")))
+    answers = {("decode", "d1"): service, ("prefill", "p1"): service, ("decode", "x9"): service}
+    beats = {("decode", "d1"): beat}
+    shown = json.loads(json.dumps(workers.as_fields([decode, prefill, frontend], beats, answers, "mesh")))
     assert (shown["namespace"], shown["not_in_etcd"]) == ("mesh", ["x9"])
     of = {one["instance_id"]: one for one in shown["instances"]}
     assert {name: one["state"] for name, one in of.items()} == {"d1": "draining", "p1": "silent", "f1": "no answer"}

@@ -21,6 +21,7 @@ from tests.components.discovery.records import record
 from tests.components.kv_transfer.fake_transfer import endpoint
 
 MS = 1_000_000
+D1, F1 = ("decode", "d1"), ("frontend", "f1")  # role and instance id
 
 
 def rendered(renderable: Any, width: int = 220) -> list[str]:
@@ -173,13 +174,13 @@ def test_workers_are_shown_with_facts_of_etcd_and_of_nats() -> None:
         http="http://10.0.0.1:12345",
     )
     frontend = record("f1", role="frontend", http="http://127.0.0.1:8000", metrics="http://127.0.0.1:34567")
-    records, services = [worker, frontend], {"d1": stats(errors=2), "f1": stats()}
+    records, services = [worker, frontend], {D1: stats(errors=2), F1: stats()}
     assert summary(records, "kvmesh") == "namespace kvmesh: 2 instances of legal, m"
-    lines = rendered(load_table(records, {"d1": beat}, services, wide=False), 80)
+    lines = rendered(load_table(records, {D1: beat}, services, wide=False), 80)
     [row] = [line.split() for line in lines if "d1" in line]
     assert row[:3] == ["decode", "d1", "1"]
     assert row[-9:] == ["draining", "3", "2", "1", "6", "%", "of", "16", "2"]
-    [wide] = [line for line in rendered(load_table(records, {"d1": beat}, services, wide=True)) if "d1" in line]
+    [wide] = [line for line in rendered(load_table(records, {D1: beat}, services, wide=True)) if "d1" in line]
     for fact in ("e1", "m legal", "10/5/1", "256 x 8192", "generate:7 cancel:1"):
         assert fact in wide
     lines += rendered(address_table(records), 80)
@@ -188,6 +189,17 @@ def test_workers_are_shown_with_facts_of_etcd_and_of_nats() -> None:
         ["decode", "d1", "cpu", "http://10.0.0.1:12345"],
         ["frontend", "f1", "http://127.0.0.1:8000", "http://127.0.0.1:34567"],
     ]
+
+
+def test_processes_with_one_instance_id_are_shown_each_with_its_own_load() -> None:
+    """A frontend and a bootstrap had the pages of the worker with their id."""
+    frontend, worker = record("host-1", role="frontend"), record("host-1", kv=endpoint())
+    beat = Heartbeat(instance_id="host-1", epoch="e1", step=1, busy=False, free_pages=10, total_pages=10)
+    services = {("frontend", "host-1"): stats(errors=3), ("decode", "host-1"): stats()}
+    lines = rendered(load_table([frontend, worker], {("decode", "host-1"): beat}, services, wide=False), 80)
+    rows = {line.split()[0]: line.split() for line in lines if "host-1" in line}
+    assert rows["frontend"][-2:] == ["ok", "3"]
+    assert rows["decode"][-5:] == ["0", "%", "of", "10", "0"]
 
 
 def test_addresses_are_whole_on_a_narrow_screen() -> None:
@@ -203,12 +215,12 @@ def test_addresses_are_whole_on_a_narrow_screen() -> None:
 
 def test_a_worker_without_answer_and_one_without_heartbeat_are_marked() -> None:
     frontend_record = record("f1", role="frontend")
-    lines = rendered(load_table([record("d1", kv=endpoint()), frontend_record], {}, {"f1": stats()}, wide=False), 80)
+    lines = rendered(load_table([record("d1", kv=endpoint()), frontend_record], {}, {F1: stats()}, wide=False), 80)
     [decode], [frontend] = ([line for line in lines if name in line] for name in ("d1", "f1"))
     assert "no answer" in decode
     assert " ok " in frontend
     [decode] = [
-        x for x in rendered(load_table([record("d1", kv=endpoint())], {}, {"d1": stats()}, wide=False), 80) if "d1" in x
+        x for x in rendered(load_table([record("d1", kv=endpoint())], {}, {D1: stats()}, wide=False), 80) if "d1" in x
     ]
     assert "silent" in decode
 
