@@ -2,6 +2,7 @@
 
 import fcntl
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -15,8 +16,12 @@ from typing import IO, Final
 from engine.errors import ModelUnavailable
 from engine.model.progress import Progress
 
+log = logging.getLogger(__name__)
+
+VERSION: Final = 2  # of the conversion; a new one converts again what an earlier release converted
 PROGRESS_MARK: Final = "progress\t"
 REASON_MARK: Final = "reason\t"  # starts the reason of a failure
+WARNING_MARK: Final = "warning\t"
 
 
 def converted_dir(
@@ -28,7 +33,7 @@ def converted_dir(
     source: Callable[[], Path],
     generation: Mapping[str, float | bool],
 ) -> Path:
-    """Directory `<name>-<key>` in `models_dir`, converted if it does not exist.
+    """Directory `<name>-<key>-v<VERSION>` in `models_dir`, converted if it does not exist.
 
     It appears complete, by a rename. A lock makes other processes wait.
 
@@ -39,7 +44,7 @@ def converted_dir(
         generation: sampling defaults, which a GGUF file lacks.
     Raises: ModelUnavailable, and errors of `source`.
     """
-    done = models_dir / f"{name}-{key}"
+    done = models_dir / f"{name}-{key}-v{VERSION}"
     if done.is_dir():
         return done
     models_dir.mkdir(parents=True, exist_ok=True)
@@ -114,6 +119,11 @@ def _convert(task: str, source: Path, finishing: Sequence[Path | str], lock: IO[
                 progress(task, int(done), int(total))
             elif line.startswith(REASON_MARK):
                 reason = line.removeprefix(REASON_MARK).strip()
+            elif line.startswith(WARNING_MARK):
+                log.warning(
+                    "a GGUF file may be converted wrongly",
+                    extra={"file": str(source), "reason": line.removeprefix(WARNING_MARK).strip()},
+                )
             else:
                 lines.append(line)
     if child.returncode:

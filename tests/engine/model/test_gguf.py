@@ -1,5 +1,6 @@
 """A GGUF file as model: converted once, giving the ids of the model it was made from; or refused with the reason."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,7 +11,9 @@ from pathlib import Path
 from typing import IO
 
 import pytest
-from transformers import PreTrainedModel, Qwen2Config
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, PreTrainedModel, Qwen2Config
 
 from components.text.tokenizer import TextModel
 from engine.errors import ModelUnavailable
@@ -20,7 +23,7 @@ from engine.model.load import load_model
 from engine.model.progress import Progress, silent
 from engine.model.resolve import content_key, model_dir, served_name
 from engine.ports import EngineRequest
-from tests.engine.model.families import FAMILIES, FOUR_LAYERS, reference, reference_greedy, save_model
+from tests.engine.model.families import FAMILIES, FOUR_LAYERS, reference, reference_greedy, reference_logits, save_model
 from tests.engine.model.tiny_gguf import TOKENS, write_gguf
 from tests.engine.tiny_engine import greedy, make_engine, prompt, run, small
 
@@ -70,8 +73,8 @@ def test_a_gguf_file_gives_the_ids_of_the_model_in_it(
 ) -> None:
     loaded = load_model(str(file), small(dtype=dtype), state_dir, silent)
     assert loaded.layout.model.startswith("tiny.F32@")
-    assert loaded.eos_token_ids == {TOKENS.index("<|endoftext|>")}
-    seen = run(make_engine(loaded), [EngineRequest("r", prompt(60), greedy(16))])
+    assert loaded.eos_token_ids == {TOKENS.index("<|endoftext|>"), TOKENS.index("<|im_end|>")}
+    seen = run(make_engine(loaded), [EngineRequest("r", prompt(60), greedy(16, ignore_eos=True))])
     if dtype == "float32":
         assert seen.tokens["r"] == reference_greedy(original, prompt(60), 16)
     else:
@@ -160,11 +163,11 @@ def test_an_interrupted_conversion_starts_over_and_says_so(
         told.append(task)
 
     key = content_key(file)
-    left = tmp_path / "models" / f".{file.stem}-{key}.partial"
+    left = tmp_path / "models" / f".{file.stem}-{key}-v{converted.VERSION}.partial"
     left.mkdir(parents=True)
     (left / "model.safetensors").write_bytes(b"half")
     found = model_dir(str(file), tmp_path, progress)
-    assert found.name == f"{file.stem}-{key}"
+    assert found.name == f"{file.stem}-{key}-v{converted.VERSION}"
     assert (found / "model.safetensors").stat().st_size > 1000
     assert not left.exists()
     assert set(told) == {f"Converting {file.stem} (again, as it was interrupted; about 10 s)"}
@@ -184,7 +187,7 @@ def test_a_conversion_whose_parent_is_killed_ends_and_is_used(file: Path, tmp_pa
     parent.wait(5)
     told: list[str] = []
     found = model_dir(str(file), tmp_path, lambda task, done, total: told.append(task))
-    assert found == models / f"{file.stem}-{key}"
+    assert found == models / f"{file.stem}-{key}-v{converted.VERSION}"
     assert not [task for task in told if task.startswith("Converting")]
 
 
@@ -213,3 +216,66 @@ def test_what_would_not_come_out_right_is_refused(
     path = write_gguf(tmp_path / "odd.gguf", original, **fields)
     with pytest.raises(CannotConvert, match=said):
         convert(path, tmp_path)
+
+
+def test_a_file_with_tokens_that_end_a_turn_names_them_all(original: PreTrainedModel, tmp_path: Path) -> None:
+    """Only the token that ends a text counted, so answers ran past the end of their turn."""
+    ends = {"tokenizer.ggml.eot_token_id": 99, "tokenizer.ggml.eom_token_id": 101}
+    convert(write_gguf(tmp_path / "ends.gguf", original, **ends), tmp_path)
+    named = json.loads((tmp_path / "generation_config.json").read_text())["eos_token_id"]
+    assert named == [99, 101, TOKENS.index("<|im_end|>"), TOKENS.index("<|endoftext|>")]
+
+
+@pytest.mark.parametrize(
+    ("splitter", "pieces"), [("smollm", ["1", "2", "a"]), ("qwen2", ["1", "2", "a"]), ("gpt-2", ["12", "a"])]
+)
+def test_texts_are_split_as_the_file_names_it(
+    original: PreTrainedModel, tmp_path: Path, splitter: str, pieces: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The default model's prompts had digits in one token, which its authors never trained on."""
+    convert(write_gguf(tmp_path / "split.gguf", original, splitter=splitter), tmp_path)
+    ids = TextModel.load(tmp_path)._encode("12a", add_special_tokens=False)
+    assert [TOKENS[token_id] for token_id in ids] == pieces
+    assert converted.WARNING_MARK not in capsys.readouterr().out
+
+
+def test_an_unknown_splitter_is_logged_by_its_name(
+    original: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_gguf(tmp_path / "split.gguf", original, splitter="odd-llm")
+    model_dir(str(path), tmp_path / "state")
+    [warned] = [record for record in caplog.records if record.message == "a GGUF file may be converted wrongly"]
+    assert "tokenizer.ggml.pre is 'odd-llm'" in vars(warned)["reason"]
+
+
+def gemma(kind: type[Gemma2Config | Gemma3TextConfig], layers: int, scalar: int, directory: Path) -> PreTrainedModel:
+    sizes = {**FOUR_LAYERS, "num_hidden_layers": layers, "head_dim": 32, "initializer_range": 0.1}
+    return reference(save_model(directory, kind(**sizes, sliding_window=512, query_pre_attn_scalar=scalar)))
+
+
+@pytest.mark.parametrize(("kind", "layers"), [(Gemma2Config, 46), (Gemma3TextConfig, 62)])
+def test_gemmas_of_27b_have_their_own_scale_of_attention(
+    tmp_path: Path, kind: type[Gemma2Config | Gemma3TextConfig], layers: int
+) -> None:
+    """GGUF does not hold it, and transformers took 256, which the smaller ones have."""
+    model = gemma(kind, layers, 64 // 4, tmp_path / "original")
+    arch = model.config.model_type.removesuffix("_text")
+    fields = {f"{arch}.attention.{key}": 32 for key in ("key_length", "value_length")}
+    fields |= {f"{arch}.attention.sliding_window": 512}
+    convert(write_gguf(tmp_path / "gemma.gguf", model, **fields), tmp_path)
+    converted_one = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert torch.allclose(reference_logits(converted_one, prompt(20)), reference_logits(model, prompt(20)), atol=1e-3)
+
+
+def test_a_gemma_of_unknown_size_is_refused(tmp_path: Path) -> None:
+    model = gemma(Gemma2Config, 4, 16, tmp_path / "original")
+    fields = {f"gemma2.attention.{key}": 32 for key in ("key_length", "value_length")}
+    path = write_gguf(tmp_path / "gemma.gguf", model, **fields, **{"gemma2.attention.sliding_window": 512})
+    with pytest.raises(CannotConvert, match="the scale of its attention is unknown"):
+        convert(path, tmp_path)
+
+
+def test_an_f16_file_stays_one_where_some_matrices_are_f32(original: PreTrainedModel, tmp_path: Path) -> None:
+    matrices = [name for name, tensor in original.state_dict().items() if tensor.ndim > 1]
+    convert(write_gguf(tmp_path / "half.gguf", original, halves=matrices[1:]), tmp_path)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "model.safetensors").values()} == {torch.float16}

@@ -70,8 +70,8 @@ def test_whoever_comes_while_another_converts_waits_and_uses_its_result(
     waiting.start()
     waiting.join(0.1)
     assert waiting.is_alive()
-    (models / f"smollm2-135m-{SMOL.sha256[:8]}").mkdir()
+    (models / f"smollm2-135m-{SMOL.sha256[:8]}-v{converted.VERSION}").mkdir()
     os.close(lock)
     waiting.join(5)
-    assert found == [models / f"smollm2-135m-{SMOL.sha256[:8]}"]
+    assert found == [models / f"smollm2-135m-{SMOL.sha256[:8]}-v{converted.VERSION}"]
     assert told == [("Waiting for another process that converts smollm2-135m", done) for done in (0, 1)]
