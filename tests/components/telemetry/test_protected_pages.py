@@ -110,7 +110,7 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(files: Files, tm
     reader = files.settings.model_copy(update={"tls": TlsFiles(ca=renewed.ca)}).page_access()
     async with page(files.settings) as url:
         with pytest.raises(PeerLost, match="certificate verify failed"):
-            await get(f"{url}/metrics", reader)
+            await PageReader(reader).read(f"{url}/metrics", str)
         for new, old in (
             (renewed.key, files.settings.metrics_tls_key),
             (renewed.certificate, files.settings.metrics_tls_cert),
@@ -118,7 +118,7 @@ async def test_a_renewed_certificate_is_shown_without_a_restart(files: Files, tm
             assert new is not None
             assert old is not None
             new.replace(old)
-        assert await get(f"{url}/metrics", reader) == ""
+        assert await PageReader(reader).read(f"{url}/metrics", str) == ""
 
 
 def test_prometheus_learns_the_scheme_also_of_pages_on_other_hosts() -> None:
