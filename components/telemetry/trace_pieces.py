@@ -8,9 +8,11 @@ from msgspec import Meta
 
 REQUEST_ID: Final = "kvmesh.request_id"
 CLIENT_REQUEST_ID: Final = "kvmesh.client_request_id"
+ROUTE: Final = "http.route"
 SLOW: Final = "kvmesh.slow"
 MOVED: Final = "kvmesh.moved"
 TTFT: Final = "kvmesh.ttft_s"
+REFUSED: Final = "kvmesh.refused"  # why the request was answered with 4xx; may quote what the client sent
 TENANT: Final = "kvmesh.tenant"  # of the API key that a request came with
 
 PIECES: Final = "application/x-kvmesh-pieces"  # content type, which an observer names in `Accept-Post`

@@ -5,6 +5,7 @@ Every method blocks: a caller with an event loop uses a thread. All raise Traces
 
 import json
 import sqlite3
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ class TraceReader(Protocol):
     def listed(self, which: Which = "recent", limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
         """The latest traces first: all, those marked as slow, or those that ended with an error.
 
-        A request that its client cancelled did not fail.
+        A request that its client cancelled did not fail, nor did one that was refused. One of which the frontend was lost did.
         """
         ...
 
@@ -81,7 +82,13 @@ class LocalTraceReader:
             traces: Iterable[list[Span]] = self._store.traces(self._store.trace_ids(which, limit, tenant)).values()
             if tenant is not None:
                 traces = (of_tenant(spans, tenant) for spans in traces)
-            return [summary_of(spans) for spans in traces if spans]  # one removed meanwhile has no spans
+            now_s = time.time() if self._store.has_roots() else None
+            found = [summary_of(spans, now_s) for spans in traces if spans]  # one removed meanwhile has no spans
+            if which == "failed" and tenant is None:
+                rootless = self._store.traces(self._store.rootless_ids(limit)).values()
+                lost = [one for spans in rootless if spans and (one := summary_of(spans, now_s)).status == "error"]
+                found = sorted(found + lost, key=lambda one: one.started_unix_s, reverse=True)[:limit]
+            return found
 
     def spans(self, trace_id: str) -> list[Span]:
         with self._readable():

@@ -65,6 +65,12 @@ _LAST_TOO_MANY: Final = """
 select max(batch) from (select batch, sum(num_spans) over (order by batch desc) as total from batches)
 where total > ? and batch < (select max(batch) from batches)
 """
+# If older batches were deleted, a trace of the older half may have lost its root with them.
+_NEWER: Final = """
+select trace_ids from batches where batch > (
+    select case when min(batch) = 1 then 0 else (min(batch) + max(batch)) / 2 end from batches where not thinned
+) order by batch desc
+"""
 _COUNT: Final = "select coalesce(sum(num_spans), 0) from batches"
 _USED_BYTES: Final = """
 select (page_count - freelist_count) * page_size from pragma_page_count, pragma_freelist_count, pragma_page_size
@@ -108,6 +114,17 @@ class TraceStore:
         if which == "recent":
             return self.last_trace_ids(count)
         return self._ids(_ROOTS.format(_CONDITIONS[which]), count)
+
+    def has_roots(self) -> bool:
+        """Whether a frontend writes here."""
+        return bool(self._ids("select trace_id from roots limit 1"))
+
+    def rootless_ids(self, count: int) -> list[str]:
+        """Those without a request's span, the latest first. They run, or their frontend was lost."""
+        rooted = set(self._ids("select distinct trace_id from roots"))
+        batches = self._rows(_NEWER, ()) if rooted else []
+        found = dict.fromkeys(id_ for (ids,) in batches for id_ in reversed(_split(ids)) if id_ not in rooted)
+        return list(found)[:count]
 
     def trace(self, prefix: str) -> list[Span]:
         """Spans by start time of the trace whose id or request id starts with `prefix`.

@@ -5,12 +5,21 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 from components.telemetry.stored_spans import Span
-from components.telemetry.trace_pieces import CLIENT_REQUEST_ID, MOVED, REQUEST_ID, SLOW, TENANT, TTFT
+from components.telemetry.trace_pieces import CLIENT_REQUEST_ID, MOVED, REFUSED, REQUEST_ID, ROUTE, SLOW, TENANT, TTFT
 
 CANCELLED: Final = "kvmesh.cancelled"
 MODEL: Final = "gen_ai.request.model"
 DECODE_INSTANCE: Final = "kvmesh.decode.instance"
 PREFILL_INSTANCE: Final = "kvmesh.prefill.instance"
+DECODE_SPAN: Final = "decode.request"
+WORKER_SPANS: Final = frozenset({DECODE_SPAN, "prefill.request"})
+LOST_AFTER_S: Final = 60.0  # without the frontend's span, since decode's part ended
+FRONTEND_LOST: Final = "frontend lost: it left no span"
+LONGEST_S: Final = 3600.0  # the same without decode's part: it may still run
+
+APIS: Final = {"/v1/responses": "responses", "/v1/messages": "messages"}  # of which the operation is "chat"
+
+Status = Literal["ok", "running", "refused", "cancelled", "error"]  # refused: answered with 4xx
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +32,8 @@ class TraceSummary:
     started_unix_s: float
     duration_s: float
     ttft_s: float | None  # None: no token was sent
-    status: Literal["ok", "error", "cancelled"]
-    error: str  # empty if status is ok
+    status: Status
+    error: str  # empty if status is ok or running
     moved: bool
     slow: bool
     decode_ids: tuple[str, ...]  # instances in the order of their use; several if the request moved
@@ -56,23 +65,26 @@ def _tenant_of(span: Span, by_id: Mapping[str, Span]) -> str | None:
     return None if at is None or TENANT not in at.attributes else str(at.attributes[TENANT])
 
 
-def summary_of(spans: Sequence[Span]) -> TraceSummary:
-    """`spans`: of one trace, by start time; at least one."""
+def summary_of(spans: Sequence[Span], now_s: float | None = None) -> TraceSummary:
+    """`spans`: of one trace, by start time; at least one.
+
+    `now_s`: wall clock, if frontends keep their spans in the same place. A request without its frontend's span then is
+    running, or its frontend was lost.
+    """
     root = root_of(spans)
-    cancelled = root.attributes.get(CANCELLED)
-    failed = root.status == "ERROR"
+    status, error = _outcome(spans, root, now_s)
     ttft_s = root.attributes.get(TTFT)
     return TraceSummary(
         trace_id=root.trace_id,
         request_id=str(root.attributes.get(REQUEST_ID, "")),
         client_request_id=str(root.attributes.get(CLIENT_REQUEST_ID, "")),
-        name=root.name,
+        name=_name(root),
         model=str(root.attributes.get(MODEL, "")),
         started_unix_s=root.start_ns / 1e9,
         duration_s=(root.end_ns - root.start_ns) / 1e9,
         ttft_s=ttft_s if isinstance(ttft_s, float) else None,
-        status="error" if failed else "ok" if cancelled is None else "cancelled",
-        error=(root.error or "failed") if failed else str(cancelled or ""),
+        status=status,
+        error=error,
         moved=MOVED in root.attributes or any(event.name == "moved" for span in spans for event in span.events),
         slow=SLOW in root.attributes,
         decode_ids=_instances(spans, DECODE_INSTANCE),
@@ -80,6 +92,27 @@ def summary_of(spans: Sequence[Span]) -> TraceSummary:
         num_spans=len(spans),
         tenant=str(root.attributes.get(TENANT, "")),
     )
+
+
+def _name(root: Span) -> str:
+    operation, _, model = root.name.partition(" ")
+    return f"{APIS.get(str(root.attributes.get(ROUTE)), operation)} {model}".rstrip()
+
+
+def _outcome(spans: Sequence[Span], root: Span, now_s: float | None) -> tuple[Status, str]:
+    """The status, and why."""
+    if now_s is not None and REQUEST_ID not in root.attributes and any(span.name in WORKER_SPANS for span in spans):
+        has_ended = any(span.name == DECODE_SPAN for span in spans)
+        silent_s = now_s - max(span.end_ns for span in spans) / 1e9
+        is_lost = silent_s > (LOST_AFTER_S if has_ended else LONGEST_S)
+        return ("error", FRONTEND_LOST) if is_lost else ("running", "")
+    if root.status == "ERROR":
+        return "error", root.error or "failed"
+    if CANCELLED in root.attributes:
+        return "cancelled", str(root.attributes[CANCELLED])
+    if REFUSED in root.attributes:
+        return "refused", str(root.attributes[REFUSED])
+    return "ok", ""
 
 
 def _instances(spans: Sequence[Span], attribute: str) -> tuple[str, ...]:

@@ -1,5 +1,6 @@
 """The spans of the HTTP side, with OpenTelemetry's GenAI attributes."""
 
+from http import HTTPStatus
 from typing import Final
 
 from opentelemetry.context import Context
@@ -11,7 +12,7 @@ from components.openai.errors import ApiError
 from components.openai.fields import GenerationFields
 from components.telemetry import spans
 from components.telemetry.light_span import LightSpan
-from components.telemetry.trace_pieces import CLIENT_REQUEST_ID, REQUEST_ID, TENANT
+from components.telemetry.trace_pieces import CLIENT_REQUEST_ID, REFUSED, REQUEST_ID, ROUTE, TENANT
 from services.frontend.gate import caller_of
 from services.frontend.generation import Generation
 from services.frontend.request_record import RequestRecord, unkept
@@ -26,7 +27,8 @@ def begin_record(scope: Scope, operation: str, request_id: str, label: str, phas
     carrier = {
         name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS
     }
-    facts = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "kvmesh", REQUEST_ID: request_id}
+    facts = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "kvmesh", ROUTE: scope["path"]}
+    facts[REQUEST_ID] = request_id
     if label:
         facts[CLIENT_REQUEST_ID] = label
     if (account := caller_of(scope).account) is not None:
@@ -71,9 +73,12 @@ def describe_response(record: RequestRecord, response_id: str, model: str, gener
 
 
 def describe_error(record: RequestRecord, error: ApiError, exc: Exception) -> None:
-    """Add how the request failed. A client that left is no failure."""
+    """Add how the request failed. A client that left is no failure, and no fault of the client is (OpenTelemetry's rule)."""
     if isinstance(exc, Cancelled):
         record.root.set_attribute("kvmesh.cancelled", error.message)
         return
     record.root.set_attributes({"error.type": type(exc).__name__, "http.response.status_code": error.status})
-    record.root.set_status(Status(StatusCode.ERROR, error.message))
+    if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+        record.root.set_attribute(REFUSED, error.message)
+    else:
+        record.root.set_status(Status(StatusCode.ERROR, error.message))

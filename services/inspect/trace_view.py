@@ -115,7 +115,7 @@ def trace_list(traces: Iterable[TraceSummary]) -> Table:
             str(trace.num_spans),
             ",".join(marks).removeprefix("ok,"),
             Text(
-                f"{trace.name}: {trace.error}" if trace.status == "error" else trace.name,
+                f"{trace.name}: {trace.error}" if trace.status in {"error", "refused"} else trace.name,
                 no_wrap=True,
                 overflow="ellipsis",
             ),

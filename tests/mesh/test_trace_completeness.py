@@ -110,7 +110,7 @@ def test_a_refused_request_is_covered(http: httpx.Client, mesh: MeshProcesses) -
         return str(answer.headers["x-request-id"])
 
     spans = _covered(ask, mesh, {"frontend.validate", "frontend.fail"})
-    assert summary_of(spans).status == "error"
+    assert summary_of(spans).status == "refused"
 
 
 def test_a_request_whose_client_leaves_is_covered(http: httpx.Client, mesh: MeshProcesses) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Final, TypeVar
 
 from components.settings import MeshSettings
 from components.telemetry.stored_spans import Span
+from components.telemetry.trace_pieces import REFUSED
 from components.telemetry.trace_reader import Beginning, ObserverTraceReader, TraceReader, open_trace_reader
 from components.telemetry.trace_store import Which
 
@@ -33,6 +34,7 @@ SHOWN: Final = (
     "gen_ai.request.seed",
     "error.type",
     "http.response.",
+    "http.route",
     "messaging.",
 )
 QUOTED: Final = re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -85,6 +87,8 @@ class Traces:
             return span
         events = tuple(type(event)(event.name, event.at_ns, self._facts(event.attributes)) for event in span.events)
         attributes = {name: value for name, value in span.attributes.items() if name.startswith(SHOWN)}
+        if REFUSED in attributes:
+            attributes[REFUSED] = self._message(str(attributes[REFUSED]))
         return Span(
             span.trace_id,
             span.span_id,

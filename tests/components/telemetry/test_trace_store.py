@@ -413,3 +413,12 @@ def test_what_is_trimmed_is_forgotten_of_its_tenant_too(tmp_path: Path) -> None:
     assert len(LocalTraceReader(tmp_path).listed("recent", 1000, "acme")) == 10
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as file:
         assert file.execute("select count(*) from roots").fetchone() == (10,)
+
+
+def test_a_trace_whose_root_may_have_been_deleted_is_not_rootless(tmp_path: Path) -> None:
+    """Its process wrote before the worker: the limit of the file lay between both."""
+    writer = TraceWriter(tmp_path, Limits(traces=10))
+    for number in range(1, TRIM_EVERY + 1):
+        writer.write("test", [piece(number) if number % 5 else Piece(f"{number:032x}", number, 1, b"")])
+    writer.close()
+    assert TraceStore(tmp_path).rootless_ids(100) == [f"{number:032x}" for number in (50,)]

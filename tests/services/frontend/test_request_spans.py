@@ -52,6 +52,7 @@ async def test_a_request_is_one_tree_of_its_steps(
     assert attributes == {
         "gen_ai.operation.name": "chat",
         "gen_ai.provider.name": "kvmesh",
+        "http.route": CHAT,
         "kvmesh.request_id": answer.headers["x-request-id"],
         "gen_ai.request.model": MODEL,
         "gen_ai.request.max_tokens": 3,
@@ -110,3 +111,18 @@ async def test_a_model_that_a_client_made_up_names_no_span(
 ) -> None:
     await http.post(CHAT, json={**HELLO, "model": "invented"})
     assert set(by_name(spans)) == {"chat", "frontend.validate", "frontend.fail"}
+
+
+async def test_a_refused_request_is_no_failure(http: httpx.AsyncClient, spans: InMemorySpanExporter) -> None:
+    """Clients' mistakes filled the lists of failed requests, and took the tail's budget."""
+    assert (await http.post(CHAT, json={**HELLO, "max_tokens": -1})).status_code == 400
+    root = by_name(spans)["chat"]
+    assert root.status.status_code is StatusCode.UNSET
+    attributes = dict(root.attributes or {})
+    assert "max_tokens" in str(attributes["kvmesh.refused"])
+    assert attributes["http.response.status_code"] == 400
+
+
+async def test_a_span_says_which_api_was_asked(http: httpx.AsyncClient, spans: InMemorySpanExporter) -> None:
+    await http.post("/v1/responses", json={"model": MODEL, "input": "Hello"})
+    assert (by_name(spans)[f"chat {MODEL}"].attributes or {})["http.route"] == "/v1/responses"

@@ -336,7 +336,8 @@ async def test_counting_is_counted_and_traced(
             == 1
         )
     told, untold = (span for span in spans.get_finished_spans() if span.name == "count_tokens")
-    assert [span.status.status_code for span in (told, untold)] == [StatusCode.UNSET, StatusCode.ERROR]
+    assert [span.status.status_code for span in (told, untold)] == [StatusCode.UNSET, StatusCode.UNSET]
+    assert ["kvmesh.refused" in (span.attributes or {}) for span in (told, untold)] == [False, True]
 
 
 async def test_counting_ends_when_its_time_is_over(
