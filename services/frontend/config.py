@@ -163,8 +163,12 @@ class FrontendSettings(ModelSettings):
 
     ui: Annotated[bool, Field(description="serve the page at /ui")] = True
     ui_content: Annotated[
-        bool, Field(description="let /ui show what clients sent, such as stop sequences and values quoted in errors")
-    ] = False
+        bool | None,
+        Field(
+            description="let /ui show what clients sent, such as stop sequences and values quoted in errors; default: only "
+            "on a loopback address without API keys"
+        ),
+    ] = None
     ui_control: Annotated[
         str | None,
         Field(description="NATS subject of a services.local that may kill workers for /ui; services.local sets it"),

@@ -12,6 +12,7 @@ from components.discovery.book import InstanceBook
 from components.messaging.bus import Bus
 from components.messaging.liveness import Liveness
 from components.messaging.roll_call import RollCall
+from components.urls import is_loopback
 from services.frontend.config import FrontendSettings
 from services.frontend.ui.api import Ui
 from services.frontend.ui.control import LocalControl
@@ -49,10 +50,17 @@ def make_ui(settings: FrontendSettings, sources: MeshSources, is_over: Callable[
     ui = Ui(
         Feed(lambda: view.look(load.samples()), is_over),
         history,
-        Traces(settings, shows_content=settings.ui_content),
+        Traces(settings, shows_content=shows_content(settings)),
         LocalControl(sources.bus, settings.ui_control) if settings.ui_control else None,
     )
     return ui, poll
+
+
+def shows_content(settings: FrontendSettings) -> bool:
+    """Whether the page shows clients' words. Without API keys on a loopback address, they are the viewer's own."""
+    if settings.ui_content is not None:
+        return settings.ui_content
+    return settings.api_keys is None and settings.api_keys_file is None and is_loopback(settings.host)
 
 
 @asynccontextmanager

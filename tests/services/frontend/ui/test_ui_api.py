@@ -7,7 +7,9 @@ import pytest
 from starlette.requests import Request
 
 from components.telemetry.stored_spans import Event, Span
+from services.frontend.config import FrontendSettings
 from services.frontend.ui.control import is_from_this_machine
+from services.frontend.ui.run_ui import shows_content
 from services.frontend.ui.traces import Traces
 from tests.services.frontend.fake_mesh import FakeMesh
 from tests.services.frontend.ui.parts import SECRET, TRACE_ID, FakeControl, FakeReader, make_page, served, trace
@@ -50,6 +52,28 @@ async def test_what_clients_sent_is_shown_only_if_opted_in(mesh: FakeMesh, shows
         paths = ("requests", "requests?which=failed", f"traces/{TRACE_ID}", f"traces/{TRACE_ID}/perfetto")
         shown = [(await http.get(f"/ui/api/{path}")).text for path in paths]
     assert [SECRET in text for text in shown] == [shows_content] * 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, True),
+        ({"ui_content": False}, False),
+        ({"host": "0.0.0.0"}, False),
+        ({"host": "0.0.0.0", "ui_content": True}, True),
+        ({"api_keys": "sk-one-0123456789"}, False),
+        ({"api_keys_file": "keys.toml"}, False),
+    ],
+)
+def test_content_is_shown_where_it_is_the_viewers_own(settings: dict[str, Any], expected: bool) -> None:
+    """The page of a local mesh hid the names of wrong parameters, which `inspect traces` printed."""
+    assert shows_content(FrontendSettings(**settings)) is expected
+
+
+async def test_why_a_request_was_refused_is_content() -> None:
+    facts = {"kvmesh.refused": f"Unknown parameter: '{SECRET}'."}
+    shown = Traces(None, reader=FakeReader()).shown(Span("t", "1", None, "s", "n", 0, 1, "UNSET", facts))
+    assert shown.attributes == {"kvmesh.refused": "Unknown parameter: '…'."}
 
 
 async def test_every_attribute_that_is_not_known_is_content() -> None:
