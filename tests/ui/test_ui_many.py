@@ -1,21 +1,39 @@
-"""The page over 200 instances, and behind an API key."""
+"""The page over 200 instances, behind an API key, and over a mesh and requests that a test makes up."""
 
 import json
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
 import pytest
 
+from components.telemetry.trace_summary import summary_of
 from tests.conftest import running_services
-from tests.services.frontend.ui.parts import LONG_ID, SECRET, TRACE_ID
-from tests.ui.conftest import PHONE, Browser, OpenPage, go, picture, until, width_of
+from tests.services.frontend.ui.parts import LONG_ID, SECRET, TRACE_ID, trace
+from tests.ui.conftest import PHONE, WIDE, Browser, OpenPage, Page, go, picture, until, width_of
 
 pytestmark = pytest.mark.mesh
 KEY: Final = "sk-one-0123456789"
 COUNT: Final = 200
 LONG_TASK_MS: Final = 100
 WATCHED_MS: Final = 4000
+FRONTEND: Final = {"role": "frontend", "state": "up", "started": 1, "pid": 1, "running": 1}
+DECODE: Final = {"role": "decode", "state": "up", "started": 1, "pid": 2, "running": 1, "held": 1, "total": 9}
+SUMMARY: Final = """Object.fromEntries([...document.querySelectorAll(".summary div")]
+  .map(div => [div.querySelector("dt").innerText, div.querySelector("dd").innerText]))"""
+# A stream of one token that does not end; each request counts in window.asked.
+ONE_TOKEN: Final = """() => {
+  const whole = fetch;
+  window.asked = 0;
+  window.fetch = (path, options) => {
+    if (path !== "v1/chat/completions") return whole(path, options);
+    window.asked += 1;
+    const piece = JSON.stringify({ choices: [{ delta: { content: "word" } }] });
+    const body = new ReadableStream({ start: to => to.enqueue(new TextEncoder().encode(`data: ${piece}\n\n`)) });
+    return Promise.resolve(new Response(body));
+  };
+}"""
 
 
 @pytest.fixture(scope="module")
@@ -125,3 +143,111 @@ def test_of_a_trace_of_many_requests_the_first_spans_are_shown(open_page: OpenPa
     assert page.locator(".spans li").count() == 2000
     assert "4000 later spans are left out" in page.inner_text("main")
     assert "services.inspect trace eeeeeeeeeeee prints all" in page.inner_text("main")
+
+
+@dataclass
+class MadeUp:
+    """What the frontend answers to the page."""
+
+    instances: dict[str, dict[str, Any]]
+    models: list[str] = field(default_factory=list)
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    traces: list[dict[str, Any]] = field(default_factory=list)
+
+    def answer(self, page: Page) -> None:
+        """The feed ends after each snapshot, and the page asks again."""
+        page.route("**/ui/api/feed", lambda route: route.fulfill(content_type="text/event-stream", body=self._feed()))
+        page.route("**/v1/models", lambda route: route.fulfill(json={"data": [{"id": name} for name in self.models]}))
+        page.route("**/ui/api/requests?*", lambda route: route.fulfill(json={"place": "here", "traces": self.traces}))
+
+    def _feed(self) -> str:
+        about = {"frontend": "f1", "asked": True}
+        snapshot = {"instances": self.instances, "links": {}, "about": about, "samples": self.samples}
+        return f"event: snapshot\ndata: {json.dumps(snapshot)}\n\n"
+
+
+def test_without_a_decode_worker_the_page_says_so_and_goes_on_when_there_is_one(
+    open_page: OpenPage, urls: dict[str, str]
+) -> None:
+    """It said "all up" and "running 0"; a chat that was opened then had no model until it was loaded again."""
+    page = open_page(urls["many"])
+    made_up = MadeUp({"f1": FRONTEND})
+    made_up.answer(page)
+    page.reload()
+    page.wait_for_selector(".summary .down")
+    summary = page.evaluate(SUMMARY)
+    assert (summary["state"], summary["requests running"], summary["waiting"]) == ("no decode worker", "0", "1")
+    page.evaluate(ONE_TOKEN)
+    go(page, "chat")
+    page.get_by_label("Message").fill("Hello")
+    page.keyboard.press("Enter")
+    assert page.evaluate("window.asked") == 0
+    assert page.get_by_label("Message").input_value() == "Hello"
+    made_up.models, made_up.instances = ["tiny"], {"f1": FRONTEND, "d1": DECODE}
+    until(page, "document.querySelector('select').value", "tiny")
+    page.get_by_label("Message").press("Enter")
+    page.get_by_text("word").wait_for()
+    assert page.get_by_text("waiting for a decode worker").count() == 0
+    made_up.models, made_up.instances = [], {"f1": FRONTEND}
+    page.get_by_text("waiting for a decode worker").wait_for()
+    until(page, "/longest gap [1-9][.0-9]* s/.test(document.querySelector('.rhythm canvas').ariaLabel)")
+    assert page.evaluate("document.querySelector('select').value") == "tiny"
+
+
+@pytest.mark.parametrize("viewport", [WIDE, PHONE])
+def test_requests_are_listed_with_their_outcome(
+    open_page: OpenPage, urls: dict[str, str], viewport: dict[str, int]
+) -> None:
+    """The list had no outcome; beside a trace it broke words, and on a phone its columns did not line up."""
+    page = open_page(urls["many"], viewport)
+    long = f"request {'9' * 32} is unknown"
+    told = {"ok": "", "running": "", "refused": long, "cancelled": "the client left", "error": "no decode instance"}
+    made_up = MadeUp({"f1": FRONTEND, "d1": DECODE})
+    for number, (status, error) in enumerate(told.items()):
+        summary = asdict(summary_of(trace(f"{number}" * 32)))
+        ttft = {"ttft_s": 0.0123 * 10**number}
+        made_up.traces.append({**summary, **ttft, "status": status, "error": error, "prefill_ids": ["5eed" * 2]})
+    made_up.answer(page)
+    go(page, "requests")
+    page.wait_for_selector(".traces tbody tr")
+    outcomes = page.locator(".traces .outcome").all_inner_texts()
+    assert outcomes == ["ok", "in progress", "refused", "cancelled", "failed"]
+    lefts = "[...document.querySelectorAll('.traces {}')].map(e => Math.round(e.getBoundingClientRect().left))"
+    starts = {name: set(page.evaluate(lefts.format(name))) for name in (".ttft", ".prefill", ".total", ".decode")}
+    assert all(len(found) == 1 for found in starts.values()), starts
+    if viewport is PHONE:
+        assert (starts[".ttft"], starts[".total"]) == (starts[".prefill"], starts[".decode"])
+    go(page, f"requests/{TRACE_ID}")
+    page.wait_for_selector(".requests .waterfall")
+    heights = page.evaluate("[...document.querySelectorAll('.traces tbody tr')].map(e => e.offsetHeight)")
+    assert max(heights) <= 2 * min(heights)
+
+
+def test_no_line_is_drawn_over_minutes_without_data(open_page: OpenPage, urls: dict[str, str]) -> None:
+    """Lines led from the last value before a pause to the first one after it."""
+    page = open_page(urls["many"])
+    numbers = [n for n in range(300) if not 100 < n < 150]  # no sample at all: the frontend was away
+    made_up = MadeUp({"f1": FRONTEND, "d1": DECODE})
+    made_up.samples = [{"t": 1_700_000_000 + 2 * n, "running": 5, "ttft": [9, 12] if n < 50 or n == 250 else None}
+                       for n in numbers]  # fmt: skip
+    made_up.answer(page)
+    page.reload()
+    go(page, "load")
+    page.wait_for_selector(".chart canvas >> nth=5")
+    # where a chart's first line is, as shares of the width
+    drawn = """(chart) => {
+      const canvas = document.querySelectorAll(".chart canvas")[chart];
+      const { data, width, height } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
+      const found = new Set();
+      for (let i = 0; i < width * height; i += 1) {
+        const [r, g, b] = data.slice(4 * i, 4 * i + 3);
+        if (data[4 * i + 3] > 128 && b > 180 && r < 80) found.add(i % width);
+      }
+      return [...found].map(x => x / width);
+    }"""
+    ttft, running = page.evaluate(drawn, 0), page.evaluate(drawn, 3)
+    assert any(0.8 < x < 0.9 for x in ttft), "a single value is a point"
+    assert not any(0.35 < x < 0.75 for x in ttft)
+    assert any(x < 0.35 for x in ttft)
+    assert not any(0.42 < x < 0.52 for x in running)
+    assert any(x > 0.6 for x in running)

@@ -61,7 +61,8 @@ class MeshView:
         known = {record.instance_id: record for record in records}
         ages_s = self._decodes.ages_s()
         instances = {r.instance_id: self._instance(r, ages_s.get(r.instance_id, 0.0)) for r in records}
-        return View(instances, self._links(known), self._about, tuple(samples))
+        about = {**self._about, "asked": bool(self._reports.statuses)}
+        return View(instances, self._links(known), about, tuple(samples))
 
     def _instance(self, record: InstanceRecord, silent_s: float) -> dict[str, Any]:
         beat = self._beat(record)
@@ -108,9 +109,9 @@ class MeshView:
         if record.role == "prefill":
             is_new = self._clock() - record.started_unix_ms / 1000 < WARMING_S
             seen = self._reports.prefills
-            if seen is None or (is_new and beat is None):
+            if is_new and beat is None:
                 return WARMING
-            return SILENT if seen.is_lost(record.instance_id) else UP
+            return SILENT if seen is not None and seen.is_lost(record.instance_id) else UP
         return SILENT if self._reports.unanswered.get(record.instance_id, 0) > 1 else UP
 
     def _decode_state(self, instance_id: str, beat: Heartbeat | None) -> State:

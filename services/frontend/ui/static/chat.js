@@ -4,7 +4,7 @@ import { call, callJson, events } from "./api.js";
 import { useMesh } from "./feed.js";
 import { ms, percent, short } from "./format.js";
 import { html } from "./html.js";
-import { byRole, KillButton, share, STATES } from "./mesh.js";
+import { byRole, hasDecode, KillButton, share, STATES } from "./mesh.js";
 import { useTrace } from "./trace.js";
 import { Waterfall } from "./waterfall.js";
 
@@ -17,7 +17,7 @@ function hex(size) {
 }
 
 // Each token as a tick on a line of time; deaths that the viewer caused in red.
-function Rhythm({ times, deaths, tokens, startedAt, isOver }) {
+function Rhythm({ times, deaths, tokens, startedAt, isOver, isWaiting }) {
   const canvas = useRef(null);
   const [, draw] = useState(0);
   useEffect(() => {
@@ -43,16 +43,18 @@ function Rhythm({ times, deaths, tokens, startedAt, isOver }) {
   });
   let gap = 0;
   for (let i = 1; i < times.length; i += 1) gap = Math.max(gap, times[i] - times[i - 1]);
+  if (times.length && !isOver) gap = Math.max(gap, performance.now() - times[times.length - 1]);
   const seconds = times.length > 1 ? (times[times.length - 1] - times[0]) / 1000 : 0;
   const figures = [
     ["first token", times.length ? ms((times[0] - startedAt) / 1000) : "–"],
     ["tokens", short(tokens ?? times.length)],
     ["tokens/s", seconds > 0 ? short((times.length - 1) / seconds) : "–"],
-    ["longest gap", times.length > 1 ? ms(gap / 1000) : "–"],
+    ["longest gap", gap > 0 ? ms(gap / 1000) : "–"],
   ];
   return html`<div class="rhythm">
     <canvas ref=${canvas} role="img" aria-label=${figures.map(([name, value]) => `${name} ${value}`).join(", ")}></canvas>
     <dl>${figures.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}</dl>
+    ${isWaiting && html`<p class="death" role="status">waiting for a decode worker</p>`}
     ${deaths.map(({ at, name }) => html`<p key=${at} class="death">${name} killed at ${ms((at - startedAt) / 1000)}</p>`)}
   </div>`;
 }
@@ -116,7 +118,9 @@ async function stream(body, traceId, signal, onText) {
 }
 
 export function Chat({ shown, mayKill }) {
-  const { about } = useMesh();
+  const { about, instances } = useMesh();
+  const roles = byRole(instances);
+  const decodes = roles.decode.map((of) => `${of.id} ${of.state}`).join();
   const [models, setModels] = useState([]);
   const [turns, setTurns] = useState([]); // [{role, content}]
   const [run, setRun] = useState(IDLE);
@@ -130,8 +134,9 @@ export function Chat({ shown, mayKill }) {
   const serving = useServing(run.traceId, run.isOver);
   useEffect(() => {
     if (!shown) return;
-    callJson("v1/models").then((list) => setModels(list.data.map((card) => card.id)), () => setModels([]));
-  }, [shown, about.frontend]);
+    const known = (list) => list.data.length && setModels(list.data.map((card) => card.id)); // none: decode may be back soon
+    callJson("v1/models").then(known, () => {});
+  }, [shown, about.frontend, decodes]);
   useEffect(() => {
     if (log.current) log.current.scrollTop = log.current.scrollHeight;
   }, [turns]);
@@ -139,7 +144,7 @@ export function Chat({ shown, mayKill }) {
   const send = async (event) => {
     event.preventDefault();
     const text = field.current.value.trim();
-    if (!text || !run.isOver) return;
+    if (!text || !run.isOver || !model.current.value) return;
     field.current.value = "";
     const asked = [...turns, { role: "user", content: text }];
     const traceId = hex(16);
@@ -220,7 +225,7 @@ export function Chat({ shown, mayKill }) {
       <${Workers} mayKill=${mayKill} serving=${serving} onKilled=${onKilled} />
       ${run.traceId &&
       html`<h2>Tokens as they came</h2>
-        <${Rhythm} times=${run.times} deaths=${run.deaths} tokens=${run.tokens} startedAt=${run.startedAt} isOver=${run.isOver} />`}
+        <${Rhythm} times=${run.times} deaths=${run.deaths} tokens=${run.tokens} startedAt=${run.startedAt} isOver=${run.isOver} isWaiting=${!run.isOver && !hasDecode(roles)} />`}
       ${run.traceId && run.isOver && html`<h2>Trace</h2>`}
       ${!found.isWaiting && found.fault && html`<p class="soft">${found.fault}</p>`}
       ${run.traceId && run.isOver && found.isWaiting && html`<p class="soft">Waiting for its spans…</p>`}

@@ -5,6 +5,7 @@ import { short } from "./format.js";
 import { html } from "./html.js";
 
 const HEIGHT = 150;
+const MISSING_S = 5; // between two samples: a frontend was away
 const CHARTS = [
   { title: "Time to first token", unit: "ms", lines: [["p50", (s) => s.ttft?.[0]], ["p95", (s) => s.ttft?.[1]]] },
   { title: "Between two tokens", unit: "ms", lines: [["p50", (s) => s.itl?.[0]], ["p95", (s) => s.itl?.[1]]] },
@@ -17,7 +18,14 @@ const CHARTS = [
 const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
 function columns(chart, samples) {
-  return [samples.map((s) => s.t), ...chart.lines.map(([, value]) => samples.map((s) => value(s) ?? null))];
+  const all = samples.flatMap((s, i) => (i && s.t - samples[i - 1].t > MISSING_S ? [{ t: samples[i - 1].t + 1 }, s] : [s]));
+  return [all.map((s) => s.t), ...chart.lines.map(([, value]) => all.map((s) => value(s) ?? null))];
+}
+
+// Values without a neighbour: no line leads to them.
+function singles(plot, line) {
+  const values = plot.data[line];
+  return values.flatMap((value, i) => (value != null && values[i - 1] == null && values[i + 1] == null ? [i] : []));
 }
 
 function times(_, marks) {
@@ -44,7 +52,7 @@ function options(chart, width) {
     ],
     series: [
       {},
-      ...chart.lines.map(([label], i) => ({ label, stroke: colour(`--series-${i + 1}`), width: 1.5, spanGaps: true, points: { show: false } })),
+      ...chart.lines.map(([label], i) => ({ label, stroke: colour(`--series-${i + 1}`), width: 1.5, points: { show: false, filter: singles } })),
     ],
   };
 }

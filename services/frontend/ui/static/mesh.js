@@ -36,6 +36,9 @@ export function byRole(instances) {
   return roles;
 }
 
+// A draining instance finishes what it has, and a late one may be back.
+export const hasDecode = (roles) => roles.decode.some((of) => ["up", "late", "draining"].includes(of.state));
+
 function spoken(of) {
   const parts = [`${TITLES[of.role]} ${of.id}`, STATES[of.state]];
   if (of.total) parts.push(`KV ${percent(share(of))}`);
@@ -183,12 +186,12 @@ function Arrows({ links, layout, box, selected }) {
   </svg>`;
 }
 
-function Links({ links }) {
+function Links({ links, isAsked }) {
   const [all, setAll] = useState(false);
   const sorted = busiest(links);
   const shown = all ? sorted : sorted.slice(0, MAX_LINKS);
   if (!sorted.length) {
-    return html`<section class="links"><h2>KV transfers</h2><p class="none">no transfer yet</p></section>`;
+    return html`<section class="links"><h2>KV transfers</h2><p class="none">${isAsked ? "no transfer between these instances yet" : "…"}</p></section>`;
   }
   return html`<section class="links">
     <h2>KV transfers <span>${sorted.length} ${sorted.length === 1 ? "link" : "links"}</span></h2>
@@ -314,15 +317,20 @@ function Summary({ roles, links, samples }) {
   const workers = [...roles.prefill, ...roles.decode];
   const all = [...roles.frontend, ...roles.bootstrap, ...workers];
   const sum = (list, name) => list.reduce((total, of) => total + (of[name] || 0), 0);
+  const latest = samples[samples.length - 1];
   const unwell = all.filter((of) => of.state !== "up");
   const total = sum(roles.decode, "total");
-  const latest = samples[samples.length - 1];
+  const queued = sum(roles.decode, "waiting") + (latest?.waiting || 0);
+  const stuck = hasDecode(roles) ? 0 : sum(roles.frontend, "running"); // admitted, and none can compute them
   const counts = {};
   for (const of of unwell) counts[of.state] = (counts[of.state] || 0) + 1;
+  const isDown = all.length > 0 && !roles.decode.length;
+  const words = Object.entries(counts).map(([state, n]) => `${n} ${STATES[state]}`);
+  if (isDown) words.unshift("no decode worker");
   const figures = [
     ["instances", `${all.length}`],
     ["requests running", short(sum(roles.decode, "running"))],
-    ["waiting", short(sum(roles.decode, "waiting") + (latest?.waiting || 0))],
+    ["waiting", short(queued + stuck)],
     ["KV on decode", total ? percent(sum(roles.decode, "held") / total) : "–"],
     ["rooms in flight", short(sum(roles.bootstrap, "rooms") || sum(roles.decode, "rooms"))],
     ["tokens/s", short(sum(roles.decode, "tps") || latest?.out || 0)],
@@ -330,15 +338,15 @@ function Summary({ roles, links, samples }) {
   ];
   return html`<dl class="summary" aria-label="Summary">
     ${figures.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}
-    <div class=${unwell.length ? "unwell" : ""}>
+    <div class=${isDown ? "down" : words.length ? "unwell" : ""}>
       <dt>state</dt>
-      <dd>${unwell.length ? Object.entries(counts).map(([state, n]) => `${n} ${STATES[state]}`).join(", ") : "all up"}</dd>
+      <dd>${words.join(", ") || (all.length ? "all up" : "–")}</dd>
     </div>
   </dl>`;
 }
 
 export function MeshPicture({ selected, mayKill }) {
-  const { instances, links, samples } = useMesh();
+  const { instances, links, samples, about } = useMesh();
   const box = useRef(null);
   const [width, setWidth] = useState(0);
   useEffect(() => {
@@ -371,7 +379,7 @@ export function MeshPicture({ selected, mayKill }) {
     </div>
     ${selected &&
     html`<${Detail} of=${instances.get(selected)} id=${selected} links=${links} mayKill=${mayKill} onClose=${close} />`}
-    <${Links} links=${links} />
+    <${Links} links=${links} isAsked=${about.asked} />
     <p class="legend" aria-hidden="true">
       <span><i class="swatch held"></i>KV held by requests</span>
       <span><i class="swatch cached"></i>prefix cache</span>

@@ -42,16 +42,18 @@ function usePolled(path, everyMs) {
   return found;
 }
 
-// A request without its first span has not ended: that span is written last.
+const OUTCOMES = { ok: "ok", running: "in progress", refused: "refused", cancelled: "cancelled", error: "failed" };
+
 function Row({ trace, isSelected }) {
-  const name = trace.request_id ? trace.name : "in progress";
+  const outcome = OUTCOMES[trace.status];
   const instances = [trace.prefill_ids.join(", ") || "–", trace.decode_ids.join(" → ") || "–"];
   return html`<tr class=${`${trace.status} ${isSelected ? "selected" : ""}`}>
     <td class="time"><a href=${`#/requests/${trace.trace_id}`} aria-current=${isSelected ? "true" : null}
-      aria-label=${`${name} at ${clock(trace.started_unix_s)}, ${trace.status}`}>${clock(trace.started_unix_s)}</a></td>
-    <td class="request">${name}<span class="tags">
+      aria-label=${`${trace.name} at ${clock(trace.started_unix_s)}, ${outcome}`}>${clock(trace.started_unix_s)}</a></td>
+    <td class="outcome">${outcome}</td>
+    <td class="request">${trace.name}<span class="tags">
       ${trace.moved && html`<em class="moved">moved</em>`}${trace.slow && html`<em class="slow">slow</em>`}
-      ${trace.status !== "ok" && html`<em class=${trace.status}>${trace.status === "error" ? trace.error || "failed" : trace.status}</em>`}
+      ${trace.error && html`<em class=${trace.status} title=${trace.error}>${trace.error}</em>`}
     </span></td>
     <td class="n ttft" data-label="TTFT">${ms(trace.ttft_s)}</td>
     <td class="n total" data-label="total">${trace.request_id ? ms(trace.duration_s) : "–"}</td>
@@ -83,7 +85,7 @@ export function Requests({ selected }) {
       html`<table class="traces">
         <thead>
           <tr>
-            <th scope="col">began</th><th scope="col">request</th><th scope="col" class="n">TTFT</th>
+            <th scope="col">began</th><th scope="col">outcome</th><th scope="col">request</th><th scope="col" class="n">TTFT</th>
             <th scope="col" class="n">total</th><th scope="col">prefill</th><th scope="col">decode</th>
           </tr>
         </thead>

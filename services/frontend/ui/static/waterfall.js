@@ -186,6 +186,7 @@ export function Waterfall({ trace }) {
   const root = rows[0][1];
   const made = choices(spans);
   const services = [...new Set(spans.map((span) => span.service))];
+  const refused = root.attributes["kvmesh.refused"];
   const requestId = spans.map((span) => span.attributes["kvmesh.request_id"]).find(Boolean);
   return html`<div class="waterfall">
     <p class="about-trace">
@@ -197,7 +198,7 @@ export function Waterfall({ trace }) {
       ${trace.left_out} later spans are left out, here and in the download.
       ${" "}<code>python -m services.inspect trace ${id.slice(0, 12)}</code> prints all; with <code>--perfetto FILE</code> it writes them.
     </p>`}
-    ${root.error && html`<p class="fault">${root.error}</p>`}
+    ${(root.error || refused) && html`<p class="fault">${root.error || refused}</p>`}
     ${Object.entries(shifts(spans)).map(
       ([service, by]) => html`<p class="soft" key=${service}>
         Clocks differ: ${service} is shown ${ms(Math.abs(by) / 1e3)} ${by > 0 ? "later" : "earlier"}, to begin with its caller.

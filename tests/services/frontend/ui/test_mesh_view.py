@@ -143,3 +143,13 @@ def test_a_link_is_counted_once_with_the_larger_figures(order: tuple[str, str]) 
     restarted = Status(instance_id="p1", role="prefill", links=[LinkStatus(peer="d1", transfers=1)])
     shown.reports.statuses["p1"] = restarted
     assert shown.view.look().links["p1>d1"]["transfers"] == 4
+
+
+def test_an_old_prefill_instance_is_not_new_before_the_first_answers() -> None:
+    """For a second after the page opened, all prefill instances warmed up, and no KV had ever moved."""
+    shown = Shown(instance("p1", "prefill"))
+    shown.now_s += WARMING_S
+    assert shown.state("p1") == "up"
+    assert shown.view.look().about["asked"] is False
+    shown.reports.statuses["p1"] = Status(instance_id="p1", role="prefill")
+    assert shown.view.look().about["asked"] is True
