@@ -26,6 +26,7 @@ from components.text.detokenizer import (
     is_byte_level,
 )
 from components.text.encoder import Encoder, LongPrompts
+from components.text.tokenizer_file import check_tokenizer_file
 
 T = TypeVar("T")
 
@@ -84,9 +85,8 @@ class TextModel:
 
     @classmethod
     def load(cls, directory: Path, options: FormatOptions = FormatOptions()) -> Self:  # noqa: B008  # frozen
-        """Raises: FileNotFoundError; ValueError if `options` do not fit the template."""
-        if not (directory / "tokenizer.json").is_file():
-            raise FileNotFoundError(f"{directory} has no tokenizer.json: not the directory of a model that speaks text")
+        """Raises: WrongSettings, without a tokenizer.json; ValueError if `options` do not fit the template."""
+        check_tokenizer_file(directory)
         loaded = PreTrainedTokenizerFast.from_pretrained(directory)
         template = loaded.chat_template
         several = template if isinstance(template, dict) else {}  # by name; the others are for retrieval

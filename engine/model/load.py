@@ -131,7 +131,9 @@ def _read_config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(directory)
     except (OSError, ValueError, KeyError, StrictDataclassError) as exc:
-        raise ModelUnavailable(f"the configuration in {directory} cannot be read: {exc}") from exc
+        # The cause is the first paragraph; after it transformers explains how to update itself.
+        cause = " ".join(str(exc).partition("\n\n")[0].split())
+        raise ModelUnavailable(f"the configuration in {directory} cannot be read: {cause}") from exc
 
 
 def _skeleton(auto: Any, model_config: Any) -> Any:

@@ -1,6 +1,7 @@
 """Find a model's directory by its name, without torch, for the frontend."""
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,7 +54,7 @@ def served_name(model: str) -> str:
     """Return the API's name: a directory's or file's own, otherwise `model`."""
     if (inner := inner_model(model)) is not None:
         return f"{MOCK}:{served_name(inner)}"
-    path = _local_path(model)
+    path = local_path(model)
     if path is None:
         return model
     return path.stem if path.suffix == SUFFIX else path.resolve().name
@@ -80,13 +81,12 @@ def model_dir(model: str, state_dir: Path, progress: Progress = silent) -> Path:
         return mock_dir(models_dir)
     if model in WHEEL_MODELS:
         return wheel_dir(model, models_dir, progress)
-    path = _local_path(model)
+    path = local_path(model)
     if path is not None and (file := gguf_file(path)) is not None:
         key = content_key(file)
         return converted_dir(file.stem, key, models_dir, progress, source=lambda: file, generation={})
     if path is not None:
-        if not (path / CONFIG_FILE).is_file():
-            raise ModelUnavailable(f"{path} has no {CONFIG_FILE}: it is not a Hugging Face model directory")
+        check_config_file(path)
         return path
     if model.startswith((".", "/", "~")) or not HUB_ID.fullmatch(model):
         raise ModelUnavailable(
@@ -97,7 +97,21 @@ def model_dir(model: str, state_dir: Path, progress: Progress = silent) -> Path:
     return fetched
 
 
-def _local_path(model: str) -> Path | None:
+def check_config_file(directory: Path) -> None:
+    """Raises: ModelUnavailable, if it is missing or no JSON object."""
+    path = directory / CONFIG_FILE
+    if not path.is_file():
+        raise ModelUnavailable(f"{directory} has no {CONFIG_FILE}: it is not a Hugging Face model directory")
+    try:
+        fault = "" if isinstance(json.loads(path.read_bytes()), dict) else "it is no object"
+    except (OSError, ValueError, RecursionError) as exc:
+        fault = str(exc)
+    if fault:
+        raise ModelUnavailable(f"{path} is no JSON of a model ({fault}): copy the one of the model again")
+
+
+def local_path(model: str) -> Path | None:
+    """The directory or GGUF file that `model` names; None for other names."""
     if not model or model == MOCK or model in WHEEL_MODELS:
         return None
     path = Path(model).expanduser()

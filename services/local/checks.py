@@ -13,10 +13,12 @@ from components.http.tls import Tls, tls_context
 from components.kv_transfer.backends import check_name
 from components.settings import WorkerSettings
 from components.startup import WrongSettings
+from components.text.tokenizer_file import check_tokenizer_file
 from engine.config import EngineConfig
 from engine.cpu.machine_memory import check_fits
 from engine.lora.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
-from engine.model.mock_model import is_mock
+from engine.model.mock_model import PREFIX, is_mock
+from engine.model.resolve import check_config_file, gguf_file, local_path
 from services.local.child_process import CannotStart, run
 from services.local.plan import Plan
 
@@ -28,6 +30,7 @@ CUDA: Final = Path("/dev/nvidiactl")
 async def check_plan(plan: Plan) -> None:
     """Raises: WrongSettings; CannotStart, if there is no process for a check."""
     _check_memory(plan)
+    _check_model(plan.settings.model)
     _check_frontend(plan)
     _check_ports(plan)
     if plan.observer.https is not None:
@@ -49,6 +52,14 @@ def _check_memory(plan: Plan) -> None:
             asked_gb += plan.counts[role] * engine.tensor_parallel * engine.kv_memory_gb
             count += plan.counts[role]
     check_fits(round(asked_gb * 1e9), f"setting engine.kv_memory_gb: KV pages of {count} worker{'s' * (count > 1)}")
+
+
+def _check_model(model: str) -> None:
+    """Check a directory; another model is checked when it is downloaded or converted."""
+    path = local_path(model.removeprefix(PREFIX))
+    if path is not None and gguf_file(path) is None:
+        check_config_file(path)
+        check_tokenizer_file(path)
 
 
 def _check_frontend(plan: Plan) -> None:

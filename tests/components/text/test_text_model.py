@@ -9,6 +9,7 @@ import pytest
 from jinja2 import Environment
 
 from components.errors import Rejected
+from components.startup import WrongSettings
 from components.text import tokenizer as module
 from components.text.tokenizer import TextModel
 from tests.components.text.tiny_model import TEMPLATE, tiny_text_model, tiny_tokenizer
@@ -62,7 +63,8 @@ def test_truncation_that_a_tokenizer_file_asks_for_is_switched_off(tmp_path: Pat
 
 
 def test_a_directory_without_tokenizer_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no tokenizer\.json"):
+    """The frontend died of it with a traceback, and its supervisor started it again."""
+    with pytest.raises(WrongSettings, match=r"no tokenizer\.json: copy the one of the model beside config\.json"):
         TextModel.load(tmp_path)
 
 

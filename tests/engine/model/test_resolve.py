@@ -2,8 +2,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
-from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
 
 from engine.errors import ModelUnavailable
 from engine.model import hub
@@ -39,13 +40,39 @@ def test_a_directory_without_a_configuration_is_named(tmp_path: Path) -> None:
         model_dir(str(tmp_path), tmp_path)
 
 
-def test_a_hub_that_cannot_be_reached_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def offline(*_args: object, **_options: object) -> str:
-        raise LocalEntryNotFoundError("no connection")
+@pytest.mark.parametrize("content", ["{", "[]", "\udcff"])
+def test_a_configuration_that_is_no_json_object_is_named(tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content, errors="surrogateescape")
+    with pytest.raises(ModelUnavailable, match=f"{tmp_path}/config.json is no JSON of a model"):
+        model_dir(str(tmp_path), tmp_path)
 
-    monkeypatch.setattr(hub, "snapshot_download", offline)
-    with pytest.raises(ModelUnavailable, match=r"org/name could not be fetched from the hub.*no connection"):
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (LocalEntryNotFoundError("An error happened.\nCheck it."), "no connection, or no such model. Check both, or "),
+        (
+            RepositoryNotFoundError(
+                "404\n\nNo.", response=httpx.Response(404, request=httpx.Request("GET", "http://h"))
+            ),
+            "no such model, or ",
+        ),
+        (OSError(28, "No space left\non device"), "[Errno 28] No space left on device. Check the connection, or "),
+    ],
+)
+def test_a_model_that_cannot_be_fetched_is_one_line_that_begins_with_its_name(
+    error: Exception, said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A supervisor shows a message's last line, and the hub's messages have several, without the name in the last."""
+
+    def failing(*_args: object, **_options: object) -> str:
+        raise error
+
+    monkeypatch.setattr(hub, "snapshot_download", failing)
+    with pytest.raises(ModelUnavailable) as caught:
         model_dir("org/name", tmp_path)
+    assert caught.value.message.startswith(f"org/name could not be fetched from the hub: {said}")
+    assert "\n" not in caught.value.message
 
 
 def test_a_fetch_reports_its_progress_and_draws_nothing(

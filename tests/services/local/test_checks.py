@@ -112,3 +112,24 @@ def test_more_memory_than_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         "setting engine.kv_memory_gb: KV pages of 2 workers take 12.0 GB, and 10.0 GB of memory are free here"
     )
     check(engine__kv_memory_gb="4")
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "no config.json"),
+        ({"config.json": "{"}, "config.json is no JSON of a model"),
+        ({"config.json": "{}"}, "has no tokenizer.json: copy the one of the model beside config.json"),
+    ],
+)
+@pytest.mark.parametrize("prefix", ["", "mock:"])
+def test_a_directory_that_is_no_model_is_one_line(
+    files: dict[str, str], said: str, prefix: str, tmp_path: Path
+) -> None:
+    """etcd, NATS and all services started, and three tracebacks of the frontend followed."""
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    assert said in refusal(model=f"{prefix}{tmp_path}")
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    check(model=f"{prefix}{tmp_path}")
