@@ -14,7 +14,7 @@ from typing import Final
 from engine.errors import ModelUnavailable
 from engine.model.converted import converted_dir
 from engine.model.identity import CONFIG_FILE, sample_file
-from engine.model.mock_model import MOCK, inner_model, mock_dir
+from engine.model.mock_model import MOCK, PREFIX, inner_model, mock_dir
 from engine.model.progress import Progress, silent
 
 SUFFIX: Final = ".gguf"
@@ -95,6 +95,13 @@ def model_dir(model: str, state_dir: Path, progress: Progress = silent) -> Path:
         )
     fetched: Path = import_module(HUB).fetch(model, progress)
     return fetched
+
+
+def independent_name(model: str) -> str:
+    """`model` as a process in another directory names it."""
+    if (inner := inner_model(model)) is not None:
+        return f"{PREFIX}{independent_name(inner)}"
+    return model if local_path(model) is None else str(Path(model).expanduser().absolute())
 
 
 def check_config_file(directory: Path) -> None:

@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from components.discovery.etcd import endpoints
-from components.local_mesh import beside_local_mesh
+from components.local_mesh import ADDRESSES, beside_local_mesh, local_mesh, no_answer_advice
 from components.program import program
 from components.settings import MeshSettings, wrong_settings_refused
 from components.startup import WrongSettings, refuse
@@ -285,11 +285,13 @@ def route(
 
 @command(MESH, user="")
 def env(settings: MeshSettings, *, as_json: AsJson = False) -> None:
-    """Print addresses and passwords as shell variables.
+    """Print addresses, passwords and the model as shell variables.
 
     They are for etcdctl, nats and services started by hand. Usage: eval "$(python -m services.inspect env)"
     """
     variables = shell_variables(settings)
+    if not ADDRESSES & settings.model_fields_set:  # the usual ports would be a guess
+        raise SystemExit(no_answer_advice(settings))
     if as_json:
         print(json.dumps(variables))
         return
@@ -307,6 +309,9 @@ def shell_variables(settings: MeshSettings) -> dict[str, str]:
         "NATS_URL": settings.nats_url,
         "ETCDCTL_ENDPOINTS": without_password(settings.etcd_url),
     }
+    local = local_mesh(settings.home)
+    if "model" in local and local["etcd_url"] == settings.etcd_url:  # else it is another mesh
+        variables |= {"MESH_MODEL": local["model"], "MESH_STATE_DIR": str(settings.home)}
     if members[0].user is not None:
         variables["ETCDCTL_USER"] = f"{members[0].user}:{members[0].password}"
     for name, of_etcdctl, of_nats in (("ca", "CACERT", "CA"), ("certificate", "CERT", "CERT"), ("key", "KEY", "KEY")):

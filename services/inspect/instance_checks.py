@@ -51,6 +51,13 @@ def check_instances(facts: Facts) -> Iterator[Finding]:
                 f"no {role} instance answers, so no request can be served",
                 f"start one: python -m services.{role}",
             )
+    decodes = {one.instance_id: one.status for one in facts.seen if one.role == "decode" and one.status is not None}
+    if decodes and all(status.draining for status in decodes.values()):
+        yield wrong(
+            "instances",
+            "all decode instances drain, so no request can be served",
+            f"`inspect drain {min(decodes)} --undo` ends that for one; or start another one",
+        )
     if counts.get("prefill") and not counts.get("bootstrap"):
         yield wrong(
             "instances",

@@ -21,6 +21,7 @@ from components.messaging.records import open_records
 from components.permissions import ADMINISTRATOR
 from components.startup import EX_CONFIG, WrongSettings
 from components.urls import without_password
+from engine.model.resolve import independent_name
 from services.local.accounts import OBSERVER as OBSERVER_USER
 from services.local.accounts import Accounts, Backends, Reach
 from services.local.checks import check_plan, own_ports
@@ -123,7 +124,8 @@ async def _backends(plan: Plan, supervision: Supervision) -> AsyncIterator[Reach
 
         users = {user: reach(user).settings() for user in ("inspect", "planner")}
         traces = {} if plan.otlp_endpoint is None else {"otlp_endpoint": plan.otlp_endpoint}
-        facts = {"users": users, "namespace": settings.namespace, "http": plan.urls, **traces}
+        model = independent_name(settings.model)
+        facts = {"users": users, "namespace": settings.namespace, "http": plan.urls, "model": model, **traces}
         with _writing(home):
             running_file.write(**reach(ADMINISTRATOR).settings(), **facts)
         if NATS in servers:

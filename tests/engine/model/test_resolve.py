@@ -8,7 +8,7 @@ from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundEr
 
 from engine.errors import ModelUnavailable
 from engine.model import hub
-from engine.model.resolve import is_random, model_dir, served_name
+from engine.model.resolve import independent_name, is_random, model_dir, served_name
 
 REPO = Path(__file__).resolve().parents[3]
 
@@ -20,6 +20,15 @@ def test_a_model_is_served_under_the_name_one_would_expect(tiny_dir: Path, monke
     assert served_name(f"{tiny_dir}/") == "tiny-llama"
     assert served_name(str(tiny_dir / "config.json")) == "tiny-llama"
     assert served_name(".") == "tiny-llama"
+
+
+def test_a_process_in_another_directory_finds_the_model_by_its_independent_name(
+    tiny_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tiny_dir)
+    assert independent_name("config.json") == str(tiny_dir / "config.json")
+    assert independent_name("mock:.") == f"mock:{tiny_dir}"
+    assert [independent_name(name) for name in ("mock", "org/name")] == ["mock", "org/name"]
 
 
 def test_a_directory_and_its_configuration_are_the_same_place(tiny_dir: Path, tmp_path: Path) -> None:

@@ -45,6 +45,11 @@ def with_(*others: Seen) -> list[Seen]:
     return [one for one in HEALTHY.seen if one.instance_id not in ids] + list(others)
 
 
+def test_a_decode_instance_that_drains_beside_another_one_is_only_noted() -> None:
+    found = judged(seen=with_(seen("decode", 2, draining=True)))
+    assert [(one.level, one.check) for one in found] == [(Level.NOTE, "instances")]
+
+
 def test_of_a_healthy_mesh_each_check_reports_that_it_is() -> None:
     assert not judged()
     checks = {one.check for one in findings(HEALTHY)}
@@ -70,6 +75,12 @@ def test_of_a_healthy_mesh_each_check_reports_that_it_is() -> None:
         ({"seen": []}, "instances", Level.WRONG, "none is registered in namespace ns"),
         ({"seen": with_(seen("frontend", answers=False))}, "instances", Level.WRONG, "frontend f1 on here, pid 1"),
         ({"seen": with_(seen("frontend", draining=True))}, "instances", Level.NOTE, "frontend f1 drains"),
+        (
+            {"seen": with_(seen("decode", draining=True))},
+            "instances",
+            Level.WRONG,
+            "all decode instances drain, so no request can be served",
+        ),
         ({"heartbeat_ages_s": {"d1": 0.2, "p1": 9.0}}, "heartbeats", Level.WRONG, "prefill p1 has sent no heartbeat"),
         ({"seen": with_(seen("frontend", event_loop_lag_s=0.9))}, "heartbeats", Level.NOTE, "0.9 s late"),
         ({"pages": {"d1": "http://x/metrics: refused"}}, "ports", Level.WRONG, "metrics page of d1"),

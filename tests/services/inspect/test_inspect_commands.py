@@ -55,6 +55,28 @@ def test_the_shell_variables_let_etcdctl_in(etcd_url: str, tmp_path: Path, monke
     assert ran.stdout.split() == ["OK", "shell/a", "nats://a:b@h:1"], ran.stderr
 
 
+def test_the_shell_variables_name_the_model_of_the_mesh_that_runs_here(tmp_path: Path) -> None:
+    """A worker started with them served another model."""
+    state = tmp_path / "local"
+    state.mkdir()
+    mine = {"etcd_url": "http://e:1", "nats_url": "nats://n:2", "namespace": "mine", "model": "mock"}
+    (state / "running.json").write_text(json.dumps({"pid": os.getpid(), **mine}))
+    code, text = invoke("env", "--json", "--state-dir", str(tmp_path))
+    assert code == 0
+    found = json.loads(text)
+    assert (found["MESH_NATS_URL"], found["MESH_MODEL"]) == ("nats://n:2", "mock")
+    assert found["MESH_STATE_DIR"] == str(tmp_path)
+    _, text = invoke("env", "--json", "--state-dir", str(tmp_path), "--etcd-url", "http://other:1")
+    assert "MESH_MODEL" not in json.loads(text)
+
+
+def test_without_a_mesh_there_are_no_shell_variables(run_service: RunService, tmp_path: Path) -> None:
+    """It printed the usual ports, where no server listened, with exit code 0."""
+    process = run_service("services.inspect", "env", "--state-dir", str(tmp_path))
+    assert process.popen.wait(20) == 1
+    assert process.logged().startswith(f"no services.local runs with state directory {tmp_path}: name its --state-dir")
+
+
 @pytest.fixture
 def home(tmp_path: Path) -> Path:
     tracer, writer = writing_tracer(tmp_path, "frontend-1")

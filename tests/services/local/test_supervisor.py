@@ -1,6 +1,7 @@
 """The whole of `services.local` as a process: it says "Ready" when that is true, and nothing survives it."""
 
 import errno
+import json
 import os
 import re
 import signal
@@ -82,6 +83,7 @@ def test_ready_comes_with_a_curl_that_names_the_real_model(mesh: Callable[..., S
     told = re.findall(r"decode-0     loading: (\d+) %", process.logged())
     assert told == ["0", "25", "50", "75", "100"]
     home = process.log.parent / "state/local"
+    assert json.loads((home / "running.json").read_text())["model"] == "smollm2-135m"
     private = [home / "running.json", *home.rglob("*.conf")]
     assert home.stat().st_mode & 0o777 == 0o700
     assert {path.name: path.stat().st_mode & 0o777 for path in private} == {path.name: 0o600 for path in private}
