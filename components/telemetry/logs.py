@@ -69,11 +69,16 @@ class PlainLines:
             for name, value in facts.items()
             if name != "color_message"
         )
-        if self._colours and level in COLOURS:
-            event = f"\033[{COLOURS[level]}m{event}\033[0m"
+        if not self._colours:
+            event = with_level(level, event)
         elif level in COLOURS:
-            event = f"{level}: {event}"
+            event = f"\033[{COLOURS[level]}m{event}\033[0m"
         return f"{ts[11:19]}  {event}{shown}" + (f"\n{printable_lines(exception)}" if exception else "")
+
+
+def with_level(level: str, event: str) -> str:
+    """Without colours the level is a word, from warning on."""
+    return f"{level}: {event}" if level in COLOURS else event
 
 
 def printable(text: str) -> str:

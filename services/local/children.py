@@ -118,8 +118,10 @@ class Child:
                 self._give_up(CannotStart(f"{ended}; see its output above"))
                 return
             delay_s = delays.after(time.monotonic() - started)
+            asked = returncode == 0 and self._was_ready  # by SIGTERM or `inspect drain --stop`
+            what = "ended, starting again" if asked else f"died ({cause}), restart"
             self._shared.output.report(
-                self.spec.name, f"died ({cause}), restart in {delay_s:g} s", level="error", restarts=deaths
+                self.spec.name, f"{what} in {delay_s:g} s", level="info" if asked else "error", restarts=deaths
             )
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):

@@ -11,7 +11,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Column
 from rich.text import Text
 
-from components.telemetry.logs import printable, printable_lines
+from components.telemetry.logs import printable, printable_lines, with_level
 
 PARTS: Final = 4
 BAR_WIDTH: Final = 16  # characters
@@ -52,6 +52,7 @@ class Output:
             self._line(name, text, facts.get("ts"))
         else:  # rich takes ten times as long, and under load many requests have a line
             pairs = "".join([f"  {key}={value}" for key, value in shown.items()])
+            said = with_level(str(facts.get("level")), said)
             self._console.file.write(f"{_clock(facts.get('ts'))}  {name:<{self._width}}  {said}{pairs}\n")
             self._console.file.flush()
         if facts.get("exception"):

@@ -74,6 +74,18 @@ def test_a_killed_child_is_restarted_and_its_signal_reported() -> None:
     supervise(scenario=scenario)
 
 
+def test_a_child_that_was_asked_to_end_did_not_die() -> None:
+    """After `inspect drain --stop` the log had an error: died (exit code 0)."""
+
+    async def scenario(_: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
+        await until("ready")
+        os.kill(int((await until(r"pid=(\d+)"))[1]), signal.SIGTERM)
+        await until(r"  ended, starting again in 0.5 s  restarts=1")
+        await until(r"(?s)ended.*ready")
+
+    assert "error" not in supervise(scenario=scenario)
+
+
 def test_a_child_that_keeps_dying_waits_longer_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(children, "FIRST_DELAY_S", 0.05)
 

@@ -30,6 +30,15 @@ def test_facts_follow_the_event_under_the_service_name(output: Output, shown: io
     assert shown.getvalue() == "03:04:05  decode-0    request finished  request_id=r1  tokens=64\n"
 
 
+@pytest.mark.parametrize(("level", "said"), [("info", ""), ("warning", "warning: "), ("error", "error: ")])
+def test_without_a_terminal_a_level_from_warning_on_is_a_word(
+    output: Output, shown: io.StringIO, level: str, said: str
+) -> None:
+    """In a file, the line of a dead worker looked like any other."""
+    output.show("decode-0", line("died", level=level))
+    assert shown.getvalue() == f"03:04:05  decode-0    {said}died\n"
+
+
 @pytest.mark.parametrize(
     "raw", ["[1763.5] UCX ERROR [red]not markup[/]", "{not json", '{"json": "but no event"}', "[]"]
 )

@@ -94,7 +94,7 @@ def test_a_worker_is_killed_by_its_instance_id_and_started_again(mesh: Callable[
 
     [instance_id] = re.findall(r"decode-0\s+ready .*?instance=(\w+)", process.logged())
     asyncio.run(main())
-    process.wait_for_log("decode-0     died (SIGKILL)")
+    process.wait_for_log("decode-0     error: died (SIGKILL)")
     eventually(lambda: len(re.findall(r"decode-0\s+ready", process.logged())) == 2, process.logged())
 
 

@@ -144,7 +144,7 @@ def test_a_hanging_child_is_killed_after_the_time_out(mesh: Callable[..., Servic
     started = time.monotonic()
     assert process.terminate(5) == 0
     assert time.monotonic() - started > 0.5
-    assert "decode-0     did not stop in 0.5 s: killed" in process.logged()
+    assert "decode-0     warning: did not stop in 0.5 s: killed" in process.logged()
     assert not alive(process)
 
 
@@ -163,7 +163,7 @@ def test_a_child_that_never_gets_ready_ends_the_run_with_its_last_line(mesh: Cal
     process = mesh("prefill=dies-early")
     assert process.popen.wait(10) == 1
     assert "prefill-0    Traceback of fake: no such thing" in process.logged()
-    assert "prefill-0    died (exit code 1), restart in 0.5 s" in process.logged()
+    assert "prefill-0    error: died (exit code 1), restart in 0.5 s" in process.logged()
     assert (
         process.logged().splitlines()[-1].startswith("error: prefill-0 ended 3 times before it was ready (exit code 1)")
     )
@@ -201,7 +201,7 @@ def test_a_killed_server_is_started_again_at_its_address(mesh: Callable[..., Ser
     url = re.search(r"etcd         ready  url=(\S+)", process.logged())
     assert url is not None
     os.kill(etcd, signal.SIGKILL)
-    process.wait_for_log("etcd         died (SIGKILL), restart in 0.5 s")
+    process.wait_for_log("etcd         error: died (SIGKILL), restart in 0.5 s")
     eventually(lambda: process.logged().count(f"etcd         ready  url={url[1]}") == 2, process.logged(), 5)
     assert process.terminate(5) == 0
 
