@@ -111,6 +111,8 @@ def _check_files(trace_file: Path | None, requests: int | None, plot: Path | Non
                 pass
         except ValueError as exc:
             raise typer.BadParameter(f"--trace {exc}") from exc
+        except OSError as exc:
+            raise typer.BadParameter(f"--trace {trace_file}: {exc.strerror}") from exc
 
 
 def _fitted(option: str, path: Path, label: str | None) -> MockConfig:
@@ -119,6 +121,8 @@ def _fitted(option: str, path: Path, label: str | None) -> MockConfig:
         return fit_file(path, label).cost
     except ValueError as exc:
         raise typer.BadParameter(f"{option} {path}: {exc}") from exc
+    except OSError as exc:
+        raise typer.BadParameter(f"{option} {path}: {exc.strerror}") from exc
 
 
 def _row(label: str, cells: list[str]) -> str:
@@ -192,9 +196,7 @@ def main(
             help="NAME for both roles or PREFILL/DECODE, NAME@OPTION=NUMBER,… as in settings; several times (all)"
         ),
     ] = None,
-    trace_file: Annotated[
-        Path | None, typer.Option("--trace", exists=True, dir_okay=False, help="a file in Mooncake's format")
-    ] = None,
+    trace_file: Annotated[Path | None, typer.Option("--trace", help="a file in Mooncake's format")] = None,
     trace_speed: Annotated[float, typer.Option(help="of its arrivals", min=1e-6)] = 1.0,
     workload: Annotated[Workload, typer.Option(help="without a trace")] = Workload.SHARED_PREFIX,
     requests: Annotated[int | None, typer.Option(help="in all (default: 10,000, or the trace's)", min=1)] = None,
@@ -210,9 +212,7 @@ def main(
     answer_len: Annotated[int, typer.Option(help="synthetic: mean tokens of an answer", min=1)] = 128,
     decode: Annotated[int, typer.Option(help="decode workers at the start", min=0)] = 4,
     prefill: Annotated[int, typer.Option(help="prefill workers; 0: decode workers compute prompts", min=0)] = 0,
-    fit: Annotated[
-        Path | None, typer.Option(exists=True, dir_okay=False, help="lines of bench.engine to fit the cost model to")
-    ] = None,
+    fit: Annotated[Path | None, typer.Option(help="lines of bench.engine to fit the cost model to")] = None,
     fit_label: Annotated[str | None, typer.Option(help="of these, the ones with this label")] = None,
     speedup: Annotated[float, typer.Option(help="engines are so much faster than the cost model says", min=1e-6)] = 1.0,
     decode_devices: Annotated[
@@ -225,9 +225,7 @@ def main(
     ] = "",
     prefill_fit: Annotated[
         Path | None,
-        typer.Option(
-            exists=True, dir_okay=False, help="as --fit, measured on --prefill-devices: speeds of prefill workers"
-        ),
+        typer.Option(help="as --fit, measured on --prefill-devices: speeds of prefill workers"),
     ] = None,
     pages: Annotated[int, typer.Option(help="of 512 tokens, per worker", min=1)] = 1024,
     max_running: Annotated[int, typer.Option(help="as of the engine", min=1)] = 64,

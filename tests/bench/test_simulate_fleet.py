@@ -504,10 +504,10 @@ def test_the_command_prints_a_row_and_a_line_for_each_policy_and_draws(tmp_path:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ("--trace none", "'none' does not exist"),
+        ("--trace none", "--trace none: No such file or directory"),
         ("--trace empty", "empty has no requests"),
         ("--trace wrong", "wrong:1 is not a request of a trace"),
-        ("--fit none", "'none' does not exist"),
+        ("--fit none", "--fit none: No such file or directory"),
         ("--fit empty", "0 decode steps and 0 prompts"),
         ("--fit wrong", "a line is not of bench.engine"),
         ("--prefill-fit empty", "--prefill-fit empty"),
