@@ -11,8 +11,8 @@ from engine.core.engine_core import PACK_TOKENS, EngineCore
 from engine.kv.count import count_pages
 from engine.mock.marked_pages import MARKS, MarkedPages
 from engine.mock.mock_runner import MockRunner
-from engine.model.identity import CONFIG_FILE
 from engine.model.mock_model import LETTERS, MOCK
+from engine.model.model_files import CONFIG_FILE
 from engine.model.pooling import read_pooling
 from engine.model.progress import Progress, silent
 from engine.model.resolve import model_dir, served_name

@@ -2,11 +2,11 @@
 
 import hashlib
 import json
-import struct
 from pathlib import Path
 from typing import Final
 
-CONFIG_FILE: Final = "config.json"
+from engine.model.model_files import CONFIG_FILE, read_header
+
 SAMPLES: Final = 16  # of each weight file
 SAMPLE_BYTES: Final = 4096
 INCIDENTAL: Final = ("transformers_version", "_name_or_path", "architectures")  # may differ between equal weights
@@ -16,14 +16,15 @@ def weights_identity(name: str, directory: Path) -> str:
     """`name@hash` over configuration, tensor table, size and samples of each safetensors file.
 
     Whole files would take seconds. Fine-tunes of one base differ in the samples.
+
+    Raises: ModelUnavailable.
     """
     digest = _config_digest(directory)
     for path in sorted(directory.glob("*.safetensors")):
         digest.update(path.name.encode())
-        with path.open("rb") as file:
-            (header_bytes,) = struct.unpack("<Q", file.read(8))
-            digest.update(file.read(header_bytes))
-        sample_file(digest, path, 8 + header_bytes)
+        header = read_header(path)
+        digest.update(header)
+        sample_file(digest, path, 8 + len(header))
     return f"{name}@{digest.hexdigest()[:12]}"
 
 

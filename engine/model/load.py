@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationConfig
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 from transformers.utils import logging as transformers_logging
 
@@ -22,16 +22,18 @@ from engine.errors import DeviceUnavailable, ModelUnavailable, UnsupportedModel
 from engine.kv.storage import TORCH_DTYPES
 from engine.lora.adapters import Adapters, install_adapters
 from engine.model.identity import random_identity, weights_identity
+from engine.model.model_files import read_json
 from engine.model.pooling import Pooling, read_pooling
 from engine.model.progress import Progress, unless_quick
 from engine.model.resolve import is_random, model_dir, served_name
-from engine.model.support import check_config, max_positions
+from engine.model.support import check_config, check_stored, check_unexpected, max_positions
 from engine.sampling.bounds import end_tokens
 from engine.sharding.cuts import NO_CUTS, cut_weights, join_sums, plan_cuts
 from engine.sharding.heads import check_heads, query_heads
-from engine.sharding.read_part import read_part
+from engine.sharding.read_part import INDEX, read_part, weight_files
 
 RANDOM_SEED: Final = 0
+GENERATION_FILE: Final = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +108,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
     else:
         whole = partial(_whole_model, auto, directory, TORCH_DTYPES[dtype])
         part = partial(read_part, directory, skeleton, TORCH_DTYPES[dtype], cuts, rank)
-        module = _trained_model(directory, whole if skeleton is None else part, device, progress)
+        module = _trained_model(name, directory, whole if skeleton is None else part, device, progress)
     adapters = install_adapters(module, config.lora, cuts.linears) if pooling is None else Adapters()
     join_sums(module, cuts)
     if pooling is not None:
@@ -143,19 +145,38 @@ def _skeleton(auto: Any, model_config: Any) -> Any:
 
 
 def _trained_model(
-    directory: Path, read: Callable[[], tuple[Any, Mapping[str, Any]]], device: torch.device, progress: Progress
+    name: str,
+    directory: Path,
+    read: Callable[[], tuple[Any, Mapping[str, Any]]],
+    device: torch.device,
+    progress: Progress,
 ) -> Any:
     """`read` returns what `from_pretrained(output_loading_info=True)` does."""
     if not any(directory.glob("*.safetensors")):
         raise ModelUnavailable(f"{directory} has no *.safetensors; for random weights use load_format=dummy")
+    check_stored(name, [path for path in _weight_files(directory) if path.is_file()])
     try:
         with _reported_bars("Loading weights", progress):
             module, report = read()
     except (OSError, SafetensorError) as exc:
         raise ModelUnavailable(f"the weights in {directory} cannot be read: {exc}") from exc
+    if wrong := sorted(report["mismatched_keys"]):
+        tensor, stored, wanted = wrong[0]
+        raise ModelUnavailable(
+            f"the weights in {directory} do not fit its config.json: {tensor} is {tuple(stored)}, which should be "
+            f"{tuple(wanted)}"
+        )
     if missing := sorted(report["missing_keys"]):  # transformers would initialise them at random
         raise ModelUnavailable(f"the weights in {directory} lack {len(missing)} tensors, among them {missing[0]}")
+    check_unexpected(name, module, report["unexpected_keys"])
     return _moved(module, device)
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    try:
+        return weight_files(directory)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as exc:
+        raise ModelUnavailable(f"{directory / INDEX} cannot be read: {exc}") from exc
 
 
 def _moved(module: Any, device: torch.device) -> Any:
@@ -178,6 +199,7 @@ def _whole_model(auto: Any, directory: Path, dtype: torch.dtype) -> Any:
         dtype=dtype,
         attn_implementation=IMPLEMENTATION,
         local_files_only=True,
+        ignore_mismatched_sizes=True,  # the caller refuses them
         output_loading_info=True,
     )
 
@@ -189,12 +211,29 @@ def _random_model(auto: Any, model_config: Any, dtype: torch.dtype, device: torc
         return auto.from_config(model_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
 
 
-def _named_end(directory: Path, text_config: Any) -> int | list[int] | None:
-    """End tokens by generation_config.json, which need not name any, or else by the model's own configuration."""
-    found = None
-    if (directory / "generation_config.json").is_file():
-        found = GenerationConfig.from_pretrained(directory).eos_token_id
-    return found if found is not None else getattr(text_config, "eos_token_id", None)
+def _named_end(directory: Path, text_config: Any) -> list[int]:
+    """End tokens by generation_config.json, or else by the model's own configuration, and the tokenizer's, as in vLLM.
+
+    Raises: ModelUnavailable.
+    """
+    path = directory / GENERATION_FILE
+    found = read_json(path).get("eos_token_id") if path.is_file() else None
+    named = found if found is not None else getattr(text_config, "eos_token_id", None)
+    ids = [] if named is None else named if isinstance(named, list) else [named]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise ModelUnavailable(
+            f"eos_token_id of the model in {directory} is {named!r}; it must be an id, or a list of ids"
+        )
+    return [*ids, *_tokenizer_end(directory)]
+
+
+def _tokenizer_end(directory: Path) -> list[int]:
+    settings, tokens = directory / "tokenizer_config.json", directory / "tokenizer.json"
+    if not settings.is_file() or not tokens.is_file():
+        return []
+    end = read_json(settings).get("eos_token")
+    text = end.get("content") if isinstance(end, dict) else end
+    return [added["id"] for added in read_json(tokens).get("added_tokens") or () if added["content"] == text]
 
 
 @contextmanager

@@ -4,16 +4,15 @@ sentence-transformers describes it in modules.json. Without that file, a model w
 (`"architectures": ["MistralModel"]`) returns the last token's state, normalised, as in vLLM.
 """
 
-import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal
 
 from components.wire.embed import EmbeddingModel
-from engine.errors import ModelUnavailable, UnsupportedModel
+from engine.errors import UnsupportedModel
+from engine.model.model_files import CONFIG_FILE, read_json
 
-CONFIG_FILE: Final = "config.json"
 MODULES_FILE: Final = "modules.json"
 LIMIT_FILE: Final = "sentence_bert_config.json"
 SWITCH: Final = "pooling_mode_"  # keys of older files; newer ones have `pooling_mode`
@@ -48,15 +47,15 @@ def read_pooling(name: str, directory: Path, *, matryoshka: bool = False) -> Poo
 
     Raises: UnsupportedModel, ModelUnavailable.
     """
-    config = _read(directory / CONFIG_FILE)
+    config = read_json(directory / CONFIG_FILE)
     modules = directory / MODULES_FILE
     if modules.is_file():
-        mode, normalised = _of_modules(name, directory, _read(modules))
+        mode, normalised = _of_modules(name, directory, read_json(modules))
     elif any(HEADLESS.fullmatch(str(architecture)) for architecture in config.get("architectures") or ()):
         mode, normalised = "last", True
     else:
         return None
-    limit = _read(directory / LIMIT_FILE).get("max_seq_length") if (directory / LIMIT_FILE).is_file() else None
+    limit = read_json(directory / LIMIT_FILE).get("max_seq_length") if (directory / LIMIT_FILE).is_file() else None
     sizes = config.get("matryoshka_dimensions") or []
     text = config.get("text_config", config)
     about = EmbeddingModel(
@@ -75,7 +74,7 @@ def _of_modules(name: str, directory: Path, modules: list[dict[str, Any]]) -> tu
             f"{name} is not supported: its embeddings are made by {', '.join(kinds)}; "
             "computed here are Transformer, Pooling and Normalize"
         )
-    options = _read(directory / str(modules[1]["path"]) / CONFIG_FILE)
+    options = read_json(directory / str(modules[1]["path"]) / CONFIG_FILE)
     return _mode(name, options), len(kinds) == 3
 
 
@@ -87,10 +86,3 @@ def _mode(name: str, options: dict[str, Any]) -> PoolingMode:
             f"{name} is not supported: it pools by {asked}; computed here are lasttoken, mean_tokens and cls_token"
         )
     return MODES[str(asked[0])]
-
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError) as exc:
-        raise ModelUnavailable(f"{path} cannot be read: {exc}") from exc

@@ -13,8 +13,9 @@ from typing import Final
 
 from engine.errors import ModelUnavailable
 from engine.model.converted import converted_dir
-from engine.model.identity import CONFIG_FILE, sample_file
+from engine.model.identity import sample_file
 from engine.model.mock_model import MOCK, PREFIX, inner_model, mock_dir
+from engine.model.model_files import CONFIG_FILE
 from engine.model.progress import Progress, silent
 
 SUFFIX: Final = ".gguf"

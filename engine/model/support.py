@@ -1,12 +1,17 @@
 """Refuse unsupported models at load, before weights are read."""
 
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, Final
 
 from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.errors import UnsupportedModel
+from engine.model.model_files import read_tensors
 
 LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
+NARROW: Final = ("F4", "F6", "F8")  # starts of safetensors' dtypes
+INTEGER: Final = ("I", "U")
 NEEDED: Final = ("num_attention_heads", "num_hidden_layers", "hidden_size", "max_position_embeddings")
 
 
@@ -30,8 +35,7 @@ def _reasons(config: Any) -> dict[str, Any]:
     layer_types = set(getattr(text, "layer_types", None) or LAYER_TYPES)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     return {
-        f"its weights are quantised ({_quantisation(config)}), which this engine does not compute; take the model's "
-        "unquantised checkpoint, or a GGUF file of it, whose weights become bfloat16": _quantisation(config),
+        _quantised(_quantisation(config)): _quantisation(config),
         "it is not a decoder-only model": config.is_encoder_decoder,
         f"its layers are of the kinds {sorted(layer_types)}": not layer_types <= LAYER_TYPES,
         "it compresses keys and values (MLA)": getattr(text, "kv_lora_rank", None),
@@ -42,6 +46,55 @@ def _reasons(config: Any) -> dict[str, Any]:
         ),
         "its layers differ in shape": not isinstance(getattr(text, "head_dim", None), int | None),
     }
+
+
+def _quantised(method: str) -> str:
+    return (
+        f"its weights are quantised ({method}), which this engine does not compute; take the model's "
+        "unquantised checkpoint, or a GGUF file of it, whose weights become bfloat16"
+    )
+
+
+def check_stored(name: str, files: Iterable[Path]) -> None:
+    """Check the dtypes of weights, as a quantised model's config.json may not mention it.
+
+    Raises: UnsupportedModel, ModelUnavailable.
+    """
+    for path in files:
+        for tensor, about in read_tensors(path).items():
+            dtype = str(about["dtype"])
+            # integers that are no weights: masks and positions
+            if dtype.startswith(NARROW) or (dtype.startswith(INTEGER) and "weight" in tensor.rpartition(".")[2]):
+                raise UnsupportedModel(f"{name} is not supported: {_quantised(f'{tensor} is of {dtype}')}")
+
+
+def check_unexpected(name: str, module: Any, keys: Iterable[str]) -> None:
+    """Refuse tensors of layers that the model has without them, such as biases and scales.
+
+    Others are of parts that are not computed here, such as a vision tower.
+
+    Args:
+        keys: those that transformers had no place for.
+    Raises: UnsupportedModel.
+    """
+    if found := sorted(key for key in keys if _has_layer_of(module, key)):
+        raise UnsupportedModel(
+            f"{name} is not supported: its weights hold {found[0]}, for which the model of its config.json has no "
+            f"place{f', and {len(found) - 1} more' if found[1:] else ''}. The two are not of one model, or need other code"
+        )
+
+
+def _has_layer_of(module: Any, key: str) -> bool:
+    parent = key.rpartition(".")[0]
+    return any(list(layer.parameters(recurse=False)) for layer in _layers(module, parent))
+
+
+def _layers(module: Any, name: str) -> Iterator[Any]:
+    for full in (name, f"{module.base_model_prefix}.{name}"):  # a base model's file has no prefix
+        try:
+            yield module.get_submodule(full)
+        except AttributeError:
+            continue
 
 
 def _quantisation(config: Any) -> str:

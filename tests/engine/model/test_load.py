@@ -3,6 +3,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,106 @@ def test_weights_that_are_truncated_are_refused(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(ModelUnavailable, match=f"the weights in {tmp_path} cannot be read"):
         load(tmp_path)
+
+
+def change_weights(directory: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+    path = directory / "model.safetensors"
+    weights = load_file(path)
+    change(weights)
+    save_file(weights, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_quantised_weights_are_refused_if_config_json_does_not_mention_it(tmp_path: Path, dtype: torch.dtype) -> None:
+    """They were read as if they were plain, without their scales."""
+
+    def quantise(weights: dict[str, torch.Tensor]) -> None:
+        name = "model.layers.0.mlp.up_proj.weight"
+        weights[name] = (weights[name] * 50).to(dtype)
+        weights[f"{name}_scale"] = torch.tensor([0.02])
+
+    change_weights(save_tiny(tmp_path / "m"), quantise)
+    with pytest.raises(
+        UnsupportedModel, match=r"m is not supported: its weights are quantised \(model.layers.0.mlp.up_"
+    ):
+        load_tiny(tmp_path / "m")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_tensors_of_a_layer_that_has_no_place_for_them_are_refused(tmp_path: Path, size: int) -> None:
+    """Biases were left out where config.json did not mention them."""
+
+    def add(weights: dict[str, torch.Tensor]) -> None:
+        for layer in (0, 1):
+            weights[f"model.layers.{layer}.self_attn.q_proj.bias"] = torch.ones(64)
+
+    change_weights(save_tiny(tmp_path), add)
+    with pytest.raises(UnsupportedModel, match=r"hold model.layers.0.self_attn.q_proj.bias, .* and 1 more"):
+        load_tiny(tmp_path, tensor_parallel=size)
+
+
+def test_tensors_of_parts_that_are_not_computed_are_left_out(tmp_path: Path) -> None:
+    def add(weights: dict[str, torch.Tensor]) -> None:
+        weights["vision_tower.layers.0.q_proj.bias"] = torch.ones(4)
+        weights["model.layers.2.mlp.up_proj.weight"] = torch.ones(4, 4)  # a further layer predicts more tokens
+        weights["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(8)
+        weights["model.rotary_emb.inv_freq"] = torch.ones(8)
+        weights["model.layers.0.self_attn.bias"] = torch.ones(4, 4, dtype=torch.uint8)  # a mask of older files
+
+    change_weights(save_tiny(tmp_path), add)
+    assert load_tiny(tmp_path).vocab_size == 128
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", "run `git lfs pull`"),
+        (b"", "no safetensors file, or truncated"),
+        (b"abc", "no safetensors file, or truncated"),
+        (b"\xff" * 100, "no safetensors file, or truncated"),
+        (b"\x03" + b"\0" * 7 + b"abc", "no safetensors file"),
+    ],
+    ids=["pointer", "empty", "short", "long header", "no JSON"],
+)
+def test_a_damaged_file_of_weights_is_named(tmp_path: Path, content: bytes, said: str) -> None:
+    """The traceback of a MemoryError for a pointer of Git LFS, of a struct.error for an empty file."""
+    path = save_tiny(tmp_path) / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(ModelUnavailable, match=f"{path} is .*{said}"):
+        load_tiny(tmp_path)
+
+
+@pytest.mark.parametrize("content", ["{", "{}", "[]", '{"weight_map": 1}'])
+def test_a_damaged_index_of_weights_is_named(tmp_path: Path, content: str) -> None:
+    (save_tiny(tmp_path) / "model.safetensors.index.json").write_text(content)
+    with pytest.raises(ModelUnavailable, match=r"model.safetensors.index.json cannot be read"):
+        load_tiny(tmp_path)
+
+
+def test_weights_of_other_shapes_than_the_configuration_are_refused(tmp_path: Path) -> None:
+    path = save_tiny(tmp_path) / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "vocab_size": 130}))
+    with pytest.raises(
+        ModelUnavailable, match=r"do not fit .* lm_head.weight is \(128, 64\), which should be \(130, 64\)"
+    ):
+        load_tiny(tmp_path)
+
+
+@pytest.mark.parametrize("content", ['{"eos_token_id": 5,', '{"eos_token_id": ["</s>"]}', '{"eos_token_id": "</s>"}'])
+def test_a_damaged_generation_configuration_is_named(tmp_path: Path, content: str) -> None:
+    (save_tiny(tmp_path) / "generation_config.json").write_text(content)
+    with pytest.raises(ModelUnavailable, match=r"generation_config.json cannot be read|eos_token_id of the model in"):
+        load_tiny(tmp_path)
+
+
+@pytest.mark.parametrize("end", ["<end>", {"content": "<end>", "special": True}])
+def test_the_tokenizers_end_of_text_is_an_end_token(tmp_path: Path, end: object) -> None:
+    """Where the other files name another one, answers ran on after it."""
+    directory = save_tiny(tmp_path)
+    (directory / "tokenizer_config.json").write_text(json.dumps({"eos_token": end}))
+    added = [{"id": 8, "content": "<start>"}, {"id": 9, "content": "<end>"}]
+    (directory / "tokenizer.json").write_text(json.dumps({"added_tokens": added}))
+    assert load_tiny(directory).eos_token_ids == {EOS, 9}
 
 
 def test_a_model_whose_attention_goes_elsewhere_is_refused(tmp_path: Path) -> None:
