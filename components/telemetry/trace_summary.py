@@ -102,7 +102,8 @@ def _name(root: Span) -> str:
 def _outcome(spans: Sequence[Span], root: Span, now_s: float | None) -> tuple[Status, str]:
     """The status, and why."""
     if now_s is not None and REQUEST_ID not in root.attributes and any(span.name in WORKER_SPANS for span in spans):
-        has_ended = any(span.name == DECODE_SPAN for span in spans)
+        # a part that failed is followed by another one: the stream has moved
+        has_ended = any(span.name == DECODE_SPAN and span.status != "ERROR" for span in spans)
         silent_s = now_s - max(span.end_ns for span in spans) / 1e9
         is_lost = silent_s > (LOST_AFTER_S if has_ended else LONGEST_S)
         return ("error", FRONTEND_LOST) if is_lost else ("running", "")

@@ -78,6 +78,11 @@ def test_a_request_without_its_frontends_span_runs_or_has_lost_it(
     assert summary_of(spans).status == "ok"  # frontends keep their spans elsewhere
 
 
+def test_a_stream_that_moved_runs_on() -> None:
+    lost = replace(FIRST, name="decode.request", status="ERROR", error="silent for 2 s")
+    assert summary_of([lost], FIRST.end_ns / 1e9 + LOST_AFTER_S + 1).status == "running"
+
+
 def worker_span(tracer: Spans, name: str, ended_s: float) -> str:
     span = tracer.start_span(name, start_time=int((ended_s - 1) * 1e9))
     span.end(int(ended_s * 1e9))
