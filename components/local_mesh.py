@@ -13,6 +13,8 @@ S = TypeVar("S", bound=MeshSettings)
 ADDRESSES: Final = frozenset({"etcd_url", "nats_url"})
 FOUND: Final = (*ADDRESSES, "namespace", "otlp_endpoint")
 PROOFS: Final = ("nats_name", "tls")
+# Its servers have random ports.
+ENV_OF_LOCAL_MESH: Final = 'for a running `make up`: eval "$(python -m services.inspect env)"'
 
 
 def local_mesh(home: Path) -> dict[str, Any]:

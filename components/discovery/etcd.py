@@ -15,6 +15,7 @@ from components.certificates import Pem
 from components.credentials import EtcdAccess
 from components.discovery.etcd_stubs import etcd3, etcdrpc
 from components.errors import BackendUnavailable
+from components.local_mesh import ENV_OF_LOCAL_MESH
 from components.startup import WrongSettings
 from components.urls import Login, wants_tls, without_password
 
@@ -32,6 +33,10 @@ _CHANNEL: Final = (
     ("grpc.max_receive_message_length", -1),  # a watch event may carry the records of a whole fleet
 )
 ANYONE: Final = EtcdAccess()
+
+
+class NotAllowed(BackendUnavailable):
+    """This user has no right to a key. Rights may be given later."""
 
 
 class Endpoint(NamedTuple):
@@ -93,8 +98,11 @@ def etcd_errors(url: str) -> Iterator[None]:
     try:
         yield
     except grpc.RpcError as exc:
+        cause, where = _cause(exc), without_password(url)
+        if "permission denied" in cause:
+            raise NotAllowed(refused(url, cause), etcd_url=where) from exc
         says = refused if _is_refusal(exc) else unreachable
-        raise BackendUnavailable(says(url, _cause(exc)), etcd_url=without_password(url)) from exc
+        raise BackendUnavailable(says(url, cause), etcd_url=where) from exc
     except etcd3.Etcd3Exception as exc:
         raise BackendUnavailable(
             unreachable(url, str(exc) or type(exc).__name__), etcd_url=without_password(url)
@@ -153,7 +161,7 @@ def unreachable(url: str, cause: str) -> str:
             "https:// if etcd uses TLS; MESH_TLS__CA must have signed etcd's certificate, which must name this host; "
             "MESH_TLS__CERTIFICATE must be one that etcd accepts"
         )
-    return f"etcd at {without_password(url)} cannot be reached ({cause}): start it (`make up` starts one) or set MESH_ETCD_URL"
+    return f"etcd at {without_password(url)} cannot be reached ({cause}): start one, or set MESH_ETCD_URL; {ENV_OF_LOCAL_MESH}"
 
 
 def refused(url: str, cause: str) -> str:

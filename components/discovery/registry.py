@@ -189,7 +189,7 @@ class Registry:
         self._contacted()
         self._loop.call_soon_threadsafe(self._snapshot_taken, records, revision, reads)
         create = etcdrpc.WatchCreateRequest(
-            key=self._prefix.encode(), range_end=self._range_end, start_revision=revision + 1
+            key=self._prefix.encode(), range_end=_end(self._prefix.encode()), start_revision=revision + 1
         )
         ended = threading.Event()
         self._watch_call = etcdrpc.WatchStub(client.channel).Watch(_requests(create, ended), metadata=HAS_LEADER)
@@ -216,7 +216,7 @@ class Registry:
         start, revision = self._prefix.encode(), 0
         while True:
             page = client.kvstub.Range(
-                etcdrpc.RangeRequest(key=start, range_end=self._range_end, limit=PAGE, revision=revision),
+                etcdrpc.RangeRequest(key=start, range_end=_end(self._prefix.encode()), limit=PAGE, revision=revision),
                 CALL_TIMEOUT_S,
             )
             revision = revision or page.header.revision
@@ -226,10 +226,6 @@ class Registry:
             if not page.more:
                 return records, revision
             start = page.kvs[-1].key + b"\0"  # the next possible key
-
-    @property
-    def _range_end(self) -> bytes:
-        return f"{self._prefix[:-1]}0".encode()  # "0" follows "/"
 
     def _snapshot_taken(self, records: dict[str, InstanceRecord], revision: int, reads: int) -> None:
         self.book.replace_all(records)
@@ -270,6 +266,13 @@ async def join_registry(url: str, namespace: str, ttl_s: float, access: EtcdAcce
         await asyncio.to_thread(thread.join)
 
 
+def check_readable(url: str, namespace: str, access: EtcdAccess = ANYONE) -> None:
+    """Blocks. Raises: NotAllowed, or another BackendUnavailable."""
+    first = _prefix(namespace).encode()
+    with etcd_client(url, access) as client:
+        client.kvstub.Range(etcdrpc.RangeRequest(key=first, range_end=_end(first), count_only=True), CALL_TIMEOUT_S)
+
+
 def remove_record(url: str, namespace: str, role: str, instance_id: str, access: EtcdAccess = ANYONE) -> None:
     """Remove an ended process's record before its lease expires. Blocks.
 
@@ -281,6 +284,10 @@ def remove_record(url: str, namespace: str, role: str, instance_id: str, access:
 
 def _prefix(namespace: str) -> str:
     return f"{namespace}/instances/"
+
+
+def _end(prefix: bytes) -> bytes:
+    return prefix[:-1] + b"0"  # "0" follows "/"
 
 
 def _key(prefix: str, role: str, instance_id: str) -> str:

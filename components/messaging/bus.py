@@ -27,6 +27,7 @@ from components.errors import (
     MessageTooLarge,
     NobodyListens,
 )
+from components.local_mesh import ENV_OF_LOCAL_MESH
 from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import Refusals
 from components.messaging.replies import Replies, RespondersGone, publish
@@ -215,7 +216,7 @@ def unreachable(url: str, exc: BaseException) -> str:
         )
     # with TLS 1.3 a server refuses a client's certificate after the handshake, by closing
     tls = "; if it runs, MESH_TLS__CERTIFICATE must be one that it accepts" if "tls://" in url else ""
-    return f"NATS at {where} cannot be reached ({cause}): start it (`make up` starts one) or set MESH_NATS_URL{tls}"
+    return f"NATS at {where} cannot be reached ({cause}): start one, or set MESH_NATS_URL; {ENV_OF_LOCAL_MESH}{tls}"
 
 
 @asynccontextmanager

@@ -97,7 +97,7 @@ def workers(
     as_json: AsJson = False,
 ) -> None:
     """Show all instances: what etcd holds and NATS answers."""
-    asyncio.run(show_workers(settings, _console(wide=wide), wide=wide, as_json=as_json))
+    _run(show_workers(settings, _console(wide=wide), wide=wide, as_json=as_json))
 
 
 @command(MESH)

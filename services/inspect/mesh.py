@@ -8,9 +8,10 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
-from components.discovery.registry import Registry, join_registry
-from components.errors import MeshError
-from components.local_mesh import no_answer_advice
+from components.discovery.etcd import NotAllowed
+from components.discovery.registry import Registry, check_readable, join_registry
+from components.errors import BackendUnavailable, MeshError
+from components.local_mesh import local_mesh, no_answer_advice
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.micro_services import OTHERS_S, find_services
 from components.settings import MeshSettings
@@ -97,10 +98,25 @@ def open_bus(settings: MeshSettings) -> AbstractAsyncContextManager[Bus]:
 
 @asynccontextmanager
 async def open_mesh(settings: MeshSettings) -> AsyncIterator[Mesh]:
-    etcd = join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access())
     where = f"etcd at {without_password(settings.etcd_url)}"
-    async with open_bus(settings) as bus, _opened(settings, where, etcd) as registry:
+    async with open_bus(settings) as bus, _opened(settings, where, _readable_registry(settings)) as registry:
         yield Mesh(bus, registry, settings.namespace)
+
+
+@asynccontextmanager
+async def _readable_registry(settings: MeshSettings) -> AsyncIterator[Registry]:
+    """Raises: SystemExit, if this user has no right to the namespace: a service would wait for it."""
+    url, namespace, access = settings.etcd_url, settings.namespace, settings.etcd_access()
+    try:
+        await asyncio.to_thread(check_readable, url, namespace, access)
+    except NotAllowed as exc:
+        here = local_mesh(settings.home).get("namespace")
+        other = f"this user may not read namespace {namespace!r}; the mesh that runs here is {here!r}"
+        raise SystemExit(exc.message if here in (None, namespace) else other) from None
+    except BackendUnavailable:
+        pass  # the registry tries again
+    async with join_registry(url, namespace, settings.lease_ttl_s, access) as registry:
+        yield registry
 
 
 @asynccontextmanager

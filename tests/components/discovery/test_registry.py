@@ -198,7 +198,7 @@ async def test_etcd_may_be_away_at_the_start_and_restart_later(
         await until(lambda: "etcd cannot be reached, trying again" in caplog.messages, "it says so")
         [said] = [r for r in caplog.records if r.levelno == logging.ERROR]
         assert f"etcd at {without_password(server.url)} cannot be reached" in vars(said)["reason"]
-        assert "`make up` starts one" in vars(said)["reason"]
+        assert "for a running `make up`: eval" in vars(said)["reason"]
         assert not joined.done()
         await server.restart()
         context, registry = await joined

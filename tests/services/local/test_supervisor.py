@@ -89,6 +89,16 @@ def test_ready_comes_with_a_curl_that_names_the_real_model(mesh: Callable[..., S
     assert {path.name: path.stat().st_mode & 0o777 for path in private} == {path.name: 0o600 for path in private}
 
 
+def test_inspect_says_that_it_has_no_right_to_another_namespace(
+    mesh: Callable[..., ServiceProcess], run_service: RunService, tmp_path: Path
+) -> None:
+    """After 8 s it said that etcd does not answer."""
+    mesh().wait_for_log("Ready:")
+    asked = run_service("services.inspect", "workers", "--namespace", "other", "--state-dir", str(tmp_path / "state"))
+    assert asked.popen.wait(20) == 1
+    assert asked.logged() == "this user may not read namespace 'other'; the mesh that runs here is 'kvmesh'\n"
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_signal_stops_everything_and_the_exit_code_is_zero(
     mesh: Callable[..., ServiceProcess], number: signal.Signals
