@@ -70,13 +70,13 @@ LEAST_PROMPT: Final = 2  # tokens of a step beyond a full batch of decodes
 class EngineConfig:
     page_size: Annotated[int, Field(description="tokens in a KV page: 16, 32, 64 or 128")] = 16
     num_pages: Annotated[
-        int | None, Field(description="KV pages; default: as many as kv-memory-gb or gpu-memory-utilization allows")
+        int | None, Field(description="KV pages; default: as many as kv_memory_gb or gpu_memory_utilization allows")
     ] = None
     kv_memory_gb: Annotated[
         float | None,
         Field(
             description="memory for KV pages, 10^9 bytes, on each device; "
-            "default: 1 on a CPU, by gpu-memory-utilization on a GPU"
+            "default: 1 on a CPU, by gpu_memory_utilization on a GPU"
         ),
     ] = None
     gpu_memory_utilization: Annotated[

@@ -76,6 +76,8 @@ def test_it_and_inspect_load_neither_torch_nor_numpy() -> None:
 def test_help_all_has_every_setting_once_and_cuts_no_name() -> None:
     """At 80 columns variables were cut: MESH_FRONTEND_HOS…"""
     text = ended("--help-all").stdout
+    assert "kv_memory_gb" in text
+    assert "kv-memory-gb" not in text, "--set takes the other spelling, too, but this list has underscores"
     listed = re.findall(r"^  ([a-z_.]+)=", text, re.MULTILINE)
     assert len(listed) == len(set(listed))
     assert {"log_level", "engine.page_size", "decode.max_local_prefill", "frontend.tls_cert"} <= set(listed)
