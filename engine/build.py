@@ -77,7 +77,11 @@ def prepare_model(
     """Load a rank's part of `model`, all of it by default, with the kernels that it needs."""
     share = max(1, cores_for_a_while() // config.tensor_parallel)
     torch.set_num_threads(config.threads or min(torch.get_num_threads(), share))
+    if rank == 0:
+        log.info("loading weights", extra={"model": model})
     loaded = load_model(model, config, state_dir, progress, rank)
+    if rank == 0:
+        log.info("warming up", extra={"device": str(loaded.device)})
     prepare_attention(config.attention, loaded.device, state_dir)
     pack_linears(loaded.module)
     if loaded.device.type == "cuda":

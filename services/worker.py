@@ -1,5 +1,6 @@
 """What prefill and decode share: the parts of a worker process, and the check that a request is addressed to it."""
 
+import logging
 from collections.abc import AsyncIterator, Container, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -45,6 +46,8 @@ from engine.loop.profiler import EngineProfiler
 from engine.model.resolve import model_dir, served_name
 from engine.ports import EngineRequest, Phase, TokenMask, max_request_pages
 from engine.start import start_engine
+
+log = logging.getLogger(__name__)
 
 RANK: Final = "services.rank"
 
@@ -187,6 +190,13 @@ class Worker:
 
 
 @asynccontextmanager
+async def _start_logged(role: WorkerRole, model: str) -> AsyncIterator[None]:
+    """Before servers are reached and weights are loaded, which may take long."""
+    log.info("starting", extra={"role": role, "model": model})
+    yield
+
+
+@asynccontextmanager
 async def open_worker(settings: WorkerSettings, config: EngineConfig, role: WorkerRole) -> AsyncIterator[Worker]:
     me = new_instance_id(settings.instance_id)
     subject = subject_of(settings.namespace, role, me)
@@ -195,6 +205,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Work
     metrics = WorkerMetrics()
     async with (
         start_telemetry(settings, role, me, config.tensor_parallel) as telemetry,
+        _start_logged(role, settings.model),
         connect_bus(settings.nats_url, f"{role}-{me}", settings.nats_access(role)) as bus,
         follow_kept(bus, settings.namespace, telemetry.held),
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,

@@ -19,7 +19,12 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
 
 
 async def test_the_metrics_page_can_be_read_while_the_model_is_loaded(
-    etcd_url: str, nats_url: str, namespace: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    etcd_url: str,
+    nats_url: str,
+    namespace: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     port = free_port()
     answers: list[int] = []
@@ -43,4 +48,5 @@ async def test_the_metrics_page_can_be_read_while_the_model_is_loaded(
         engine=EngineConfig(),
     )
     async with open_worker(settings, settings.engine, "decode"):
+        assert "starting  role=decode  model=mock" in capsys.readouterr().err, "the start of a worker was silent"
         assert answers == [200, 503, 503]

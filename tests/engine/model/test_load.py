@@ -1,5 +1,6 @@
 import hashlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from transformers import (
 
 from components.startup import CannotServe, WrongSettings
 from engine.attention.backend import attend_paged
+from engine.build import prepare_model
 from engine.errors import ModelUnavailable, UnsupportedModel
 from engine.model.load import LoadedModel, _moved, load_model
 from engine.model.progress import silent
@@ -360,3 +362,10 @@ def test_weights_that_would_fit_on_the_device_alone_may_fit_later(
     with pytest.raises(CannotServe, match="the weights take") as raised:
         _moved(Module(20, 5), torch.device("cuda"))
     assert type(raised.value) is kind
+
+
+def test_a_start_logs_what_it_does(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A worker was silent for 20 s, since quick loading reports no progress."""
+    with caplog.at_level(logging.INFO, "engine.build"):
+        prepare_model(str(save_tiny(tmp_path)), small(), tmp_path)
+    assert caplog.messages[:2] == ["loading weights", "warming up"]
