@@ -4,6 +4,7 @@ import logging
 import os
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +24,7 @@ from engine.cpu.thread_limit import ThreadLimit
 from engine.device.memory import DeviceMemory
 from engine.kernels.linear import pack_linears
 from engine.kernels.native_library import kernels_are_loaded
+from engine.lora.adapters import pack_adapters
 from engine.model.load import LoadedModel, load_model, pick_device
 from engine.model.progress import Progress, silent
 from engine.parallel.followers import Followers
@@ -84,6 +86,7 @@ def prepare_model(
         log.info("warming up", extra={"device": str(loaded.device)})
     prepare_attention(config.attention, loaded.device, state_dir)
     pack_linears(loaded.module)
+    loaded = replace(loaded, adapters=pack_adapters(loaded.adapters))
     if loaded.device.type == "cuda":
         torch.cuda.set_device(loaded.device)  # kernels are launched on this thread's device
         keep_compiled(state_dir)

@@ -4,7 +4,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -12,10 +12,12 @@ from typing import Any, Final
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from engine.device.copies import to_device
+from engine.device.huge_pages import HugeMemory
 from engine.errors import ModelUnavailable, UnsupportedModel
+from engine.kernels.linear import PANEL, can_pack, pack
 from engine.lora.adapter_config import ADAPTER_WEIGHTS, AdapterConfig, adapter_identity, read_adapter_config
 from engine.sharding.cuts import Cut
 
@@ -33,11 +35,30 @@ class LowRank:
     down: torch.Tensor  # [rank, in], PEFT's lora_A
     up: torch.Tensor  # [out, rank], PEFT's lora_B times the scale
 
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return linear(linear(x, self.down), self.up)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLowRank:
+    """A `LowRank` in packed weights, of a rank that zeros fill to a panel."""
+
+    down: torch.Tensor
+    up: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        narrow = torch.ops.kvmesh.linear(x.contiguous(), self.down)
+        changed: torch.Tensor = torch.ops.kvmesh.linear(narrow, self.up)
+        return changed
+
+
+Change = LowRank | PackedLowRank
+
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
     rows: slice | torch.Tensor  # int64 [N], or a slice of neighbours
-    changes: Sequence[LowRank | None]  # by site
+    changes: Sequence[Change | None]  # by site
 
 
 _groups: ContextVar[Sequence[RowGroup]] = ContextVar("kvmesh_lora", default=())
@@ -61,7 +82,8 @@ class AdaptedLinear(torch.nn.Module):
     """A linear layer that changes each row of a step by its own adapter, or by none.
 
     Adapters keep their changes by `site`. Row groups are set per thread, beside the forward, so one compiled forward
-    serves all steps. Rows without an adapter have the same bits as without any loaded.
+    serves all steps. A row's bits do not depend on the other rows' adapters. Gate and up of an adapted MLP are two
+    products, so in bfloat16 its rows have other bits than in a model without adapters, where `PackedGate` fuses them.
     """
 
     def __init__(self, plain: torch.nn.Linear, site: int) -> None:
@@ -84,11 +106,7 @@ def _adapt(y: torch.Tensor, x: torch.Tensor, site: int) -> None:
         if change is None:
             continue
         flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        if isinstance(group.rows, slice):
-            flat_y[group.rows].addmm_(linear(flat_x[group.rows], change.down), change.up.t())
-        else:
-            narrow = linear(flat_x.index_select(0, group.rows), change.down)
-            flat_y.index_add_(0, group.rows, linear(narrow, change.up))
+        flat_y[group.rows] += change(flat_x[group.rows])  # in one order of rounding for slices and for indices
 
 
 def _adapt_nothing(_y: torch.Tensor, _x: torch.Tensor, _site: int) -> None:
@@ -105,7 +123,7 @@ torch.library.register_fake("kvmesh::adapt", _adapt_nothing, lib=_LIBRARY)
 class Adapters:
     identities: Mapping[str, str] = field(default_factory=dict)  # by name
     layers: tuple[str, ...] = ()  # by site
-    changes: Mapping[str, Sequence[LowRank | None]] = field(default_factory=dict, repr=False)  # by site
+    changes: Mapping[str, Sequence[Change | None]] = field(default_factory=dict, repr=False)  # by site
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
     @contextmanager
@@ -154,6 +172,28 @@ def install_adapters(
         changes={name: [changes.get(layer) for layer in layers] for name, changes in read.items()},
         device=module.device,
     )
+
+
+def pack_adapters(adapters: Adapters) -> Adapters:
+    """Pack changes in bfloat16 on a CPU, because bits of torch's products depend on the number of rows.
+
+    Changes of other sizes than the kernels multiply stay as they are, as do all without AVX2.
+    """
+    if not can_pack():
+        return adapters
+    memory = HugeMemory()
+    changes = {name: [_packed(change, memory) for change in by_site] for name, by_site in adapters.changes.items()}
+    return replace(adapters, changes=changes)
+
+
+def _packed(change: Change | None, memory: HugeMemory) -> Change | None:
+    if not isinstance(change, LowRank):
+        return change
+    down, up = change.down, change.up
+    if down.dtype is not torch.bfloat16 or down.device.type != "cpu" or down.shape[1] % 2 or len(up) % PANEL:
+        return change
+    missing = -len(down) % PANEL
+    return PackedLowRank(pack(pad(down, (0, 0, 0, missing)), memory), pack(pad(up, (0, missing)), memory))
 
 
 def _adaptable(module: Any) -> dict[str, torch.nn.Linear]:

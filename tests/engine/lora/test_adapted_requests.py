@@ -1,6 +1,6 @@
 """Requests with and without adapters in one batch, against models into which the adapters were merged by hand."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from engine.attention.backend import StepShape
 from engine.attention.plain import PlainAttention
 from engine.compilation.forward import EagerForward
 from engine.core.engine_core import EngineCore
+from engine.kernels.linear import can_pack, pack_linears
 from engine.kv.storage import allocate_storage
+from engine.lora.adapters import AdaptedLinear, PackedLowRank, pack_adapters
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase
 from tests.engine.lora.lora_files import merge, save_adapter
@@ -153,6 +155,30 @@ def test_a_row_without_adapter_is_bit_by_bit_what_it_is_without_any_loaded(
     others = logits(adapted_tiny, "few", "patterned", "")
     assert torch.equal(others[2:], plain[2:])
     assert (others[:2] - plain[:2]).abs().amax(-1).gt(0.1).all()
+
+
+@pytest.mark.parametrize("rows", [[0], [0, 1], list(range(20)), [0, 2, 3], [0, *range(5, 70)]])
+def test_a_row_in_bfloat16_has_the_same_bits_beside_any_others(
+    tiny_dir: Path, adapter_dirs: dict[str, Path], kernel: str | None, rows: list[int]
+) -> None:
+    """Sums were rounded once for neighbouring rows and twice for others, and torch's products differ by their rows."""
+    if kernel is not None or not can_pack():
+        pytest.skip("torch's products")
+    loaded = load_tiny(tiny_dir, dtype="bfloat16", lora={"a": str(adapter_dirs["patterned"])})
+    pack_linears(loaded.module)
+    adapters = pack_adapters(loaded.adapters)
+    assert all(isinstance(change, PackedLowRank) for change in adapters.changes["a"])
+    mlp = loaded.module.model.layers[0].mlp
+    assert isinstance(mlp.down_proj, AdaptedLinear)
+    x = torch.randn(1, 70, 64, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def outputs(taken: Sequence[int]) -> torch.Tensor:
+        with torch.inference_mode(), adapters.of_rows([("a" if i in taken else "", 1) for i in range(70)]):
+            return mlp(x)
+
+    some, others = outputs(rows), [i for i in range(70) if i not in rows]
+    assert torch.equal(some[:, rows], outputs(range(70))[:, rows])
+    assert torch.equal(some[:, others], outputs([])[:, others])
 
 
 def test_prefixes_are_not_shared_between_adapters_nor_with_the_model_itself(adapted_tiny: LoadedModel) -> None:

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, Gemma3TextConfig, P
 from components.text.tokenizer import TextModel
 from engine.errors import ModelUnavailable
 from engine.model import converted
-from engine.model.convert import CannotConvert, convert
+from engine.model.convert import GEMMA_27B, CannotConvert, convert
 from engine.model.load import load_model
 from engine.model.progress import Progress, silent
 from engine.model.resolve import content_key, model_dir, served_name
@@ -239,38 +239,49 @@ def test_texts_are_split_as_the_file_names_it(
     assert converted.WARNING_MARK not in capsys.readouterr().out
 
 
-def test_an_unknown_splitter_is_logged_by_its_name(
-    original: PreTrainedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+def test_an_unknown_splitter_is_reported(
+    original: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write_gguf(tmp_path / "split.gguf", original, splitter="odd-llm")
-    model_dir(str(path), tmp_path / "state")
+    convert(write_gguf(tmp_path / "split.gguf", original, splitter="odd-llm"), tmp_path)
+    assert f"{converted.WARNING_MARK}its tokenizer.ggml.pre is 'odd-llm'" in capsys.readouterr().out
+
+
+def test_a_warning_of_the_converter_is_logged(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    converter = tmp_path / "converter"
+    converter.write_text(f"#!/bin/sh\nprintf '{converted.WARNING_MARK}odd splitter\\n'\n")
+    converter.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(converter))
+    with (tmp_path / "lock").open("w") as lock:
+        converted._convert("Converting", file, [], lock, silent)
     [warned] = [record for record in caplog.records if record.message == "a GGUF file may be converted wrongly"]
-    assert "tokenizer.ggml.pre is 'odd-llm'" in vars(warned)["reason"]
+    assert (vars(warned)["file"], vars(warned)["reason"]) == (str(file), "odd splitter")
 
 
-def gemma(kind: type[Gemma2Config | Gemma3TextConfig], layers: int, scalar: int, directory: Path) -> PreTrainedModel:
-    sizes = {**FOUR_LAYERS, "num_hidden_layers": layers, "head_dim": 32, "initializer_range": 0.1}
-    return reference(save_model(directory, kind(**sizes, sliding_window=512, query_pre_attn_scalar=scalar)))
+def write_gemma(directory: Path, kind: type[Gemma2Config | Gemma3TextConfig]) -> tuple[PreTrainedModel, Path]:
+    """Heads of 32 in four layers, with the 27B's scale of attention."""
+    sizes = {**FOUR_LAYERS, "head_dim": 32, "query_pre_attn_scalar": 64 // 4, "sliding_window": 512}
+    model = reference(save_model(directory / "original", kind(**sizes)))
+    attention = f"{model.config.model_type.removesuffix('_text')}.attention"
+    fields = {f"{attention}.{key}_length": 32 for key in ("key", "value")} | {f"{attention}.sliding_window": 512}
+    return model, write_gguf(directory / "gemma.gguf", model, **fields)
 
 
-@pytest.mark.parametrize(("kind", "layers"), [(Gemma2Config, 46), (Gemma3TextConfig, 62)])
+@pytest.mark.parametrize("kind", [Gemma2Config, Gemma3TextConfig])
 def test_gemmas_of_27b_have_their_own_scale_of_attention(
-    tmp_path: Path, kind: type[Gemma2Config | Gemma3TextConfig], layers: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: type[Gemma2Config | Gemma3TextConfig]
 ) -> None:
     """GGUF does not hold it, and transformers took 256, which the smaller ones have."""
-    model = gemma(kind, layers, 64 // 4, tmp_path / "original")
-    arch = model.config.model_type.removesuffix("_text")
-    fields = {f"{arch}.attention.{key}": 32 for key in ("key_length", "value_length")}
-    fields |= {f"{arch}.attention.sliding_window": 512}
-    convert(write_gguf(tmp_path / "gemma.gguf", model, **fields), tmp_path)
-    converted_one = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
-    assert torch.allclose(reference_logits(converted_one, prompt(20)), reference_logits(model, prompt(20)), atol=1e-3)
+    monkeypatch.setattr("engine.model.convert.GEMMA_27B", dict.fromkeys(GEMMA_27B, 4))
+    model, path = write_gemma(tmp_path, kind)
+    convert(path, tmp_path)
+    read = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
+    assert torch.allclose(reference_logits(read, prompt(20)), reference_logits(model, prompt(20)), atol=1e-3)
 
 
 def test_a_gemma_of_unknown_size_is_refused(tmp_path: Path) -> None:
-    model = gemma(Gemma2Config, 4, 16, tmp_path / "original")
-    fields = {f"gemma2.attention.{key}": 32 for key in ("key_length", "value_length")}
-    path = write_gguf(tmp_path / "gemma.gguf", model, **fields, **{"gemma2.attention.sliding_window": 512})
+    _, path = write_gemma(tmp_path, Gemma2Config)
     with pytest.raises(CannotConvert, match="the scale of its attention is unknown"):
         convert(path, tmp_path)
 
