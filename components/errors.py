@@ -53,6 +53,10 @@ class NoDecodeInstance(Overloaded): ...
 class NoBootstrapInstance(Overloaded): ...
 
 
+class Stopping(Overloaded):
+    """This process stops before the request has ended."""
+
+
 class QueueFull(Overloaded): ...
 
 

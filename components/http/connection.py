@@ -166,6 +166,10 @@ class Connection(HttpToolsProtocol):
         if not (self._is_serving or self._spared):
             self.transport.close()
 
+    def finish(self) -> None:
+        """Close if idle, else right after the answer in flight."""
+        super().shutdown()
+
     def connection_lost(self, exc: Exception | None) -> None:
         self._waits = Waits.END
         self._end_cycles()

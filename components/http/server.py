@@ -5,6 +5,7 @@
 
 import asyncio
 import contextlib
+import logging
 import math
 import socket
 import time
@@ -31,9 +32,12 @@ from components.http.listening import BACKLOG, bind, has_connections, refuse_con
 from components.http.tls import Tls, TlsListener, followed_context
 from components.http.writer import HeldWrites
 
+log = logging.getLogger(__name__)
+
 KEEP_ALIVE_S: Final = 75  # longer than clients do, so that no request meets a close
 LAST_HANDSHAKES_S: Final = 0.1  # a stop's wait for TCP handshakes
 LAST_REQUESTS_S: Final = 1.0  # its wait for requests on open connections
+LAST_ANSWERS_S: Final = 0.5  # for the answers of requests that outlive the drain time
 TICK_S: Final = 0.005
 DATE_S: Final = 1.0
 
@@ -103,7 +107,7 @@ class _Server(uvicorn.Server):
             connection.shutdown()
         await asyncio.sleep(TICK_S)  # idle connections close meanwhile
         if self._served or self.server_state.tasks:
-            await super().shutdown(sockets)  # waits for at least 0.1 s
+            await self._drain()
 
     async def _stop_listening(self, sockets: list[socket.socket]) -> None:
         """Accept waiting connections first: a close would reset them."""
@@ -134,6 +138,31 @@ class _Server(uvicorn.Server):
             if not waited_for and not self._connections.has_handshakes:
                 return
             await asyncio.sleep(TICK_S)
+
+    async def _drain(self) -> None:
+        """Wait for the requests in flight. Those that outlive the drain time are cancelled, and may answer that."""
+        if await self._ends_within(self.config.timeout_graceful_shutdown or 0):
+            return
+        tasks = list(self.server_state.tasks)
+        if tasks:
+            log.warning("requests cancelled: the drain time has ended", extra={"requests": len(tasks)})
+        for connection in list(self._served):
+            connection.finish()
+        for task in tasks:
+            task.cancel()
+        if not await self._ends_within(LAST_ANSWERS_S):
+            for connection in list(self._served):
+                connection.transport.abort()
+            await asyncio.sleep(TICK_S)  # requests that waited for their client end
+
+    async def _ends_within(self, seconds: float) -> bool:
+        """Return whether all connections and requests ended in time."""
+        until = time.monotonic() + seconds
+        while self._served or self.server_state.tasks:
+            if time.monotonic() >= until:
+                return False
+            await asyncio.sleep(TICK_S)
+        return True
 
     def _may_send_request(self, connection: Connection) -> bool:
         """Return whether to wait for a request."""

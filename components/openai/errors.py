@@ -27,6 +27,7 @@ _INVALID: Final = "invalid_request_error"
 _BUSY: Final = "service_unavailable_error"
 _SERVER: Final = "server_error"
 _NO_INSTANCE: Final = "No instance can serve this model at the moment. Try again shortly."
+_STOPPING: Final = "The server stopped before this request had ended. Try again."
 _TOO_MANY: Final = "Too many requests are waiting. Try again shortly."
 _TOO_MANY_CHECKS: Final = "Too many schemas, expressions or grammars are waiting to be checked. Try again shortly."
 _USED_UP: Final = "Rate limit reached for this API key. Try again later."
@@ -46,6 +47,7 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.Overloaded: Row(503, _BUSY, "overloaded", "The server is overloaded. Try again shortly."),
     e.NoDecodeInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
     e.NoBootstrapInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
+    e.Stopping: Row(503, _BUSY, "stopping", _STOPPING),
     e.QueueFull: Row(429, "tokens", "rate_limit_exceeded", _TOO_MANY),  # the kind of limit, as in OpenAI's errors
     e.TooManyChecks: Row(429, "requests", "rate_limit_exceeded", _TOO_MANY_CHECKS),
     e.KeyLimited: Row(429, "tokens", "rate_limit_exceeded", _USED_UP),

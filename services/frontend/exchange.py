@@ -9,7 +9,6 @@ from uuid import uuid4
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
-from components.aio import time_limit
 from components.errors import Rejected
 from components.http.connection import PUSH
 from components.openai.errors import ApiError
@@ -29,7 +28,7 @@ from services.frontend.dialects.dialect import Dialect, EventStream
 from services.frontend.fair_queue import Place
 from services.frontend.gate import NOBODY, Caller, caller_of
 from services.frontend.generation import Generation
-from services.frontend.incoming import Body, cancelled_on_disconnect, read_json_body
+from services.frontend.incoming import Body, cancelled_on_disconnect, limited_time, read_json_body
 from services.frontend.metrics import NO_MODEL, FrontendMetrics
 from services.frontend.ports import Mesh, Prompt, ServedModel
 from services.frontend.prompts import check_token_fields, find_generator, make_prompt, token_budget
@@ -77,7 +76,7 @@ class Exchange:
         with self._record:
             try:
                 # the mesh keeps the deadline of the generation; this limit also ends a client that stops reading
-                async with time_limit(self._frontend.settings.request_timeout_s, "the request took longer than"):
+                async with limited_time(self._frontend.settings.request_timeout_s):
                     await self._serve(scope, receive, reply)
             except Exception as exc:  # noqa: BLE001 - bugs are logged by `error_of`
                 await self._fail(reply, error_of(exc, self._request_id), exc)
@@ -237,7 +236,7 @@ class Exchange:
     def _account(self, reply: Reply) -> None:
         """Count the request, and end its record."""
         record, metrics, route, generation = self._record, self._frontend.metrics, self._dialect.route, self._generation
-        status = reply.status if reply.answered else 503  # not answered and not failed: this process is stopping
+        status = reply.status
         metrics.requests.labels(self._model, route, str(status)).inc()
         duration_s = record.seconds()
         if metrics.server is not None:

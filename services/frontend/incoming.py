@@ -11,7 +11,8 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope
 
-from components.errors import Cancelled
+from components.aio import time_limit
+from components.errors import Cancelled, Stopping
 from components.text.tokenizer import TextModel
 
 DISCARD_TIMES: Final = (
@@ -106,6 +107,19 @@ async def _discard(receive: Receive, max_bytes: int) -> bool:
 def _too_large(max_bytes: int, *, whole: bool) -> HTTPException:
     headers = None if whole else {"connection": "close"}  # the only way to stop a client from sending
     return HTTPException(413, f"The request body exceeds {max_bytes} bytes.", headers=headers)
+
+
+@asynccontextmanager
+async def limited_time(seconds: float) -> AsyncGenerator[None, None]:
+    """End the body after `seconds`, or when the server cancels the request at the end of its drain time.
+
+    Raises: DeadlineExceeded; Stopping, in place of the asyncio.CancelledError.
+    """
+    try:
+        async with time_limit(seconds, "the request took longer than"):
+            yield
+    except asyncio.CancelledError as exc:
+        raise Stopping("the frontend's drain time has ended") from exc
 
 
 @asynccontextmanager

@@ -14,7 +14,6 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
-from components.aio import time_limit
 from components.anthropic.messages import CountRequest, TokenCountAnswer
 from components.openai.completions import check_vocabulary
 from components.openai.errors import ApiError
@@ -27,7 +26,7 @@ from services.frontend.conversation import conversation_of, encode_conversation
 from services.frontend.dialects.messages import MessagesDialect
 from services.frontend.exchange import Frontend
 from services.frontend.gate import caller_of
-from services.frontend.incoming import Body, cancelled_on_disconnect, read_json_body
+from services.frontend.incoming import Body, cancelled_on_disconnect, limited_time, read_json_body
 from services.frontend.metrics import NO_MODEL
 from services.frontend.ports import ServedModel
 from services.frontend.prompts import find_model
@@ -64,7 +63,7 @@ async def answered(
     with tracing.begin_record(request.scope, operation, request_id, label, "frontend.read") as record:
         call = Call(frontend, request, record, form(request_id))
         try:
-            async with time_limit(frontend.settings.request_timeout_s, "the request took longer than"):
+            async with limited_time(frontend.settings.request_timeout_s):
                 data = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
                 async with cancelled_on_disconnect(request.receive, lambda: False):
                     record.begin("frontend.validate")

@@ -14,6 +14,7 @@ from services.frontend.config import FrontendSettings
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 
 pytestmark = pytest.mark.anyio
+STOPPED = "The server stopped before this request had ended. Try again."
 HELLO: dict[str, Any] = {"model": MODEL, "prompt": "a", "stream": True}
 
 
@@ -77,14 +78,46 @@ async def test_a_stop_lets_requests_in_flight_end(mesh: FakeMesh, text: TextMode
             await client.get(f"{url}/health")
 
 
-async def test_a_stop_cancels_what_outlives_the_drain_timeout(mesh: FakeMesh, text: TextModel) -> None:
+async def test_requests_that_outlive_the_drain_time_get_an_error_in_the_form_of_their_api(
+    mesh: FakeMesh, text: TextModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Clients got a bare 500 or a stream that broke off, and the log had a traceback for each."""
     mesh.gate = asyncio.Semaphore(0)
     settings = FrontendSettings(port=0, drain_timeout_s=0.2)
+    said = [{"role": "user", "content": "Hi"}]
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": "a"},
+        "/v1/chat/completions": {"messages": said},
+        "/v1/responses": {"input": "a", "store": False},
+        "/v1/messages": {"messages": said, "max_tokens": 9},
+    }
     async with httpx.AsyncClient() as client:
         async with serve_http(create_app(mesh, text, settings), settings) as url:
-            request = asyncio.create_task(client.post(f"{url}/v1/completions", json=HELLO))
-            while not mesh.running:
+            requests = {
+                (path, stream): asyncio.create_task(
+                    client.post(url + path, json={"model": MODEL, "stream": stream, **body})
+                )
+                for path, body in bodies.items()
+                for stream in (False, True)
+            }
+            while mesh.running < len(requests):
                 await asyncio.sleep(0.001)
-        with pytest.raises(httpx.HTTPError):
-            (await request).raise_for_status()
-    assert (mesh.running, mesh.cancelled) == (0, 1)
+            for _ in requests:  # one token each
+                mesh.gate.release()
+            while mesh.deltas < len(requests):
+                await asyncio.sleep(0.001)
+        answers = {key: await request for key, request in requests.items()}
+    assert (mesh.running, mesh.cancelled) == (0, len(requests))
+    for (path, stream), answer in answers.items():
+        if stream:
+            assert answer.status_code == 200
+            assert STOPPED in answer.text
+            assert "[DONE]" in answer.text or path in {"/v1/responses", "/v1/messages"}
+        else:
+            assert (answer.status_code, answer.headers["retry-after"]) == (529 if "messages" in path else 503, "1")
+            assert STOPPED in answer.json()["error"]["message"]
+    plain = answers["/v1/chat/completions", False].json()["error"]
+    assert (plain["type"], plain["code"]) == ("service_unavailable_error", "stopping")
+    lines = [record for record in caplog.records if record.name != "kvmesh.requests"]
+    assert [line.message for line in lines] == ["requests cancelled: the drain time has ended"]
+    assert [vars(line)["error"] for line in caplog.records if line not in lines] == ["Stopping"] * len(requests)
