@@ -139,7 +139,7 @@ async def main(settings: FrontendSettings) -> None:
                 links.bus,
                 links.registry,
                 links.registration,
-                facts=lambda: {"models": [model.name for model in mesh.models()]},
+                facts=lambda: {"models": [model.name for model in mesh.listed_models()]},
                 reasons=lambda: [DRAINING] if operations.is_draining else [],
             ) as page,
             keep_present(links.bus, links.registry.book),

@@ -257,13 +257,13 @@ def _unary_routes(frontend: Frontend) -> list[PostRoute]:
 def _add_models(app: FastAPI, mesh: Mesh) -> None:
     @app.get("/v1/models")
     async def models() -> ModelList:
-        """Every model that a request may name now."""
-        return ModelList(data=[_card(model) for model in mesh.models()])
+        """The model and its adapters, also while no instance serves them."""
+        return ModelList(data=[_card(model) for model in mesh.listed_models()])
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
         """One model."""
-        return _card(find_model(mesh, model))
+        return _card(find_model(mesh.listed_models(), model))
 
 
 def _card(model: ServedModel) -> ModelCard:
@@ -274,7 +274,7 @@ def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: 
     async def health(request: Request) -> Health:
         """This process answers. `models` needs the API key."""
         stranger = caller_of(request.scope).stranger
-        return Health(models=None if stranger else [model.name for model in mesh.models()])
+        return Health(models=None if stranger else [model.name for model in mesh.listed_models()])
 
     async def live() -> Live:
         """This process answers."""

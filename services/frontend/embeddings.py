@@ -21,7 +21,7 @@ OTHERS_AFTER: Final = 4  # short texts are tokenised on the event loop; then oth
 async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     """The answer is made while its client reads it. Raises: MeshError."""
     frontend = call.frontend
-    model = find_model(frontend.mesh, request.model)
+    model = find_model(frontend.mesh.models(), request.model)
     about = _embedding_of(model)
     request.check(about)
     call.model = model.name

@@ -72,9 +72,10 @@ class MeshClient:
             mine = _served(self._model, usable)
             of_adapters = (_served(a, [r for r in usable if a in r.adapters], self._model) for a in adapters)
             self._served = [mine, *of_adapters]
-        elif not self.choice.may_come_back():
-            self._served = []
-        return self._served
+        return self._served if usable or self.choice.may_come_back() else []
+
+    def listed_models(self) -> list[ServedModel]:
+        return self.models() or self._served
 
     def room(self) -> FleetRoom:
         held = capacity = waiting = 0

@@ -75,7 +75,10 @@ class Branch(Protocol):
 
 class Mesh(Protocol):
     def models(self) -> list[ServedModel]:
-        pass
+        """What requests may name now."""
+
+    def listed_models(self) -> list[ServedModel]:
+        """`models`, or those that were last seen while no instance serves them: clients drop a model that is not listed."""
 
     def room(self) -> FleetRoom:
         pass

@@ -1,6 +1,7 @@
 """Makes the mesh's prompts of a validated request and its token ids."""
 
 import random
+from collections.abc import Sequence
 from typing import Final
 
 from components.errors import NoDecodeInstance, PromptTooLong, Rejected, UnknownModel
@@ -16,9 +17,8 @@ from services.frontend.ports import Mesh, Prompt, ServedModel
 NAMED: Final = 8  # models in the error for an unknown one
 
 
-def find_model(mesh: Mesh, name: str) -> ServedModel:
+def find_model(models: Sequence[ServedModel], name: str) -> ServedModel:
     """Raises: UnknownModel; NoDecodeInstance, if nothing is served, so that no name is known."""
-    models = mesh.models()
     for model in models:
         if model.name == name:
             return model
@@ -32,7 +32,7 @@ def find_model(mesh: Mesh, name: str) -> ServedModel:
 
 def find_generator(mesh: Mesh, name: str) -> ServedModel:
     """A model that generates. Raises: as `find_model`; Rejected, if it makes embeddings."""
-    model = find_model(mesh, name)
+    model = find_model(mesh.models(), name)
     if model.embedding is not None:
         raise Rejected(
             f"The model '{name}' makes embeddings and generates nothing; send its texts to /v1/embeddings.",

@@ -156,7 +156,7 @@ async def count_tokens(call: Call, request: CountRequest) -> Parts:
 
 def _model(call: Call, name: str | None) -> ServedModel:
     """The model that is named, else the one that is served. Raises: UnknownModel, NoDecodeInstance."""
-    mesh = call.frontend.mesh
-    model = find_model(mesh, name if name is not None else next((model.name for model in mesh.models()), ""))
+    models = call.frontend.mesh.models()
+    model = find_model(models, name if name is not None else next((model.name for model in models), ""))
     call.model = model.name
     return model

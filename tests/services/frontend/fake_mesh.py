@@ -29,6 +29,7 @@ class FakeMesh:
     fail_at: int | None = None  # the delta instead of which `failure` is raised
     failure: Exception = field(default_factory=lambda: MeshError("broken"))
     served: list[ServedModel] = field(default_factory=lambda: [ServedModel(MODEL, CONTEXT, 1_700_000_000)])
+    last_served: list[ServedModel] = field(default_factory=list)  # that are listed once none is served
     prompts: list[Prompt] = field(default_factory=list)
     texts: list[Texts] = field(default_factory=list)
     running: int = 0
@@ -57,6 +58,9 @@ class FakeMesh:
 
     def models(self) -> list[ServedModel]:
         return self.served
+
+    def listed_models(self) -> list[ServedModel]:
+        return self.served or self.last_served
 
     def room(self) -> FleetRoom:
         return self.fleet

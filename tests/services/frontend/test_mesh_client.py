@@ -439,6 +439,19 @@ async def test_the_model_is_listed_while_it_is_served_and_for_a_while_after_with
     assert mesh.client.models() == []
 
 
+async def test_models_that_were_seen_stay_listed_while_no_instance_serves_them(mesh: Mesh) -> None:
+    """While the only decode restarted, the list was empty, and clients dropped the model."""
+    assert mesh.client.listed_models() == []
+    one = with_adapters(mesh, "a", {"legal": "w1"})
+    assert len(mesh.client.listed_models()) == 2
+    one.lose()
+    mesh.client.choice._seen_s -= mesh.client.choice._no_worker_wait_s
+    assert mesh.client.models() == []
+    assert [model.name for model in mesh.client.listed_models()] == ["m", "legal"]
+    with_adapters(mesh, "b", {})
+    assert [model.name for model in mesh.client.listed_models()] == ["m"]
+
+
 async def test_a_request_waits_for_a_decode_instance_that_was_there_a_moment_ago(mesh: Mesh) -> None:
     """With the only decode killed, thousands of requests were refused in the two seconds that its restart took."""
     Decode(mesh, "a", answers).lose()

@@ -34,6 +34,14 @@ async def test_health_names_the_models(http: httpx.AsyncClient, mesh: FakeMesh) 
     assert (await http.get("/health")).json() == {"status": "ok", "models": []}
 
 
+async def test_a_model_stays_listed_while_nothing_serves_it(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
+    mesh.last_served, mesh.served = mesh.served, []
+    assert (await http.get("/health")).json()["models"] == [MODEL]
+    [card] = (await http.get("/v1/models")).json()["data"]
+    assert (await http.get(f"/v1/models/{MODEL}")).json() == card
+    assert (await http.get("/ready")).status_code == (await http.post(CHAT, json=HELLO)).status_code == 503
+
+
 async def test_an_adapter_is_a_model_with_a_parent_and_answers_under_its_name(
     http: httpx.AsyncClient, mesh: FakeMesh
 ) -> None:
