@@ -226,7 +226,7 @@ class Exchange:
 
     async def _fail(self, reply: Reply, error: ApiError, exc: Exception) -> None:
         tracing.describe_error(self._record, error, exc)
-        self._record.failed(exc, error.status)
+        self._record.failed(exc, error)
         extra = exc.headers or {} if isinstance(exc, HTTPException) else {}
         headers = [(name.encode(), value.encode()) for name, value in {**extra, **error.headers()}.items()]
         status, body = self._dialect.refusal(error)

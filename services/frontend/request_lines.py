@@ -56,8 +56,9 @@ class RequestLines:
         level = logging.WARNING if late or status >= 500 else logging.INFO
         if not self._passes(level, is_ordinary=level == logging.INFO and not moves):
             return
-        facts: dict[str, object] = {"route": route, "model": model, "status": status}
-        facts |= {"prompt_tokens": prompt_tokens, "cached_tokens": cached_tokens, "output_tokens": output_tokens}
+        facts: dict[str, object] = {"route": route} | ({"model": model} if model else {}) | {"status": status}
+        counts = {"prompt_tokens": prompt_tokens, "cached_tokens": cached_tokens, "output_tokens": output_tokens}
+        facts |= {name: count for name, count in counts.items() if count}
         facts["total_s"] = round((record.end_ns - record.root.start_time) / 1e9, 4)
         if record.ttft_s is not None:
             facts["ttft_s"] = round(record.ttft_s, 4)
@@ -73,6 +74,8 @@ class RequestLines:
             "prefill": ",".join(dict.fromkeys(origin.prefill for origin in record.origins if origin.prefill)),
             "local_prefill": local,
             "error": record.error,
+            "code": record.code,
+            "param": record.param,
             "reason": record.reason,
             "slow": "; ".join(why),
             "client_request_id": label,

@@ -1,5 +1,6 @@
 """What one request was, and where its time went: its spans, its log line and whether it was slow are read from here."""
 
+import re
 from collections import defaultdict
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
@@ -11,6 +12,7 @@ from typing import Final, Self
 from opentelemetry.trace import Span, SpanKind, get_current_span
 
 from components.errors import MeshError
+from components.openai.errors import ApiError
 from components.telemetry.light_span import LightSpan, Step
 from components.telemetry.request_ids import request_id
 from components.telemetry.spans import NOT_KEPT, use_span
@@ -19,6 +21,7 @@ from components.wire.generate import PromptOrigin
 from services.frontend.config import SlowLimits
 
 DISPATCH: Final = "frontend.dispatch"
+PARAM: Final = re.compile(r"[A-Za-z0-9_.\[\]]{1,64}")  # in a log line: a client chooses the name of an unknown one
 AFTER: Final = {"first_token", "stream", "receive"}  # phases that are not before the first token
 
 
@@ -30,8 +33,8 @@ class RequestRecord:
     """
 
     __slots__ = (
-        "_current", "_in_trace", "_phase", "_phase_ns", "_request_id", "_span", "decodes", "end_ns", "error", "first_ns",
-        "longest_gap_s", "moves", "origins", "reason", "root", "ttft_s",
+        "_current", "_in_trace", "_phase", "_phase_ns", "_request_id", "_span", "code", "decodes", "end_ns", "error",
+        "first_ns", "longest_gap_s", "moves", "origins", "param", "reason", "root", "ttft_s",
     )  # fmt: skip
 
     def __init__(self, span: Span, root: LightSpan, phase: str = "") -> None:
@@ -43,6 +46,7 @@ class RequestRecord:
         self.longest_gap_s = 0.0  # between two pieces of a stream
         self.error = ""  # name of the class
         self.reason = ""  # of an error of ours; a client's own may quote the request
+        self.code = self.param = ""  # of a client's error
         self._span = span
         self._phase, self._phase_ns = phase, root.start_time
         self.decodes: list[str] = []  # instances that accepted it, in order
@@ -104,9 +108,14 @@ class RequestRecord:
         self.root.attributes[TTFT] = round(self.ttft_s, 6)
         return self.ttft_s
 
-    def failed(self, exc: Exception, status: int) -> None:
+    def failed(self, exc: Exception, error: ApiError) -> None:
+        """`error`: what the client gets for `exc`."""
         self.error = type(exc).__name__
-        self.reason = exc.message if isinstance(exc, MeshError) and status >= 500 else ""
+        if error.status >= 500:
+            self.reason = exc.message if isinstance(exc, MeshError) else ""
+        else:
+            self.code = error.code or ""
+            self.param = error.param if error.param and PARAM.fullmatch(error.param) else ""
         if (step := self.pause()) is not None:
             step.error = f"{self.error}: {exc}"
         self.begin("frontend.fail")

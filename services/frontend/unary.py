@@ -114,7 +114,7 @@ async def _in_turns(first: bytes, parts: Parts) -> AsyncGenerator[bytes, None]:
 
 def _refused(call: Call, error: ApiError, exc: Exception) -> Response:
     tracing.describe_error(call.record, error, exc)
-    call.record.failed(exc, error.status)
+    call.record.failed(exc, error)
     status, body = call.form.refusal(error)
     extra = exc.headers or {} if isinstance(exc, HTTPException) else {}
     return Response(body, status, {**extra, **error.headers()}, media_type="application/json")

@@ -12,6 +12,7 @@ from prometheus_client import Counter
 from components.api_keys import parse_file
 from components.errors import PeerLost, QueueFull
 from components.http.server import serve_http
+from components.openai.errors import from_status
 from components.telemetry import light_span
 from components.telemetry.request_ids import RequestIds
 from components.telemetry.spans import NOT_KEPT
@@ -130,7 +131,7 @@ def test_a_request_that_fails_before_its_first_token_is_slow_where_it_waited(
 ) -> None:
     record = record_of()
     run(record, clock, tokenize=0.0, admit=30.0)
-    record.failed(QueueFull("the queue is full"), 503)
+    record.failed(QueueFull("the queue is full"), from_status(503))
     RequestLines().end(record, "/v1/completions", "m", 503)
     [line] = written(caplog)
     assert line["slow"] == "admit took 30.0 s of the 30.0 s to the first token"
@@ -259,9 +260,23 @@ async def test_failed_and_refused_requests_have_a_line_each_and_a_client_error_q
     assert (lost["status"], lost["error"], lost["reason"]) == (502, "PeerLost", "decode d1: gone")
     assert lost["levelno"] == logging.WARNING
     assert (refused["status"], refused["levelno"]) == (400, logging.INFO)
-    assert refused["error"]
+    assert (refused["error"], refused["param"]) == ("Rejected", "tool_choice")
     assert "reason" not in refused
     assert (tokenized["route"], tokenized["status"]) == ("/tokenize", 200)
+    assert not any(SECRET in str(vars(record)) for record in caplog.records)
+
+
+@pytest.mark.anyio
+async def test_the_line_of_a_refused_request_names_the_parameter_and_holds_no_zeros(
+    http: httpx.AsyncClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It had an empty model, zeros and no reason."""
+    assert (await http.post("/v1/chat/completions", json={**BODY, "foo": 1})).status_code == 400
+    assert (await http.post("/v1/chat/completions", json={**BODY, f"{SECRET} ": 1})).status_code == 400
+    named, odd = written(caplog)
+    assert (named["code"], named["param"]) == ("unknown_parameter", "foo")
+    assert odd["code"] == "unknown_parameter"
+    assert not {"model", "prompt_tokens", "cached_tokens", "output_tokens"} & named.keys()
     assert not any(SECRET in str(vars(record)) for record in caplog.records)
 
 
