@@ -65,6 +65,7 @@ class Exchange:
         self._model = NO_MODEL
         self._generation: Generation | None = None
         self._awaits_first_token = True
+        self._counted_prompt_tokens = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._caller = caller_of(scope)
@@ -109,7 +110,7 @@ class Exchange:
 
     async def _generate(self, reply: Reply, request: GenerationFields, prompts: list[Prompt], place: Place) -> None:
         frontend, gaps = self._frontend, self._frontend.metrics.gaps.of(self._model)
-        generation = Generation(frontend.mesh, frontend.text, prompts, gaps, partial(frontend.admission.began, place))
+        generation = Generation(frontend.mesh, frontend.text, prompts, gaps, partial(self._began, place))
         async with self._dialect.underway(reply, generation):
             if place.turn is not None:
                 self._record.begin("frontend.admit")
@@ -120,6 +121,16 @@ class Exchange:
                 await self._stream(reply, generation)
             else:
                 await self._collect(reply, generation)
+
+    def _began(self, place: Place, prompt_tokens: int, cached_tokens: int) -> None:
+        self._frontend.admission.began(place, prompt_tokens)
+        if prompt_tokens:
+            self._count_prompts(prompt_tokens)
+            self._frontend.metrics.cached_tokens += cached_tokens
+
+    def _count_prompts(self, tokens: int) -> None:
+        self._frontend.metrics.prompt_tokens.labels(self._model).inc(tokens)
+        self._counted_prompt_tokens += tokens
 
     async def _prepare(self, request: GenerationFields, model: ServedModel, limit: int | None) -> list[Prompt]:
         frontend, dialect = self._frontend, self._dialect
@@ -259,9 +270,7 @@ class Exchange:
             }
             record.longest_gap_s = generation.longest_gap_s()
             tracing.describe_response(record, self._dialect.response_id, self._model, generation)
-            metrics.prompt_tokens.labels(self._model).inc(usage.prompt_tokens)
-            metrics.generation_tokens.labels(self._model).inc(usage.completion_tokens)
-            metrics.cached_tokens += cached
+            self._count_prompts(usage.prompt_tokens - self._counted_prompt_tokens)  # those without an answer
             if (account := self._caller.account) is not None:
                 account.take(usage.completion_tokens)
                 metrics.key_tokens.labels(account.name, "prompt").inc(usage.prompt_tokens)

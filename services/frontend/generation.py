@@ -104,9 +104,12 @@ class Generation:
         text: TextModel,
         prompts: Sequence[Prompt],
         gaps: GapCounts,
-        began: Callable[[int], None],
+        began: Callable[[int, int], None],
     ) -> None:
-        """`began` is called at the first token of each choice, with its prompt's length or, after the first choice, 0."""
+        """`began` is called at the first token of each choice, with the number of its prompt's tokens and of those cached.
+
+        Both are 0 after the first choice of a prompt.
+        """
         self._prompts: list[PromptChoices] = []
         self.choices: list[Choice] = []  # prompt by prompt
         for prompt in prompts:
@@ -184,7 +187,9 @@ class Generation:
         self.first_unix_ns = self.first_unix_ns or time.time_ns()
         if is_first:
             self._num_cached += item.num_cached_tokens
-        self._began(len(choice.prompt.token_ids) if is_first else 0)
+            self._began(len(choice.prompt.token_ids), item.num_cached_tokens)
+        else:
+            self._began(0, 0)
 
     def take(self, choice: Choice, item: StreamItem) -> bool:
         """Make and show a piece. Returns False if the choice wants no more tokens."""

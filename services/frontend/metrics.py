@@ -6,7 +6,7 @@ from itertools import accumulate
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import HistogramMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.frontend.server_metrics import ServerMetrics
@@ -55,7 +55,7 @@ class GapCounts:
 
 
 class GapHistogram(Collector):
-    """`inter_token_latency_seconds`, collected from GapCounts."""
+    """`inter_token_latency_seconds` and `generation_tokens_total`, collected from GapCounts."""
 
     def __init__(self) -> None:
         self._models: dict[str, GapCounts] = {}
@@ -68,7 +68,7 @@ class GapHistogram(Collector):
         """Tokens that have arrived, of all models."""
         return sum(gaps.num_tokens for gaps in self._models.values())
 
-    def collect(self) -> Iterator[HistogramMetricFamily]:
+    def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(
             "kvmesh_inter_token_latency_seconds",
             "Gap between two pieces of a stream as they arrive.",
@@ -79,6 +79,12 @@ class GapHistogram(Collector):
             buckets = list(zip(bounds, map(float, accumulate(gaps.counts)), strict=True))
             family.add_metric([model], buckets=buckets, sum_value=gaps.total_s)
         yield family
+        tokens = CounterMetricFamily(
+            "kvmesh_generation_tokens", "Tokens generated, counted as they arrive.", labels=["model_name"]
+        )
+        for model, gaps in self._models.items():
+            tokens.add_metric([model], gaps.num_tokens)
+        yield tokens
 
 
 class FrontendMetrics:
@@ -104,9 +110,11 @@ class FrontendMetrics:
             registry=registry,
             buckets=E2E_BUCKETS,
         )
-        self.prompt_tokens = Counter("kvmesh_prompt_tokens", "Tokens of prompts.", ["model_name"], registry=registry)
-        self.generation_tokens = Counter(
-            "kvmesh_generation_tokens", "Tokens generated.", ["model_name"], registry=registry
+        self.prompt_tokens = Counter(
+            "kvmesh_prompt_tokens",
+            "Tokens of prompts, counted when the first token of the answer arrives.",
+            ["model_name"],
+            registry=registry,
         )
         self.running = Gauge(
             "kvmesh_num_requests_running",

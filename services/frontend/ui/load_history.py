@@ -40,7 +40,7 @@ def totals_of(metrics: FrontendMetrics) -> Totals:
         gaps=_buckets(metrics.gaps.collect()),
         prompt_tokens=_sum(metrics.prompt_tokens.collect()),
         cached_tokens=metrics.cached_tokens,
-        generated_tokens=_sum(metrics.generation_tokens.collect()),
+        generated_tokens=metrics.gaps.num_tokens,
         requests=int(sum(value for _, value in requests)),
         failed=int(sum(value for labels, value in requests if int(labels["status"]) >= FAILED_FROM)),
     )

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.anyio
 
 def generation_of(mesh: FakeMesh, text: TextModel, *, n: int = 1, prompts: int = 1) -> Generation:
     prompt = Prompt("r", MODEL, [1, 2], SamplingParams(max_tokens=100, n=n), "", 0)
-    return Generation(mesh, text, [prompt] * prompts, GapCounts(), lambda _: None)
+    return Generation(mesh, text, [prompt] * prompts, GapCounts(), lambda *_: None)
 
 
 async def test_a_client_that_reads_too_slowly_ends_all_branches_at_once(mesh: FakeMesh, text: TextModel) -> None:

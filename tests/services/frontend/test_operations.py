@@ -82,6 +82,31 @@ async def test_a_running_request_is_seen_running(http: httpx.AsyncClient, mesh: 
     await request
 
 
+async def test_tokens_are_counted_as_they_arrive(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
+    """They were counted when their request ended: a chart showed nothing, and then a spike."""
+    mesh.gate = asyncio.Semaphore(3)  # of the answer's tokens
+    request = asyncio.create_task(http.post(CHAT, json=HELLO))
+    while mesh.deltas < 3:
+        await asyncio.sleep(0.001)
+    at = f'{{model_name="{MODEL}"}}'
+    counted = [f"kvmesh_{what}_tokens_total{at}" for what in ("prompt", "generation")]
+    prompt_tokens = len(mesh.prompts[0].token_ids)
+    assert [await value_of(http, name) for name in counted] == [prompt_tokens, 3]
+    for _ in range(100):
+        mesh.gate.release()
+    usage = (await request).json()["usage"]
+    assert [usage["prompt_tokens"], usage["completion_tokens"]] == [prompt_tokens, mesh.deltas]
+    assert [await value_of(http, name) for name in counted] == [prompt_tokens, mesh.deltas]
+
+
+async def test_a_prompt_without_an_answer_is_counted_once_at_the_end(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
+    mesh.fail_at, mesh.failure = 0, DecodeLost("gone")
+    assert (await http.post(CHAT, json=HELLO)).status_code == 502
+    at = f'{{model_name="{MODEL}"}}'
+    assert await value_of(http, f"kvmesh_prompt_tokens_total{at}") == len(mesh.prompts[0].token_ids)
+    assert await value_of(http, f"kvmesh_generation_tokens_total{at}") == 0
+
+
 async def test_failures_are_counted_by_status(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
     mesh.fail_at, mesh.failure = 1, DecodeLost("gone")
     await http.post(CHAT, json=HELLO)

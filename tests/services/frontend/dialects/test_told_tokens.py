@@ -152,7 +152,7 @@ def test_what_is_held_back_until_the_end_is_told_though_no_token_comes_with_it(
     mesh: FakeMesh, text: TextModel, fields: dict[str, Any]
 ) -> None:
     request = ChatRequest.model_validate({**HELLO, "stream": True, **fields})
-    generation = Generation(mesh, text, [], GapCounts(), lambda _: None)
+    generation = Generation(mesh, text, [], GapCounts(), lambda *_: None)
     events = Events.chat("id", 1, MODEL, usage_follows=False)
     stream = DetailedStream(events, lambda _: None, generation, request)
     first, calls = CallDelta(0, "call_1", "f", ""), CallDelta(0, None, None, "{}")

@@ -25,11 +25,11 @@ def busy() -> tuple[LoadHistory, Clock]:
     history = LoadHistory(clock)
     history.sample()
     history.measure(metrics, lambda: Batch(3, 7))
-    metrics.generation_tokens.labels("m").inc(1000)  # before the first sample: not of this interval
+    metrics.gaps.of("m").num_tokens += 1000  # before the first sample: not of this interval
     history.sample()
     assert list(history.samples) == []
     clock.now_s += 2
-    metrics.generation_tokens.labels("m").inc(50)
+    metrics.gaps.of("m").num_tokens += 50
     metrics.prompt_tokens.labels("m").inc(200)
     metrics.cached_tokens += 50
     for status, count in (("200", 3), ("404", 1), ("502", 2)):
