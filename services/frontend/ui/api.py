@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from components.errors import Rejected
+from components.openai.errors import HTTP
 from components.telemetry.perfetto import trace_events
 from components.telemetry.trace_reader import Beginning, TracesUnavailable, which_of
 from services.frontend.gate import caller_of
@@ -40,6 +42,7 @@ class Ui:
         pages = [Route(path, _File(), methods=["GET"]) for path in sorted(PATHS)]
         return [
             *pages,
+            Route("/", _start),
             Route(f"{API}/about", self._about),
             Route(f"{API}/feed", self._feed),
             Route(f"{API}/requests", self._requests),
@@ -124,6 +127,13 @@ def _perfetto_form(found: Beginning) -> Response:
 def _json(body: Any, headers: Mapping[str, str] = {}) -> Response:
     """Made faster than JSONResponse does it, as this holds the GIL."""
     return Response(msgspec.json.encode(body), headers={**NO_STORE, **headers}, media_type="application/json")
+
+
+async def _start(request: Request) -> Response:
+    """Send a browser to the page."""
+    if "text/html" not in request.headers.get("accept", ""):
+        raise HTTPException(404, f"{HTTP[404][1]} {ROOT} is a page for browsers.")
+    return Response(status_code=307, headers={"location": ROOT.removeprefix("/")})
 
 
 def _unavailable(exc: TracesUnavailable) -> Response:

@@ -80,6 +80,17 @@ def test_every_module_that_the_page_imports_is_served() -> None:
             assert f"{ROOT}/{imported[2:]}" in FILES, f"{path.name} imports {imported}"
 
 
+async def test_a_browser_at_the_printed_address_gets_to_the_page(mesh: FakeMesh) -> None:
+    """It got a JSON 404 that did not mention the page."""
+    async with served(mesh, make_page()) as http:
+        moved = await http.get("/", headers={"accept": "text/html,*/*;q=0.8"})
+        assert (moved.status_code, moved.headers["location"]) == (307, "ui")
+        other = await http.get("/", headers={"accept": "*/*"})
+        error = other.json()["error"]
+        assert (other.status_code, error["code"]) == (404, "unknown_url")
+        assert "/ui is a page" in error["message"]
+
+
 async def test_without_the_setting_there_is_no_page(mesh: FakeMesh) -> None:
     async with served(mesh, None) as http:
         assert (await http.get("/ui")).status_code == 404
