@@ -88,7 +88,7 @@ def new_listeners_logged() -> Iterator[None]:
             extra=facts,
         )
     elif since:
-        log.info("KV transfer listens; only workers may reach these ports", extra=facts)
+        log.info("KV transfer listens; let only workers reach these ports", extra=facts)
 
 
 def listeners(pid: int | None = None) -> Set[Listener]:

@@ -101,7 +101,7 @@ class Message(Strict):
     # clients send an answer back with all its fields
     annotations: Annotated[JsonValue, only([])] = None
     audio: Annotated[JsonValue, only()] = None
-    function_call: Annotated[JsonValue, only()] = None
+    function_call: Annotated[JsonValue, only(instead="tool_calls")] = None
 
     @property
     def text(self) -> str:
@@ -152,8 +152,8 @@ class ChatRequest(ConstrainedFields):
     # not supported yet
     store: Annotated[JsonValue, only(False)] = None
     service_tier: Annotated[JsonValue, only("auto", "default")] = None
-    functions: Annotated[JsonValue, only([])] = None
-    function_call: Annotated[JsonValue, only("none", "auto")] = None
+    functions: Annotated[JsonValue, only([], instead="tools")] = None
+    function_call: Annotated[JsonValue, only("none", "auto", instead="tool_choice")] = None
     modalities: Annotated[JsonValue, only(["text"])] = None
     audio: Annotated[JsonValue, only()] = None
     prediction: Annotated[JsonValue, only()] = None

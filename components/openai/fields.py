@@ -57,17 +57,16 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, hide_input_in_errors=True)
 
 
-def only(*neutral: JsonValue) -> AfterValidator:
-    """Accept null and these values; refuse others as unsupported."""
+def only(*neutral: JsonValue, instead: str = "") -> AfterValidator:
+    """Accept null and these values; refuse others as unsupported. `instead`: the field to use."""
     shown = " or ".join(repr(value).lower() if isinstance(value, bool) else repr(value) for value in neutral)
-    hint = f"send {shown} or leave it out" if neutral else "leave it out"
+    what = "has a value that this server does not support" if neutral and not instead else "is not supported"
+    hint = f"use '{instead}'" if instead else f"send {shown} or leave it out" if neutral else "leave it out"
 
     def check(value: JsonValue) -> JsonValue:
         if value is None or any(_same(value, allowed) for allowed in neutral):
             return value
-        raise PydanticCustomError(
-            "unsupported", "has a value that this server does not support: {hint}", {"hint": hint}
-        )
+        raise PydanticCustomError("unsupported", "{what}: {hint}", {"what": what, "hint": hint})
 
     return AfterValidator(check)
 

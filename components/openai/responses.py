@@ -159,7 +159,7 @@ class ResponsesRequest(Strict):
             raise Rejected("'background' needs 'store': it is how its answer is found.", param="store")
         if self.background and self.stream:
             raise Rejected(
-                "'stream' with 'background' has a value that this server does not support: send one of them.",
+                "'stream' and 'background' cannot be combined.",
                 param="stream",
                 code="unsupported_parameter",
             )

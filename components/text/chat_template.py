@@ -51,13 +51,13 @@ def template_variables(
         variables[EFFORT] = effort
     elif switch:
         if effort not in {"none", "medium"}:
-            raise _unsupported("this model's reasoning can only be 'none' or, by default, 'medium'")
+            raise _unsupported(f"This model's '{EFFORT}' can only be 'none' or, by default, 'medium'.")
         if variables.setdefault(switch, effort != "none") != (effort != "none"):
             raise Rejected(f"'{EFFORT}' contradicts 'chat_template_kwargs'; send one of them.", param=EFFORT)
     elif effort != "none":
-        raise _unsupported("this model's reasoning cannot be set: leave it out")
+        raise _unsupported(f"This model's reasoning cannot be set: leave '{EFFORT}' out.")
     elif reasons:
-        raise _unsupported("this model's reasoning cannot be switched off: leave it out")
+        raise _unsupported(f"This model's reasoning cannot be switched off: leave '{EFFORT}' out.")
     return variables
 
 
@@ -72,10 +72,8 @@ def _switch(name: str, value: Any, mentions: Callable[[str], bool]) -> bool:
     return value
 
 
-def _unsupported(hint: str) -> Rejected:
-    return Rejected(
-        f"'{EFFORT}' has a value that this model does not support: {hint}.", param=EFFORT, code="unsupported_parameter"
-    )
+def _unsupported(message: str) -> Rejected:
+    return Rejected(message, param=EFFORT, code="unsupported_parameter")
 
 
 def instructed(

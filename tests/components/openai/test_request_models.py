@@ -155,6 +155,24 @@ def test_what_we_cannot_honour_is_refused_and_its_neutral_value_is_not(
         chat(**{param: value})
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"functions": [{}]}, "'functions' is not supported: use 'tools'."),
+        ({"function_call": {"name": "f"}}, "'function_call' is not supported: use 'tool_choice'."),
+        ({"audio": {}}, "'audio' is not supported: leave it out."),
+        (
+            {"service_tier": "flex"},
+            "'service_tier' has a value that this server does not support: send 'auto' or 'default' or leave it out.",
+        ),
+    ],
+)
+def test_a_refusal_says_what_to_send_instead(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(Rejected) as caught:
+        chat(**fields)
+    assert caught.value.message == message
+
+
 @pytest.mark.parametrize("param", FROM_OUTSIDE)
 def test_an_unknown_parameter_is_refused(param: str) -> None:
     for parse in (chat, completion):

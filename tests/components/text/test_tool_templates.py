@@ -155,6 +155,12 @@ def test_what_the_template_would_ignore_is_refused(
     assert param in caught.value.message
 
 
+def test_a_refused_effort_is_explained_in_plain_words() -> None:
+    with pytest.raises(Rejected) as caught:
+        template_variables("high", {}, NEITHER.__contains__, reasons=False)
+    assert caught.value.message == "This model's reasoning cannot be set: leave 'reasoning_effort' out."
+
+
 def test_special_tokens_that_a_format_is_made_of_are_shown() -> None:
     tokenizer = tiny_tokenizer()
     tokenizer.add_special_tokens(["[TOOL_CALLS]", "[OTHER]"])
