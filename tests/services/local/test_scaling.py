@@ -4,13 +4,16 @@ import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 
 import pytest
 
 from components.errors import MeshError, Rejected
+from components.local_mesh import beside_local_mesh
 from components.messaging.bus import Bus, connect_bus
 from components.planning.planner import Change
+from components.settings import MeshSettings
 from components.wire.plans import KillWorker, WorkerKilled
 from services.planner.connectors import LocalConnector
 from tests.conftest import RunService, ServiceProcess
@@ -36,13 +39,18 @@ def mesh(run_service: RunService, tmp_path: Path) -> Iterator[Callable[..., Serv
         eventually(lambda: gone(process), process.logged())  # noqa: B023
 
 
+def connected(process: ServiceProcess) -> AbstractAsyncContextManager[Bus]:
+    """To the mesh's own NATS, as its administrator."""
+    mine = beside_local_mesh(MeshSettings(state_dir=process.log.parent / "state"))
+    return connect_bus(mine.nats_url, "test", mine.nats_access("test"))
+
+
 def told(process: ServiceProcess, scenario: Callable[[LocalConnector], Awaitable[None]]) -> None:
     """Run `scenario` with a connector to the mesh's own NATS."""
-    facts = json.loads((process.log.parent / "state/local/running.json").read_text())
 
     async def main() -> None:
-        async with connect_bus(facts["nats_url"], "test") as bus:
-            await scenario(LocalConnector(bus, facts["namespace"]))
+        async with connected(process) as bus:
+            await scenario(LocalConnector(bus, "kvmesh"))
 
     asyncio.run(main())
 
@@ -78,10 +86,9 @@ def test_workers_come_and_go_one_at_a_time_and_names_are_never_used_again(mesh: 
 
 def test_a_worker_is_killed_by_its_instance_id_and_started_again(mesh: Callable[..., ServiceProcess]) -> None:
     process = mesh("decode=registers")
-    facts = json.loads((process.log.parent / "state/local/running.json").read_text())
 
     async def main() -> None:
-        async with connect_bus(facts["nats_url"], "test") as bus:
+        async with connected(process) as bus:
             [subject] = await subjects(bus)
             killed = await bus.call(f"{subject}.kill", KillWorker(instance_id=instance_id), WorkerKilled, timeout_s=5)
             assert killed.name == "decode-0"
