@@ -6,6 +6,7 @@ Where users of NATS have rights, only the administrator may make the stream: it 
 
 import logging
 import math
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from components.messaging.bus import HEADERS_BYTES, Bus, nats_errors
 log = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 2.0
+AGAIN_S: Final = 10.0  # after a stream was not made: without a right, each try takes TIMEOUT_S
 NO_STREAM: Final = 10059  # JetStream's code
 COMMAND: Final = "`python -m services.frontend.response_stream`, with the administrator's access,"
 
@@ -39,7 +41,7 @@ class Records:
         self._jetstream = jetstream
         self._name, self._bounds = name, bounds
         self._stream, self._prefix = _names(name)
-        self._may_make = True  # false after NATS has refused it
+        self._not_made_at = -math.inf  # monotonic
 
     async def put(self, key: str, value: bytes) -> None:
         """Store or replace a record; every process sees it when this returns.
@@ -76,9 +78,10 @@ class Records:
         await self._jetstream.publish(f"{self._prefix}.{key}", value, stream=self._stream, timeout=TIMEOUT_S)
 
     async def _make_anew(self) -> None:
-        if self._may_make:
-            self._may_make = await _make_stream(self._jetstream, self._name, self._bounds)
-        if not self._may_make:
+        if time.monotonic() < self._not_made_at + AGAIN_S:
+            raise _missing(self._stream)
+        if not await _make_stream(self._jetstream, self._name, self._bounds):
+            self._not_made_at = time.monotonic()
             raise _missing(self._stream)
         log.warning(
             "NATS has lost the stored responses, an empty stream takes their place", extra={"records": self._name}
@@ -105,7 +108,7 @@ async def open_records(bus: Bus, name: str, bounds: Bounds) -> Records:
 
 
 def _missing(stream: str) -> BackendUnavailable:
-    return BackendUnavailable(f"NATS has no stream {stream}, and lets this user make none: {COMMAND} makes it")
+    return BackendUnavailable(f"NATS has no stream {stream}, and made none for this user: {COMMAND} does")
 
 
 async def _bounds_of(jetstream: JetStreamContext, stream: str) -> Bounds | None:

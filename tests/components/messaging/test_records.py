@@ -95,6 +95,29 @@ async def test_records_that_nats_has_lost_are_gone_and_new_ones_are_stored(
         assert await records.get("a") is None
 
 
+async def test_a_stream_that_was_not_made_in_time_is_made_later(
+    nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JetStream may only have been slow; a user without the right to make streams gets no answer either."""
+
+    async def silent(*_: object, **__: object) -> None:
+        raise nats.errors.TimeoutError
+
+    async with connect_bus(nats_url, "one") as bus:
+        await open_records(bus, f"{namespace}.other", BOUNDS)
+        records = await open_records(bus, namespace, BOUNDS)
+        await bus.client.jetstream().delete_stream(namespace)
+        with monkeypatch.context() as slow:
+            slow.setattr(JetStreamContext, "add_stream", silent)
+            with pytest.raises(BackendUnavailable, match="response_stream"):
+                await records.put("a", b"x")
+        with pytest.raises(BackendUnavailable, match="response_stream"):
+            await records.put("a", b"x")
+        monkeypatch.setattr("components.messaging.records.AGAIN_S", 0.0)
+        await records.put("a", b"x")
+        assert await records.get("a") == b"x"
+
+
 async def test_jetstreams_own_words_reach_the_operator(nats_url: str, namespace: str) -> None:
     """A full JetStream was a NATS that cannot be reached."""
     too_much = Bounds(records=3, bytes=2**62, age_s=60)
