@@ -153,6 +153,7 @@ def _schema(tool: CallableTool) -> dict[str, Any]:
     whole = schema.keys() & {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
     if "properties" in schema and not whole:
         schema["additionalProperties"] = False  # otherwise models invent parameters
+    schema["title"] = tool.name  # for the error, if the compiler refuses the schema
     return {**schema, "x-guidance": JSON_STYLE if tool.strict else {**JSON_STYLE, "lenient": True}}
 
 

@@ -3,7 +3,9 @@
 import json
 import random
 import re
-from typing import Final
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, Final
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -52,7 +54,7 @@ def check(vocabulary: LLTokenizer, constraint: Constraint) -> Constraint:
     except ValueError as exc:
         raise Unusable(_reworded(str(exc))) from exc
     if matcher.is_error():
-        raise Unusable(_reworded(matcher.get_error()))
+        raise Unusable(_fault_of_titled(vocabulary, constraint) or _reworded(matcher.get_error()))
     _try_out(vocabulary, matcher)
     return constraint
 
@@ -70,15 +72,28 @@ def _check_lark(text: str) -> None:
     """Refuse what the compiler accepts but ignores. A nested schema may set `lenient`."""
     if (option := NOT_KEPT.search(text)) is not None:
         raise Unusable(f"the option '{option[1]}' of a rule is not supported")
-    for begin in JSON_BEGINS.finditer(text):
-        try:
-            schema, _ = DECODER.raw_decode(text, begin.end())
-        except (ValueError, RecursionError):
-            continue  # a comment, or a fault that the compiler reports
-        style = schema.pop("x-guidance", None) if isinstance(schema, dict) else None
+    for schema in _schemas_in(text):
+        style = schema.pop("x-guidance", None)
         lenient = isinstance(style, dict) and style.get("lenient")
         if not lenient and (fault := fault_in_schema(schema)) is not None:
             raise Unusable(f"in a schema inside, {fault}")
+
+
+def _schemas_in(text: str) -> Iterator[dict[str, Any]]:
+    for begin in JSON_BEGINS.finditer(text):
+        # else it is a comment, or a fault that the compiler reports
+        with suppress(ValueError, RecursionError):
+            yield DECODER.raw_decode(text, begin.end())[0]
+
+
+def _fault_of_titled(vocabulary: LLTokenizer, constraint: Constraint) -> str | None:
+    """The fault of a schema inside, with its title: a tool's name. None, if each can be kept by itself."""
+    for schema in _schemas_in(constraint.text) if constraint.kind == "lark" else ():
+        if isinstance(title := schema.get("title"), str):
+            matcher = start_matcher(vocabulary, Constraint(kind="lark", text=f"start: %json {json.dumps(schema)}"))
+            if matcher.is_error():
+                return f"in the schema of '{title[:64]}', {_reworded(matcher.get_error())}"
+    return None
 
 
 def _try_out(vocabulary: LLTokenizer, matcher: LLMatcher) -> None:

@@ -163,6 +163,10 @@ async def test_ebnf_becomes_lark(checker: ConstraintChecker) -> None:
         (lark('start: %json {"$ref": "file:///etc/passwd"}'), "'\\$ref'"),
         (lark("start: a\na[temperature=0.5]: /x+/"), "'temperature'"),
         (lark('start: %json {"properties": {"a": {"minLenght": 1}}} "."'), "'minLenght' at '/properties/a'"),
+        (
+            lark('start: a b\na: %json {"title": "f"}\nb: %json {"title": "g", "$ref": "#/x"}'),
+            "in the schema of 'g', .*/x",
+        ),
         (lark("start: A\nA: /.*a.{20}/ & /.*b.{21}/ & /.*c.{22}/ & /.*d.{23}/"), "too complex"),
     ],
 )

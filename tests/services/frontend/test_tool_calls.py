@@ -344,3 +344,12 @@ async def test_what_cannot_be_kept_is_refused_by_name(
             await ask(client, stream=False, **fields)
     assert caught.value.param == param
     assert not mesh.prompts
+
+
+async def test_a_required_tool_whose_schema_cannot_be_kept_is_named(checker: ConstraintChecker) -> None:
+    """The refusal named neither the tool nor the property."""
+    odd = {"type": "object", "properties": {"at": {"type": "string", "pattern": "(?=x)"}}}
+    tools = [G, {"type": "function", "function": {"name": "get_weather", "parameters": odd}}]
+    async with served(FakeMesh(model()), checker) as client:
+        with pytest.raises(package.BadRequestError, match=r"Invalid 'tools': in the schema of 'get_weather', .*look-a"):
+            await ask(client, stream=False, tools=tools, tool_choice="required")
