@@ -1,13 +1,25 @@
-"""The table of vLLM's flags: every option, setting and variable that it names exists."""
+"""The tables of vLLM's names: every option, setting and variable of ours exists, and what is said to be missing is."""
 
+import json
 import re
 from pathlib import Path
 from typing import Final
 
+import pytest
 import typer
+from starlette.applications import Starlette
+from starlette.routing import Match
 
+from components.errors import Rejected
+from components.openai.chat import ChatRequest
+from components.openai.completions import CompletionRequest
+from components.openai.fields import parse_body
+from services.frontend.app import create_app
+from services.frontend.config import FrontendSettings
 from services.local.__main__ import app
 from services.local.options import settable
+from tests.components.text.tiny_model import tiny_text_model
+from tests.services.frontend.fake_mesh import FakeMesh
 
 TEXT: Final = (Path(__file__).resolve().parents[2] / "docs" / "from-vllm.md").read_text()
 OURS: Final = [row.split("|")[2] for row in TEXT.splitlines() if row.startswith(("| `--", "| `VLLM"))]
@@ -30,3 +42,28 @@ def test_every_option_that_the_table_names_is_one_of_services_local() -> None:
     named = {option for column in OURS for option in re.findall(r"--[a-z-]+", column)}
     assert len(named) > 5
     assert named <= options
+
+
+def _first_column(title: str) -> list[str]:
+    section = TEXT.partition(f"## {title}\n")[2].partition("\n## ")[0]
+    rows = [row.split("|")[1] for row in section.splitlines() if row.startswith("| ") and "`" in row]
+    return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
+
+
+@pytest.mark.parametrize("field", _first_column("Fields that are refused"))
+def test_a_field_that_is_said_to_be_refused_is(field: str) -> None:
+    prompts = ((ChatRequest, {"messages": [{"role": "user", "content": "a"}]}), (CompletionRequest, {"prompt": "a"}))
+    for model, prompt in prompts:
+        with pytest.raises(Rejected) as caught:
+            parse_body(model, json.dumps({"model": "m", **prompt, field: None}).encode())
+        assert caught.value.fields["code"] == "unknown_parameter"
+
+
+def test_a_route_that_is_said_to_be_missing_is() -> None:
+    text = tiny_text_model()
+    app: Starlette = create_app(FakeMesh(text), text, FrontendSettings(port=0))
+    missing = _first_column("Routes that are not there")
+    assert len(missing) > 10
+    for path in missing:
+        scope = {"type": "http", "path": path, "method": "GET", "headers": []}
+        assert all(route.matches(scope)[0] is Match.NONE for route in app.routes), path
