@@ -48,7 +48,7 @@ def test_a_bad_address_fails_at_once_instead_of_in_a_thread() -> None:
     [(etcd3.exceptions.ConnectionFailedError(), "connection"), (grpc.RpcError(), "RpcError")],
 )
 def test_errors_of_etcd_name_address_cause_and_remedy(error: Exception, cause: str) -> None:
-    said = rf"etcd at http://e:1 cannot be reached \(.*{cause}.*\): start it"
+    said = rf"etcd at http://e:1 cannot be reached \(.*{cause}.*\): start one"
     with pytest.raises(BackendUnavailable, match=said), etcd_errors("http://e:1"):
         raise error
 

@@ -1,5 +1,6 @@
 import contextvars
 import math
+from typing import Any
 
 import pytest
 from opentelemetry import trace
@@ -10,7 +11,7 @@ from tests.components.telemetry.test_kept_traces import REMOTE, Kept, kept
 
 __all__ = ["kept"]
 
-NO_HEADERS: dict[str, list[tuple[bytes, bytes]]] = {"headers": []}
+SCOPE: dict[str, Any] = {"path": "/v1/chat/completions", "headers": []}
 
 
 def test_a_request_that_began_within_another_one_is_not_part_of_it(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -19,18 +20,18 @@ def test_a_request_that_began_within_another_one_is_not_part_of_it(kept: Kept, m
     tracer.limit(TokenBucket(math.inf))
     monkeypatch.setattr(tracing, "tracer", tracer)
     behind = []
-    with tracing.begin_record(NO_HEADERS, "chat", "one", "", ""):
+    with tracing.begin_record(SCOPE, "chat", "one", "", ""):
         behind.append(contextvars.copy_context())
-    with tracing.begin_record(NO_HEADERS, "chat", "two", "", ""):
+    with tracing.begin_record(SCOPE, "chat", "two", "", ""):
         behind.append(contextvars.copy_context())
 
     def begin(trace_id: str) -> trace.Span:
-        caller = {"headers": [(b"traceparent", f"00-{trace_id}-00f067aa0ba902b7-01".encode())]}
+        caller = {**SCOPE, "headers": [(b"traceparent", f"00-{trace_id}-00f067aa0ba902b7-01".encode())]}
         with tracing.begin_record(caller, "chat", "three", "", "") as record:
             return record.root
 
     def begin_one_more() -> trace.Span:
-        with tracing.begin_record(NO_HEADERS, "chat", "four", "", "") as record:
+        with tracing.begin_record(SCOPE, "chat", "four", "", "") as record:
             return record.root
 
     of_caller = REMOTE.split("-")[1]
