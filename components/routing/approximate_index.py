@@ -3,17 +3,22 @@
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Final
 
 from components.routing.kv_index import KvIndex
 
 TTL_S: Final = 120.0
 MAX_BLOCKS: Final = 500_000
+BLOCKS_PER_PROMPT: Final = 1024  # 3 ms of the event loop, also for their hashes
 EXPIRED_PER_CALL: Final = 4096
 
 
 class ApproximateIndex:
-    """Blocks expire after `ttl_s`. Above `max_blocks` pairs of block and instance, the oldest are evicted."""
+    """The first blocks of each prompt, which suffice to send its continuation to the same instance.
+
+    Blocks expire after `ttl_s`. Above `max_blocks` pairs of block and instance, the oldest are evicted.
+    """
 
     def __init__(
         self, ttl_s: float = TTL_S, max_blocks: int = MAX_BLOCKS, clock: Callable[[], float] = time.monotonic
@@ -33,7 +38,7 @@ class ApproximateIndex:
 
     def routed(self, instance_id: str, block_hashes: Sequence[bytes]) -> None:
         self._expire()
-        blocks = block_hashes[: self._max_blocks]
+        blocks = list(islice(block_hashes, min(BLOCKS_PER_PROMPT, self._max_blocks)))  # hashed on demand
         expires_s = self._clock() + self._ttl_s
         for block in reversed(blocks):  # the end expires first: alone it is useless
             pair = (instance_id, block)
