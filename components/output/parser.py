@@ -109,7 +109,19 @@ class ContinuingParser(OutputParser):
         return before
 
     def feed(self, text: str) -> Parsed:
-        return self._new(super().feed(text))
+        parts, at = [], 0
+        while self._known and at < len(text):  # one by one: text after a call or a marker is new
+            parts.append(self._new(super().feed(text[at])))
+            at += 1
+        if at < len(text) or not parts:
+            parts.append(self._new(super().feed(text[at:])))
+        if len(parts) == 1:
+            return parts[0]
+        return Parsed(
+            "".join([part.text for part in parts]),
+            "".join([part.reasoning for part in parts]),
+            [delta for part in parts for delta in part.calls],
+        )
 
     def flush(self) -> Parsed:
         return self._new(super().flush())
@@ -121,7 +133,7 @@ class ContinuingParser(OutputParser):
                 thought = self._without_known(thought)
             elif text:
                 text = self._without_known(text)
-            if calls:
+            if calls or not self.held.startswith(self._known):  # it belongs to a call or a marker
                 self._known = ""
         if (first := self._unreported) is not NOTHING:
             text, thought, calls = first.text + text, first.reasoning + thought, [*first.calls, *calls]

@@ -71,11 +71,24 @@ def told(parser: OutputParser, text: str, cuts: Iterable[int] = ()) -> Told:
         ("<thi", "s", Told("s")),
         ("<think>hm</think>\n\n", "\nParis", Told("Paris")),
         ("Paris", "<think>no</think>", Told("<think>no</think>")),
+        # The first characters of these were lost.
+        ("<tool_call>", f"{CALL[11:]}<b>now</b>", Told("<b>now</b>", "", (("f", '{"n": 1}'),), called=True)),
+        (CALL[:-4], f"{CALL[-4:]}<b>now</b>", Told("<b>now</b>", "", (), called=False)),
+        ("<think>hm</thi", "nk><b>Paris</b>", Told("<b>Paris</b>")),
+        ("<thi", "nk><b>hm</think>a", Told("a", "<b>hm")),
     ],
 )
 def test_only_what_is_new_is_told_wherever_the_rest_is_cut(before: str, rest: str, expected: Told) -> None:
     for cuts in ([], range(len(rest)), *([cut] for cut in range(len(rest)))):
         assert told(plan(before).parser(), rest, cuts) == expected, (before, rest, cuts)
+
+
+def test_text_after_a_call_of_mistrals_is_new() -> None:
+    """A bracket after the call was taken for the one before it, if both came at once."""
+    rest = 'f{"n": 1}[ARGS]'
+    expected = Told("[ARGS]", "", (("ff", '{"n": 1}'),), called=True)
+    for cuts in ([], range(len(rest)), *([cut] for cut in range(len(rest)))):
+        assert told(plan("[TOOL_CALLS]f", name="mistral").parser(), rest, cuts) == expected, cuts
 
 
 def test_calls_that_were_whole_before_do_not_make_the_rest_a_call() -> None:
