@@ -191,7 +191,7 @@ class Worker:
 
 @asynccontextmanager
 async def _start_logged(role: WorkerRole, model: str) -> AsyncIterator[None]:
-    """Before servers are reached and weights are loaded, which may take long."""
+    """Log the start as soon as logs are set up: to reach servers and to load weights may take long."""
     log.info("starting", extra={"role": role, "model": model})
     yield
 

@@ -21,8 +21,9 @@ def read_sampling_defaults(directory: Path) -> SamplingDefaults:
     config = json.loads(path.read_text())
     if config.get("do_sample") is False:  # the model's makers mean greedy decoding; vLLM ignores this field
         return SamplingDefaults()
+    temperature = config.get("temperature")  # 0: greedy
     return SamplingDefaults(
-        temperature=float(config.get("temperature") or 1.0),
+        temperature=1.0 if temperature is None else float(temperature),
         top_p=float(config.get("top_p") or 1.0),
         top_k=int(config.get("top_k") or 0),
         min_p=float(config.get("min_p") or 0.0),

@@ -68,8 +68,11 @@ class TextModel:
         special_tokens: Mapping[str, str] | None = None,
         tool_template: str | None = None,
         options: FormatOptions = FormatOptions(),  # noqa: B008  # frozen
+        *,
+        ends: Set[int] = frozenset(),
     ) -> None:
-        """`tool_template` is for requests with tools. Raises: ValueError."""
+        """`tool_template` is for requests with tools; `ends` are the model's end tokens. Raises: ValueError."""
+        self.ends = frozenset(ends)
         self.formats = OutputFormats.of(tool_template or chat_template or "", options)
         self._tokenizer = tokenizer
         self._tokenizer.no_truncation()  # a tokenizer.json may ask for either
@@ -84,7 +87,13 @@ class TextModel:
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
 
     @classmethod
-    def load(cls, directory: Path, options: FormatOptions = FormatOptions()) -> Self:  # noqa: B008  # frozen
+    def load(
+        cls,
+        directory: Path,
+        options: FormatOptions = FormatOptions(),  # noqa: B008  # frozen
+        *,
+        ends: Set[int] = frozenset(),
+    ) -> Self:
         """Raises: WrongSettings, without a tokenizer.json; ValueError if `options` do not fit the template."""
         check_tokenizer_file(directory)
         loaded = PreTrainedTokenizerFast.from_pretrained(directory)
@@ -92,7 +101,8 @@ class TextModel:
         several = template if isinstance(template, dict) else {}  # by name; the others are for retrieval
         if several:
             template = several.get("default")
-        return cls(loaded.backend_tokenizer, template, loaded.special_tokens_map, several.get("tool_use"), options)
+        specials, tools = loaded.special_tokens_map, several.get("tool_use")
+        return cls(loaded.backend_tokenizer, template, specials, tools, options, ends=ends)
 
     def warm_up(self) -> None:
         """Encode a short conversation, or a text if the template refuses it.

@@ -21,8 +21,8 @@ from engine.device.memory import fits_alone, lack_of_memory
 from engine.errors import DeviceUnavailable, ModelUnavailable, UnsupportedModel
 from engine.kv.storage import TORCH_DTYPES
 from engine.lora.adapters import Adapters, install_adapters
+from engine.model.end_tokens import named_end
 from engine.model.identity import random_identity, weights_identity
-from engine.model.model_files import read_json
 from engine.model.pooling import Pooling, read_pooling
 from engine.model.progress import Progress, unless_quick
 from engine.model.resolve import is_random, model_dir, served_name
@@ -33,7 +33,6 @@ from engine.sharding.heads import check_heads, query_heads
 from engine.sharding.read_part import INDEX, read_part, weight_files
 
 RANDOM_SEED: Final = 0
-GENERATION_FILE: Final = "generation_config.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +122,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
         vocab_size=text.vocab_size,
         query_group=len(query_heads(heads, shard)) // shard.num_heads,
         max_positions=max_positions(text) if limit is None else min(limit, max_positions(text)),
-        eos_token_ids=end_tokens(_named_end(directory, text), text.vocab_size),
+        eos_token_ids=end_tokens(named_end(directory, getattr(text, "eos_token_id", None)), text.vocab_size),
         adapters=adapters,
         pooling=pooling,
     )
@@ -209,31 +208,6 @@ def _random_model(auto: Any, model_config: Any, dtype: torch.dtype, device: torc
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(RANDOM_SEED)
         return auto.from_config(model_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
-
-
-def _named_end(directory: Path, text_config: Any) -> list[int]:
-    """End tokens by generation_config.json, or else by the model's own configuration, and the tokenizer's, as in vLLM.
-
-    Raises: ModelUnavailable.
-    """
-    path = directory / GENERATION_FILE
-    found = read_json(path).get("eos_token_id") if path.is_file() else None
-    named = found if found is not None else getattr(text_config, "eos_token_id", None)
-    ids = [] if named is None else named if isinstance(named, list) else [named]
-    if not all(isinstance(token_id, int) for token_id in ids):
-        raise ModelUnavailable(
-            f"eos_token_id of the model in {directory} is {named!r}; it must be an id, or a list of ids"
-        )
-    return [*ids, *_tokenizer_end(directory)]
-
-
-def _tokenizer_end(directory: Path) -> list[int]:
-    settings, tokens = directory / "tokenizer_config.json", directory / "tokenizer.json"
-    if not settings.is_file() or not tokens.is_file():
-        return []
-    end = read_json(settings).get("eos_token")
-    text = end.get("content") if isinstance(end, dict) else end
-    return [added["id"] for added in read_json(tokens).get("added_tokens") or () if added["content"] == text]
 
 
 @contextmanager

@@ -15,8 +15,10 @@ def read_json(path: Path) -> Any:
     """Raises: ModelUnavailable."""
     try:
         return json.loads(path.read_text())
-    except (OSError, ValueError) as exc:
+    except OSError as exc:
         raise ModelUnavailable(f"{path} cannot be read: {exc}") from exc
+    except (ValueError, RecursionError) as exc:
+        raise ModelUnavailable(f"{path} is no JSON of a model ({exc}): copy the one of the model again") from exc
 
 
 def read_header(path: Path) -> bytes:

@@ -1,7 +1,6 @@
 """Find a model's directory by its name, without torch, for the frontend."""
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from engine.errors import ModelUnavailable
 from engine.model.converted import converted_dir
 from engine.model.identity import sample_file
 from engine.model.mock_model import MOCK, PREFIX, inner_model, mock_dir
-from engine.model.model_files import CONFIG_FILE
+from engine.model.model_files import CONFIG_FILE, read_json
 from engine.model.progress import Progress, silent
 
 SUFFIX: Final = ".gguf"
@@ -110,12 +109,8 @@ def check_config_file(directory: Path) -> None:
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise ModelUnavailable(f"{directory} has no {CONFIG_FILE}: it is not a Hugging Face model directory")
-    try:
-        fault = "" if isinstance(json.loads(path.read_bytes()), dict) else "it is no object"
-    except (OSError, ValueError, RecursionError) as exc:
-        fault = str(exc)
-    if fault:
-        raise ModelUnavailable(f"{path} is no JSON of a model ({fault}): copy the one of the model again")
+    if not isinstance(read_json(path), dict):
+        raise ModelUnavailable(f"{path} is no JSON of a model: copy the one of the model again")
 
 
 def local_path(model: str) -> Path | None:

@@ -27,6 +27,7 @@ from components.telemetry.logs import log_progress, log_ready
 from components.text.sampling_defaults import read_sampling_defaults
 from components.text.tokenizer import TextModel
 from components.urls import is_loopback
+from engine.model.end_tokens import read_end_tokens
 from engine.model.resolve import model_dir
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
@@ -63,8 +64,9 @@ async def load_text(settings: FrontendSettings) -> tuple[Path, TextModel]:
     """Return the model's folder, and its tokenizer and chat template. Exits if they cannot be used."""
     folder = await asyncio.to_thread(model_dir, settings.model, settings.home, log_progress)
     options = FormatOptions(settings.tool_format, settings.tool_parser, settings.reasoning_parser)
+    ends = read_end_tokens(folder)
     try:
-        text = await asyncio.to_thread(TextModel.load, folder, options)
+        text = await asyncio.to_thread(TextModel.load, folder, options, ends=ends)
     except ValueError as exc:
         refuse(f"settings: {exc}")
     text.warm_up()  # on this thread, which encodes short prompts

@@ -98,13 +98,13 @@ class Choice:
         self.prompt_tokens: list[ShownToken] = []  # shown before the first token
         self.prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt from its second token on
         self._echo = prompt.echo
+        shown = frozenset[int]() if prompt.output is None else prompt.output.shown
         self._ends: frozenset[int] = frozenset()  # tokens without text if the answer ends with them
         if not prompt.shows_end:
-            stop_ids = prompt.sampling.stop_token_ids
-            self._ends = text.specials.union(stop_ids) if prompt.shows_special else frozenset(stop_ids)
+            own = frozenset[int]() if prompt.sampling.ignore_eos else text.ends - shown
+            self._ends = own.union(prompt.sampling.stop_token_ids, text.specials if prompt.shows_special else ())
         self._text = text
         self._length = len(prompt.echo)  # of the text so far, with what a stop string may remove
-        shown = frozenset[int]() if prompt.output is None else prompt.output.shown
         self._detokenizer = text.detokenizer(
             prompt.token_ids if prompt.continues else (), shown, skip=not prompt.shows_special
         )

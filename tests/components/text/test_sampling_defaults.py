@@ -15,6 +15,7 @@ GIVEN = {"temperature": 0.15, "top_p": 0.9}
         ({"do_sample": True, **GIVEN}, SamplingDefaults(temperature=0.15, top_p=0.9)),
         (GIVEN, SamplingDefaults(temperature=0.15, top_p=0.9)),
         ({"do_sample": False, **GIVEN}, SamplingDefaults()),
+        ({"temperature": 0}, SamplingDefaults(temperature=0.0)),
         ({"temperature": None, "top_k": 20}, SamplingDefaults(top_k=20)),
     ],
 )

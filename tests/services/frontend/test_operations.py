@@ -4,6 +4,7 @@ import asyncio
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -11,6 +12,8 @@ import pytest
 
 from components.discovery.registry import Registration
 from components.errors import DecodeLost
+from engine.model.mock_model import END, SPECIAL
+from services.frontend.__main__ import load_text
 from services.frontend.config import FrontendSettings
 from services.frontend.connections import tokens_subject
 from services.frontend.ports import ServedModel
@@ -151,6 +154,11 @@ def test_a_frontend_loads_no_torch() -> None:
     """It derives the seeds of branches as the engine does, from a module that has nothing else in it."""
     program = "import sys, services.frontend.__main__; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+async def test_a_frontend_reads_its_models_end_tokens(tmp_path: Path) -> None:
+    _, text = await load_text(FrontendSettings(model="mock", state_dir=tmp_path))
+    assert text.ends == {SPECIAL[END]}
 
 
 def test_a_frontend_that_starts_again_under_its_id_reads_tokens_on_another_subject() -> None:

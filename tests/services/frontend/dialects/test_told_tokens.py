@@ -5,6 +5,7 @@ from typing import Any
 
 import httpx
 import pytest
+from tokenizers import AddedToken
 from tokenizers.processors import TemplateProcessing
 
 from components.openai.chat import ChatRequest
@@ -248,6 +249,32 @@ async def test_special_tokens_are_text_when_asked_for(http: httpx.AsyncClient, m
     assert (await http.post(COMPLETION, json=body)).json()["choices"][0]["text"] == "ab"
     body["include_stop_str_in_output"] = True
     assert (await http.post(COMPLETION, json=body)).json()["choices"][0]["text"] == f"ab{special}"
+
+
+@pytest.mark.parametrize("special", [False, True])
+async def test_the_models_end_token_is_no_text_also_if_the_tokenizer_does_not_call_it_special(
+    settings: FrontendSettings, *, special: bool
+) -> None:
+    """`Paris.<|end|>` was the answer."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_tokens([AddedToken("<|end|>", special=special)])
+    mesh = FakeMesh(TextModel(tokenizer, TEMPLATE, ends={tokenizer.token_to_id("<|end|>")}))
+    mesh.answer = "Paris.<|end|>"
+    transport = httpx.ASGITransport(create_app(mesh, mesh.text, settings))
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+
+        async def shown(**fields: Any) -> str:
+            body = {**TEXT, "skip_special_tokens": False, **fields}
+            return str((await http.post(COMPLETION, json=body)).json()["choices"][0]["text"])
+
+        assert await shown() == "Paris."
+        assert await shown(skip_special_tokens=True) == "Paris."
+        assert await shown(stop="London") == "Paris."
+        assert await shown(include_stop_str_in_output=True) == "Paris.<|end|>"
+        if not special:
+            assert await shown(ignore_eos=True) == "Paris.<|end|>"
+        mesh.answer = "a<|end|>b"
+        assert await shown() == "a<|end|>b"
 
 
 async def test_special_tokens_around_a_prompt_can_be_asked_for_or_left_out(settings: FrontendSettings) -> None:
