@@ -18,8 +18,8 @@ with the mock's cost model; `--fit` takes constants from `bench.engine`. A worke
   sent while the next is computed.
 - Each decode worker has its own router; above 16, several share one (`--prefill-routers`). All share one block
   index.
-- Decode computes a prompt if little is uncached or no prefill worker lives, but not because of long queues.
-- A planned worker serves after --start-s and counts from its order on.
+- Decode computes a prompt if little of it is uncached, or if no prefill worker lives. Long queues are no reason.
+- A planned worker serves after --start-s. It is counted as soon as it is ordered.
 - A crash is known to senders at once and to all after 2 s. No worker hangs, and retries do not wait.
 """
 

@@ -20,7 +20,8 @@ from components.settings import MeshSettings
 from components.telemetry.clock_skew import corrected
 from components.telemetry.otlp_sender import OBSERVER, login_header, trusting
 from components.telemetry.stored_spans import Event, Span
-from components.telemetry.trace_store import DAMAGED_NAME, FILE_NAME, WHICH, TraceStore, Which, is_damage
+from components.telemetry.trace_file import DAMAGED_NAME, FILE_NAME, is_damage
+from components.telemetry.trace_store import WHICH, TraceStore, Which
 from components.telemetry.trace_summary import TraceSummary, of_tenant, summary_of
 from components.urls import without_password
 

@@ -2,38 +2,36 @@
 
 A batch is what one process exported together: spans of some hundred traces at most, kept as they came. Nothing has an
 index. A write then only appends, and costs a busy mesh a few microseconds a trace; a reader scans some thousand small rows.
-
-No write waits for the disk, so a power failure may damage the file. A writer then moves it aside and begins a new one.
 """
 
-import fcntl
 import logging
-import os
 import sqlite3
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping, Sequence, Set
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic, sleep
-from typing import Any, Final, Literal, TypeVar, get_args
+from typing import Any, Final, Literal, get_args
 
 import msgspec
 
 from components.telemetry.stored_spans import Span, read_piece
+from components.telemetry.trace_file import (
+    FILE_NAME,
+    Damaged,
+    connect,
+    held_in_place,
+    inode_of,
+    is_damage,
+    move_aside,
+    when_free,
+)
 from components.telemetry.trace_pieces import Piece, Root, pack_batch, unpack_batch
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 Which = Literal["recent", "slow", "failed"]
 WHICH: Final[tuple[Which, ...]] = get_args(Which)
-BUSY_S: Final = 5.0  # another process may hold the lock this long
-BUSY_RETRY_S: Final = 0.01
 TRIM_EVERY: Final = 50  # writes
-FILE_NAME: Final = "traces.sqlite"
-DAMAGED_NAME: Final = "traces.damaged.sqlite"  # the last damaged file; an older one is replaced
-DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 TABLES: Final = ("batches", "batch_spans", "roots")
 EARLIER: Final = ("spans", "pieces", "traces", "requests", "tenants")  # tables of earlier releases
 LOST: Final = "kvmesh.lost"  # of a span that its caller recorded, as the process died
@@ -84,12 +82,6 @@ class Limits:
     traces: int = 1000
     spans: int = 50_000  # a client may put many requests into one trace
     bytes: int = 64 << 20
-
-
-class Damaged(sqlite3.DatabaseError):
-    """SQLite's check found a fault."""
-
-    sqlite_errorcode = sqlite3.SQLITE_CORRUPT
 
 
 class TraceStore:
@@ -165,11 +157,11 @@ class TraceStore:
     def _rows(self, query: str, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
         if not self._path.exists():
             return []
-        return _when_free(lambda: self._read(query, args))
+        return when_free(lambda: self._read(query, args))
 
     def _read(self, query: str, args: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-        with _held_in_place(self._path):
-            connection = _connect(self._path)
+        with held_in_place(self._path):
+            connection = connect(self._path)
         try:
             return connection.execute(query, args).fetchall()
         except sqlite3.OperationalError as exc:
@@ -198,11 +190,11 @@ class TraceWriter:
         """Returns False if the spans are lost. Every `TRIM_EVERY` writes, trim the file."""
         try:
             try:
-                _when_free(lambda: self._write(service, pieces))
+                when_free(lambda: self._write(service, pieces))
             except sqlite3.Error as exc:
-                if not (is_damage(exc) and self._move_aside(str(exc))):
+                if not (is_damage(exc) and move_aside(self._path, self._inode, str(exc))):
                     raise
-                _when_free(lambda: self._write(service, pieces))
+                when_free(lambda: self._write(service, pieces))
         except sqlite3.Error as exc:
             lost = sum(piece.num_spans for piece in pieces)
             log.warning("spans not kept", extra={"cause": str(exc), "file": str(self._path), "count": lost})
@@ -228,17 +220,17 @@ class TraceWriter:
         self._writes += 1
 
     def _open(self) -> sqlite3.Connection:
-        if self._connection is not None and self._inode != self._inode_there():
+        if self._connection is not None and self._inode != inode_of(self._path):
             self.close()  # without this, spans would go to a file that no reader can open
         if self._connection is None:
             with suppress(OSError):  # SQLite's own error says more
                 self._path.parent.mkdir(parents=True, exist_ok=True)
-            with _held_in_place(self._path):
+            with held_in_place(self._path):
                 with suppress(OSError):
                     self._path.touch(mode=0o600)
                     self._path.chmod(0o600)  # also for an earlier run's file; SQLite's other files inherit the mode
-                self._inode = self._inode_there()
-                self._connection = _connect(self._path)
+                self._inode = inode_of(self._path)
+                self._connection = connect(self._path)
             self._check(self._connection)
             self._connection.executescript(_SCHEMA)
         return self._connection
@@ -250,31 +242,6 @@ class TraceWriter:
             if found != "ok":
                 raise Damaged(found)
             self._checked_inode = self._inode
-
-    def _move_aside(self, cause: str) -> bool:
-        """Rename the damaged file, unless another process has done so. Returns whether a write may succeed now."""
-        with _held_in_place(self._path, fcntl.LOCK_EX):
-            if self._inode != self._inode_there():
-                return True
-            home, kept = self._path.parent, self._path.with_name(DAMAGED_NAME)
-            try:
-                for suffix in ("-wal", "-shm", ""):  # SQLite's other files may be missing
-                    (home / f"{DAMAGED_NAME}{suffix}").unlink(missing_ok=True)
-                    with suppress(FileNotFoundError):
-                        (home / f"{FILE_NAME}{suffix}").rename(home / f"{DAMAGED_NAME}{suffix}")
-            except OSError as exc:
-                extra = {"file": str(self._path), "cause": str(exc)}
-                log.warning("the damaged file of traces cannot be moved aside", extra=extra)
-                return False
-        extra = {"file": str(self._path), "cause": cause, "moved_to": str(kept)}
-        log.warning("the file of traces was damaged: it is moved aside, and a new one begins", extra=extra)
-        return True
-
-    def _inode_there(self) -> int:
-        try:
-            return self._path.stat().st_ino
-        except OSError:  # deleted
-            return 0
 
 
 def _add(connection: sqlite3.Connection, service: str, pieces: Sequence[Piece]) -> None:
@@ -353,58 +320,3 @@ def _delete_beyond(connection: sqlite3.Connection, num_spans: int) -> bool:
         for table in TABLES:
             connection.execute(f"delete from {table} where batch <= ?", (last,))  # noqa: S608 - of ours
     return last is not None
-
-
-def _when_free(work: Callable[[], T]) -> T:
-    """Repeat `work` while another process holds the lock.
-
-    sqlite3's timeout does not cover several processes that create the file and switch it to WAL.
-    """
-    until = monotonic() + BUSY_S
-    while True:
-        try:
-            return work()
-        except sqlite3.OperationalError as exc:
-            if _code(exc) != sqlite3.SQLITE_BUSY or monotonic() > until:
-                raise
-        sleep(BUSY_RETRY_S)
-
-
-def is_damage(exc: sqlite3.Error) -> bool:
-    """Whether the file itself is at fault, and not its place or another process."""
-    return _code(exc) in DAMAGE
-
-
-def _code(exc: sqlite3.Error) -> int:
-    """SQLite's primary code. Python's own errors have none: of these, only a text that is not UTF-8 can occur here."""
-    return getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
-
-
-@contextmanager
-def _held_in_place(path: Path, how: int = fcntl.LOCK_SH) -> Iterator[None]:
-    """Keep the file and SQLite's files beside it together: nobody opens them while they are moved (LOCK_EX).
-
-    Without this, a new file could get the log of the damaged one.
-    """
-    try:
-        folder = os.open(path.parent, os.O_RDONLY)
-    except OSError:  # SQLite's own error says more
-        yield
-        return
-    try:
-        fcntl.flock(folder, how)
-        yield
-    finally:
-        os.close(folder)
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    # WAL lets several processes write beside a reader
-    connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
-    try:
-        connection.execute("pragma journal_mode=wal")
-        connection.execute("pragma synchronous=off")
-    except sqlite3.Error:
-        connection.close()
-        raise
-    return connection

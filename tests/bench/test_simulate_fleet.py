@@ -300,7 +300,7 @@ def test_a_flapping_worker_costs_only_what_it_had() -> None:
 
 @pytest.mark.parametrize("name", ["kv_aware", "least_load", "power_of_two"])
 def test_a_worker_that_says_it_has_nothing_to_do_is_not_buried(name: PolicyName) -> None:
-    """Its heartbeats always tell of no load, in a fleet that is busy to 70 %: requests not told of yet still count."""
+    """Its heartbeats report no load, in a fleet that is 70 % busy. Requests that it has not reported still count."""
     lie = [Incident(0.0, "lie", "decode", 0, 0.0)]
     fleet, measured = simulated(Setup(8, engine=ENGINE), steady(3000, 0.0045, output=4), name, lie)
     prompts = computed(fleet)

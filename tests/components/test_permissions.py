@@ -200,7 +200,7 @@ async def test_what_a_role_may_not_send(nats: Server, user: str, subject: str) -
     ],
 )
 async def test_a_user_that_calls_itself_gains_no_subject(nats: Server, user: str, target: str) -> None:
-    """NATS let whoever received a call publish to its reply subject, which a caller chooses: any subject at all."""
+    """NATS let the receiver of a call publish to its reply subject. The caller chooses it, so it may be any subject."""
     peer = Peer()
     await peer.connect(nats.url_of(user), user)
     own = f"mesh.{user.partition('-')[0]}.zz.present"

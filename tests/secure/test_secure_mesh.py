@@ -23,7 +23,7 @@ from components.kv_transfer.network import Listener, _listener, listeners
 from components.local_mesh import beside_local_mesh, local_mesh
 from components.messaging.bus import connect_bus
 from components.settings import MeshSettings
-from components.telemetry.trace_store import FILE_NAME
+from components.telemetry.trace_file import FILE_NAME
 from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 from services.local.child_process import tethered
 from tests.conftest import REPO, ServiceProcess

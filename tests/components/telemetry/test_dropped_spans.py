@@ -14,8 +14,9 @@ from components.telemetry.held_traces import HeldTraces
 from components.telemetry.otlp_sender import OtlpSender
 from components.telemetry.span_export import SpanExport
 from components.telemetry.spans import Spans, Telemetry
+from components.telemetry.trace_file import FILE_NAME
 from components.telemetry.trace_pieces import REQUEST_ID
-from components.telemetry.trace_store import FILE_NAME, TraceStore, TraceWriter
+from components.telemetry.trace_store import TraceStore, TraceWriter
 from components.token_bucket import TokenBucket
 
 NOBODY = "http://127.0.0.1:1"

@@ -14,9 +14,10 @@ from components.telemetry import otlp_encoder
 from components.telemetry.packed_spans import PackedSpan
 from components.telemetry.spans import Spans
 from components.telemetry.stored_spans import Event
+from components.telemetry.trace_file import DAMAGED_NAME, FILE_NAME
 from components.telemetry.trace_pieces import Piece, Root
 from components.telemetry.trace_reader import LocalTraceReader, TracesUnavailable
-from components.telemetry.trace_store import DAMAGED_NAME, FILE_NAME, TRIM_EVERY, Limits, TraceStore, TraceWriter
+from components.telemetry.trace_store import TRIM_EVERY, Limits, TraceStore, TraceWriter
 from tests.components.telemetry.written import writing_tracer
 
 FILES = 20  # made anew, as at the first start of a mesh

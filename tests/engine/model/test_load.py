@@ -309,7 +309,9 @@ def test_weights_of_other_shapes_than_the_configuration_are_refused(tmp_path: Pa
 @pytest.mark.parametrize("content", ['{"eos_token_id": 5,', '{"eos_token_id": ["</s>"]}', '{"eos_token_id": "</s>"}'])
 def test_a_damaged_generation_configuration_is_named(tmp_path: Path, content: str) -> None:
     (save_tiny(tmp_path) / "generation_config.json").write_text(content)
-    with pytest.raises(ModelUnavailable, match=r"generation_config.json is no JSON of a model|eos_token_id of the model in"):
+    with pytest.raises(
+        ModelUnavailable, match=r"generation_config.json is no JSON of a model|eos_token_id of the model in"
+    ):
         load_tiny(tmp_path)
 
 

@@ -18,7 +18,7 @@ from components.messaging.call_server import serve_calls
 from components.process import subject_of
 from components.settings import MeshSettings
 from components.startup import EX_CONFIG
-from components.telemetry.trace_store import FILE_NAME
+from components.telemetry.trace_file import FILE_NAME
 from services.inspect import __main__ as inspect
 from services.inspect import mesh
 from services.inspect.workers import show_workers
