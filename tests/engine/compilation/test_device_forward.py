@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -305,7 +304,7 @@ def test_on_a_device_a_start_waits_for_the_compiler(
 
 @pytest.mark.parametrize("given", [False, True])
 def test_what_is_compiled_for_a_device_is_kept_in_the_state_directory(
-    tmp_path: Path, given: bool, monkeypatch: pytest.MonkeyPatch
+    tiny: LoadedModel, tmp_path: Path, given: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was kept in /tmp, so a container compiled for minutes at each start."""
     names = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
@@ -319,9 +318,7 @@ def test_what_is_compiled_for_a_device_is_kept_in_the_state_directory(
         there.update({name: os.environ[name] for name in names})
         raise LookupError
 
-    monkeypatch.setattr(
-        build, "load_model", lambda *_args: SimpleNamespace(device=torch.device("cuda", 1), module=None)
-    )
+    monkeypatch.setattr(build, "load_model", lambda *_args: replace(tiny, device=torch.device("cuda", 1)))
     monkeypatch.setattr(build, "pack_linears", lambda _module: 0)
     monkeypatch.setattr(torch.cuda, "set_device", lambda _device: None)
     monkeypatch.setattr(build, "make_parts", make)
