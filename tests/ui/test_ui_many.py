@@ -235,7 +235,7 @@ def test_no_line_is_drawn_over_minutes_without_data(open_page: OpenPage, urls: d
     go(page, "load")
     page.wait_for_selector(".chart canvas >> nth=5")
     # where a chart's first line is, as shares of the width
-    drawn = """(chart) => {
+    drawn = """(chart => {
       const canvas = document.querySelectorAll(".chart canvas")[chart];
       const { data, width, height } = canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height);
       const found = new Set();
@@ -244,7 +244,8 @@ def test_no_line_is_drawn_over_minutes_without_data(open_page: OpenPage, urls: d
         if (data[4 * i + 3] > 128 && b > 180 && r < 80) found.add(i % width);
       }
       return [...found].map(x => x / width);
-    }"""
+    })"""
+    until(page, f"[0, 3].every(chart => {drawn}(chart).length)")  # charts are drawn before their samples come, too
     ttft, running = page.evaluate(drawn, 0), page.evaluate(drawn, 3)
     assert any(0.8 < x < 0.9 for x in ttft), "a single value is a point"
     assert not any(0.35 < x < 0.75 for x in ttft)
