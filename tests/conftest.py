@@ -53,7 +53,7 @@ _counter: Final = itertools.count()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", help="with -m gpu: cuda:N, or cpu to run the same tests there [cuda:0]")
+    parser.addoption("--device", help="with -m gpu: cuda:N; cpu or simulated: the same tests without a GPU [cuda:0]")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -35,6 +35,8 @@ ON_DEVICE: Final = (
 )
 # Of these, tests of what holds on a CPU alone.
 ON_CPU_ALONE: Final = (
+    # the packed products of a CPU
+    "test_a_row_in_bfloat16_has_the_same_bits_beside_any_others",
     # the event loop posts short writes
     "test_a_short_write_that_has_landed_at_once_costs_no_turn_of_the_loop",
     "test_others_have_a_turn_in_the_midst_of_a_long_write_and_may_end_it",
@@ -46,13 +48,18 @@ ON_CPU_ALONE: Final = (
     "test_a_dead_peer_fails_its_writes_and_a_restarted_one_is_served",
     "test_forgetting_a_peer_that_hangs_ends_its_write_and_nothing_of_later_pages_leaves",
 )
+SIMULATED: Final = "simulated"  # a device made of main memory: tests.engine.simulated.cuda.py
+WITHOUT_SIMULATION: Final = (
+    "tests/components/",  # their processes share memory by NIXL
+    "tests/engine/sampling/",  # the kernel's interpreter takes hours for their draws
+)
 HOST_BACKENDS: Final = ("fake", "mooncake")  # for pages in main memory
 
 
 def is_for_cpu(arguments: Sequence[str]) -> bool:
     """By pytest's command line, before pytest has read it."""
     given = dict(pairwise([word for argument in arguments for word in argument.split("=", 1)]))
-    return given["--device"] == "cpu" if "--device" in given else not IS_GPU.match(given.get("-m", ""))
+    return given["--device"] in {"cpu", SIMULATED} if "--device" in given else not IS_GPU.match(given.get("-m", ""))
 
 
 if TESTED["device"] == "cpu" and is_for_cpu(sys.argv):
@@ -68,6 +75,12 @@ def choose_device(config: pytest.Config) -> None:
         return
     if not IS_GPU.match(config.option.markexpr):
         raise pytest.UsageError(f"--device {device} is for the tests marked gpu: add -m gpu")
+    if device == SIMULATED:
+        simulation = import_module("tests.engine.simulated.cuda").simulated_cuda()
+        simulation.__enter__()
+        config.add_cleanup(lambda: simulation.__exit__(None, None, None))
+        TESTED.update(device="cuda:0", attention="torch")  # Triton's interpreter takes a second a step
+        return
     cuda = import_module("torch").cuda
     index = device.removeprefix("cuda:")
     if not index.isdigit() or not cuda.is_available() or int(index) >= cuda.device_count():
@@ -85,4 +98,6 @@ def is_on_device(item: pytest.Item) -> bool:
     name = item.name.partition("[")[0]
     parameters = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     at = item.path.relative_to(item.config.rootpath).as_posix()
+    if item.config.getoption("--device") == SIMULATED and at.startswith(WITHOUT_SIMULATION):
+        return False
     return at in ON_DEVICE and name not in ON_CPU_ALONE and parameters.get("backend") not in HOST_BACKENDS

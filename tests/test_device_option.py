@@ -30,6 +30,7 @@ def test_the_files_for_a_device_are_there() -> None:
         ("pytest -m gpu", False),
         ("pytest -m gpu --device=cpu", True),
         ("pytest -m gpu --device cpu -x", True),
+        ("pytest -m gpu --device simulated", True),
         ("pytest --device cuda:1 -m gpu", False),
     ],
 )

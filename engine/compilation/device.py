@@ -132,10 +132,11 @@ class DeviceForward:
             self.forget_graphs()
             self._recorder = None  # after a failure nothing may be recorded
             return 0, 0
-        if recorded < (most or wanted):
+        asked = wanted if most is None else min(most, wanted)
+        if recorded < asked:
             log.warning(
                 "decodes run in larger CUDA graphs than they need: recording took too long",
-                extra={"graphs": recorded, "wanted": most or wanted, "limit_s": RECORD_S},
+                extra={"graphs": recorded, "wanted": asked, "limit_s": RECORD_S},
             )
         return recorded, wanted
 

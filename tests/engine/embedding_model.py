@@ -36,7 +36,7 @@ def save_embedding_model(
     **config: Any,
 ) -> Path:
     """`modules` empty: no modules.json."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
         AutoModel.from_config(Qwen3Config(**CONFIG)).save_pretrained(directory)
     change(directory / "config.json", config)

@@ -48,7 +48,7 @@ def tiny_config(**changes: object) -> LlamaConfig:
 
 
 def save_tiny(directory: Path, seed: int = 0, **changes: object) -> Path:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         AutoModelForCausalLM.from_config(tiny_config(**changes)).save_pretrained(directory)
     return directory

@@ -74,6 +74,7 @@ def test_graphs_that_are_missing_when_time_is_up_are_reported(
         assert not caplog.text
         monkeypatch.setattr(device, "RECORD_S", 60.0)
         assert forward.record(pool.attention, silent) == (5, 5)
+        assert forward.record(pool.attention, silent, most=9) == (5, 5)
         assert not caplog.text
 
 

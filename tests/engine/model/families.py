@@ -109,7 +109,7 @@ WINDOWED: Final = ("qwen2-window", "mistral-window", "gemma2", "gemma3", "gemma3
 
 def save_model(directory: Path, config: PretrainedConfig) -> Path:
     """Weights of `config`, norms and biases random too: at their initial ones and zeros, leaving them out goes unseen."""
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(copy.deepcopy(config), dtype=torch.float32)
         with torch.no_grad():

@@ -1,0 +1,74 @@
+"""The engine on one and on two simulated GPUs, with what only a device has: pinned copies, kernels and graphs."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from components.wire.sampling import SamplingParams
+from engine.build import assemble, prepare_model
+from engine.compilation import device
+from engine.model.progress import silent
+from engine.parts import make_parts
+from engine.ports import EngineRequest
+from tests.engine.parallel.led import led
+from tests.engine.simulated.cuda import simulated_cuda
+from tests.engine.simulated.device import SimulatedDevice
+from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run, small
+
+pytestmark = [
+    pytest.mark.skipif(torch.version.cuda is not None, reason="for a torch without CUDA"),
+    pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="kernels run in Triton's interpreter"),
+]
+
+GPU = {"device": "cuda:0", "attention": "triton", "compile": "wait", "compile_timeout_s": 120.0}
+SIZES = {"max_running": 4, "num_pages": 40}
+DRAWN = SamplingParams(max_tokens=4, temperature=0.8, top_p=0.9, top_k=20, seed=3, frequency_penalty=0.5, logprobs=2)
+ASKED = [
+    EngineRequest("short", prompt(5), greedy(5, ignore_eos=True)),
+    EngineRequest("long", prompt(40, start=1), greedy(3, ignore_eos=True, prompt_logprobs=1)),
+    EngineRequest("drawn", prompt(9, start=2), DRAWN),
+]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
+    """A device whose compiler changes nothing."""
+    monkeypatch.setattr(device, "torch_compile", lambda module: module)
+    with simulated_cuda() as simulated:
+        yield simulated
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_dir: Path) -> dict[str, list[int]]:
+    return run(make_engine(load_tiny(tiny_dir)), ASKED).tokens
+
+
+@pytest.mark.parametrize("pipeline", ["off", "on"])
+def test_steps_from_graphs_give_the_tokens_of_the_cpu_and_wait_for_nothing(
+    tiny_dir: Path, tmp_path: Path, expected: dict[str, list[int]], gpu: SimulatedDevice, pipeline: str
+) -> None:
+    config = small(**GPU, **SIZES, pipeline=pipeline)
+    loaded = prepare_model(str(tiny_dir), config, tmp_path)
+    parts = make_parts(loaded, config, silent)
+    engine = assemble(loaded, config, parts.model.forward, parts.pool)
+    assert engine.kv_region.device == "cuda:0"
+    gpu.waits.clear()
+    gpu.launches.clear()
+    assert run(engine, ASKED).tokens == expected
+    assert engine._runner.forward_kind == "graph"
+    assert {"write_kernel", "prompt_kernel", "sample_kernel"} <= set(gpu.launches)
+    assert gpu.waits == []
+
+
+def test_two_devices_give_the_tokens_of_one(
+    tiny_dir: Path, expected: dict[str, list[int]], gpu: SimulatedDevice
+) -> None:
+    with led(tiny_dir, 2, module="tests.engine.parallel.simulated_follower", **GPU, **SIZES) as instance:
+        engine = instance.make(**GPU, **SIZES)
+        gpu.waits.clear()
+        assert run(engine, ASKED).tokens == expected
+        assert engine._runner.forward_kind == "graph"
+        assert gpu.waits == []
