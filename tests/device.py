@@ -48,7 +48,7 @@ ON_CPU_ALONE: Final = (
     "test_a_dead_peer_fails_its_writes_and_a_restarted_one_is_served",
     "test_forgetting_a_peer_that_hangs_ends_its_write_and_nothing_of_later_pages_leaves",
 )
-SIMULATED: Final = "simulated"  # a device made of main memory: tests.engine.simulated.cuda.py
+SIMULATED: Final = "simulated"  # a device made of main memory: tests/engine/simulated
 WITHOUT_SIMULATION: Final = (
     "tests/components/",  # their processes share memory by NIXL
     "tests/engine/sampling/",  # the kernel's interpreter takes hours for their draws

@@ -57,7 +57,7 @@ def _code(exc: sqlite3.Error) -> int:
 
 @contextmanager
 def held_in_place(path: Path, how: int = fcntl.LOCK_SH) -> Iterator[None]:
-    """Keep the file and SQLite's files beside it together: nobody opens them while they are moved (LOCK_EX).
+    """Keep the file and SQLite's files beside it together: no process opens them while they are moved (LOCK_EX).
 
     Without this, a new file could get the log of the damaged one.
     """

@@ -229,7 +229,7 @@ def test_workers_that_come_take_their_part_and_shorten_the_queue() -> None:
 
 
 def hot(count: int, rate: float) -> list[Request]:
-    """Everybody asks behind the same 4,096 tokens, which one worker has computed before the others come."""
+    """All prompts share 4,096 tokens. One worker has computed them before the other requests arrive."""
     lengths = Lengths(prefix=4096, question=64, answer=8, sigma=0.3, block=64)
     requests = list(shared_prefixes(9, count, rate, 1, 0.0, lengths))
     for request in requests[1:]:

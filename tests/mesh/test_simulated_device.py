@@ -5,11 +5,16 @@ from functools import partial
 from typing import Final
 
 import pytest
+import torch
 
 from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.through_prefill import through_prefill
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.mesh,
+    pytest.mark.timeout(240),
+    pytest.mark.skipif(torch.version.cuda is not None, reason="for a torch without CUDA"),
+]
 
 MODEL: Final = "tiny"
 PROMPTS: Final = [[3 + (7 * i + 31 * k) % 500 for i in range(length)] for k, length in enumerate((5, 64, 130))]

@@ -144,7 +144,7 @@ def requests_of_all_kinds(mesh: Mesh) -> None:
 
 
 def a_stream_outlives_its_decode(mesh: Mesh) -> None:
-    """Frames are asked for again, records are doubted, and a death is announced in etcd by `services.local`."""
+    """Frontends request lost frames and suspect records, and `services.local` announces a death in etcd."""
     body = {"model": "mock", "messages": MESSAGES, "max_tokens": 150, "ignore_eos": True, "stream": True}
     decodes = [line.split() for line in mesh.inspect("workers").splitlines() if line.startswith("decode ")]
     with mesh.client() as client, client.stream("POST", "/v1/chat/completions", json=body) as stream:

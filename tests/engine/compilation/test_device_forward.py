@@ -229,7 +229,7 @@ def test_ranks_record_all_graphs_however_long_it_takes(fresh: LoadedModel, monke
 def test_a_graph_that_one_rank_cannot_record_no_rank_has(
     fresh: LoadedModel, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The other ranks kept theirs, and waited for ever for its part of the sums."""
+    """The other ranks kept their graphs, and waited forever for this rank's part of the sums."""
     forward, attention, record = of_two_ranks(fresh, monkeypatch, lambda number: int(number < 2))
     with idle_kernels():
         forward.start(60.0, silent)

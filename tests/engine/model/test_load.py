@@ -326,7 +326,7 @@ def test_the_tokenizers_end_of_text_is_an_end_token(tmp_path: Path, end: object)
 
 
 def test_a_model_whose_attention_goes_elsewhere_is_refused(tmp_path: Path) -> None:
-    """transformers keeps the choice of attention in the configuration: whoever shares it may change it."""
+    """transformers keeps the choice of attention in the configuration, which other code may change."""
     loaded = load(write_config(tmp_path, Qwen2Config(**SIZES)))
     loaded.module.config._attn_implementation = "sdpa"
     with pytest.raises(UnsupportedModel, match="does not run on paged attention"):

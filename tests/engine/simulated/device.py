@@ -38,6 +38,7 @@ READING: Final = {
     aten.masked_select.default,
 }
 INDEXING: Final = {aten.index.Tensor, aten.index_put_.default, aten._index_put_impl_.default}  # copy host indices
+FLOATING: Final = {aten.histc.default}  # takes integers on a GPU, and only floats on a CPU
 INDICES: Final = {torch.int64, torch.int32, torch.bool, torch.uint8}
 RUN_KERNEL: Final = InterpretedFunction.run
 
@@ -162,6 +163,8 @@ class SimulatedDevice:
             graph.will_write([tensor.host for tensor in on_device])
 
         def work() -> Any:
+            if func in FLOATING:
+                return func(args[0].float(), *args[1:], **kwargs).to(args[0].dtype)
             out = func(*args, **kwargs)
             if func.namespace == "c10d":  # of several ranks: where a device waits, and the host need not
                 out[-1].wait()
