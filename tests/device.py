@@ -76,7 +76,7 @@ def choose_device(config: pytest.Config) -> None:
     if not IS_GPU.match(config.option.markexpr):
         raise pytest.UsageError(f"--device {device} is for the tests marked gpu: add -m gpu")
     if device == SIMULATED:
-        simulation = import_module("tests.engine.simulated.cuda").simulated_cuda()
+        simulation = import_module("tests.engine.simulated.simulated_cuda").simulated_cuda()
         simulation.__enter__()
         config.add_cleanup(lambda: simulation.__exit__(None, None, None))
         TESTED.update(device="cuda:0", attention="torch")  # Triton's interpreter takes a second a step

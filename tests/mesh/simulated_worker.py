@@ -8,7 +8,7 @@ import runpy
 from unittest import mock
 
 from components.kv_transfer import nixl_transfer
-from tests.engine.simulated.cuda import simulated_cuda
+from tests.engine.simulated.simulated_cuda import simulated_cuda
 
 if __name__ == "__main__":
     with simulated_cuda(), mock.patch.object(nixl_transfer, "_memory_type", return_value=("DRAM", 0)):

@@ -4,7 +4,7 @@ from unittest import mock
 
 from engine.compilation import device
 from engine.parallel.rank_process import main
-from tests.engine.simulated.cuda import simulated_cuda
+from tests.engine.simulated.simulated_cuda import simulated_cuda
 
 if __name__ == "__main__":
     with simulated_cuda(index=1), mock.patch.object(device, "torch_compile", lambda module: module):

@@ -14,8 +14,8 @@ from engine.model.progress import silent
 from engine.parts import make_parts
 from engine.ports import EngineRequest
 from tests.engine.parallel.led import led
-from tests.engine.simulated.cuda import simulated_cuda
-from tests.engine.simulated.device import SimulatedDevice
+from tests.engine.simulated.simulated_cuda import simulated_cuda
+from tests.engine.simulated.simulated_device import SimulatedDevice
 from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run, small
 
 pytestmark = [

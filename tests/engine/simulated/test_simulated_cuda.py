@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from engine.device.copies import Arrival
-from tests.engine.simulated.cuda import simulated_cuda
-from tests.engine.simulated.device import DeviceTensor, SimulatedDevice, SimulationError
+from tests.engine.simulated.simulated_cuda import simulated_cuda
+from tests.engine.simulated.simulated_device import DeviceTensor, SimulatedDevice, SimulationError
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="for a torch without CUDA")
 

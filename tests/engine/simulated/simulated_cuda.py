@@ -18,8 +18,8 @@ import torch.distributed as dist
 from triton.runtime.interpreter import InterpretedFunction
 
 from engine.attention.triton_kernels import OPERANDS
-from tests.engine.simulated.device import RUNNING, DeviceTensor, SimulatedDevice
 from tests.engine.simulated.recorded_graph import RecordedGraph
+from tests.engine.simulated.simulated_device import RUNNING, DeviceTensor, SimulatedDevice
 
 TOTAL_BYTES: Final = 256 << 20
 USED_BYTES: Final = 16 << 20
