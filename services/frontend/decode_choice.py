@@ -122,8 +122,12 @@ class DecodeChoice:
         if attempts.moves > MOVES:
             raise why
         remaining_s(prompt.deadline_unix_ms)
-        log.warning("stream moves", extra={"from": route.instance_id, "cause": why.message})
-        trace.get_current_span().add_event("moved", {"from": route.instance_id, "cause": why.message})
+        facts = {"from": route.instance_id, "cause": why.message}
+        if isinstance(why, Overloaded):  # it is full, or has just begun to drain: nothing is lost
+            log.info("request refused, another instance is tried", extra=facts)
+        else:
+            log.warning("stream moves", extra=facts)
+        trace.get_current_span().add_event("moved", facts)
 
     def _cost(self, why: MeshError, attempts: Attempts) -> int:
         if not isinstance(why, NobodyListens):

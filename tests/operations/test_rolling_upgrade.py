@@ -116,6 +116,12 @@ def protocols(processes: TwoReleases) -> set[int]:
     return asyncio.run(look())
 
 
+def refused_requests(processes: TwoReleases) -> int:
+    """By decodes that have just begun to drain: an earlier frontend logs a move for each, although no stream had begun."""
+    lines = [line for one in processes.workers if one.role == "decode" for line in one.logged().splitlines()]
+    return sum('"call": "generate", "error": "Overloaded"' in line for line in lines)
+
+
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
 def test_each_service_is_replaced_in_place_by_one_of_the_same_protocol(
     order: Sequence[str], servers: tuple[str, str], preloaded: Preloaded, tmp_path: Path
@@ -131,7 +137,7 @@ def test_each_service_is_replaced_in_place_by_one_of_the_same_protocol(
             assert not seen.failed
             assert not seen.wrong
             assert seen.answered
-            assert not seen.moves
+            assert len(seen.moves) <= refused_requests(processes), seen.moves
 
 
 def test_services_of_another_protocol_are_replaced_by_a_whole_set_beside_them(

@@ -267,12 +267,17 @@ async def test_every_way_of_losing_an_instance_moves_its_stream(mesh: Mesh, lost
     "error",
     [Overloaded("leaving"), PeerLost("leaving"), MalformedMessage("unknown message tag 'generate.v9'")],
 )
-async def test_an_instance_that_refuses_is_passed_over(mesh: Mesh, error: MeshError) -> None:
+async def test_an_instance_that_refuses_is_passed_over(
+    mesh: Mesh, error: MeshError, caplog: pytest.LogCaptureFixture
+) -> None:
     first = Decode(mesh, "a", answers)
     first.refusal = error
     Decode(mesh, "b", answers)
-    assert tokens(await mesh.ask()) == WHOLE
+    with caplog.at_level(logging.INFO):
+        assert tokens(await mesh.ask()) == WHOLE
     assert len(first.requests) == 1
+    (warned,) = [one.levelno == logging.WARNING for one in caplog.records if getattr(one, "from", "") == "a"]
+    assert warned is not isinstance(error, Overloaded), "a decode that is full or drains is no reason to look"
 
 
 def breaks_after(count: int) -> Script:
