@@ -97,6 +97,13 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def left_by_earlier_modules_is_not_scanned() -> None:
+    """A full collection otherwise walks all that earlier modules have left alive; some tests make hundreds of them."""
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_make_parametrize_id(val: object) -> str | None:
     """Packed bytes go by their length: with a time stamp in them each process would collect tests of other names."""
     return f"{len(val)} bytes" if isinstance(val, bytes) and not val.isascii() else None
