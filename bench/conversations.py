@@ -22,9 +22,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Annotated, Any, Final
 
-import httpx
 import typer
 
 from bench.load.client import Run
@@ -34,8 +33,7 @@ from bench.load.workloads import words
 from bench.processes import model_name
 from bench.serve import progress_bar
 from bench.turns import Contestant, Model, start_kvmesh
-from components.discovery.registry import join_registry
-from components.wire.instances import Role
+from bench.worker_counters import Counted, metrics_pages, read
 
 SETTLE_S: Final = 0.3  # until transfers are counted
 TURN_S: Final = 15.0  # average limit per turn
@@ -44,30 +42,6 @@ TARGETS: Final = {  # of a policy over the first one
     "load_spread": 1.10,
     "ttft_ms_p50": 1.0,
 }
-
-
-class Counted(NamedTuple):
-    """A worker's counters since its start."""
-
-    computed: float  # prompt tokens
-    found: float  # prompt tokens in the prefix cache
-    transfers: float  # complete ones
-
-    def since(self, before: "Counted") -> "Counted":
-        return Counted(*(now - then for now, then in zip(self, before, strict=True)))
-
-
-NAMES: Final = {
-    "kvmesh_prompt_tokens_total": "computed",
-    "kvmesh_prefix_cache_hits_total": "found",
-    "kvmesh_kv_transfer_seconds_count": "transfers",
-}
-
-
-def counted(page: str) -> Counted:
-    """Raises: TypeError, if the page lacks one of them."""
-    pairs = (line.split() for line in page.splitlines() if line and not line.startswith("#"))
-    return Counted(**{NAMES[pair[0]]: float(pair[1]) for pair in pairs if pair[0] in NAMES})
 
 
 def spread(values: Sequence[float]) -> float:
@@ -114,19 +88,9 @@ def compare(lines: Sequence[Mapping[str, Any]], policy: str, first: str) -> dict
     return told
 
 
-async def metrics_pages(who: Contestant, roles: Sequence[Role]) -> list[list[str]]:
-    facts = json.loads((who.servers[0].log.parent / "local" / "running.json").read_text())
-    async with join_registry(facts["etcd_url"], facts["namespace"], 10.0) as registry:
-        return [[f"{r.http}/metrics" for r in registry.book.of_role(role) if r.http] for role in roles]
-
-
-def read(pages: Sequence[Sequence[str]]) -> list[list[Counted]]:
-    return [[counted(httpx.get(url).raise_for_status().text) for url in some] for some in pages]
-
-
 def talk(who: Contestant, model: str, talks: Sequence[Sequence[Turn]], users: int) -> Talked:
     """After a warm-up of one turn for each user. Exits if a turn fails."""
-    pages = asyncio.run(metrics_pages(who, ("prefill", "decode")))
+    pages = asyncio.run(metrics_pages(who.servers[0], ("prefill", "decode")))
     draw = random.Random()
 
     async def load(some: Sequence[Sequence[Turn]]) -> tuple[Run, list[list[str]]]:

@@ -92,6 +92,8 @@ def choose_device(config: pytest.Config) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         raise pytest.UsageError("with TRITON_INTERPRET=1 kernels run on the CPU: unset it")
     TESTED["device"] = os.environ[VARIABLE] = device
+    # UCX reads it once for a process: after a pool in main memory, one in VRAM would not get cuda_ipc
+    import_module("components.kv_transfer.network").unmap_after_writes()
 
 
 def is_on_device(item: pytest.Item) -> bool:
@@ -101,3 +103,7 @@ def is_on_device(item: pytest.Item) -> bool:
     if item.config.getoption("--device") == SIMULATED and at.startswith(WITHOUT_SIMULATION):
         return False
     return at in ON_DEVICE and name not in ON_CPU_ALONE and parameters.get("backend") not in HOST_BACKENDS
+
+
+if __name__ == "__main__":  # the files for a machine that has no packages of the other tests
+    print(*ON_DEVICE)  # noqa: T201

@@ -3,7 +3,7 @@
     python -m bench.gpu                                     # all parts but tune
     python -m bench.gpu --part kernels --part ids           # correctness; exits with 1 on a fault
     python -m bench.gpu --part steps --part sampling        # Qwen3-4B's shape, random weights, bf16
-    python -m bench.gpu --part mesh                         # a whole mesh on one card
+    python -m bench.gpu --part mesh-ids --part mesh         # a whole mesh on one card
     python -m bench.gpu --part tune                         # the kernels with other tiles, beside torch's attention
     python -m bench.gpu --device cpu                        # the same lines with a tiny model: no figure means anything
 
@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from enum import StrEnum, auto
+from pathlib import Path
 from typing import Annotated
 
 import torch
@@ -33,7 +34,7 @@ from bench.gpu.scale import CARD, ON_CPU, Scale
 from bench.gpu.steps import measure_host, measure_mixed, measure_sampling, measure_skew, measure_steps
 from bench.gpu.transfer import measure_transfer
 from bench.gpu.tune import tune
-from bench.gpu.whole_mesh import measure_mesh
+from bench.gpu.whole_mesh import check_mesh, measure_mesh
 from engine.kv.storage import TORCH_DTYPES
 
 
@@ -43,6 +44,7 @@ class Part(StrEnum):
     CHECKSUMS = auto()
     TRANSFER = auto()
     TP2 = auto()
+    MESH_IDS = "mesh-ids"
     MESH = auto()
     HOST = auto()
     STEPS = auto()
@@ -55,7 +57,7 @@ class Part(StrEnum):
 WITH_ENGINE = {Part.STEPS, Part.MIXED, Part.SAMPLING, Part.SKEW}
 
 
-def run(parts: list[Part], scale: Scale, report: Report) -> Iterator[bool]:
+def run(parts: list[Part], scale: Scale, report: Report, keep: Path | None = None) -> Iterator[bool]:
     """Parts that need all of the device's memory come before this process keeps an engine.
 
     Yields: whether what a part found is right.
@@ -66,7 +68,8 @@ def run(parts: list[Part], scale: Scale, report: Report) -> Iterator[bool]:
         Part.CHECKSUMS: lambda: check_checksums(scale),
         Part.TRANSFER: lambda: measure_transfer(scale, report),
         Part.TP2: lambda: measure_ranks(scale),
-        Part.MESH: lambda: measure_mesh(scale, report),
+        Part.MESH_IDS: lambda: check_mesh(scale),
+        Part.MESH: lambda: measure_mesh(scale, report, keep),
     }
     for part, check in checks.items():
         if part in parts:
@@ -104,13 +107,14 @@ def apart(parts: Sequence[Part]) -> list[list[Part]]:
     return [*alone, together] if together else alone
 
 
-def run_apart(groups: Sequence[Sequence[Part]], device: str) -> bool:
+def run_apart(groups: Sequence[Sequence[Part]], device: str, keep: Path | None = None) -> bool:
     """Run each group in a process, and pass its figures on. Returns: whether all ended with 0."""
     targets: dict[str, str] = {}  # lines of targets that no process has measured yet
     measured: set[str] = set()
     codes = []
     for parts in groups:
         options = [word for part in parts for word in ("--part", part)]
+        options += [] if keep is None else ["--keep", str(keep)]
         command = [sys.executable, "-m", "bench.gpu", "--device", device, *options]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
             assert process.stdout is not None
@@ -146,18 +150,23 @@ def scale_of(device: str) -> Scale:
 def main(
     part: Annotated[list[Part] | None, typer.Option(help="may be given several times; default: all but tune")] = None,
     device: Annotated[str, typer.Option(help="cuda:N, or cpu for a tiny form of every part")] = "cuda:0",
+    keep: Annotated[
+        Path | None, typer.Option(help="a directory for the logs of the part mesh", file_okay=False)
+    ] = None,
 ) -> None:
     scale = scale_of(device)
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
     groups = apart(part or [each for each in Part if each is not Part.TUNE])
     if len(groups) > 1:
-        sys.exit(not run_apart(groups, device))
+        sys.exit(not run_apart(groups, device, keep))
     if not scale.on_cpu:
         torch.cuda.set_device(device)
     lines = logging.getLogger("engine.parts")
     lines.setLevel(logging.INFO)
     lines.addHandler(MemoryLines())
     report = Report(judged=not scale.on_cpu)
-    right = list(run(groups[0], scale, report))
+    right = list(run(groups[0], scale, report, keep))
     report.tell_targets()
     sys.exit(not all(right))
 

@@ -47,6 +47,7 @@ class Scale:
     short_context: int
     host_batches: tuple[int, ...]
     moved: tuple[int, ...]  # tokens of a prompt whose KV is written
+    moved_pool: int  # pages of each process's pool
     requests: int  # to a whole mesh
     clients: int
     longest: int  # tokens of a prompt, and of an answer
@@ -69,6 +70,7 @@ CARD: Final = Scale(
     short_context=500,
     host_batches=(100, 256),
     moved=(16, 128, 1024, 8192),
+    moved_pool=10_000,  # 24 GB
     requests=1000,
     clients=100,
     longest=1024,
@@ -86,6 +88,7 @@ ON_CPU: Final = Scale(
     short_context=24,
     host_batches=(2,),
     moved=(16, 64),
+    moved_pool=8,
     requests=6,
     clients=2,
     longest=24,

@@ -19,6 +19,7 @@ from components.wire.layout import KvLayout
 
 JUDGED: Final = 1024  # tokens
 PAGE_SIZE: Final = 16
+END_S: Final = 30.0  # for a process of the transfer to end by itself
 # UCX's names of its ways, as in its table of protocols
 WAYS: Final = re.compile(
     r"\b(cuda_ipc|cuda_copy|gdr_copy|rc_mlx5|dc_mlx5|rc_verbs|ud_verbs|sysv|posix|cma|xpmem|tcp)\b"
@@ -44,31 +45,46 @@ class Child:
 
 
 def measure_transfer(scale: Scale, report: Report) -> bool:
-    """Exact bytes, and their speed by size."""
+    """Exact bytes, and their speed by size: over the first connection to a peer, and over a later one.
+
+    Over a later one UCX maps the peer's memory anew for each write, if UCX_CUDA_IPC_CACHE is `n`.
+    """
     layout = KvLayout(
         model="bench", dtype="bfloat16", page_size=PAGE_SIZE, layers=scale.layers, kv_heads=8, head_dim=128
     )
-    num_pages = layout.pages_for(max(scale.moved))
     described, same = msgspec.json.encode(layout).decode(), True
+    judged: list[float] = []
     with tempfile.TemporaryDirectory() as home, ExitStack() as stack:
         log = Path(home) / "ucx"
         ends = [
-            stack.enter_context(_child(role, described, str(num_pages), scale.device, log=log))
+            stack.enter_context(_child(role, described, str(scale.moved_pool), scale.device, log=log))
             for role in ("receive", "send")
         ]
         receiver, sender = ends
         sender.ask(json.dumps(receiver.read()))
-        for tokens in scale.moved:
-            count = layout.pages_for(tokens)
-            sent = sender.ask(str(count))
-            same = same and receiver.ask(str(count)) == sent["digest"]
-            moved = count * layout.page_bytes
-            gb_s = round(moved / sent["seconds"] / 1e9, 2)
-            facts = {"tokens": tokens, "pages": count, "bytes": moved, "ms": round(sent["seconds"] * 1000, 3)}
-            tell("KV from device to device", **facts, gb_s=gb_s, same=same, transport=transports(log))
-            if tokens == JUDGED:
-                report.reach(Target.MOVED, gb_s)
+        for connection in ("first", "again"):
+            if connection == "again":
+                sender.ask("reconnect")
+            for tokens in scale.moved:
+                speeds, right = _moved(sender, receiver, layout, tokens)
+                same = same and right
+                facts = {"connection": connection, "tokens": tokens, **speeds, "same": right}
+                tell("KV from device to device", **facts, transport=transports(log))
+                if tokens == JUDGED:
+                    judged.extend(speeds.values())
+    if judged:
+        report.reach(Target.MOVED, min(judged))
     return same
+
+
+def _moved(sender: Child, receiver: Child, layout: KvLayout, tokens: int) -> tuple[dict[str, float], bool]:
+    """GB/s of neighbouring and of scattered pages, and whether their bytes have arrived."""
+    count, speeds, same = layout.pages_for(tokens), {}, True
+    for name, line in {"gb_s": f"{count}", "gb_s_scattered": f"{count} scattered"}.items():
+        sent = sender.ask(line)
+        same = same and receiver.ask(str(count)) == sent["digest"]
+        speeds[name] = round(count * layout.page_bytes / sent["seconds"] / 1e9, 2)
+    return speeds, same
 
 
 def transports(log: Path) -> list[str]:
@@ -79,7 +95,7 @@ def transports(log: Path) -> list[str]:
 @contextmanager
 def _child(role: str, *arguments: str, log: Path) -> Iterator[Child]:
     command = [sys.executable, "-m", "bench.gpu.transfer_end", role, *arguments]
-    env = dict(os.environ)
+    env = dict(os.environ) | {"UCX_LOG_FILE": "stderr"}  # by default UCX logs to stdout
     if role == "send":
         env |= {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": str(log)}
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as popen:
@@ -88,4 +104,8 @@ def _child(role: str, *arguments: str, log: Path) -> Iterator[Child]:
         finally:
             assert popen.stdin is not None
             popen.stdin.close()  # then it ends
-            popen.wait(30)
+            try:
+                popen.wait(END_S)
+            except subprocess.TimeoutExpired:
+                popen.kill()
+                raise

@@ -1,12 +1,14 @@
 """One end of bench.gpu's transfer: `python -m bench.gpu.transfer_end receive|send LAYOUT PAGES DEVICE`.
 
 The receiver writes its endpoint, then answers each line `COUNT` with a hash of its first COUNT pages. The sender reads
-the receiver's endpoint, then for each line `COUNT` writes as many pages several times.
+the receiver's endpoint. For a line `COUNT` or `COUNT scattered` it then writes as many pages several times; for `reconnect`
+it connects anew.
 """
 
 import asyncio
 import hashlib
 import json
+import random
 import statistics
 import sys
 import time
@@ -23,6 +25,7 @@ from engine.kv.storage import allocate_storage
 ROUNDS = 12
 WARM_UP = 2
 LATER_MS = 1 << 50  # a deadline after all rounds
+WRITE_S = 20.0  # for one write
 
 
 def digest(pool: torch.Tensor, count: int) -> str:
@@ -52,17 +55,36 @@ async def send(transfer: NixlTransfer, pool: torch.Tensor) -> None:
     peer = msgspec.json.decode(await asyncio.to_thread(sys.stdin.readline), type=KvEndpoint)
     await transfer.connect(peer)
     print(json.dumps("connected"), flush=True)
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        pages, spent = range(int(line)), []
-        pool.normal_()
-        if pool.is_cuda:
-            torch.cuda.synchronize()
-        for _ in range(WARM_UP + ROUNDS):
-            started = time.perf_counter()
-            await transfer.write_pages(peer.agent, pages, pages, LATER_MS)
-            spent.append(time.perf_counter() - started)
-        facts = {"seconds": statistics.median(spent[WARM_UP:]), "digest": digest(pool, len(pages))}
-        print(json.dumps(facts), flush=True)
+    while line := (await asyncio.to_thread(sys.stdin.readline)).split():
+        if line == ["reconnect"]:
+            await transfer.disconnect(peer.agent)
+            await transfer.connect(peer)
+            print(json.dumps("connected"), flush=True)
+        else:
+            print(json.dumps(await _measured(transfer, pool, peer.agent, *line)), flush=True)
+
+
+async def _measured(
+    transfer: NixlTransfer, pool: torch.Tensor, agent: str, count: str, order: str = ""
+) -> dict[str, float | str]:
+    """Neighbouring pages are one copy of a GPU. Those of a pool in use are scattered."""
+    source, target = list(range(int(count))), list(range(int(count)))
+    if order == "scattered":
+        draw = random.Random(1)
+        draw.shuffle(source)
+        draw.shuffle(target)
+    pool.normal_()
+    if pool.is_cuda:
+        torch.cuda.synchronize()
+    spent = []
+    for _ in range(WARM_UP + ROUNDS):
+        started = time.perf_counter()
+        async with asyncio.timeout(WRITE_S):
+            await transfer.write_pages(agent, source, target, LATER_MS)
+        spent.append(time.perf_counter() - started)
+    expected = torch.empty_like(pool[: len(source)])
+    expected[target] = pool[source]
+    return {"seconds": statistics.median(spent[WARM_UP:]), "digest": digest(expected, len(source))}
 
 
 async def main(role: str, layout: KvLayout, num_pages: int, device: str) -> None:

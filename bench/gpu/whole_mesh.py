@@ -2,8 +2,10 @@
 
 import asyncio
 import random
+import shutil
+import time
 from collections.abc import Mapping
-from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,32 +15,67 @@ from bench.gpu.report import Report, Target, tell
 from bench.gpu.scale import TINY, Scale
 from bench.load.client import Run, closed_loop, full_answer
 from bench.load.report import figures
-from bench.processes import free_port, mesh, model_name
+from bench.processes import Server, free_port, mesh, model_name
+from bench.worker_counters import metrics_pages, read
 from engine.ports import EngineRequest
 
 START_S = 500.0  # both workers compile
+ASKED = 8  # requests whose ids are compared
+SETTLE_S = 0.3  # until transfers are counted
 SHORTEST = 100  # tokens, or the longest
 SPLIT: Mapping[str, int] = {"prefill": 1, "decode": 1}
 WHOLE: Mapping[str, int] = {"prefill": 0, "decode": 1}
 
 
-def measure_mesh(scale: Scale, report: Report) -> bool:
-    with ExitStack() as stack:
-        tiny = stack.enter_context(saved(TINY)) / "config.json"
-        model = tiny if scale.on_cpu else stack.enter_context(saved(scale.model)) / "config.json"
-        same, runs = True, {}
-        if not scale.on_cpu:
-            few_pages = _env(scale, EXACT["dtype"]) | {"MESH_ENGINE__NUM_PAGES": str(EXACT["num_pages"])}
-            with mesh(str(tiny), SPLIT, few_pages, port := free_port(), START_S):
-                same = _same_ids(scale, port)
+def check_mesh(scale: Scale) -> bool:
+    """Ids of a tiny model from a prefill and a decode worker, and checksums of all KV."""
+    env = _env(scale, EXACT["dtype"]) | {
+        "MESH_ENGINE__NUM_PAGES": str(EXACT["num_pages"]),
+        "MESH_DECODE_VERIFY_KV": "true",
+    }
+    with saved(TINY) as model, mesh(str(model / "config.json"), SPLIT, env, port := free_port(), START_S) as server:
+        transfers = _Transfers(server)
+        return all([_same_ids(scale, port), transfers.carried(ASKED)])
+
+
+def measure_mesh(scale: Scale, report: Report, keep: Path | None = None) -> bool:
+    """`keep`: a directory for the logs of all processes."""
+    runs: dict[str, Run] = {}
+    right = True
+    with saved(scale.model) as model:
         for name, counts in {"disaggregated": SPLIT, "aggregated": WHOLE}.items():
-            with mesh(str(model), counts, _env(scale, scale.dtype), port := free_port(), START_S):
-                if scale.on_cpu and counts is SPLIT:
-                    same = _same_ids(scale, port)
-                runs[name] = _loaded(scale, port)
+            env = _env(scale, scale.dtype)
+            with mesh(str(model / "config.json"), counts, env, port := free_port(), START_S) as server:
+                bodies = _bodies(scale, port)
+                asyncio.run(closed_loop(_url(port), bodies[: scale.clients], scale.clients))  # warms up
+                transfers = _Transfers(server)
+                runs[name] = asyncio.run(closed_loop(_url(port), bodies[scale.clients :], scale.clients))
+                right = right and (counts is WHOLE or transfers.carried(scale.requests))
+                if keep is not None:
+                    shutil.copy(server.log, keep / f"{name}.log")
             tell("whole mesh on one device", **figures(runs[name], mesh=name, clients=scale.clients))
     _judge(report, runs["disaggregated"], runs["aggregated"])
-    return same and not any(run.failed for run in runs.values())
+    return right and not any(run.failed for run in runs.values())
+
+
+class _Transfers:
+    """Counts what happens after it is made."""
+
+    def __init__(self, server: Server) -> None:
+        self._pages = asyncio.run(metrics_pages(server, ("prefill", "decode")))
+        self._before = read(self._pages)
+
+    def carried(self, requests: int) -> bool:
+        """Whether the KV of all prompts came from prefill. If it does not arrive, decode computes it: no request fails."""
+        time.sleep(SETTLE_S)
+        (prefill,), (decode,) = (
+            [now.since(then) for now, then in zip(*pair, strict=True)]
+            for pair in zip(read(self._pages), self._before, strict=True)
+        )
+        facts = {"requests": requests, "transfers": prefill.transfers, "computed_by_decode": decode.computed}
+        right = prefill.transfers == requests and not decode.computed
+        tell("KV from prefill to decode", **facts, same=right)
+        return right
 
 
 def _judge(report: Report, split: Run, whole: Run) -> None:
@@ -65,7 +102,7 @@ def _env(scale: Scale, dtype: str) -> dict[str, str]:
 
 def _same_ids(scale: Scale, port: int) -> bool:
     """Ids of the mesh and of one engine, fp32 and greedy."""
-    asked = requests(TINY["vocab_size"], 8, prompts=(3, 120), outputs=(8, 24), seed=5)
+    asked = requests(TINY["vocab_size"], ASKED, prompts=(3, 120), outputs=(8, 24), seed=5)
     found = asyncio.run(_ask(port, asked))
     expected = exact_ids(scale, asked)
     same = found == [expected[request.request_id] for request in asked]
@@ -84,18 +121,19 @@ async def _ask(port: int, asked: list[EngineRequest]) -> list[list[int]]:
         ids: list[int] = answer.json()["choices"][0]["token_ids"]
         return ids
 
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=120.0) as client:
+    async with httpx.AsyncClient(base_url=_url(port), timeout=120.0) as client:
         return list(await asyncio.gather(*(one(client, request) for request in asked)))
 
 
-def _loaded(scale: Scale, port: int) -> Run:
-    """Requests of random lengths, each of another prompt."""
+def _bodies(scale: Scale, port: int) -> list[dict[str, Any]]:
+    """Requests of random lengths, each of another prompt; the first ones are for a warm-up."""
     draw, name, bodies = random.Random(3), model_name(port), []
     vocab_size, lengths = scale.model["vocab_size"], (min(SHORTEST, scale.longest), scale.longest)
     for _ in range(scale.requests + scale.clients):
         prompt = [draw.randrange(vocab_size) for _ in range(draw.randint(*lengths))]
-        body: dict[str, Any] = {**full_answer(name, draw.randint(*lengths)), "prompt": prompt}
-        bodies.append(body)
-    url = f"http://127.0.0.1:{port}"
-    asyncio.run(closed_loop(url, bodies[: scale.clients], scale.clients))  # warms up
-    return asyncio.run(closed_loop(url, bodies[scale.clients :], scale.clients))
+        bodies.append({**full_answer(name, draw.randint(*lengths)), "prompt": prompt})
+    return bodies
+
+
+def _url(port: int) -> str:
+    return f"http://127.0.0.1:{port}"

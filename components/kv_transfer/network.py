@@ -66,10 +66,10 @@ def drop_dead_connections() -> None:
 
 
 def unmap_after_writes() -> None:
-    """Make UCX unmap a peer's GPU memory after each write.
+    """Make UCX unmap a peer's GPU memory when no write to it is in flight.
 
     By default it keeps it mapped, and a mapping holds the memory of a peer that was killed: its restart on the same GPU
-    would find none free.
+    would find none free. The first peer on each GPU stays mapped even so, until it is disconnected.
     """
     os.environ.setdefault(UCX_IPC_CACHE, "n")
 

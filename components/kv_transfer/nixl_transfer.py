@@ -8,6 +8,7 @@ import asyncio
 import base64
 import contextlib
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ log = logging.getLogger(__name__)
 POLL_WRITES_S: Final = 0.0002
 SHORT_BYTES: Final = 8 << 20  # posted on the event loop: about a millisecond
 DESCRIPTOR_BYTES: Final = 32 << 10  # bytes copied in the time of one more descriptor
+SLOW_BYTES_S: Final = 3e9  # between GPUs: without a way of theirs UCX copies through host memory, at about 1e9
+JUDGED_BYTES: Final = 16 << 20  # a shorter write tells little about the speed
+POSTED_PIECES: Final = 2048  # in one post: on a GPU UCX takes 5 to 8 microseconds for each
 
 
 @dataclass(slots=True)
@@ -61,6 +65,7 @@ class _Write:
     handle: Any
     num_bytes: int
     done: asyncio.Future[int]
+    posted_s: float  # monotonic
 
 
 class NixlTransfer:
@@ -77,6 +82,7 @@ class NixlTransfer:
         self._writes: list[_Write] = []
         self._failed: list[_Write] = []  # not yet released by NIXL
         self._lost: set[str] = set()  # agents whose connection broke; the agents may live
+        self._slow: set[str] = set()  # agents with a warning in the log
         self._thread = OwnThread("NIXL", self._poll)
         self._arrivals = AuxArrivals(self.aux, self._thread)
         self._endpoint: KvEndpoint | None = None
@@ -113,27 +119,19 @@ class NixlTransfer:
     async def disconnect(self, agent: str) -> None:
         known = self._peers.pop(agent, None)  # at once: a new connection waits behind this
         self._lost.discard(agent)
+        self._slow.discard(agent)
         await self._thread.ask(lambda: self._disconnect(agent, known))
 
     def write_pages(
         self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int
     ) -> Awaitable[int]:
-        if len(source) <= (self._short_pages or len(source)):
-            return self._write_some(agent, source, target, deadline_unix_ms)
-        return self._write_in_steps(agent, source, target, deadline_unix_ms)
+        return _in_posts(
+            len(source),
+            self._short_pages or len(source),
+            lambda some: self._write_pages(agent, source[some], target[some], deadline_unix_ms),
+        )
 
-    async def _write_in_steps(
-        self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int
-    ) -> int:
-        step, moved = self._short_pages, 0
-        for first in range(0, len(source), step):
-            if first:
-                await asyncio.sleep(0)
-            some = slice(first, first + step)
-            moved += await self._write_some(agent, source[some], target[some], deadline_unix_ms)
-        return moved
-
-    def _write_some(
+    def _write_pages(
         self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int
     ) -> asyncio.Future[int]:
         return self._write(
@@ -145,6 +143,11 @@ class NixlTransfer:
         )
 
     def write_pieces(self, agent: str, pieces: Pieces, deadline_unix_ms: int) -> Awaitable[int]:
+        return _in_posts(
+            len(pieces), POSTED_PIECES, lambda some: self._write_pieces(agent, pieces[some], deadline_unix_ms)
+        )
+
+    def _write_pieces(self, agent: str, pieces: Pieces, deadline_unix_ms: int) -> asyncio.Future[int]:
         num_bytes = int(pieces.length.sum())
         return self._write(
             lambda peer: self._unprepared(peer.endpoint, pieces), agent, num_bytes, deadline_unix_ms, short=False
@@ -288,7 +291,7 @@ class NixlTransfer:
                 handle.release()
             self._thread.settle(done, error=exc)
             return False
-        write = _Write(agent, handle, num_bytes, done)
+        write = _Write(agent, handle, num_bytes, done, time.monotonic())
         try:
             state = str(self._agent.transfer(handle))
         except Exception as exc:  # noqa: BLE001  a peer that was lost before; part of the write may have been posted
@@ -329,6 +332,8 @@ class NixlTransfer:
             return False
         if state == "DONE":
             self._thread.settle(write.done, write.num_bytes)
+            if self._region.device != "cpu" and write.num_bytes >= JUDGED_BYTES:
+                self._judge_speed(write)
             with contextlib.suppress(Exception):  # nothing is in flight
                 write.handle.release()
             return True
@@ -341,6 +346,17 @@ class NixlTransfer:
                 self._thread.settle(write.done, error=TransferFailed(f"{write.agent} is gone"))
         return True
 
+    def _judge_speed(self, write: _Write) -> None:
+        """Warn once per peer: UCX reports neither the way that it takes nor a faster one that it could not open."""
+        bytes_s = write.num_bytes / max(time.monotonic() - write.posted_s, 1e-9)
+        if bytes_s < SLOW_BYTES_S and write.agent not in self._slow:
+            self._slow.add(write.agent)
+            log.warning(
+                "KV moves slowly between GPUs: UCX may copy it through host memory. If both are on this machine, restart "
+                "this worker; UCX_PROTO_INFO=y lets UCX print the ways that it takes",
+                extra={"peer": write.agent, "gb_s": round(bytes_s / 1e9, 2)},
+            )
+
     def _gave_up(self, write: _Write) -> bool:
         """Settle a failed write once NIXL releases its handle: until then bytes may be in flight."""
         try:
@@ -349,6 +365,20 @@ class NixlTransfer:
             return False
         self._thread.settle(write.done, error=TransferFailed("NIXL reports the write as failed; the peer is lost"))
         return True
+
+
+def _in_posts(count: int, step: int, write: Callable[[slice], Awaitable[int]]) -> Awaitable[int]:
+    """Write `count` parts, up to `step` in a post. Between posts others have a turn; each post checks its deadline."""
+    return write(slice(None)) if count <= step else _one_by_one(count, step, write)
+
+
+async def _one_by_one(count: int, step: int, write: Callable[[slice], Awaitable[int]]) -> int:
+    moved = 0
+    for first in range(0, count, step):
+        if first:
+            await asyncio.sleep(0)
+        moved += await write(slice(first, first + step))
+    return moved
 
 
 def _memory_type(device: str) -> tuple[str, int]:

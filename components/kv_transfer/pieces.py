@@ -26,6 +26,9 @@ class Pieces:
     def __len__(self) -> int:
         return len(self.length)
 
+    def __getitem__(self, some: slice) -> "Pieces":
+        return Pieces(self.source[some], self.target[some], self.length[some])
+
 
 def cut(
     ours: KvLayout, theirs: KvLayout, tokens: range, our_pages: Sequence[int], their_pages: Sequence[int]

@@ -36,7 +36,7 @@ def test_time_in_which_no_kernel_ran_is_idle_and_kernels_may_overlap() -> None:
 
 
 def test_every_part_of_one_process_runs_and_is_right(capsys: pytest.CaptureFixture[str]) -> None:
-    parts = [part for part in Part if part not in {Part.TRANSFER, Part.TP2, Part.MESH}]
+    parts = [part for part in Part if part not in {Part.TRANSFER, Part.TP2, Part.MESH_IDS, Part.MESH}]
     report = Report(judged=False)
     assert all(run(parts, ON_CPU, report))
     named = {str(line["figure"]) for line in figures(capsys)}
@@ -63,8 +63,10 @@ def test_every_part_of_one_process_runs_and_is_right(capsys: pytest.CaptureFixtu
 def test_kv_arrives_in_the_other_process_and_its_way_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(run([Part.TRANSFER], ON_CPU, Report(judged=False)))
     lines = figures(capsys)
-    assert [line["tokens"] for line in lines] == [16, 64]
-    assert all(line["same"] and line["transport"] for line in lines)
+    assert [(line["connection"], line["tokens"]) for line in lines] == [
+        *(("first", 16), ("first", 64), ("again", 16), ("again", 64))
+    ]
+    assert all(line["same"] and line["gb_s"] and line["gb_s_scattered"] and line["transport"] for line in lines)
 
 
 class IdleEngine:
@@ -113,11 +115,16 @@ def test_two_ranks_give_the_ids_of_one(capsys: pytest.CaptureFixture[str]) -> No
 
 @pytest.mark.mesh
 @pytest.mark.gpu_bench
-def test_a_whole_mesh_gives_the_ids_of_one_engine_and_is_loaded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_whole_mesh_gives_the_ids_of_one_engine_and_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     report = Report(judged=False)
-    assert all(run([Part.MESH], ON_CPU, report))
-    ids, split, whole = figures(capsys)
+    assert all(run([Part.MESH_IDS, Part.MESH], ON_CPU, report, tmp_path))
+    ids, few, all_of_them, split, whole = figures(capsys)
     assert ids["same"]
+    assert (few["transfers"], few["computed_by_decode"]) == (8, 0)
+    assert (all_of_them["transfers"], all_of_them["computed_by_decode"]) == (ON_CPU.requests, 0)
+    assert {log.name for log in tmp_path.iterdir()} == {"disaggregated.log", "aggregated.log"}
     assert (split["mesh"], whole["mesh"]) == ("disaggregated", "aggregated")
     assert (split["requests"], split["failed"]) == (ON_CPU.requests, 0)
     assert set(report.reached) == {Target.LOAD, Target.SPLIT, Target.SPLIT_TTFT}

@@ -1,5 +1,7 @@
 import asyncio
+import dataclasses
 import json
+import os
 import random
 import signal
 import subprocess
@@ -50,6 +52,7 @@ class Peer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env={**os.environ, "UCX_LOG_FILE": "stderr"},  # by default UCX logs to stdout
         )
 
     @cached_property
@@ -195,7 +198,7 @@ async def test_neighbours_on_both_sides_merge_into_one_descriptor(
 
 
 async def test_the_event_loop_posts_pages_some_at_a_time_and_the_thread_pieces(
-    transfer: NixlTransfer, shared_peer: Peer, posts: Posts
+    transfer: NixlTransfer, shared_peer: Peer, posts: Posts, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     agent = shared_peer.endpoint.agent
     shared_peer.say("expect never-sent")
@@ -215,8 +218,35 @@ async def test_the_event_loop_posts_pages_some_at_a_time_and_the_thread_pieces(
             await asyncio.sleep(0.05)  # the thread was at it
         else:
             pytest.fail(f"{count} pages were never posted on the event loop")
-    await transfer.write_pieces(agent, cut(LAYOUT, LAYOUT, range(16), [0], [0]), LATER_MS)
-    assert posts.threads[-1] != threading.get_ident()
+    pieces = cut(LAYOUT, LAYOUT, range(8), [0], [0])
+    monkeypatch.setattr(nixl_transfer, "POSTED_PIECES", len(pieces) // 2 - 1)
+    del posts.threads[:]
+    moved = await transfer.write_pieces(agent, pieces, LATER_MS)
+    assert moved == 8 * LAYOUT.num_stripes * LAYOUT.row_bytes
+    assert len(posts.threads) == 3
+    assert threading.get_ident() not in posts.threads
+
+
+async def test_a_slow_write_from_a_gpu_is_logged_once(
+    transfer: NixlTransfer, shared_peer: Peer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The pool is in main memory, as that of a GPU is to a UCX that finds no way between GPUs."""
+    agent, pages = shared_peer.endpoint.agent, range(4)
+    shared_peer.say("expect never-sent")
+    await transfer.connect(shared_peer.endpoint)
+    monkeypatch.setattr(nixl_transfer, "JUDGED_BYTES", 2 * LAYOUT.page_bytes)
+    monkeypatch.setattr(nixl_transfer, "SLOW_BYTES_S", 0.0)
+    monkeypatch.setattr(transfer, "_region", dataclasses.replace(transfer._region, device="cuda:0"))
+    await transfer.write_pages(agent, pages, pages, LATER_MS)
+    monkeypatch.setattr(nixl_transfer, "SLOW_BYTES_S", float("inf"))
+    await transfer.write_pages(agent, pages[:1], pages[:1], LATER_MS)
+    assert not caplog.records
+    for _ in range(2):
+        await transfer.write_pages(agent, pages, pages, LATER_MS)
+    (record,) = caplog.records
+    assert "through host memory" in record.getMessage()
+    assert vars(record)["peer"] == agent
+    assert vars(record)["gb_s"] > 0
 
 
 async def test_others_have_a_turn_in_the_midst_of_a_long_write_and_may_end_it(
@@ -316,12 +346,13 @@ def rows(pages: Pages) -> NDArray[Any]:
 
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 64), (128, 16)])
 async def test_pages_of_another_size_land_bit_exact_in_chunks_that_end_inside_a_large_page(
-    ours: int, theirs: int, start_peer: Callable[..., Peer]
+    ours: int, theirs: int, start_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompt ends inside a page too: what follows it there stays as it was, as does every other page."""
     peer = start_peer(f"decode-{theirs}", page_size=theirs)
     mine, expected = on_tested_device(ours), of_size(theirs)
     mine.fill(seed=5)
+    monkeypatch.setattr(nixl_transfer, "POSTED_PIECES", 100)
     num_tokens, draw = 500, random.Random(ours)
     source = draw.sample(range(mine.num_pages), mine.layout.pages_for(num_tokens))
     target = draw.sample(range(expected.num_pages), expected.layout.pages_for(num_tokens))

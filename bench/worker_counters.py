@@ -1,0 +1,46 @@
+"""What the workers of a mesh have counted, from their metrics pages."""
+
+import json
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import httpx
+
+from bench.processes import Server
+from components.discovery.registry import join_registry
+from components.wire.instances import Role
+
+
+class Counted(NamedTuple):
+    """A worker's counters since its start."""
+
+    computed: float  # prompt tokens
+    found: float  # prompt tokens in the prefix cache
+    transfers: float  # complete ones
+
+    def since(self, before: "Counted") -> "Counted":
+        return Counted(*(now - then for now, then in zip(self, before, strict=True)))
+
+
+NAMES: Final = {
+    "kvmesh_prompt_tokens_total": "computed",
+    "kvmesh_prefix_cache_hits_total": "found",
+    "kvmesh_kv_transfer_seconds_count": "transfers",
+}
+
+
+def counted(page: str) -> Counted:
+    """Raises: TypeError, if the page lacks one of them."""
+    pairs = (line.split() for line in page.splitlines() if line and not line.startswith("#"))
+    return Counted(**{NAMES[pair[0]]: float(pair[1]) for pair in pairs if pair[0] in NAMES})
+
+
+async def metrics_pages(server: Server, roles: Sequence[Role]) -> list[list[str]]:
+    """URLs by role. `server` is a mesh of `services.local`."""
+    facts = json.loads((server.log.parent / "local" / "running.json").read_text())
+    async with join_registry(facts["etcd_url"], facts["namespace"], 10.0) as registry:
+        return [[f"{r.http}/metrics" for r in registry.book.of_role(role) if r.http] for role in roles]
+
+
+def read(pages: Sequence[Sequence[str]]) -> list[list[Counted]]:
+    return [[counted(httpx.get(url).raise_for_status().text) for url in some] for some in pages]
