@@ -141,6 +141,11 @@ class Bench:
         self._step_tokens = config.step_size(core.kv_region.device).tokens
         self._draw = random.Random(0)
 
+    @property
+    def forward_kind(self) -> str:
+        """Of the latest step."""
+        return self._runner.forward_kind
+
     def submit(self, prompt_lens: Sequence[int], output_tokens: int, **sampling: Any) -> list[str]:
         params = SamplingParams(**{"max_tokens": output_tokens, "temperature": 0, "ignore_eos": True, **sampling})
         names = [f"{self.label}-{self._draw.random()}" for _ in prompt_lens]

@@ -54,6 +54,7 @@ _counter: Final = itertools.count()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", help="with -m gpu: cuda:N; cpu or simulated: the same tests without a GPU [cuda:0]")
+    parser.addoption("--graphs", action="store_true", help="with -m gpu: decodes of engines run from CUDA graphs")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -12,6 +12,7 @@ import pytest
 
 VARIABLE: Final = "KVMESH_TEST_DEVICE"  # for processes that tests start
 TESTED: Final = {"device": os.environ.get(VARIABLE, "cpu")}
+RECORDS: Final = {"graphs": False}  # whether engines on a device record their decodes
 IS_GPU: Final = re.compile(r"gpu\b")
 
 # Files whose tests are about what a device computes or moves. They are marked `gpu`.
@@ -70,6 +71,7 @@ if TESTED["device"] == "cpu" and is_for_cpu(sys.argv):
 def choose_device(config: pytest.Config) -> None:
     """Raises: pytest.UsageError, if there is no such device."""
     asked = config.getoption("--device")
+    RECORDS["graphs"] = config.getoption("--graphs")
     device = asked or ("cuda:0" if IS_GPU.match(config.option.markexpr) else "cpu")
     if device == "cpu":
         return

@@ -13,7 +13,6 @@ own: after some errors a process can compute nothing more on a device.
 
 import gc
 import json
-import logging
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -29,9 +28,9 @@ from bench.engine import measure_machine
 from bench.gpu.correct import check_checksums, check_draws, check_ids, check_kernels
 from bench.gpu.engines import config_of, make_bench
 from bench.gpu.ranks import measure_ranks
-from bench.gpu.report import MemoryLines, Report, tell
+from bench.gpu.report import Report, engine_lines, tell
 from bench.gpu.scale import CARD, ON_CPU, Scale
-from bench.gpu.steps import measure_host, measure_mixed, measure_sampling, measure_skew, measure_steps
+from bench.gpu.steps import measure_host, measure_idle, measure_mixed, measure_sampling, measure_skew, measure_steps
 from bench.gpu.transfer import measure_transfer
 from bench.gpu.tune import tune
 from bench.gpu.whole_mesh import check_mesh, measure_mesh
@@ -89,7 +88,7 @@ def run(parts: list[Part], scale: Scale, report: Report, keep: Path | None = Non
         tune(scale, machine)
     if WITH_ENGINE.isdisjoint(parts):
         return
-    bench, loaded = make_bench(scale.model, config_of(scale), "eager" if scale.on_cpu else "triton, compiled, graphs")
+    bench, loaded = make_bench(scale.model, config_of(scale), "tiny" if scale.on_cpu else "Qwen3-4B")
     if Part.STEPS in parts:
         measure_steps(scale, bench, loaded, machine, report)
     if Part.MIXED in parts:
@@ -98,6 +97,8 @@ def run(parts: list[Part], scale: Scale, report: Report, keep: Path | None = Non
         measure_sampling(scale, bench, report)
     if Part.SKEW in parts:
         measure_skew(scale, bench, loaded, machine, report)
+    if Part.STEPS in parts:
+        measure_idle(scale, bench)  # last: CUDA's profiler slows what comes after it
 
 
 def apart(parts: Sequence[Part]) -> list[list[Part]]:
@@ -162,11 +163,9 @@ def main(
         sys.exit(not run_apart(groups, device, keep))
     if not scale.on_cpu:
         torch.cuda.set_device(device)
-    lines = logging.getLogger("engine.parts")
-    lines.setLevel(logging.INFO)
-    lines.addHandler(MemoryLines())
     report = Report(judged=not scale.on_cpu)
-    right = list(run(groups[0], scale, report, keep))
+    with engine_lines():
+        right = list(run(groups[0], scale, report, keep))
     report.tell_targets()
     sys.exit(not all(right))
 

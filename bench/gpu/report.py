@@ -2,6 +2,9 @@
 
 import json
 import logging
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
@@ -18,6 +21,8 @@ class Target(StrEnum):
     MOVED = "VRAM to VRAM for prompts of 1,024 tokens, GB/s"
 
 
+STANDARD = vars(logging.makeLogRecord({})).keys()
+LEVELS = {"engine": logging.INFO, "engine.compilation": logging.DEBUG}
 AT_MOST = {Target.DECODE: 1.25, Target.SAMPLED: 1.15, Target.SKEW: 1.25, Target.SPLIT_TTFT: 1.1}
 AT_LEAST = {Target.PROMPT: 65_000.0, Target.LOAD: 6_705.0, Target.SPLIT: 0.95, Target.MOVED: 200.0}
 
@@ -49,13 +54,35 @@ class Report:
 
 
 def tell(figure: str, **facts: Any) -> None:
-    print(json.dumps({"figure": figure, **facts}), flush=True)
+    print(json.dumps({"figure": figure, **facts}, default=str), flush=True)
 
 
-class MemoryLines(logging.Handler):
-    """Turns the engine's line about a device's memory into a figure."""
+class EngineLines(logging.Handler):
+    """Turns lines of the engine's log into figures: its division of the device's memory, and warnings with their facts.
+
+    Tracebacks go to stderr.
+    """
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.getMessage() == "the device's memory is divided":
-            facts = {name: value for name, value in vars(record).items() if name.endswith("_gb") or name == "pages"}
-            tell("memory of the device", **facts)
+        message = record.getMessage()
+        facts = {name: value for name, value in vars(record).items() if name not in STANDARD}
+        if message == "the device's memory is divided":
+            tell("memory of the device", **{n: v for n, v in facts.items() if n.endswith("_gb") or n == "pages"})
+        elif record.levelno >= logging.WARNING:
+            tell("warning", message=message, **facts)
+        elif record.exc_info:
+            print(logging.Formatter().formatException(record.exc_info), file=sys.stderr)
+
+
+@contextmanager
+def engine_lines() -> Iterator[None]:
+    handler, before = EngineLines(), {name: logging.getLogger(name).level for name in LEVELS}
+    logging.getLogger("engine").addHandler(handler)
+    try:
+        for name, level in LEVELS.items():
+            logging.getLogger(name).setLevel(level)
+        yield
+    finally:
+        logging.getLogger("engine").removeHandler(handler)
+        for name, level in before.items():
+            logging.getLogger(name).setLevel(level)

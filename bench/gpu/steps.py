@@ -24,7 +24,7 @@ def measure_steps(scale: Scale, bench: Bench, loaded: LoadedModel, machine: Mach
         total, host = bench.decode(contexts, scale.steps)
         roof_s = roofline_s(loaded, machine, batch, batch * context)
         facts = {"label": bench.label, "batch": batch, "context": context, "host_ms": round(min(host) * 1000, 3)}
-        say("decode step", total, roof_s, **facts, device_idle=_idle_share(scale, bench, batch))
+        say("decode step", total, roof_s, **facts, forward=bench.forward_kind)
         if batch == scale.batch:
             report.reach(Target.DECODE, statistics.median(total) / roof_s)
     layout, length = loaded.layout, scale.prompt
@@ -33,7 +33,8 @@ def measure_steps(scale: Scale, bench: Bench, loaded: LoadedModel, machine: Mach
     roof_s = roofline_s(loaded, machine, length, length) + attention_flop / machine.matmul_flop_s
     bench.prompt(length)
     spent = [bench.prompt(length) for _ in range(4)]
-    say("prompt", spent, roof_s, label=bench.label, tokens=length, tok_s=round(length / min(spent)))
+    facts = {"label": bench.label, "tokens": length, "tok_s": round(length / min(spent))}
+    say("prompt", spent, roof_s, **facts, forward=bench.forward_kind)
     report.reach(Target.PROMPT, length / statistics.median(spent))
 
 
@@ -95,19 +96,22 @@ def measure_host(scale: Scale) -> None:
         say("host's part of a decode step", spent, 0.0, batch=batch, context=scale.context, sampling=way)
 
 
-def _idle_share(scale: Scale, bench: Bench, batch: int) -> float | None:
-    """By the device's own record of kernels."""
+def measure_idle(scale: Scale, bench: Bench) -> None:
+    """The share of decode steps in which the device does nothing, by its own record of kernels."""
     activities = [torch.profiler.ProfilerActivity.CPU if scale.on_cpu else torch.profiler.ProfilerActivity.CUDA]
-    with bench.decoding([scale.context] * batch, scale.steps):
-        bench.engine.step()
-        with torch.profiler.profile(activities=activities) as profile:
-            for _ in range(scale.steps // 2):
-                bench.engine.step()
     kind = "CPU" if scale.on_cpu else "CUDA"
-    spans = sorted(
-        (event.time_range.start, event.time_range.end) for event in profile.events() if event.device_type.name == kind
-    )
-    return idle_share(spans) if spans else None
+    for batch in (1, scale.batch):
+        with bench.decoding([scale.context] * batch, scale.steps):
+            bench.engine.step()
+            with torch.profiler.profile(activities=activities) as profile:
+                for _ in range(scale.steps // 2):
+                    bench.engine.step()
+        spans = sorted(
+            (event.time_range.start, event.time_range.end)
+            for event in profile.events()
+            if event.device_type.name == kind
+        )
+        tell("idle device", batch=batch, share=idle_share(spans) if spans else None)
 
 
 def idle_share(spans: list[tuple[float, float]]) -> float:

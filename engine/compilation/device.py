@@ -16,6 +16,7 @@ from engine.attention.opaque import OpaqueAttention, attending
 from engine.attention.step_tables import SHORT_CHUNK, SPAN
 from engine.compilation.forward import EagerForward, Forward, padded
 from engine.compilation.graphs import CaptureFailed, Compute, CudaRecorder, DecodeGraphs, Recordable, Recorder
+from engine.compilation.rotations import keep_rotations
 from engine.config import EngineConfig
 from engine.device.c_compiler import find_c_compiler
 from engine.kernels.shared_linear import merge_products, share_linears
@@ -28,7 +29,8 @@ log = logging.getLogger(__name__)
 
 TASK: Final = "Compiling the model"
 RECORD_S: Final = 60.0  # for all graphs; the time to compile is not part of it
-EXAMPLE: Final = (8, 4)  # tokens and kept ones; equal sizes would become one dimension
+FEW: Final = 8  # tokens
+TYPICAL: Final = 2048  # tokens: inductor chooses and times its kernels for them. Kernels for 8 are slow in long prompts
 
 Compiler = Callable[[torch.nn.Module], Compute]
 MakeRecorder = Callable[[], Recorder]  # each with memory of its own
@@ -75,15 +77,25 @@ class DeviceForward:
     """
 
     def __init__(
-        self, loaded: LoadedModel, attention: AttentionBackend, recorder: MakeRecorder | None, compiler: Compiler
+        self,
+        loaded: LoadedModel,
+        attention: AttentionBackend,
+        recorder: MakeRecorder | None,
+        compiler: Compiler,
+        typical: int = FEW,
     ) -> None:
-        """`attention` is for warming up, and must be `Recordable` if `recorder` is given."""
+        """`attention` is for warming up, and must be `Recordable` if `recorder` is given.
+
+        Args:
+            typical: tokens of the step that is compiled.
+        """
         self.kind: str = EagerForward.kind
         self._eager = EagerForward(loaded.module)
         self._traced = Traced(loaded.module)
         self._attention: AttentionBackend | None = attention
         self._recorder = recorder
         self._compiler = compiler
+        self._typical = typical
         self._device = loaded.device
         self._layout = loaded.layout
         self._made: Compute | None = None  # set by the compiling thread
@@ -129,6 +141,7 @@ class DeviceForward:
             recorded, wanted = self._graphs.record_all(deadline, progress, most), self._graphs.num_sizes
         except CaptureFailed as exc:
             log.warning("decodes run without CUDA graphs: recording them failed", extra={"reason": str(exc)})
+            log.debug("recording failed", exc_info=True)
             self.forget_graphs()
             self._recorder = None  # after a failure nothing may be recorded
             return 0, 0
@@ -170,14 +183,15 @@ class DeviceForward:
             with _current(self._device):
                 self._made = self._compiled()
             log.info("the model runs compiled from here on")
-        except Exception as exc:  # noqa: BLE001 - whatever a compiler raises: eager always works
+        except Exception as exc:  # whatever a compiler raises: eager always works
             log.warning("the model runs without torch.compile: compiling it failed", extra={"reason": str(exc)})
+            log.debug("compiling failed", exc_info=True)
             self._made = self._traced if self._recorder is not None else None  # eager modules can be recorded, too
 
     def _compiled(self) -> Compute:
-        tokens, kept = EXAMPLE
+        tokens = max(FEW, self._typical)
         token_ids = torch.zeros(tokens, dtype=torch.int64, device=self._device)
-        keep = torch.arange(kept, device=self._device)
+        keep = torch.arange(tokens // 4, device=self._device)  # equal sizes would become one dimension
         example = token_ids, token_ids.clone(), keep
         for tensor in example:
             torch._dynamo.mark_dynamic(tensor, 0)
@@ -211,7 +225,8 @@ def choose_device_forward(
         log.info("the model runs eagerly", extra={"reason": reason})
         return EagerForward(loaded.module)
     recorder = CudaRecorder if isinstance(attention, Recordable) else None
-    forward = DeviceForward(loaded, attention, recorder, torch_compile)
+    typical = min(TYPICAL, config.step_size(str(loaded.device)).tokens)
+    forward = DeviceForward(loaded, attention, recorder, torch_compile, typical)
     forward.start(config.compile_timeout_s, progress)
     return forward
 
@@ -245,6 +260,7 @@ def why_eager(config: EngineConfig) -> str | None:
 def torch_compile(module: torch.nn.Module) -> Compute:
     def merged(traced: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
         merge_products(traced.graph)
+        keep_rotations(traced.graph)
         traced.recompile()
         return torch._dynamo.lookup_backend("inductor")(traced, inputs)
 

@@ -13,7 +13,7 @@ import bench.gpu.__main__ as command
 from bench.engine import Machine
 from bench.gpu import engines, ranks
 from bench.gpu.__main__ import Part, apart, main, run, run_apart, scale_of
-from bench.gpu.report import MemoryLines, Report, Target
+from bench.gpu.report import Report, Target, engine_lines
 from bench.gpu.scale import ON_CPU
 from bench.gpu.steps import idle_share
 from bench.gpu.transfer import transports
@@ -56,6 +56,7 @@ def test_every_part_of_one_process_runs_and_is_right(capsys: pytest.CaptureFixtu
         "mixed requests",
         "decode step by sampling",
         "decode step by contexts",
+        "idle device",
     }
     assert set(report.reached) == {Target.DECODE, Target.PROMPT, Target.SAMPLED, Target.SKEW}
 
@@ -145,10 +146,28 @@ def test_each_target_is_met_missed_or_not_measured(capsys: pytest.CaptureFixture
     assert len(verdicts) == len(Target)
 
 
-def test_the_engines_line_about_memory_is_a_figure(capsys: pytest.CaptureFixture[str]) -> None:
-    record = logging.makeLogRecord({"msg": "the device's memory is divided", "weights_gb": 8.05, "pages": 7})
-    MemoryLines().emit(record)
-    assert figures(capsys) == [{"figure": "memory of the device", "weights_gb": 8.05, "pages": 7}]
+def test_lines_of_the_engine_are_figures(capsys: pytest.CaptureFixture[str]) -> None:
+    """The reason why a model is not compiled was lost: its figures looked like those of a compiled one."""
+    log = logging.getLogger("engine.compilation.device")
+    with engine_lines():
+        logging.getLogger("engine.parts").info("the device's memory is divided", extra={"weights_gb": 8.05, "pages": 7})
+        log.info("the model runs compiled from here on")
+        log.warning("the model runs without torch.compile", extra={"reason": "no compiler", "at": Path("here")})
+        try:
+            raise OSError("no gcc")
+        except OSError:
+            log.debug("compiling failed", exc_info=True)
+    written = capsys.readouterr()
+    assert [json.loads(line) for line in written.out.splitlines()] == [
+        {"figure": "memory of the device", "weights_gb": 8.05, "pages": 7},
+        {
+            "figure": "warning",
+            "message": "the model runs without torch.compile",
+            "reason": "no compiler",
+            "at": "here",
+        },
+    ]
+    assert "OSError: no gcc" in written.err
 
 
 def test_ways_are_read_from_ucxs_table(tmp_path: Path) -> None:

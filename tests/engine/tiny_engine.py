@@ -17,13 +17,16 @@ from components.wire.sampling import SamplingParams
 from components.wire.step_stats import StepStats
 from components.wire.tokens import pack_tokens
 from engine.build import assemble
+from engine.compilation.device import DeviceForward
+from engine.compilation.graphs import CudaRecorder, Recordable
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
+from engine.parts import make_pool
 from engine.ports import Engine, EngineRequest, Exposed, Failed, FinishReason, Phase, StepOutput
 from engine.scheduler.request import RequestState
-from tests.device import TESTED
+from tests.device import RECORDS, TESTED
 
 VOCAB = 128
 GENERATING = (Phase.FULL, Phase.PREFILL, Phase.DECODE)  # all but that of models that make embeddings
@@ -76,7 +79,17 @@ def load_tiny(directory: Path, **changes: object) -> LoadedModel:
 
 
 def make_engine(loaded: LoadedModel, **changes: object) -> EngineCore:
-    return assemble(loaded, small(**changes))
+    config = small(**changes)
+    if not RECORDS["graphs"] or loaded.device.type == "cpu":
+        return assemble(loaded, config)
+    pool = make_pool(loaded, config)
+    if not isinstance(pool.attention, Recordable):
+        return assemble(loaded, config, pool=pool)
+    forward = DeviceForward(loaded, pool.attention, CudaRecorder, lambda module: module)
+    forward.start(60.0, silent)
+    recorded, wanted = forward.record(pool.attention, silent)
+    assert recorded == wanted
+    return assemble(loaded, config, forward, pool)
 
 
 def prompt(length: int, start: int = 0) -> list[int]:
