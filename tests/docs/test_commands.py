@@ -37,6 +37,7 @@ COMPOSE_OPTIONS: Final = {
 FOREIGN: Final = {  # options of other programs that the pages name
     *COMPOSE_OPTIONS,
     "--database",  # make audit
+    "--graphs",  # make gpu-test
     "--one-by-one",  # deploy/compose/upgrade.sh
     "--inbox-prefix",  # nats
     "--prefix",  # etcdctl
