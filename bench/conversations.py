@@ -33,9 +33,8 @@ from bench.load.workloads import words
 from bench.processes import model_name
 from bench.serve import progress_bar
 from bench.turns import Contestant, Model, start_kvmesh
-from bench.worker_counters import Counted, metrics_pages, read
+from bench.worker_counters import Counted, Counters
 
-SETTLE_S: Final = 0.3  # until transfers are counted
 TURN_S: Final = 15.0  # average limit per turn
 TARGETS: Final = {  # of a policy over the first one
     "computed": 0.40,
@@ -90,7 +89,6 @@ def compare(lines: Sequence[Mapping[str, Any]], policy: str, first: str) -> dict
 
 def talk(who: Contestant, model: str, talks: Sequence[Sequence[Turn]], users: int) -> Talked:
     """After a warm-up of one turn for each user. Exits if a turn fails."""
-    pages = asyncio.run(metrics_pages(who.servers[0], ("prefill", "decode")))
     draw = random.Random()
 
     async def load(some: Sequence[Sequence[Turn]]) -> tuple[Run, list[list[str]]]:
@@ -98,18 +96,14 @@ def talk(who: Contestant, model: str, talks: Sequence[Sequence[Turn]], users: in
         async with asyncio.timeout(TURN_S * max(total, 10)):
             with progress_bar(who.name, total) as done:
                 run, answers = await converse(who.url, model, some, users, done)
-        await asyncio.sleep(SETTLE_S)
         if run.failed or len(run.ttft_s) < total:
             sys.exit(f"{who.name}: of {total} turns {run.failed} failed: {next(iter(run.reasons), 'no reason told')}")
         return run, answers
 
     asyncio.run(load([[Turn(words(draw, 64), 4)] for _ in range(2 * users)]))
-    before = read(pages)
+    counters = Counters(who.servers[0], ("prefill", "decode"))
     run, answers = asyncio.run(load(talks))
-    each = [
-        [now.since(then) for now, then in zip(*pair, strict=True)] for pair in zip(read(pages), before, strict=True)
-    ]
-    return Talked(run, answers, *each)
+    return Talked(run, answers, *counters.now())
 
 
 def main(

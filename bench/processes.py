@@ -23,14 +23,8 @@ TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 CPU_FIELDS: Final = slice(11, 13)  # utime and stime in /proc/<pid>/stat, counted from the state
 STOP_TIMEOUT_S: Final = 60.0
 MESH_HOME: Final = Path("~/.cache/kvmesh").expanduser()
-NOT_INHERITED: Final = (
-    "MESH_",
-    "VLLM_",
-    "DYN_",
-    "OMP_",
-    "KMP_",
-    "TORCHINDUCTOR_",
-)  # a figure must not depend on the shell's settings
+# A figure must not depend on the shell's settings.
+NOT_INHERITED: Final = ("MESH_", "VLLM_", "DYN_", "OMP_", "KMP_", "TORCHINDUCTOR_")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,8 @@
 """What the workers of a mesh have counted, from their metrics pages."""
 
+import asyncio
 import json
+import time
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -9,6 +11,8 @@ import httpx
 from bench.processes import Server
 from components.discovery.registry import join_registry
 from components.wire.instances import Role
+
+SETTLE_S: Final = 0.3  # until transfers are counted
 
 
 class Counted(NamedTuple):
@@ -35,12 +39,27 @@ def counted(page: str) -> Counted:
     return Counted(**{NAMES[pair[0]]: float(pair[1]) for pair in pairs if pair[0] in NAMES})
 
 
-async def metrics_pages(server: Server, roles: Sequence[Role]) -> list[list[str]]:
-    """URLs by role. `server` is a mesh of `services.local`."""
+class Counters:
+    """Those of all workers of some roles, since this was made."""
+
+    def __init__(self, server: Server, roles: Sequence[Role]) -> None:
+        """`server` is a mesh of `services.local`."""
+        self._pages = asyncio.run(_metrics_pages(server, roles))
+        self._before = self._read()
+
+    def now(self) -> list[list[Counted]]:
+        """By role and worker."""
+        return [
+            [now.since(then) for now, then in zip(*pair, strict=True)]
+            for pair in zip(self._read(), self._before, strict=True)
+        ]
+
+    def _read(self) -> list[list[Counted]]:
+        time.sleep(SETTLE_S)
+        return [[counted(httpx.get(url).raise_for_status().text) for url in some] for some in self._pages]
+
+
+async def _metrics_pages(server: Server, roles: Sequence[Role]) -> list[list[str]]:
     facts = json.loads((server.log.parent / "local" / "running.json").read_text())
     async with join_registry(facts["etcd_url"], facts["namespace"], 10.0) as registry:
         return [[f"{r.http}/metrics" for r in registry.book.of_role(role) if r.http] for role in roles]
-
-
-def read(pages: Sequence[Sequence[str]]) -> list[list[Counted]]:
-    return [[counted(httpx.get(url).raise_for_status().text) for url in some] for some in pages]

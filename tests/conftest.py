@@ -170,7 +170,7 @@ def nats_url(_server: Callable[[Kind], str]) -> str:
 
 @pytest.fixture(scope="session")
 def preloaded(nothing_left_behind: None) -> Iterator[Preloaded]:
-    """Who forks the services of the run's meshes."""
+    """The process that forks the services of the run's meshes."""
     with Preloaded() as forking:
         yield forking
 
@@ -201,7 +201,7 @@ class ServiceProcess:
     log: Path
 
     def logged(self) -> str:
-        """What it has written so far."""
+        """Return what it has written so far."""
         return self.log.read_text(errors="replace")
 
     def wait_for_log(self, text: str, timeout_s: float = 30.0) -> None:

@@ -71,9 +71,13 @@ if TESTED["device"] == "cpu" and is_for_cpu(sys.argv):
 def choose_device(config: pytest.Config) -> None:
     """Raises: pytest.UsageError, if there is no such device."""
     asked = config.getoption("--device")
-    RECORDS["graphs"] = config.getoption("--graphs")
     device = asked or ("cuda:0" if IS_GPU.match(config.option.markexpr) else "cpu")
+    RECORDS["graphs"] = config.getoption("--graphs")
     if device == "cpu":
+        if RECORDS["graphs"]:
+            raise pytest.UsageError(
+                "--graphs is for a device: add -m gpu, and --device simulated where there is no GPU"
+            )
         return
     if not IS_GPU.match(config.option.markexpr):
         raise pytest.UsageError(f"--device {device} is for the tests marked gpu: add -m gpu")
@@ -81,7 +85,8 @@ def choose_device(config: pytest.Config) -> None:
         simulation = import_module("tests.engine.simulated.simulated_cuda").simulated_cuda()
         simulation.__enter__()
         config.add_cleanup(lambda: simulation.__exit__(None, None, None))
-        TESTED.update(device="cuda:0", attention="torch")  # Triton's interpreter takes a second a step
+        # Triton's interpreter takes a second a step, but only its kernels can be recorded
+        TESTED.update(device="cuda:0", attention="triton" if RECORDS["graphs"] else "torch")
         return
     cuda = import_module("torch").cuda
     index = device.removeprefix("cuda:")

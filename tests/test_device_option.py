@@ -6,13 +6,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.device import ON_CPU_ALONE, ON_DEVICE, TESTED, VARIABLE, choose_device, is_for_cpu
+from tests.device import ON_CPU_ALONE, ON_DEVICE, RECORDS, TESTED, VARIABLE, choose_device, is_for_cpu
 
 REPO = Path(__file__).resolve().parents[1]
 
 
-def choose(device: str | None, markers: str) -> None:
-    config = SimpleNamespace(getoption=lambda _name: device, option=SimpleNamespace(markexpr=markers))
+@pytest.fixture(autouse=True)
+def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECORDS, "graphs", RECORDS["graphs"])
+    monkeypatch.setenv(
+        "UCX_CUDA_IPC_CACHE", "n"
+    )  # set where a device is chosen; processes of later tests would inherit it
+
+
+def choose(device: str | None, markers: str, *, graphs: bool = False) -> None:
+    given = {"--device": device, "--graphs": graphs}
+    config = SimpleNamespace(getoption=given.__getitem__, option=SimpleNamespace(markexpr=markers))
     choose_device(config)
 
 
@@ -51,13 +60,20 @@ def test_a_device_is_for_the_tests_that_are_marked() -> None:
         choose("cuda:0", "not soak and not gpu_bench")
 
 
+def test_graphs_are_refused_where_nothing_can_record_them() -> None:
+    for device, markers in (("cpu", "gpu"), (None, "not soak")):
+        with pytest.raises(pytest.UsageError, match="--graphs is for a device"):
+            choose(device, markers, graphs=True)
+
+
 def test_a_device_that_is_there_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setenv(VARIABLE, "cpu")
     monkeypatch.delenv("TRITON_INTERPRET")
     monkeypatch.setitem(TESTED, "device", "cpu")
-    choose("cuda:1", "gpu")
+    choose("cuda:1", "gpu", graphs=True)
     assert TESTED == {"device": "cuda:1"}
+    assert RECORDS["graphs"]
     with pytest.raises(pytest.UsageError, match="no device cuda:2 here"):
         choose("cuda:2", "gpu")

@@ -67,7 +67,7 @@ def run(parts: list[Part], scale: Scale, report: Report, keep: Path | None = Non
         Part.CHECKSUMS: lambda: check_checksums(scale),
         Part.TRANSFER: lambda: measure_transfer(scale, report),
         Part.TP2: lambda: measure_ranks(scale),
-        Part.MESH_IDS: lambda: check_mesh(scale),
+        Part.MESH_IDS: lambda: check_mesh(scale, keep),
         Part.MESH: lambda: measure_mesh(scale, report, keep),
     }
     for part, check in checks.items():
@@ -152,7 +152,7 @@ def main(
     part: Annotated[list[Part] | None, typer.Option(help="may be given several times; default: all but tune")] = None,
     device: Annotated[str, typer.Option(help="cuda:N, or cpu for a tiny form of every part")] = "cuda:0",
     keep: Annotated[
-        Path | None, typer.Option(help="a directory for the logs of the part mesh", file_okay=False)
+        Path | None, typer.Option(help="a directory for the logs of the parts mesh and mesh-ids", file_okay=False)
     ] = None,
 ) -> None:
     scale = scale_of(device)

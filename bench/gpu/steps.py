@@ -39,7 +39,7 @@ def measure_steps(scale: Scale, bench: Bench, loaded: LoadedModel, machine: Mach
 
 
 def measure_mixed(scale: Scale, bench: Bench) -> None:
-    """The first run compiles what is left to compile."""
+    """The first run compiles the remaining kernels."""
     longest = scale.longest
     for attempt in range(2):
         asked = requests(bench.vocab_size, scale.batch, (min(32, longest), longest), (8, max(8, longest // 4)), attempt)

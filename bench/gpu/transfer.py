@@ -19,7 +19,7 @@ from components.wire.layout import KvLayout
 
 JUDGED: Final = 1024  # tokens
 PAGE_SIZE: Final = 16
-END_S: Final = 30.0  # for a process of the transfer to end by itself
+END_S: Final = 30.0  # from the end of a process's input until it is killed
 # UCX's names of its ways, as in its table of protocols
 WAYS: Final = re.compile(
     r"\b(cuda_ipc|cuda_copy|gdr_copy|rc_mlx5|dc_mlx5|rc_verbs|ud_verbs|sysv|posix|cma|xpmem|tcp)\b"
@@ -95,7 +95,7 @@ def transports(log: Path) -> list[str]:
 @contextmanager
 def _child(role: str, *arguments: str, log: Path) -> Iterator[Child]:
     command = [sys.executable, "-m", "bench.gpu.transfer_end", role, *arguments]
-    env = dict(os.environ) | {"UCX_LOG_FILE": "stderr"}  # by default UCX logs to stdout
+    env = os.environ | {"UCX_LOG_FILE": "stderr"}  # by default UCX logs to stdout
     if role == "send":
         env |= {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": str(log)}
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as popen:

@@ -3,8 +3,8 @@
 import asyncio
 import random
 import shutil
-import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,26 +16,25 @@ from bench.gpu.scale import TINY, Scale
 from bench.load.client import Run, closed_loop, full_answer
 from bench.load.report import figures
 from bench.processes import Server, free_port, mesh, model_name
-from bench.worker_counters import metrics_pages, read
+from bench.worker_counters import Counters
 from engine.ports import EngineRequest
 
 START_S = 500.0  # both workers compile
 ASKED = 8  # requests whose ids are compared
-SETTLE_S = 0.3  # until transfers are counted
 SHORTEST = 100  # tokens, or the longest
 SPLIT: Mapping[str, int] = {"prefill": 1, "decode": 1}
 WHOLE: Mapping[str, int] = {"prefill": 0, "decode": 1}
 
 
-def check_mesh(scale: Scale) -> bool:
-    """Ids of a tiny model from a prefill and a decode worker, and checksums of all KV."""
+def check_mesh(scale: Scale, keep: Path | None = None) -> bool:
+    """Compare ids from a prefill and a decode worker, with checksums of all KV, to one engine's. The model is tiny."""
     env = _env(scale, EXACT["dtype"]) | {
         "MESH_ENGINE__NUM_PAGES": str(EXACT["num_pages"]),
         "MESH_DECODE_VERIFY_KV": "true",
     }
-    with saved(TINY) as model, mesh(str(model / "config.json"), SPLIT, env, port := free_port(), START_S) as server:
-        transfers = _Transfers(server)
-        return all([_same_ids(scale, port), transfers.carried(ASKED)])
+    with saved(TINY) as model, _mesh(model, SPLIT, env, keep, "ids") as (server, port):
+        counters = _counters(server)
+        return all([_same_ids(scale, port), _all_transferred(counters, ASKED)])
 
 
 def measure_mesh(scale: Scale, report: Report, keep: Path | None = None) -> bool:
@@ -44,38 +43,42 @@ def measure_mesh(scale: Scale, report: Report, keep: Path | None = None) -> bool
     right = True
     with saved(scale.model) as model:
         for name, counts in {"disaggregated": SPLIT, "aggregated": WHOLE}.items():
-            env = _env(scale, scale.dtype)
-            with mesh(str(model / "config.json"), counts, env, port := free_port(), START_S) as server:
+            with _mesh(model, counts, _env(scale, scale.dtype), keep, name) as (server, port):
                 bodies = _bodies(scale, port)
                 asyncio.run(closed_loop(_url(port), bodies[: scale.clients], scale.clients))  # warms up
-                transfers = _Transfers(server)
+                counters = _counters(server)
                 runs[name] = asyncio.run(closed_loop(_url(port), bodies[scale.clients :], scale.clients))
-                right = right and (counts is WHOLE or transfers.carried(scale.requests))
-                if keep is not None:
-                    shutil.copy(server.log, keep / f"{name}.log")
+                right = right and (counts is WHOLE or _all_transferred(counters, scale.requests))
             tell("whole mesh on one device", **figures(runs[name], mesh=name, clients=scale.clients))
     _judge(report, runs["disaggregated"], runs["aggregated"])
     return right and not any(run.failed for run in runs.values())
 
 
-class _Transfers:
-    """Counts what happens after it is made."""
+@contextmanager
+def _mesh(
+    model: Path, counts: Mapping[str, int], env: Mapping[str, str], keep: Path | None, name: str
+) -> Iterator[tuple[Server, int]]:
+    """Yields: its processes, and the port of its endpoint."""
+    port = free_port()
+    with mesh(str(model / "config.json"), counts, env, port, START_S) as server:
+        try:
+            yield server, port
+        finally:
+            if keep is not None:
+                shutil.copy(server.log, keep / f"{name}.log")
 
-    def __init__(self, server: Server) -> None:
-        self._pages = asyncio.run(metrics_pages(server, ("prefill", "decode")))
-        self._before = read(self._pages)
 
-    def carried(self, requests: int) -> bool:
-        """Whether the KV of all prompts came from prefill. If it does not arrive, decode computes it: no request fails."""
-        time.sleep(SETTLE_S)
-        (prefill,), (decode,) = (
-            [now.since(then) for now, then in zip(*pair, strict=True)]
-            for pair in zip(read(self._pages), self._before, strict=True)
-        )
-        facts = {"requests": requests, "transfers": prefill.transfers, "computed_by_decode": decode.computed}
-        right = prefill.transfers == requests and not decode.computed
-        tell("KV from prefill to decode", **facts, same=right)
-        return right
+def _counters(server: Server) -> Counters:
+    return Counters(server, ("prefill", "decode"))
+
+
+def _all_transferred(counters: Counters, requests: int) -> bool:
+    """Return whether the KV of all prompts came from prefill: decode computes a prompt whose KV does not arrive."""
+    (prefill,), (decode,) = counters.now()
+    facts = {"requests": requests, "transfers": prefill.transfers, "computed_by_decode": decode.computed}
+    right = prefill.transfers == requests and not decode.computed
+    tell("KV from prefill to decode", **facts, same=right)
+    return right
 
 
 def _judge(report: Report, split: Run, whole: Run) -> None:

@@ -30,6 +30,7 @@ from components.kv_transfer.network import (
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.own_thread import OwnThread
 from components.kv_transfer.pieces import Offsets, Pieces
+from components.kv_transfer.slow_peers import SlowPeers
 from components.startup import WrongSettings
 from components.wire.instances import KvEndpoint
 from components.wire.layout import KvRegion, check_compatible
@@ -40,9 +41,7 @@ log = logging.getLogger(__name__)
 POLL_WRITES_S: Final = 0.0002
 SHORT_BYTES: Final = 8 << 20  # posted on the event loop: about a millisecond
 DESCRIPTOR_BYTES: Final = 32 << 10  # bytes copied in the time of one more descriptor
-SLOW_BYTES_S: Final = 3e9  # between GPUs: without a way of theirs UCX copies through host memory, at about 1e9
-JUDGED_BYTES: Final = 16 << 20  # a shorter write tells little about the speed
-POSTED_PIECES: Final = 2048  # in one post: on a GPU UCX takes 5 to 8 microseconds for each
+POSTED_PIECES: Final = 2048  # in one post; other transfers wait while it is posted
 
 
 @dataclass(slots=True)
@@ -82,7 +81,7 @@ class NixlTransfer:
         self._writes: list[_Write] = []
         self._failed: list[_Write] = []  # not yet released by NIXL
         self._lost: set[str] = set()  # agents whose connection broke; the agents may live
-        self._slow: set[str] = set()  # agents with a warning in the log
+        self._slow = SlowPeers()
         self._thread = OwnThread("NIXL", self._poll)
         self._arrivals = AuxArrivals(self.aux, self._thread)
         self._endpoint: KvEndpoint | None = None
@@ -119,7 +118,7 @@ class NixlTransfer:
     async def disconnect(self, agent: str) -> None:
         known = self._peers.pop(agent, None)  # at once: a new connection waits behind this
         self._lost.discard(agent)
-        self._slow.discard(agent)
+        self._slow.forget(agent)
         await self._thread.ask(lambda: self._disconnect(agent, known))
 
     def write_pages(
@@ -332,8 +331,8 @@ class NixlTransfer:
             return False
         if state == "DONE":
             self._thread.settle(write.done, write.num_bytes)
-            if self._region.device != "cpu" and write.num_bytes >= JUDGED_BYTES:
-                self._judge_speed(write)
+            if self._is_between_gpus(write):
+                self._slow.judge(write.agent, write.num_bytes, write.posted_s)
             with contextlib.suppress(Exception):  # nothing is in flight
                 write.handle.release()
             return True
@@ -346,16 +345,9 @@ class NixlTransfer:
                 self._thread.settle(write.done, error=TransferFailed(f"{write.agent} is gone"))
         return True
 
-    def _judge_speed(self, write: _Write) -> None:
-        """Warn once per peer: UCX reports neither the way that it takes nor a faster one that it could not open."""
-        bytes_s = write.num_bytes / max(time.monotonic() - write.posted_s, 1e-9)
-        if bytes_s < SLOW_BYTES_S and write.agent not in self._slow:
-            self._slow.add(write.agent)
-            log.warning(
-                "KV moves slowly between GPUs: UCX may copy it through host memory. If both are on this machine, restart "
-                "this worker; UCX_PROTO_INFO=y lets UCX print the ways that it takes",
-                extra={"peer": write.agent, "gb_s": round(bytes_s / 1e9, 2)},
-            )
+    def _is_between_gpus(self, write: _Write) -> bool:
+        peer = self._peers.get(write.agent)
+        return peer is not None and "cpu" not in {self._region.device, peer.endpoint.device}
 
     def _gave_up(self, write: _Write) -> bool:
         """Settle a failed write once NIXL releases its handle: until then bytes may be in flight."""

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 TASK: Final = "Compiling the model"
 RECORD_S: Final = 60.0  # for all graphs; the time to compile is not part of it
 FEW: Final = 8  # tokens
-TYPICAL: Final = 2048  # tokens: inductor chooses and times its kernels for them. Kernels for 8 are slow in long prompts
+TYPICAL: Final = 2048  # tokens: inductor chooses and times its kernels for so many
 
 Compiler = Callable[[torch.nn.Module], Compute]
 MakeRecorder = Callable[[], Recorder]  # each with memory of its own
@@ -39,7 +39,7 @@ MakeRecorder = Callable[[], Recorder]  # each with memory of its own
 class _Step(StepAttention, Protocol):
     @property
     def replayable(self) -> bool:
-        """Whether a recorded step may stand for it."""
+        """True if a recorded graph computes the same as this step."""
 
 
 class NoAttention:

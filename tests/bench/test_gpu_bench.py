@@ -125,7 +125,7 @@ def test_a_whole_mesh_gives_the_ids_of_one_engine_and_is_loaded(
     assert ids["same"]
     assert (few["transfers"], few["computed_by_decode"]) == (8, 0)
     assert (all_of_them["transfers"], all_of_them["computed_by_decode"]) == (ON_CPU.requests, 0)
-    assert {log.name for log in tmp_path.iterdir()} == {"disaggregated.log", "aggregated.log"}
+    assert {log.name for log in tmp_path.iterdir()} == {"ids.log", "disaggregated.log", "aggregated.log"}
     assert (split["mesh"], whole["mesh"]) == ("disaggregated", "aggregated")
     assert (split["requests"], split["failed"]) == (ON_CPU.requests, 0)
     assert set(report.reached) == {Target.LOAD, Target.SPLIT, Target.SPLIT_TTFT}

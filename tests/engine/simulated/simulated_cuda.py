@@ -120,7 +120,7 @@ def _link_guard() -> None:
 
 @contextmanager
 def simulated_cuda(index: int = 0) -> Iterator[SimulatedDevice]:
-    """Inside, torch has two CUDA devices, of which this process uses one. In the place of NCCL it has gloo.
+    """Inside, torch has two CUDA devices, of which this process uses one. Sums over ranks use gloo, not NCCL.
 
     Not for builds of torch with CUDA. It needs TRITON_INTERPRET=1 in the environment.
     """

@@ -1,7 +1,7 @@
 """A CUDA device made of main memory, for tests of the engine's device code where there is no GPU.
 
-Tensors on it compute on the CPU, and torch takes them for tensors of a GPU. What a GPU refuses or does late, the device
-refuses or does late:
+Tensors on it compute on the CPU, and torch takes them for tensors of a GPU. The device refuses what a GPU refuses,
+and does late what a GPU does late:
 
 - operations with tensors in main memory and on the device are refused;
 - copies in both directions end when the host waits: until then a copy to the host has undefined values, and pinned
