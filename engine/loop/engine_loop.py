@@ -69,7 +69,8 @@ class EngineLoop(ABC):
     def between_steps(self, call: Callable[[Engine], T], *, light: bool = False) -> asyncio.Future[T]:
         """Run `call(engine)` between two steps or while the engine waits; calls run in order.
 
-        A task that awaits the future resumes before callbacks get a later output, so tokens stay in order.
+        A task that awaits the future at once resumes after callbacks got all earlier outputs, and before they get a later
+        one, so tokens stay in order.
 
         Args:
             light: the call is short and touches no device, so it runs at once if the engine rests. Done-callbacks then
