@@ -1,4 +1,4 @@
-"""The tables of vLLM's names: every option, setting and variable of ours exists, and what is said to be missing is."""
+"""The tables of peers' names: every option, setting and variable of ours exists, and what is said to be missing is."""
 
 import json
 import re
@@ -14,6 +14,7 @@ from components.errors import Rejected
 from components.openai.chat import ChatRequest
 from components.openai.completions import CompletionRequest
 from components.openai.fields import parse_body
+from components.routing.policies import parse_policy
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.local.__main__ import app
@@ -21,14 +22,16 @@ from services.local.options import settable
 from tests.components.text.tiny_model import tiny_text_model
 from tests.services.frontend.fake_mesh import FakeMesh
 
-TEXT: Final = (Path(__file__).resolve().parents[2] / "docs" / "from-vllm.md").read_text()
-OURS: Final = [row.split("|")[2] for row in TEXT.splitlines() if row.startswith(("| `--", "| `VLLM"))]
+DOCS: Final = Path(__file__).resolve().parents[2] / "docs"
+TEXT: Final = "".join((DOCS / page).read_text() for page in ("from-vllm.md", "from-sglang-and-dynamo.md"))
+OURS: Final = [row.split("|")[2] for row in TEXT.splitlines() if re.match(r"\| `(--|[A-Z]{3})", row)]
+POLICIES: Final = re.findall(r"`(?:decode\.prefill|frontend\.decode)_policy=([^`]+)`", TEXT)
 
 
 def test_every_setting_that_the_table_names_is_one_that_set_takes() -> None:
     names = {name for name, _, _ in settable()}
-    named = {name for column in OURS for name in re.findall(r"`([a-z][a-z_.]+)(?:=\w+)?`", column)}
-    assert len(named) > 15
+    named = {name for column in OURS for name in re.findall(r"`([a-z][a-z_.]*[._][a-z_.]*)(?:=[^`]+)?`", column)}
+    assert len(named) > 30
     assert named <= names
 
 
@@ -44,9 +47,14 @@ def test_every_option_that_the_table_names_is_one_of_services_local() -> None:
     assert named <= options
 
 
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_policy_that_the_table_names_can_be_chosen(policy: str) -> None:
+    assert parse_policy(policy).name == policy.partition("@")[0]
+
+
 def _first_column(title: str) -> list[str]:
-    section = TEXT.partition(f"## {title}\n")[2].partition("\n## ")[0]
-    rows = [row.split("|")[1] for row in section.splitlines() if row.startswith("| ") and "`" in row]
+    sections = [part.partition("\n## ")[0] for part in TEXT.split(f"## {title}\n")[1:]]
+    rows = [row.split("|")[1] for row in "\n".join(sections).splitlines() if row.startswith("| ") and "`" in row]
     return [name for row in rows for name in re.findall(r"`([^`]+)`", row)]
 
 
