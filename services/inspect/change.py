@@ -17,6 +17,7 @@ from services.inspect.mesh import ROLES, Mesh, Seen, has_work, open_mesh
 ANSWER_S: Final = 3.0
 LOOK_EVERY_S: Final = 0.5
 EVERYWHERE: Final = "all"
+NAMES: Final = (*ROLES, "planner")  # of all instances of a role
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +43,16 @@ def chosen(instances: Sequence[Seen], which: str) -> list[Seen]:
     """`which`: all, a role, or what `one_of` takes. Raises: SystemExit, if it names nothing, or several instances."""
     if which == EVERYWHERE:
         return list(instances)
-    if which in (*ROLES, "planner"):
+    if which in NAMES:
         found = [one for one in instances if one.role == which]
         if not found:
             raise SystemExit(f"no {which} is running in this mesh")
         return found
+    if not _matching(instances, which):
+        raise SystemExit(
+            f"{which!r} is not all, a role ({', '.join(NAMES)}) or the beginning of an instance id; there are"
+            f" {_ids(instances) or 'no instances'}"
+        )
     return [one_of(instances, which)]
 
 
@@ -55,14 +61,18 @@ def one_of(instances: Sequence[Seen], which: str) -> Seen:
 
     Raises: SystemExit, unless it names exactly one.
     """
-    role, _, wanted = which.rpartition("/")
-    found = [one for one in instances if one.instance_id.startswith(wanted) and role in ("", one.role)]
-    found = [one for one in found if one.instance_id == wanted] or found
+    found = _matching(instances, which)
     if len(found) == 1:
         return found[0]
     if found:
         raise SystemExit(f"several instance ids begin with {which!r}: {_ids(found)}; name one as ROLE/ID")
     raise SystemExit(f"no instance id begins with {which!r}; there are {_ids(instances) or 'no instances'}")
+
+
+def _matching(instances: Sequence[Seen], which: str) -> list[Seen]:
+    role, _, wanted = which.rpartition("/")
+    found = [one for one in instances if one.instance_id.startswith(wanted) and role in ("", one.role)]
+    return [one for one in found if one.instance_id == wanted] or found
 
 
 async def show_set(settings: MeshSettings, console: Console, which: str, wanted: Control, *, as_json: bool) -> bool:
