@@ -9,8 +9,8 @@ SETUP  := $(VENV)/set-up
 NEEDS  := pyproject.toml deploy/constraints-cpu.txt deploy/model-requirements.txt
 # constraints=/dev/null takes whatever torch pip finds first, on Linux a CUDA build.
 constraints ?= deploy/constraints-cpu.txt
-# How many processes share the tests.
-workers ?= 2
+# How many processes share the tests: on two cores a third one computes while others wait for a mesh.
+workers ?= 3
 # Tests start hundreds of Python processes: modules are compiled once for all of them, whatever the environment says.
 PYTEST := PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 
