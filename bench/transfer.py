@@ -11,7 +11,6 @@ about small writes.
 import asyncio
 import base64
 import json
-import os
 import platform
 import random
 import shlex
@@ -71,10 +70,7 @@ class Peer:
 def receiving(layout: KvLayout, num_pages: int, prefix: str) -> Iterator[Peer]:
     described = msgspec.json.encode(layout).decode()
     command = [*shlex.split(prefix), sys.executable, "-m", "bench.transfer_peer", described, str(num_pages)]
-    env = os.environ | {"UCX_LOG_FILE": "stderr"}  # by default UCX logs to stdout
-    with subprocess.Popen(
-        command, cwd=REPO, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as popen:
+    with subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as popen:
         try:
             yield Peer(popen)
         finally:

@@ -95,9 +95,7 @@ def transports(log: Path) -> list[str]:
 @contextmanager
 def _child(role: str, *arguments: str, log: Path) -> Iterator[Child]:
     command = [sys.executable, "-m", "bench.gpu.transfer_end", role, *arguments]
-    env = os.environ | {"UCX_LOG_FILE": "stderr"}  # by default UCX logs to stdout
-    if role == "send":
-        env |= {"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": str(log)}
+    env = os.environ | ({"UCX_PROTO_INFO": "y", "UCX_LOG_FILE": str(log)} if role == "send" else {})
     with subprocess.Popen(command, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as popen:
         try:
             yield Child(popen)

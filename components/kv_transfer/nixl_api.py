@@ -8,7 +8,9 @@ from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
 
-os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")  # read when the module loads
+# Both are read when the module loads. By default UCX logs to stdout, between the lines of programs that print.
+os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
+os.environ.setdefault("UCX_LOG_FILE", "stderr")
 
 
 def _package() -> str:

@@ -23,8 +23,8 @@ trap 'rm -rf "$work"' EXIT
 cd "$work"
 # The sources of the suite that is installed, whether or not the machine lists them.
 mkdir -p lists/partial
-sed -n 's/^URIs: *//p;s/^deb \(\[[^]]*\] \)\?\([^ ]*\) .*/\2/p' /etc/apt/sources.list.d/debian.sources /etc/apt/sources.list \
-  2>/dev/null | head -n 1 | sed 's|.*|deb-src & bookworm main|' >sources.list
+{ cat /etc/apt/sources.list.d/debian.sources /etc/apt/sources.list 2>/dev/null || true; } | # most machines have one of them
+  sed -n 's/^URIs: *//p;s/^deb \(\[[^]]*\] \)\?\([^ ]*\) .*/\2/p' | head -n 1 | sed 's|.*|deb-src & bookworm main|' >sources.list
 own=(-o "Dir::Etc::sourcelist=$work/sources.list" -o Dir::Etc::sourceparts=/dev/null -o "Dir::State::lists=$work/lists")
 apt-get -qq "${own[@]}" update
 apt-get -qq "${own[@]}" source --download-only kubernetes

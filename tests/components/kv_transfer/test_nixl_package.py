@@ -1,5 +1,8 @@
-"""Which of NIXL's packages is imported."""
+"""Which of NIXL's packages is imported, and where UCX logs."""
 
+import os
+import subprocess
+import sys
 from importlib import metadata
 
 import pytest
@@ -29,3 +32,16 @@ def test_the_build_is_chosen_by_torch_and_by_what_is_installed(
     monkeypatch.setattr(metadata, "version", version)
     monkeypatch.setattr(nixl_api, "find_spec", lambda name: name in installed or None)
     assert nixl_api._package() == chosen
+
+
+def test_what_ucx_logs_does_not_come_between_the_lines_of_a_program() -> None:
+    """It warns of a variable that it does not use, by default to stdout."""
+    program = (
+        "import os; from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config as config;"
+        " agent = nixl_agent('a', config(backends=['UCX'])); os._exit(0)"  # as list_plugins does
+    )
+    env = {**os.environ, "UCX_NO_SUCH_THING": "y"}
+    env.pop("UCX_LOG_FILE", None)
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert (done.stdout, "UCX_NO_SUCH_THING" in done.stderr) == ("", True)

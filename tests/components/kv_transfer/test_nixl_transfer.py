@@ -1,7 +1,6 @@
 import asyncio
 import dataclasses
 import json
-import os
 import random
 import signal
 import subprocess
@@ -52,7 +51,6 @@ class Peer:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "UCX_LOG_FILE": "stderr"},  # by default UCX logs to stdout
         )
 
     @cached_property

@@ -24,10 +24,7 @@ REPO: Final = Path(__file__).resolve().parents[3]
 async def test_a_prefill_that_resumes_after_the_deadline_writes_into_no_page_of_the_next_request() -> None:
     pages = Pages()
     command = [*tethered(), sys.executable, "-m", "tests.components.kv_transfer.stopped_writer"]
-    env = os.environ | {"UCX_LOG_FILE": "stderr"}  # by default UCX logs to stdout
-    with subprocess.Popen(
-        command, cwd=REPO, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as prefill:
+    with subprocess.Popen(command, cwd=REPO, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as prefill:
         assert prefill.stdin is not None
         assert prefill.stdout is not None
         try:
