@@ -109,7 +109,7 @@ class NixlTransfer:
     async def connect(self, peer: KvEndpoint) -> None:
         check_same_backend(self.endpoint.backend, peer.backend)
         check_compatible(self._region.layout, peer.layout)
-        if peer.agent in self._lost:  # NIXL does not connect again by itself
+        if peer.agent in self._lost:  # NIXL never connects again without this
             log.info("NIXL connects again to a peer after a failed write", extra={"peer": peer.agent})
             await self.disconnect(peer.agent)
         if peer.agent not in self._peers:

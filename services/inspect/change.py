@@ -48,31 +48,22 @@ def chosen(instances: Sequence[Seen], which: str) -> list[Seen]:
         if not found:
             raise SystemExit(f"no {which} is running in this mesh")
         return found
-    if not _matching(instances, which):
-        raise SystemExit(
-            f"{which!r} is not all, a role ({', '.join(NAMES)}) or the beginning of an instance id; there are"
-            f" {_ids(instances) or 'no instances'}"
-        )
-    return [one_of(instances, which)]
+    return [one_of(instances, which, hint=f", and it is neither all nor a role ({', '.join(NAMES)})")]
 
 
-def one_of(instances: Sequence[Seen], which: str) -> Seen:
-    """`which`: an instance id or its beginning; ROLE/ID where several roles have it.
+def one_of(instances: Sequence[Seen], which: str, *, hint: str = "") -> Seen:
+    """`which`: an instance id or its beginning; ROLE/ID where several roles have it. `hint`: what else it could have been.
 
     Raises: SystemExit, unless it names exactly one.
     """
-    found = _matching(instances, which)
+    role, _, wanted = which.rpartition("/")
+    found = [one for one in instances if one.instance_id.startswith(wanted) and role in ("", one.role)]
+    found = [one for one in found if one.instance_id == wanted] or found
     if len(found) == 1:
         return found[0]
     if found:
         raise SystemExit(f"several instance ids begin with {which!r}: {_ids(found)}; name one as ROLE/ID")
-    raise SystemExit(f"no instance id begins with {which!r}; there are {_ids(instances) or 'no instances'}")
-
-
-def _matching(instances: Sequence[Seen], which: str) -> list[Seen]:
-    role, _, wanted = which.rpartition("/")
-    found = [one for one in instances if one.instance_id.startswith(wanted) and role in ("", one.role)]
-    return [one for one in found if one.instance_id == wanted] or found
+    raise SystemExit(f"no instance id begins with {which!r}{hint}; there are {_ids(instances) or 'no instances'}")
 
 
 async def show_set(settings: MeshSettings, console: Console, which: str, wanted: Control, *, as_json: bool) -> bool:

@@ -219,7 +219,10 @@ def test_a_drained_worker_gets_nothing_until_it_is_undone_and_unknown_ids_are_re
     code, text = inspected(mesh, "drain", "zzzz")
     assert (code, text.startswith("no instance id begins with 'zzzz'; there are")) == (1, True)
     code, text = inspected(mesh, "set", "zzzz", "--log-level", "info")
-    assert (code, text.startswith("'zzzz' is not all, a role (frontend, bootstrap, ")) == (1, True)
+    assert (
+        code,
+        text.startswith("no instance id begins with 'zzzz', and it is neither all nor a role (frontend, "),
+    ) == (1, True)
 
 
 def test_a_drained_frontend_refuses_requests_and_finishes_those_it_has_until_it_is_undone(mesh: MeshProcesses) -> None:

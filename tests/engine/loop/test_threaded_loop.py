@@ -138,7 +138,7 @@ def test_calls_run_in_the_order_in_which_they_are_made(
                 elif way == "pause":
                     await asyncio.sleep(0.002)
                 elif way == "busy":
-                    time.sleep(0.002)  # the engine goes on, and nobody listens
+                    time.sleep(0.002)  # the engine goes on, and this thread takes none of its outputs
                 elif way == "request":
                     request = EngineRequest(str(i), prompt(20, start=i), greedy(3, ignore_eos=True))
                     submit(loop, request)

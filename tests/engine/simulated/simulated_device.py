@@ -98,7 +98,7 @@ class _Copy:
 
 
 class SimulatedDevice:
-    """What is enqueued, recorded and pinned."""
+    """Holds the copies that are enqueued, the graph that is recorded, and the pinned memory."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
