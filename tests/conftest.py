@@ -12,7 +12,6 @@ import secrets
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AsyncExitStack, ExitStack, contextmanager
 from dataclasses import dataclass
@@ -34,6 +33,7 @@ from services.local.servers import ETCD, NATS, Kind, running
 from tests.device import choose_device, is_on_device
 from tests.mesh.preloaded import Preloaded
 from tests.secured import SECURED, secured
+from tests.waiting import PATIENCE_S, wait_until
 
 # Where processes share the tests, each computes on one core: threads of two would wait for each other at every barrier.
 if "PYTEST_XDIST_WORKER" in os.environ:
@@ -204,27 +204,31 @@ class ServiceProcess:
         """Return what it has written so far."""
         return self.log.read_text(errors="replace")
 
-    def wait_for_log(self, text: str, timeout_s: float = 30.0) -> None:
-        """Wait until its log contains `text`. If it ends, or takes too long, fail and show the log."""
-        deadline = time.monotonic() + timeout_s
-        while text not in self.logged():
-            ended = self.popen.poll() is not None
-            if ended and text in self.logged():
-                return
-            assert not ended, f"ended with {self.popen.returncode} before {text!r}:\n{self.logged()}"
-            assert time.monotonic() < deadline, f"no {text!r} in {timeout_s} s:\n{self.logged()}"
-            time.sleep(0.02)
+    def wait_for_log(self, text: str) -> None:
+        """Wait until its log contains `text`. If it ends, or never says so, fail and show the log."""
+        wait_until(lambda: self._has_logged(text), lambda: f"{text!r} in\n{self.logged()}")
 
-    def terminate(self, timeout_s: float = 15.0) -> int:
-        """SIGTERM, and its exit code; fails when it does not leave in time."""
+    def _has_logged(self, text: str) -> bool:
+        ended = self.popen.poll() is not None
+        if text in self.logged():
+            return True
+        assert not ended, f"ended with {self.popen.returncode} before {text!r}:\n{self.logged()}"
+        return False
+
+    def exit_code(self) -> int:
+        """Wait until it has ended; what it writes is in `logged()`."""
+        return self.popen.wait(PATIENCE_S)
+
+    def terminate(self) -> int:
+        """SIGTERM, and its exit code."""
         self.popen.send_signal(signal.SIGTERM)
-        return self.popen.wait(timeout_s)
+        return self.exit_code()
 
     def kill(self) -> None:
         """SIGKILL for it and its process group; returns when it is gone."""
         if self.popen.poll() is None:
             os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.wait(5)
+        self.exit_code()
 
 
 RunService = Callable[..., ServiceProcess]  # (module, *args, env=None) -> ServiceProcess

@@ -35,7 +35,7 @@ def test_a_stream_whose_decode_is_killed_moves_at_its_death_and_not_for_its_sile
     process = run_service(
         "services.local", "--model", "mock", "--port", str(port), "--prefill", "0", "--decode", "2", env=env
     )
-    process.wait_for_log("Ready:", 60)
+    process.wait_for_log("Ready:")
 
     async def stream(prompt: str) -> int:
         """Return the number of its events."""
@@ -70,4 +70,4 @@ def test_a_stream_whose_decode_is_killed_moves_at_its_death_and_not_for_its_sile
     while not any(trace.moved and len(trace.decode_ids) == 2 for trace in observer.listed()):
         assert time.monotonic() < deadline, observer.listed()
         time.sleep(0.1)
-    assert process.terminate(30) == 0, process.logged()
+    assert process.terminate() == 0, process.logged()

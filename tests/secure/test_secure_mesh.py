@@ -112,9 +112,9 @@ def mesh(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         )
     process = ServiceProcess(popen, log)
     try:
-        process.wait_for_log("Ready:", 60)
+        process.wait_for_log("Ready:")
         yield Mesh(process, f"http://127.0.0.1:{port}", home, pages)
-        assert process.terminate(30) == 0, process.logged()
+        assert process.terminate() == 0, process.logged()
     finally:
         process.kill()
 
@@ -186,7 +186,7 @@ def operation(mesh: Mesh) -> None:
         finally:
             planner.terminate()
             planner.wait(10)
-    mesh.process.wait_for_log("prefill-1    ready", 30)
+    mesh.process.wait_for_log("prefill-1    ready")
     assert VIOLATION not in log.read_text().lower()
 
 

@@ -78,12 +78,12 @@ def mesh(browser: Browser, tmp_path_factory: pytest.TempPathFactory) -> Iterator
         port = free_port()
         options = ["--model", "mock", "--port", str(port), "--decode", "2", "--state-dir", str(home / "state")]
         process = start("services.local", *options, env=ENV)
-        process.wait_for_log("Ready:", 60)
+        process.wait_for_log("Ready:")
         assert f"http://127.0.0.1:{port}/ui" in process.logged()
         url = f"http://127.0.0.1:{port}"
         with requests_to(url, 6 if PICTURES in os.environ else 0):
             yield Running(url, home / "state", start, process)
-        assert process.terminate(20) == 0, process.logged()
+        assert process.terminate() == 0, process.logged()
 
 
 @contextmanager
@@ -135,7 +135,7 @@ def test_an_instance_appears_and_vanishes(open_page: OpenPage, mesh: Running) ->
     more.popen.send_signal(signal.SIGTERM)
     page.wait_for_selector(f'[data-id="{new}"]', state="detached")
     assert sorted(workers(page, "decode")) == sorted(before)
-    more.popen.wait(10)
+    more.exit_code()
 
 
 def test_a_stream_moves_while_the_page_looks_on(open_page: OpenPage, mesh: Running) -> None:

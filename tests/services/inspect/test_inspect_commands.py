@@ -73,7 +73,7 @@ def test_the_shell_variables_name_the_model_of_the_mesh_that_runs_here(tmp_path:
 def test_without_a_mesh_there_are_no_shell_variables(run_service: RunService, tmp_path: Path) -> None:
     """It printed the usual ports, where no server listened, with exit code 0."""
     process = run_service("services.inspect", "env", "--state-dir", str(tmp_path))
-    assert process.popen.wait(20) == 1
+    assert process.exit_code() == 1
     assert process.logged().startswith(f"no services.local runs with state directory {tmp_path}: name its --state-dir")
 
 
@@ -88,14 +88,14 @@ def home(tmp_path: Path) -> Path:
 
 def test_without_a_trace_the_error_says_what_to_do(run_service: RunService, tmp_path: Path) -> None:
     process = run_service("services.inspect", "trace", "last", "--state-dir", str(tmp_path))
-    assert process.popen.wait(20) == 1
+    assert process.exit_code() == 1
     said = f"no trace is kept in {tmp_path}: send a request first, or name the services' --state-dir"
     assert process.logged().strip() == said
 
 
 def test_help_all_is_help_here_too(run_service: RunService) -> None:
     process = run_service("services.inspect", "traces", "--help-all")
-    assert process.popen.wait(20) == 0
+    assert process.exit_code() == 0
     assert "--count" in process.logged()
 
 
@@ -199,7 +199,7 @@ def test_a_wrong_setting_is_one_line_that_names_it(
 ) -> None:
     """It was a traceback of all frames."""
     process = run_service("services.inspect", *args, "--state-dir", str(tmp_path), env=variables)
-    assert process.popen.wait(20) == EX_CONFIG
+    assert process.exit_code() == EX_CONFIG
     (text,) = process.logged().splitlines()
     assert text.startswith(line)
 

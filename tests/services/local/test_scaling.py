@@ -81,7 +81,7 @@ def test_workers_come_and_go_one_at_a_time_and_names_are_never_used_again(mesh: 
     assert [workers for _, _, workers in pids] == ["2", "3", "3"], "each shares with those that run"
     assert int(pids[1][1]) not in alive(process), "the one that left came back"
     assert {int(pids[0][1]), int(pids[2][1])} <= alive(process)
-    assert process.terminate(5) == 0, process.logged()
+    assert process.terminate() == 0, process.logged()
 
 
 def test_a_worker_is_killed_by_its_instance_id_and_started_again(mesh: Callable[..., ServiceProcess]) -> None:
@@ -115,7 +115,7 @@ def test_a_new_worker_that_cannot_start_is_given_up_and_the_mesh_stays(mesh: Cal
 
     told(process, scenario)
     assert process.popen.poll() is None
-    assert process.terminate(5) == 0, process.logged()
+    assert process.terminate() == 0, process.logged()
 
 
 def test_a_stop_sends_a_retiring_worker_no_second_signal(mesh: Callable[..., ServiceProcess]) -> None:
@@ -129,7 +129,7 @@ def test_a_stop_sends_a_retiring_worker_no_second_signal(mesh: Callable[..., Ser
         await asyncio.to_thread(process.wait_for_log, "draining")
 
     told(process, scenario)
-    assert process.terminate(5) == 0, process.logged()
+    assert process.terminate() == 0, process.logged()
     assert "drained" in process.logged()
     assert "a second signal" not in process.logged()
     assert not alive(process)

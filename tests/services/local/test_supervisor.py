@@ -95,7 +95,7 @@ def test_inspect_says_that_it_has_no_right_to_another_namespace(
     """After 8 s it said that etcd does not answer."""
     mesh().wait_for_log("Ready:")
     asked = run_service("services.inspect", "workers", "--namespace", "other", "--state-dir", str(tmp_path / "state"))
-    assert asked.popen.wait(20) == 1
+    assert asked.exit_code() == 1
     assert asked.logged() == "this user may not read namespace 'other'; the mesh that runs here is 'kvmesh'\n"
 
 
@@ -107,7 +107,7 @@ def test_a_signal_stops_everything_and_the_exit_code_is_zero(
     process.wait_for_log("Ready:")
     assert len(alive(process)) == 7  # four services, a grandchild, two servers
     process.popen.send_signal(number)
-    assert process.popen.wait(5) == 0, process.logged()
+    assert process.exit_code() == 0, process.logged()
     assert not alive(process)
     assert (process.log.parent / "state/local/running.json").read_text() == ""
 
@@ -135,7 +135,7 @@ def listens(port: int) -> bool:
 def test_a_signal_before_ready_stops_what_has_started(mesh: Callable[..., ServiceProcess]) -> None:
     process = mesh()
     process.wait_for_log("etcd")
-    assert process.terminate(5) == 0, process.logged()
+    assert process.terminate() == 0, process.logged()
     assert not alive(process)
     assert "Ready" not in process.logged()
 
@@ -144,7 +144,7 @@ def test_kill_9_of_the_supervisor_leaves_no_process(mesh: Callable[..., ServiceP
     process = mesh()
     process.wait_for_log("Ready:")
     os.kill(process.popen.pid, signal.SIGKILL)
-    process.popen.wait(5)
+    process.exit_code()
     eventually(lambda: not alive(process), process.logged())
 
 
@@ -152,7 +152,7 @@ def test_a_hanging_child_is_killed_after_the_time_out(mesh: Callable[..., Servic
     process = mesh("decode=hangs")
     process.wait_for_log("Ready:")
     started = time.monotonic()
-    assert process.terminate(5) == 0
+    assert process.terminate() == 0
     assert time.monotonic() - started > 0.5
     assert "decode-0     warning: did not stop in 0.5 s: killed" in process.logged()
     assert not alive(process)
@@ -165,13 +165,13 @@ def test_a_second_interrupt_kills_at_once(mesh: Callable[..., ServiceProcess]) -
     process.popen.send_signal(signal.SIGINT)
     process.wait_for_log("once more to kill")
     process.popen.send_signal(signal.SIGINT)
-    assert process.popen.wait(15) == 130
+    assert process.exit_code() == 130
     assert not alive(process)
 
 
 def test_a_child_that_never_gets_ready_ends_the_run_with_its_last_line(mesh: Callable[..., ServiceProcess]) -> None:
     process = mesh("prefill=dies-early")
-    assert process.popen.wait(10) == 1
+    assert process.exit_code() == 1
     assert "prefill-0    Traceback of fake: no such thing" in process.logged()
     assert "prefill-0    error: died (exit code 1), restart in 0.5 s" in process.logged()
     assert (
@@ -185,7 +185,7 @@ def test_an_interrupt_while_a_failed_run_stops_hides_no_reason(mesh: Callable[..
     process = mesh("decode=drains", "prefill=dies-early")
     process.wait_for_log("draining")
     process.popen.send_signal(signal.SIGINT)
-    assert process.popen.wait(10) == 1
+    assert process.exit_code() == 1
     assert process.logged().splitlines()[-1].startswith("error: prefill-0 ended 3 times before it was ready")
     assert "decode-0     drained" in process.logged()
     assert not alive(process)
@@ -194,7 +194,7 @@ def test_an_interrupt_while_a_failed_run_stops_hides_no_reason(mesh: Callable[..
 def test_wrong_settings_of_a_child_end_the_run_at_once_with_its_line(mesh: Callable[..., ServiceProcess]) -> None:
     """It was started three times, and the last line said how often."""
     process = mesh("decode=is-misconfigured")
-    assert process.popen.wait(10) == EX_CONFIG
+    assert process.exit_code() == EX_CONFIG
     assert process.logged().count("decode-0     starting") == 1
     assert process.logged().splitlines()[-1] == "error: decode-0: setting flavour: no such thing"
     assert not alive(process)
@@ -213,7 +213,7 @@ def test_a_killed_server_is_started_again_at_its_address(mesh: Callable[..., Ser
     os.kill(etcd, signal.SIGKILL)
     process.wait_for_log("etcd         error: died (SIGKILL), restart in 0.5 s")
     eventually(lambda: process.logged().count(f"etcd         ready  url={url[1]}") == 2, process.logged(), 5)
-    assert process.terminate(5) == 0
+    assert process.terminate() == 0
 
 
 def test_a_taken_port_is_one_line_and_starts_nothing(mesh: Callable[..., ServiceProcess], port: int) -> None:
@@ -221,7 +221,7 @@ def test_a_taken_port_is_one_line_and_starts_nothing(mesh: Callable[..., Service
         taken.bind(("127.0.0.1", port))
         taken.listen()
         process = mesh()
-        assert process.popen.wait(5) == 1
+        assert process.exit_code() == 1
     assert process.logged() == (
         f"error: cannot listen on 127.0.0.1:{port}: Address already in use; stop the process that uses the address, or "
         "choose another with --port\n"
@@ -234,12 +234,12 @@ def test_a_second_mesh_on_the_same_state_directory_is_refused(
     first = mesh()
     first.wait_for_log("Ready:")
     second = run_service("tests.services.local.fake_mesh", str(tmp_path / "state"), str(free_port()))
-    assert second.popen.wait(5) == 1
+    assert second.exit_code() == 1
     assert second.logged() == (
         f"error: {tmp_path}/state is used by a running services.local (pid {first.popen.pid}, "
         f"http://127.0.0.1:{port}): stop it or choose another --state-dir\n"
     )
-    assert first.terminate(5) == 0
+    assert first.terminate() == 0
 
 
 def test_a_server_whose_files_cannot_be_written_is_one_line(
@@ -248,7 +248,7 @@ def test_a_server_whose_files_cannot_be_written_is_one_line(
     log = tmp_path / "state/local/nats.log"
     log.mkdir(parents=True)
     process = mesh()
-    assert process.popen.wait(20) == 1
+    assert process.exit_code() == 1
     assert process.logged().splitlines()[-1] == f"error: cannot write {log}: Is a directory; choose another --state-dir"
     assert "Traceback" not in process.logged()
 
@@ -270,7 +270,7 @@ def test_a_full_disk_of_the_state_directory_is_one_line(tmp_path: Path, monkeypa
 
 def test_a_wrong_setting_is_named(run_service: RunService, tmp_path: Path, port: int) -> None:
     process = run_service("services.local", "--log-level", "loud", "--state-dir", str(tmp_path), "--port", str(port))
-    assert process.popen.wait(10) == EX_CONFIG
+    assert process.exit_code() == EX_CONFIG
     assert process.logged().startswith(
         "error: setting log_level: Input should be 'debug', 'info', 'warning' or 'error'"
     )
@@ -278,7 +278,7 @@ def test_a_wrong_setting_is_named(run_service: RunService, tmp_path: Path, port:
 
 def test_a_model_that_does_not_exist_is_one_line(run_service: RunService, tmp_path: Path, port: int) -> None:
     process = run_service("services.local", "--model", "/no/such", "--state-dir", str(tmp_path), "--port", str(port))
-    assert process.popen.wait(20) == EX_CONFIG
+    assert process.exit_code() == EX_CONFIG
     last = process.logged().splitlines()[-1]
     assert last.startswith("error: no model '/no/such': give one of smollm2-135m, a directory")
     eventually(lambda: not alive(process), process.logged())

@@ -78,7 +78,7 @@ def test_the_command_reads_traces_over_tls(run_service: RunService, authority: A
     send(url, authority.ca, tmp_path / "process")
     env = {"MESH_OTLP_ENDPOINT": url, "MESH_TLS__CA": str(authority.ca), "MESH_STATE_DIR": str(tmp_path / "else")}
     listing = run_service("services.inspect", "traces", "--json", env=env)
-    assert listing.popen.wait(30) == 0, listing.logged()
+    assert listing.exit_code() == 0, listing.logged()
     assert [one["request_id"] for one in json.loads(listing.logged())["traces"]] == ["r1"]
 
 
@@ -137,6 +137,6 @@ def test_wrong_files_end_the_observer_with_one_line(
 ) -> None:
     env = {f"MESH_OBSERVER_{name}": value for name, value in settings.items()}
     process = run_service("services.observer", env={**env, "MESH_STATE_DIR": str(tmp_path), "MESH_OBSERVER_PORT": "0"})
-    assert process.popen.wait(30) == 78
+    assert process.exit_code() == 78
     [line] = process.logged().splitlines()
     assert said in line
