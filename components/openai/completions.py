@@ -58,6 +58,9 @@ class CompletionRequest(ConstrainedFields):
         list[str | list[int]],
         PlainValidator(prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = (
+        None  # 0: the prompt is shown, with what was asked of it
+    )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     # not supported yet
@@ -82,6 +85,13 @@ class CompletionRequest(ConstrainedFields):
     def check(self) -> None:
         """Raises: Rejected if fields contradict each other."""
         super().check()
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise Rejected(
+                "Invalid 'max_tokens': 0 asks for an empty answer. Send at least 1, or send 'echo' or 'prompt_logprobs' to "
+                "see the prompt.",
+                param="max_tokens",
+                code="invalid_value",
+            )
         choices = len(self.prompt) * (self.n or 1)
         if choices > MAX_BRANCHES:
             raise Rejected(

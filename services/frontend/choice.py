@@ -124,6 +124,10 @@ class Choice:
 
     def take(self, item: StreamItem) -> Piece:
         """The text that `item` adds. Sets `finish` at the last piece."""
+        if not self.prompt.generates:
+            item = item._replace(
+                token_ids=[], logprobs=None if item.logprobs is None else [], finish=item.finish and "length"
+            )
         self.finish = item.finish
         before = self.generated_tokens
         tokens: list[ShownToken] | None = None

@@ -90,6 +90,7 @@ def make_prompt(
         session=request.session,
         stops=request.stop,
         echo=echo,
+        generates=max_tokens > 0,
         continues=request.continues,
         output=output,
         shows_special=request.skip_special_tokens is False,
@@ -123,7 +124,7 @@ def _sampling(
             code="invalid_value",
         )
     return SamplingParams(
-        max_tokens=max_tokens,
+        max_tokens=max(max_tokens, 1),  # a prompt is computed to make a token
         temperature=_first(request.temperature, defaults.temperature),
         top_p=_first(request.top_p, defaults.top_p),
         top_k=int(_first(request.top_k, defaults.top_k)),

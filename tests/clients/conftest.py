@@ -58,6 +58,12 @@ def aiperf() -> Path:
 
 
 @pytest.fixture(scope="session")
+def lm_eval() -> Path:
+    """The command; in an environment of its own, because it brings a hundred packages."""
+    return _environment("lm-eval", "lm-eval-requirements.txt").with_name("lm_eval")
+
+
+@pytest.fixture(scope="session")
 def phoenix() -> Path:
     """The command; in an environment of its own, because it brings a hundred packages. PHOENIX names an installed one."""
     given = os.environ.get("PHOENIX")

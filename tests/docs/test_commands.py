@@ -47,6 +47,8 @@ FOREIGN: Final = {  # options of other programs that the pages name
     "--reuse-values",  # Helm
     "--values",  # the same
     "--tokenizer",  # aiperf
+    "--tasks",  # lm_eval
+    "--model_args",
     "--use-server-token-count",  # the same
     *("--vllm-as-shipped", "--vllm-dtype", "--kvmesh-prefill"),  # bench.peers, made from a function
 }

@@ -173,6 +173,8 @@ TABLE: Final = [
     chat("guided_json that is no schema", guided_json=5),
     chat("a schema that is none", param="structured_outputs.json", structured_outputs={"json": 5}),
     chat("priority too high", priority=128),
+    text("max_tokens 0, and nothing of the prompt is shown", max_tokens=0),
+    text("min_tokens over max_tokens 0", param="min_tokens", max_tokens=0, echo=True, min_tokens=1),
     text("token ids negative", prompt=[-1]),
     text("token ids out of vocabulary", prompt=[999_999]),
     text("token ids beyond int32", prompt=[2**31]),

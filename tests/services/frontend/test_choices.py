@@ -180,6 +180,35 @@ async def test_a_completion_tells_of_the_echoed_prompt_too(
         assert found == list(zip(told.tokens, told.token_logprobs, told.text_offset, strict=True))
 
 
+@pytest.mark.parametrize("more", [{}, {"stop": "one"}, {"stop_token_ids": [5], "n": 2}])
+async def test_a_completion_of_no_tokens_scores_its_prompt(
+    openai: AsyncOpenAI, mesh: FakeMesh, more: dict[str, Any]
+) -> None:
+    """Harnesses score texts so. The mesh computes a prompt to make a token, which nobody sees."""
+    request = {"model": MODEL, "prompt": "Hello, 世界", "max_tokens": 0, "echo": True, "logprobs": 1}
+    answer = await openai.completions.create(**request, extra_body=more)
+    asked = mesh.prompts[0]
+    assert asked.sampling.max_tokens == 1
+    assert answer.usage is not None
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(asked.token_ids), 0)
+    assert len(answer.choices) == more.get("n", 1)
+    for choice in answer.choices:
+        assert (choice.text, choice.finish_reason) == (request["prompt"], "length")
+        assert choice.logprobs is not None
+        assert choice.logprobs.token_logprobs == [None, *(logprobs_of(i, 0).logprob for i in asked.token_ids[1:])]
+    texts = [""] * len(answer.choices)
+    async for chunk in await openai.completions.create(**request, stream=True, extra_body=more):
+        texts[chunk.choices[0].index] += chunk.choices[0].text
+    assert texts == [choice.text for choice in answer.choices]
+
+
+async def test_a_prompt_s_logprobs_need_no_echo_to_be_asked_for_alone(http: httpx.AsyncClient) -> None:
+    body = {"model": MODEL, "prompt": [70, 71, 72], "max_tokens": 0, "prompt_logprobs": 0, "return_token_ids": True}
+    (choice,) = (await http.post("/v1/completions", json=body)).json()["choices"]
+    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [], "length")
+    assert len(choice["prompt_logprobs"]) == 3
+
+
 async def test_tokens_behind_a_stop_string_are_not_told_of(openai: AsyncOpenAI, mesh: FakeMesh) -> None:
     mesh.answer, mesh.tokens_per_delta = "one two three four", 100
     answer = await openai.completions.create(model=MODEL, prompt="a", stop="wo", logprobs=0)
