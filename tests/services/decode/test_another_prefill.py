@@ -27,6 +27,7 @@ from tests.components.kv_transfer.fake_transfer import endpoint
 from tests.components.messaging.fake_bus import FakeBus
 from tests.services.decode.fake_engine import turns
 from tests.services.decode.test_decode_service import ID, PAGES, Decode
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -110,6 +111,13 @@ async def open_decode() -> AsyncIterator[Mesh]:
 
 
 @pytest.fixture(autouse=True)
+def waits_end_where_a_test_shortens_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is to end a wait comes a few turns of the loop later: on a busy machine the limit came first."""
+    for name in ("prefill_client.CALL_TIMEOUT_S", "prefill_client.TAKE_BACK_S", "runner.REFUSAL_S"):
+        monkeypatch.setattr(f"services.decode.{name}", 1000.0)
+
+
+@pytest.fixture(autouse=True)
 def rooms(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = count(1)
     monkeypatch.setattr("services.decode.prefill_client.randbits", lambda _: next(numbers))
@@ -175,9 +183,7 @@ async def test_a_prompt_is_computed_here_if_the_instance_that_refused_does_not_c
     await mesh.ask(REFUSED)
     await mesh.decode.reserve()
     mesh.prefills.answers.set()
-    async with asyncio.timeout(5):
-        while not mesh.decode.engine.did("recompute"):
-            await asyncio.sleep(0.001)
+    await until(lambda: mesh.decode.engine.did("recompute"))
     assert len(mesh.prefills.asked) == 1
     assert not mesh.decode.engine.did("release"), "it may still write"
     mesh.prefills.quiets.set()
@@ -215,9 +221,7 @@ async def test_a_prompt_whose_transfer_failed_is_computed_here_if_no_answer_foll
 ) -> None:
     monkeypatch.setattr("services.decode.runner.REFUSAL_S", 0.01)
     await refused_room(mesh)
-    async with asyncio.timeout(5):
-        while not mesh.decode.engine.did("recompute"):
-            await asyncio.sleep(0.001)
+    await until(lambda: mesh.decode.engine.did("recompute"))
     mesh.prefills.answers.set()
     assert await mesh.finish() == [43]
     assert len(mesh.prefills.asked) == 1

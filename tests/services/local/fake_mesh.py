@@ -1,6 +1,7 @@
 """`services.local` with fake services beside its real etcd and NATS: `fake_mesh.py <state dir> <port> [role=habit …]`.
 
-`grown=habit` is one of workers that come later; `stop_timeout_s=30` sets how long all have from SIGTERM to SIGKILL.
+`grown=habit` is one of workers that come later; `stop_timeout_s=0.5` sets how long all have from SIGTERM to SIGKILL, by
+default longer than any test waits.
 """
 
 import asyncio
@@ -33,6 +34,6 @@ if __name__ == "__main__":
     os.environ.update({"MESH_STATE_DIR": sys.argv[1], "MESH_FRONTEND_PORT": sys.argv[2]})
     os.environ["MESH_OTLP_ENDPOINT"] = "http://127.0.0.1:9"  # so that no observer is started
     stop_timeout_s = next(
-        (float(arg.partition("=")[2]) for arg in sys.argv[3:] if arg.startswith("stop_timeout_s=")), 0.5
+        (float(arg.partition("=")[2]) for arg in sys.argv[3:] if arg.startswith("stop_timeout_s=")), 1000.0
     )
     sys.exit(asyncio.run(run_mesh(FakePlan.read(dict.fromkeys(TIERS, 1), stop_timeout_s))))

@@ -16,6 +16,7 @@ from services.local.accounts import Backends
 from services.local.options import adapters, assigned, device_settings, settable, tp_settings
 from services.local.plan import SETTINGS, Plan
 from services.prefill.config import PrefillSettings
+from tests.waiting import PATIENCE_S
 
 OPTIONS = (
     *(
@@ -40,7 +41,7 @@ def ended(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "services.local", *arguments]
     clean = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
     env = clean | {"COLUMNS": "80"} | env
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=False, env=env)
 
 
 def test_adapters_become_the_setting_of_both_kinds_of_workers() -> None:

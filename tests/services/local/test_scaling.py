@@ -17,7 +17,8 @@ from components.settings import MeshSettings
 from components.wire.plans import KillWorker, WorkerKilled
 from services.planner.connectors import LocalConnector
 from tests.conftest import RunService, ServiceProcess
-from tests.services.local.test_supervisor import alive, eventually, gone
+from tests.services.local.test_supervisor import alive, until_gone
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.mesh
 
@@ -36,7 +37,7 @@ def mesh(run_service: RunService, tmp_path: Path) -> Iterator[Callable[..., Serv
     yield start
     for process in started:
         process.kill()
-        eventually(lambda: gone(process), process.logged())  # noqa: B023
+        until_gone(process)
 
 
 def connected(process: ServiceProcess) -> AbstractAsyncContextManager[Bus]:
@@ -90,19 +91,22 @@ def test_a_worker_is_killed_by_its_instance_id_and_started_again(mesh: Callable[
     async def main() -> None:
         async with connected(process) as bus:
             [subject] = await subjects(bus)
-            killed = await bus.call(f"{subject}.kill", KillWorker(instance_id=instance_id), WorkerKilled, timeout_s=5)
-            assert killed.name == "decode-0"
+            assert (await kill(bus, subject, instance_id)).name == "decode-0"
             with pytest.raises(Rejected, match="no worker 'nobody' runs here"):
-                await bus.call(f"{subject}.kill", KillWorker(instance_id="nobody"), WorkerKilled, timeout_s=5)
+                await kill(bus, subject, "nobody")
+
+    async def kill(bus: Bus, subject: str, instance_id: str) -> WorkerKilled:
+        asked = KillWorker(instance_id=instance_id)
+        return await bus.call(f"{subject}.kill", asked, WorkerKilled, timeout_s=PATIENCE_S)
 
     async def subjects(bus: Bus) -> list[str]:
-        answer = await bus.client.request("$SRV.PING.kvmesh-local", timeout=5)
+        answer = await bus.client.request("$SRV.PING.kvmesh-local", timeout=PATIENCE_S)
         return [json.loads(answer.data)["metadata"]["subject"]]
 
     [instance_id] = re.findall(r"decode-0\s+ready .*?instance=(\w+)", process.logged())
     asyncio.run(main())
     process.wait_for_log("decode-0     error: died (SIGKILL)")
-    eventually(lambda: len(re.findall(r"decode-0\s+ready", process.logged())) == 2, process.logged())
+    wait_until(lambda: len(re.findall(r"decode-0\s+ready", process.logged())) == 2, process.logged)
 
 
 def test_a_new_worker_that_cannot_start_is_given_up_and_the_mesh_stays(mesh: Callable[..., ServiceProcess]) -> None:

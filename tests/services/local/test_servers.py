@@ -23,11 +23,12 @@ from services.local.child_process import CannotStart, kill
 from services.local.children import Supervision
 from services.local.output import Output
 from services.local.servers import ETCD, NATS, Kind, Server, running
+from tests.waiting import PATIENCE_S, until
 
 
 def _info_line(url: str) -> str:
     address = urlsplit(url)
-    with socket.create_connection((str(address.hostname), int(address.port or 0)), timeout=2) as connection:
+    with socket.create_connection((str(address.hostname), int(address.port or 0)), timeout=PATIENCE_S) as connection:
         return connection.makefile().readline()
 
 
@@ -59,7 +60,7 @@ def test_a_web_page_cannot_empty_the_registry(etcd_url: str, headers: dict[str, 
         client.put("page/a", "b")
         everything = json.dumps({"key": b64encode(b"page/").decode(), "range_end": b64encode(b"page0").decode()})
         address = urlsplit(etcd_url)
-        connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=2)
+        connection = http.client.HTTPConnection(str(address.hostname), address.port, timeout=PATIENCE_S)
         connection.request("POST", "/v3/kv/deleterange", everything, headers)
         answer = connection.getresponse()
         assert (answer.status, answer.getheader("Access-Control-Allow-Origin")) == (status, None)
@@ -81,7 +82,7 @@ def test_without_the_password_access_is_refused(etcd_url: str, nats_url: str) ->
     ):
         pass
     address = urlsplit(nats_url)
-    with socket.create_connection((str(address.hostname), int(address.port or 0)), timeout=2) as connection:
+    with socket.create_connection((str(address.hostname), int(address.port or 0)), timeout=PATIENCE_S) as connection:
         connection.sendall(b"CONNECT {}\r\nSUB > 1\r\nPING\r\n")
         assert "Authorization Violation" in connection.makefile().read()
 
@@ -159,9 +160,7 @@ def test_a_server_whose_folder_was_deleted_or_whose_disk_is_full_is_tried_again(
             assert server.process is not None
             shutil.rmtree(tmp_path)
             await kill(server.process)
-            async with asyncio.timeout(20):
-                while shown.getvalue().count("ready") < 2:
-                    await asyncio.sleep(0.01)
+            await until(lambda: shown.getvalue().count("ready") == 2, shown.getvalue)
             assert "INFO" in await asyncio.to_thread(_info_line, server.url)
 
     asyncio.run(scenario())

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from components.startup import EX_CONFIG
 from services.local import supervisor
 from services.local.child_process import CannotStart, tethered
 from tests.conftest import RunService, ServiceProcess
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.mesh
 
@@ -43,11 +43,11 @@ def mesh(run_service: RunService, tmp_path: Path, port: int) -> Iterator[Callabl
     yield start
     for process in started:
         process.kill()
-        eventually(partial(gone, process), f"left behind: {alive(process)}\n{process.logged()}")
+        until_gone(process)
 
 
-def gone(mesh: ServiceProcess) -> bool:
-    return not alive(mesh)
+def until_gone(mesh: ServiceProcess) -> None:
+    wait_until(lambda: not alive(mesh), lambda: f"left behind: {alive(mesh)}\n{mesh.logged()}")
 
 
 def alive(mesh: ServiceProcess) -> set[int]:
@@ -63,13 +63,6 @@ def alive(mesh: ServiceProcess) -> set[int]:
         if not zombie and (int(entry.name) in mentioned or f"{mesh.log.parent}/state/local" in command):
             found.add(int(entry.name))
     return found
-
-
-def eventually(condition: Callable[[], bool], message: str, timeout_s: float = 3.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, message
-        time.sleep(0.02)
 
 
 def test_ready_comes_with_a_curl_that_names_the_real_model(mesh: Callable[..., ServiceProcess], port: int) -> None:
@@ -120,9 +113,9 @@ def test_a_stdout_that_nobody_reads_stops_nothing(tmp_path: Path, port: int) -> 
     habits = ("bootstrap=shouts", "decode=shouts")
     with subprocess.Popen([*command, *habits], env=env, stdout=subprocess.PIPE, start_new_session=True) as mesh:
         try:
-            eventually(lambda: listens(port), "no frontend", 20)
+            wait_until(lambda: listens(port), "no frontend")
             mesh.send_signal(signal.SIGTERM)
-            assert mesh.wait(10) == 0
+            assert mesh.wait(PATIENCE_S) == 0
         finally:
             mesh.kill()
 
@@ -145,11 +138,11 @@ def test_kill_9_of_the_supervisor_leaves_no_process(mesh: Callable[..., ServiceP
     process.wait_for_log("Ready:")
     os.kill(process.popen.pid, signal.SIGKILL)
     process.exit_code()
-    eventually(lambda: not alive(process), process.logged())
+    until_gone(process)
 
 
 def test_a_hanging_child_is_killed_after_the_time_out(mesh: Callable[..., ServiceProcess]) -> None:
-    process = mesh("decode=hangs")
+    process = mesh("stop_timeout_s=0.5", "decode=hangs")
     process.wait_for_log("Ready:")
     started = time.monotonic()
     assert process.terminate() == 0
@@ -160,7 +153,7 @@ def test_a_hanging_child_is_killed_after_the_time_out(mesh: Callable[..., Servic
 
 def test_a_second_interrupt_kills_at_once(mesh: Callable[..., ServiceProcess]) -> None:
     hangs = (f"{role}=hangs" for role in ("bootstrap", "prefill", "decode", "frontend"))
-    process = mesh("stop_timeout_s=30", *hangs)
+    process = mesh(*hangs)
     process.wait_for_log("Ready:")
     process.popen.send_signal(signal.SIGINT)
     process.wait_for_log("once more to kill")
@@ -212,7 +205,7 @@ def test_a_killed_server_is_started_again_at_its_address(mesh: Callable[..., Ser
     assert url is not None
     os.kill(etcd, signal.SIGKILL)
     process.wait_for_log("etcd         error: died (SIGKILL), restart in 0.5 s")
-    eventually(lambda: process.logged().count(f"etcd         ready  url={url[1]}") == 2, process.logged(), 5)
+    wait_until(lambda: process.logged().count(f"etcd         ready  url={url[1]}") == 2, process.logged)
     assert process.terminate() == 0
 
 
@@ -281,4 +274,4 @@ def test_a_model_that_does_not_exist_is_one_line(run_service: RunService, tmp_pa
     assert process.exit_code() == EX_CONFIG
     last = process.logged().splitlines()[-1]
     assert last.startswith("error: no model '/no/such': give one of smollm2-135m, a directory")
-    eventually(lambda: not alive(process), process.logged())
+    until_gone(process)

@@ -13,6 +13,7 @@ from engine.ports import Exposed
 from services.prefill.outbound import OutboundState, OutboundTransfer
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
 from tests.services.prefill.outbound import ROOM, STAMP, chunk, last_chunk, outbound, run
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -146,7 +147,7 @@ async def test_a_sender_gives_up_when_decode_offers_nothing() -> None:
     prefill = FakeTransfer()
     sender = outbound(prefill, num_tokens=18, bootstrap_timeout_s=0.02)
     with pytest.raises(DeadlineExceeded, match=r"decode did not offer its pages in 0\.02 s"):
-        await asyncio.wait_for(run(sender), 5)
+        await asyncio.wait_for(run(sender), PATIENCE_S)
     sender.offered(offer(), endpoint())
     assert sender.lifecycle.state is OutboundState.FAILED
     assert not prefill.connected
@@ -155,10 +156,10 @@ async def test_a_sender_gives_up_when_decode_offers_nothing() -> None:
 async def test_a_transfer_that_takes_too_long_is_given_up_when_its_write_is_over() -> None:
     prefill = FakeTransfer()
     sender, task = sending(prefill)
-    sender.offered(replace(offer(), deadline_unix_ms=now_ms() + 50), endpoint())
+    sender.offered(replace(offer(), deadline_unix_ms=now_ms() + 300), endpoint())
     prefill.gate.clear()
     sender.computed(last_chunk(OURS, 1, 0))
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.4)
     assert not task.done(), "decode may not hear that it is over while a write is in flight"
     prefill.gate.set()
     with pytest.raises(DeadlineExceeded, match="the transfer did not end in"):
@@ -205,7 +206,7 @@ async def test_a_cancelled_sender_is_over_only_when_its_write_is(stage: str, fai
         assert not task.done()
     prefill.failure = failure
     prefill.gate.set()
-    await asyncio.wait((task,), timeout=5)
+    await asyncio.wait((task,), timeout=PATIENCE_S)
     assert task.cancelled()
     assert sender.lifecycle.state is OutboundState.FAILED
     assert prefill.in_flight == 0

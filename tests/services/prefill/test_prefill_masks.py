@@ -8,6 +8,7 @@ from components.errors import Rejected
 from components.wire.sampling import Constraint, SamplingParams
 from tests.services.decode.fake_engine import turns
 from tests.services.prefill.test_prefill_service import Prefill, prefill
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 __all__ = ["prefill"]
@@ -27,7 +28,7 @@ async def test_others_are_computed_while_a_mask_is_compiled_and_decode_is_answer
 async def test_a_prompt_that_is_called_off_while_its_mask_is_compiled_is_never_computed(prefill: Prefill) -> None:
     await prefill.ask(sampling=CONSTRAINED)
     await turns()
-    await asyncio.wait_for(prefill.quiesce(), 1)
+    await asyncio.wait_for(prefill.quiesce(), PATIENCE_S)
     prefill.masks.ready.set_result("the mask")
     await turns()
     assert not prefill.engine.engine.submitted

@@ -44,6 +44,7 @@ from tests.components.kv_transfer.nixl_peer import Pages
 from tests.components.messaging.fake_bus import FakeBus
 from tests.services.decode.fake_engine import FakeEngineLoop, FakeRegistry, turns
 from tests.services.fake_masks import FakeMasks
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -77,7 +78,7 @@ class Prefill:
             metrics=self.metrics,
         )
 
-    async def ask(self, request_id: str = "r", life_ms: int = 60_000, **changes: Any) -> PrefillAccepted:
+    async def ask(self, request_id: str = "r", life_ms: int = 1_000_000, **changes: Any) -> PrefillAccepted:
         request = PrefillRequest(
             request_id=request_id,
             epoch="mine",
@@ -101,7 +102,7 @@ class Prefill:
             pages=OFFERED,
             num_cached_pages=0,
             aux_slot=2,
-            deadline_unix_ms=now_ms() + 60_000,
+            deadline_unix_ms=now_ms() + 1_000_000,
         )
         return await self.service.pages(replace(offered, **changes))
 
@@ -214,14 +215,13 @@ async def test_bootstrap_and_decode_are_reached_if_all_roles_of_a_host_have_one_
     assert (sent[RoomFailed], sent[CloseRooms]) == ("ns.decode.host.room_failed", "ns.bootstrap.host.close")
 
 
-async def test_rooms_that_are_over_are_closed_together(prefill: Prefill) -> None:
+async def test_rooms_that_are_over_are_closed_together(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.prefill.rooms.CLOSE_EVERY_S", 0.5)  # all are over before it has passed
     for number in range(3):
         await prefill.ask(f"r{number}", room=f"room-{number}")
         await prefill.offer(f"room-{number}", request_id=f"r{number}")
     prefill.engine.step(computed=[Exposed(f"r{number}", PAGES, 10, 0, 42) for number in range(3)])
-    async with asyncio.timeout(5):
-        while not prefill.bus.of(CloseRooms):
-            await asyncio.sleep(0.005)
+    await until(lambda: prefill.bus.of(CloseRooms))
     assert prefill.bus.of(CloseRooms) == [CloseRooms(rooms=["room-0", "room-1", "room-2"])]
     assert [subject for subject, message in prefill.bus.sent if isinstance(message, CloseRooms)] == [
         "ns.bootstrap.boot.close"
@@ -298,9 +298,7 @@ async def test_a_room_whose_pages_do_not_come_is_given_up_and_decode_hears(prefi
     prefill.service._bootstrap_timeout_s = 0.05
     await prefill.ask()
     prefill.computed()
-    async with asyncio.timeout(5):
-        while not prefill.failures:
-            await asyncio.sleep(0.005)
+    await until(lambda: prefill.failures)
     await turns()
     [(subject, failed)] = [each for each in prefill.bus.sent if isinstance(each[1], RoomFailed)]
     assert (subject, failed.request_id, failed.room) == ("ns.decode.d.room_failed", "r", ROOM)
@@ -320,7 +318,7 @@ async def test_pages_are_sent_with_checksums_where_decode_asks_for_them(prefill:
     await prefill.offer(num_cached_pages=1)
     landed = prefill.decode.expect(ROOM, 0)
     prefill.computed()
-    await asyncio.wait_for(landed, 5)
+    await asyncio.wait_for(landed, PATIENCE_S)
     sent = tuple(crc32(pages.memory[page].tobytes()) for page in PAGES[1:])
     assert prefill.decode.aux.read(2).checksums == sent
     await prefill.service.drained()
@@ -456,9 +454,7 @@ async def test_pages_that_do_not_fit_are_refused_also_when_they_come_first(prefi
 async def test_pages_that_nobody_asks_about_are_given_back(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.prefill.rooms.EARLY_FOR_S", 0.01)
     await prefill.offer()
-    async with asyncio.timeout(5):
-        while not prefill.failures:
-            await asyncio.sleep(0.005)
+    await until(lambda: prefill.failures)
     assert await prefill.closed() == [ROOM]
     with pytest.raises(Rejected):
         await prefill.ask()
@@ -586,7 +582,7 @@ async def test_quiet_is_told_when_the_write_in_flight_has_ended_and_not_before(p
 
 async def test_quiet_told_before_the_offer_keeps_the_request_from_writing(prefill: Prefill) -> None:
     await prefill.ask()
-    await asyncio.wait_for(prefill.quiesce(), 1)
+    await asyncio.wait_for(prefill.quiesce(), PATIENCE_S)
     prefill.computed()
     await turns()
     with pytest.raises(TransferFailed, match="does not hold room"):
@@ -598,9 +594,7 @@ async def test_quiet_told_before_the_offer_keeps_the_request_from_writing(prefil
 
 async def test_a_deadline_ends_a_transfer_whose_pages_never_come(prefill: Prefill) -> None:
     await prefill.ask(life_ms=200)
-    async with asyncio.timeout(5):
-        while prefill.service.num_transfers:
-            await asyncio.sleep(0.005)
+    await until(lambda: not prefill.service.num_transfers)
     await turns()
     assert prefill.failures == ["DeadlineExceeded"]
     prefill.assert_nothing_is_kept()
@@ -608,12 +602,12 @@ async def test_a_deadline_ends_a_transfer_whose_pages_never_come(prefill: Prefil
 
 async def test_a_deadline_during_a_write_waits_for_the_write(prefill: Prefill) -> None:
     prefill.transfer.gate.clear()
-    await prefill.ask(life_ms=300)
+    await prefill.ask(life_ms=500)
     await prefill.offer()
     prefill.computed()
     await turns()
     quiet = prefill.quiesce()
-    await asyncio.sleep(0.35)
+    await asyncio.sleep(0.55)
     assert not quiet.done()
     assert prefill.transfer.in_flight == 1
     assert "r" not in prefill.engine.did("release")
@@ -672,7 +666,7 @@ async def test_giving_up_ends_every_transfer(prefill: Prefill) -> None:
     for number in range(3):
         await prefill.ask(f"r{number}")
     prefill.service.stop_all("leaving")
-    await asyncio.wait_for(prefill.service.drained(), 1)
+    await asyncio.wait_for(prefill.service.drained(), PATIENCE_S)
     assert prefill.failures == ["PeerLost"] * 3
     await turns()
     assert sorted(prefill.engine.did("release")) == ["r0", "r1", "r2"]
@@ -687,7 +681,7 @@ async def test_a_leaving_instance_waits_for_pages_that_are_to_come_and_closes_th
     assert not draining.done()
     await prefill.offer()
     prefill.computed()
-    await asyncio.wait_for(draining, 1)
+    await asyncio.wait_for(draining, PATIENCE_S)
     assert prefill.transfer.writes
     assert prefill.bus.of(CloseRooms) == [CloseRooms(rooms=[ROOM])]
 
@@ -698,6 +692,6 @@ async def test_the_first_tokens_logprobs_go_beside_the_pages(prefill: Prefill) -
     await prefill.offer()
     landed = prefill.decode.expect(ROOM, 0)
     prefill.engine.step(computed=[Exposed("r", PAGES, 10, 0, 42, logprobs=told)])
-    await asyncio.wait_for(landed, 5)
+    await asyncio.wait_for(landed, PATIENCE_S)
     assert prefill.decode.aux.read(2).logprobs == told
     await prefill.service.drained()
