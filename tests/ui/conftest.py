@@ -8,13 +8,13 @@ from typing import Any, Final
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 CHROMIUM: Final = Path("/usr/bin/chromium")
 IMAGES: Final = Path(__file__).resolve().parents[2] / "docs" / "images"
 PICTURES: Final = "KVMESH_SCREENSHOTS"  # set: tests write the pictures of docs/ui.md
 WIDE: Final = {"width": 1280, "height": 800}
 PHONE: Final = {"width": 375, "height": 740}
-
-WAIT_S: Final = 45  # Chromium, a mesh and another process's tests share two cores
 
 Browser = Any  # types of playwright, which may be missing
 Page = Any
@@ -27,7 +27,9 @@ def browser(nothing_left_behind: None) -> Iterator[Browser]:
     if not CHROMIUM.exists():
         pytest.skip(f"{CHROMIUM} is missing: apt-get install chromium")
     with sync_api.sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"])
+        chromium = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-gpu"], timeout=PATIENCE_S * 1000
+        )
         yield chromium
         chromium.close()
 
@@ -42,7 +44,7 @@ def open_page(browser: Browser) -> Iterator[OpenPage]:
         context = browser.new_context(viewport=viewport, reduced_motion="reduce", **options)
         contexts.append(context)
         page = context.new_page()
-        page.set_default_timeout(WAIT_S * 1000)
+        page.set_default_timeout(PATIENCE_S * 1000)
         page.on("pageerror", lambda error: faults.append(str(error)))
         page.on("console", lambda line: faults.append(line.text) if line.type == "error" else None)
         page.on("request", lambda asked: faults.append(asked.url) if not asked.url.startswith((url, "blob:")) else None)
@@ -65,7 +67,7 @@ def until(page: Page, expression: str, value: object = True) -> None:
 
     Playwright's own wait_for_function calls eval() in the page, which the page's security policy forbids.
     """
-    ends_s = time.monotonic() + WAIT_S
+    ends_s = time.monotonic() + PATIENCE_S
     while (found := page.evaluate(expression)) != value:
         assert time.monotonic() < ends_s, f"{expression} is {found!r} instead of {value!r}"
         page.wait_for_timeout(20)
