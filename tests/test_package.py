@@ -10,7 +10,6 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
-import time
 import venv
 import zipfile
 from collections.abc import Iterator
@@ -24,10 +23,12 @@ import pytest
 
 from components.version import VERSION
 from services.command.__main__ import COMMANDS
+from tests.waiting import PATIENCE_S, wait_until
 
 REPO: Final = Path(__file__).resolve().parents[1]
 IN_THE_WHEEL: Final = ("bench", "components", "engine", "services")
 MADE_BY_SETUPTOOLS: Final = re.compile(r"kvmesh-[\d.]+\.dist-info/|kvmesh\.egg-info/|(?:PKG-INFO|setup\.cfg)$")
+READY: Final = re.compile(r"^Ready: (\S+)\n", re.MULTILINE)
 OPTIONAL: Final = {"flashinfer", "mooncake", "matplotlib", "triton"}  # looked for, or of an extra
 
 
@@ -148,7 +149,8 @@ def test_the_installed_command_runs_a_mesh_whatever_lies_in_the_working_director
         try:
             address = until_ready(mesh, log)
             body = {"model": "mock", "prompt": "hello", "max_tokens": 3, "ignore_eos": True}
-            assert httpx.post(f"{address}/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
+            answer = httpx.post(f"{address}/v1/completions", json=body, timeout=PATIENCE_S)
+            assert answer.json()["usage"]["completion_tokens"] == 3
             assert f"{installed.bin}/kvmesh inspect workers" in log.read_text()
             seen = installed.run("kvmesh", "inspect", "workers", "--state-dir", str(tmp_path))
             assert "4 instances of mock" in seen.stdout, seen.stderr
@@ -159,11 +161,9 @@ def test_the_installed_command_runs_a_mesh_whatever_lies_in_the_working_director
 
 def until_ready(mesh: subprocess.Popen[bytes], log: Path) -> str:
     """Return the mesh's address."""
-    deadline = time.monotonic() + 60
-    while (ready := re.search(r"^Ready: (\S+)", log.read_text(), re.MULTILINE)) is None:
-        assert mesh.poll() is None, log.read_text()
-        assert time.monotonic() < deadline, log.read_text()
-        time.sleep(0.05)
+    wait_until(lambda: mesh.poll() is not None or re.search(READY, log.read_text()), log.read_text)
+    ready = re.search(READY, log.read_text())
+    assert ready is not None, log.read_text()
     return ready[1]
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import subprocess
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +19,7 @@ import pytest
 from tests.clients.conftest import REPO, SERVED
 from tests.clients.scripts import asked
 from tests.clients.scripts.asked import Person
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.clients, pytest.mark.mesh, pytest.mark.timeout(900)]  # the first run installs packages
 
@@ -59,11 +61,10 @@ def test_the_command_of_llm_prints_answers_and_our_errors(
     llm = client_python.with_name("llm")
     ask = [llm, "openai", "endpoint", f"{client_mesh}/v1", asked.ASK, "-o", "temperature", "0"]
     env = {**os.environ, "LLM_USER_PATH": str(tmp_path), "OPENAI_API_KEY": "none"}
-    answered = subprocess.run([*ask, "-m", SERVED], env=env, check=False, capture_output=True, text=True, timeout=60)
+    ended = partial(subprocess.run, env=env, check=False, capture_output=True, text=True, timeout=PATIENCE_S)
+    answered = ended([*ask, "-m", SERVED])
     assert (answered.returncode, answered.stdout.strip()) == (0, the_chat(client_mesh)[0].strip()), answered.stderr
-    refused = subprocess.run(
-        [*ask, "-m", asked.NO_MODEL], env=env, check=False, capture_output=True, text=True, timeout=60
-    )
+    refused = ended([*ask, "-m", asked.NO_MODEL])
     assert refused.returncode == 1
     assert f"The model '{asked.NO_MODEL}' does not exist." in refused.stderr
 
@@ -135,7 +136,8 @@ def judge(told: dict[str, Any], url: str, long: str, model: str, embeddings: str
     Person.model_validate(told["person"])
     expected = {"long": (long, refusal(url, asked.TOO_LONG)), "model": (model, refusal(url, asked.ASK, asked.NO_MODEL))}
     if embeddings is not None:
-        refused = httpx.post(f"{url}/v1/embeddings", json={"model": SERVED, "input": [asked.ASK]})
+        body = {"model": SERVED, "input": [asked.ASK]}
+        refused = httpx.post(f"{url}/v1/embeddings", json=body, timeout=PATIENCE_S)
         assert refused.status_code == 400
         expected["embeddings"] = (embeddings, refused.json()["error"]["message"])
     assert set(told["errors"]) == set(expected)
@@ -152,7 +154,7 @@ def post(url: str, text: str, model: str = SERVED) -> httpx.Response:
         "temperature": 0,
         "max_tokens": asked.MAX_TOKENS,
     }
-    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60)
+    return httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
 
 
 def the_chat(url: str) -> tuple[str, list[int]]:
@@ -170,7 +172,7 @@ def refusal(url: str, text: str, model: str = SERVED) -> str:
 
 def counted(url: str) -> list[int]:
     """Tokens of prompts and of answers that the frontend has counted."""
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
+    lines = httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text.splitlines()
     return [
         int(sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name}_total{{")))
         for name in ("kvmesh_prompt_tokens", "kvmesh_generation_tokens")

@@ -18,11 +18,11 @@ from components.telemetry.trace_reader import LocalTraceReader, open_trace_reade
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MOCK_ENV
 from tests.mesh.trace_checks import whole_trace
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.clients, pytest.mark.mesh, pytest.mark.timeout(900)]  # the first run installs packages
 
 START_S: Final = 120.0
-SHOWN_S: Final = 30.0  # Phoenix inserts spans in the background
 NAMES: Final = {"frontend.stream", "decode.generate", "prefill.inflight", "bootstrap.open"}
 
 
@@ -80,10 +80,10 @@ def test_phoenix_shows_the_tree_of_a_request(receiver: str, etcd_url: str, nats_
 
 def _traced(url: str, home: Path) -> list[Span]:
     """The spans of a request that prefill computed."""
-    deadline = time.monotonic() + SHOWN_S
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         body = {"model": "mock", "prompt": secrets.token_hex(40), "max_tokens": 5}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
         if answer.is_success:
             spans = whole_trace(home, answer.headers["x-request-id"], {"frontend.stream", "decode.generate"})
             if {span.name for span in spans} >= NAMES:
@@ -92,14 +92,14 @@ def _traced(url: str, home: Path) -> list[Span]:
 
 
 def _shown(receiver: str, count: int, trace_id: str) -> list[dict[str, Any]]:
-    deadline = time.monotonic() + SHOWN_S
+    deadline = time.monotonic() + PATIENCE_S
     while True:
-        answer = httpx.get(f"{receiver}/v1/projects/default/spans", params={"limit": 1000})
+        answer = httpx.get(f"{receiver}/v1/projects/default/spans", params={"limit": 1000}, timeout=PATIENCE_S)
         spans = [span for span in answer.json().get("data", []) if span["context"]["trace_id"] == trace_id]
         if len(spans) >= count:
             return spans
         assert time.monotonic() < deadline, f"{len(spans)} of {count} spans: {answer.text[:1000]}"
-        time.sleep(0.5)
+        time.sleep(0.5)  # Phoenix inserts spans in the background
 
 
 def _tree(spans: list[dict[str, Any]]) -> dict[str, tuple[str, str | None]]:

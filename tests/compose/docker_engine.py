@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Final
 
 from services.local.child_process import tethered
+from tests.waiting import PATIENCE_S
 
-READY_S: Final = 60.0
-STOP_S: Final = 60.0
 COMMAND_S: Final = 120.0
 BUILD_S: Final = 1500.0
 
@@ -44,7 +43,7 @@ def compose_command() -> list[str]:
             continue
         command = [name, "compose"] if name == "docker" else [str(_compose_itself(Path(found)))]
         shown = subprocess.run(
-            [*command, "version", "--short"], capture_output=True, text=True, check=False, timeout=60
+            [*command, "version", "--short"], capture_output=True, text=True, check=False, timeout=PATIENCE_S
         )
         if shown.returncode == 0 and shown.stdout.strip().lstrip("v").startswith(("2.", "3.", "4.", "5.")):
             return command
@@ -148,14 +147,14 @@ def running_engine(home: Path) -> Iterator[DockerEngine]:
         finally:
             dockerd.terminate()
             try:
-                dockerd.wait(STOP_S)
+                dockerd.wait(PATIENCE_S)
             except subprocess.TimeoutExpired:
                 dockerd.kill()
                 raise
 
 
 def _until_it_answers(engine: DockerEngine, dockerd: "subprocess.Popen[bytes]", log: Path) -> None:
-    deadline = time.monotonic() + READY_S
+    deadline = time.monotonic() + PATIENCE_S
     command = ["docker", "version", "--format", "{{.Server.Version}}"]
     while subprocess.run(command, env={**os.environ, **engine.env}, capture_output=True, check=False).returncode:
         assert dockerd.poll() is None, f"dockerd has ended:\n{log.read_text()[-3000:]}"

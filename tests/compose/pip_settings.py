@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
+from tests.waiting import PATIENCE_S
+
 HERE: Final = "127.0.0.1"
 LISTS: Final = ("find-links", "extra-index-url", "index-url")
 FILES: Final = {"cert": "pip_ca", "constraint": "pip_constraints"}  # the secret that holds each
@@ -41,7 +43,7 @@ def pip_secrets(home: Path) -> Iterator[dict[str, Path]]:
 def _settings() -> dict[str, str]:
     """Later ones win: those of the environment."""
     shown = subprocess.run(
-        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True, timeout=60
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True, timeout=PATIENCE_S
     ).stdout
     found: dict[str, str] = {}
     lines = [line.partition("=") for line in shown.splitlines() if line.startswith(("global.", "install.", ":env:."))]

@@ -1,7 +1,6 @@
 """One compose project of the committed files, with an override for what this machine needs."""
 
 import os
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from bench.processes import free_port
 from components.telemetry.trace_reader import ObserverTraceReader
 from tests.compose.docker_engine import BUILD_S, DockerEngine, compose_command, output
 from tests.conftest import REPO
+from tests.waiting import wait_until
 
 COMPOSE: Final = REPO / "deploy" / "compose"
 BUILT: Final = ("model", "bootstrap", "prefill", "decode", "frontend", "planner", "etcd-users", "response-stream")
@@ -135,15 +135,14 @@ def _override(build: Build, committed: Sequence[Path], settings: Mapping[str, Ma
     return yaml.safe_dump({"services": services, "secrets": secrets})
 
 
-def until_it_answers(url: str, timeout_s: float = 60.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while True:
+def until_it_answers(url: str) -> None:
+    def answers() -> bool:
         try:
-            if httpx.get(url, timeout=5, trust_env=False).status_code == 200:
-                return
+            return httpx.get(url, trust_env=False).status_code == 200
         except httpx.HTTPError:
-            assert time.monotonic() < deadline, f"{url} does not answer"
-        time.sleep(0.1)
+            return False
+
+    wait_until(answers, f"{url} does not answer")
 
 
 def build_images(project: Project) -> None:

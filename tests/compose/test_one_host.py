@@ -16,9 +16,10 @@ from packaging.utils import canonicalize_name
 from components.telemetry.stored_spans import Span
 from components.version import VERSION
 from tests.compose.docker_engine import DockerEngine, output
-from tests.compose.project import Build, Project, project, until_it_answers
+from tests.compose.project import UP_S, Build, Project, project, until_it_answers
 from tests.conftest import REPO
 from tests.mesh.trace_checks import orphans
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 
@@ -26,7 +27,6 @@ MODEL: Final = "smollm2-135m"
 TOKENS: Final = 120
 NUM_STREAMS: Final = 4
 BEGUN: Final = 8  # events of a stream, before something happens
-SEEN_S: Final = 60.0
 DISAGGREGATED: Final = {
     "frontend.dispatch",
     "decode.request",
@@ -59,7 +59,7 @@ def url_of(stack: Project) -> str:
 
 
 def spans_of(stack: Project, request_id: str, expected: set[str]) -> list[Span]:
-    deadline = time.monotonic() + SEEN_S
+    deadline = time.monotonic() + PATIENCE_S
     while True:
         spans = stack.traces().spans(request_id)
         if spans and not orphans(spans) and expected <= {span.name for span in spans}:
@@ -92,15 +92,12 @@ class Streams:
             thread.start()
 
     def until_begun(self) -> None:
-        deadline = time.monotonic() + SEEN_S
-        while min(self.events) < BEGUN:
-            assert time.monotonic() < deadline, self.failed
-            time.sleep(0.02)
+        wait_until(lambda: min(self.events) >= BEGUN, lambda: self.failed)
         assert max(self.events) < TOKENS, "over before something could happen"
 
     def ended(self) -> list[str]:
         for thread in self._threads:
-            thread.join(SEEN_S * 2)
+            thread.join(2 * PATIENCE_S)
         assert self.failed == []
         return self.texts
 
@@ -108,7 +105,7 @@ class Streams:
         request = body(number) | {"stream": True}
         try:
             with httpx.stream(
-                "POST", f"{self._url}/v1/completions", json=request, timeout=90, trust_env=False
+                "POST", f"{self._url}/v1/completions", json=request, timeout=PATIENCE_S, trust_env=False
             ) as answer:
                 if answer.status_code != 200:
                     self.failed.append(f"{number}: {answer.read()!r}")
@@ -135,7 +132,7 @@ def test_the_readmes_request_is_answered(stack: Project) -> None:
     assert found is not None
     command = found[1].replace("http://127.0.0.1:8000", url_of(stack))
     assert url_of(stack) in command
-    answer = json.loads(output(["bash", "-c", command], {}, timeout_s=60))
+    answer = json.loads(output(["bash", "-c", command], {}))
     assert "Paris" in answer["choices"][0]["message"]["content"]
 
 
@@ -192,7 +189,8 @@ def _distribution(line: str) -> tuple[str, str]:
 
 
 def test_a_trace_goes_through_four_containers(stack: Project) -> None:
-    answer = httpx.post(f"{url_of(stack)}/v1/completions", json=body(0), headers={"x-request-id": "four"}, timeout=90)
+    named = {"x-request-id": "four"}
+    answer = httpx.post(f"{url_of(stack)}/v1/completions", json=body(0), headers=named, timeout=PATIENCE_S)
     assert answer.status_code == 200, answer.text
     spans = spans_of(stack, "four", DISAGGREGATED)
     assert len({span.service for span in spans}) == 4
@@ -232,16 +230,16 @@ def test_prometheus_of_the_profile_scrapes_every_process(stack: Project) -> None
     url = stack.url("prometheus", 9090)
     until_it_answers(f"{url}/-/healthy")
     wanted = {"frontend": 1, "bootstrap": 1, "prefill": 2, "decode": 2}
-    deadline = time.monotonic() + SEEN_S
+    deadline = time.monotonic() + PATIENCE_S
     while True:
-        shown = httpx.get(f"{url}/api/v1/targets", timeout=10, trust_env=False).json()["data"]["activeTargets"]
+        shown = httpx.get(f"{url}/api/v1/targets", timeout=PATIENCE_S, trust_env=False).json()["data"]["activeTargets"]
         up = [target["labels"] for target in shown if target["health"] == "up"]
         counts = {role: sum(labels.get("job") == f"kvmesh-{role}" for labels in up) for role in wanted}
         if counts == wanted:
             break
         assert time.monotonic() < deadline, json.dumps(shown, indent=1)[-4000:]
         time.sleep(1)
-    rules = httpx.get(f"{url}/api/v1/rules", timeout=10, trust_env=False).json()["data"]["groups"]
+    rules = httpx.get(f"{url}/api/v1/rules", timeout=PATIENCE_S, trust_env=False).json()["data"]["groups"]
     assert rules
     stack.engine.docker("rm", "--force", "--volumes", *stack.containers("prometheus"))
 
@@ -251,7 +249,7 @@ def test_the_planner_of_the_profile_removes_a_worker_that_it_may_not_have(stack:
     bounds = {"MESH_PLANNER_PREFILL": "1..1", "MESH_PLANNER_DECODE": "2..2"}
     planned = Project(stack.engine, stack.name, stack.files, {**stack.env, **bounds})
     planned.compose("--profile", "planner", "up", "--detach", "--wait", "--no-recreate", "--no-deps", "planner")
-    deadline = time.monotonic() + 2 * SEEN_S
+    deadline = time.monotonic() + UP_S
     while len(stack.containers("prefill")) != 1:
         assert time.monotonic() < deadline, planned.logs("planner")
         time.sleep(1)

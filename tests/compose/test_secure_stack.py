@@ -14,6 +14,7 @@ from tests.compose.docker_engine import DockerEngine, output
 from tests.compose.project import Build, Project, project
 from tests.conftest import REPO
 from tests.mesh.mocks import MOCK_ENV
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 
@@ -44,13 +45,14 @@ def in_container(secure: Project, service: str, code: str) -> "subprocess.Comple
         capture_output=True,
         text=True,
         check=False,
-        timeout=30,
+        timeout=PATIENCE_S,
     )
 
 
 def test_requests_are_answered_over_tls(secure: Project) -> None:
     body = {"model": "mock", "prompt": "x" * 200, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0}
-    answer = httpx.post(f"{secure.url('frontend', 8000)}/v1/completions", json=body, timeout=60, trust_env=False)
+    url = f"{secure.url('frontend', 8000)}/v1/completions"
+    answer = httpx.post(url, json=body, timeout=PATIENCE_S, trust_env=False)
     assert answer.status_code == 200, answer.text
     assert answer.json()["usage"]["completion_tokens"] == TOKENS
 
@@ -63,7 +65,7 @@ def test_etcd_answers_only_those_with_a_certificate(has_certificate: bool, secur
         "import ssl, urllib.request as u\n"
         "context = ssl.create_default_context(cafile='/run/secrets/ca')\n"
         f"{own if has_certificate else ''}"
-        "print(u.urlopen('https://etcd:2379/health', timeout=5, context=context).read())\n"
+        "print(u.urlopen('https://etcd:2379/health', context=context).read())\n"
     )
     done = in_container(secure, "bootstrap", code)
     assert (done.returncode == 0) == has_certificate, done.stderr
@@ -75,7 +77,7 @@ def test_etcd_answers_only_those_with_a_certificate(has_certificate: bool, secur
 def test_nats_asks_for_a_certificate(secure: Project) -> None:
     code = (
         "import socket, json\n"
-        "line = socket.create_connection(('nats', 4222), 5).makefile().readline()\n"
+        "line = socket.create_connection(('nats', 4222)).makefile().readline()\n"
         "facts = json.loads(line.removeprefix('INFO '))\n"
         "print(facts['tls_required'], facts['tls_verify'])\n"
     )

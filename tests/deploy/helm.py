@@ -14,6 +14,7 @@ from typing import Any, Final
 import yaml
 
 from tests.conftest import REPO
+from tests.waiting import PATIENCE_S
 
 CHART: Final = REPO / "deploy" / "kubernetes"
 EXAMPLES: Final = CHART / "examples"
@@ -54,7 +55,7 @@ def helm(*arguments: str) -> str:
     """Its output. Raises: Refused."""
     binary = tool("helm")
     assert binary is not None
-    done = subprocess.run([binary, *arguments], capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run([binary, *arguments], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     if done.returncode:
         raise Refused(done.stderr)
     return done.stdout

@@ -13,6 +13,7 @@ from components.settings import ROLES, SHARED, MeshSettings, misspelled
 from services.local.servers import MAX_PAYLOAD_BYTES
 from tests.compose.docker_engine import compose_command
 from tests.deploy.compose_files import load
+from tests.waiting import PATIENCE_S
 
 COMPOSE: Final = Path(__file__).resolve().parents[2] / "deploy" / "compose"
 BASE: Final = COMPOSE / "docker-compose.yml"
@@ -243,6 +244,6 @@ def test_compose_accepts_the_files() -> None:
     for files in ([BASE], [BASE, GPU], [BASE, GPU, TP], [BASE, SECURE], [BASE, CLUSTER]):
         flags = [flag for file in files for flag in ("-f", str(file))]
         done = subprocess.run(
-            [*command, *flags, "config", "-q"], capture_output=True, text=True, check=False, timeout=60
+            [*command, *flags, "config", "-q"], capture_output=True, text=True, check=False, timeout=PATIENCE_S
         )
         assert done.returncode == 0, done.stderr

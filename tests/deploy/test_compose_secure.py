@@ -26,6 +26,7 @@ from services.local.servers import ETCD, NATS, Site, running
 from tests.conftest import REPO
 from tests.deploy.compose_files import load
 from tests.deploy.test_compose import BASE, COMPOSE, OURS, SECURE, settings_of, variables_of
+from tests.waiting import PATIENCE_S, wait_until
 
 CONFIG: Final = COMPOSE / "nats.secure.conf"
 
@@ -115,7 +116,7 @@ def test_its_nats_admits_each_role_by_its_certificate_and_no_one_else(tmp_path: 
         async with nats(tmp_path, folder) as url:
             for role in ROLES:
                 access = NatsAccess(identity(folder, role), inbox=f"_INBOX.kvmesh.{role}")
-                async with asyncio.timeout(5), connect_bus(url, role, access) as bus:
+                async with asyncio.timeout(PATIENCE_S), connect_bus(url, role, access) as bus:
                     assert bus.is_connected
             stranger = NatsAccess(identity(folder, "etcd"))  # signed by the authority, and no user
             with pytest.raises(TimeoutError):
@@ -168,7 +169,8 @@ def test_its_etcd_admits_users_once_the_command_has_run_and_a_second_time(tmp_pa
             env = {name: placed(value, folder) for name, value in variables.items()}
             env["MESH_ETCD_URL"] = url
             users = load(SECURE)["services"]["etcd-users"]["command"][1:]
-            until_answers(url, EtcdAccess(identity(folder, "root")))
+            root = EtcdAccess(identity(folder, "root"))
+            wait_until(lambda: answers(url, root), (tmp_path / "log").read_text)
             for _ in range(2):  # as after `docker compose up` once more
                 ended = subprocess.run(
                     [sys.executable, *users],
@@ -177,7 +179,7 @@ def test_its_etcd_admits_users_once_the_command_has_run_and_a_second_time(tmp_pa
                     capture_output=True,
                     text=True,
                     check=False,
-                    timeout=60,
+                    timeout=PATIENCE_S,
                 )
                 assert ended.returncode == 0, ended.stderr
             with etcd_client(url, EtcdAccess(identity(folder, "decode"))) as client:
@@ -191,11 +193,9 @@ def test_its_etcd_admits_users_once_the_command_has_run_and_a_second_time(tmp_pa
             etcd.kill()
 
 
-def until_answers(url: str, access: EtcdAccess) -> None:
-    for _ in range(50):
-        try:
-            with etcd_client(url, access):
-                return
-        except BackendUnavailable:
-            continue
-    raise AssertionError
+def answers(url: str, access: EtcdAccess) -> bool:
+    try:
+        with etcd_client(url, access):
+            return True
+    except BackendUnavailable:
+        return False

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.hosts.switch import NAMESPACES, enter
+from tests.waiting import PATIENCE_S
 
 REPO: Final = Path(__file__).resolve().parents[2]
 IP: Final = shutil.which("ip") or "ip"  # a tether needs the whole path
@@ -104,7 +105,7 @@ class Hosts:
             for host in self.all.values():
                 _set_up(host)
             yield self
-            self._switch.communicate(timeout=10)  # closes stdin
+            self._switch.communicate(timeout=PATIENCE_S)  # closes stdin
 
     def fault(self, name: str, *, into: Fault = WHOLE, out: Fault = WHOLE) -> None:
         """Let a host's link be so from now on."""
@@ -138,4 +139,4 @@ def _set_up(host: Host) -> None:
 
 
 def _ip(*arguments: str) -> None:
-    subprocess.run([IP, *arguments], check=True, timeout=10)
+    subprocess.run([IP, *arguments], check=True, timeout=PATIENCE_S)

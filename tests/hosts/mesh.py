@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,13 +17,13 @@ from services.local.child_process import tethered
 from services.local.servers import MAX_PAYLOAD_BYTES, Site, _etcd_command, _nats_command
 from tests.hosts.hosts import DEVICE, IP, Host, Hosts
 from tests.mesh.harness import MeshProcesses, Worker
+from tests.waiting import PATIENCE_S, wait_until
 
 NAMES: Final = ("core", "frontend", "prefill", "decode", "decode2", "client")
 FAULTY: Final = ("core", "frontend", "prefill", "decode")
 ETCD_PORT: Final = 2379
 NATS_PORT: Final = 4222
 PASSWORD: Final = "hosts"  # of NATS
-SERVERS_READY_S: Final = 20.0
 
 
 @dataclass(slots=True)
@@ -65,11 +64,11 @@ def servers(host: Host, home: Path) -> Iterator[None]:
         ):
             log = stack.enter_context((home / f"{place.name}.log").open("wb"))
             popen = subprocess.Popen([*tethered(), *host.command(*command)], cwd=place, stdout=log, stderr=log)
-            stack.callback(popen.wait, 10)
+            stack.callback(popen.wait, PATIENCE_S)
             stack.callback(popen.kill)
         with host.inside():
-            _until(f"http://{host.address}:{ETCD_PORT}/health")
-            _until(f"http://{host.address}:{NATS_PORT + 1}/healthz")
+            for url in (f"http://{host.address}:{ETCD_PORT}/health", f"http://{host.address}:{NATS_PORT + 1}/healthz"):
+                wait_until(lambda: _answers(url), f"{url} does not answer")  # noqa: B023
         yield
 
 
@@ -90,20 +89,16 @@ def _nats(host: Host, home: Path) -> list[str]:
     return command
 
 
-def _until(url: str) -> None:
-    deadline = time.monotonic() + SERVERS_READY_S
-    while True:
-        try:
-            if httpx.get(url, trust_env=False).status_code == httpx.codes.OK:
-                return
-        except httpx.HTTPError:
-            assert time.monotonic() < deadline, f"{url} does not answer"
-        time.sleep(0.05)
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, trust_env=False).status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
 
 
 def sent_bytes(host: Host) -> int:
     """Bytes that left the host through the network of the mesh."""
     shown = subprocess.run(
-        host.command(IP, "-json", "-stats", "link", "show", DEVICE), capture_output=True, check=True, timeout=10
+        host.command(IP, "-json", "-stats", "link", "show", DEVICE), capture_output=True, check=True, timeout=PATIENCE_S
     ).stdout
     return int(json.loads(shown)[0]["stats64"]["tx"]["bytes"])

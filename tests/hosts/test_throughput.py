@@ -12,8 +12,9 @@ import pytest
 
 from tests.hosts.hosts import Hosts
 from tests.mesh.harness import REPO
+from tests.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.hosts, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.hosts
 
 PAGES: Final = 64  # of 369 kB
 PORT: Final = 5201
@@ -60,9 +61,10 @@ def _iperf_gb_s(hosts: Hosts) -> float:
         assert server.poll() is None
     client = ("iperf3", "--client", hosts["decode"].address, "--port", str(PORT), "--time", "3", "--json")
     result: Any = json.loads(_output(hosts["prefill"].command(*client), dict(os.environ)))
-    server.communicate(timeout=10)
+    server.communicate(timeout=PATIENCE_S)
     return float(result["end"]["sum_received"]["bits_per_second"]) / 8e9
 
 
 def _output(command: list[str], env: dict[str, str]) -> str:
-    return subprocess.run(command, cwd=REPO, env=env, stdout=subprocess.PIPE, check=True, timeout=100, text=True).stdout
+    ran = subprocess.run(command, cwd=REPO, env=env, stdout=subprocess.PIPE, check=True, timeout=PATIENCE_S, text=True)
+    return ran.stdout

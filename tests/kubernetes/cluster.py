@@ -22,6 +22,7 @@ from services.local.authority import Authority
 from services.local.servers import ETCD, Site
 from tests.deploy.helm import tool
 from tests.kubernetes.image import PAUSE, write_images
+from tests.waiting import PATIENCE_S, wait_until
 
 HOME: Final = Path("~/.cache/kvmesh/kubernetes").expanduser()
 PROGRAMS: Final = ("kube-apiserver", "kube-controller-manager", "kube-scheduler", "kubelet", "kube-proxy")
@@ -68,14 +69,14 @@ class Cluster:
         """The command line that runs `command` on the node."""
         return ["nsenter", f"--target={self.init}", "--mount", "--net", "--pid", "--ipc", "--", *map(str, command)]
 
-    def run(self, *command: str | Path, timeout_s: float = 60.0, stdin: str | None = None) -> str:
+    def run(self, *command: str | Path, timeout_s: float = PATIENCE_S, stdin: str | None = None) -> str:
         done = subprocess.run(
             self.inside(*command), input=stdin, capture_output=True, text=True, timeout=timeout_s, check=False
         )
         assert done.returncode == 0, f"{command}: {done.stderr}{done.stdout}"
         return done.stdout
 
-    def kubectl(self, *arguments: str, timeout_s: float = 60.0, stdin: str | None = None) -> str:
+    def kubectl(self, *arguments: str, timeout_s: float = PATIENCE_S, stdin: str | None = None) -> str:
         kubectl = tool("kubectl")
         assert kubectl is not None
         return self.run(kubectl, f"--kubeconfig={self.work}/admin.json", *arguments, timeout_s=timeout_s, stdin=stdin)
@@ -83,7 +84,7 @@ class Cluster:
     def get(self, *arguments: str) -> Any:
         return json.loads(self.kubectl("get", *arguments, "--output=json"))
 
-    def helm(self, *arguments: str, timeout_s: float = 60.0) -> str:
+    def helm(self, *arguments: str, timeout_s: float = PATIENCE_S) -> str:
         helm = tool("helm")
         assert helm is not None
         return self.run(helm, f"--kubeconfig={self.work}/admin.json", *arguments, timeout_s=timeout_s)
@@ -99,7 +100,7 @@ class Cluster:
         )
         log.close()
 
-    def until(self, what: str, is_so: Callable[[], object], within_s: float = 60.0) -> None:
+    def until(self, what: str, is_so: Callable[[], object], within_s: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + within_s
         while True:
             with contextlib.suppress(AssertionError, LookupError, ValueError):
@@ -130,7 +131,7 @@ def running_cluster(work: Path) -> Iterator[Cluster]:
             outer.kill()
             outer.wait()
             for process in cluster.started.values():
-                process.wait(20)
+                process.wait(PATIENCE_S)
             for name, value in kernel.items():
                 Path("/proc/sys", name).write_text(value)
             _remove_cgroups()
@@ -161,12 +162,9 @@ def _init(work: Path) -> str:
 
 
 def _child(pid: int) -> int:
-    for _ in range(100):
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        if children:
-            return int(children[0])
-        time.sleep(0.05)
-    raise AssertionError
+    children = Path(f"/proc/{pid}/task/{pid}/children")
+    wait_until(children.read_text, "unshare has forked")
+    return int(children.read_text().split()[0])
 
 
 def _start(cluster: Cluster) -> None:

@@ -12,6 +12,8 @@ from typing import Any, Final
 
 import httpx
 
+from tests.waiting import PATIENCE_S
+
 TOKENS: Final = 40
 LEAST: Final = 12  # streams, however soon the input closes
 HOPELESS: Final = 20
@@ -31,7 +33,7 @@ async def ask(url: str, number: int) -> str:
     }
     try:
         async with (
-            httpx.AsyncClient(trust_env=False, timeout=60.0) as client,
+            httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S) as client,
             client.stream("POST", f"{url}/v1/chat/completions", json=body) as answer,
         ):
             if answer.status_code != httpx.codes.OK:

@@ -17,7 +17,7 @@ def start_servers(cluster: Cluster, *flags: str, secure: bool = False) -> None:
     for part in servers(secure=secure):
         cluster.kubectl("apply", *flags, "-f", "-", stdin=json.dumps(part))
     for name in ("etcd", "nats"):
-        cluster.kubectl("rollout", "status", *flags, f"deployment/{name}", "--timeout=90s", timeout_s=100)
+        cluster.kubectl("rollout", "status", *flags, f"deployment/{name}", "--timeout=170s", timeout_s=180)
 
 
 def servers(*, secure: bool = False) -> list[Object]:

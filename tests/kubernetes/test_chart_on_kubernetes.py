@@ -41,7 +41,7 @@ def install(cluster: Cluster, *settings: str) -> None:
     file = cluster.work / "values.json"
     file.write_text(json.dumps(VALUES))
     more = [part for setting in settings for part in ("--set-json", setting)]
-    cluster.helm("upgrade", "--install", "mesh", str(CHART), "--values", str(file), *more, timeout_s=60)
+    cluster.helm("upgrade", "--install", "mesh", str(CHART), "--values", str(file), *more)
     is_planned = "planner.enabled=true" in settings
     for role in (*ROLES, *(["planner"] if is_planned else [])):
         settled(cluster, role)
