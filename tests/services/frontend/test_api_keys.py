@@ -33,6 +33,7 @@ from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 from tests.services.frontend.raw_http import send
 from tests.services.frontend.test_admission_http import FULL
 from tests.services.frontend.test_operations import value_of
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 CHAT: Final = "/v1/chat/completions"
@@ -54,7 +55,7 @@ async def served(mesh: FakeMesh, file: str, **settings: Any) -> AsyncIterator[ht
 async def serving(mesh: FakeMesh, ring: KeyRing, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
     limits = FrontendSettings(port=0, drain_timeout_s=2, **settings)
     app = create_app(mesh, mesh.text, limits, keys=ring)
-    async with serve_http(app, limits) as url, httpx.AsyncClient(base_url=url, timeout=10) as client:
+    async with serve_http(app, limits) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         yield client
 
 
@@ -162,7 +163,7 @@ async def raw(url: httpx.URL, request: str) -> bytes:
     """The answer to a request line and headers that no client would send."""
     reader, writer = await send(str(url), request.encode("latin-1") + b"connection: close\r\ncontent-length: 0\r\n\r\n")
     try:
-        return await asyncio.wait_for(reader.read(), 5)
+        return await asyncio.wait_for(reader.read(), PATIENCE_S)
     finally:
         writer.close()
 
@@ -256,16 +257,14 @@ async def test_requests_at_once_are_limited_by_key(mesh: FakeMesh) -> None:
     mesh.gate = asyncio.Semaphore(0)
     async with served(mesh, table("alice", ALICE, requests_at_once=2) + table("bob", BOB)) as http:
         running = [asyncio.create_task(http.post(CHAT, json=HELLO, headers=AUTH)) for _ in range(2)]
-        while mesh.running < 2:
-            await asyncio.sleep(0.001)
+        await until(lambda: mesh.running == 2)
         answer = await http.post(CHAT, json=HELLO, headers=AUTH)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         error = answer.json()["error"]
         assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
         assert await value_of_with_key(http, 'kvmesh_api_key_limited_total{api_key="alice"}') == 1
         bobs = asyncio.create_task(http.post(CHAT, json=HELLO, headers={"x-api-key": BOB}))
-        while mesh.running < 3:
-            await asyncio.sleep(0.001)
+        await until(lambda: mesh.running == 3)
         for _ in range(1000):
             mesh.gate.release()
         assert [a.status_code for a in await asyncio.gather(*running, bobs)] == [200] * 3
@@ -283,8 +282,9 @@ async def value_of_with_key(http: httpx.AsyncClient, series: str) -> float:
 async def test_a_client_that_leaves_gives_its_place_back(mesh: FakeMesh) -> None:
     mesh.gate = asyncio.Semaphore(0)
     async with served(mesh, table("alice", ALICE, requests_at_once=1)) as http:
-        with pytest.raises(httpx.ReadTimeout):
-            await http.post(CHAT, json=HELLO, headers=AUTH, timeout=0.1)
+        request = asyncio.create_task(http.post(CHAT, json=HELLO, headers=AUTH))
+        await until(lambda: mesh.running)
+        request.cancel()
         await mesh.until_idle()
         mesh.gate = None
         assert (await http.post(CHAT, json=HELLO, headers=AUTH)).status_code == 200
@@ -292,7 +292,11 @@ async def test_a_client_that_leaves_gives_its_place_back(mesh: FakeMesh) -> None
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_headers_tell_what_is_left_as_openais_do_and_past_it_429(mesh: FakeMesh, stream: bool) -> None:
-    async with served(mesh, table("alice", ALICE, requests_per_minute=2, tokens_per_minute=10_000)) as http:
+    ring = KeyRing(parse_file(table("alice", ALICE, requests_per_minute=2, tokens_per_minute=10_000)))
+    account = ring.find(ALICE.encode())
+    assert account is not None
+    account._clock = lambda: 0.0
+    async with serving(mesh, ring) as http:
         body = {**HELLO, "stream": stream}
         first, second, third = [await http.post(CHAT, json=body, headers=AUTH) for _ in range(3)]
         assert [a.status_code for a in (first, second, third)] == [200, 200, 429]
@@ -326,10 +330,10 @@ async def test_tokens_of_prompts_and_answers_are_counted_by_key_and_past_them_42
 async def test_the_openai_package_sees_its_own_errors(mesh: FakeMesh) -> None:
     async with served(mesh, table("alice", ALICE, requests_per_minute=1)) as http:
         base = f"{http.base_url}/v1"
-        async with AsyncOpenAI(base_url=base, api_key="wrong", max_retries=0) as client:
+        async with AsyncOpenAI(base_url=base, api_key="wrong", max_retries=0, timeout=PATIENCE_S) as client:
             with pytest.raises(AuthenticationError):
                 await client.chat.completions.create(**HELLO)
-        async with AsyncOpenAI(base_url=base, api_key=ALICE, max_retries=0) as client:
+        async with AsyncOpenAI(base_url=base, api_key=ALICE, max_retries=0, timeout=PATIENCE_S) as client:
             await client.chat.completions.create(**HELLO)
             with pytest.raises(RateLimitError, match="Rate limit reached"):
                 await client.chat.completions.create(**HELLO)
@@ -360,7 +364,7 @@ async def test_a_key_that_has_used_what_it_may_takes_nobodys_place(mesh: FakeMes
         await asyncio.sleep(2 * LOOK_EVERY_S)
         waits = asyncio.create_task(http.post(CHAT, json=HELLO, headers={"x-api-key": BOB}))
         await asyncio.sleep(0)  # to ask for the metrics alice's key is lent to every request that is made meanwhile
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while await value_of_with_key(http, "kvmesh_num_requests_waiting") < 1:
                 assert not waits.done(), waits.result().text
                 await asyncio.sleep(0.01)
@@ -379,7 +383,7 @@ async def test_a_prompt_that_never_leaves_the_queue_costs_its_key_nothing(mesh: 
     if route == "embeddings":
         mesh.served = [ServedModel(MODEL, 512, 0, embedding=EmbeddingModel(dimensions=4))]
     path, body = (CHAT, HELLO) if route == "chat" else ("/v1/embeddings", {"model": MODEL, "input": "Hello"})
-    limits = {"queue_timeout_s": 0.1} if end == "too old" else {}
+    queue_timeout_s = 0.1 if end == "too old" else 1000.0
     ring = KeyRing(parse_file(table("alice", ALICE, tokens_per_minute=1000)))
     account = ring.find(ALICE.encode())
     assert account is not None
@@ -388,24 +392,21 @@ async def test_a_prompt_that_never_leaves_the_queue_costs_its_key_nothing(mesh: 
     def left() -> int:
         return int(dict(account.headers())[b"x-ratelimit-remaining-tokens"])
 
-    async with serving(mesh, ring, **limits) as http:
+    async with serving(mesh, ring, queue_timeout_s=queue_timeout_s) as http:
         request = asyncio.create_task(http.post(path, json=body, headers=AUTH))
-        async with asyncio.timeout(5):
-            while left() == 1000:
-                assert not request.done()
-                await asyncio.sleep(0.001)
-            if end == "the client leaves":
-                request.cancel()
-                while left() < 1000:
-                    await asyncio.sleep(0.001)
-            elif end == "admitted":
-                mesh.fleet = FleetRoom(0, 1000, 0)
-                answer = await request
-                assert answer.status_code == 200
-                assert left() == 1000 - answer.json()["usage"]["total_tokens"]
-            else:
-                answer = await request
-                assert (answer.status_code, answer.headers["x-ratelimit-remaining-tokens"]) == (429, "1000")
+        await until(lambda: left() < 1000 or request.done())
+        assert not request.done()
+        if end == "the client leaves":
+            request.cancel()
+            await until(lambda: left() == 1000)
+        elif end == "admitted":
+            mesh.fleet = FleetRoom(0, 1000, 0)
+            answer = await request
+            assert answer.status_code == 200
+            assert left() == 1000 - answer.json()["usage"]["total_tokens"]
+        else:
+            answer = await request
+            assert (answer.status_code, answer.headers["x-ratelimit-remaining-tokens"]) == (429, "1000")
     if end != "admitted":
         assert left() == 1000
 
@@ -519,32 +520,26 @@ async def test_the_file_is_read_again_when_it_changes_and_on_sighup_and_a_broken
     file.write_text(table("alice", ALICE))
     ring = KeyRing(read_keys(f"env:{BOB}", file))
 
-    async def until(good: bool, key: str) -> None:
-        async with asyncio.timeout(5):
-            while (ring.find(key.encode()) is not None) is not good:
-                await asyncio.sleep(0.005)
-
     monkeypatch.setattr(keys_module, "LOOK_EVERY_S", 0.02)
     async with follow_keys(ring, f"env:{BOB}", file, stamp_of(file)):
         await asyncio.sleep(0.05)
         file.write_text(table("alice", "sk-rotated-0123"))
-        await until(True, "sk-rotated-0123")
+        await until(lambda: ring.find(b"sk-rotated-0123"))
         assert ring.find(ALICE.encode()) is None
         assert ring.find(BOB.encode()) is not None, "those of the environment stay"
         file.write_text("[broken")
-        while "the old ones stay valid" not in caplog.text:
-            await asyncio.sleep(0.005)
+        await until(lambda: "the old ones stay valid" in caplog.text)
         file.unlink()
         await asyncio.sleep(0.05)
         assert ring.find(b"sk-rotated-0123") is not None
         file.write_text("")
-        await until(False, "sk-rotated-0123")
-    monkeypatch.setattr(keys_module, "LOOK_EVERY_S", 60.0)
+        await until(lambda: not ring.find(b"sk-rotated-0123"))
+    monkeypatch.setattr(keys_module, "LOOK_EVERY_S", 1000.0)
     async with follow_keys(ring, None, file, stamp_of(file)):
         await asyncio.sleep(0.02)
         file.write_text(table("alice", ALICE))
         os.kill(os.getpid(), signal.SIGHUP)
-        await until(True, ALICE)
+        await until(lambda: ring.find(ALICE.encode()))
 
 
 async def test_a_file_that_changes_while_the_process_starts_is_read_again(
@@ -557,9 +552,7 @@ async def test_a_file_that_changes_while_the_process_starts_is_read_again(
     async with open_keys(FrontendSettings(api_keys_file=file)) as ring:
         file.write_text(table("alice", "sk-rotated-at-the-start"))  # before the task that follows the file first runs
         assert ring is not None
-        async with asyncio.timeout(5):
-            while ring.find(b"sk-rotated-at-the-start") is None:
-                await asyncio.sleep(0.005)
+        await until(lambda: ring.find(b"sk-rotated-at-the-start"))
 
 
 def test_all_keys_are_compared_whichever_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -590,10 +583,10 @@ async def test_https_is_served_with_a_certificate_and_http_is_not(mesh: FakeMesh
     mesh.pace_s = 0.001
     async with serve_http(create_app(mesh, mesh.text, settings), settings, tls=CERTIFICATE) as url:
         assert url.startswith("https://127.0.0.1:")
-        async with httpx.AsyncClient(base_url=url, verify=trust) as client:
+        async with httpx.AsyncClient(base_url=url, verify=trust, timeout=PATIENCE_S) as client:
             answer = await client.post(CHAT, json={**HELLO, "stream": True})
             assert answer.text.endswith("data: [DONE]\n\n")
-        async with httpx.AsyncClient() as stranger:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as stranger:
             with pytest.raises(httpx.ConnectError, match=r"(?i)certificate"):
                 await stranger.get(f"{url}/health")
             with pytest.raises(httpx.HTTPError):
@@ -677,13 +670,13 @@ async def test_any_other_request_id_is_replaced(http: httpx.AsyncClient, given: 
 async def test_a_thousand_keys_cost_a_request_less_than_a_millisecond() -> None:
     ring = KeyRing(parse_list(",".join(f"sk-0123456789-{i}" for i in range(1000))))
     best = min(_timed(ring) for _ in range(20))
-    assert best < 0.002, "a bound for a busy machine"
+    assert best < 0.002
 
 
 def _timed(ring: KeyRing) -> float:
-    began = time.perf_counter()
+    began = time.thread_time()
     ring.find(b"sk-0123456789-999")
-    return time.perf_counter() - began
+    return time.thread_time() - began
 
 
 async def test_keys_do_not_share_the_prefix_cache_unless_they_belong_together(mesh: FakeMesh) -> None:

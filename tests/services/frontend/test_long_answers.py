@@ -12,6 +12,7 @@ import pytest
 from pydantic import BaseModel
 from starlette.types import Message
 
+from components.http.limits import ClientLimits
 from components.http.server import serve_http
 from components.openai.embeddings import EmbeddingList
 from components.openai.parts import AT_ONCE_BYTES, PART, filled, items_of, text_filled
@@ -24,6 +25,7 @@ from services.frontend.config import FrontendSettings
 from services.frontend.ports import ServedModel
 from tests.services.frontend.fake_mesh import FakeMesh, vector_of
 from tests.services.frontend.raw_http import post
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 EMBED = "embedder"
@@ -98,7 +100,7 @@ async def test_others_get_their_turn_between_the_parts_of_a_long_answer(mesh: Fa
 async def http(mesh: FakeMesh) -> AsyncIterator[httpx.AsyncClient]:
     async with (
         serve_http(create_app(mesh, mesh.text, SETTINGS), SETTINGS) as url,
-        httpx.AsyncClient(base_url=url, timeout=30) as client,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
     ):
         yield client
 
@@ -128,12 +130,13 @@ async def test_a_client_that_leaves_ends_the_writing_of_a_long_answer(
             over.set()
 
     monkeypatch.setattr(embeddings, "embedding_list", endless)
-    async with serve_http(create_app(mesh, mesh.text, SETTINGS), SETTINGS) as url:
+    limits = ClientLimits(unread_s=1000.0)
+    async with serve_http(create_app(mesh, mesh.text, SETTINGS), SETTINGS, limits=limits) as url:
         reader, writer = await post(url, "/v1/embeddings", requests()["/v1/embeddings"])
         await reader.readexactly(10 * AT_ONCE_BYTES)
         assert not over.is_set()
         writer.close()
-        await asyncio.wait_for(over.wait(), 10)
+        await asyncio.wait_for(over.wait(), PATIENCE_S)
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
