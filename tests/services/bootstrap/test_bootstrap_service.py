@@ -1,4 +1,3 @@
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -14,6 +13,7 @@ from components.wire.prefill import CloseRooms, OpenRoom, PagesOffered, RoomFail
 from services.bootstrap.service import BootstrapService
 from tests.components.messaging.fake_bus import FakeBus
 from tests.services.decode.fake_engine import turns
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -87,7 +87,7 @@ async def test_a_replica_that_drains_opens_no_room_and_keeps_those_it_has(replic
 
 
 async def test_the_offer_is_forwarded_as_decode_made_it(replica: Replica) -> None:
-    await replica.open(life_ms=100)
+    await replica.open(life_ms=5000)
     await turns()
     [offered] = replica.bus.of(PagesOffered)
     assert offered == PagesOffered(
@@ -103,7 +103,7 @@ async def test_the_offer_is_forwarded_as_decode_made_it(replica: Replica) -> Non
         sender="boot",
         sent_unix_ms=offered.sent_unix_ms,
     )
-    assert 0 <= offered.deadline_unix_ms - offered.sent_unix_ms <= 100
+    assert 0 <= offered.deadline_unix_ms - offered.sent_unix_ms <= 5000
 
 
 async def test_a_room_that_is_open_is_not_opened_again(replica: Replica) -> None:
@@ -147,7 +147,5 @@ async def test_a_room_that_no_prefill_closes_is_forgotten_at_its_deadline_which_
     replica: Replica,
 ) -> None:
     await replica.open(life_ms=30)
-    async with asyncio.timeout(5):
-        while replica.open_rooms:
-            await asyncio.sleep(0.005)
+    await until(lambda: not replica.open_rooms)
     assert not replica.failures()

@@ -6,12 +6,14 @@ from typing import Any
 import httpx
 import pytest
 
+from components.http import server
 from components.http.server import serve_http
 from components.startup import CannotServe
 from components.text.tokenizer import TextModel
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 STOPPED = "The server stopped before this request had ended. Try again."
@@ -55,7 +57,7 @@ async def test_connections_do_not_wait_to_fill_packets(
         nodelay.append(raw.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
         await create_app(mesh, text, settings)(scope, receive, send)
 
-    async with serve_http(app, settings) as url, httpx.AsyncClient(base_url=url) as client:
+    async with serve_http(app, settings) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         assert (await client.get("/health")).is_success
     assert nodelay == [1]
 
@@ -64,13 +66,12 @@ async def test_signal_handlers_stay_their_owners(url: str) -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
-async def test_a_stop_lets_requests_in_flight_end(mesh: FakeMesh, text: TextModel, settings: FrontendSettings) -> None:
-    mesh.pace_s = 0.03
-    async with httpx.AsyncClient() as client:
+async def test_a_stop_lets_requests_in_flight_end(mesh: FakeMesh, text: TextModel) -> None:
+    mesh.pace_s, settings = 0.03, FrontendSettings(port=0, drain_timeout_s=PATIENCE_S)
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         async with serve_http(create_app(mesh, text, settings), settings) as url:
             request = asyncio.create_task(client.post(f"{url}/v1/completions", json=HELLO))
-            while not mesh.deltas:
-                await asyncio.sleep(0.001)
+            await until(lambda: mesh.deltas)
         answer = await request
         assert answer.text.endswith("data: [DONE]\n\n")
         assert mesh.cancelled == 0
@@ -79,9 +80,10 @@ async def test_a_stop_lets_requests_in_flight_end(mesh: FakeMesh, text: TextMode
 
 
 async def test_requests_that_outlive_the_drain_time_get_an_error_in_the_form_of_their_api(
-    mesh: FakeMesh, text: TextModel, caplog: pytest.LogCaptureFixture
+    mesh: FakeMesh, text: TextModel, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Clients got a bare 500 or a stream that broke off, and the log had a traceback for each."""
+    monkeypatch.setattr(server, "LAST_ANSWERS_S", PATIENCE_S)
     mesh.gate = asyncio.Semaphore(0)
     settings = FrontendSettings(port=0, drain_timeout_s=0.2)
     said = [{"role": "user", "content": "Hi"}]
@@ -91,7 +93,7 @@ async def test_requests_that_outlive_the_drain_time_get_an_error_in_the_form_of_
         "/v1/responses": {"input": "a", "store": False},
         "/v1/messages": {"messages": said, "max_tokens": 9},
     }
-    async with httpx.AsyncClient() as client:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as client:
         async with serve_http(create_app(mesh, text, settings), settings) as url:
             requests = {
                 (path, stream): asyncio.create_task(
@@ -100,12 +102,10 @@ async def test_requests_that_outlive_the_drain_time_get_an_error_in_the_form_of_
                 for path, body in bodies.items()
                 for stream in (False, True)
             }
-            while mesh.running < len(requests):
-                await asyncio.sleep(0.001)
+            await until(lambda: mesh.running == len(requests))
             for _ in requests:  # one token each
                 mesh.gate.release()
-            while mesh.deltas < len(requests):
-                await asyncio.sleep(0.001)
+            await until(lambda: mesh.deltas == len(requests))
         answers = {key: await request for key, request in requests.items()}
     assert (mesh.running, mesh.cancelled) == (0, len(requests))
     for (path, stream), answer in answers.items():

@@ -1,6 +1,5 @@
 """One line for each request, at its end."""
 
-import asyncio
 import logging
 from typing import Any
 
@@ -9,6 +8,7 @@ import pytest
 from opentelemetry.trace import StatusCode
 from prometheus_client import Counter
 
+from components import token_bucket
 from components.api_keys import parse_file
 from components.errors import PeerLost, QueueFull
 from components.http.server import serve_http
@@ -25,6 +25,7 @@ from services.frontend.keys import KeyRing
 from services.frontend.request_lines import RequestLines
 from services.frontend.request_record import RequestRecord, decode_of, unkept
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+from tests.waiting import PATIENCE_S, until
 
 SECRET = "my-secret-prompt"
 BODY = {"model": MODEL, "messages": [{"role": "user", "content": SECRET}]}
@@ -216,9 +217,7 @@ async def test_a_request_writes_one_line_without_its_content(
     assert (
         await http.post("/v1/chat/completions", json={**BODY, "stream": stream}, headers=headers)
     ).status_code == 200
-    async with asyncio.timeout(5):
-        while not written(caplog):  # a stream's client may be done before the line is written
-            await asyncio.sleep(0.01)
+    await until(lambda: written(caplog))  # a stream's client may be done before the line is written
     [line] = written(caplog)
     assert (line["route"], line["model"], line["status"]) == ("/v1/chat/completions", MODEL, 200)
     [prompt] = mesh.prompts
@@ -295,14 +294,15 @@ def test_ordinary_lines_beyond_the_limit_are_counted_and_others_are_always_writt
 
 @pytest.mark.anyio
 async def test_requests_that_the_gate_refuses_have_a_line_within_the_limit(
-    mesh: FakeMesh, caplog: pytest.LogCaptureFixture
+    mesh: FakeMesh, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(token_bucket, "BURST_S", 10_000.0)
     keys = KeyRing(parse_file('[alice]\nkey = "sk-alice-0123456789"\nrequests_per_minute = 1\n'))
-    settings = FrontendSettings(port=0, drain_timeout_s=2, request_lines_per_s=0.4)  # four at once
+    settings = FrontendSettings(port=0, drain_timeout_s=2, request_lines_per_s=0.0004)  # four at once
     alice = {"authorization": "Bearer sk-alice-0123456789", "x-request-id": "mine"}
     async with (
         serve_http(create_app(mesh, mesh.text, settings, keys=keys), settings) as url,
-        httpx.AsyncClient(base_url=url, timeout=10) as http,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
     ):
         assert (await http.post("/v1/chat/completions", json=BODY)).status_code == 401
         assert (await http.post("/v1/chat/completions", json=BODY, headers=alice)).status_code == 200

@@ -18,6 +18,7 @@ from components.errors import DecodeLost
 from components.http.server import serve_http
 from components.startup import WrongSettings
 from components.text.tokenizer import TextModel
+from services.frontend import server_metrics
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.server_metrics import send_server_metrics
@@ -25,6 +26,7 @@ from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 from tests.conftest import REPO
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 from tests.services.frontend.test_operations import CHAT, HELLO
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -65,6 +67,11 @@ def collector() -> Iterator[tuple[str, Received]]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def a_collector_may_take_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_metrics, "OTLP_TIMEOUT_S", int(PATIENCE_S))
+
+
 def points(received: Received) -> dict[str, list[tuple[dict[str, str], int, float]]]:
     """Attributes, count and sum of each histogram."""
     [resource] = received[-1].resource_metrics
@@ -93,7 +100,7 @@ async def test_requests_reach_a_collector_under_the_names_of_the_conventions(
 
     async with send_server_metrics(settings, "f1", lambda: True) as server:
         app = create_app(mesh, text, settings, server_metrics=server)
-        async with serve_http(app, settings) as url, httpx.AsyncClient(base_url=url, timeout=10) as http:
+        async with serve_http(app, settings) as url, httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http:
             assert await ask(http) == 200
             assert await ask(http, model="invented") == 404
             num_deltas, mesh.fail_at, mesh.failure = mesh.deltas, 1, DecodeLost("gone")

@@ -12,6 +12,7 @@ from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 from tests.services.frontend.raw_http import post
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -46,7 +47,7 @@ async def test_each_token_arrives_before_the_next_is_made(http: httpx.AsyncClien
     mesh.gate = asyncio.Semaphore(0)
     received = b""
     mesh.gate.release()
-    async with asyncio.timeout(10), http.stream("POST", CHAT, json=HELLO) as answer:
+    async with asyncio.timeout(PATIENCE_S), http.stream("POST", CHAT, json=HELLO) as answer:
         async for data in answer.aiter_raw():
             received += data
             if received.count(b'"delta":{"content":') == mesh.deltas:
@@ -63,7 +64,7 @@ async def test_one_delta_of_many_tokens_is_one_event(http: httpx.AsyncClient, me
 
 async def test_the_first_token_is_not_kept_waiting_for_text(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
     mesh.answer, mesh.gate = "👩", asyncio.Semaphore(1)  # its first token alone is no character
-    async with asyncio.timeout(10), http.stream("POST", CHAT, json=HELLO) as answer:
+    async with asyncio.timeout(PATIENCE_S), http.stream("POST", CHAT, json=HELLO) as answer:
         assert b'"role":"assistant"' in await anext(answer.aiter_raw())
     await mesh.until_idle()
 
@@ -108,8 +109,7 @@ async def test_a_client_that_leaves_cancels_the_work_before_another_token(
 ) -> None:
     mesh.gate = asyncio.Semaphore(tokens_seen)
     _, writer = await post(url, route, {"model": MODEL, **ROUTES[route], "stream": stream})
-    while mesh.deltas < tokens_seen or not mesh.running:
-        await asyncio.sleep(0.001)
+    await until(lambda: mesh.deltas == tokens_seen and mesh.running)
     writer.close()
     await mesh.until_idle()
     assert (mesh.cancelled, mesh.deltas) == (1, tokens_seen)
@@ -138,7 +138,7 @@ async def test_a_failure_after_the_last_token_changes_nothing(http: httpx.AsyncC
     settings = FrontendSettings(port=0)
     async with (
         serve_http(create_app(late, mesh.text, settings), settings) as url,
-        httpx.AsyncClient(base_url=url) as client,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
         client.stream("POST", CHAT, json=HELLO) as answer,
     ):
         assert (await events_of(answer))[-1] == "[DONE]"
@@ -146,11 +146,11 @@ async def test_a_failure_after_the_last_token_changes_nothing(http: httpx.AsyncC
 
 @pytest.mark.parametrize("stream", [True, False])
 async def test_a_request_over_its_time_limit_is_cancelled(mesh: FakeMesh, text: TextModel, stream: bool) -> None:
-    mesh.answer, mesh.pace_s = "word " * 100, 0.02
-    settings = FrontendSettings(port=0, request_timeout_s=0.1)
+    mesh.gate = asyncio.Semaphore(2)
+    settings = FrontendSettings(port=0, request_timeout_s=1.0)  # the stream begins within it
     async with (
         serve_http(create_app(mesh, text, settings), settings) as url,
-        httpx.AsyncClient(base_url=url) as client,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
         client.stream("POST", CHAT, json={**HELLO, "stream": stream}) as answer,
     ):
         if stream:

@@ -24,6 +24,7 @@ from services.frontend.config import FrontendSettings
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 from tests.services.frontend.test_bad_inputs import CHAT, COMPLETION, error_of
 from tests.services.frontend.test_request_spans import by_name
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 HELLO: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
@@ -48,8 +49,10 @@ def registry() -> CollectorRegistry:
 @pytest.fixture(scope="module")
 async def checker(tmp_path_factory: pytest.TempPathFactory, registry: CollectorRegistry) -> AsyncIterator[Any]:
     folder: Path = mock_dir(tmp_path_factory.mktemp("models"))
-    async with open_checker(folder, 0.5, ConstraintMetrics(registry)) as opened:
-        yield opened
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(checker_module, "PATIENCE", 1000)  # CPU seconds are what a test spends
+        async with open_checker(folder, 0.5, ConstraintMetrics(registry)) as opened:
+            yield opened
 
 
 @pytest.fixture
@@ -171,16 +174,14 @@ async def test_a_bomb_is_refused_within_its_budget_while_others_are_answered(
 ) -> None:
     assert (await http.post(CHAT, json={**HELLO, "guided_regex": "warm"})).is_success
     bomb = asyncio.create_task(
-        http.post(CHAT, json={**HELLO, "guided_json": {"type": "integer", "multipleOf": 999_983}}, timeout=60)
+        http.post(CHAT, json={**HELLO, "guided_json": {"type": "integer", "multipleOf": 999_983}})
     )
-    began = time.perf_counter()
     took: list[float] = []
     while not bomb.done():
-        before = time.perf_counter()
+        before = time.process_time()
         assert (await http.post(CHAT, json=HELLO)).is_success
-        took.append(time.perf_counter() - before)
-    assert "too complex" in error_of(await bomb, 400, "invalid_value", "guided_json")
-    assert time.perf_counter() - began < 15, "half a second of CPU, on a busy machine"
+        took.append(time.process_time() - before)
+    assert "too complex" in error_of(await bomb, 400, "invalid_value", "guided_json"), "in 10 s it would compile"
     assert len(took) > 10
     assert sorted(took)[len(took) // 2] < 0.25
     refused = registry.get_sample_value("kvmesh_structured_output_requests_total", {"result": "refused"})
@@ -205,16 +206,14 @@ async def test_callers_flood_themselves_alone_and_whoever_leaves_is_not_worked_f
     async with (
         open_checker(mock_dir(tmp_path), 300.0, ConstraintMetrics(CollectorRegistry())) as opened,
         serve_http(create_app(mesh, text, settings, checker=opened), settings) as url,
-        httpx.AsyncClient(base_url=url, timeout=120) as client,
-        asyncio.timeout(120),
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
     ):
         for name in ("one", "anonymous"):
             bombs = [
                 asyncio.create_task(ask(name, guided_json={"type": "integer", "multipleOf": 999_983 - 2 * i}))
                 for i in range(3)
             ]
-            while sum(len(caller.checks) for caller in opened._callers.values()) < 3:
-                await asyncio.sleep(0.01)
+            await until(lambda: sum(len(caller.checks) for caller in opened._callers.values()) == 3)
             refused = await ask(name, guided_regex="one more")
             assert "expressions" in error_of(refused, 429, "rate_limit_exceeded", None)
             assert refused.headers["retry-after"] == "1"
@@ -222,8 +221,7 @@ async def test_callers_flood_themselves_alone_and_whoever_leaves_is_not_worked_f
             assert not any(bomb.done() for bomb in bombs)
             for bomb in bombs:
                 bomb.cancel()
-            while opened._callers:
-                await asyncio.sleep(0.01)
+            await until(lambda: not opened._callers)
             assert (await ask(name, guided_regex=f"now {name}")).is_success
 
 
@@ -235,7 +233,10 @@ async def test_the_check_is_a_span_of_the_request(http: httpx.AsyncClient, spans
 async def test_without_a_checker_nobody_is_promised_anything(
     mesh: FakeMesh, text: TextModel, settings: FrontendSettings
 ) -> None:
-    async with serve_http(create_app(mesh, text, settings), settings) as url, httpx.AsyncClient(base_url=url) as client:
+    async with (
+        serve_http(create_app(mesh, text, settings), settings) as url,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
+    ):
         answer = await client.post(CHAT, json={**HELLO, "guided_regex": "a"})
         error_of(answer, 400, None, "guided_regex")
         assert not mesh.prompts

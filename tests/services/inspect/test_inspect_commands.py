@@ -3,7 +3,8 @@ import json
 import os
 import subprocess
 import sysconfig
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from components.discovery.registry import Registration, join_registry
-from components.messaging.bus import connect_bus
+from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import serve_calls
 from components.process import subject_of
 from components.settings import MeshSettings
@@ -25,6 +26,7 @@ from services.inspect.workers import show_workers
 from tests.components.discovery.records import record
 from tests.components.telemetry.written import writing_tracer
 from tests.secured import SECURED
+from tests.waiting import PATIENCE_S
 
 RunService = Callable[..., Any]
 
@@ -51,7 +53,9 @@ def test_the_shell_variables_let_etcdctl_in(etcd_url: str, tmp_path: Path, monke
     script = f'{text}\netcdctl put shell/a "$NATS_URL" && etcdctl get --prefix shell/'
     etcdctl = Path(sysconfig.get_path("scripts")) / "etcdctl"
     shell = {"PATH": f"{etcdctl.parent}:{os.environ['PATH']}"}
-    ran = subprocess.run(["/bin/sh", "-c", script], env=shell, check=False, capture_output=True, text=True, timeout=20)
+    ran = subprocess.run(
+        ["/bin/sh", "-c", script], env=shell, check=False, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert ran.stdout.split() == ["OK", "shell/a", "nats://a:b@h:1"], ran.stderr
 
 
@@ -225,7 +229,15 @@ def test_only_the_server_that_does_not_answer_is_named(
     nats_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`workers` and `route` named etcd or NATS, whichever it was."""
-    monkeypatch.setattr(mesh, "CONNECT_S", 1.5)
+    open_bus = mesh.open_bus
+
+    @asynccontextmanager
+    async def then_short(settings: MeshSettings) -> AsyncIterator[Bus]:
+        async with open_bus(settings) as bus:
+            monkeypatch.setattr(mesh, "CONNECT_S", 0.1)
+            yield bus
+
+    monkeypatch.setattr(mesh, "open_bus", then_short)
     servers = ("--etcd-url", "http://127.0.0.1:9", "--nats-url", nats_url)
     code, text = invoke("workers", *servers, "--state-dir", str(tmp_path))
     assert code == 1

@@ -21,6 +21,8 @@ elif "up" in words:
     if (home / "broken").exists():
         sys.exit('service "prefill" has no container to start: no space left on device')
     role, _, count = words[words.index("--scale") + 1].partition("=")
-    time.sleep(0.3 if int(count) < containers[role] else 0.0)  # a container that goes has its grace period
+    ends_s = time.monotonic() + (100 if int(count) < containers[role] else 0)
+    while time.monotonic() < ends_s and not (home / "drained").exists():  # a container that goes has its grace period
+        time.sleep(0.01)
     containers[role] = int(count)
     state.write_text(json.dumps(containers))

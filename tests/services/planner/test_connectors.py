@@ -41,6 +41,7 @@ async def test_compose_scales_one_service_and_leaves_the_others_alone(
     assert await compose.counts() == {"prefill": 1, "decode": 1}, "while it drains, it is none of those that are kept"
     with pytest.raises(BackendUnavailable, match="another change is in progress"):
         await compose.scale(Change("decode", 1, 2, ""))
+    (tmp_path / "drained").touch()
     await asyncio.gather(*compose._tasks)
     assert await compose.counts() == {"prefill": 1, "decode": 1}
     [up] = said(tmp_path, "up")

@@ -101,11 +101,11 @@ async def test_a_page_is_fetched_and_failures_are_reported() -> None:
 @pytest.mark.anyio
 async def test_a_page_has_its_whole_time_however_many_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hundreds of pages shared few threads, and the wait for one counted: most workers were unknown."""
-    monkeypatch.setattr("services.planner.pages.TIMEOUT_S", 0.4)
+    monkeypatch.setattr("services.planner.pages.TIMEOUT_S", 2.0)
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
-        await asyncio.sleep(0.1)
+        await asyncio.sleep(0.4)
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 1\r\nConnection: close\r\n\r\n7")
         writer.close()
 
