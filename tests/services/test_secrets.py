@@ -18,6 +18,7 @@ from components.startup import WrongSettings
 from services.frontend.config import FrontendSettings
 from services.local.options import assigned
 from services.local.plan import Plan
+from tests.waiting import PATIENCE_S
 
 SECRET = "sk-0123456789abcdefgh"
 ETCD_URL = f"http://root:{SECRET}@127.0.0.1:1"
@@ -86,7 +87,12 @@ def test_a_secret_on_the_command_line_is_refused_and_not_repeated(text: str, tol
 def test_a_frontend_that_does_not_start_prints_no_secret(tmp_path: Path) -> None:
     env = os.environ | {"MESH_FRONTEND_TLS_CERT": "cert.pem", "MESH_STATE_DIR": str(tmp_path)}
     ended = subprocess.run(
-        [sys.executable, "-m", "services.frontend"], check=False, env=env, capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "services.frontend"],
+        check=False,
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
     )
     said = ended.stdout + ended.stderr
     assert ended.returncode != 0

@@ -14,8 +14,9 @@ from engine.config import EngineConfig
 from engine.start import start_engine
 from services.decode.config import DecodeSettings
 from services.worker import open_worker
+from tests.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(60)]
+pytestmark = pytest.mark.anyio
 
 
 async def test_the_metrics_page_can_be_read_while_the_model_is_loaded(
@@ -31,7 +32,7 @@ async def test_the_metrics_page_can_be_read_while_the_model_is_loaded(
 
     @asynccontextmanager
     async def load_slowly(*args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
             answers.extend([(await client.get(path)).status_code for path in ("/metrics", "/health", "/ready")])
         async with start_engine(*args, **kwargs) as engine:
             yield engine

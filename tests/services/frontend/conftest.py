@@ -14,6 +14,7 @@ from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from tests.components.text.tiny_model import tiny_text_model
 from tests.services.frontend.fake_mesh import FakeMesh
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(scope="session")
@@ -45,14 +46,14 @@ async def url(mesh: FakeMesh, text: TextModel, settings: FrontendSettings) -> As
 
 @pytest.fixture
 async def http(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         yield client
 
 
 @pytest.fixture
 async def openai(url: str) -> AsyncIterator[AsyncOpenAI]:
     """The package as users have it, retries off."""
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         yield client
 
 

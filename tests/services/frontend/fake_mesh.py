@@ -13,6 +13,7 @@ from components.text.tokenizer import TextModel
 from components.wire.generate import StreamItem
 from components.wire.logprobs import TokenLogprobs
 from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
+from tests.waiting import until
 
 MODEL = "tiny"
 CONTEXT = 512
@@ -92,9 +93,7 @@ class FakeMesh:
             yield item_of(chunk, finish, told, of_prompt)
 
     async def until_idle(self) -> None:
-        async with asyncio.timeout(5):
-            while self.running:
-                await asyncio.sleep(0.001)
+        await until(lambda: not self.running, lambda: f"{self.running} branches run")
 
 
 class FakeBranch:

@@ -18,6 +18,7 @@ from tests.services.frontend.raw_http import post
 from tests.services.frontend.test_operations import value_of
 from tests.services.frontend.test_request_spans import by_name
 from tests.services.frontend.test_streaming import HELLO as STREAMED
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 CHAT: Final = "/v1/chat/completions"
@@ -31,13 +32,13 @@ async def served(mesh: FakeMesh, **settings: Any) -> AsyncIterator[httpx.AsyncCl
     limits = FrontendSettings(port=0, drain_timeout_s=2, **settings)
     async with (
         serve_http(create_app(mesh, mesh.text, limits), limits) as url,
-        httpx.AsyncClient(base_url=url, timeout=10) as client,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
     ):
         yield client
 
 
 async def until_waiting(http: httpx.AsyncClient, number: int) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while await value_of(http, "kvmesh_num_requests_waiting") != number:
             await asyncio.sleep(0.001)
 
@@ -53,7 +54,9 @@ async def test_a_full_queue_is_429_with_when_to_come_back(mesh: FakeMesh) -> Non
         error = answer.json()["error"]
         assert (error["type"], error["param"], error["code"]) == ("tokens", None, "rate_limit_exceeded")
         assert await value_of(http, 'kvmesh_requests_refused_total{reason="full"}') == 1
-        async with AsyncOpenAI(base_url=f"{http.base_url}/v1", api_key="none", max_retries=0) as client:
+        async with AsyncOpenAI(
+            base_url=f"{http.base_url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S
+        ) as client:
             with pytest.raises(RateLimitError):  # a key of its own, with as much as the one who waits
                 await client.chat.completions.create(**HELLO)
         mesh.fleet = EMPTY
@@ -115,8 +118,7 @@ async def test_priority_goes_before_the_share_of_keys_and_that_before_arrival(me
     came = [("a", 1), ("a", 0), ("a", 0), ("b", 0), ("c", -1)]
     async with served(mesh, max_inflight=1) as http:
         requests = [asyncio.create_task(http.post(CHAT, json=HELLO))]
-        while not mesh.prompts:
-            await asyncio.sleep(0.001)
+        await until(lambda: mesh.prompts)
         for number, (key, priority) in enumerate(came):
             body = {**HELLO, "priority": priority, "seed": number}
             headers = {"authorization": f"Bearer {key}"}

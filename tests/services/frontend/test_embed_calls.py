@@ -29,6 +29,7 @@ from services.frontend.ports import Texts
 from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
 from tests.components.messaging.frames import nothing_lost
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -64,7 +65,7 @@ class Mesh:
 
     async def embed(self, *lengths: int, life_ms: int = 60_000) -> list[int]:
         texts = Texts("r", "m", [[7] * length for length in lengths], now_ms() + life_ms, "salt", 3)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             return [int(vector) for vector in await self.client.embed(texts)]
 
 

@@ -16,6 +16,7 @@ from tests.services.frontend.fake_mesh import CONTEXT, MODEL, FakeMesh, vector_o
 from tests.services.frontend.raw_http import post
 from tests.services.frontend.test_bad_inputs import error_of
 from tests.services.frontend.test_operations import value_of
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 EMBED = "embedder"
@@ -152,8 +153,7 @@ async def test_failures_have_their_status_and_are_counted(http: httpx.AsyncClien
 async def test_a_client_that_leaves_cancels_the_work(url: str, mesh: FakeMesh) -> None:
     mesh.gate = asyncio.Semaphore(0)
     _, writer = await post(url, PATH, {"model": EMBED, "input": "a"})
-    while not mesh.running:
-        await asyncio.sleep(0.001)
+    await until(lambda: mesh.running)
     writer.close()
     await mesh.until_idle()
     assert mesh.cancelled == 1

@@ -11,6 +11,7 @@ from services.frontend.generation import Generation
 from services.frontend.metrics import GapCounts
 from services.frontend.ports import Prompt
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -41,7 +42,7 @@ async def test_a_client_that_reads_too_slowly_ends_all_branches_at_once(mesh: Fa
             await generation.woken()
 
     with pytest.raises(Cancelled, match="too slowly"):
-        await asyncio.wait_for(run(), 5)
+        await asyncio.wait_for(run(), PATIENCE_S)
     assert mesh.cancelled == 3, "all but the branch that failed"
 
 
@@ -74,7 +75,7 @@ async def test_a_last_piece_that_cannot_be_shown_ends_the_generation_with_that_e
 
     generation = generation_of(mesh, text)
     with pytest.raises(Cancelled, match="too slowly"):
-        async with asyncio.timeout(5), generation.running(show):
+        async with asyncio.timeout(PATIENCE_S), generation.running(show):
             await generation.woken()
 
 
@@ -115,7 +116,7 @@ async def test_items_that_are_held_are_bounded(
             await generation.woken()
 
     with pytest.raises(Cancelled, match="too slowly"):
-        await asyncio.wait_for(run(), 5)
+        await asyncio.wait_for(run(), PATIENCE_S)
 
 
 async def test_leaving_cancels_what_still_runs(mesh: FakeMesh, text: TextModel) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.conftest import RunService
 from tests.services.frontend.fake_mesh import MODEL
+from tests.waiting import PATIENCE_S
 
 IDLE: Final = 10_000
 HELLO: Final[dict[str, Any]] = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}]}
@@ -41,11 +42,11 @@ def test_ten_thousand_idle_connections_and_the_next_request_is_answered(
     count = min(IDLE, most_files - 1000)  # where the machine allows no more, and CI's do
     idle: list[socket.socket] = []
     try:
-        with httpx.Client(base_url=found[1], timeout=10) as client:
+        with httpx.Client(base_url=found[1], timeout=PATIENCE_S) as client:
             assert client.post("/v1/chat/completions", json=HELLO).status_code == 200
             before = resident_bytes(process.popen.pid)
             for number in range(count):
-                idle.append(socket.create_connection(("127.0.0.1", int(found[2])), timeout=10))
+                idle.append(socket.create_connection(("127.0.0.1", int(found[2])), timeout=PATIENCE_S))
                 if number % 2:
                     idle[-1].sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
             for connection in idle[1::2]:
@@ -54,7 +55,7 @@ def test_ten_thousand_idle_connections_and_the_next_request_is_answered(
             took_s = []
             for _ in range(20):
                 began = time.perf_counter()
-                with httpx.Client(base_url=found[1], timeout=10) as fresh:
+                with httpx.Client(base_url=found[1], timeout=PATIENCE_S) as fresh:
                     answer = fresh.post("/v1/chat/completions", json={**HELLO, "stream": True})
                 took_s.append(time.perf_counter() - began)
                 assert answer.text.endswith("data: [DONE]\n\n")

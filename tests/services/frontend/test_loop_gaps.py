@@ -18,6 +18,7 @@ from services.frontend.ports import Prompt, ServedModel
 from tests.loop_gap import MAX_GAP_S, longest_gap
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh, item_of, logprobs_of
 from tests.services.frontend.raw_http import send
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.anyio]
 CHAT: Final = "/v1/chat/completions"
@@ -35,7 +36,7 @@ async def asked(url: str, path: str, body: bytes) -> tuple[int, bytes, float]:
 
 async def asked_once(url: str, path: str, body: bytes) -> tuple[int, bytes, float]:
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
-    async with asyncio.timeout(60), longest_gap() as gap:
+    async with asyncio.timeout(PATIENCE_S), longest_gap() as gap:
         reader, writer = await send(url, f"{head}connection: close\r\n\r\n".encode() + body)
         answer = bytearray()
         while some := await reader.read(2**16):

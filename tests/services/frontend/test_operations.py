@@ -18,6 +18,7 @@ from services.frontend.config import FrontendSettings
 from services.frontend.connections import tokens_subject
 from services.frontend.ports import ServedModel
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 CHAT = "/v1/chat/completions"
@@ -79,8 +80,7 @@ async def test_a_request_is_counted_under_the_names_dashboards_know(
 async def test_a_running_request_is_seen_running(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
     mesh.pace_s = 0.05
     request = asyncio.create_task(http.post(CHAT, json=HELLO))
-    while not mesh.running:
-        await asyncio.sleep(0.001)
+    await until(lambda: mesh.running)
     assert await value_of(http, f'kvmesh_num_requests_running{{model_name="{MODEL}"}}') == 1
     await request
 
@@ -89,8 +89,7 @@ async def test_tokens_are_counted_as_they_arrive(http: httpx.AsyncClient, mesh: 
     """They were counted when their request ended: a chart showed nothing, and then a spike."""
     mesh.gate = asyncio.Semaphore(3)  # of the answer's tokens
     request = asyncio.create_task(http.post(CHAT, json=HELLO))
-    while mesh.deltas < 3:
-        await asyncio.sleep(0.001)
+    await until(lambda: mesh.deltas == 3)
     at = f'{{model_name="{MODEL}"}}'
     counted = [f"kvmesh_{what}_tokens_total{at}" for what in ("prompt", "generation")]
     prompt_tokens = len(mesh.prompts[0].token_ids)

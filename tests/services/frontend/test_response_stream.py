@@ -19,6 +19,7 @@ from services.frontend.stored import open_stored
 from services.local.accounts import Accounts
 from services.local.servers import NATS, Server, running
 from tests.conftest import REPO
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
@@ -56,7 +57,7 @@ async def test_the_command_makes_it_and_a_frontend_uses_it_within_its_rights(
 ) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
     env |= {"MESH_NATS_URL": nats.url, "MESH_NAMESPACE": NAMESPACE}
-    subprocess.run([sys.executable, *COMMAND.split()[1:]], cwd=REPO, env=env, check=True, timeout=30)
+    subprocess.run([sys.executable, *COMMAND.split()[1:]], cwd=REPO, env=env, check=True, timeout=PATIENCE_S)
     records = await open_records(bus, f"{NAMESPACE}.responses", settings_of(nats).stored_bounds)
     large = os.urandom(bus.client.max_payload - 1024)  # NATS returns it in base64, a third larger
     await records.put("large", large)

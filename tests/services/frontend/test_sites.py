@@ -12,6 +12,7 @@ from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.keys import KeyRing
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 CHAT: Final = "/v1/chat/completions"
@@ -45,7 +46,7 @@ async def ask(mesh: FakeMesh, headers: dict[str, str], keys: KeyRing | None = No
     limits = FrontendSettings(port=0, drain_timeout_s=2, **settings)
     async with (
         serve_http(create_app(mesh, mesh.text, limits, keys=keys), limits) as url,
-        httpx.AsyncClient(base_url=url, timeout=10) as http,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
     ):
         for path in ("/health", "/live", "/ready"):
             assert (await http.get(path, headers=headers)).status_code == 200, "probes are always answered"

@@ -20,6 +20,7 @@ from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.stored import StoredResponses, open_stored
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+from tests.waiting import PATIENCE_S, until
 
 # clients are `Any`: what they answer is a union of thirty classes, of which a test looks at one
 pytestmark = [pytest.mark.anyio, pytest.mark.mesh]
@@ -34,7 +35,7 @@ class Served:
     stack: AsyncExitStack
 
     def client(self, key: str = "mine") -> AsyncOpenAI:
-        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0)
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=PATIENCE_S)
 
 
 @asynccontextmanager
@@ -71,7 +72,7 @@ async def there(mesh: FakeMesh, settings: FrontendSettings) -> AsyncIterator[Asy
 
 
 async def until_over(client: Any, response_id: str) -> Any:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while (found := await client.responses.retrieve(response_id)).status == "in_progress":
             await asyncio.sleep(0.005)
     return found
@@ -170,8 +171,7 @@ async def test_one_in_the_background_goes_on_without_its_client(here: Any, there
 async def test_another_frontend_cancels_one_in_the_background(here: Any, there: Any, mesh: FakeMesh) -> None:
     mesh.gate = asyncio.Semaphore(2)
     made = await here.responses.create(**HELLO, background=True)
-    while mesh.deltas < 2:
-        await asyncio.sleep(0.001)
+    await until(lambda: mesh.deltas == 2)
     cancelled = await there.responses.cancel(made.id)
     assert cancelled.status == "cancelled"
     await mesh.until_idle()
@@ -247,9 +247,7 @@ async def test_other_bounds_of_the_next_frontend_hold(mesh: FakeMesh, settings: 
     made = await here.responses.create(**HELLO)
     fewer = settings.model_copy(update={"stored_responses_age_s": 0.2})
     async with frontend("fewer", mesh, fewer) as served, httpx.AsyncClient(base_url=served.url) as http:
-        async with asyncio.timeout(5):
-            while True:
-                answer = await http.get(f"/v1/responses/{made.id}", headers={"authorization": "Bearer mine"})
-                if answer.status_code == 404:
-                    break
+        async with asyncio.timeout(PATIENCE_S):
+            url, auth = f"/v1/responses/{made.id}", {"authorization": "Bearer mine"}
+            while (await http.get(url, headers=auth, timeout=PATIENCE_S)).status_code != 404:
                 await asyncio.sleep(0.05)

@@ -29,6 +29,7 @@ from tests.components.output.test_tool_formats import HARD as HARDEST
 from tests.components.output.test_tool_formats import ONE
 from tests.components.text.tiny_model import TEMPLATE, tiny_tokenizer
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh, logprobs_of
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 HARD = HARDEST.replace("[TOOL_CALLS] ", "")  # in a string, a special token is skipped as anywhere
@@ -65,7 +66,7 @@ async def served(mesh: FakeMesh, checker: ConstraintChecker | None = None) -> As
     mesh.served = [ServedModel(MODEL, 4096, 1)]
     async with (
         serve_http(create_app(mesh, mesh.text, settings, checker=checker), settings) as url,
-        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client,
     ):
         yield client
 
@@ -139,7 +140,7 @@ async def test_the_stream_has_openais_shape() -> None:
     mesh = FakeMesh(
         model(), answer='<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', tokens_per_delta=1000
     )
-    async with served(mesh) as client, httpx.AsyncClient() as http:
+    async with served(mesh) as client, httpx.AsyncClient(timeout=PATIENCE_S) as http:
         body = {"model": MODEL, "messages": HELLO, "tools": [F], "stream": True}
         events = (await http.post(f"{client.base_url}chat/completions", json=body)).text.split("\n\n")
     deltas = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events[:-2]]

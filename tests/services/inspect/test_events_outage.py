@@ -10,6 +10,7 @@ from components.discovery.registry import Registration, join_registry
 from services.local.servers import NATS, running
 from tests.components.discovery.records import record
 from tests.conftest import RunService, ServiceProcess
+from tests.waiting import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
@@ -33,17 +34,18 @@ async def test_a_nats_that_hangs_is_out_of_reach_until_it_goes_on(
             "MESH_STATE_DIR": str(tmp_path),
         }
         events = run_service("services.inspect", "events", env=env)
-        await until(events, "is there", 1)  # then it is connected
+        await until_told(events, "is there", 1)  # then it is connected
         for number, after_s in enumerate(FREEZES, start=1):
             await asyncio.sleep(after_s)
             server.process.send_signal(signal.SIGSTOP)
-            await until(events, "out of reach", number)
+            await until_told(events, "out of reach", number)
             server.process.send_signal(signal.SIGCONT)
-            await until(events, "reached again", number)
+            await until_told(events, "reached again", number)
 
 
-async def until(events: ServiceProcess, text: str, count: int) -> None:
-    async with asyncio.timeout(20):
-        while events.logged().count(text) < count:
-            assert events.popen.poll() is None, events.logged()
-            await asyncio.sleep(0.05)
+async def until_told(events: ServiceProcess, text: str, count: int) -> None:
+    def is_told() -> bool:
+        assert events.popen.poll() is None, events.logged()
+        return events.logged().count(text) >= count
+
+    await until(is_told, events.logged)

@@ -41,6 +41,7 @@ from components.telemetry.trace_store import TraceWriter
 from services.observer.app import ObserverApp
 from services.observer.config import ObserverSettings
 from tests.loop_gap import MAX_GAP_S, longest_gap
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 TRACES = "/v1/traces"
@@ -62,9 +63,13 @@ async def url(tmp_path: Path) -> AsyncIterator[str]:
         yield listening
 
 
+def client_of(url: str) -> httpx.AsyncClient:
+    return httpx.AsyncClient(base_url=url, timeout=PATIENCE_S)
+
+
 @pytest.fixture
 async def http(url: str) -> AsyncIterator[httpx.AsyncClient]:
-    async with httpx.AsyncClient(base_url=url, timeout=10) as client:
+    async with client_of(url) as client:
         yield client
 
 
@@ -130,7 +135,7 @@ def keep_long_trace(home: Path, num_requests: int) -> str:
 async def test_a_trace_of_many_requests_blocks_nobody(tmp_path: Path) -> None:
     """Its spans were made into JSON in the event loop, so that processes could not send theirs."""
     trace_id = keep_long_trace(tmp_path, 40_000)
-    async with observer(tmp_path) as url, httpx.AsyncClient(base_url=url, timeout=30) as http, longest_gap() as gap:
+    async with observer(tmp_path) as url, client_of(url) as http, longest_gap() as gap:
         answer = await http.get(f"/api/traces/{trace_id}")
     assert len(answer.json()["spans"]) == 40_000
     assert gap[0] < MAX_GAP_S, gap
@@ -152,7 +157,7 @@ async def test_of_a_trace_of_many_requests_the_first_spans_are_read_and_the_othe
 
 async def test_an_older_observer_sends_all_spans_and_the_reader_chooses(tmp_path: Path) -> None:
     trace_id = keep_long_trace(tmp_path, 100)
-    async with observer(tmp_path) as url, httpx.AsyncClient(base_url=url) as http:
+    async with observer(tmp_path) as url, client_of(url) as http:
         sent = (await http.get(f"/api/traces/{trace_id}")).content
 
     async def older(scope: Any, receive: Any, send: Any) -> None:
@@ -213,7 +218,7 @@ async def test_bad_input_is_refused_with_its_reason(
     tmp_path: Path, body: bytes, headers: dict[str, str], status: int, said: str
 ) -> None:
     most = 1000 if status == 413 else 1 << 20
-    async with observer(tmp_path, max_body_bytes=most) as url, httpx.AsyncClient(base_url=url) as http:
+    async with observer(tmp_path, max_body_bytes=most) as url, client_of(url) as http:
         answer = await http.post(TRACES, content=body, headers=headers)
         assert answer.status_code == status
         assert said in answer.text
@@ -247,7 +252,7 @@ async def test_a_wrong_question_is_answered_with_what_to_do(
 
 
 async def test_with_a_token_nothing_is_taken_or_shown_without_it(tmp_path: Path) -> None:
-    async with observer(tmp_path, token="s3cret") as url, httpx.AsyncClient(base_url=url) as http:
+    async with observer(tmp_path, token="s3cret") as url, client_of(url) as http:
         basic = f"Basic {b64encode(b'any:s3cret').decode()}"
         for given in ("", "Bearer wrong", "Basic !", f"Basic {b64encode(b'any:wrong').decode()}"):
             headers = {**PROTOBUF, "authorization": given}
@@ -274,7 +279,7 @@ def test_a_state_directory_that_cannot_be_made_is_a_wrong_setting() -> None:
 
 async def test_a_password_that_is_no_ascii_is_refused_like_a_wrong_one(tmp_path: Path) -> None:
     """The observer answered 500 with a traceback in its log."""
-    async with observer(tmp_path, token="s3cret") as url, httpx.AsyncClient(base_url=url) as http:
+    async with observer(tmp_path, token="s3cret") as url, client_of(url) as http:
         for given in (b"Basic \xe9\xe9", b"Bearer \xe9\xe9"):
             assert (await http.get("/api/traces", headers={b"authorization": given})).status_code == 401
 
@@ -322,9 +327,7 @@ async def test_a_process_knows_its_observer_before_its_first_span(url: str, tmp_
     export = SpanExport("frontend-f1", {}, TraceWriter(tmp_path / "of the process"), OtlpSender(url))
     assert export.takes_metrics() is None
     export.start()
-    async with asyncio.timeout(10):
-        while export.is_observed() is None:
-            await asyncio.sleep(0.01)
+    await until(lambda: export.is_observed() is not None)
     assert export.is_observed()
     assert export.takes_metrics() is False
     await asyncio.to_thread(export.stop)
@@ -346,7 +349,7 @@ async def test_spans_wait_for_an_observer_that_is_away_and_what_is_too_much_is_c
     read = ObserverSettings(port=port, state_dir=tmp_path / "second")
     with closing(ObserverApp(read)) as app:
         async with serve_http(app, read):
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while not sender.is_observer:
                     await asyncio.sleep(0.05)
                     await asyncio.to_thread(sender.send_waiting)

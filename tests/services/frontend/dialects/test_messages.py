@@ -22,6 +22,7 @@ from services.frontend.ports import ServedModel
 from tests.services.frontend.fake_mesh import CONTEXT, MODEL, FakeMesh
 from tests.services.frontend.test_operations import value_of
 from tests.services.frontend.thinking_model import CALL, TWO, thinking_model
+from tests.waiting import PATIENCE_S
 
 # clients are `Any`: what they answer is a union of thirty classes, of which a test looks at one
 pytestmark = pytest.mark.anyio
@@ -41,7 +42,7 @@ TOOLS: list[dict[str, Any]] = [
 @pytest.fixture
 async def anthropic(url: str) -> AsyncIterator[AsyncAnthropic]:
     """The package as users have it, retries off."""
-    async with AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client:
+    async with AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client:
         yield client
 
 
@@ -52,7 +53,7 @@ async def thinker() -> AsyncIterator[tuple[AsyncAnthropic, FakeMesh]]:
     settings = FrontendSettings(port=0, drain_timeout_s=2)
     async with (
         serve_http(create_app(mesh, mesh.text, settings), settings) as url,
-        AsyncAnthropic(base_url=url, api_key="none", max_retries=0) as client,
+        AsyncAnthropic(base_url=url, api_key="none", max_retries=0, timeout=PATIENCE_S) as client,
     ):
         yield client, mesh
 
@@ -306,7 +307,7 @@ async def test_thinking_is_switched(fields: dict[str, Any], thinks: bool) -> Non
     settings = FrontendSettings(port=0, drain_timeout_s=2)
     async with (
         serve_http(create_app(mesh, mesh.text, settings), settings) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
     ):
         assert (await http.post(URL, json={**HELLO, **fields})).is_success
     assert mesh.text.decode(mesh.prompts[0].token_ids).endswith("<think>\n") == thinks
@@ -350,8 +351,8 @@ async def test_counting_ends_when_its_time_is_over(
     monkeypatch.setattr(TextModel, "encode_chat", never)
     settings = FrontendSettings(port=0, request_timeout_s=0.01)
     transport = httpx.ASGITransport(create_app(mesh, text, settings))
-    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
-        answer = await asyncio.wait_for(http.post(COUNT, json={"model": MODEL, "messages": HELLO["messages"]}), 10)
+    async with httpx.AsyncClient(transport=transport, base_url="http://test") as http, asyncio.timeout(PATIENCE_S):
+        answer = await http.post(COUNT, json={"model": MODEL, "messages": HELLO["messages"]})
     assert (answer.status_code, answer.json()["error"]["type"]) == (504, "timeout_error")
 
 
@@ -443,7 +444,7 @@ async def refusing(text: TextModel) -> AsyncIterator[tuple[httpx.AsyncClient, Fa
     mesh, settings = FakeMesh(text), FrontendSettings(port=0, drain_timeout_s=2)
     async with (
         serve_http(create_app(mesh, text, settings), settings) as url,
-        httpx.AsyncClient(base_url=url, timeout=10) as http,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
     ):
         yield http, mesh
 

@@ -20,6 +20,7 @@ from services.frontend.openapi import UNUSED_SCHEMAS
 from services.frontend.ports import ServedModel
 from tests.services.frontend.fake_mesh import CONTEXT, MODEL, FakeMesh, logprobs_of
 from tests.services.frontend.thinking_model import CALL, TWO, thinking_model
+from tests.waiting import PATIENCE_S
 
 # clients are `Any`: what they answer is a union of thirty classes, of which a test looks at one
 pytestmark = pytest.mark.anyio
@@ -199,7 +200,7 @@ async def thinker() -> AsyncIterator[tuple[AsyncOpenAI, FakeMesh]]:
     settings = FrontendSettings(port=0, drain_timeout_s=2)
     async with (
         serve_http(create_app(mesh, mesh.text, settings), settings) as url,
-        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client,
+        AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_S) as client,
     ):
         yield client, mesh
 
@@ -389,7 +390,7 @@ async def refusing(text: TextModel) -> AsyncIterator[tuple[httpx.AsyncClient, Fa
     mesh, settings = FakeMesh(text), FrontendSettings(port=0, drain_timeout_s=2)
     async with (
         serve_http(create_app(mesh, text, settings), settings) as url,
-        httpx.AsyncClient(base_url=url, timeout=10) as http,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
     ):
         yield http, mesh
 

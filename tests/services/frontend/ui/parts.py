@@ -22,6 +22,7 @@ from services.frontend.ui.feed import Feed, View
 from services.frontend.ui.load_history import LoadHistory
 from services.frontend.ui.traces import Traces
 from tests.services.frontend.fake_mesh import FakeMesh
+from tests.waiting import PATIENCE_S
 
 TRACE_ID = "a" * 32
 LONG_ID = "e" * 32
@@ -130,6 +131,6 @@ async def served(
     async with (
         background((ui or make_page()).feed.run(), "feed"),
         serve_http(app, settings) as url,
-        httpx.AsyncClient(base_url=url, timeout=10) as client,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client,
     ):
         yield client

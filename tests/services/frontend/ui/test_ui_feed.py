@@ -13,6 +13,7 @@ from services.frontend.ui import feed as feed_module
 from services.frontend.ui.feed import MAX_UNSENT, MAX_VIEWERS, Feed, View, changes
 from tests.services.frontend.fake_mesh import FakeMesh
 from tests.services.frontend.ui.parts import make_page, served
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -36,7 +37,7 @@ def parsed(event: bytes) -> tuple[str, dict[str, Any]]:
     return name.removeprefix("event: "), json.loads(data.removeprefix("data: "))
 
 
-async def until(events: AsyncGenerator[bytes, None], part: str) -> dict[str, Any]:
+async def next_with(events: AsyncGenerator[bytes, None], part: str) -> dict[str, Any]:
     """The next event that has `part`."""
     async for event in events:
         fields = parsed(event)[1]
@@ -55,15 +56,15 @@ async def test_a_viewer_gets_a_snapshot_and_then_only_what_changed() -> None:
             {"instances": mesh.instances, "links": {}, "about": {"model": "m"}, "samples": []},
         )
         mesh.instances["d1"]["running"] = 3
-        assert await until(events, "instances") == {"instances": {"d1": {"running": 3}}}
+        assert await next_with(events, "instances") == {"instances": {"d1": {"running": 3}}}
         mesh.instances["d2"] = {"role": "decode"}
-        assert await until(events, "instances") == {"instances": {"d2": {"role": "decode"}}}
+        assert await next_with(events, "instances") == {"instances": {"d2": {"role": "decode"}}}
         del mesh.instances["d1"]
-        assert await until(events, "instances_gone") == {"instances_gone": ["d1"]}
+        assert await next_with(events, "instances_gone") == {"instances_gone": ["d1"]}
         mesh.samples = ({"t": 1.0}, {"t": 2.0})
-        assert await until(events, "samples") == {"samples": [{"t": 1.0}, {"t": 2.0}]}
+        assert await next_with(events, "samples") == {"samples": [{"t": 1.0}, {"t": 2.0}]}
         mesh.samples = (*mesh.samples, {"t": 3.0})
-        assert await until(events, "samples") == {"samples": [{"t": 3.0}]}
+        assert await next_with(events, "samples") == {"samples": [{"t": 3.0}]}
         await events.aclose()
 
 
@@ -111,7 +112,7 @@ async def test_a_viewer_that_falls_behind_gets_a_new_snapshot() -> None:
         events = feed.watch()
         await anext(events)
         mesh.instances["d1"]["running"] = 1
-        await until(events, "instances")
+        await next_with(events, "instances")
         looks = mesh.looks
         while mesh.looks < looks + 2 * MAX_UNSENT:  # it reads nothing meanwhile
             mesh.instances["d1"]["running"] += 1
@@ -160,9 +161,7 @@ async def test_a_viewer_that_leaves_is_forgotten(mesh: FakeMesh) -> None:
         async with http.stream("GET", "/ui/api/feed") as answer:
             await anext(answer.aiter_lines())
             assert ui.feed.is_watched
-        async with asyncio.timeout(5):
-            while ui.feed.is_watched:
-                await asyncio.sleep(0.01)
+        await until(lambda: not ui.feed.is_watched)
 
 
 def test_the_rate_is_bounded() -> None:
