@@ -6,6 +6,7 @@ import pytest
 
 from components.aio import BackgroundTasks, Failure, background, ended, exact_cancellation, first, raises, time_limit
 from components.errors import DeadlineExceeded
+from tests.waiting import PATIENCE_S
 
 
 class Broken(Exception):
@@ -18,7 +19,7 @@ def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
     async def checked() -> None:
         complaints: list[str] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, about: complaints.append(about["message"]))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             await test()
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}
@@ -250,7 +251,7 @@ def test_a_cancellation_from_outside_is_not_taken_for_a_failure() -> None:
     async def test() -> None:
         for is_reported in (False, True):
             failure = Failure()
-            waiting = asyncio.create_task(failure.unless(asyncio.sleep(60)))
+            waiting = asyncio.create_task(failure.unless(asyncio.sleep(1000)))
             await asyncio.sleep(0)
             if is_reported:
                 failure.report(Broken())
@@ -291,11 +292,11 @@ def test_a_deadline_around_it_and_one_within_stay_deadlines() -> None:
     async def test() -> None:
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.001):
-                await Failure().unless(asyncio.sleep(60))
+                await Failure().unless(asyncio.sleep(1000))
 
         async def limited() -> None:
             async with time_limit(0.001, "too late after"):
-                await asyncio.sleep(60)
+                await asyncio.sleep(1000)
 
         with pytest.raises(DeadlineExceeded, match=r"too late after 0\.001 s"):
             await Failure().unless(limited())
@@ -312,7 +313,7 @@ def test_a_cancellation_requested_before_the_work_waits_is_not_taken_for_a_failu
             assert task is not None
             task.cancel()
             asyncio.get_running_loop().call_soon(failure.report, Broken())
-            await failure.unless(asyncio.sleep(60))
+            await failure.unless(asyncio.sleep(1000))
 
         waiting = asyncio.create_task(waits())
         await asyncio.wait((waiting,))
@@ -348,7 +349,7 @@ def test_a_task_meets_each_cancellation_once_and_no_other(requested: str, *, swa
             if requested == "met before":
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
-                    await asyncio.sleep(60)
+                    await asyncio.sleep(1000)
             if requested == "before":
                 task.cancel()
             met = False
@@ -377,7 +378,7 @@ def test_a_cancellation_of_work_that_does_not_wait_is_met_once_after_it() -> Non
             with exact_cancellation():
                 task.cancel()
             with pytest.raises(asyncio.CancelledError):
-                await asyncio.sleep(60)
+                await asyncio.sleep(1000)
             await asyncio.sleep(0)
 
         await asyncio.create_task(cancellable())

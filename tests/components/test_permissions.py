@@ -25,6 +25,7 @@ from components.permissions import (
 )
 from services.local.accounts import Accounts
 from services.local.servers import ETCD, NATS, Server, running
+from tests.waiting import PATIENCE_S
 
 REPO: Final = Path(__file__).resolve().parents[2]
 NAMESPACE: Final = "mesh"
@@ -260,9 +261,9 @@ async def test_only_the_role_that_is_called_can_answer(peers: dict[str, Peer]) -
     calls = await decode.client.subscribe("mesh.decode.d1.generate")
     await decode.flush()
     await frontend.client.publish("mesh.decode.d1.generate", b"call", reply=reply)
-    call = await calls.next_msg(timeout=2)
+    call = await calls.next_msg(timeout=PATIENCE_S)
     await call.respond(b"answer")
-    assert (await answers.next_msg(timeout=2)).data == b"answer"
+    assert (await answers.next_msg(timeout=PATIENCE_S)).data == b"answer"
     for user, role in USERS.items():
         if role != "decode":
             await peers[user].client.publish(reply, b"forged")
@@ -280,7 +281,7 @@ async def test_the_administrators_programs_get_answers_in_their_inbox(peers: dic
     for user in serving:
         await peers[user].client.publish(answers.subject.replace("*", user), b"answer")
         assert await peers[user].refusals() == []
-    assert {(await answers.next_msg(timeout=2)).subject.rpartition(".")[2] for _ in serving} == set(serving)
+    assert {(await answers.next_msg(timeout=PATIENCE_S)).subject.rpartition(".")[2] for _ in serving} == set(serving)
 
 
 def verbs_in_code() -> set[str]:

@@ -12,6 +12,7 @@ from components.process_control import Limit, ProcessControl
 from components.telemetry.figures import Figures
 from components.telemetry.spans import tracer
 from components.wire.control import Control
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -109,9 +110,7 @@ async def test_a_drained_worker_goes_on_running_and_can_take_work_again() -> Non
 async def test_requests_that_outlast_the_draining_move_to_other_instances() -> None:
     worker = Worker(drain_timeout_s=0.01)
     await worker.control.control(Control(work="drain"))
-    async with asyncio.timeout(5):
-        while not worker.service.stopped:
-            await asyncio.sleep(0.005)
+    await until(lambda: worker.service.stopped)
     assert worker.service.stopped == ["this instance is draining"]
 
 
@@ -128,5 +127,5 @@ async def test_a_stop_ends_the_process_also_one_that_does_not_drain() -> None:
     with pytest.raises(Rejected, match="this planner does not drain: it holds no requests"):
         await control.control(Control(work="drain"))
     assert (await control.control(Control(work="stop"))).draining
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(PATIENCE_S):
         await control.stopped()

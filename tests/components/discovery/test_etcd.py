@@ -8,6 +8,7 @@ from components.discovery.etcd_stubs import etcd3
 from components.discovery.registry import join_registry
 from components.errors import BackendUnavailable
 from components.startup import WrongSettings
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -36,7 +37,7 @@ def test_a_bad_address_fails_at_once_instead_of_in_a_thread() -> None:
     """The mirror's thread once died of it, and the process waited for its first range for ever."""
 
     async def test() -> None:
-        async with asyncio.timeout(2), join_registry("http://etcd:port", "ns", 2):
+        async with asyncio.timeout(PATIENCE_S), join_registry("http://etcd:port", "ns", 2):
             raise AssertionError
 
     with pytest.raises(WrongSettings, match="etcd:port"):

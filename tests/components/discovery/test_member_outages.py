@@ -3,7 +3,6 @@
 import asyncio
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Final
@@ -15,10 +14,12 @@ from components.discovery.registry import Registration, join_registry
 from components.wire.instances import dump_record
 from tests.components.discovery.fake_etcd import Member, Store
 from tests.components.discovery.records import record
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 
 TTL_S: Final = 2
+NOTICED_WITHIN_S: Final = 50.0  # that a host is dead; gRPC's own settings take more than a minute
 RECORDS: Final = 3_600  # of 1.3 kB each: more than the 4 MiB that gRPC takes unless told otherwise
 
 
@@ -53,9 +54,7 @@ async def test_a_lease_is_kept_at_another_member_when_one_ends(store: Store, mem
         await asyncio.to_thread(members[ended].stop)
         other = members[1 - ended]
         before = other.renewals
-        async with asyncio.timeout(15):
-            while other.renewals < before + 3:  # a lease's lifetime
-                await asyncio.sleep(0.05)
+        await until(lambda: other.renewals >= before + 3)  # a lease's lifetime
         assert registration.epoch == epoch
         assert len(store.leases) == 1, "another lease was granted"
         assert store.is_alive(1)
@@ -65,19 +64,17 @@ async def test_a_lease_is_kept_at_another_member_when_one_ends(store: Store, mem
 async def test_a_member_without_a_leader_is_passed_over(members: list[Member], minority: int) -> None:
     """It answers `status`: it was chosen again and again, and the healthy one never."""
     members[minority].has_leader = False
-    async with asyncio.timeout(8), join_registry(url_of(*members), "ns", TTL_S):
+    async with asyncio.timeout(PATIENCE_S), join_registry(url_of(*members), "ns", TTL_S):
         pass
 
 
 async def test_a_mirror_leaves_a_member_that_loses_its_leader(members: list[Member]) -> None:
     """Its watch stayed open and silent for ever: changes were not seen any more."""
-    async with join_registry(url_of(*members), "ns", TTL_S), asyncio.timeout(10):
-        while not any(member.watches for member in members):
-            await asyncio.sleep(0.05)
+    async with join_registry(url_of(*members), "ns", TTL_S):
+        await until(lambda: any(member.watches for member in members))
         followed, other = sorted(members, key=lambda member: -member.watches)
         followed.has_leader = False
-        while not other.watches:
-            await asyncio.sleep(0.05)
+        await until(lambda: other.watches)
 
 
 async def test_an_etcd_that_answers_no_ranges_is_asked_less_and_less(members: list[Member]) -> None:
@@ -103,7 +100,7 @@ async def test_more_records_than_one_message_holds_are_read(store: Store, member
         there = record(f"{i:08x}", host="h" * 1_200)
         store.records[f"ns/instances/decode/{i:08x}".encode()] = dump_record(there)
     assert sum(map(len, store.records.values())) > 4 << 20
-    async with asyncio.timeout(20), join_registry(members[0].url, "ns", TTL_S) as registry:
+    async with asyncio.timeout(PATIENCE_S), join_registry(members[0].url, "ns", TTL_S) as registry:
         assert len(registry.book.of_role("decode")) == RECORDS
 
 
@@ -143,17 +140,15 @@ class SilentProxy:
         threading.Thread(target=work, args=args, daemon=True).start()
 
 
-async def test_a_dead_host_is_noticed_by_an_idle_watch_within_fifteen_seconds(members: list[Member]) -> None:
+async def test_a_dead_host_is_noticed_by_an_idle_watch_long_before_a_minute_is_over(members: list[Member]) -> None:
     """It took 65 to 105 s: gRPC waits a minute for the answer to a ping, and stops to ping an idle connection."""
     proxy = SilentProxy(members[0].url)
     try:
         async with join_registry(proxy.url, "ns", TTL_S) as registry:
             assert registry.connected
             proxy.is_dead = True
-            died = time.monotonic()
-            async with asyncio.timeout(15):
+            async with asyncio.timeout(NOTICED_WITHIN_S):
                 while registry.connected:
                     await asyncio.sleep(0.1)
-            assert time.monotonic() > died
     finally:
         proxy.close()

@@ -3,7 +3,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -20,17 +19,11 @@ from components.wire.instances import InstanceRecord, dump_record
 from services.local.child_process import kill
 from services.local.servers import ETCD, Server, running
 from tests.components.discovery.records import record
+from tests.waiting import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 TTL_S: Final = 10.0
 SHORT_TTL_S: Final = 2.0  # where a loss must be noticed soon: at a third of it
-
-
-async def until(condition: Callable[[], Any], what: str, timeout_s: float = 15.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"not in {timeout_s} s: {what}"
-        await asyncio.sleep(0.005)
 
 
 def epochs(registry: Registry) -> list[tuple[str, str]]:
@@ -72,14 +65,13 @@ async def test_a_process_that_is_told_to_stop_while_it_registers_leaves_no_recor
 
 
 async def test_others_see_a_join_and_a_leave(etcd_url: str, namespace: str) -> None:
-    async with join_registry(etcd_url, namespace, TTL_S) as mine, join_registry(etcd_url, namespace, TTL_S) as other:
+    ttl_s = 1000.0  # the record does not vanish because the lease runs out
+    async with join_registry(etcd_url, namespace, ttl_s) as mine, join_registry(etcd_url, namespace, ttl_s) as other:
         registration = Registration("one")
         async with mine.advertise(registration, lambda epoch: record("one", epoch)):
             assert registration.is_leased()
             await until(lambda: epochs(other) == [("one", registration.epoch)], "the other sees it")
-        gone = time.monotonic()
         await until(lambda: not epochs(other), "the other sees it leave")
-        assert time.monotonic() - gone < TTL_S / 2, "the lease ran out instead of being revoked"
 
 
 async def test_a_later_process_sees_all_records(etcd_url: str, namespace: str) -> None:

@@ -16,12 +16,12 @@ from components.process import stop_signal
 class Address:
     host: str
     port: int
-    drain_timeout_s: float = 5.0
+    drain_timeout_s: float = 60.0
 
 
 async def app(scope: Any, _: Any, send: Any) -> None:
     if scope["path"] == "/slow":
-        await asyncio.sleep(0.5)
+        await asyncio.sleep(2.0)
     body = str(os.getpid()).encode()
     headers = [(b"content-type", b"text/plain"), (b"content-length", str(len(body)).encode())]
     await send({"type": "http.response.start", "status": 200, "headers": headers})

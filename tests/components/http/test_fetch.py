@@ -10,6 +10,7 @@ import pytest
 
 from components.http import fetch as module
 from components.http.fetch import fetch
+from tests.waiting import PATIENCE_S
 
 
 @contextmanager
@@ -32,12 +33,12 @@ def answering(answer: bytes) -> Iterator[tuple[str, list[bytes]]]:
         try:
             yield f"http://127.0.0.1:{listening.getsockname()[1]}", received
         finally:
-            thread.join(10)
+            thread.join(PATIENCE_S)
 
 
 def test_an_answer_has_its_status_headers_and_body() -> None:
     with answering(b"HTTP/1.1 404 Not Found\r\nServer: us\r\nContent-Length: 4\r\n\r\ngone") as (url, received):
-        answer = fetch(f"{url}/a/b?c=d", timeout_s=5, method="PATCH", body="{}", headers={"X-Of": "mine"})
+        answer = fetch(f"{url}/a/b?c=d", timeout_s=PATIENCE_S, method="PATCH", body="{}", headers={"X-Of": "mine"})
     assert (answer.status, answer.headers["Server"], answer.body) == (404, "us", b"gone")
     head, _, body = received[0].partition(b"\r\n\r\n")
     assert head.splitlines()[0] == b"PATCH /a/b?c=d HTTP/1.1"
@@ -54,14 +55,14 @@ def test_without_a_context_https_is_still_encrypted() -> None:
 def test_a_url_without_a_path_is_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # is not used
     with answering(b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n") as (url, received):
-        assert fetch(url, timeout_s=5).status == 200
+        assert fetch(url, timeout_s=PATIENCE_S).status == 200
     assert received[0].startswith(b"GET / HTTP/1.1")
 
 
 @pytest.mark.parametrize("answer", [b"", b"what?\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nshort"])
 def test_a_malformed_answer_is_an_oserror(answer: bytes) -> None:
     with answering(answer) as (url, _), pytest.raises(OSError, match=r"\w"):
-        fetch(url, timeout_s=5)
+        fetch(url, timeout_s=PATIENCE_S)
 
 
 def test_an_endless_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,10 +71,10 @@ def test_an_endless_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
         answering(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(1001)) as (url, _),
         pytest.raises(OSError, match="longer than 1000 bytes"),
     ):
-        fetch(url, timeout_s=5)
+        fetch(url, timeout_s=PATIENCE_S)
 
 
 @pytest.mark.parametrize("url", ["http://127.0.0.1:99999/", "http://[::1/", "http://127.0.0.1:x/"])
 def test_a_bad_url_is_an_oserror(url: str) -> None:
     with pytest.raises(OSError, match=r"\w"):
-        fetch(url, timeout_s=5)
+        fetch(url, timeout_s=PATIENCE_S)

@@ -10,6 +10,7 @@ import pytest
 
 from components.http.limits import ClientLimits, Closed
 from tests.components.http.served import GET, LIMITS, error_of, served
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -30,7 +31,7 @@ async def test_a_head_that_does_not_end_is_408(sent: bytes) -> None:
 
 
 async def test_a_head_byte_by_byte_is_408_however_long_it_goes_on() -> None:
-    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         answer = asyncio.create_task(reader.read())
         writer.write(b"GET /")
         while not answer.done():
@@ -44,22 +45,23 @@ async def test_a_body_that_does_not_come_is_408_and_the_request_is_over(how: byt
     async with served() as server:
         assert "body" in error_of(await server.ask(b"POST / HTTP/1.1\r\nhost: x\r\n%b\r\n\r\n" % how), 408)["message"]
         assert server.closed(Closed.BODY_LATE) == 1
-        await asyncio.wait_for(server.app.left.wait(), 10)
+        await asyncio.wait_for(server.app.left.wait(), PATIENCE_S)
 
 
 async def test_a_body_that_comes_at_the_least_rate_is_read_to_its_end() -> None:
-    async with served() as server, asyncio.timeout(15), server.client() as (reader, writer):
+    limits = replace(LIMITS, bytes_per_s=250)
+    async with served(limits) as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2000\r\n\r\n")
-        # 100 bytes each 40 ms: two and a half times what is asked for, five times longer than body_s
+        # 100 bytes each 40 ms: ten times what is asked for, as sleeps may be long; in all four times body_s
         for _ in range(20):
-            await asyncio.sleep(0.04)
             writer.write(b"b" * 100)
+            await asyncio.sleep(0.04)
         assert (await reader.readuntil(b"\r\n\r\n2000")).startswith(b"HTTP/1.1 200")
 
 
 async def test_time_in_which_the_server_itself_was_held_up_is_not_the_clients() -> None:
     """After a pause of the process all were closed at once whose next bytes had come meanwhile."""
-    async with served() as server, asyncio.timeout(10), server.client() as (reader, writer):
+    async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 200\r\n\r\n")
         for _ in range(2):
             await asyncio.sleep(0.06)
@@ -100,7 +102,7 @@ async def test_a_head_over_the_limit_is_431(request_: bytes) -> None:
 
 
 async def test_a_large_body_is_no_large_head() -> None:
-    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n" + b"b" * 100_000)
         assert (await reader.readuntil(b"\r\n\r\n100000")).startswith(b"HTTP/1.1 200")
 
@@ -134,18 +136,19 @@ async def test_a_reader_that_stops_is_closed_within_its_time_and_what_waits_for_
         writer.write(GET.replace(b"/ ", b"/endless ", 1))
         await reader.readexactly(100)
         await server.until_closed(Closed.UNREAD)
-        await asyncio.wait_for(server.app.left.wait(), 10)
+        await asyncio.wait_for(server.app.left.wait(), PATIENCE_S)
         assert server.app.written < 16 * 2**20, "the kernel's buffers on both sides, and 64 KB of ours"
         await server.answers()
 
 
 async def test_a_reader_that_is_slow_but_reads_is_left_alone() -> None:
-    async with served() as server, server.client() as (reader, writer):
+    limits = replace(LIMITS, unread_s=1.0)  # the kernel takes more only now and then
+    async with served(limits) as server, server.client() as (reader, writer):
         writer.write(GET.replace(b"/ ", b"/endless ", 1))
         began, read = time.monotonic(), 0
-        while time.monotonic() - began < 1.0:  # three times what one may read nothing for
+        while time.monotonic() - began < 3.0:  # three times what one may read nothing for
             read += len(await reader.read(2**20))
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.01)
         assert server.closed(Closed.UNREAD) == 0
         assert not server.app.left.is_set()
         assert read > 0
@@ -163,14 +166,14 @@ async def test_a_reader_of_a_few_bytes_now_and_then_is_closed_too() -> None:
 
 
 async def test_requests_one_behind_the_other_are_answered_in_order() -> None:
-    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(GET * 50 + b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\nabc")
         answers = await reader.readuntil(b"\r\n\r\n3")
         assert answers.count(b"HTTP/1.1 200") == 51
 
 
 async def test_of_too_many_connections_the_longest_idle_go_and_who_asks_is_served() -> None:
-    limits = ClientLimits(check_every_s=0.02, connections=20)
+    limits = ClientLimits(first_s=1000.0, check_every_s=0.02, connections=20)
     async with served(limits) as server:
         idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(100)]
         await server.answers()
@@ -180,12 +183,12 @@ async def test_of_too_many_connections_the_longest_idle_go_and_who_asks_is_serve
 
 
 async def test_when_all_connections_are_at_work_one_more_is_503() -> None:
-    limits = ClientLimits(check_every_s=0.02, connections=3)
+    limits = ClientLimits(body_s=1000.0, check_every_s=0.02, connections=3)
     async with served(limits) as server:
         working = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(3)]
         for _, writer in working:
             writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 3\r\n\r\n")
-        await asyncio.sleep(0.1)
+        await until(lambda: server.app.begun == 3)
         assert error_of(await server.ask(GET), 503)["code"] == "overloaded"
         for reader, writer in working:
             writer.write(b"abc")
@@ -201,11 +204,10 @@ async def test_a_client_whose_answer_breaks_off_holds_up_no_other(end: str) -> N
     """What is pushed leaves together with what others get, and a further request may wait behind the one that breaks."""
     late = b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 9\r\n\r\nx" if end == "half a body" else b""
     async with served() as server, server.client() as (_, bad), server.client() as (good_reader, good):
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             for number, (client, more) in enumerate([(bad, late), (good, b"")], 1):
                 client.write(PUSHED + more)
-                while len(server.app.pushes) < number:
-                    await asyncio.sleep(0.01)
+                await until(lambda number=number: len(server.app.pushes) == number)  # type: ignore[misc]
             if not late:
                 bad.write(GET + (b"\0\0\r\n\r\n" if end == "garbage" else b""))
             if end == "close":
@@ -232,7 +234,7 @@ async def test_a_connection_whose_answer_came_before_the_end_of_the_body_is_clos
 ) -> None:
     """The rest of the body ended the timer of idle connections: a client without a key could keep one for ever."""
     monkeypatch.setattr("components.http.server.KEEP_ALIVE_S", 0.1)
-    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(EARLY % b"")
         await reader.readuntil(b"\r\n\r\n0")
         writer.write(b"abc")
@@ -240,23 +242,23 @@ async def test_a_connection_whose_answer_came_before_the_end_of_the_body_is_clos
 
 
 async def test_a_request_behind_such_a_body_is_not_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("components.http.server.KEEP_ALIVE_S", 0.1)
-    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+    monkeypatch.setattr("components.http.server.KEEP_ALIVE_S", 0.5)
+    async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(EARLY % b"")
         await reader.readuntil(b"\r\n\r\n0")
         writer.write(b"abc" + GET.replace(b"/", b"/pushed", 1))
         await reader.readuntil(b"\r\n\r\n")
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.7)
         server.app.pushes[0].send(b"late")
         assert await reader.readuntil(b"late")
 
 
 async def test_who_waits_for_100_and_gets_an_answer_is_told_that_the_connection_ends() -> None:
     """Its next request was read as the body that it had never sent."""
-    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(EARLY % b"expect: 100-continue\r\n")
         assert b"\r\nconnection: close\r\n" in await reader.readuntil(b"\r\n\r\n0")
-    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(EARLY % b"expect: 100-continue\r\n" + b"abc")
         assert b"\r\nconnection: close\r\n" not in await reader.readuntil(b"\r\n\r\n0")
         writer.write(GET.replace(b"host", b"expect: 100-continue\r\ncontent-length: 3\r\nhost"))
@@ -267,17 +269,17 @@ async def test_who_waits_for_100_and_gets_an_answer_is_told_that_the_connection_
 
 async def test_a_client_of_http_1_0_gets_neither_chunks_nor_100() -> None:
     """RFC 9112, 6.1, and RFC 9110, 10.1.1. Such a client took the sizes of chunks for text, and 100 for its answer."""
-    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(b"GET /pushed HTTP/1.0\r\n\r\n")
         head = await reader.readuntil(b"\r\n\r\n")
         assert b"\r\nconnection: close\r\n" in head
         assert b"chunked" not in head
         assert not server.app.pushes[0].is_open, "pushed parts are chunks"
-    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(b"GET /endless HTTP/1.0\r\n\r\n")
         await reader.readuntil(b"\r\n\r\n")
         assert await reader.readexactly(50_000) == b"x" * 50_000
-    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(b"POST / HTTP/1.0\r\nexpect: 100-continue\r\ncontent-length: 3\r\n\r\n")
         await asyncio.sleep(0.02)
         writer.write(b"abc")
@@ -289,7 +291,7 @@ async def test_requests_behind_one_that_asks_for_an_upgrade_are_answered(cut: in
     """They were dropped if they came in the same packet: the parser stops at an upgrade."""
     upgrade = GET.replace(b"host", b"connection: upgrade\r\nupgrade: websocket\r\nhost")
     sent = upgrade + GET + upgrade + GET
-    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         for start in range(0, len(sent), cut or len(sent)):
             writer.write(sent[start : start + (cut or len(sent))])
             if cut is not None:

@@ -11,11 +11,12 @@ import pytest
 from components.http.connection import Connection
 from components.http.limits import ClientLimits, Closed
 from tests.components.http.served import GET, LIMITS, Served, error_of, served
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
 CHUNKED: Final = b"POST %b HTTP/1.1\r\nhost: x\r\ntransfer-encoding: chunked\r\n\r\n"
-SOME: Final = replace(LIMITS, body_s=20.0, head_s=20.0)
+SOME: Final = replace(LIMITS, body_s=1000.0, head_s=1000.0)
 
 
 @pytest.fixture(scope="session")
@@ -26,7 +27,7 @@ def anyio_backend() -> tuple[str, dict[str, Any]]:
 async def sent_until_closed(server: Served, begin: bytes, more: bytes, most: int) -> tuple[int, bytes]:
     """How many bytes of `more` after `begin` the server takes, and what it says."""
     sent = 0
-    async with asyncio.timeout(20), server.client() as (reader, writer):
+    async with asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         answer = asyncio.create_task(reader.read())
         with contextlib.suppress(OSError):
             writer.write(begin)
@@ -76,7 +77,7 @@ async def test_what_follows_an_answer_is_bounded_and_the_answer_can_be_read() ->
 
 
 async def test_a_body_that_goes_on_a_little_after_its_answer_leaves_the_connection_as_it_is() -> None:
-    async with served(SOME) as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served(SOME) as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(b"POST /refused HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n")
         assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
         writer.write(b"x" * 100_000 + GET)
@@ -84,7 +85,7 @@ async def test_a_body_that_goes_on_a_little_after_its_answer_leaves_the_connecti
 
 
 async def test_a_body_in_chunks_of_one_byte_is_read() -> None:
-    async with served(SOME) as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served(SOME) as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(CHUNKED % b"/" + b"1\r\na\r\n" * 20_000 + b"0\r\nx-sum: 7\r\n\r\n")
         assert (await reader.readuntil(b"\r\n\r\n20000")).startswith(b"HTTP/1.1 200")
 
@@ -93,7 +94,7 @@ async def test_a_body_in_chunks_of_one_byte_is_read() -> None:
 async def test_trailers_are_no_headers(cut: int | None) -> None:
     """With the body in one segment a trailer was a header of its request: an API key in a trailer was taken."""
     request = CHUNKED % b"/headers" + b"3\r\nabc\r\n0\r\nauthorization: Bearer a\r\nhost: evil\r\nx: y\r\n\r\n"
-    async with served(SOME) as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served(SOME) as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         for at in range(0, len(request), cut or len(request)):
             writer.write(request[at : at + (cut or len(request))])
             await writer.drain()
@@ -114,7 +115,11 @@ async def test_requests_one_behind_the_other_cost_linear_time(monkeypatch: pytes
         longest_s = max(longest_s, time.process_time() - began)
 
     monkeypatch.setattr(Connection, "data_received", timed)
-    async with served(ClientLimits(requests=10**6)) as server, asyncio.timeout(30), server.client() as (reader, writer):
+    async with (
+        served(ClientLimits(requests=10**6)) as server,
+        asyncio.timeout(PATIENCE_S),
+        server.client() as (reader, writer),
+    ):
         seconds = []
         for count in (1000, 8000):
             longest_s = 0.0
@@ -135,7 +140,7 @@ async def test_too_many_unanswered_requests_end_their_connection() -> None:
 
 
 async def test_a_hundred_unanswered_requests_are_answered_in_order_and_more_may_follow() -> None:
-    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         for _ in range(3):
             bodies = [b"x" * (i + 1) for i in range(99)]
             writer.write(
@@ -217,7 +222,7 @@ async def test_the_request_behind_one_whose_length_is_in_doubt_is_not_served(sen
 
 @pytest.mark.parametrize("protocol", [b"h2c\r\nhttp2-settings: AAMAAABkAARAAAAAAAIAAAAA", b"websocket"])
 async def test_an_upgrade_without_a_body_is_ignored(protocol: bytes) -> None:
-    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(GET.replace(b"\r\n\r\n", b"\r\nconnection: upgrade\r\nupgrade: %b\r\n\r\n" % protocol))
         assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")
         writer.write(GET)
@@ -227,7 +232,7 @@ async def test_an_upgrade_without_a_body_is_ignored(protocol: bytes) -> None:
 @pytest.mark.parametrize("how", [b"content-length: %d" % len(SMUGGLED), b"transfer-encoding: chunked"])
 async def test_the_body_of_an_upgrade_is_not_served_as_a_request(how: bytes) -> None:
     """The parser skipped the body of such a request, and then read it as the next one."""
-    async with served() as server, asyncio.timeout(5), server.client() as (reader, writer):
+    async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(posted(b"connection: upgrade\r\nupgrade: h2c\r\n%b\r\n" % how, b""))
         await asyncio.sleep(0.05)
         writer.write(SMUGGLED)

@@ -9,6 +9,7 @@ import pytest
 
 from components.http.server import serve_http
 from tests.components.http.served import GET, Address
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -55,7 +56,7 @@ class Leaving:
         self._port: asyncio.Future[int] = asyncio.get_running_loop().create_future()
 
     async def serve(self) -> None:
-        address = Address(drain_timeout_s=30.0)
+        address = Address(drain_timeout_s=1000.0)
         async with serve_http(self.app, address, share_port=self._share_port, leaving=self.leaving) as url:
             self._port.set_result(int(url.rpartition(":")[2]))
             await self.stop.wait()
@@ -80,7 +81,7 @@ class Leaving:
 @pytest.fixture(params=[False, True], ids=["own port", "shared port"])
 async def server(request: pytest.FixtureRequest) -> AsyncIterator[Leaving]:
     leaving = Leaving(request.param)
-    async with asyncio.timeout(20), asyncio.TaskGroup() as tasks:
+    async with asyncio.timeout(PATIENCE_S), asyncio.TaskGroup() as tasks:
         tasks.create_task(leaving.serve())
         yield leaving
         leaving.app.end.set()

@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 import socket
-import time
+import threading
 from collections.abc import Callable
 from contextlib import AsyncExitStack, ExitStack, suppress
 
@@ -16,6 +16,7 @@ from components.http.server import serve_http
 from components.startup import CannotServe
 from tests.components.http.echo_server import Address, app
 from tests.conftest import RunService, ServiceProcess
+from tests.waiting import PATIENCE_S, until
 
 Start = Callable[[], ServiceProcess]
 
@@ -68,13 +69,6 @@ async def connect(host: str, port: int, stack: AsyncExitStack) -> Client:
     return client
 
 
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():
-            await asyncio.sleep(0.005)
-
-
-@pytest.mark.timeout(120)
 def test_under_load_nobody_notices_that_a_process_leaves(start: Start, host: str, port: int) -> None:
     answers: list[int] = []
     failed: list[str] = []
@@ -115,19 +109,21 @@ def test_connections_that_nobody_has_accepted_yet_are_served_before_the_port_is_
     share: bool, port: int, host: str
 ) -> None:
     """The kernel resets them when their listener closes; here they came during a stall of the loop that is about to stop."""
+    asked = threading.Event()
 
     def clients() -> list[bytes]:
         with ExitStack() as stack:
             connections = [stack.enter_context(socket.create_connection((host, port))) for _ in range(16)]
             for connection in connections:
                 connection.sendall(b"GET / HTTP/1.1\r\nhost: test\r\n\r\n")
+            asked.set()
             return [connection.recv(1000) for connection in connections]
 
     async def run() -> list[bytes]:
         async with serve_http(app, Address(host, port), share_port=share):
             await asyncio.sleep(0.05)  # the server's own tick is over in a twentieth of a second
             asking = asyncio.get_running_loop().run_in_executor(None, clients)
-            time.sleep(0.3)
+            asked.wait(PATIENCE_S)
         return await asking
 
     answers = uvloop.run(run())
@@ -156,7 +152,7 @@ def test_a_connection_made_just_before_the_stop_may_still_bring_its_request(star
             fresh, used = [await connect(host, port, stack) for _ in range(2)]
             await used.ask()
             process.popen.send_signal(signal.SIGTERM)
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(0.2)  # well below LAST_REQUESTS_S
             for client in (fresh, used):
                 _, last = await client.ask()
                 assert last

@@ -9,6 +9,7 @@ from components.kv_transfer.backends import known_backends, kv_opener, own_addre
 from components.settings import WorkerSettings
 from components.startup import EX_CONFIG, WrongSettings
 from tests.components.kv_transfer.nixl_peer import Pages
+from tests.waiting import PATIENCE_S
 
 REPO: Final = Path(__file__).resolve().parents[3]
 
@@ -90,7 +91,7 @@ def test_beside_etcd_a_worker_is_reached_by_the_loopback(url: str) -> None:
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 def test_a_worker_with_a_wrong_name_ends_with_one_line_before_it_loads_a_model(role: str) -> None:
     command = [sys.executable, "-m", f"services.{role}", "--kv-transfer", "nixel", "--model", "no-such-model"]
-    ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert ended.returncode == EX_CONFIG
     assert ended.stderr.splitlines() == [
         "setting kv_transfer: no backend 'nixel'; there are fake, mooncake, nixl, and nixl/<PLUGIN>"

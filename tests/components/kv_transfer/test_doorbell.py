@@ -9,6 +9,7 @@ from components.kv_transfer.aux import HEAD, AuxBuffer, AuxRecord
 from components.kv_transfer.doorbell import DoorbellServer, connect
 from components.wire.codec import pack, unpack
 from components.wire.doorbell import Ring, RingAcknowledged
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -82,7 +83,7 @@ async def test_who_sends_nonsense_is_hung_up_on_and_others_are_served(
     expected = doorbell.expect("room")
     reader, writer = await asyncio.open_connection(*doorbell.address.split(":"))
     writer.write(frame)
-    assert await asyncio.wait_for(reader.read(), 5) == b""
+    assert await asyncio.wait_for(reader.read(), PATIENCE_S) == b""
     writer.close()
     await writer.wait_closed()
     assert caplog.messages == ["doorbell: client dropped"]

@@ -14,13 +14,13 @@ import pytest
 from components.errors import DeadlineExceeded
 from components.kv_transfer import backend
 from tests.components.kv_transfer.fake_transfer import endpoint
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 
 PACKAGE: Final = "components.kv_transfer"
 NUM_PIECES: Final = 100
 IN_TIME_MS, DEADLINE_MS, LATE_MS = 1000, 2000, 3000
-SOON_S: Final = 10.0
 
 
 @dataclass
@@ -65,15 +65,13 @@ async def test_no_piece_is_posted_after_the_deadline_and_the_write_ends_when_tho
     monkeypatch.setattr(backend, "time", SimpleNamespace(time=lambda: next(clock_ms) / 1000))
     pieces = [mooncake_peer.Piece(at, at, 8) for at in range(NUM_PIECES)]
     write = asyncio.ensure_future(peer.write(pieces, DEADLINE_MS))
-    async with asyncio.timeout(SOON_S):
-        while len(engine.posted) < min(num_in_time, mooncake_peer.IN_FLIGHT):
-            await asyncio.sleep(0.001)
+    await until(lambda: len(engine.posted) >= min(num_in_time, mooncake_peer.IN_FLIGHT))
     assert not (write.done() and num_in_time), "pieces are in flight"
     engine.lands = True
     if num_in_time == NUM_PIECES:
-        assert await asyncio.wait_for(write, SOON_S) == 8 * NUM_PIECES
+        assert await asyncio.wait_for(write, PATIENCE_S) == 8 * NUM_PIECES
     else:
         with pytest.raises(DeadlineExceeded):
-            await asyncio.wait_for(write, SOON_S)
+            await asyncio.wait_for(write, PATIENCE_S)
     assert engine.posted == list(range(num_in_time))
     await peer.stop()

@@ -12,6 +12,7 @@ import pytest
 
 from components.kv_transfer import network
 from components.kv_transfer.network import Listener, choose_devices, leave_out_rdma, listeners, new_listeners_logged
+from tests.waiting import PATIENCE_S
 
 OPEN_AGENT = """
 import json, sys
@@ -37,7 +38,7 @@ def own_address() -> str | None:
 def addresses_of_an_agent(host: str, **env: str) -> list[str]:
     clean = {name: value for name, value in os.environ.items() if name != network.UCX_DEVICES}
     command = [sys.executable, "-c", OPEN_AGENT, host]
-    ran = subprocess.run(command, env=clean | env, check=True, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run(command, env=clean | env, check=True, capture_output=True, text=True, timeout=PATIENCE_S)
     return list(json.loads(ran.stdout.splitlines()[-1]))
 
 

@@ -20,11 +20,11 @@ from components.kv_transfer.nixl_transfer import NixlTransfer, open_nixl
 from components.wire.instances import KvEndpoint
 from tests.components.kv_transfer.fake_transfer import endpoint
 from tests.components.kv_transfer.nixl_peer import LATER_MS, LAYOUT, of_size
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
 PEER: Final = "decode"
-SOON_S: Final = 10.0
 
 
 @dataclass(eq=False)
@@ -226,7 +226,7 @@ async def test_a_process_that_leaves_is_not_kept_by_its_open_writes(story: Story
     await story.transfer.stop()
     for write in writes:
         with pytest.raises(TransferFailed, match="this process is leaving"):
-            await asyncio.wait_for(write, SOON_S)
+            await asyncio.wait_for(write, PATIENCE_S)
 
 
 @pytest.mark.parametrize(("call", "num_posted"), [("make_prepped_xfer", 0), ("transfer", 1)])
@@ -260,7 +260,7 @@ async def test_a_long_write_posts_no_step_after_its_deadline(
     monkeypatch.setattr(backend, "time", clock)
     monkeypatch.setattr(story.transfer, "_short_pages", 2)
     with pytest.raises(DeadlineExceeded, match="the deadline of the offer passed"):
-        await asyncio.wait_for(story.transfer.write_pages(PEER, range(8), range(8), 2000), SOON_S)
+        await asyncio.wait_for(story.transfer.write_pages(PEER, range(8), range(8), 2000), PATIENCE_S)
     assert len(story.library.posted) == step + num_posted
     assert all(handle.is_released for handle in made)
     await story.check_the_end()

@@ -12,6 +12,7 @@ import pytest
 
 from components.errors import TransferFailed
 from components.kv_transfer.own_thread import OwnThread
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -46,13 +47,12 @@ async def test_a_thread_that_loses_the_processor_goes_on_polling() -> None:
     try:
         for process in busy:
             os.sched_setaffinity(process.pid, core)
-        until = time.monotonic() + 3.0
-        while time.monotonic() < until:
+        ends_s = time.monotonic() + 3.0
+        while time.monotonic() < ends_s:
             before = polls
             await asyncio.sleep(0.1)
-            async with asyncio.timeout(10):  # the thread waited for work forever, although it had something to poll
-                while polls <= before + 1:
-                    await asyncio.sleep(0.01)
+            # the thread waited for work forever, although it had something to poll
+            await until(lambda: polls > before + 1)  # noqa: B023
     finally:
         for process in busy:
             process.kill()
@@ -97,7 +97,7 @@ async def test_the_loop_and_the_thread_never_use_the_library_at_once() -> None:
 
 async def test_short_work_waits_for_nobody_and_what_it_begins_is_polled_for() -> None:
     done: list[int] = []
-    busy, polled = threading.Event(), asyncio.Event()
+    begun, busy, polled = threading.Event(), threading.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
     def poll() -> None:
@@ -108,14 +108,18 @@ async def test_short_work_waits_for_nobody_and_what_it_begins_is_polled_for() ->
         done.append(threading.get_ident())
         return True
 
+    def be_busy() -> None:
+        begun.set()
+        busy.wait()
+
     thread = OwnThread("short", poll)
     thread.start()
     try:
         thread.post_short(work)
         assert done == [threading.get_ident()]
-        await asyncio.wait_for(polled.wait(), 5.0)
-        thread.post(busy.wait)
-        await asyncio.sleep(0.1)  # it has begun
+        await asyncio.wait_for(polled.wait(), PATIENCE_S)
+        thread.post(be_busy)
+        await until(begun.is_set)
         thread.post_short(work)
         assert len(done) == 1, "it would have to wait"
         busy.set()
@@ -137,7 +141,7 @@ async def test_a_future_is_settled_at_once_on_the_loop_and_by_the_loop_from_the_
         settled_by: list[int] = []
         theirs.add_done_callback(lambda _: settled_by.append(threading.get_ident()))
         thread.post(lambda: thread.settle(theirs, 2))
-        assert await asyncio.wait_for(theirs, 5.0) == 2
+        assert await asyncio.wait_for(theirs, PATIENCE_S) == 2
         assert settled_by == [threading.get_ident()]
     finally:
         await thread.stop()
@@ -164,7 +168,7 @@ async def test_after_its_end_nothing_is_done_any_more_and_what_was_handed_over_b
             with pytest.raises(TransferFailed, match="ends"):
                 post(late)
         with pytest.raises(TransferFailed, match="ends"):
-            await asyncio.wait_for(thread.ask(late), 5.0)
+            await asyncio.wait_for(thread.ask(late), PATIENCE_S)
 
     try:
         await assert_refused()  # while it ends

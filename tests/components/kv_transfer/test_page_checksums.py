@@ -20,6 +20,7 @@ from tests.components.kv_transfer.nixl_peer import LAYOUT as LAYOUT_OF_PEER
 from tests.components.kv_transfer.test_nixl_transfer import Peer, shared_peer, start_peer  # noqa: F401
 from tests.services.decode.inbound import inbound
 from tests.services.prefill.outbound import ROOM, chunk, last_chunk, outbound, run
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -82,7 +83,7 @@ class Pair:
         await asyncio.sleep(0.01)
         self.sender.computed(last_chunk(OURS, 42, 0))
         await sending
-        return await asyncio.wait_for(self.receiver.landed(THEIRS, self.tokens), 5)
+        return await asyncio.wait_for(self.receiver.landed(THEIRS, self.tokens), PATIENCE_S)
 
 
 async def test_each_page_has_the_checksum_of_its_own_bytes() -> None:

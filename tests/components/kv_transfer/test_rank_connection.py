@@ -24,13 +24,13 @@ from components.kv_transfer.rank_connection import (
 from components.wire.layout import of_shard
 from tests.components.kv_transfer.nixl_peer import LAYOUT, Pages
 from tests.services.decode.fake_engine import turns
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 
 WRITE: Final = Write("decode", (0, 16), [1], [2], 1 << 50)
 LONG: Final = Write("decode", (0, 16 * 5000), list(range(5000)), list(range(5000)), 1 << 50)
 ENOUGH: Final = 100  # long orders that no socket's buffers hold
-SOON_S: Final = 10.0
 
 
 @dataclass
@@ -101,12 +101,6 @@ async def run(home: Path, order: tuple[str, ...]) -> None:
             assert isinstance(future.exception(), TransferFailed | None)
 
 
-async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(SOON_S):
-        while not holds():
-            await asyncio.sleep(0.001)
-
-
 async def test_every_order_ends_once_the_connection_is_closed(tmp_path: Path) -> None:
     for order in permutations(["write", "other", "answered", "end", "close"]):
         try:
@@ -122,7 +116,7 @@ async def test_an_order_that_its_caller_gave_up_is_answered_without_harm(tmp_pat
         given_up.cancel()
         await follower.answer("late")
         await follower.answer()
-        assert (await asyncio.wait_for(kept, SOON_S)).num_bytes == 7
+        assert (await asyncio.wait_for(kept, PATIENCE_S)).num_bytes == 7
         connection.ask(WRITE).cancel()
         await connection.close()
 
@@ -133,7 +127,7 @@ async def test_a_write_of_a_follower_that_ends_is_over_only_when_the_connection_
         write, other = connection.ask(WRITE), connection.ask(CatchUp())
         await follower.end()
         with pytest.raises(TransferFailed, match="rank 1 of this instance has ended"):
-            await asyncio.wait_for(other, SOON_S)
+            await asyncio.wait_for(other, PATIENCE_S)
         await turns()
         assert not write.done()
         with pytest.raises(TransferFailed, match="has ended"):
@@ -147,7 +141,7 @@ async def test_a_leader_closes_the_connection_of_a_follower_that_reads_nothing(t
     """A leader that left waited for a stopped follower to read its orders, and so never came to kill it."""
     async with joined(tmp_path) as (connection, _):
         writes = [connection.ask(LONG) for _ in range(ENOUGH)]
-        await asyncio.wait_for(connection.close(), SOON_S)
+        await asyncio.wait_for(connection.close(), PATIENCE_S)
         for write in writes:
             with pytest.raises(TransferFailed, match="has ended"):
                 await write
@@ -160,5 +154,5 @@ async def test_followers_sum_their_pages_at_the_same_time(tmp_path: Path) -> Non
         sums = PageChecksums(region, [first, second]).of_transfer(LAYOUT.page_size)
         total = asyncio.ensure_future(sums.total())
         for follower in (other, one):
-            await asyncio.wait_for(follower.answer(), SOON_S)
-        assert await asyncio.wait_for(total, SOON_S) == []
+            await asyncio.wait_for(follower.answer(), PATIENCE_S)
+        assert await asyncio.wait_for(total, PATIENCE_S) == []

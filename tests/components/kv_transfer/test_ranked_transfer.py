@@ -23,8 +23,9 @@ from components.kv_transfer.rank_end import serve_rank
 from components.kv_transfer.writes import Copy
 from components.wire.layout import KvLayout, of_shard
 from tests.components.kv_transfer.nixl_peer import LATER_MS
+from tests.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.anyio
 
 WHOLE = KvLayout(model="m", dtype="float16", page_size=16, layers=2, kv_heads=4, head_dim=8)
 PAGES = 24
@@ -125,7 +126,7 @@ async def test_pages_of_all_ranks_arrive_before_the_aux_slot(
         ours.transfer.aux.write(source, AuxRecord(stamp=1, num_pages=1, first_token=7, num_cached_tokens=0))
         await ours.transfer.write_aux(peer.agent, source, slot, "room", LATER_MS)
         theirs.transfer.hasten("room")
-        await asyncio.wait_for(landed, 20)
+        await asyncio.wait_for(landed, PATIENCE_S)
         for rank in range(ranks[1]):
             for head in of_shard(layouts[1], rank, ranks[1]).heads:
                 written = decode.head(replace(layouts[1], shards=ranks[1]), rank, head)
@@ -161,7 +162,7 @@ async def test_a_rank_that_fails_fails_the_write_once_all_others_have_ended(tmp_
         landed = decode.opened.transfer.expect("room", decode.opened.transfer.aux.take())
         await prefill.opened.transfer.connect(replace(peer, followers=[]))  # rank 0 alone
         with pytest.raises(TransferFailed, match="rank 1: "):
-            await asyncio.wait_for(prefill.opened.writes.write(peer, Copy(range(16), [1], [2]), LATER_MS), 20)
+            await asyncio.wait_for(prefill.opened.writes.write(peer, Copy(range(16), [1], [2]), LATER_MS), PATIENCE_S)
         landed.cancel()
 
 
@@ -176,7 +177,7 @@ async def test_a_follower_posts_nothing_after_the_deadline(tmp_path: Path) -> No
         await prefill.opened.writes.connect(peer)
         (connection,) = prefill.opened.writes.connections
         with pytest.raises(TransferFailed, match="rank 1: the deadline of the offer passed"):
-            await asyncio.wait_for(connection.ask(Write(peer.agent, (0, 16), [1], [2], deadline_unix_ms=1)), 20)
+            await asyncio.wait_for(connection.ask(Write(peer.agent, (0, 16), [1], [2], deadline_unix_ms=1)), PATIENCE_S)
         landed.cancel()
         assert not decode.pools[1].any()
 
@@ -200,7 +201,7 @@ async def test_no_rank_posts_a_step_of_its_write_after_the_deadline(
             looks = chain(repeat(1, in_time), repeat(3))
             for pool in prefill.pools:
                 pool[:] = number
-            write = asyncio.wait_for(writes.write(peer, whole, 2000), 20)
+            write = asyncio.wait_for(writes.write(peer, whole, 2000), PATIENCE_S)
             if in_time == num_steps:
                 assert await write == peer.page_bytes * PAGES
             else:

@@ -16,7 +16,7 @@ from services.local.child_process import tethered
 from tests.components.kv_transfer.nixl_peer import Pages
 from tests.components.kv_transfer.stopped_writer import FULL, LIFE_S, STEP_PAGES, STEPS_BEFORE
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.anyio
 
 REPO: Final = Path(__file__).resolve().parents[3]
 

@@ -24,6 +24,7 @@ from components.kv_transfer.pieces import cut
 from components.startup import WrongSettings
 from tests.components.kv_transfer.nixl_peer import LATER_MS, LAYOUT, NUM_PAGES, Pages, on_tested_device
 from tests.components.kv_transfer.test_nixl_transfer import Peer
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 
@@ -32,7 +33,6 @@ OPEN_FILES: Final = Path("/proc/self/fd")
 THREADS: Final = Path("/proc/self/task")
 ROUNDS: Final = 3
 LONGEST_STALL_S: Final = 0.4
-FAILS_WITHIN_S: Final = 20.0
 PAST_MS: Final = 1  # a deadline before all tests
 StartPeer = Callable[[str], Peer]
 
@@ -132,11 +132,11 @@ async def test_a_notification_is_for_exactly_its_room_however_late_it_comes(
     reading = asyncio.create_task(asyncio.to_thread(shared_peer.read))
     assert not (await asyncio.wait((reading,), timeout=1.5))[0]
     await _tell(transfer, shared_peer, room, AuxRecord(2, 1, 1, 1))
-    assert json.loads(await asyncio.wait_for(reading, FAILS_WITHIN_S))["aux"][2]["stamp"] == 2
+    assert json.loads(await asyncio.wait_for(reading, PATIENCE_S))["aux"][2]["stamp"] == 2
     reading = asyncio.create_task(asyncio.to_thread(shared_peer.read))
     assert not (await asyncio.wait((reading,), timeout=0.3))[0]
     await _tell(transfer, shared_peer, f"{room}0", AuxRecord(3, 1, 1, 1))
-    assert json.loads(await asyncio.wait_for(reading, FAILS_WITHIN_S))["aux"][2]["stamp"] == 3
+    assert json.loads(await asyncio.wait_for(reading, PATIENCE_S))["aux"][2]["stamp"] == 3
 
 
 async def test_many_transfers_at_once_are_each_told_of_their_end(
@@ -198,7 +198,7 @@ async def test_nothing_is_posted_after_the_deadline(transfer: KvTransfer, pages:
     ]
     for write in late:
         with pytest.raises(DeadlineExceeded):
-            await asyncio.wait_for(write, FAILS_WITHIN_S)
+            await asyncio.wait_for(write, PATIENCE_S)
     assert json.loads(shared_peer.say("pages")) == before
     await transfer.write_pages(agent, [0], [0], LATER_MS)
 
@@ -235,10 +235,10 @@ async def test_a_dead_peer_fails_its_writes_and_a_restarted_one_is_served(
     for _ in range(2):
         with pytest.raises(TransferFailed):
             await asyncio.wait_for(
-                transfer.write_pages(first.endpoint.agent, range(32), range(32), LATER_MS), FAILS_WITHIN_S
+                transfer.write_pages(first.endpoint.agent, range(32), range(32), LATER_MS), PATIENCE_S
             )
     with pytest.raises(TransferFailed):
-        await asyncio.wait_for(transfer.write_aux(first.endpoint.agent, 0, 0, "room", LATER_MS), FAILS_WITHIN_S)
+        await asyncio.wait_for(transfer.write_aux(first.endpoint.agent, 0, 0, "room", LATER_MS), PATIENCE_S)
     await transfer.disconnect(first.endpoint.agent)
     await transfer.disconnect(first.endpoint.agent)
     with pytest.raises(TransferFailed, match="no connection"):
@@ -267,7 +267,7 @@ async def test_forgetting_a_peer_that_hangs_ends_its_write_and_nothing_of_later_
     await transfer.disconnect(agent)
     for write in writes:
         with pytest.raises(TransferFailed):
-            await asyncio.wait_for(write, FAILS_WITHIN_S)
+            await asyncio.wait_for(write, PATIENCE_S)
     pages.set_all(0xEE)
     theirs = pages.hashes()[0]
     hung.popen.send_signal(signal.SIGCONT)

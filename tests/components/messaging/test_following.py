@@ -1,7 +1,7 @@
 """A decode instance over a real NATS: it follows the prefill instances of a small fleet, and asks those of a large one."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
 import pytest
@@ -19,6 +19,7 @@ from components.routing.policy import RouteRequest
 from components.wire.heartbeat import Heartbeat
 from components.wire.tokens import PromptBlocks, pack_tokens, seed_hash
 from tests.components.discovery.records import record
+from tests.waiting import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
@@ -79,12 +80,6 @@ class Scene:
     async def stop(self, name: str) -> None:
         """It answers nothing more, and stays in etcd."""
         await self.running.pop(name).aclose()
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(15):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @pytest.fixture
@@ -159,7 +154,7 @@ async def test_an_instance_that_does_not_answer_costs_one_prompt_a_moment_and_is
     other = (await scene.inquire()).choose()
     assert other is not None
     assert other.instance_id != chosen.instance_id
-    await until(lambda: bool(lost))
+    await until(lambda: lost)
     assert [name for name, _ in lost] == [chosen.instance_id]
     assert lost[0][1].startswith("silent for")
     assert chosen.instance_id not in {one.instance_id for one in scene.fleet.alive.usable("m")}
@@ -188,7 +183,7 @@ async def test_an_instance_is_asked_while_something_depends_on_it(scene: Scene) 
         await until(lambda: scene.fleet.alive.last_heartbeat("p3") is not None)
         await scene.stop("p3")
         await scene.stop("p4")
-        await until(lambda: bool(lost))
+        await until(lambda: lost)
     assert lost == ["p3"], "nothing is asked of p4, so nothing is known"
 
 
@@ -232,7 +227,7 @@ async def test_a_fleet_that_becomes_small_is_followed_and_a_large_one_asked_agai
     for name in NAMES[3:6]:
         scene.book.remove(name)
     assert not scene.following.asks
-    await until(lambda: bool(index.blocks_of("p0")))
+    await until(lambda: index.blocks_of("p0"))
     await until(lambda: all(alive.last_heartbeat(name) for name in NAMES[:3]))
     for name in NAMES[3:]:
         found = kept[name]

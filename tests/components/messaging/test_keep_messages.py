@@ -1,5 +1,3 @@
-import asyncio
-
 import pytest
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
@@ -10,6 +8,7 @@ from components.telemetry.held_traces import HeldTraces
 from components.telemetry.light_span import LightSpan
 from components.telemetry.spans import Spans
 from components.token_bucket import TokenBucket
+from tests.waiting import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
@@ -29,7 +28,7 @@ async def test_the_frontends_decision_lets_another_process_export_what_it_holds(
         assert not others
         root.set_status(StatusCode.ERROR, "why")
         root.end()
-        await until_some(others)
+        await until(lambda: others)
     assert [span.name for span in (*own, *others)] == ["chat", "decode.request"]
 
 
@@ -42,7 +41,7 @@ async def test_a_frontend_that_leaves_announces_its_last_decisions(nats_url: str
             root = called_root(frontend, decode)
             root.set_status(StatusCode.ERROR, "this instance is leaving")
             root.end()
-        await until_some(others)
+        await until(lambda: others)
 
 
 def called_root(frontend: HeldTraces, decode: HeldTraces) -> trace.Span:
@@ -53,9 +52,3 @@ def called_root(frontend: HeldTraces, decode: HeldTraces) -> trace.Span:
     called = trace.set_span_in_context(trace.NonRecordingSpan(root.get_span_context()))
     Spans(decode.take, TokenBucket(0), holds=True).start_span("decode.request", called).end()
     return root
-
-
-async def until_some(spans: list[LightSpan]) -> None:
-    async with asyncio.timeout(20):
-        while not spans:
-            await asyncio.sleep(0.01)

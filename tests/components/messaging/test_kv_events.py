@@ -2,7 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from components.routing.kv_index import MAX_BLOCKS, KvIndex
 from components.wire.kv_events import DUMP_PART_BLOCKS, FetchKvDump, KvDumpPart, KvEventBatch, pack_batch, unpack_hashes
 from services.local.servers import NATS, running
 from tests.components.discovery.records import record
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
@@ -87,12 +88,6 @@ class Scene:
 
     async def until_it_agrees(self) -> None:
         await until(self.agrees)
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 15.0) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 @asynccontextmanager
@@ -227,7 +222,7 @@ async def test_after_a_restart_of_nats_everyone_is_asked_and_only_changes_are_se
         s.worker.store(fresh(5))
         await asyncio.sleep(0.2)
         await server.restart()
-        await until(lambda: s.mirror.counts.dumps >= 2, 30)
+        await until(lambda: s.mirror.counts.dumps >= 2)
         await s.until_it_agrees()
 
 
@@ -257,7 +252,7 @@ async def test_nothing_is_sent_when_nothing_has_happened(nats_url: str, namespac
         s.worker.register("1")
         await s.until_it_agrees()
         call = FetchKvDump(epoch="1", have=s.worker.publisher.log.number)
-        part = await s.router.call(f"{namespace}.prefill.w.kv_dump", call, KvDumpPart, timeout_s=5)
+        part = await s.router.call(f"{namespace}.prefill.w.kv_dump", call, KvDumpPart, timeout_s=PATIENCE_S)
         assert part == KvDumpPart(number=call.have or 0, unchanged=True)
         s.mirror._instances["w"].follower.doubt()
         s.mirror._ask(s.mirror._instances["w"])
@@ -272,7 +267,7 @@ async def test_dumps_are_few_and_forgotten_when_nobody_goes_on(
 
         async def ask(**fields: object) -> KvDumpPart:
             request = replace(FetchKvDump(epoch="1"), **fields)
-            return await bus.call(f"{namespace}.prefill.w.kv_dump", request, KvDumpPart, timeout_s=5)
+            return await bus.call(f"{namespace}.prefill.w.kv_dump", request, KvDumpPart, timeout_s=PATIENCE_S)
 
         with pytest.raises(StaleInstance):
             await ask()

@@ -27,6 +27,7 @@ from components.wire.protocol import PROTOCOL, UNNAMED
 from components.wire.step_stats import StepStats
 from tests.components.discovery.records import record
 from tests.faults.virtual_loop import run_virtually
+from tests.waiting import until
 
 IDLE = PromptLoad(0, 0.0)
 
@@ -263,15 +264,12 @@ async def test_a_worker_that_stops_beating_is_lost_over_nats(nats_url: str, name
     lost: list[InstanceRecord] = []
     async with connect_bus(nats_url, "test") as bus, watch_heartbeats(bus, namespace, "decode", book) as liveness:
         liveness.on_lost(lambda r, _: lost.append(r))
-        async with asyncio.timeout(10):
-            beat = heartbeat_of("one", "1", StepStats(), IDLE, draining=False)
-            async with send_heartbeats(bus, mine.subject, lambda: beat, lambda: SOONEST_S):
-                await bus.publish_bytes(f"{mine.subject}.heartbeat", b"garbage")
-                while liveness.last_heartbeat("one") is None:
-                    await asyncio.sleep(0.01)
+        beat = heartbeat_of("one", "1", StepStats(), IDLE, draining=False)
+        async with send_heartbeats(bus, mine.subject, lambda: beat, lambda: SOONEST_S):
+            await bus.publish_bytes(f"{mine.subject}.heartbeat", b"garbage")
+            await until(lambda: liveness.last_heartbeat("one") is not None)
             assert liveness.usable() == [mine]
-            while not lost:
-                await asyncio.sleep(0.05)
+        await until(lambda: lost)
     assert lost == [mine]
 
 

@@ -22,6 +22,7 @@ from components.messaging.refusals import Refusals
 from components.wire.codec import pack
 from components.wire.prefill import KvComing, RoomOk
 from tests.components.messaging.fake_bus import FakeBus
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.anyio
 
@@ -52,7 +53,7 @@ async def serving(nats_url: str, namespace: str) -> AsyncIterator[tuple[Server, 
         yield server, client, f"{subject}.close"
 
 
-async def ask(bus: Bus, subject: str, timeout_s: float = 10.0) -> RoomOk:
+async def ask(bus: Bus, subject: str, timeout_s: float = PATIENCE_S) -> RoomOk:
     return await bus.call(subject, KvComing(room="r"), RoomOk, timeout_s=timeout_s)
 
 
@@ -82,7 +83,7 @@ async def test_a_lost_question_or_answer_costs_a_second_and_the_call_runs_once(
             monkeypatch.setattr(CallServer, "_respond", losing_method(CallServer._respond))
         began = time.monotonic()
         await ask(client, subject)
-        assert replies.AGAIN_S * 0.9 < time.monotonic() - began < 8.0
+        assert time.monotonic() - began > replies.AGAIN_S * 0.9
         assert server.runs == ["r", "r"]
 
 
@@ -115,14 +116,17 @@ async def test_a_receiver_that_goes_away_after_it_took_a_call_ends_it_when_repet
 ) -> None:
     monkeypatch.setattr(replies, "AGAIN_S", 0.05)
 
+    taken = asyncio.Event()
+
     async def swallow(_: Msg) -> None:
         """It takes the call and never answers."""
+        taken.set()
 
     async with connect_bus(nats_url, "server") as served, connect_bus(nats_url, "client") as client:
         subject = f"{namespace}.bootstrap.one.close"
         async with served.subscription(subject, swallow):
             asking = asyncio.create_task(ask(client, subject))
-            await asyncio.sleep(0.02)
+            await taken.wait()
         with pytest.raises(ListenerGone):
             await asking
         with pytest.raises(NobodyListens) as unheard:
@@ -302,9 +306,7 @@ async def test_nats_says_whether_anybody_listens_for_frames(nats_url: str, names
             await asyncio.sleep(0.05)
             assert not no_responders
         await bus.publish_bytes(subject, b"x", reply)
-        async with asyncio.timeout(5):
-            while not no_responders:
-                await asyncio.sleep(0.01)
+        await until(lambda: no_responders)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Instances whose records have left etcd: the living stay, the dead go."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from random import Random
 
 import pytest
@@ -14,6 +14,7 @@ from components.messaging.presence import keep_present, present_endpoint
 from components.wire.instances import AskPresent
 from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -34,12 +35,6 @@ class Mesh:
     @property
     def here(self) -> list[str]:
         return [r.instance_id for r in self.book.of_role("decode")]
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @pytest.fixture
@@ -81,7 +76,7 @@ async def test_one_that_is_leaving_or_another_process_by_now_goes(mesh: Mesh) ->
 async def test_one_that_etcd_has_again_is_asked_no_more(mesh: Mesh) -> None:
     mesh.add("a")
     mesh.book.remove("a")
-    await until(lambda: bool(mesh.bus.of(AskPresent)))
+    await until(lambda: mesh.bus.of(AskPresent))
     mesh.book.put("a", record("a", "1"))
     asked = len(mesh.bus.of(AskPresent))
     await asyncio.sleep(0.2)

@@ -16,6 +16,7 @@ from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import serve_calls
 from components.messaging.profiles import Profiles, keep_profiles
 from components.wire.inspection import FetchProfile, ProfilePart, ProfileStarted, StartProfile
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
@@ -58,12 +59,12 @@ async def worker(nats_url: str, subject: str, profiler: FakeProfiler) -> AsyncIt
 
 async def start(bus: Bus, subject: str, seconds: float) -> str:
     order = StartProfile(seconds=seconds)
-    return (await bus.call(f"{subject}.profile", order, ProfileStarted, timeout_s=5)).profile_id
+    return (await bus.call(f"{subject}.profile", order, ProfileStarted, timeout_s=PATIENCE_S)).profile_id
 
 
 async def part(bus: Bus, subject: str, profile_id: str, offset: int = 0) -> ProfilePart:
     wanted = FetchProfile(profile_id=profile_id, offset=offset)
-    return await bus.call(f"{subject}.profile_part", wanted, ProfilePart, timeout_s=10)
+    return await bus.call(f"{subject}.profile_part", wanted, ProfilePart, timeout_s=PATIENCE_S)
 
 
 async def test_a_profile_larger_than_a_message_arrives_in_parts(nats_url: str, namespace: str) -> None:

@@ -12,6 +12,7 @@ from nats.js import JetStreamContext
 from components.errors import BackendUnavailable, MessageTooLarge
 from components.messaging.bus import connect_bus
 from components.messaging.records import Bounds, open_records
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 BOUNDS = Bounds(records=3, bytes=1_000_000, age_s=60)
@@ -52,7 +53,7 @@ async def test_the_oldest_goes_first(nats_url: str, namespace: str) -> None:
             await records.put(key, key.encode())
         assert [await records.get(key) for key in "abcd"] == [None, b"b", b"c", b"d"]
         records = await open_records(bus, namespace, Bounds(records=3, bytes=1_000_000, age_s=0.1))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while await records.get("d") is not None:
                 await asyncio.sleep(0.02)
         with pytest.raises(MessageTooLarge):

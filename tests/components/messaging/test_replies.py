@@ -5,6 +5,7 @@ import pytest
 from nats.aio.client import Client
 
 from components.messaging import replies
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -25,13 +26,12 @@ async def test_a_call_is_repeated_only_while_nats_is_there(monkeypatch: pytest.M
     monkeypatch.setattr(replies, "AGAIN_S", 0.01)
     client = Recorder()
     call = replies._Call(cast("Client", client), "a", b"")
-    asyncio.get_running_loop().call_later(10, call.end, None)
+    asyncio.get_running_loop().call_later(1000, call.end, None)
     answer = asyncio.create_task(call.answer())
     await asyncio.sleep(0.1)
     assert client.published == ["a"]
     assert call.was_repeated, "its receiver may reconnect later than we: one refusal is not enough"
     client.is_connected = True
-    while len(client.published) < 3:
-        await asyncio.sleep(0.01)
+    await until(lambda: len(client.published) >= 3)
     call.end(None)
     assert await answer is None

@@ -12,6 +12,7 @@ from components.errors import MeshError
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.scatter_gather import SEND_S, ask_all
 from services.local.servers import NATS, running
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
@@ -41,10 +42,9 @@ async def test_the_wait_ends_with_the_last_expected_answer_but_not_before_the_le
     late: list[asyncio.TimerHandle] = []
     sending: list[asyncio.Future[None]] = []
     async with connect_bus(nats_url, "test") as bus, bus.subscription(f"{namespace}.q", answer):
-        began_s = time.monotonic()
-        assert await answers(bus, f"{namespace}.q", 2, wait_s=20) == [b"one", b"two"]
-        assert await answers(bus, f"{namespace}.q", 2, wait_s=20, least_s=1) == [b"one", b"two", b"late"]
-        assert time.monotonic() - began_s < 20
+        async with asyncio.timeout(PATIENCE_S):
+            assert await answers(bus, f"{namespace}.q", 2, wait_s=1000) == [b"one", b"two"]
+            assert await answers(bus, f"{namespace}.q", 2, wait_s=1000, least_s=1) == [b"one", b"two", b"late"]
         await asyncio.gather(*sending)
 
 
@@ -65,7 +65,5 @@ async def test_a_question_fails_soon_if_nats_hangs(tmp_path: Path, namespace: st
                 await answers(bus, f"{namespace}.q", 1, wait_s=0.2)
         finally:
             server.process.send_signal(signal.SIGCONT)
-        assert time.monotonic() - began_s < 2 * SEND_S
-        async with asyncio.timeout(8):  # a connection that is being made cannot be closed
-            while not bus.is_connected:
-                await asyncio.sleep(0.02)
+        assert time.monotonic() - began_s < 9  # the subscription's own limit is 10 s
+        await until(lambda: bus.is_connected)  # a connection that is being made cannot be closed

@@ -6,11 +6,10 @@ import json
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Final
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -23,11 +22,11 @@ from components.startup import WrongSettings
 from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 from services.local.child_process import kill
 from services.local.servers import NATS, Server, Site, running
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
 USER, ACCOUNT, OPERATOR, SEED = (kind << 3 for kind in (20, 0, 14, 18))
-AGAIN_S: Final = 10.0
 
 
 def tls_block(files: TlsFiles, *more: str) -> str:
@@ -75,7 +74,7 @@ async def answers(bus: Bus) -> bool:
     async def receive(_message: object) -> None:
         arrived.set()
 
-    async with asyncio.timeout(5), bus.subscription("ping", receive):
+    async with asyncio.timeout(PATIENCE_S), bus.subscription("ping", receive):
         await bus.client.publish("ping")
         await arrived.wait()
     return True
@@ -86,7 +85,7 @@ async def refused(url: str, access: NatsAccess, caplog: pytest.LogCaptureFixture
     caplog.clear()
     trying = asyncio.create_task(_connected(url, access))
     try:
-        async with asyncio.timeout(AGAIN_S):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 for record in caplog.records:
                     if record.message == "NATS cannot be reached, trying again":
@@ -266,12 +265,6 @@ async def test_credentials_of_an_operator_prove_a_user(tmp_path: Path) -> None:
         access = NatsAccess(credentials=credentials_file(file))
         async with connect_bus(address(server, "nats"), "test", access) as bus:
             assert await answers(bus)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(AGAIN_S):
-        while not condition():
-            await asyncio.sleep(0.02)
 
 
 def key_pair(kind: int) -> tuple[str, str]:

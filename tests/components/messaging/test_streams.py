@@ -17,6 +17,7 @@ from tests.components.messaging.fake_bus import FakeBus
 from tests.components.messaging.frames import Message, Numbered, Read, nothing_lost
 from tests.components.wire.frames import frame_of
 from tests.faults.virtual_loop import run_virtually
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
 TOLD = TokenLogprobs(-1.0)
@@ -422,7 +423,7 @@ async def test_streams_cross_nats_in_order_side_by_side(nats_url: str, namespace
                 await reading.came()
             return [token for tokens in reading.tokens for token in tokens]
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             assert await asyncio.gather(*map(read, readers)) == [list(range(30))] * 20
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from components.telemetry.trace_store import TraceStore
+from tests.waiting import PATIENCE_S
 
 PROGRAM = """
 import asyncio, sys
@@ -45,7 +46,7 @@ def test_spans_reach_a_collector_and_the_disk(tmp_path: Path) -> None:
         thread.start()
         endpoint = f"http://127.0.0.1:{server.server_address[1]}/"
         # a process of its own: OpenTelemetry's provider is set once in a process
-        subprocess.run([sys.executable, "-c", PROGRAM, endpoint, str(tmp_path)], check=True, timeout=60)
+        subprocess.run([sys.executable, "-c", PROGRAM, endpoint, str(tmp_path)], check=True, timeout=PATIENCE_S)
         server.shutdown()
         thread.join()
     [resource] = [r for request in received for r in request.resource_spans]
@@ -64,7 +65,7 @@ def test_a_collector_that_is_away_costs_nothing_but_its_spans(tmp_path: Path) ->
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-c", PROGRAM, "http://127.0.0.1:1", str(tmp_path), stderr=asyncio.subprocess.DEVNULL
         )
-        assert await asyncio.wait_for(process.wait(), 60) == 0
+        assert await asyncio.wait_for(process.wait(), PATIENCE_S) == 0
 
     asyncio.run(run())
     assert len(TraceStore(tmp_path).trace(TraceStore(tmp_path).last_trace_ids(1)[0])) == 2

@@ -24,6 +24,7 @@ from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 from services.local.ready import _models
 from services.planner.pages import PageReader
 from tests.components.discovery.records import record
+from tests.waiting import PATIENCE_S
 
 PASSWORD = "s3cret-of-pages"
 
@@ -82,7 +83,7 @@ async def test_its_readers_reach_it_and_others_do_not(files: Files, tmp_path: Pa
 async def test_as_prometheus_gives_user_and_password(files: Files) -> None:
     async with (
         page(files.settings) as url,
-        httpx.AsyncClient(verify=files.settings.page_access().context(url)) as client,
+        httpx.AsyncClient(verify=files.settings.page_access().context(url), timeout=PATIENCE_S) as client,
     ):
         refused = await client.get(f"{url}/metrics")
         assert (refused.status_code, refused.headers["www-authenticate"]) == (401, 'Basic realm="kvmesh"')

@@ -6,13 +6,13 @@ import logging
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
 from components.telemetry.logs import configure_logs, log_progress, log_ready
 from components.telemetry.repeated_lines import BURST, MAX_WINDOWS, WINDOW_S, CountingHandler, requests
+from tests.waiting import wait_until
 
 log = logging.getLogger("components.counted")
 
@@ -131,11 +131,8 @@ def test_gathered_lines_are_written_soon_and_at_the_end(lines: Lines, monkeypatc
     monkeypatch.setattr(requests, "propagate", False)
     requests.setLevel(logging.INFO)
     requests.info("request", extra={"n": 1})
-    deadline = time.monotonic() + 10
-    while not (written := lines.take()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    assert written == [("request", 1, None)]
+    wait_until(lines.stream.getvalue)
+    assert lines.take() == [("request", 1, None)]
     requests.info("request", extra={"n": 2})
     requests.warning("request", extra={"n": 3})  # slow or failed: at once, and in order
     requests.info("request", extra={"n": 4})
@@ -177,9 +174,7 @@ def test_a_line_that_is_held_back_is_told_without_another_line() -> None:
     handler.setFormatter(_Facts())
     for _ in range(BURST + 3):
         handler.handle(log.makeRecord(log.name, logging.INFO, "f", 1, "refused", (), None))
-    until_s = time.monotonic() + 10
-    while len(stream.getvalue().splitlines()) <= BURST and time.monotonic() < until_s:
-        time.sleep(0.01)
+    wait_until(lambda: len(stream.getvalue().splitlines()) > BURST)
     assert json.loads(stream.getvalue().splitlines()[-1]) == ["refused", None, 3]
 
 

@@ -19,6 +19,7 @@ from components.telemetry.trace_pieces import Piece, Root
 from components.telemetry.trace_reader import LocalTraceReader, TracesUnavailable
 from components.telemetry.trace_store import TRIM_EVERY, Limits, TraceStore, TraceWriter
 from tests.components.telemetry.written import writing_tracer
+from tests.waiting import PATIENCE_S
 
 FILES = 20  # made anew, as at the first start of a mesh
 
@@ -96,7 +97,7 @@ def test_several_processes_make_and_write_one_file_at_once_and_nothing_is_lost(t
     for process in processes:
         process.start()
     for process in processes:
-        process.join(60)
+        process.join(PATIENCE_S)
         assert process.exitcode == 0
     for file in range(FILES):
         connection = sqlite3.connect(tmp_path / str(file) / FILE_NAME)

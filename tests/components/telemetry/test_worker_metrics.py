@@ -7,6 +7,7 @@ from components.telemetry.metrics_page import serve_metrics
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.status import PageStatus
 from components.wire.step_stats import StepStats
+from tests.waiting import PATIENCE_S
 
 
 def value(metrics: WorkerMetrics, name: str) -> float | None:
@@ -93,7 +94,7 @@ async def test_the_page_shows_the_metrics_and_whether_the_worker_has_started() -
     metrics, well = WorkerMetrics(), [True]
     async with (
         serve_metrics(metrics.registry, "127.0.0.1", 0, lambda: well[0]) as url,
-        httpx.AsyncClient(base_url=url) as http,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
     ):
         page = await http.get("/metrics")
         assert page.status_code == 200

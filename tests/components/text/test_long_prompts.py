@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +9,7 @@ import pytest
 from components.errors import QueueFull
 from components.text import encoder as module
 from components.text.encoder import LongPrompts
+from tests.waiting import PATIENCE_S, until
 
 
 class Gate:
@@ -24,16 +24,14 @@ class Gate:
         def run() -> str:
             self.order.append(name)
             self.threads.add(threading.current_thread().name)
-            assert self.open.wait(10)
+            assert self.open.wait(PATIENCE_S)
             return name
 
         return run
 
 
 async def started(gate: Gate, number: int) -> None:
-    async with asyncio.timeout(5):
-        while len(gate.order) < number:
-            await asyncio.sleep(0.001)
+    await until(lambda: len(gate.order) >= number)
 
 
 async def settle() -> None:
@@ -86,7 +84,7 @@ def test_whoever_leaves_is_not_worked_for_and_leaves_its_turn_to_others() -> Non
             await settle()
         tasks["gone"].cancel()
         gate.open.set()
-        assert await asyncio.wait_for(tasks["next"], 5) == "next"
+        assert await asyncio.wait_for(tasks["next"], PATIENCE_S) == "next"
         assert await turns.run(1, lambda: "again") == "again"
         assert tasks["gone"].cancelled()
         return gate.order
@@ -107,7 +105,7 @@ def test_a_turn_given_to_one_who_just_left_is_passed_on() -> None:
         gone.cancel()
         gate.open.set()
         await asyncio.wait({first, gone})
-        assert await asyncio.wait_for(turns.run(1, lambda: "free"), 5) == "free"
+        assert await asyncio.wait_for(turns.run(1, lambda: "free"), PATIENCE_S) == "free"
 
     asyncio.run(run())
 
@@ -123,15 +121,15 @@ def test_what_the_work_raises_is_raised_and_frees_the_turn() -> None:
 
 
 def test_the_loop_goes_on_meanwhile() -> None:
-    async def run() -> int:
-        turns, ticks = LongPrompts(1), 0
-        task = asyncio.create_task(turns.run(1, lambda: time.sleep(0.1)))
-        while not task.done():
-            await asyncio.sleep(0.005)
-            ticks += 1
-        return ticks
+    async def run() -> None:
+        gate = Gate()
+        task = asyncio.create_task(LongPrompts(1).run(1, gate.work("long")))
+        await started(gate, 1)
+        assert not task.done()
+        gate.open.set()
+        assert await task == "long"
 
-    assert asyncio.run(run()) > 3
+    asyncio.run(run())
 
 
 def test_what_is_too_much_to_wait_is_refused_with_when_to_come_again() -> None:
