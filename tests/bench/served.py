@@ -1,12 +1,13 @@
 """An application behind a real port, on a thread of its own."""
 
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import uvicorn
 from fastapi import FastAPI
+
+from tests.waiting import wait_until
 
 
 @contextmanager
@@ -15,8 +16,7 @@ def served(app: FastAPI, port: int) -> Iterator[None]:
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="critical"))
     thread = threading.Thread(target=server.run)
     thread.start()
-    while not server.started:
-        time.sleep(0.01)
+    wait_until(lambda: server.started)
     try:
         yield
     finally:

@@ -66,7 +66,7 @@ async def answering(answer: bytes, piece: int) -> AsyncIterator[int]:
 def load(answer: bytes, piece: int = 1 << 20) -> Run:
     async def run() -> Run:
         async with answering(answer, piece) as port:
-            return await measure(port, Prompts("m", 200, 3), {"client": [os.getpid()]}, CLIENTS, seconds=0.1)
+            return await measure(port, Prompts("m", 200, 3), {"client": [os.getpid()]}, CLIENTS, seconds=0.5)
 
     return asyncio.run(run())
 

@@ -25,6 +25,7 @@ from bench.load.workloads import random_asks
 from bench.processes import free_port
 from bench.serve import find_url, progress_bar
 from tests.bench.served import served
+from tests.waiting import PATIENCE_S, wait_until
 
 REPO: Final = Path(__file__).resolve().parents[2]
 FIRST_S: Final = 0.05
@@ -81,7 +82,7 @@ def endpoint() -> Iterator[Endpoint]:
 
 def serve(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bench.serve", *args]
-    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
 def test_times_are_those_that_the_server_took(endpoint: Endpoint) -> None:
@@ -188,11 +189,9 @@ def test_a_load_that_is_ended_tells_what_it_has_measured(endpoint: Endpoint, num
     args = ["--concurrency", "2", "--requests", "500", "--output-len", "5", "--warmup", "0"]
     command = [sys.executable, "-m", "bench.serve", "--url", endpoint.url, *args, "--concurrency", "4"]
     with subprocess.Popen(command, cwd=REPO, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        while len(endpoint.bodies) < 6:
-            assert process.poll() is None
-            time.sleep(0.01)
+        wait_until(lambda: len(endpoint.bodies) >= 6 or process.poll() is not None)
         process.send_signal(number)
-        told, errors = process.communicate(timeout=30)
+        told, errors = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert told.count("Successful requests") == 1, "the other level was not begun"

@@ -27,6 +27,7 @@ from bench.simulate.worker import Engine
 from components.routing.cache_policies import KvAware, KvWeights
 from components.routing.policies import PolicyName, WorkerRole, parse_policy
 from engine.config import MockConfig
+from tests.waiting import PATIENCE_S
 
 REPO = Path(__file__).resolve().parents[2]
 FAST = MockConfig(speedup=10)
@@ -488,7 +489,7 @@ def test_the_command_prints_a_row_and_a_line_for_each_policy_and_draws(tmp_path:
     command = [sys.executable, "-m", "bench.simulate", "--trace", str(path), "--prefill", "2", "--decode", "1"]
     command += ["--speedup", "10", "--policy", "kv_aware@temperature=0.05", "--policy", "round_robin/least_load"]
     command += ["--incident", "crash prefill 0 1", "--json", str(out), "--plot", str(plot)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert [row.split()[0] for row in done.stdout.splitlines()] == [
         "ms",

@@ -23,6 +23,7 @@ from components.planning.needs import Targets
 from components.planning.planner import Bounds
 from components.routing.policies import WorkerRole, parse_policy
 from engine.config import MockConfig
+from tests.waiting import PATIENCE_S
 
 REPO = Path(__file__).resolve().parents[2]
 SLO = Slo(3.0, 0.05)
@@ -91,13 +92,15 @@ def test_workers_that_crash_are_not_taken_for_workers_that_are_not_needed() -> N
 def test_the_command_line_shows_a_planned_fleet_beside_fixed_ones() -> None:
     command = [sys.executable, "-m", "bench.simulate", "--requests", "200", "--rate", "5", "--swing", "0.5"]
     command += ["--policy", "least_load", "--prefill", "1", "--decode", "1", "--fixed", "2/1", "--planner", "1..3/1..2"]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, check=True, timeout=PATIENCE_S)
     assert [line.split("  ")[0] for line in done.stdout.splitlines()[1:]] == [
         "least_load",
         "least_load 2/1",
         "least_load planned",
     ]
-    wrong = subprocess.run([*command[:-1], "3"], cwd=REPO, capture_output=True, text=True, check=False, timeout=60)
+    wrong = subprocess.run(
+        [*command[:-1], "3"], cwd=REPO, capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
     assert wrong.returncode == 2
     assert "LEAST..MOST/LEAST..MOST" in wrong.stderr
 

@@ -11,6 +11,7 @@ import pytest
 from bench.transfer import figure, fixed, receiving
 from bench.transfer_peer import Pool
 from components.wire.layout import KvLayout
+from tests.waiting import PATIENCE_S
 
 REPO: Final = Path(__file__).resolve().parents[2]
 LAYOUT: Final = KvLayout(model="bench", dtype="bfloat16", page_size=16, layers=2, kv_heads=2, head_dim=64)
@@ -18,7 +19,7 @@ LAYOUT: Final = KvLayout(model="bench", dtype="bfloat16", page_size=16, layers=2
 
 def transfer(*args: str) -> list[dict[str, Any]]:
     command = [sys.executable, "-m", "bench.transfer", *args]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=90, check=False)
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     assert "leaked" not in done.stderr

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
 
 from components.wire.sampling import SamplingParams
@@ -67,11 +67,3 @@ def processor_s() -> float:
     """Processor time in seconds of this thread and of engines' threads: neither other threads nor stalls count."""
     engines = [one.ident for one in threading.enumerate() if one.name == "engine" and one.ident is not None]
     return time.thread_time() + sum(time.clock_gettime(time.pthread_getcpuclockid(ident)) for ident in engines)
-
-
-async def eventually(true: Callable[[], bool]) -> None:
-    for _ in range(200):
-        if true():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError("never became true")

@@ -10,7 +10,7 @@ from components.process import run
 from tests.components.http.served import Address
 
 LIMITS = ClientLimits(
-    head_bytes=4096, head_s=0.2, body_s=0.2, bytes_per_s=1e6, first_s=5.0, check_every_s=0.02, requests=16
+    head_bytes=4096, head_s=0.5, body_s=0.5, bytes_per_s=1e6, first_s=5.0, check_every_s=0.02, requests=16
 )
 
 

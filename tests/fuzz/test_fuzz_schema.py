@@ -5,7 +5,6 @@ Here against a frontend over a mesh in memory; `make fuzz` sends ten thousand to
 
 import re
 import sys
-import time
 from collections import Counter
 from typing import Any
 
@@ -22,6 +21,7 @@ from services.frontend.config import FrontendSettings
 from tests.components.text.tiny_model import tiny_text_model
 from tests.mesh.harness import MeshProcesses, Worker
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
+from tests.waiting import PATIENCE_S, wait_until
 
 MESH_EXAMPLES = 10_000
 MIN_EXAMPLES = 300  # of which some twenty are answered by the model
@@ -95,7 +95,7 @@ def test_no_request_of_the_schemas_is_answered_with_a_5xx() -> None:
 
 def page(frontend: Worker) -> str:
     """What it has counted."""
-    return httpx.get(f"{frontend.url}/metrics").text
+    return httpx.get(f"{frontend.url}/metrics", timeout=PATIENCE_S).text
 
 
 @pytest.mark.fuzz
@@ -103,10 +103,7 @@ def page(frontend: Worker) -> str:
 @pytest.mark.timeout(1800)
 def test_ten_thousand_requests_to_a_running_mesh_bring_no_5xx(mock_mesh: MeshProcesses) -> None:
     *_, frontend = mock_mesh.start("bootstrap", "prefill", "decode", "frontend")
-    deadline = time.monotonic() + 20
-    while not httpx.get(f"{frontend.url}/v1/models").json()["data"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(lambda: httpx.get(f"{frontend.url}/v1/models", timeout=PATIENCE_S).json()["data"])
     schema = schemathesis.openapi.from_url(f"{frontend.url}/openapi.json")
     seen: Counter[int] = Counter()
 
@@ -124,5 +121,5 @@ def test_ten_thousand_requests_to_a_running_mesh_bring_no_5xx(mock_mesh: MeshPro
     )
     assert sum(map(float, counted)) > MESH_EXAMPLES / 50, "some must get as far as the mesh"
     good = {"model": "mock", "prompt": "a", "max_tokens": 3, "ignore_eos": True}
-    assert httpx.post(f"{frontend.url}/v1/completions", json=good).status_code == 200
+    assert httpx.post(f"{frontend.url}/v1/completions", json=good, timeout=PATIENCE_S).status_code == 200
     assert all(worker.popen.poll() is None for worker in mock_mesh.workers)

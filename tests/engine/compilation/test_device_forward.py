@@ -28,6 +28,7 @@ from engine.parts import make_pool
 from engine.ports import EngineRequest
 from tests.engine.attention.idle_kernels import idle_kernels
 from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run, save_tiny, small
+from tests.waiting import PATIENCE_S
 
 REQUESTS = [EngineRequest(str(i), prompt(4 + 13 * i, start=i), greedy(3 + i)) for i in range(3)]
 
@@ -65,14 +66,14 @@ def test_graphs_that_are_missing_when_time_is_up_are_reported(
     pool = make_pool(fresh, small(max_running=24, attention="triton"))
     forward = DeviceForward(fresh, pool.attention, CountingRecorder, lambda module: module)
     with idle_kernels():
-        forward.start(60.0, silent)
+        forward.start(1000.0, silent)
         monkeypatch.setattr(device, "RECORD_S", -1.0)
         assert forward.record(pool.attention, silent) == (1, 5)
         assert "decodes run in larger CUDA graphs than they need" in caplog.text
         caplog.clear()
         assert forward.record(pool.attention, silent, most=1) == (1, 5)
         assert not caplog.text
-        monkeypatch.setattr(device, "RECORD_S", 60.0)
+        monkeypatch.setattr(device, "RECORD_S", 1000.0)
         assert forward.record(pool.attention, silent) == (5, 5)
         assert forward.record(pool.attention, silent, most=9) == (5, 5)
         assert not caplog.text
@@ -93,7 +94,7 @@ def test_prompts_run_compiled_and_decodes_from_graphs_with_the_ids_of_the_eager_
     forward = DeviceForward(fresh, pool.attention, lambda: record, compiler)
     told: list[str] = []
     with torch._dynamo.config.patch(error_on_recompile=True):
-        forward.start(60.0, lambda task, _done, _total: told.append(task))
+        forward.start(1000.0, lambda task, _done, _total: told.append(task))
         forward.record(pool.attention, lambda task, _done, _total: told.append(task))
         tokens = run(assemble(fresh, config, forward, pool), REQUESTS).tokens
     assert set(told) == {"Compiling the model", "Recording CUDA graphs"}
@@ -134,7 +135,7 @@ def test_a_compiler_that_fails_is_said_once_and_eager_modules_are_recorded_inste
     pool, record = make_pool(fresh, config), CountingRecorder()
     forward = DeviceForward(fresh, pool.attention, lambda: record, fail)
     with caplog.at_level(logging.INFO), idle_kernels():
-        forward.start(60.0, silent)
+        forward.start(1000.0, silent)
         forward.record(pool.attention, silent)
     assert [vars(record)["reason"] for record in caplog.records] == ["no such intrinsic"]
     assert len(run(assemble(fresh, config, forward, pool), REQUESTS[:1]).tokens["0"]) == 3
@@ -197,7 +198,7 @@ def test_graphs_that_cannot_be_recorded_are_done_without(
     pool = make_pool(fresh, config)
     forward = DeviceForward(fresh, pool.attention, lambda: record, lambda module: module)
     with idle_kernels():
-        forward.start(60.0, silent)
+        forward.start(1000.0, silent)
         forward.record(pool.attention, silent)
     (warning,) = [log for log in caplog.records if log.levelno >= logging.WARNING]
     assert warning.message == "decodes run without CUDA graphs: recording them failed"
@@ -222,7 +223,7 @@ def test_ranks_record_all_graphs_however_long_it_takes(fresh: LoadedModel, monke
     forward, attention, _ = of_two_ranks(fresh, monkeypatch, lambda _number: 1)
     monkeypatch.setattr(device, "RECORD_S", -1.0)
     with idle_kernels():
-        forward.start(60.0, silent)
+        forward.start(1000.0, silent)
         assert forward.record(attention, silent) == (5, 5)
 
 
@@ -232,7 +233,7 @@ def test_a_graph_that_one_rank_cannot_record_no_rank_has(
     """The other ranks kept their graphs, and waited forever for this rank's part of the sums."""
     forward, attention, record = of_two_ranks(fresh, monkeypatch, lambda number: int(number < 2))
     with idle_kernels():
-        forward.start(60.0, silent)
+        forward.start(1000.0, silent)
         assert forward.record(attention, silent) == (0, 0)
         assert forward.record(attention, silent) == (0, 0)
     (warning,) = [log for log in caplog.records if log.levelno >= logging.WARNING]
@@ -249,7 +250,7 @@ def test_what_is_compiled_too_late_is_adopted_without_graphs(
     go_on = threading.Event()
 
     def compiler(module: torch.nn.Module) -> Compute:
-        go_on.wait(20)
+        go_on.wait(PATIENCE_S)
         return module
 
     config = small(attention="triton", max_running=2)

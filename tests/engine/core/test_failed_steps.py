@@ -11,9 +11,9 @@ from engine.ports import Engine, EngineRequest
 from engine.runner.step_runner import Launched, StepFailed
 from engine.scheduler.request import Chunk
 from engine.start import run_engine
-from tests.engine.loops import eventually
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import greedy, prompt
+from tests.waiting import until
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 
@@ -88,6 +88,6 @@ async def test_the_loop_of_a_dead_engine_says_so(tmp_path: Path, *, thread: bool
         loop.on_output(lambda output: failed.extend(one.request_id for one in output.failed))
         for number in range(MAX_FAILED_STEPS):
             request = EngineRequest(f"r{number}", prompt(20, start=number), greedy(2))
-            await eventually(lambda number=number: len(failed) == number)  # type: ignore[misc]
+            await until(lambda number=number: len(failed) == number)  # type: ignore[misc]
             await loop.between_steps(lambda engine, request=request: engine.submit(request))  # type: ignore[misc]
         assert isinstance(await loop.failed(), EngineBroken)

@@ -1,6 +1,5 @@
 """Cores lent between processes, through a real file and real locks."""
 
-import asyncio
 import signal
 import subprocess
 import sys
@@ -22,6 +21,7 @@ from engine.model.load import LoadedModel
 from engine.ports import Engine, EngineRequest, StepOutput
 from engine.start import run_engine
 from tests.engine.tiny_engine import greedy, make_engine, prompt, run, small
+from tests.waiting import PATIENCE_S, until, wait_until
 
 WORKING = """
 import sys, time
@@ -71,6 +71,7 @@ def test_where_workers_were_added_everybody_has_less_and_nobody_too_many(tmp_pat
 def test_decodes_take_cores_only_of_those_who_have_rested_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(shared_cores, "RESTED_NS", 10**12)
     one, two = (SharedCores(tmp_path / "cores", 8, 2) for _ in range(2))
     assert threads(one, prompts=False) == 8  # the other one never had work
     threads(two, prompts=True)
@@ -93,13 +94,16 @@ def test_one_that_was_killed_at_work_gives_its_cores_back(tmp_path: Path, monkey
     assert threads(me, prompts=True) == 8
 
 
-def test_a_silent_one_is_asked_after_only_when_it_was_silent_for_long(tmp_path: Path) -> None:
+def test_a_silent_one_is_asked_after_only_when_it_was_silent_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_cores, "SILENT_NS", 10**12)
     me = SharedCores(tmp_path / "cores", 8, 2)
     with another(tmp_path / "cores") as other:
         other.kill()
         other.wait()
         assert threads(me, prompts=True) == 4
-        time.sleep(shared_cores.SILENT_NS / 1e9)
+        monkeypatch.setattr(shared_cores, "SILENT_NS", 0)
         assert threads(me, prompts=True) == 8
 
 
@@ -257,15 +261,13 @@ async def test_an_engine_computes_with_what_it_is_lent_and_lends_what_it_does_no
     def build() -> Engine:
         return assemble(tiny, small(), Watched(tiny.module), cores=SharedCores(tmp_path / "cores", 3, 1))
 
-    async with run_engine(build) as engine, asyncio.timeout(30):
+    async with run_engine(build) as engine:
         engine.on_output(stepped)
         assert threads(other, prompts=True) == 3
         other.rest()
         await engine.between_steps(lambda engine: engine.submit(asked()))
-        while len(found) < len(wanted):
-            await asyncio.sleep(0.01)
-        while threads(other, prompts=True) != 3:  # it says that it rests
-            await asyncio.sleep(0.01)
+        await until(lambda: len(found) >= len(wanted))
+        await until(lambda: threads(other, prompts=True) == 3, "it says that it rests")
     assert found == wanted
     assert seen[0] == 3
     assert 1 in seen
@@ -274,19 +276,18 @@ async def test_an_engine_computes_with_what_it_is_lent_and_lends_what_it_does_no
 def test_who_has_new_work_waits_for_the_step_that_has_its_cores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared_cores, "PATIENCE_NS", 10**11)
+    monkeypatch.setattr(shared_cores, "PATIENCE_NS", 10**12)
     one, two = (SharedCores(tmp_path / "cores", 8, 2) for _ in range(2))
     over = threading.Event()
 
     def borrow() -> None:
         with step(one, prompts=True) as lent:
             assert lent == 8
-            over.wait(30)
+            over.wait(PATIENCE_S)
 
     borrowing = threading.Thread(target=borrow)
     borrowing.start()
-    while not one._used[0]:
-        time.sleep(0.001)
+    wait_until(lambda: one._used[0])
     for _ in range(3):
         assert not two.ask(prompts=False), "its cores are lent"
         time.sleep(LOOK_S)
@@ -303,13 +304,10 @@ def test_one_that_is_stopped_with_cores_of_others_holds_nobody_up_for_long(
     me = SharedCores(tmp_path / "cores", 8, 2)
     with another(tmp_path / "cores") as other:
         other.send_signal(signal.SIGSTOP)
-        began = time.monotonic()
         assert threads(me, prompts=True) == 4
-        assert time.monotonic() - began < 30
-        monkeypatch.setattr(shared_cores, "PATIENCE_NS", 10**11)
+        monkeypatch.setattr(shared_cores, "PATIENCE_NS", 10**12)
         threading.Timer(0.1, other.kill).start()
         assert threads(me, prompts=True) == 4
-        assert time.monotonic() - began < 30
 
 
 def follow(*workers: SharedCores) -> None:

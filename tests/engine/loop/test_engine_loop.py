@@ -12,9 +12,10 @@ from engine.errors import ModelUnavailable
 from engine.model.load import LoadedModel
 from engine.ports import Engine, EngineRequest, Phase, StepOutput
 from engine.start import run_engine, start_engine
-from tests.engine.loops import FailingEngine, Listener, eventually, failing, processor_s, running
+from tests.engine.loops import FailingEngine, Listener, failing, processor_s, running
 from tests.engine.mock_engine import HeldDevice, make_mock
 from tests.engine.tiny_engine import alone, greedy, make_engine, peek, prompt, small
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 
@@ -88,7 +89,7 @@ def test_an_idle_engine_sleeps_and_wakes_at_once(thread: bool, tiny: LoadedModel
             took_s = []
             for _ in range(3):  # the best of them: a busy machine spoils one now and then
                 asked = time.perf_counter()
-                await asyncio.wait_for(loop.between_steps(lambda engine: None), 10)
+                await asyncio.wait_for(loop.between_steps(lambda engine: None), PATIENCE_S)
                 took_s.append(time.perf_counter() - asked)
             assert min(took_s) < 0.2
 
@@ -103,13 +104,13 @@ def test_requests_that_wait_for_held_pages_keep_the_step_counter_moving(thread: 
             await loop.between_steps(
                 lambda engine: engine.submit(EngineRequest("d", prompt(60), greedy(3), Phase.DECODE))
             )
-            await eventually(lambda: bool(loop.stats.num_reserved))
+            await until(lambda: loop.stats.num_reserved)
             await loop.between_steps(lambda engine: engine.cancel("d"))
             listener = Listener(loop)
             asked = asyncio.create_task(listener.ask(loop, "r", prompt(20), greedy(3)))
-            await eventually(lambda: (loop.stats.num_waiting, loop.stats.num_held) == (1, 1))
+            await until(lambda: (loop.stats.num_waiting, loop.stats.num_held) == (1, 1))
             before, began = loop.stats.step, time.monotonic()
-            await eventually(lambda: loop.stats.step >= before + 2)
+            await until(lambda: loop.stats.step >= before + 2)
             passed_s = time.monotonic() - began
             assert loop.stats.step < before + 10 * max(1.0, passed_s / 0.5), "a few steps a second"
             await loop.between_steps(lambda engine: engine.release("d"))
@@ -136,7 +137,7 @@ def test_what_deliver_returns_is_not_overtaken_by_the_next_step(thread: bool, ti
             delivered = loop.between_steps(lambda engine: engine.deliver("r", 7))
             time.sleep(0.1)  # the engine takes its steps while nobody listens
             told.append(f"first token {(await delivered)[0].token_ids}")
-            await eventually(lambda: len(told) >= 4)
+            await until(lambda: len(told) >= 4)
             assert told == ["first token [7]", "r", "r", "r"]
 
     asyncio.run(main())
@@ -162,7 +163,7 @@ def test_pages_and_answers_are_had_while_a_device_computes(
 
             loop.on_output(take)
             await loop.between_steps(lambda engine: engine.submit(EngineRequest("computes", prompt(5), greedy(1))))
-            await eventually(lambda: device.is_busy)
+            await until(lambda: device.is_busy)
             request = EngineRequest("waits", prompt(5), greedy(4), Phase.DECODE)
             await loop.between_steps(lambda engine: engine.submit(request))
             await reserved.wait()
@@ -170,7 +171,7 @@ def test_pages_and_answers_are_had_while_a_device_computes(
             assert told == ["waits"]
             await loop.between_steps(lambda engine: engine.cancel("waits"))
             device.finish()
-            await eventually(lambda: "computes" in told)
+            await until(lambda: "computes" in told)
 
     asyncio.run(main())
 
@@ -189,9 +190,9 @@ def test_an_engine_that_ends_in_its_last_step_does_not_sleep_on(
         return engine
 
     async def main() -> None:
-        async with asyncio.timeout(10), run_engine(build, thread=thread) as loop:
+        async with asyncio.timeout(PATIENCE_S), run_engine(build, thread=thread) as loop:
             await loop.between_steps(lambda engine: engine.submit(EngineRequest("r", prompt(5), greedy(1))))
-            await eventually(lambda: device.is_busy)
+            await until(lambda: device.is_busy)
             asyncio.get_running_loop().call_later(0.1, device.finish)
             if ends == "lost":
                 lose[0](OSError("rank 1 has ended"))
@@ -247,7 +248,7 @@ def test_a_start_that_is_cancelled_leaves_no_thread_and_no_open_engine_behind(
     closed: list[Engine] = []
 
     def slow() -> Engine:
-        go_on.wait(10)
+        go_on.wait(PATIENCE_S)
         engine = make_engine(tiny)
         monkeypatch.setattr(engine, "close", lambda: closed.append(engine))
         return engine
@@ -259,7 +260,7 @@ def test_a_start_that_is_cancelled_leaves_no_thread_and_no_open_engine_behind(
         with pytest.raises(asyncio.CancelledError):
             await starting
         go_on.set()
-        await eventually(lambda: not any(thread.name == "engine" for thread in threading.enumerate()))
-        await eventually(lambda: len(closed) == 1)
+        await until(lambda: not any(thread.name == "engine" for thread in threading.enumerate()))
+        await until(lambda: len(closed) == 1)
 
     asyncio.run(main())

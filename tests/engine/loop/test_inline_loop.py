@@ -12,9 +12,10 @@ from engine.loop.inline_loop import InlineLoop
 from engine.loop.threaded_loop import ThreadedLoop
 from engine.ports import EngineRequest, Phase, StepOutput
 from engine.start import run_engine, start_engine
-from tests.engine.loops import Listener, eventually
+from tests.engine.loops import Listener
 from tests.engine.mock_engine import HeldDevice, make_mock
 from tests.engine.tiny_engine import greedy, prompt
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.usefixtures("pipeline")]
 
@@ -40,7 +41,7 @@ async def test_calls_run_at_once_while_a_device_computes(tmp_path: Path, monkeyp
     async with run_engine(lambda: make_mock(tmp_path, mock={"speedup": 1.0, "step_s": 0.2}), thread=False) as loop:
         listener = Listener(loop)
         asked = asyncio.create_task(listener.ask(loop, "computes", prompt(5), greedy(1)))
-        await eventually(lambda: device.is_busy)
+        await until(lambda: device.is_busy)
         called = loop.between_steps(lambda engine: engine.has_work())
         assert called.done()
         assert await called
@@ -79,7 +80,7 @@ async def test_a_stop_waits_for_the_step_under_way_and_tells_what_it_gave(
     async with run_engine(lambda: make_mock(tmp_path, mock=slow, pipeline="off"), thread=False) as loop:
         listener = Listener(loop)
         submit(loop, EngineRequest("r", prompt(5), greedy(9, ignore_eos=True)))
-        await eventually(lambda: device.is_busy)
+        await until(lambda: device.is_busy)
         assert not listener.outputs
         asyncio.get_running_loop().call_later(0.1, device.finish)  # the stop has begun by then
     assert listener.tokens.keys() == {"r"}
@@ -107,7 +108,7 @@ async def test_what_a_callback_calls_is_heard_after_what_it_was_called_with(tmp_
             listener.ended[f"d{i}"] = asyncio.Event()
             submit(loop, EngineRequest(f"d{i}", prompt(20, start=i), greedy(4, ignore_eos=True), Phase.DECODE))
             await asyncio.sleep(0.03)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             for ended in listener.ended.values():
                 await ended.wait()
         assert all(len(tokens) == 4 for tokens in listener.tokens.values())

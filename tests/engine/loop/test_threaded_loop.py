@@ -16,9 +16,10 @@ from engine.loop.threaded_loop import ThreadedLoop
 from engine.model.load import LoadedModel
 from engine.ports import Engine, EngineRequest, Phase
 from engine.start import run_engine
-from tests.engine.loops import FailingEngine, Listener, eventually, failing, running
+from tests.engine.loops import FailingEngine, Listener, failing, running
 from tests.engine.mock_engine import HeldDevice, make_mock
 from tests.engine.tiny_engine import greedy, prompt
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = pytest.mark.usefixtures("pipeline")
 
@@ -70,7 +71,7 @@ def test_a_call_to_an_engine_that_computes_waits_for_its_thread(
             loop.between_steps(
                 lambda engine: engine.submit(EngineRequest("r", prompt(5), greedy(2, ignore_eos=True))), light=True
             )
-            await eventually(lambda: device.is_busy)
+            await until(lambda: device.is_busy)
             called = loop.between_steps(lambda engine: threading.current_thread().name, light=True)
             assert not called.done()
             assert await called == "engine"
@@ -88,7 +89,7 @@ def test_an_engine_whose_step_fails_where_it_was_called_dies_all_the_same(
             monkeypatch.setattr(FailingEngine, "fatal", True)
             assert await loop.between_steps(lambda engine: "done", light=True) == "done"
             with pytest.raises(InvariantBroken, match="the device is gone"):
-                await asyncio.wait_for(loop.between_steps(lambda engine: None, light=True), 5)
+                await asyncio.wait_for(loop.between_steps(lambda engine: None, light=True), PATIENCE_S)
             assert isinstance(await loop.failed(), OSError)
 
     with caplog.at_level(logging.ERROR):
@@ -172,9 +173,5 @@ def submit(loop: EngineLoop, request: EngineRequest) -> None:
 async def rest(loop: EngineLoop) -> None:
     """Until its thread sleeps and everything that it said was heard."""
     assert isinstance(loop, ThreadedLoop)
-    for _ in range(500):
-        if loop._take():
-            loop._own.release()
-            return
-        await asyncio.sleep(0.002)
-    raise AssertionError("never rested")
+    await until(loop._take)
+    loop._own.release()

@@ -18,9 +18,9 @@ from engine.mock.mock_engine import build_engine
 from engine.parallel.rank_processes import RankLost
 from engine.ports import EngineRequest, Phase
 from engine.start import run_engine
-from tests.engine.loops import eventually
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import check_pages, greedy, prefilled, prompt, run, run_until_idle
+from tests.waiting import PATIENCE_S, until
 
 ENDLESS: Final = greedy(40, ignore_eos=True)
 SIZES: Final = [((1, 2), 2), ((2, 1), 4), ((2, 4), 4), ((4, 2), 2), ((4, 4), 2), ((1, 2), 3), ((2, 1), 3), ((2, 3), 5)]
@@ -110,13 +110,13 @@ def test_followers_have_the_leader_s_pages_and_end_with_it_or_end_it(tmp_path: P
             tokens: list[int] = []
             loop.on_output(lambda output: tokens.extend(i for one in output.tokens for i in one.token_ids))
             await loop.between_steps(lambda engine: engine.submit(EngineRequest("r", prompt(40), ENDLESS)))
-            await eventually(lambda: len(tokens) == ENDLESS.max_tokens)
+            await until(lambda: len(tokens) == ENDLESS.max_tokens)
             assert tokens == expected
         assert not Path(f"/proc/{follower.pid}").exists()
         async with run_engine(build, thread=False) as loop:
             [follower] = loop.engine.kv_region.followers
             os.kill(follower.pid, signal.SIGKILL)
-            error = await asyncio.wait_for(loop.failed(), 30)
+            error = await asyncio.wait_for(loop.failed(), PATIENCE_S)
             assert isinstance(error, RankLost)
             assert f"rank 1, process {follower.pid}: it ended with -9" in error.message
 

@@ -26,6 +26,7 @@ from engine.ports import EngineRequest
 from tests.engine.model.families import FAMILIES, FOUR_LAYERS, reference, reference_greedy, reference_logits, save_model
 from tests.engine.model.tiny_gguf import TOKENS, write_gguf
 from tests.engine.tiny_engine import greedy, make_engine, prompt, run, small
+from tests.waiting import PATIENCE_S
 
 REPO = Path(__file__).resolve().parents[3]
 
@@ -184,7 +185,7 @@ def test_a_conversion_whose_parent_is_killed_ends_and_is_used(file: Path, tmp_pa
         assert parent.poll() is None
         time.sleep(0.01)
     parent.kill()
-    parent.wait(5)
+    parent.wait(PATIENCE_S)
     told: list[str] = []
     found = model_dir(str(file), tmp_path, lambda task, done, total: told.append(task))
     assert found == models / f"{file.stem}-{key}-v{converted.VERSION}"

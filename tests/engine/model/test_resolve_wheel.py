@@ -11,6 +11,7 @@ import pytest
 from engine.errors import ModelUnavailable
 from engine.model import converted, resolve
 from engine.model.resolve import WHEEL_MODELS, wheel_dir, wheel_file
+from tests.waiting import PATIENCE_S
 
 SMOL = WHEEL_MODELS["smollm2-135m"]
 
@@ -72,6 +73,6 @@ def test_whoever_comes_while_another_converts_waits_and_uses_its_result(
     assert waiting.is_alive()
     (models / f"smollm2-135m-{SMOL.sha256[:8]}-v{converted.VERSION}").mkdir()
     os.close(lock)
-    waiting.join(5)
+    waiting.join(PATIENCE_S)
     assert found == [models / f"smollm2-135m-{SMOL.sha256[:8]}-v{converted.VERSION}"]
     assert told == [("Waiting for another process that converts smollm2-135m", done) for done in (0, 1)]

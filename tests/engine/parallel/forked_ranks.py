@@ -22,6 +22,7 @@ from unittest import mock
 
 from engine.parallel import rank_processes
 from tests.mesh.preloaded import REPO, Fork, set_subreaper
+from tests.waiting import PATIENCE_S
 
 IMPORTED: Final = ("engine.follower", "engine.build", "transformers.models.llama.modeling_llama")
 MAIN: Final = "engine.parallel.rank_process"
@@ -74,7 +75,7 @@ class ForkingRanks:
     def close(self) -> None:
         if self._socket is not None and self._parent is not None:
             self._socket.close()
-            self._parent.wait(10)
+            self._parent.wait(PATIENCE_S)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:

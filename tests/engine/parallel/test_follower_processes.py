@@ -20,11 +20,9 @@ from engine.core.engine_core import EngineCore
 from engine.parallel.rank_processes import RankLost, RankProcesses
 from engine.ports import EngineRequest
 from engine.start import run_engine
-from tests.engine.loops import eventually
 from tests.engine.parallel.led import FORKING, HOME
 from tests.engine.tiny_engine import greedy, prompt, small
-
-pytestmark = pytest.mark.timeout(120)
+from tests.waiting import PATIENCE_S, until
 
 
 def build_forked(model: Path, config: EngineConfig) -> EngineCore:
@@ -48,9 +46,9 @@ def test_an_engine_that_loses_a_follower_ends_and_names_it(tiny_dir: Path, busy:
             if busy:
                 request = EngineRequest("r", prompt(9), greedy(10_000, ignore_eos=True))
                 await loop.between_steps(lambda engine: engine.submit(request))
-                await eventually(lambda: loop.stats.num_running == 1)
+                await until(lambda: loop.stats.num_running == 1)
             os.kill(follower, signal.SIGKILL)
-            error = await asyncio.wait_for(loop.failed(), 30)
+            error = await asyncio.wait_for(loop.failed(), PATIENCE_S)
         assert isinstance(error, RankLost)
         assert error.message.startswith(f"this instance has lost rank 1, process {follower}: it ended with -9")
         assert not is_alive(follower)
@@ -103,8 +101,8 @@ def test_followers_do_not_outlive_a_leader_that_is_killed(tiny_dir: Path, kernel
             assert Path(home).is_dir()
             assert f"-{leader.pid}-" in Path(home).name, "by this a supervisor finds it, if it kills all of them"
             leader.kill()
-        leader.wait(10)
-        await eventually(lambda: not is_alive(follower))
+        leader.wait(PATIENCE_S)
+        await until(lambda: not is_alive(follower))
         assert not Path(home).exists()
 
     asyncio.run(main())

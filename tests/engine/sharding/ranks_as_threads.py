@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
+from tests.waiting import PATIENCE_S
+
 T = TypeVar("T")
-WAIT_S = 60.0
 
 
 class Ranks:
@@ -39,6 +40,6 @@ class Ranks:
     def _all_reduce(self, y: torch.Tensor) -> None:
         assert y.is_contiguous(), "as gloo and NCCL need it"
         self._values[self._own.rank] = y.clone()
-        self._barrier.wait(WAIT_S)
+        self._barrier.wait(PATIENCE_S)
         y.copy_(torch.stack(self._values).sum(dim=0))
-        self._barrier.wait(WAIT_S)
+        self._barrier.wait(PATIENCE_S)

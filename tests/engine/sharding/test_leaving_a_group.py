@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from engine.sharding import group
 from engine.sharding.group import abort_group, leave_group
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture
@@ -19,7 +20,7 @@ def on_devices(monkeypatch: pytest.MonkeyPatch) -> Callable[[threading.Event], l
 
         def abort() -> None:
             calls.append("abort")
-            assert graphs_are_free.wait(20)
+            assert graphs_are_free.wait(PATIENCE_S)
             calls.append("aborted")
 
         monkeypatch.setattr(dist, "is_initialized", lambda: "aborted" not in calls)
