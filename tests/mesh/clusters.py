@@ -10,7 +10,6 @@ import socket
 import ssl
 import subprocess
 import threading
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
@@ -25,9 +24,9 @@ from components.permissions import ADMINISTRATOR
 from services.local.accounts import GATEWAY, Accounts
 from services.local.child_process import tethered
 from services.local.servers import ETCD, HOST, NATS, Kind, Site, _ask
+from tests.waiting import PATIENCE_S, wait_until
 
 MEMBERS: Final = 3
-START_TIMEOUT_S: Final = 30.0
 ELECTION_MS: Final = 1_000  # etcd grants no lease shorter than one and a half of these
 CHUNK_BYTES: Final = 1 << 16
 PASSWORD: Final = "p@ss/word"
@@ -70,7 +69,7 @@ class Member:
             return
         if self.is_running:
             os.killpg(self.popen.pid, signal.SIGKILL)
-        self.popen.wait(10)
+        self.popen.wait(PATIENCE_S)
 
 
 class ServerCluster(ABC):
@@ -112,12 +111,9 @@ class ServerCluster(ABC):
                 )
         self.until_whole()
 
-    def until_whole(self, timeout_s: float = START_TIMEOUT_S) -> None:
+    def until_whole(self) -> None:
         """Return when all members answer as members of one cluster; fail with their logs when they do not."""
-        deadline = time.monotonic() + timeout_s
-        while not all(self._answers(member) for member in self.members):
-            assert time.monotonic() < deadline, f"the cluster is not whole in {timeout_s} s:\n{self._logs()}"
-            time.sleep(0.05)
+        wait_until(lambda: all(map(self._answers, self.members)), lambda: f"a whole cluster:\n{self._logs()}")
 
     def thaw(self) -> None:
         """Continue every frozen member; returns when all answer."""
@@ -166,15 +162,19 @@ class EtcdCluster(ServerCluster):
     kind = ETCD
 
     def leader(self) -> Member:
-        """The present leader; fails when there is none within some seconds."""
-        deadline = time.monotonic() + START_TIMEOUT_S
-        while time.monotonic() < deadline:
-            for member in self.members:
-                status = self._ask(member, "/v3/maintenance/status")
-                if status and status.get("leader") == status["header"]["member_id"]:
-                    return member
-            time.sleep(0.05)
-        raise AssertionError(f"no leader:\n{self._logs()}")
+        """The present leader, once there is one."""
+        leaders: list[Member] = []
+
+        def is_led() -> bool:
+            leaders[:] = filter(self._leads, self.members)
+            return bool(leaders)
+
+        wait_until(is_led, lambda: f"a leader:\n{self._logs()}")
+        return leaders[0]
+
+    def _leads(self, member: Member) -> bool:
+        status = self._ask(member, "/v3/maintenance/status")
+        return bool(status) and status.get("leader") == status["header"]["member_id"]
 
     def followers(self) -> list[Member]:
         """All members but the leader."""
@@ -297,7 +297,7 @@ class Proxy:
         self._loop.close()
 
     def _run(self, work: Coroutine[Any, Any, None]) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(10)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(PATIENCE_S)
 
     async def _open(self) -> None:
         for port, target in zip(self._ports, self._targets, strict=True):

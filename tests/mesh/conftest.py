@@ -60,6 +60,7 @@ def real_mesh(
         "MESH_DECODE_LOCAL_PREFILL_ON_QUEUE": "false",
         "MESH_ENGINE__THREADS": "1",  # two workers, two cores
         "MESH_ENGINE__COMPILE": "off",
+        "MESH_TRANSFER_TIMEOUT_S": "60",  # no prefill is killed here
     }
     with MeshProcesses(
         etcd_url, nats_url, f"real-{secrets.token_hex(3)}", home, str(real_model_dir), env, preloaded

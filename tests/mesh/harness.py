@@ -6,8 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from types import TracebackType
 from typing import Any, Final, Self
 from uuid import uuid4
 
+import httpx
 from opentelemetry.sdk.trace import TracerProvider
 
 from components.discovery.book import InstanceBook
@@ -42,9 +42,9 @@ from services.local.children import remove_folders_of
 from tests.mesh.preloaded import MOCK, TORCH, Fork, Preloaded
 from tests.secured import reach_of
 from tests.services.frontend.reading import reading
+from tests.waiting import PATIENCE_S, until, wait_until
 
 REPO: Final = Path(__file__).resolve().parents[2]
-READY_TIMEOUT_S: Final = 60.0
 STORED_BYTES: Final = 1_000_000  # NATS sets them aside, for each mesh of the run
 
 tracer: Final = TracerProvider(shutdown_on_exit=False).get_tracer("test")
@@ -63,12 +63,13 @@ class Worker:
         return self.log.read_text(errors="replace")
 
     def wait_ready(self) -> None:
-        """Return once it serves; fail with its log when it ends or takes too long."""
-        deadline = time.monotonic() + READY_TIMEOUT_S
-        while '"event": "ready"' not in self.logged():
+        """Return once it serves; fail with its log when it ends, or never does."""
+
+        def is_ready() -> bool:
             assert self.popen.poll() is None, f"{self.role} ended with {self.popen.returncode}:\n{self.logged()}"
-            assert time.monotonic() < deadline, f"{self.role} is not ready:\n{self.logged()}"
-            time.sleep(0.02)
+            return '"event": "ready"' in self.logged()
+
+        wait_until(is_ready, lambda: f"{self.role} is ready:\n{self.logged()}")
 
     @property
     def url(self) -> str:
@@ -76,11 +77,25 @@ class Worker:
         line = next(x for x in self.logged().splitlines() if '"event": "ready"' in x)
         return str(json.loads(line)["url"])
 
+    def models(self) -> list[dict[str, Any]]:
+        """What a frontend lists."""
+        found: list[dict[str, Any]] = httpx.get(f"{self.url}/v1/models", timeout=PATIENCE_S).json()["data"]
+        return found
+
+    def exit_code(self) -> int:
+        """Wait until it has ended."""
+        return self.popen.wait(PATIENCE_S)
+
+    def terminate(self) -> int:
+        """SIGTERM, and its exit code."""
+        self.popen.terminate()
+        return self.exit_code()
+
     def kill(self) -> None:
         """kill -9, reap, and remove what the process could not remove itself."""
         with suppress(ProcessLookupError):
             self.popen.send_signal(signal.SIGKILL)
-        self.popen.wait(10)
+        self.exit_code()
         remove_folders_of(self.popen.pid)
 
 
@@ -255,29 +270,35 @@ class Client:
             async with reading(self.mesh, prompt) as streams:
                 return list(await asyncio.gather(*map(read, streams)))
 
-    async def until_usable(self, role: Role, count: int = 1, timeout_s: float = 20.0) -> list[InstanceRecord]:
+    async def until_usable(self, role: Role, count: int = 1) -> list[InstanceRecord]:
         """Wait until that many instances of a role can be used."""
         liveness = self.prefills if role == "prefill" else self.decodes
-        async with asyncio.timeout(timeout_s):
-            while len(usable := liveness.usable()) < count or any(
-                liveness.last_heartbeat(r.instance_id) is None for r in usable
-            ):
-                await asyncio.sleep(0.05)
-        return list(usable)
+        usable: list[InstanceRecord] = []
 
-    async def until_quiet(self, timeout_s: float = 30.0) -> list[Heartbeat]:
+        def are_there() -> bool:
+            usable[:] = liveness.usable()
+            return len(usable) >= count and all(liveness.last_heartbeat(r.instance_id) is not None for r in usable)
+
+        await until(are_there, lambda: f"{count} x {role}: {usable}")
+        return usable
+
+    async def until_quiet(self) -> list[Heartbeat]:
         """Wait until no worker holds a page for anyone, and return what each says of its pages."""
-        async with asyncio.timeout(timeout_s):
-            while True:
-                beats = [
-                    beat
-                    for liveness in (self.prefills, self.decodes)
-                    for record in liveness.usable()
-                    if (beat := liveness.last_heartbeat(record.instance_id)) is not None
-                ]
-                if beats and all(b.held_pages == 0 and not b.busy and not b.num_reserved for b in beats):
-                    return beats
-                await asyncio.sleep(0.1)
+        beats: list[Heartbeat] = []
+
+        def are_quiet() -> bool:
+            beats[:] = self.beats()
+            return bool(beats) and all(b.held_pages == 0 and not b.busy and not b.num_reserved for b in beats)
+
+        await until(are_quiet, lambda: f"quiet: {beats}")
+        return beats
+
+    def beats(self) -> Iterator[Heartbeat]:
+        """The last heartbeat of each worker that can be used."""
+        for liveness in (self.prefills, self.decodes):
+            for record in liveness.usable():
+                if (beat := liveness.last_heartbeat(record.instance_id)) is not None:
+                    yield beat
 
 
 @asynccontextmanager
@@ -294,3 +315,13 @@ async def open_client(mesh: MeshProcesses, model: str) -> AsyncIterator[Client]:
         client = Client(MeshClient(bus, inbox, decodes, model), bus, registry.book, prefills, decodes.alive)
         await client.until_usable("decode")
         yield client
+
+
+def metrics_of(url: str | None) -> list[str]:
+    """The lines of a metrics page."""
+    return httpx.get(f"{url}/metrics", timeout=PATIENCE_S).text.splitlines()
+
+
+def metric(url: str | None, name: str) -> float:
+    """One value of it; `name` with its labels, if it has any."""
+    return float(next(line.split()[1] for line in metrics_of(url) if line.startswith(f"{name} ")))

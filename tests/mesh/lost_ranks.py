@@ -6,6 +6,7 @@ import signal
 
 from components.wire.instances import InstanceRecord
 from tests.mesh.harness import Worker
+from tests.waiting import until
 
 
 def is_alive(pid: int) -> bool:
@@ -21,8 +22,6 @@ async def ends_with_a_follower(worker: Worker, record: InstanceRecord) -> None:
     assert record.kv is not None
     followers = [rank.pid for rank in record.kv.followers]
     os.kill(followers[-1], signal.SIGKILL)
-    assert await asyncio.to_thread(worker.popen.wait, 20) != 0
+    assert await asyncio.to_thread(worker.exit_code) != 0
     assert f"rank {len(followers)}, process {followers[-1]}: it ended with -9" in worker.logged()
-    async with asyncio.timeout(10):
-        while any(map(is_alive, followers)):
-            await asyncio.sleep(0.02)
+    await until(lambda: not any(map(is_alive, followers)), "the end of all ranks")

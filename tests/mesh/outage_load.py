@@ -16,7 +16,9 @@ from typing import Final, Self
 import httpx
 
 from components.wire.sampling import SamplingParams
+from tests.mesh.harness import metric
 from tests.mesh.mocks import MODEL, one_engine
+from tests.waiting import PATIENCE_S, wait_until
 
 NUM_STREAMS: Final = 8
 ASK_EVERY_S: Final = 0.2
@@ -24,8 +26,6 @@ SHORT_TOKENS: Final = 4
 PROMPT_TOKENS: Final = 48
 NUM_PROMPTS: Final = 32
 CALM_S: Final = 1.0  # without an error, before a test begins
-LATE_S: Final = 10.0  # how long the end of a window waits for the requests that began in it
-TIMEOUT: Final = httpx.Timeout(60)
 MOVE: Final = '"event": "stream moves"'  # what a frontend logs
 
 
@@ -101,7 +101,7 @@ class Load:
         before = self._computed()
         yield window
         ended = time.monotonic()
-        while time.monotonic() < ended + LATE_S and any(began <= at < ended for at in list(self._asking.values())):
+        while time.monotonic() < ended + PATIENCE_S and any(began <= at < ended for at in list(self._asking.values())):
             time.sleep(0.02)
         now = time.monotonic()
         unanswered = [now - at for at in list(self._asking.values()) if began <= at < ended]
@@ -119,15 +119,12 @@ class Load:
         window.moves = [cause for log in self.logs for cause in _moves(log, logged.get(log, 0))]
         window.at_prefill, window.at_decode = (now - then for now, then in zip(after, before, strict=True))
 
-    def until_calm(self, timeout_s: float = 60.0) -> None:
+    def until_calm(self) -> None:
         """Return when all streams run and nothing has failed for a while."""
-        deadline = time.monotonic() + timeout_s
-        while not self._is_calm():
-            assert self._thread.is_alive()
-            assert time.monotonic() < deadline, f"the mesh does not recover: {self._failed[-5:]}"
-            time.sleep(0.05)
+        wait_until(self._is_calm, lambda: f"the mesh recovers: {self._failed[-5:]}, {self._answers[-20:]}")
 
     def _is_calm(self) -> bool:
+        assert self._thread.is_alive()
         since = time.monotonic() - CALM_S
         running = [stream for stream in list(self._streams) if stream.heard > since]
         quick = [took for at, took in list(self._answers)[-20:] if at > since and took < CALM_S]
@@ -140,7 +137,7 @@ class Load:
         return at_prefill, at_decode
 
     async def _run(self) -> None:
-        async with httpx.AsyncClient(timeout=TIMEOUT, limits=httpx.Limits(keepalive_expiry=1)) as http:
+        async with httpx.AsyncClient(timeout=PATIENCE_S, limits=httpx.Limits(keepalive_expiry=1)) as http:
             tasks: list[asyncio.Task[object]] = [
                 asyncio.create_task(self._ask_on(http)),
                 *(asyncio.create_task(self._stream_on(http, i)) for i in range(NUM_STREAMS)),
@@ -244,5 +241,4 @@ def _moves(log: Path, start: int) -> Iterator[str]:
 
 def prompt_tokens(url: str) -> int:
     """Prompt tokens that the worker with this metrics page has computed."""
-    lines = httpx.get(f"{url}/metrics", timeout=10).text.splitlines()
-    return int(float(next(line.split()[1] for line in lines if line.startswith("kvmesh_prompt_tokens_total "))))
+    return int(metric(url, "kvmesh_prompt_tokens_total"))

@@ -22,6 +22,7 @@ from types import TracebackType
 from typing import Final, Self
 
 import components.process
+from tests.waiting import PATIENCE_S
 
 REPO: Final = Path(__file__).resolve().parents[2]
 MAINS: Final = tuple(f"services.{role}.__main__" for role in ("bootstrap", "prefill", "decode", "frontend"))
@@ -105,7 +106,7 @@ class Preloaded:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for parent in self._parents.values():
-            parent.communicate(timeout=10)
+            parent.communicate(timeout=PATIENCE_S)
 
 
 def _parent(modules: Sequence[str]) -> "subprocess.Popen[str]":

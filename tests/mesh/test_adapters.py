@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import time
 from pathlib import Path
 from typing import Any, Final
 
@@ -18,6 +17,7 @@ from tests.engine.lora.lora_files import merge, save_adapter
 from tests.engine.tiny_engine import save_tiny
 from tests.mesh.harness import MeshProcesses, Worker, open_client
 from tests.mesh.preloaded import Preloaded
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
 
@@ -80,17 +80,14 @@ def _adapters(home: Path, **directories: str) -> str:
 
 
 def _models(frontend: Worker, count: int) -> list[tuple[str, str | None]]:
-    deadline = time.monotonic() + 20
-    while len(cards := httpx.get(f"{frontend.url}/v1/models").json()["data"]) < count:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return [(card["id"], card["parent"]) for card in cards]
+    wait_until(lambda: len(frontend.models()) >= count, frontend.models)
+    return [(card["id"], card["parent"]) for card in frontend.models()]
 
 
 async def _ask_all(frontend: Worker, models: list[str], asked: range) -> dict[str, list[str]]:
     """Each of these prompts of every model at once."""
     prompts = PROMPTS[asked.start : asked.stop]
-    async with httpx.AsyncClient(timeout=60) as http:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
 
         async def ask(model: str, prompt: list[int]) -> str:
             body = {"model": model, "prompt": prompt, "max_tokens": MAX_TOKENS, "temperature": 0, "ignore_eos": True}
@@ -117,8 +114,7 @@ def test_adapters_and_the_model_answer_at_once_as_if_merged_and_no_prompt_goes_t
         assert answers == {model: texts[:3] for model, texts in expected.items()}
     assert len({tuple(texts) for texts in expected.values()}) == 3
     assert "must load the same weights" not in decode.logged()
-    prefill.popen.terminate()
-    assert prefill.popen.wait(20) == 0
+    assert prefill.terminate() == 0
     mesh.start_one("prefill", MESH_ENGINE__LORA=_adapters(home, legal="medical"))
     asyncio.run(_prefill_is_known(mesh))
     answers = asyncio.run(_ask_all(frontend, ["legal", MODEL, "medical"], range(3, 6)))
@@ -131,5 +127,5 @@ def test_adapters_and_the_model_answer_at_once_as_if_merged_and_no_prompt_goes_t
 
 def test_an_adapter_with_the_models_own_name_stops_the_start(mesh: MeshProcesses, home: Path) -> None:
     worker = mesh._spawn("decode", {"MESH_ENGINE__LORA": _adapters(home, base="legal")})
-    assert worker.popen.wait(60) == EX_CONFIG
+    assert worker.exit_code() == EX_CONFIG
     assert "setting engine.lora: 'base' is the name of the model itself" in worker.logged()

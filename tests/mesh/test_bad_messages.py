@@ -32,9 +32,10 @@ from components.wire.refused import Refused
 from components.wire.sampling import SamplingParams
 from tests.components.kv_transfer.test_network import own_address
 from tests.components.wire.frames import frame_of
-from tests.mesh.harness import Client, MeshProcesses, open_client
+from tests.mesh.harness import Client, MeshProcesses, metrics_of, open_client
 from tests.mesh.mocks import MODEL, no_page_is_lost, one_engine, random_prompts
 from tests.secured import SECURED
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -74,7 +75,7 @@ def garbage() -> Iterator[tuple[str, bytes]]:
 
 def counted(page: str) -> dict[tuple[str, str], float]:
     """What a process has refused, by message and reason."""
-    text = httpx.get(f"{page}/metrics").text
+    text = "\n".join(metrics_of(page))
     found = re.findall(r'^kvmesh_messages_refused_total\{message="(.*?)",reason="(.*?)"\} (\S+)$', text, re.MULTILINE)
     return {(message, reason): float(count) for message, reason, count in found}
 
@@ -84,7 +85,7 @@ def page_of(record: InstanceRecord) -> str:
 
 
 async def until_counted(record: InstanceRecord, message: str, reason: str, least: float = 1) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while (await asyncio.to_thread(counted, page_of(record))).get((message, reason), 0.0) < least:
             await asyncio.sleep(0.05)
 
@@ -95,14 +96,14 @@ async def endpoints(client: Client, record: InstanceRecord) -> list[str]:
     inbox = await client.bus.client.subscribe(client.bus.client.new_inbox())
     await client.bus.client.publish(f"$SRV.INFO.{name}", reply=inbox.subject)
     while True:
-        told = json.loads((await inbox.next_msg(timeout=5)).data)
+        told = json.loads((await inbox.next_msg(timeout=PATIENCE_S)).data)
         if told["metadata"]["subject"] == record.subject:
             return [endpoint["name"] for endpoint in told["endpoints"]]
 
 
 async def refused(client: Client, record: InstanceRecord, call: str, data: bytes) -> str:
     """The name of the error that a call is answered with."""
-    answer = await client.bus.client.request(f"{record.subject}.{call}", data, timeout=5)
+    answer = await client.bus.client.request(f"{record.subject}.{call}", data, timeout=PATIENCE_S)
     return unpack(answer.data, Refused).error
 
 
@@ -125,7 +126,7 @@ async def every_call_refuses_garbage(client: Client, record: InstanceRecord) -> 
         await until_counted(record, call, MalformedMessage.__name__, len(bad) - len(UNKNOWN))
         await until_counted(record, call, UnknownMessage.__name__, len(UNKNOWN))
         headers = {"traceparent": "00-not-a-trace-at-all"}
-        await client.bus.client.request(f"{record.subject}.{call}", b"", timeout=5, headers=headers)
+        await client.bus.client.request(f"{record.subject}.{call}", b"", timeout=PATIENCE_S, headers=headers)
         await until_counted(record, call, "BadTraceparent")
 
 
@@ -159,7 +160,7 @@ async def published_garbage_is_counted(client: Client, by_role: dict[str, Instan
 
 async def wrong_requests_are_refused(client: Client, by_role: dict[str, InstanceRecord]) -> None:
     decode, prefill, bootstrap = by_role["decode"], by_role["prefill"], by_role["bootstrap"]
-    sampling, soon = SamplingParams(max_tokens=4), now_ms() + 10_000
+    sampling, soon = SamplingParams(max_tokens=4), now_ms() + int(PATIENCE_S * 1000)
     generate = GenerateRequest(
         request_id="bad", epoch=decode.epoch, model=MODEL, stream_id=1, reply_to="nobody", token_ids=b"\1\0\0\0",
         deadline_unix_ms=soon, sampling=sampling,
@@ -189,7 +190,7 @@ async def wrong_requests_are_refused(client: Client, by_role: dict[str, Instance
     await refuses(client, prefill, "prefill", replace(prompt, request_id="StaleInstance"), "Rejected")
     await refuses(client, prefill, "kv_dump", FetchKvDump(epoch="old"), "StaleInstance")
     # pages that decode does not have, in a room that there is, and in one that there is not; for a request that is over
-    await client.bus.call(f"{prefill.subject}.prefill", prompt, PrefillAccepted, timeout_s=5)
+    await client.bus.call(f"{prefill.subject}.prefill", prompt, PrefillAccepted, timeout_s=PATIENCE_S)
     assert decode.kv is not None
     num_pages = -(-40 // decode.kv.layout.page_size)
     offer = PagesOffered(
@@ -217,9 +218,9 @@ async def wrong_requests_are_refused(client: Client, by_role: dict[str, Instance
         decode_id="nobody", decode_epoch="e", pages=[1], num_cached_pages=0, aux_slot=0, deadline_unix_ms=soon,
     )  # fmt: skip
     # Bootstrap forwards an offer that does not fit, and prefill refuses it.
-    await client.bus.call(f"{bootstrap.subject}.open", replace(room, num_cached_pages=2), RoomOk, timeout_s=5)
+    await client.bus.call(f"{bootstrap.subject}.open", replace(room, num_cached_pages=2), RoomOk, timeout_s=PATIENCE_S)
     await client.bus.client.request(
-        f"{prefill.subject}.quiesce", pack(Quiesce(request_id="bad", cause="test")), timeout=5
+        f"{prefill.subject}.quiesce", pack(Quiesce(request_id="bad", cause="test")), timeout=PATIENCE_S
     )
 
 
@@ -230,9 +231,9 @@ async def frames_in_disorder_move_a_stream_and_lose_no_token(
     inbox = client.mesh._inbox
     asked = asyncio.create_task(client.generate(prompt, len(expected), model=MODEL))
     instance_id, epoch = by_role["decode"].instance_id, by_role["decode"].epoch
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not len(inbox):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0)  # before the first frame comes
     stream_id = max(inbox._sources[instance_id].streams)
     for seq in (10**6, -1, 10**6):
         item = StreamItem(stream_id, seq, [1, 2, 3])
@@ -265,7 +266,7 @@ def test_every_bad_message_is_refused_counted_and_survived(mock_mesh: MeshProces
 
     asyncio.run(run())
     body = {"model": MODEL, "prompt": "a", "max_tokens": 3, "ignore_eos": True}
-    assert httpx.post(f"{frontend_process.url}/v1/completions", json=body).status_code == 200
+    assert httpx.post(f"{frontend_process.url}/v1/completions", json=body, timeout=PATIENCE_S).status_code == 200
     assert not Path(EVIL).exists()
     for worker in mock_mesh.workers:
         assert worker.popen.poll() is None
@@ -285,7 +286,7 @@ async def over_max_payload(client: Client, by_role: dict[str, InstanceRecord], n
     size = client.bus.client.max_payload + 1
     login = json.dumps({"verbose": False, "user": nats.username, "pass": nats.password})
     writer.write(b"CONNECT %b\r\nPUB %b.cancel %d\r\n" % (login.encode(), by_role["decode"].subject.encode(), size))
-    assert b"Maximum Payload" in await asyncio.wait_for(reader.read(), 5)
+    assert b"Maximum Payload" in await asyncio.wait_for(reader.read(), PATIENCE_S)
     writer.close()
 
 

@@ -3,10 +3,9 @@
 import asyncio
 from typing import Final
 
-import httpx
 import pytest
 
-from tests.mesh.harness import Client, MeshProcesses, open_client
+from tests.mesh.harness import Client, MeshProcesses, metric, open_client
 from tests.mesh.mocks import MAX_TOKENS, MODEL, no_page_is_lost, one_engine, random_prompts
 from tests.mesh.through_prefill import through_prefill
 
@@ -33,11 +32,7 @@ def test_an_hour_of_skew_costs_no_answer_and_no_transfer(mock_mesh: MeshProcesse
             assert await through_prefill(client, lambda salt: ask(client, salt)) == expected
             await no_page_is_lost(client)
             [record] = client.book.of_role(role)
-            page = httpx.get(f"{record.http}/metrics").text
-        [shown] = [
-            float(line.split()[1]) for line in page.splitlines() if line.startswith("kvmesh_clock_skew_seconds ")
-        ]
-        assert shown == pytest.approx(HOUR_S, abs=10)
+            assert metric(record.http, "kvmesh_clock_skew_seconds") == pytest.approx(HOUR_S, abs=10)
         assert mock_mesh.one(role).logged().count("clock skew") >= 1
 
     mock_mesh.start("bootstrap", "prefill", "decode", **skewed)

@@ -7,8 +7,9 @@ import random
 import httpx
 import pytest
 
-from tests.mesh.harness import Client, MeshProcesses, Worker, open_client
+from tests.mesh.harness import Client, MeshProcesses, Worker, metrics_of, open_client
 from tests.mesh.mocks import MODEL
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
@@ -25,8 +26,7 @@ RECOMPUTED = 'kvmesh_prompts_computed_on_decode_total{reason="transfer_failed"}'
 
 
 def _metric(url: str | None, name: str) -> float:
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return float(next((line.split()[1] for line in lines if line.startswith(f"{name} ")), 0.0))
+    return float(next((line.split()[1] for line in metrics_of(url) if line.startswith(f"{name} ")), 0.0))
 
 
 def _ask(mesh: MeshProcesses, decode: Worker) -> tuple[list[list[int]], float, float]:
@@ -44,8 +44,7 @@ def _ask(mesh: MeshProcesses, decode: Worker) -> tuple[list[list[int]], float, f
             return answers, corrupt, _metric(record.http, RECOMPUTED)
 
     result = asyncio.run(run())
-    decode.popen.terminate()  # the next one must not find it in etcd
-    decode.popen.wait(20)
+    decode.terminate()  # the next one must not find it in etcd
     return result
 
 
@@ -78,7 +77,10 @@ def test_where_failures_are_asked_for_damage_is_a_502_that_says_so_and_no_other_
     body = {"model": MODEL, "max_tokens": 5, "ignore_eos": True}
 
     async def run() -> None:
-        async with open_client(mock_mesh, MODEL) as client, httpx.AsyncClient(base_url=frontend.url) as http:
+        async with (
+            open_client(mock_mesh, MODEL) as client,
+            httpx.AsyncClient(base_url=frontend.url, timeout=PATIENCE_S) as http,
+        ):
             await client.until_usable("prefill")
             await client.until_usable("decode", 2)
             for count, stream in enumerate([False, True, False], start=1):

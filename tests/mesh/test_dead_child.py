@@ -4,7 +4,7 @@ import asyncio
 import json
 import os
 import signal
-import time
+from collections import Counter
 from pathlib import Path
 
 import httpx
@@ -15,6 +15,7 @@ from components.discovery.registry import join_registry
 from components.telemetry.trace_reader import ObserverTraceReader
 from tests.conftest import RunService
 from tests.mesh.mocks import MOCK_ENV
+from tests.waiting import PATIENCE_S, until, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -37,25 +38,28 @@ def test_a_stream_whose_decode_is_killed_moves_at_its_death_and_not_for_its_sile
     )
     process.wait_for_log("Ready:")
 
-    async def stream(prompt: str) -> int:
-        """Return the number of its events."""
+    async def stream(prompt: str, events: Counter[str]) -> None:
+        """Count its events under the prompt."""
         body = {"model": "mock", "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
         async with (
-            httpx.AsyncClient(timeout=60) as client,
+            httpx.AsyncClient(timeout=PATIENCE_S) as client,
             client.stream("POST", f"http://127.0.0.1:{port}/v1/completions", json=body) as answer,
         ):
-            lines = [line async for line in answer.aiter_lines() if line.startswith("data: {")]
-        return sum(bool(json.loads(line[6:])["choices"]) for line in lines)
+            async for line in answer.aiter_lines():
+                if line.startswith("data: {"):
+                    events[prompt] += bool(json.loads(line[6:])["choices"])
 
     async def kill_one() -> list[str]:
         """The frontend's lines of the streams that left the killed decode."""
-        async with join_registry(etcd_url, namespace, 10.0) as registry, asyncio.timeout(20):
-            while len(decodes := registry.book.of_role("decode")) < 2:
-                await asyncio.sleep(0.1)
-        streams = [asyncio.create_task(stream(prompt)) for prompt in (LETTERS, LETTERS.upper())]
-        await asyncio.sleep(2)
+        async with join_registry(etcd_url, namespace, 10.0) as registry:
+            await until(lambda: len(registry.book.of_role("decode")) == 2)
+            decodes = registry.book.of_role("decode")
+        events = Counter({LETTERS: 0, LETTERS.upper(): 0})
+        streams = [asyncio.create_task(stream(prompt, events)) for prompt in events]
+        await until(lambda: min(events.values()) > TOKENS / 3 or any(one.done() for one in streams), lambda: events)
         os.kill(decodes[0].pid, signal.SIGKILL)
-        assert min(await asyncio.gather(*streams)) > TOKENS / 2, "tokens come one by one"
+        await asyncio.gather(*streams)
+        assert min(events.values()) > TOKENS / 2, "tokens come one by one"
         await asyncio.sleep(0.5)  # `services.local` writes the frontend's lines
         move = f"stream moves  from={decodes[0].instance_id}"
         return [line for line in process.logged().splitlines() if "frontend-0" in line and move in line]
@@ -66,8 +70,5 @@ def test_a_stream_whose_decode_is_killed_moves_at_its_death_and_not_for_its_sile
         tries.append(asyncio.run(kill_one()))
     assert process.logged().count("died (SIGKILL)") == len(tries)
     observer = ObserverTraceReader(f"http://any:t0ken@127.0.0.1:{observer_port}")
-    deadline = time.monotonic() + 20
-    while not any(trace.moved and len(trace.decode_ids) == 2 for trace in observer.listed()):
-        assert time.monotonic() < deadline, observer.listed()
-        time.sleep(0.1)
+    wait_until(lambda: any(trace.moved and len(trace.decode_ids) == 2 for trace in observer.listed()), observer.listed)
     assert process.terminate() == 0, process.logged()

@@ -6,15 +6,14 @@ import io
 import json
 import re
 import subprocess
-import time
 from collections.abc import Iterator
 from typing import Any, Final
 
-import httpx
 import pytest
 
 from tests.docs.pages import REPO, blocks, lines
 from tests.mesh.harness import MeshProcesses
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.model, pytest.mark.timeout(240)]
 
@@ -28,12 +27,9 @@ OPENAI: Final = (REPO / "docs/openai.md").read_text()
 
 @pytest.fixture(scope="module")
 def url(real_mesh: MeshProcesses) -> str:
-    found = real_mesh.one("frontend").url
-    deadline = time.monotonic() + 20
-    while not httpx.get(f"{found}/v1/models").json()["data"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return found
+    frontend = real_mesh.one("frontend")
+    wait_until(frontend.models)
+    return frontend.url
 
 
 def shell(text: str, url: str) -> Iterator[tuple[str, str]]:

@@ -1,7 +1,6 @@
 """A tiny embedding model through the whole mesh: HTTP, NATS, the engine, and back."""
 
 import secrets
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +13,10 @@ from openai import BadRequestError, OpenAI
 from tests.components.text.tiny_model import tiny_tokenizer
 from tests.engine.embedding_model import CONFIG, SIZE, cosines, reference, save_embedding_model
 from tests.mesh.conftest import TINY_ENV
-from tests.mesh.harness import MeshProcesses
+from tests.mesh.harness import MeshProcesses, Worker
 from tests.mesh.preloaded import Preloaded
 from tests.mesh.trace_checks import covered_trace
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 TEXTS = ["Hello", "The capital of France is Paris.", "how are you today? " * 12, "Hello"]
@@ -32,22 +32,20 @@ def directory(tmp_path: Path) -> Path:
 @pytest.fixture
 def url(etcd_url: str, nats_url: str, preloaded: Preloaded, directory: Path, tmp_path: Path) -> Iterator[str]:
     env = {**TINY_ENV, "MESH_SERVED_MODEL_NAME": "embedder", "MESH_ENGINE__MAX_STEP_TOKENS": "80"}
-    env |= {"MESH_TRACES_PER_S": "inf", "MESH_FRONTEND_NO_WORKER_WAIT_S": "1"}
+    env |= {"MESH_TRACES_PER_S": "inf"}
     with MeshProcesses(
         etcd_url, nats_url, f"embed-{secrets.token_hex(3)}", tmp_path, str(directory), env, preloaded
     ) as mesh:
         *_, frontend = mesh.start("decode", "frontend")
-        deadline = time.monotonic() + 20
-        while not httpx.get(f"{frontend.url}/ready").is_success:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: ready(frontend).is_success)
         yield frontend.url
         mesh.one("decode").kill()
-        deadline = time.monotonic() + 20
-        while (told := httpx.get(f"{frontend.url}/ready")).is_success:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
-        assert told.json()["reasons"] == ["no decode instance is usable"]
+        wait_until(lambda: not ready(frontend).is_success)
+        assert ready(frontend).json()["reasons"] == ["no decode instance is usable"]
+
+
+def ready(frontend: Worker) -> httpx.Response:
+    return httpx.get(f"{frontend.url}/ready", timeout=PATIENCE_S)
 
 
 def test_vectors_through_the_mesh_are_those_of_transformers(url: str, directory: Path, tmp_path: Path) -> None:
@@ -73,7 +71,9 @@ def test_vectors_through_the_mesh_are_those_of_transformers(url: str, directory:
         client.chat.completions.create(model="embedder", messages=[{"role": "user", "content": "Hello"}])
 
     def ask() -> str:
-        response = httpx.post(f"{url}/v1/embeddings", json={"model": "embedder", "input": TEXTS * 20}, timeout=60)
+        response = httpx.post(
+            f"{url}/v1/embeddings", json={"model": "embedder", "input": TEXTS * 20}, timeout=PATIENCE_S
+        )
         return str(response.headers["x-request-id"])
 
     steps = {"frontend.read", "frontend.validate", "frontend.tokenize", "frontend.admit", "frontend.route"}
@@ -84,10 +84,11 @@ def test_vectors_through_the_mesh_are_those_of_transformers(url: str, directory:
 
 def workers(url: str) -> list[dict[str, Any]]:
     """Once a heartbeat has told that nothing runs."""
-    deadline = time.monotonic() + 10
-    while True:
-        listed: list[dict[str, Any]] = httpx.get(f"{url}/workers").json()["data"]
-        if all(w["load"] and not w["load"]["held_pages"] for w in listed if w["role"] == "decode"):
-            return listed
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    listed: list[dict[str, Any]] = []
+
+    def is_told() -> bool:
+        listed[:] = httpx.get(f"{url}/workers", timeout=PATIENCE_S).json()["data"]
+        return all(w["load"] and not w["load"]["held_pages"] for w in listed if w["role"] == "decode")
+
+    wait_until(is_told, lambda: listed)
+    return listed

@@ -12,6 +12,7 @@ from openai import OpenAI
 
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.trace_checks import covered_trace
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.model, pytest.mark.timeout(180)]
 
@@ -46,12 +47,9 @@ STEPS: Final = (  # of a request that takes the whole way, each exactly once
 @pytest.fixture(scope="module")
 def url(real_mesh: MeshProcesses) -> str:
     """Of the frontend."""
-    found = real_mesh.one("frontend").url
-    deadline = time.monotonic() + 20
-    while not httpx.get(f"{found}/v1/models").json()["data"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-    return found
+    frontend = real_mesh.one("frontend")
+    wait_until(frontend.models)
+    return frontend.url
 
 
 def test_the_openai_package_streams_a_chat(url: str) -> None:
@@ -98,7 +96,8 @@ def _one_by_one(gaps: list[float]) -> bool:
 
 def test_stop_strings_seeds_and_limits_are_honoured(url: str) -> None:
     def ask(**fields: Any) -> dict[str, Any]:
-        answer = httpx.post(f"{url}/v1/completions", json={"model": MODEL, "prompt": "1, 2, 3,", **fields}, timeout=60)
+        body = {"model": MODEL, "prompt": "1, 2, 3,", **fields}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
         answer.raise_for_status()
         return dict(answer.json()["choices"][0])
 
@@ -113,14 +112,15 @@ def test_stop_strings_seeds_and_limits_are_honoured(url: str) -> None:
 def test_errors_have_the_shape_that_clients_know(url: str) -> None:
     def code(expected_status: int, **fields: Any) -> str:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hi"}], **fields}
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body)
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
         assert answer.status_code == expected_status, answer.text
         return str(answer.json()["error"]["code"])
 
     assert code(404, model="gpt-5") == "model_not_found"
     assert code(400, messages=[]) != ""
     assert code(400, max_tokens=100_000) == "context_length_exceeded"
-    broken = httpx.post(f"{url}/v1/chat/completions", content=b"{", headers={"content-type": "application/json"})
+    how: dict[str, Any] = {"headers": {"content-type": "application/json"}, "timeout": PATIENCE_S}
+    broken = httpx.post(f"{url}/v1/chat/completions", content=b"{", **how)
     assert broken.status_code == 400
     assert broken.json()["error"]["type"] == "invalid_request_error"
 
@@ -131,7 +131,7 @@ def test_a_trace_holds_every_step_once_and_covers_the_time_to_the_first_token(
     def ask() -> str:
         question = f"Tell me a story about the number {time.time_ns()}, in which a long sentence goes on and on. " * 8
         body = {"model": MODEL, "messages": [{"role": "user", "content": question}], "max_tokens": 8, "stream": True}
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=60) as answer:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S) as answer:
             answer.read()
             return str(answer.headers["x-request-id"])
 

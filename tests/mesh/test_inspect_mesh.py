@@ -4,8 +4,7 @@ import json
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +20,7 @@ from services.inspect import __main__ as inspect
 from tests.mesh.harness import REPO, MeshProcesses, Worker
 from tests.mesh.mocks import MOCK_ENV, MODEL
 from tests.mesh.preloaded import Preloaded
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -35,28 +35,17 @@ def mesh(
     """One for the file; the tests run in their order, and the last ones end workers."""
     home = tmp_path_factory.mktemp("inspect")
     namespace = f"test-inspect-{uuid4().hex[:6]}"
-    with MeshProcesses(etcd_url, nats_url, namespace, home, MODEL, MOCK_ENV, preloaded) as made:
+    env = MOCK_ENV | {"MESH_TRANSFER_TIMEOUT_S": "60"}  # prompts that take long are still prefill's
+    with MeshProcesses(etcd_url, nats_url, namespace, home, MODEL, env, preloaded) as made:
         made.start("bootstrap", "decode", "decode", "frontend")
         made.start_one("prefill", **{f"MESH_ENGINE__MOCK__{name}": value for name, value in SLOW.items()})
-        _until(lambda: _models(made), "the frontend lists the model")
+        wait_until(made.one("frontend").models, "the frontend lists the model")
         yield made
 
 
 @pytest.fixture(autouse=True)
 def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inspect, "console", Console(width=250, color_system=None))
-
-
-def _models(mesh: MeshProcesses) -> list[Any]:
-    found: list[Any] = httpx.get(f"{mesh.one('frontend').url}/v1/models").json()["data"]
-    return found
-
-
-def _until(holds: Callable[[], object], what: str, timeout_s: float = 20.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not holds():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
-        time.sleep(0.05)
 
 
 def _options(mesh: MeshProcesses) -> list[str]:
@@ -86,7 +75,7 @@ def ask(mesh: MeshProcesses, number: int = 0) -> dict[str, Any]:
         "temperature": 0,
         "ignore_eos": True,
     }
-    answer = httpx.post(f"{mesh.one('frontend').url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{mesh.one('frontend').url}/v1/completions", json=body, timeout=PATIENCE_S)
     assert answer.status_code == 200, answer.text
     found: dict[str, Any] = answer.json()
     return found
@@ -114,7 +103,7 @@ def test_top_rooms_and_kv_show_transfers_while_they_run_and_afterwards(mesh: Mes
             full[:] = [r for r in shown(mesh, "rooms") if r["decode"] and r["bootstrap"] and r["prefill"]]
             return bool(full)
 
-        _until(has_a_room_with_three_sides, "a room that all sides report")
+        wait_until(has_a_room_with_three_sides, "a room that all sides report")
         for one in asked:
             one.result()
     [prefill] = ids(mesh, "prefill")
@@ -122,9 +111,9 @@ def test_top_rooms_and_kv_show_transfers_while_they_run_and_afterwards(mesh: Mes
     assert full[0]["decode"]["instance"] in ids(mesh, "decode")
     frame = shown(mesh, "top", "--once")
     assert {row["role"] for row in frame["rows"]} == {"frontend", "bootstrap", "decode", "prefill"}
-    _until(lambda: all(row["state"] == "ok" for row in shown(mesh, "top", "--once")["rows"]), "each is well")
+    wait_until(lambda: all(row["state"] == "ok" for row in shown(mesh, "top", "--once")["rows"]), "each is well")
     assert all(row["heartbeat_age_s"] is not None for row in frame["rows"] if row["role"] in ("decode", "prefill"))
-    _until(lambda: len(logged(mesh.one("frontend"), "request")) == 4, "their lines")
+    wait_until(lambda: len(logged(mesh.one("frontend"), "request")) == 4, "their lines")
     at_prefill = sum("local_prefill" not in line for line in logged(mesh.one("frontend"), "request"))
     assert sum(link["transfers"] for link in frame["links"]) == at_prefill > 0
     assert all(link["prefill"] == prefill and link["bytes"] > 0 for link in frame["links"])
@@ -210,12 +199,12 @@ def test_a_drained_worker_gets_nothing_until_it_is_undone_and_unknown_ids_are_re
     code, text = inspected(mesh, "drain", one, "--wait")
     assert code == 0, text
     assert f"decode {one} has no work left" in text
-    _until(lambda: _state(mesh, one) == "drained", "top shows it")
+    wait_until(lambda: _state(mesh, one) == "drained", "top shows it")
     assert {_asked(mesh, number)["decode"] for number in range(200, 204)} == {other}
     drains = '"level": "note", "what": "decode ' + one + " drains"
-    _until(lambda: drains in inspected(mesh, "doctor", "--json")[1], "doctor notes it")
+    wait_until(lambda: drains in inspected(mesh, "doctor", "--json")[1], "doctor notes it")
     assert inspected(mesh, "drain", one, "--undo")[0] == 0
-    _until(lambda: _state(mesh, one) == "ok", "it takes work again")
+    wait_until(lambda: _state(mesh, one) == "ok", "it takes work again")
     code, text = inspected(mesh, "drain", "zzzz")
     assert (code, text.startswith("no instance id begins with 'zzzz'; there are")) == (1, True)
     code, text = inspected(mesh, "set", "zzzz", "--log-level", "info")
@@ -228,26 +217,26 @@ def test_a_drained_worker_gets_nothing_until_it_is_undone_and_unknown_ids_are_re
 def test_a_drained_frontend_refuses_requests_and_finishes_those_it_has_until_it_is_undone(mesh: MeshProcesses) -> None:
     frontend = mesh.one("frontend")
     [instance] = ids(mesh, "frontend")
-    long = {"model": MODEL, "prompt": "word " * 400, "max_tokens": 8, "ignore_eos": True, "stream": True}
-    with ThreadPoolExecutor() as asking:
-        begun = asking.submit(httpx.post, f"{frontend.url}/v1/completions", json=long, timeout=60)  # prefill takes 4 s
-        _until(lambda: shown(mesh, "rooms"), "it is underway")
+    long = {"model": MODEL, "prompt": "word " * 1000, "max_tokens": 8, "ignore_eos": True, "stream": True}
+    with ThreadPoolExecutor() as asking:  # prefill takes 10 s
+        begun = asking.submit(httpx.post, f"{frontend.url}/v1/completions", json=long, timeout=PATIENCE_S)
+        wait_until(lambda: shown(mesh, "rooms"), "it is underway")
         code, text = inspected(mesh, "drain", instance)
         assert (code, f"frontend {instance} drains" in text) == (0, True)
-        refused = httpx.post(f"{frontend.url}/v1/completions", json=long)
+        refused = httpx.post(f"{frontend.url}/v1/completions", json=long, timeout=PATIENCE_S)
         assert (refused.status_code, refused.json()["error"]["code"]) == (503, "draining")
         assert (refused.headers["retry-after"], refused.headers["connection"]) == ("1", "close")
         for url in (frontend.url, _metrics_of(frontend)):
-            ready = httpx.get(f"{url}/ready")
+            ready = httpx.get(f"{url}/ready", timeout=PATIENCE_S)
             assert (ready.status_code, ready.json()["reasons"]) == (503, ["this frontend is draining"])
-        assert httpx.get(f"{frontend.url}/live").status_code == 200
+        assert httpx.get(f"{frontend.url}/live", timeout=PATIENCE_S).status_code == 200
         assert _state(mesh, instance) == "draining"
         assert not begun.done()
         assert begun.result().text.endswith("data: [DONE]\n\n"), "its stream finishes"
-    _until(lambda: _state(mesh, instance) == "drained", "it has finished its stream")
+    wait_until(lambda: _state(mesh, instance) == "drained", "it has finished its stream")
     assert inspected(mesh, "drain", instance, "--wait")[0] == 0
     assert inspected(mesh, "drain", instance, "--undo")[0] == 0
-    assert httpx.get(f"{frontend.url}/ready").status_code == 200
+    assert httpx.get(f"{frontend.url}/ready", timeout=PATIENCE_S).status_code == 200
     ask(mesh, 300)
 
 
@@ -267,24 +256,24 @@ def test_events_show_a_stop_and_a_kill_as_they_happen_and_doctor_fails_meanwhile
     with out.open("wb") as stream:
         events = subprocess.Popen(command, cwd=REPO, stdin=subprocess.DEVNULL, stdout=stream, stderr=stream)
     try:
-        _until(lambda: len({*_events(out, "first heartbeat")}) == 3, "it follows all workers")
+        wait_until(lambda: len({*_events(out, "first heartbeat")}) == 3, "it follows all workers")
         code, text = inspected(mesh, "drain", stopped, "--stop", "--wait")
         assert code == 0, text
         worker = process_of(mesh, stopped)
-        _until(lambda: worker.popen.poll() is not None, "it ends")
+        wait_until(lambda: worker.popen.poll() is not None, "it ends")
         assert worker.popen.poll() == 0
         process_of(mesh, killed).kill()
-        _until(lambda: killed in _events(out, "lost"), "its heartbeats are missed")
+        wait_until(lambda: killed in _events(out, "lost"), "its heartbeats are missed")
         code, text = inspected(mesh, "doctor")
         assert code == 1
         assert "no decode instance answers" in text
-        _until(lambda: killed in _events(out, "left etcd"), "its lease expires")
+        wait_until(lambda: killed in _events(out, "left etcd"), "its lease expires")
         events.send_signal(signal.SIGINT)
         with suppress(subprocess.TimeoutExpired):
-            events.wait(20)
+            events.wait(PATIENCE_S / 2)  # the test's own limit must not come before the signal
     finally:
         events.send_signal(signal.SIGABRT)  # if it still runs: faulthandler writes where its threads stand
-        ended = events.wait(10)
+        ended = events.wait(PATIENCE_S)
     assert ended == 130, out.read_text()
     assert stopped in _events(out, "left etcd")
     assert all(line.startswith("{") for line in out.read_text().splitlines()), "nothing but objects"
@@ -299,7 +288,7 @@ def _asked(mesh: MeshProcesses, number: int) -> dict[str, Any]:
     frontend = mesh.one("frontend")
     before = len(logged(frontend, "request"))
     ask(mesh, number)
-    _until(lambda: len(logged(frontend, "request")) > before, "a line per request")
+    wait_until(lambda: len(logged(frontend, "request")) > before, "a line per request")
     return logged(frontend, "request")[-1]
 
 
@@ -319,7 +308,7 @@ def _ended(mesh: MeshProcesses, instance: str, request: dict[str, Any]) -> dict[
         lines = logged(process_of(mesh, instance), "request ended")
         return [line for line in lines if line["request_id"].startswith(request["request_id"])]
 
-    _until(found, f"{instance} reports the request's end")
+    wait_until(found, f"{instance} reports the request's end")
     [line] = found()
     return line
 

@@ -1,6 +1,5 @@
 """Responses and messages over real processes: what one frontend keeps another one finds, also when the first one is killed."""
 
-import time
 from contextlib import suppress
 
 import pytest
@@ -10,16 +9,14 @@ from openai.types.responses import Response
 
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MODEL
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.mesh
 
 
 def until_over(client: OpenAI, response_id: str) -> Response:
-    deadline = time.monotonic() + 30
-    while (found := client.responses.retrieve(response_id)).status == "in_progress":
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    return found
+    wait_until(lambda: client.responses.retrieve(response_id).status != "in_progress")
+    return client.responses.retrieve(response_id)
 
 
 def test_responses_outlive_their_frontend(mock_mesh: MeshProcesses) -> None:
@@ -32,10 +29,7 @@ def test_responses_outlive_their_frontend(mock_mesh: MeshProcesses) -> None:
     first, second = mock_mesh.start("frontend", "frontend")
     here, there = (OpenAI(base_url=f"{w.url}/v1", api_key="mine", max_retries=0) for w in (first, second))
     with Anthropic(base_url=second.url, api_key="mine") as anthropic:
-        deadline = time.monotonic() + 20
-        while not (here.models.list().data and there.models.list().data):
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until(lambda: first.models() and second.models())
         message = anthropic.messages.create(model=MODEL, max_tokens=5, messages=[{"role": "user", "content": "Hello"}])
         assert (message.stop_reason, message.usage.output_tokens) == ("max_tokens", 5)
 

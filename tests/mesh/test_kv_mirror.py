@@ -14,6 +14,7 @@ from components.wire.tokens import block_hashes, seed_hash
 from tests.components.routing.test_kv_index import brute_force
 from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.mocks import MODEL, random_prompts
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -35,13 +36,13 @@ class Mirrors:
 
     async def cached(self, worker: InstanceRecord) -> set[bytes]:
         call = FetchKvDump(epoch=worker.epoch)
-        answer = await self.client.bus.call(f"{worker.subject}.cached_blocks", call, KvDumpPart, timeout_s=10)
+        answer = await self.client.bus.call(f"{worker.subject}.cached_blocks", call, KvDumpPart, timeout_s=PATIENCE_S)
         return set(unpack_hashes(answer.blocks))
 
     async def agree(self) -> dict[str, set[bytes]]:
         """Wait until each worker's blocks are what its engine says; returns these by instance id."""
         held: dict[str, set[bytes]] = {}
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             for worker in self.workers():
                 name, role = worker.instance_id, worker.role
                 while (
@@ -103,8 +104,7 @@ def test_a_mirror_is_what_the_engines_hold_after_load_loss_and_restart(mock_mesh
 
             before = {worker.instance_id for worker in client.book.of_role("prefill")}
             await asyncio.to_thread(first.kill)
-            while len(client.book.of_role("prefill")) > 1:
-                await asyncio.sleep(0.02)
+            await until(lambda: len(client.book.of_role("prefill")) == 1)
             (gone,) = before - {worker.instance_id for worker in client.book.of_role("prefill")}
             assert mirrors.index["prefill"].blocks_of(gone) == set()
             await asyncio.to_thread(mock_mesh.start_one, "prefill", **env, ROLE="prefill")

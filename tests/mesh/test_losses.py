@@ -15,6 +15,7 @@ from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.mocks import MAX_TOKENS, MOCK_ENV, no_page_is_lost, one_engine, random_prompts
 from tests.mesh.mocks import MODEL as MOCK
 from tests.mesh.preloaded import Preloaded
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
@@ -109,17 +110,14 @@ def _replaced(role: Role, mesh: MeshProcesses) -> None:
             others = {w.popen.pid for w in mesh.workers} - {victim.popen.pid}
             [record] = [r for r in book.of_role(role) if r.pid == victim.popen.pid]
             await asyncio.to_thread(victim.kill)
-            async with asyncio.timeout(20):  # its lease is 3 s, but etcd may be late
-                while book.find(role, record.instance_id) is not None:
-                    await asyncio.sleep(0.02)
+            await until(lambda: book.find(role, record.instance_id) is None)
         restarted = await asyncio.to_thread(mesh.start_one, role)
         async with open_client(mesh, MOCK) as client:
             await client.until_usable("prefill")
             assert len(await client.generate(range(3, 103), 5, model=MOCK)) == 5
         if role == "frontend":
-            answer = httpx.post(
-                f"{restarted.url}/v1/completions", json={"model": MOCK, "prompt": "Hi", "max_tokens": 3}
-            )
+            body = {"model": MOCK, "prompt": "Hi", "max_tokens": 3}
+            answer = httpx.post(f"{restarted.url}/v1/completions", json=body, timeout=PATIENCE_S)
             assert answer.json()["usage"]["completion_tokens"] <= 3
         assert others <= {w.popen.pid for w in mesh.workers if w.popen.poll() is None}
 
@@ -136,13 +134,11 @@ def test_prefill_killed_while_its_pages_are_being_written_costs_only_latency(tin
         prefill = await asyncio.to_thread(
             tiny_mesh.start_one, "prefill", MESH_LOG_LEVEL="debug", MESH_ENGINE__MAX_STEP_TOKENS="66"
         )
-        async with asyncio.timeout(20):
-            while [record.pid for record in client.prefills.usable()] != [prefill.popen.pid]:
-                await asyncio.sleep(0.02)
+        await until(lambda: [record.pid for record in client.prefills.usable()] == [prefill.popen.pid])
         answering = asyncio.create_task(client.generate(prompt, 4, model=MODEL, salt=salt))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while '"is": "computing"' not in prefill.logged() and not answering.done():
-                await asyncio.sleep(0.002)
+                await asyncio.sleep(0.002)  # it computes for a moment only
         await asyncio.sleep(0.02)
         prefill.kill()
         moves = [json.loads(line) for line in prefill.logged().splitlines() if '"of": "prefill ' in line]

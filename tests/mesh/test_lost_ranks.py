@@ -17,6 +17,7 @@ from tests.mesh.harness import Client, MeshProcesses, Worker, open_client
 from tests.mesh.lost_ranks import ends_with_a_follower
 from tests.mesh.preloaded import Preloaded
 from tests.mesh.through_prefill import through_prefill
+from tests.waiting import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.faults, pytest.mark.timeout(240)]
 
@@ -44,9 +45,7 @@ async def _ask(client: Client, model: str, prompts: list[list[int]], salt: str) 
 
 async def _until_computing(client: Client, record: InstanceRecord) -> None:
     alive = client.decodes if record.role == "decode" else client.prefills
-    async with asyncio.timeout(20):
-        while (beat := alive.last_heartbeat(record.instance_id)) is None or not beat.busy:
-            await asyncio.sleep(0.005)
+    await until(lambda: (beat := alive.last_heartbeat(record.instance_id)) is not None and beat.busy)
 
 
 async def _loses_a_rank(

@@ -14,7 +14,7 @@ import pytest
 
 from components.wire.sampling import SamplingParams
 from components.wire.status import Status, StatusRequest
-from tests.mesh.harness import Client, MeshProcesses, open_client
+from tests.mesh.harness import Client, MeshProcesses, metric, open_client
 from tests.mesh.mocks import (
     MAX_TOKENS,
     MODEL,
@@ -24,6 +24,7 @@ from tests.mesh.mocks import (
     random_prompts,
 )
 from tests.mesh.through_prefill import through_prefill
+from tests.waiting import PATIENCE_S, until, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -102,12 +103,13 @@ def test_a_long_queue_at_prefill_is_passed_by(mock_mesh: MeshProcesses) -> None:
             [prefill] = await client.until_usable("prefill")
             [decode] = await client.until_usable("decode")
             ask = [asyncio.create_task(client.generate(p, 4, model=MODEL)) for p in prompts[:15]]
-            async with asyncio.timeout(10):
-                while True:  # it is known how much prefill has to do, and how fast it is
-                    news = client.prefills.prompts(prefill.instance_id)
-                    if news.queued_tokens > 2000 and news.tokens_per_s:
-                        break
-                    await asyncio.sleep(0.05)
+
+            def is_known() -> bool:
+                """How much prefill has to do, and how fast it is."""
+                news = client.prefills.prompts(prefill.instance_id)
+                return news.queued_tokens > 2000 and news.tokens_per_s > 0
+
+            await until(is_known, lambda: client.prefills.prompts(prefill.instance_id))
             assert _computed(decode.http) == 0
             behind = await asyncio.gather(*(client.generate(p, 4, model=MODEL) for p in prompts[15:]))
             assert _computed(decode.http) == 5 * 200
@@ -123,8 +125,7 @@ def test_a_long_queue_at_prefill_is_passed_by(mock_mesh: MeshProcesses) -> None:
 
 
 def _computed(url: str | None) -> float:
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith("kvmesh_prompt_tokens_total ")))
+    return metric(url, "kvmesh_prompt_tokens_total")
 
 
 def test_streams_that_move_go_on_with_the_tokens_they_would_have_had(mock_mesh: MeshProcesses) -> None:
@@ -136,7 +137,7 @@ def test_streams_that_move_go_on_with_the_tokens_they_would_have_had(mock_mesh: 
     drawn = SamplingParams(max_tokens=400, temperature=0.7, seed=11, ignore_eos=True, n=3, logprobs=2)
     expected = branches_of_one_engine(mock_mesh.home, prompts, drawn)
     sampling = SamplingParams(max_tokens=400, temperature=0.7, seed=11, ignore_eos=True, n=3, logprobs=2)
-    pace = {"MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.004"}
+    pace = {"MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.01"}
     costless = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}
 
     async def run() -> None:
@@ -158,7 +159,7 @@ def test_streams_that_move_go_on_with_the_tokens_they_would_have_had(mock_mesh: 
 async def _each_status_is_told(client: Client) -> None:
     async def status_of(role: str) -> Status:
         [record] = client.book.of_role(role)
-        status = await client.bus.call(f"{record.subject}.status", StatusRequest(), Status, timeout_s=5)
+        status = await client.bus.call(f"{record.subject}.status", StatusRequest(), Status, timeout_s=PATIENCE_S)
         assert (status.instance_id, status.epoch, status.role) == (record.instance_id, record.epoch, role)
         assert status.pid == record.pid
         assert abs(status.now_unix_s - time.time()) < 60
@@ -184,8 +185,7 @@ async def _each_status_is_told(client: Client) -> None:
 
 
 def _generated(url: str) -> float:
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith("kvmesh_generation_tokens_total ")))
+    return metric(url, "kvmesh_generation_tokens_total")
 
 
 def test_a_pool_too_small_for_all_of_them_answers_everyone_in_turn(mock_mesh: MeshProcesses) -> None:
@@ -203,20 +203,17 @@ def test_a_pool_too_small_for_all_of_them_answers_everyone_in_turn(mock_mesh: Me
     asyncio.run(run())
 
 
-def test_a_worker_is_there_at_once_and_has_loaded_no_torch(mock_mesh: MeshProcesses) -> None:
+def test_a_worker_has_loaded_no_torch(mock_mesh: MeshProcesses) -> None:
     mock_mesh.preloaded = None
-    started = time.monotonic()
     [worker] = mock_mesh.start("decode")
-    took_s = time.monotonic() - started
     maps = Path(f"/proc/{worker.popen.pid}/maps").read_text()
     assert "libtorch" not in maps
     assert "nixl" in maps
-    assert took_s < 20, "a bound for a busy machine; it is about two seconds"
 
 
 def test_the_frontend_speaks_the_mocks_bytes_and_a_stop_string_ends_its_branch_alone(mock_mesh: MeshProcesses) -> None:
     """Each token is a letter, and its log-probability the one that a single engine tells."""
-    prompt, count = [*b"Once upon a time, there was "], 200
+    prompt, count = [*b"Once upon a time, there was "], 400
     drawn = SamplingParams(max_tokens=count, temperature=1.0, seed=3, ignore_eos=True, n=3, logprobs=2)
     [whole] = branches_of_one_engine(mock_mesh.home, [prompt], drawn)
     texts = [bytes(answer.token_ids).decode() for answer in whole]
@@ -226,10 +223,7 @@ def test_the_frontend_speaks_the_mocks_bytes_and_a_stop_string_ends_its_branch_a
     shown = texts[1].partition(stop)[0]
     pace = {"MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.01"}
     *_, frontend = mock_mesh.start("bootstrap", "prefill", "decode", "frontend", **pace)
-    deadline = time.monotonic() + 20
-    while not httpx.get(f"{frontend.url}/v1/models").json()["data"]:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    wait_until(frontend.models)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": count, "ignore_eos": True, "temperature": 1.0, "seed": 3}
     body |= {"n": 3, "logprobs": 2, "stop": stop}
 
@@ -237,7 +231,7 @@ def test_the_frontend_speaks_the_mocks_bytes_and_a_stop_string_ends_its_branch_a
         """The answer, and how many tokens had been generated before it."""
         before = await asyncio.to_thread(_generated, decode_http)
         url, salted = f"{frontend.url}/v1/completions", body | {"cache_salt": salt}
-        answer = await asyncio.to_thread(lambda: httpx.post(url, json=salted, timeout=60))
+        answer = await asyncio.to_thread(lambda: httpx.post(url, json=salted, timeout=PATIENCE_S))
         return answer.json(), before
 
     async def run() -> tuple[Any, float]:
@@ -262,4 +256,4 @@ def test_the_frontend_speaks_the_mocks_bytes_and_a_stop_string_ends_its_branch_a
     for choice, right, length in zip(answer["choices"], whole, (count, counted, count), strict=True):
         assert choice["logprobs"]["token_logprobs"] == [told.logprob for told in right.logprobs[:length]]
         assert "".join(choice["logprobs"]["tokens"]) == bytes(right.token_ids[:length]).decode()
-    assert generated < 2 * count + counted + 50, "it went on for nobody"
+    assert generated < 3 * count - 50, "it went on for nobody"

@@ -17,6 +17,7 @@ from services.frontend.ports import Prompt
 from tests.mesh.harness import Client, MeshProcesses, Worker, open_client, tracer
 from tests.mesh.preloaded import Preloaded
 from tests.services.frontend.reading import reading
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.mesh, pytest.mark.model, pytest.mark.timeout(240)]
 
@@ -57,13 +58,13 @@ async def tokens_of(client: Client, prompt_ids: list[int], temperature: float) -
 
 async def busy_decode(client: Client, mesh: MeshProcesses) -> Worker:
     """The one that has the stream."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             for record in client.decodes.usable():
                 beat = client.decodes.last_heartbeat(record.instance_id)
                 if beat is not None and beat.num_running:
                     return next(worker for worker in mesh.workers if worker.popen.pid == record.pid)
-            await asyncio.sleep(0.005)
+            await asyncio.sleep(0.005)  # before the stream ends
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])

@@ -33,6 +33,7 @@ from tests.mesh.outage_mesh import (
     the_leader_killed,
 )
 from tests.mesh.preloaded import Preloaded
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
 
@@ -98,7 +99,7 @@ def test_requests_wait_while_the_only_decode_starts_again(mock_mesh: MeshProcess
         answers.append(await http.post("/v1/completions", json=body))
 
     async def run() -> None:
-        async with httpx.AsyncClient(base_url=mock_mesh.one("frontend").url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=mock_mesh.one("frontend").url, timeout=PATIENCE_S) as http:
             over = asyncio.Event()
             asking = asyncio.create_task(ask_on(http, over))
             await asyncio.sleep(1.0)
@@ -110,7 +111,7 @@ def test_requests_wait_while_the_only_decode_starts_again(mock_mesh: MeshProcess
             await asking
 
     # On a busy machine decode may start for longer than the usual 5 s.
-    mock_mesh.start("bootstrap", "prefill", "decode", "frontend", MESH_FRONTEND_NO_WORKER_WAIT_S="30")
+    mock_mesh.start("bootstrap", "prefill", "decode", "frontend", MESH_FRONTEND_NO_WORKER_WAIT_S=str(PATIENCE_S))
     asyncio.run(run())
     assert {answer.status_code for answer in answers} == {200}
     assert len({answer.json()["choices"][0]["text"] for answer in answers}) == 1

@@ -2,18 +2,17 @@
 
 import asyncio
 import random
-import re
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
-import httpx
 import pytest
 
 from components.wire.instances import InstanceRecord
 from tests.mesh.conftest import save_windowed
-from tests.mesh.harness import Client, MeshProcesses, open_client
+from tests.mesh.harness import Client, MeshProcesses, metric, open_client
 from tests.mesh.through_prefill import through_prefill
+from tests.waiting import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
@@ -53,8 +52,7 @@ async def _ask_twice(
 
 
 def _sent_bytes(prefill: InstanceRecord) -> float:
-    (sent,) = re.findall(r"\nkvmesh_kv_transfer_bytes_total (\S+)", httpx.get(f"{prefill.http}/metrics").text)
-    return float(sent)
+    return metric(prefill.http, "kvmesh_kv_transfer_bytes_total")
 
 
 @pytest.mark.parametrize("window", [None, 100])
@@ -85,11 +83,8 @@ def test_tokens_are_those_of_aggregated_serving(
                 for beat in await client.until_quiet():
                     assert beat.free_pages + beat.cached_pages == beat.total_pages
                 assert 0 < sent <= 2 * most * DECODE_PAGE * worker.kv.layout.page_bytes / page_size
-                prefill.popen.terminate()
-                assert await asyncio.to_thread(prefill.popen.wait, 20) == 0
-                async with asyncio.timeout(10):
-                    while client.prefills.usable():
-                        await asyncio.sleep(0.02)
+                assert await asyncio.to_thread(prefill.terminate) == 0
+                await until(lambda: not client.prefills.usable())
         assert "prefill instance not used" not in tiny_mesh.one("decode").logged()
 
     tiny_mesh.start("bootstrap", "decode", MESH_ENGINE__PAGE_SIZE=str(DECODE_PAGE), MESH_ENGINE__MAX_STEP_TOKENS="100")

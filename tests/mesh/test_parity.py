@@ -6,7 +6,6 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, Final
 
-import httpx
 import pytest
 
 from components.wire.instances import InstanceRecord
@@ -14,7 +13,7 @@ from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
 from engine.build import build_engine
 from engine.config import EngineConfig
-from tests.mesh.harness import Answer, MeshProcesses, open_client
+from tests.mesh.harness import Answer, MeshProcesses, metrics_of, open_client
 from tests.mesh.mocks import aggregated, no_page_is_lost
 from tests.mesh.through_prefill import through_prefill
 
@@ -112,5 +111,5 @@ async def _figures(prefill: InstanceRecord, decode: InstanceRecord) -> tuple[flo
 
 
 def _metrics(url: str) -> dict[str, float]:
-    lines = (line.split() for line in httpx.get(f"{url}/metrics").text.splitlines())
+    lines = map(str.split, metrics_of(url))
     return {line[0]: float(line[1]) for line in lines if len(line) == 2}

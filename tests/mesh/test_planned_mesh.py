@@ -10,6 +10,7 @@ import pytest
 
 from tests.conftest import RunService, ServiceProcess
 from tests.mesh.mocks import MOCK_ENV
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(300)]
 
@@ -68,7 +69,7 @@ class Load:
 
     async def run(self) -> None:
         """Until cancelled."""
-        async with httpx.AsyncClient(timeout=60) as client, asyncio.TaskGroup() as tasks:
+        async with httpx.AsyncClient(timeout=PATIENCE_S) as client, asyncio.TaskGroup() as tasks:
             while True:
                 if self.per_s:
                     tasks.create_task(self._one(client, self._sent))
@@ -78,8 +79,7 @@ class Load:
     async def finish(self) -> None:
         """Until all are answered."""
         self.per_s = 0.0
-        while self.answered < self._sent:
-            await asyncio.sleep(0.05)
+        await until(lambda: self.answered == self._sent, lambda: f"{self.answered} of {self._sent}")
 
     async def _one(self, client: httpx.AsyncClient, number: int) -> None:
         prompt = [number % 250 + 1, number // 250 + 1, *range(1, 149)]
@@ -97,7 +97,7 @@ def test_a_mesh_grows_under_load_and_shrinks_after_and_no_request_fails(
     planner = run_service("services.planner", env={**env, **{f"MESH_PLANNER_{k}": v for k, v in QUICK.items()}})
     planner.wait_for_log('"event": "ready"')
 
-    async def until(process: ServiceProcess, text: str) -> None:
+    async def until_logged(process: ServiceProcess, text: str) -> None:
         await asyncio.to_thread(process.wait_for_log, text)
 
     async def main() -> None:
@@ -105,12 +105,12 @@ def test_a_mesh_grows_under_load_and_shrinks_after_and_no_request_fails(
         running = asyncio.create_task(load.run())
         try:
             load.per_s = 4.5  # 1.35 workers' work
-            await until(process, "starting prefill-1")
-            await until(planner, '"before": 1, "after": 2')
+            await until_logged(process, "starting prefill-1")
+            await until_logged(planner, '"before": 1, "after": 2')
             await load.finish()
-            await until(process, "stopping prefill-1 after its requests")
+            await until_logged(process, "stopping prefill-1 after its requests")
             load.per_s = 3.0  # while it leaves
-            await until(process, "prefill-1    stopped")
+            await until_logged(process, "prefill-1    stopped")
             await load.finish()
             assert not running.done(), running
         finally:

@@ -23,6 +23,7 @@ from components.aio import background
 from tests.mesh.harness import REPO, MeshProcesses, Worker
 from tests.mesh.metrics_table import documented_rows, rows
 from tests.mesh.mocks import MODEL
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -95,7 +96,7 @@ class Watched:
         return {alert["labels"]["alertname"] for alert in alerts if alert["state"] == "firing"}
 
     async def until(self, query: str, at_least: float = 1) -> None:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 try:
                     if await self.value(query) >= at_least:
@@ -108,13 +109,13 @@ class Watched:
                 await asyncio.sleep(0.2)
 
     async def until_firing(self, *names: str) -> None:
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(PATIENCE_S):
             while not {*names} <= await self.firing():
                 await asyncio.sleep(0.2)
 
     async def until_quiet(self) -> None:
         """A process that stalled for a moment may have raised an alert, which ends with its window."""
-        async with asyncio.timeout(40):
+        async with asyncio.timeout(PATIENCE_S):
             while await self.firing():
                 await asyncio.sleep(0.2)
 
@@ -124,7 +125,7 @@ class Watched:
         while True:
             prompt = [draw.randrange(256) for _ in range(100)]
             body = {"model": MODEL, "prompt": prompt, "max_tokens": 4, "ignore_eos": True, "stream": True}
-            answer = await self.http.post(f"{self.frontend_url}/v1/completions", json=body, timeout=30)
+            answer = await self.http.post(f"{self.frontend_url}/v1/completions", json=body)
             assert answer.status_code == 200, answer.text
             await asyncio.sleep(0.1)
 
@@ -133,10 +134,7 @@ class Watched:
 async def watched(mesh: MeshProcesses, home: Path) -> AsyncIterator[Watched]:
     home.mkdir()
     frontend = mesh.one("frontend").url
-    async with httpx.AsyncClient() as http:
-        async with asyncio.timeout(20):
-            while not (await http.get(f"{frontend}/v1/models")).json()["data"]:
-                await asyncio.sleep(0.1)
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
         with prometheus(f"{frontend}/metrics/targets", home) as url:
             seen = Watched(http, url, frontend)
             async with background(seen.send(), "load"):
@@ -144,10 +142,15 @@ async def watched(mesh: MeshProcesses, home: Path) -> AsyncIterator[Watched]:
 
 
 def check_pages(mesh: MeshProcesses) -> None:
-    pages = {worker.role: httpx.get(f"{page_of(worker)}/metrics").text for worker in mesh.workers}
+    pages = {worker.role: httpx.get(f"{page_of(worker)}/metrics", timeout=PATIENCE_S).text for worker in mesh.workers}
     for role, page in pages.items():
         told = subprocess.run(
-            ["promtool", "check", "metrics"], input=page, text=True, capture_output=True, check=False, timeout=30
+            ["promtool", "check", "metrics"],
+            input=page,
+            text=True,
+            capture_output=True,
+            check=False,
+            timeout=PATIENCE_S,
         )
         assert (told.returncode, told.stdout + told.stderr) == (0, ""), role
     expected = rows(pages)
@@ -178,7 +181,7 @@ async def check_dashboard(seen: Watched, namespace: str) -> None:
     asked = queries(namespace)
     assert len(asked) > 30
     with suppress(TimeoutError):
-        async with asyncio.timeout(20):  # a rate needs two samples
+        async with asyncio.timeout(PATIENCE_S):  # a rate needs two samples
             while await _quiet(seen, asked):
                 await asyncio.sleep(0.5)
     assert await _quiet(seen, asked) == set()
@@ -219,4 +222,5 @@ def test_alerts_stay_quiet_until_all_prefill_workers_are_refused(mock_mesh: Mesh
 
     mock_mesh.start("bootstrap", "decode", "prefill", "frontend")
     mock_mesh.start("planner", MESH_PLANNER_CONNECTOR="none")
+    wait_until(mock_mesh.one("frontend").models)
     asyncio.run(run())

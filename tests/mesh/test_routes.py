@@ -2,8 +2,8 @@
 
 import asyncio
 import re
-import time
 from collections import Counter
+from collections.abc import Callable
 
 import httpx
 import pytest
@@ -15,6 +15,7 @@ from services.inspect.route import show_route
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MODEL
 from tests.mesh.trace_checks import traces_since
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -29,29 +30,39 @@ def _shown(mesh: MeshProcesses, text: str) -> str:
     return capture.get()
 
 
+def _shown_with(mesh: MeshProcesses, text: str, fits: Callable[[str], bool]) -> str:
+    """The same, once it fits."""
+    shown = ""
+
+    def does_fit() -> bool:
+        nonlocal shown
+        shown = _shown(mesh, text)
+        return fits(shown)
+
+    wait_until(does_fit, lambda: shown)
+    return shown
+
+
 def _ask(url: str, text: str) -> int:
     """Prompt tokens that prefill or decode had cached."""
     body = {"model": MODEL, "prompt": text, "max_tokens": 4, "ignore_eos": True}
-    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
     answer.raise_for_status()
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
 def test_where_a_prompt_would_go_is_told_with_its_reasons_and_nothing_is_sent(mock_mesh: MeshProcesses) -> None:
     *_, frontend = mock_mesh.start("bootstrap", "prefill", "prefill", "decode", "decode", "frontend")
-    deadline = time.monotonic() + 20
-    while "a prefill instance, by kv_aware" not in (shown := _shown(mock_mesh, STORY)) or shown.count("closed") < 4:
-        assert time.monotonic() < deadline, shown
-        time.sleep(0.2)
+    by = "a prefill instance, by kv_aware"
+    shown = _shown_with(mock_mesh, STORY, lambda shown: by in shown and shown.count("closed") == 4)
     assert f"a decode instance for {len(STORY)} tokens, by least_load" in shown
     assert f"0 of {len(STORY)} tokens cached" in shown
     assert _ask(frontend.url, STORY) == 0, "asking where it would go has sent nothing"
 
     pages = len(STORY) // 16 * 16
     longer = STORY + "One night the cat was gone, and so were the tides, and nobody knew why. " * 2
-    while shown.count(f"{pages} of {len(longer)} tokens cached") < 2:  # both have told of their pages
-        assert time.monotonic() < deadline, shown
-        shown = _shown(mock_mesh, longer)
+    cached = f"{pages} of {len(longer)} tokens cached"
+    shown = _shown_with(mock_mesh, longer, lambda shown: shown.count(cached) == 2)  # both have told of their pages
     rows = [re.split(r"\s*│\s*", line) for line in shown.splitlines() if line.startswith("│ →")]
     assert [row[3] for row in rows] == [str(pages)] * 2, "the one chosen has it, of both phases"
     assert _ask(frontend.url, longer) == pages
@@ -64,10 +75,7 @@ def test_policies_from_the_settings_are_those_that_choose(mock_mesh: MeshProcess
         MESH_FRONTEND_DECODE_POLICY="round_robin",
         MESH_DECODE_PREFILL_POLICY="prefix_hash@load_factor=9,slack_tokens=99999",
     )
-    deadline = time.monotonic() + 20
-    while (shown := _shown(mock_mesh, STORY)).count("closed") < 4:
-        assert time.monotonic() < deadline, shown
-        time.sleep(0.2)
+    shown = _shown_with(mock_mesh, STORY, lambda shown: shown.count("closed") == 4)
     assert "tokens, by round_robin" in shown
     assert "a prefill instance, by prefix_hash@load_factor=9,slack_tokens=99999" in " ".join(shown.split())
     for turn in range(4):

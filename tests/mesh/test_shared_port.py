@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -12,6 +11,7 @@ from urllib.request import urlopen
 import pytest
 
 from tests.mesh.harness import MeshProcesses, Worker, open_client
+from tests.waiting import PATIENCE_S, until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
@@ -72,9 +72,7 @@ class Load:
     async def until(self, answered: int) -> None:
         """Wait for so many answers more."""
         wanted = self.answered + answered
-        async with asyncio.timeout(30):
-            while self.answered < wanted:
-                await asyncio.sleep(0.005)
+        await until(lambda: self.answered >= wanted, lambda: f"{wanted} answers: {self.answered}, {self.failed[-5:]}")
 
     async def _client(self, *, close: bool) -> None:
         while not self.over:
@@ -120,8 +118,7 @@ async def test_a_frontend_that_stops_loses_no_request_and_one_that_is_killed_onl
     load = Load(port)
     async with load.running():
         await load.until(100)
-        leaving.popen.send_signal(signal.SIGTERM)
-        assert await asyncio.to_thread(leaving.popen.wait, 15) == 0, leaving.logged()
+        assert await asyncio.to_thread(leaving.terminate) == 0, leaving.logged()
         await load.until(100)
         assert not load.failed
         killed.kill()
@@ -131,7 +128,7 @@ async def test_a_frontend_that_stops_loses_no_request_and_one_that_is_killed_onl
 
 async def until_served(frontends: list[Worker]) -> None:
     """Wait until each of them lists the model, by what its own page says."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         for worker in frontends:
             while not json.loads(await asyncio.to_thread(read, f"{ready(worker)['metrics']}/health"))["models"]:
                 await asyncio.sleep(0.05)

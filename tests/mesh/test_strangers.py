@@ -10,6 +10,7 @@ import pytest
 from components.telemetry.trace_store import TraceStore
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MODEL
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.mesh
 
@@ -23,7 +24,7 @@ BURST_S: Final = 10
 @pytest.fixture
 def http(mock_mesh: MeshProcesses) -> Iterator[httpx.Client]:
     """A client of its frontend."""
-    pace = {"SPEEDUP": "1", "STEP_S": "0.002", "PROMPT_TOKEN_S": "0", "ANSWER_TOKENS": "0"}
+    pace = {"SPEEDUP": "1", "STEP_S": "0.005", "PROMPT_TOKEN_S": "0", "ANSWER_TOKENS": "0"}
     mock_mesh.start(
         "decode",
         "frontend",
@@ -33,11 +34,8 @@ def http(mock_mesh: MeshProcesses) -> Iterator[httpx.Client]:
         MESH_DECODE_MAX_LOCAL_PREFILL="4096",
         **{f"MESH_ENGINE__MOCK__{name}": value for name, value in pace.items()},
     )
-    with httpx.Client(base_url=mock_mesh.one("frontend").url, timeout=20) as client:
-        deadline = time.monotonic() + 20
-        while not client.get("/v1/models", headers=of("alice")).json()["data"]:
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+    with httpx.Client(base_url=mock_mesh.one("frontend").url, timeout=PATIENCE_S) as client:
+        wait_until(lambda: client.get("/v1/models", headers=of("alice")).json()["data"])
         yield client
 
 

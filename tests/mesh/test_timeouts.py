@@ -7,6 +7,7 @@ import pytest
 
 from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.mocks import MODEL
+from tests.waiting import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
 
@@ -28,9 +29,7 @@ def test_a_prompt_for_which_decode_has_no_pages_in_time_is_given_up_by_prefill_a
         async with open_client(mock_mesh, MODEL) as client:
             await client.until_usable("prefill")
             longest = asyncio.create_task(client.generate([i % 250 for i in range(480)], 500, model=MODEL))
-            async with asyncio.timeout(10):
-                while '"is": "transfer"' not in decode.logged():
-                    await asyncio.sleep(0.05)
+            await until(lambda: '"is": "transfer"' in decode.logged(), decode.logged)
             assert len(await client.generate([7] * 600, 5, model=MODEL)) == 5
             assert len(await longest) == 500
             gave_up = "decode did not offer its pages in 0.5 s"

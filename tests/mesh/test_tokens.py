@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-import httpx
 import pytest
 
 from components.telemetry.stored_spans import Span
-from tests.mesh.harness import MeshProcesses, open_client
+from tests.mesh.harness import MeshProcesses, metric, open_client
 from tests.mesh.through_prefill import through_prefill
 from tests.mesh.trace_checks import traces_since
 from tests.mesh.transformers_ids import MODEL, generate, make_prompts, written
@@ -76,7 +75,7 @@ def together(real_mesh: MeshProcesses, prompts: list[list[int]]) -> Served:
             async def ask(salt: str) -> tuple[list[list[int]], float, int]:
                 """Also the prompt tokens that decode computed meanwhile, and when it began."""
                 began_ns = time.time_ns()
-                before = _metric(http, "kvmesh_prompt_tokens_total")
+                before = metric(http, "kvmesh_prompt_tokens_total")
                 places = asyncio.Semaphore(8)
 
                 async def one(i: int, count: int) -> list[int]:
@@ -84,7 +83,7 @@ def together(real_mesh: MeshProcesses, prompts: list[list[int]]) -> Served:
                         return await client.generate(prompts[i], count, model=MODEL, salt=f"{salt} {i}")
 
                 answers = list(await asyncio.gather(*(one(i, len(ids)) for i, ids in enumerate(written()))))
-                return answers, _metric(http, "kvmesh_prompt_tokens_total") - before, began_ns
+                return answers, metric(http, "kvmesh_prompt_tokens_total") - before, began_ns
 
             return *await through_prefill(client, ask), decode.kv.layout.page_bytes
 
@@ -112,8 +111,3 @@ def test_kv_moves_as_pages_over_nixl_and_decode_computes_no_prompt_token(
         assert sent == -(-length // PAGE_SIZE) * together.page_bytes
         moved.append(length)
     assert sorted(moved) == sorted(len(p) for p in prompts)
-
-
-def _metric(url: str, name: str) -> float:
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return float(next(line.split()[1] for line in lines if line.startswith(f"{name} ")))

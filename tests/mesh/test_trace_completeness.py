@@ -9,7 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 import httpx
 import pytest
@@ -19,11 +19,10 @@ from components.telemetry.trace_summary import summary_of
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MOCK_ENV
 from tests.mesh.preloaded import Preloaded
-from tests.mesh.trace_checks import covered_trace, whole_trace
+from tests.mesh.trace_checks import covered_trace, names_of, whole_trace
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
-
-T = TypeVar("T")
 
 ENV: Final = {
     **MOCK_ENV,
@@ -65,18 +64,10 @@ def sampling(mesh: MeshProcesses) -> Iterator[httpx.Client]:
 
 
 def _frontend(mesh: MeshProcesses, **env: str) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=mesh.start_one("frontend", **env).url, timeout=60) as client:
-        _until(lambda: bool(client.get("/v1/models").json()["data"]))
+    frontend = mesh.start_one("frontend", **env)
+    wait_until(frontend.models)
+    with httpx.Client(base_url=frontend.url, timeout=PATIENCE_S) as client:
         yield client
-
-
-def _until(condition: Callable[[], T], timeout_s: float = 20) -> T:
-    """Return what it returns, once that is true."""
-    deadline = time.monotonic() + timeout_s
-    while not (found := condition()):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    return found
 
 
 def _body(words: int = 40, tokens: int = 8, **fields: Any) -> dict[str, Any]:
@@ -132,7 +123,7 @@ def test_a_response_in_the_background_is_covered(http: httpx.Client, mesh: MeshP
         answer = http.post("/v1/responses", json=body)
         assert answer.is_success, answer.text
         path = f"/v1/responses/{answer.json()['id']}"
-        _until(lambda: http.get(path).json()["status"] in {"completed", "incomplete"})
+        wait_until(lambda: http.get(path).json()["status"] in {"completed", "incomplete"})
         return str(answer.headers["x-request-id"])
 
     _covered(ask, mesh, LOCAL | {"frontend.store"})
@@ -142,7 +133,7 @@ def test_a_prompt_that_decode_computes_for_want_of_a_bootstrap_is_covered(
     http: httpx.Client, mesh: MeshProcesses
 ) -> None:
     mesh.start("prefill")
-    _until(lambda: "decode.call_prefill" in _names(mesh, _ask(http)))
+    wait_until(lambda: "decode.call_prefill" in _names(mesh, _ask(http)))
     spans = _covered(lambda: _ask(http), mesh, LOCAL | {"decode.call_prefill", "prefill.request"})
     assert [event.name for span in spans for event in span.events] == ["recompute"]
 
@@ -151,14 +142,14 @@ def test_a_prompt_that_decode_computes_for_want_of_a_bootstrap_is_covered(
 def test_a_disaggregated_request_is_covered(http: httpx.Client, mesh: MeshProcesses, stream: bool) -> None:
     if stream:
         mesh.start("bootstrap")
-        _until(lambda: "decode.prefill" not in _names(mesh, _ask(http)))
+        wait_until(lambda: "decode.prefill" not in _names(mesh, _ask(http)))
     spans = _covered(lambda: _ask_prefill(http, mesh, stream=stream), mesh, EVERY | TRANSFER)
     assert len(summary_of(spans).prefill_ids) == 1
-    assert "decode.prefill" not in {span.name for span in spans}
+    assert "decode.prefill" not in names_of(spans)
 
 
 def _names(mesh: MeshProcesses, request_id: str) -> set[str]:
-    return {span.name for span in whole_trace(mesh.home, request_id, EVERY)}
+    return names_of(whole_trace(mesh.home, request_id, EVERY))
 
 
 def _ask_prefill(http: httpx.Client, mesh: MeshProcesses, **fields: Any) -> str:
@@ -170,7 +161,7 @@ def _ask_prefill(http: httpx.Client, mesh: MeshProcesses, **fields: Any) -> str:
         request_id = _ask(http, **fields)
         return _goes_through_prefill(mesh, request_id)
 
-    _until(goes_there)
+    wait_until(goes_there)
     return request_id
 
 
@@ -187,7 +178,7 @@ def test_a_prompt_whose_prefill_is_killed_is_covered(sampling: httpx.Client, mes
         _ask_prefill(sampling, mesh)
         with ThreadPoolExecutor() as threads:
             asked = threads.submit(_ask, sampling, words=600, tokens=4)
-            _until(lambda: _running(sampling, "prefill"))  # for this prompt it needs six seconds
+            wait_until(lambda: _running(sampling, "prefill"))  # for this prompt it needs six seconds
             mesh.one("prefill").kill()
             return asked.result()
 
@@ -204,7 +195,8 @@ def test_a_stream_whose_decode_is_killed_is_covered(sampling: httpx.Client, mesh
         _ask_prefill(sampling, mesh)  # so that the lost process calls another one, which exports its spans
         with ThreadPoolExecutor() as threads:
             asked = threads.submit(_ask, sampling, tokens=400)
-            instance = _until(lambda: _running(sampling, "decode"))
+            wait_until(lambda: _running(sampling, "decode"))
+            instance = _running(sampling, "decode")
             time.sleep(0.5)
             [killed] = [worker for worker in mesh.workers if f'"instance": "{instance}"' in worker.logged()]
             killed.kill()

@@ -8,6 +8,7 @@ import pytest
 
 from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.through_prefill import through_prefill
+from tests.waiting import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
@@ -38,8 +39,7 @@ def test_tokens_are_those_of_one_device(tiny_mesh: MeshProcesses) -> None:
         async with open_client(tiny_mesh, MODEL) as client:
             expected = await _ask(client, "alone")
             alone = tiny_mesh.one("decode")
-            alone.popen.terminate()
-            assert await asyncio.to_thread(alone.popen.wait, 20) == 0
+            assert await asyncio.to_thread(alone.terminate) == 0
             ranks = {
                 "MESH_ENGINE__TENSOR_PARALLEL": "2",
                 "MESH_ENGINE__PAGE_SIZE": "32",
@@ -58,11 +58,8 @@ def test_tokens_are_those_of_one_device(tiny_mesh: MeshProcesses) -> None:
                 assert await through_prefill(client, lambda salt: _ask(client, salt)) == expected
                 for beat in await client.until_quiet():
                     assert beat.free_pages + beat.cached_pages == beat.total_pages
-                prefill.popen.terminate()
-                assert await asyncio.to_thread(prefill.popen.wait, 20) == 0
-                async with asyncio.timeout(10):
-                    while client.prefills.usable():
-                        await asyncio.sleep(0.02)
+                assert await asyncio.to_thread(prefill.terminate) == 0
+                await until(lambda: not client.prefills.usable())
             assert "prefill instance not used" not in decode.logged()
 
     tiny_mesh.start("bootstrap", "decode")

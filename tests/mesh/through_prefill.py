@@ -10,11 +10,11 @@ from uuid import uuid4
 import httpx
 
 from tests.mesh.harness import Client
+from tests.waiting import PATIENCE_S
 
 T = TypeVar("T")
 
 TRIES: Final = 3
-AGAIN_S: Final = 15.0  # a circuit breaker is open for 5 s, after its second failure for 10 s
 ON_DECODE: Final = "kvmesh_prompts_computed_on_decode_total"
 
 
@@ -40,7 +40,7 @@ async def _until_prefill_is_used(client: Client) -> None:
     """One prompt at a time: it is the one that closes a circuit breaker."""
     model = client.book.of_role("decode")[0].model
     with suppress(TimeoutError):  # the next try then shows why
-        async with asyncio.timeout(AGAIN_S):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 before = await _computed_on_decode(client)
                 await client.generate(range(3, 103), 1, model=model, salt=uuid4().hex)
@@ -52,7 +52,7 @@ async def _until_prefill_is_used(client: Client) -> None:
 async def _computed_on_decode(client: Client) -> Counter[str]:
     """Prompts that decode instances have computed, by instance and reason."""
     found: Counter[str] = Counter()
-    async with httpx.AsyncClient(timeout=10) as http:
+    async with httpx.AsyncClient(timeout=PATIENCE_S) as http:
         for record in client.book.of_role("decode"):
             for line in (await http.get(f"{record.http}/metrics")).text.splitlines():
                 if line.startswith(ON_DECODE):

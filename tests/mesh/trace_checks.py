@@ -1,6 +1,5 @@
 """Whether a trace is whole: no span without its parent, and phases that say where the time went."""
 
-import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Final
@@ -9,8 +8,8 @@ from components.telemetry.stored_spans import Span
 from components.telemetry.trace_reader import LocalTraceReader
 from components.telemetry.trace_store import LOST, TraceStore
 from components.telemetry.trace_summary import root_of
+from tests.waiting import wait_until
 
-WAIT_S: Final = 15.0  # for the last spans, which each process exports by itself
 COVERED: Final = 0.98
 MANY: Final = 1000  # traces, more than a test makes
 CALLS: Final = {"frontend.dispatch"}  # those with children
@@ -19,30 +18,38 @@ TRIES: Final = 4  # a busy machine may take the processor away between two phase
 
 def whole_trace(home: Path, request_id: str, names: Collection[str]) -> list[Span]:
     """All spans, once these are there and no span lacks its parent."""
-    deadline = time.monotonic() + WAIT_S
-    while True:
-        spans = LocalTraceReader(home).spans(request_id)
-        found = {span.name for span in spans}
-        if spans and not orphans(spans) and found >= set(names):
-            return spans
-        missing = sorted(set(names) - found)
-        assert time.monotonic() < deadline, (
-            f"missing: {missing}; without parent: {orphans(spans)}; found: {sorted(found)}"
-        )
-        time.sleep(0.1)
+    spans: list[Span] = []
+
+    def is_whole() -> bool:
+        spans[:] = LocalTraceReader(home).spans(request_id)
+        return bool(spans) and not orphans(spans) and names_of(spans) >= set(names)
+
+    def what() -> str:
+        missing = sorted(set(names) - names_of(spans))
+        return f"missing: {missing}; without parent: {orphans(spans)}; found: {sorted(names_of(spans))}"
+
+    wait_until(is_whole, what)  # each process exports its spans by itself
+    return spans
 
 
 def traces_since(home: Path, began_ns: int, count: int, names: Collection[str]) -> list[list[Span]]:
     """The traces that began since then and have spans of these names, once there are `count`."""
-    store, deadline = TraceStore(home), time.monotonic() + WAIT_S
-    while True:
+    store = TraceStore(home)
+    found: list[list[Span]] = []
+    complete: list[list[Span]] = []
+
+    def are_complete() -> bool:
         traces = store.traces(store.last_trace_ids(MANY)).values()
-        found = [spans for spans in traces if spans and spans[0].start_ns >= began_ns]
-        complete = [spans for spans in found if {span.name for span in spans} >= set(names)]
-        if len(complete) >= count:
-            return complete
-        assert time.monotonic() < deadline, [sorted({span.name for span in spans}) for spans in found]
-        time.sleep(0.1)
+        found[:] = [spans for spans in traces if spans and spans[0].start_ns >= began_ns]
+        complete[:] = [spans for spans in found if names_of(spans) >= set(names)]
+        return len(complete) >= count
+
+    wait_until(are_complete, lambda: f"{count} with {names}: {[sorted(names_of(spans)) for spans in found]}")
+    return complete
+
+
+def names_of(spans: list[Span]) -> set[str]:
+    return {span.name for span in spans}
 
 
 def orphans(spans: list[Span]) -> list[str]:

@@ -17,8 +17,9 @@ import httpx
 import pytest
 
 from components.errors import MeshError
-from tests.mesh.harness import Client, MeshProcesses, open_client
+from tests.mesh.harness import Client, MeshProcesses, metrics_of, open_client
 from tests.mesh.mocks import MAX_TOKENS, MOCK_ENV, MODEL, no_page_is_lost, one_engine, random_prompts
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.mesh, pytest.mark.soak]
 
@@ -51,12 +52,12 @@ class Load:
     async def run(self, seed: int) -> None:
         """One client, until the time is over."""
         draw = random.Random(seed)
-        async with httpx.AsyncClient(base_url=self._url, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=self._url, timeout=PATIENCE_S) as http:
             while time.monotonic() < self._until:
                 i, salt = draw.randrange(len(self._prompts)), f"salt {draw.randrange(3)}"
                 what = draw.choice(["stays", "stays", "leaves", "hangs up"])
                 try:
-                    async with asyncio.timeout(60):  # nobody waits so long: that is a hang
+                    async with asyncio.timeout(PATIENCE_S):  # nobody waits so long: that is a hang
                         match what:
                             case "stays":
                                 await self._stay(i, salt)
@@ -140,9 +141,5 @@ def memory(mesh: MeshProcesses) -> dict[str, int]:
 
 def standing(url: str | None) -> list[str]:
     """Queues and rooms that are not empty."""
-    lines = httpx.get(f"{url}/metrics").text.splitlines()
-    return [
-        line
-        for line in lines
-        if line.startswith(("kvmesh_queue_length{", "kvmesh_open_rooms ")) and float(line.split()[-1])
-    ]
+    lines = [line for line in metrics_of(url) if line.startswith(("kvmesh_queue_length{", "kvmesh_open_rooms "))]
+    return [line for line in lines if float(line.split()[-1])]
