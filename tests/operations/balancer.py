@@ -4,15 +4,15 @@ If none is ready, as while NATS is away, it takes all of them: they let requests
 """
 
 import threading
-import time
 from collections.abc import Iterator
 from itertools import count
 from typing import Final, Self
 
 import httpx
 
+from tests.waiting import wait_until
+
 CHECK_EVERY_S: Final = 0.1
-READY_WITHIN_S: Final = 20.0
 
 
 class Balancer:
@@ -28,10 +28,7 @@ class Balancer:
     def add(self, url: str) -> None:
         """Returns once it is ready."""
         self._urls = (*self._urls, url)
-        deadline = time.monotonic() + READY_WITHIN_S
-        while url not in self._ready:
-            assert time.monotonic() < deadline, f"{url} is not ready"
-            time.sleep(0.02)
+        wait_until(lambda: url in self._ready, f"{url} is ready")
 
     def remove(self, url: str) -> None:
         self._urls = tuple(one for one in self._urls if one != url)

@@ -7,6 +7,8 @@ from io import BytesIO
 from pathlib import Path
 from typing import Final
 
+from tests.waiting import PATIENCE_S
+
 REPO: Final = Path(__file__).resolve().parents[2]
 PROTOCOL_FILE: Final = "components/wire/protocol.py"
 PROTOCOL: Final = re.compile(r"^PROTOCOL: Final = (\d+)", re.MULTILINE)
@@ -50,6 +52,6 @@ def _oldest_of_this_protocol() -> str:
 
 
 def _git(*arguments: str) -> bytes:
-    ended = subprocess.run(["git", "-C", REPO, *arguments], capture_output=True, check=False, timeout=60)
+    ended = subprocess.run(["git", "-C", REPO, *arguments], capture_output=True, check=False, timeout=PATIENCE_S)
     assert ended.returncode == 0, f"git {' '.join(arguments)}: {ended.stderr.decode().strip()}; this {NO_HISTORY}"
     return ended.stdout

@@ -28,12 +28,12 @@ from tests.mesh.outage_load import Window
 from tests.mesh.preloaded import Preloaded
 from tests.operations.owned_servers import OwnedServers, lose_data, owned_servers
 from tests.operations.rolling_mesh import ENV, RollingMesh, rolling_mesh
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
 
 STREAM_TOKENS: Final = 60
 AWAY_S: Final = 3.0  # a lease and a half
-AGAIN_S: Final = 20.0
 LONG_LEASE_S: Final = "8"  # it begins anew when etcd is restored, and must last until a test has looked
 ROLES: Final = {"bootstrap": 2, "prefill": 2, "decode": 2, "frontend": 2}
 NAMESPACE: Final = "lost-data"
@@ -64,10 +64,7 @@ class Stored:
 
     def until_registered(self, pids: Callable[[], dict[str, set[int]]]) -> None:
         """Return when etcd holds the records of these processes by role, and no others."""
-        deadline = time.monotonic() + AGAIN_S
-        while (found := self.registered()) != (wanted := pids()):
-            assert time.monotonic() < deadline, f"etcd has {found}, not {wanted}"
-            time.sleep(0.1)
+        wait_until(lambda: self.registered() == pids(), lambda: f"etcd has {self.registered()}, not {pids()}")
 
     def registered(self) -> dict[str, set[int]]:
         settings = self.mesh.processes.settings()
@@ -128,7 +125,7 @@ def test_etcd_is_restored_from_a_snapshot_that_names_a_worker_which_is_gone(stor
 def test_nats_starts_anew_without_data_and_only_stored_responses_are_lost(stored: Stored) -> None:
     nats = stored.servers.nats
     url = next(stored.mesh.balancer)
-    with httpx.Client(base_url=url, timeout=30) as http:
+    with httpx.Client(base_url=url, timeout=PATIENCE_S) as http:
         before = ask(http)
         assert http.get(f"/v1/responses/{before}").status_code == 200
         with stored.nothing_fails():
@@ -156,7 +153,7 @@ def create_users(etcd: Server) -> None:
 def run_as_administrator(module: str, **variables: str) -> None:
     env = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
     env |= {"MESH_NAMESPACE": NAMESPACE, **variables}
-    subprocess.run([sys.executable, "-m", module], cwd=REPO, env=env, check=True, timeout=30)
+    subprocess.run([sys.executable, "-m", module], cwd=REPO, env=env, check=True, timeout=PATIENCE_S)
 
 
 def ask(http: httpx.Client) -> str:
@@ -190,7 +187,7 @@ def tool(name: str, *arguments: str) -> str:
         capture_output=True,
         text=True,
         check=False,
-        timeout=30,
+        timeout=PATIENCE_S,
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout

@@ -25,12 +25,13 @@ from tests.mesh.mocks import MODEL
 from tests.mesh.preloaded import Preloaded
 from tests.operations.owned_servers import OwnedServers, owned_servers
 from tests.operations.rolling_mesh import ENV, RollingMesh, rolling_mesh
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.mesh, pytest.mark.secure, pytest.mark.timeout(180)]
 
 STREAM_TOKENS: Final = 60
 NAMESPACE: Final = "renewed"
-SHORT: Final = timedelta(seconds=30)  # the mesh is up before that
+SHORT: Final = timedelta(seconds=60)  # the mesh is up before that
 AFTER_S: Final = 4.0  # two leases of etcd
 SERVERS: Final = ("etcd", "nats")
 ROLE_OF: Final = {
@@ -110,7 +111,7 @@ class SecureMesh:
 
     def connections(self) -> int:
         """That NATS has accepted so far."""
-        page = httpx.get(f"{self.servers.nats.monitor_url}/varz", timeout=10)
+        page = httpx.get(f"{self.servers.nats.monitor_url}/varz", timeout=PATIENCE_S)
         return int(page.json()["total_connections"])
 
 

@@ -12,12 +12,12 @@ from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MODEL
 from tests.mesh.preloaded import Preloaded
 from tests.operations.rolling_mesh import ENV, RollingMesh, rolling_mesh
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.mesh, pytest.mark.upgrades, pytest.mark.timeout(180)]
 
 STREAM_TOKENS: Final = 60
 AFTER_S: Final = 2.0
-ENDS_WITHIN_S: Final = 30.0
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def end(member: Member) -> None:
     """SIGTERM, and reap."""
     assert member.popen is not None
     member.popen.send_signal(signal.SIGTERM)
-    member.popen.wait(ENDS_WITHIN_S)
+    member.popen.wait(PATIENCE_S)
 
 
 def test_no_request_fails_while_each_member_of_etcd_and_nats_is_restarted(

@@ -1,7 +1,6 @@
 """Credentials of single instances: what one of them cannot do to the others of its role, and a mesh of them at work."""
 
 import asyncio
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final
@@ -18,8 +17,9 @@ from tests.components.test_permissions import Peer, asked
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MOCK_ENV
 from tests.mesh.preloaded import Preloaded
+from tests.waiting import PATIENCE_S, until, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
 
 NAMESPACE: Final = "mesh"
 USERS: Final = {
@@ -71,18 +71,10 @@ def instances(home: Path, use: Callable[[Servers], None]) -> None:
             config.write_text(before + written + rest.partition("\n}\n")[2])
             assert nats.process is not None
             nats.process.send_signal(1)  # SIGHUP: it reads its file again
-            await until_admitted(nats)
+            await until(lambda: "Reloaded server configuration" in nats.log_file.read_text(), nats.log_file.read_text)
             await asyncio.to_thread(use, Servers(etcd, nats))
 
     asyncio.run(main())
-
-
-async def until_admitted(nats: Server) -> None:
-    for _ in range(200):
-        if "Reloaded server configuration" in nats.log_file.read_text():
-            return
-        await asyncio.sleep(0.02)
-    raise AssertionError(nats.log_file.read_text())
 
 
 def test_a_stolen_credential_of_one_instance_reads_and_writes_nothing_of_the_others(tmp_path: Path) -> None:
@@ -147,7 +139,7 @@ def test_a_mesh_in_which_each_instance_has_its_own_credential_serves_and_one_sta
     def answers(url: str) -> int:
         """The number of tokens; 0 while no instance is known yet."""
         body = {"model": "mock", "prompt": list(range(1, 200)), "max_tokens": 8, "ignore_eos": True}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S)
         return int(answer.json()["usage"]["completion_tokens"]) if answer.status_code == 200 else 0
 
     def use(servers: Servers) -> None:
@@ -163,24 +155,16 @@ def test_a_mesh_in_which_each_instance_has_its_own_credential_serves_and_one_sta
             start("prefill", "p1")
             start("decode", "d1")
             url = start("frontend", "f1")
-            until_answered(lambda: answers(url))
+            wait_until(lambda: answers(url) == 8)
             before = mesh.one("decode")
             before.kill()
             start("decode", "d1")
-            until_answered(lambda: answers(url))
+            wait_until(lambda: answers(url) == 8)
             start("decode", "d2")
-            mesh.one("decode").popen.terminate()
-            mesh.one("decode").popen.wait(20)
-            until_answered(lambda: answers(url))
+            mesh.one("decode").terminate()
+            wait_until(lambda: answers(url) == 8)
             said = [line for worker in mesh.workers for line in worker.logged().splitlines()]
             assert [line for line in said if "violation" in line.lower() or "permission denied" in line] == []
             assert [line for line in said if "local prefill" in line and "failed" in line] == []
 
     instances(tmp_path, use)
-
-
-def until_answered(answers: Callable[[], int]) -> None:
-    deadline = time.monotonic() + 30
-    while answers() != 8:
-        assert time.monotonic() < deadline
-        time.sleep(0.1)

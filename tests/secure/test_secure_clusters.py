@@ -24,6 +24,7 @@ from tests.mesh.clusters import EtcdCluster, Member, NatsCluster, _asked
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.mocks import MOCK_ENV
 from tests.mesh.preloaded import Preloaded
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.timeout(150)]
 
@@ -77,8 +78,7 @@ def is_let_in(port: int, context: ssl.SSLContext, first: bytes, before: int = 0)
     Args:
         before: bytes that the server sends in plain text first.
     """
-    with socket.create_connection((HOST, port), 5) as plain:
-        plain.settimeout(5)
+    with socket.create_connection((HOST, port), PATIENCE_S) as plain:
         if before:
             plain.recv(before)
         try:
@@ -100,9 +100,8 @@ def test_etcds_peers_want_a_certificate_of_the_same_authority(
     etcd: EtcdCluster, accounts: Accounts, tmp_path: Path
 ) -> None:
     port = etcd.members[0].second_port
-    with socket.create_connection((HOST, port), 5) as plain:
+    with socket.create_connection((HOST, port), PATIENCE_S) as plain:
         plain.sendall(HELLO)
-        plain.settimeout(5)
         assert b"members" not in plain.recv(1024)
     assert not is_let_in(port, strange(tmp_path), HELLO)
     context = own(accounts, "etcd")
@@ -133,17 +132,16 @@ def start_alone(cluster: NatsCluster, member: Member) -> None:
 
 
 def until_routes(member: Member, count: int) -> None:
-    """Wait for the routes to so many members; for none, see that there are none for longer than those took."""
-    deadline = time.monotonic() + 10
-    while True:
+    """Wait for the routes to so many members; for none, see that there are none for longer than those take."""
+
+    def routes() -> int | None:
         shown = _asked(member.second_port, "/routez", method="GET")
-        routes = None if shown is None else len({one["remote_id"] for one in shown["routes"]})
-        if count and routes == count:
-            return
-        if time.monotonic() > deadline - (0 if count else 6):
-            assert routes == count
-            return
-        time.sleep(0.05)
+        return None if shown is None else len({one["remote_id"] for one in shown["routes"]})
+
+    wait_until(lambda: routes() == count, lambda: f"{count} routes, not {routes()}")
+    if not count:
+        time.sleep(4)
+        assert routes() == 0
 
 
 def test_a_mesh_serves_over_them_and_outlives_a_member_of_each(
@@ -154,21 +152,15 @@ def test_a_mesh_serves_over_them_and_outlives_a_member_of_each(
 
     def answer(url: str) -> int:
         body = {"model": "mock", "prompt": list(range(1, 100)), "max_tokens": 8, "ignore_eos": True}
-        return httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code
+        return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE_S).status_code
 
     with MeshProcesses(etcd.url, nats.url, NAMESPACE, tmp_path, "mock", ENV, preloaded, reach=reach) as mesh:
         mesh.start("bootstrap", "prefill", "decode")
         url = mesh.start_one("frontend").url
-        deadline = time.monotonic() + 30
-        while answer(url) != 200:
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: answer(url) == 200)
         etcd.members[0].kill()
         nats.busiest().kill()
-        deadline = time.monotonic() + 30
-        while answer(url) != 200:  # requests whose calls were lost with the server are sent again
-            assert time.monotonic() < deadline
-            time.sleep(0.1)
+        wait_until(lambda: answer(url) == 200)  # requests whose calls were lost with the server are sent again
         late = mesh.start_one("decode")  # it registers with the members that are left
         assert "violation" not in late.logged()
         for worker in mesh.workers:
