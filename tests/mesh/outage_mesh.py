@@ -21,7 +21,10 @@ LEASE_S: Final = 2
 STEP_S: Final = 0.04  # a stream's usual silence
 AFTER_S: Final = 1.5  # what happens when a server comes back belongs to its outage
 NAMESPACE: Final = "outages"
-TRIES: Final = 3
+USUAL_S: Final = (
+    2.0  # with nothing wrong, on a busy machine; whoever waits for etcd waits for all of an outage, 3 s or more
+)
+TRIES: Final = 6
 NO_COST: Final = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}
 ENV: Final = {
     **MOCK_ENV,
@@ -82,8 +85,8 @@ class Outage:
     name: str
     under: Callable[[OutageMesh], AbstractContextManager[None]]  # it fails inside, and is whole again after it
     lasts_s: float
-    silence_s: float  # the longest that a stream may be silent
-    answer_s: float  # the longest that a short request may take
+    silence_s: float = USUAL_S  # the longest that a stream may be silent
+    answer_s: float = USUAL_S  # the longest that a short request may take
     moves: bool = False  # whether streams may go to another decode
     disaggregated: bool = True  # every new prompt is computed at prefill
 

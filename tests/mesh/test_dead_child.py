@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import signal
 from collections import Counter
 from pathlib import Path
@@ -49,18 +50,23 @@ def test_a_stream_whose_decode_is_killed_moves_at_its_death_and_not_for_its_sile
                 if line.startswith("data: {"):
                     events[prompt] += bool(json.loads(line[6:])["choices"])
 
+    def ended() -> int:
+        """Requests of which `services.local` has written the frontend's lines."""
+        return len(re.findall(r"frontend-0 .*\brequest  ", process.logged()))
+
     async def kill_one() -> list[str]:
         """The frontend's lines of the streams that left the killed decode."""
         async with join_registry(etcd_url, namespace, 10.0) as registry:
             await until(lambda: len(registry.book.of_role("decode")) == 2)
             decodes = registry.book.of_role("decode")
+        before = ended()
         events = Counter({LETTERS: 0, LETTERS.upper(): 0})
         streams = [asyncio.create_task(stream(prompt, events)) for prompt in events]
         await until(lambda: min(events.values()) > TOKENS / 3 or any(one.done() for one in streams), lambda: events)
         os.kill(decodes[0].pid, signal.SIGKILL)
         await asyncio.gather(*streams)
         assert min(events.values()) > TOKENS / 2, "tokens come one by one"
-        await asyncio.sleep(0.5)  # `services.local` writes the frontend's lines
+        await until(lambda: ended() == before + len(streams), process.logged)  # which come after their moves
         move = f"stream moves  from={decodes[0].instance_id}"
         return [line for line in process.logged().splitlines() if "frontend-0" in line and move in line]
 

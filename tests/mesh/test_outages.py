@@ -39,17 +39,16 @@ pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
 
 STREAM_TOKENS: Final = 500  # 20 s
 AWAY_S: Final = 1.5 * LEASE_S
-USUAL_S: Final = 1.0  # a stream's longest silence with nothing wrong, on a busy machine
 OUTAGES: Final = [
-    Outage("an etcd follower is killed", a_follower_killed, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
-    Outage("the etcd leader is killed", the_leader_killed, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
-    Outage("an etcd follower freezes", a_follower_frozen, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
-    Outage("the etcd leader freezes", the_leader_frozen, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
-    Outage("etcd has no quorum", no_quorum, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
-    Outage("all of etcd freezes", all_etcd_frozen, 3 * LEASE_S, silence_s=USUAL_S, answer_s=1.0),
-    Outage("all of etcd is killed", all_etcd_killed, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
-    Outage("etcd loses its data", etcd_data_lost, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
-    Outage("a decode is cut off from etcd", a_decode_cut_off, AWAY_S, silence_s=USUAL_S, answer_s=1.0),
+    Outage("an etcd follower is killed", a_follower_killed, AWAY_S),
+    Outage("the etcd leader is killed", the_leader_killed, AWAY_S),
+    Outage("an etcd follower freezes", a_follower_frozen, AWAY_S),
+    Outage("the etcd leader freezes", the_leader_frozen, AWAY_S),
+    Outage("etcd has no quorum", no_quorum, AWAY_S),
+    Outage("all of etcd freezes", all_etcd_frozen, 3 * LEASE_S),
+    Outage("all of etcd is killed", all_etcd_killed, AWAY_S),
+    Outage("etcd loses its data", etcd_data_lost, AWAY_S),
+    Outage("a decode is cut off from etcd", a_decode_cut_off, AWAY_S),
     Outage("a NATS server is killed", a_nats_killed, 2.0, silence_s=2.0, answer_s=3.0, disaggregated=False),
     Outage("a NATS server freezes", a_nats_frozen, 6.0, silence_s=3.5, answer_s=3.5, disaggregated=False),
     Outage("all of NATS restarts", all_nats_restarted, 0.5, silence_s=4.0, answer_s=5.0, disaggregated=False),

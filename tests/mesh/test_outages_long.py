@@ -21,16 +21,15 @@ from tests.mesh.outage_mesh import (
 from tests.mesh.preloaded import Preloaded
 
 MINUTE_S: Final = 60.0
-USUAL_S: Final = 1.0  # a stream's longest silence with nothing wrong, on a busy machine
 STREAM_TOKENS: Final = int(2 * MINUTE_S / STEP_S)
 OUTAGES: Final = [
-    Outage("all of etcd freezes for 70 s", all_etcd_frozen, 70.0, silence_s=USUAL_S, answer_s=1.0),
-    Outage("an etcd follower freezes for a minute", a_follower_frozen, MINUTE_S, silence_s=USUAL_S, answer_s=1.0),
-    Outage("the etcd leader freezes for a minute", the_leader_frozen, MINUTE_S, silence_s=USUAL_S, answer_s=1.0),
-    Outage("etcd has no quorum for a minute", no_quorum, MINUTE_S, silence_s=USUAL_S, answer_s=1.0),
-    Outage("a decode is cut off from etcd for a minute", a_decode_cut_off, MINUTE_S, silence_s=USUAL_S, answer_s=1.0),
-    Outage("etcd loses its data and is away for a minute", etcd_data_lost, MINUTE_S, silence_s=USUAL_S, answer_s=1.0),
-    Outage("etcd is away for ten minutes", all_etcd_killed, 10 * MINUTE_S, silence_s=USUAL_S, answer_s=1.0),
+    Outage("all of etcd freezes for 70 s", all_etcd_frozen, 70.0),
+    Outage("an etcd follower freezes for a minute", a_follower_frozen, MINUTE_S),
+    Outage("the etcd leader freezes for a minute", the_leader_frozen, MINUTE_S),
+    Outage("etcd has no quorum for a minute", no_quorum, MINUTE_S),
+    Outage("a decode is cut off from etcd for a minute", a_decode_cut_off, MINUTE_S),
+    Outage("etcd loses its data and is away for a minute", etcd_data_lost, MINUTE_S),
+    Outage("etcd is away for ten minutes", all_etcd_killed, 10 * MINUTE_S),
 ]
 pytestmark = [pytest.mark.mesh, pytest.mark.outages, pytest.mark.timeout(15 * MINUTE_S)]
 

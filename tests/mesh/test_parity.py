@@ -17,7 +17,7 @@ from tests.mesh.harness import Answer, MeshProcesses, metrics_of, open_client
 from tests.mesh.mocks import aggregated, no_page_is_lost
 from tests.mesh.through_prefill import through_prefill
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.mesh, pytest.mark.timeout(300)]
 
 MODEL: Final = "tiny"
 PAGE_SIZE: Final = 16
@@ -56,7 +56,7 @@ def distance(mine: TokenLogprobs, theirs: TokenLogprobs) -> float:
 
 
 def test_200_prompts_give_what_one_engine_gives(tiny_mesh: MeshProcesses, tiny_model: Path) -> None:
-    tiny_mesh.start("bootstrap", "prefill", "decode")
+    tiny_mesh.start("bootstrap", "prefill", "decode", MESH_TRANSFER_TIMEOUT_S="60")  # no prefill is killed here
     asked = questions()
     config = EngineConfig(dtype="float32", num_pages=2048, max_step_tokens=128, threads=1, compile="off")
     expected = aggregated(build_engine(str(tiny_model), config, tiny_mesh.home), asked)

@@ -54,7 +54,7 @@ def _ask(url: str, text: str) -> int:
 def test_where_a_prompt_would_go_is_told_with_its_reasons_and_nothing_is_sent(mock_mesh: MeshProcesses) -> None:
     *_, frontend = mock_mesh.start("bootstrap", "prefill", "prefill", "decode", "decode", "frontend")
     by = "a prefill instance, by kv_aware"
-    shown = _shown_with(mock_mesh, STORY, lambda shown: by in shown and shown.count("closed") == 4)
+    shown = _shown_with(mock_mesh, STORY, lambda shown: by in shown and shown.count("closed") >= 4)
     assert f"a decode instance for {len(STORY)} tokens, by least_load" in shown
     assert f"0 of {len(STORY)} tokens cached" in shown
     assert _ask(frontend.url, STORY) == 0, "asking where it would go has sent nothing"
@@ -62,7 +62,7 @@ def test_where_a_prompt_would_go_is_told_with_its_reasons_and_nothing_is_sent(mo
     pages = len(STORY) // 16 * 16
     longer = STORY + "One night the cat was gone, and so were the tides, and nobody knew why. " * 2
     cached = f"{pages} of {len(longer)} tokens cached"
-    shown = _shown_with(mock_mesh, longer, lambda shown: shown.count(cached) == 2)  # both have told of their pages
+    shown = _shown_with(mock_mesh, longer, lambda shown: shown.count(cached) >= 2)  # both have told of their pages
     rows = [re.split(r"\s*│\s*", line) for line in shown.splitlines() if line.startswith("│ →")]
     assert [row[3] for row in rows] == [str(pages)] * 2, "the one chosen has it, of both phases"
     assert _ask(frontend.url, longer) == pages
@@ -75,7 +75,7 @@ def test_policies_from_the_settings_are_those_that_choose(mock_mesh: MeshProcess
         MESH_FRONTEND_DECODE_POLICY="round_robin",
         MESH_DECODE_PREFILL_POLICY="prefix_hash@load_factor=9,slack_tokens=99999",
     )
-    shown = _shown_with(mock_mesh, STORY, lambda shown: shown.count("closed") == 4)
+    shown = _shown_with(mock_mesh, STORY, lambda shown: shown.count("closed") >= 4)
     assert "tokens, by round_robin" in shown
     assert "a prefill instance, by prefix_hash@load_factor=9,slack_tokens=99999" in " ".join(shown.split())
     for turn in range(4):
