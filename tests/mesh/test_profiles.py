@@ -18,9 +18,7 @@ pytestmark = [pytest.mark.mesh, pytest.mark.anyio, pytest.mark.timeout(240)]
 
 RunService = Callable[..., Any]
 WORKERS: Final[tuple[Role, ...]] = ("prefill", "decode")
-SHORTER_THAN_PROFILE_S: Final = (
-    30.0  # who waits for the end of a profile of 60 s, the most that is allowed, takes longer
-)
+SHORTER_THAN_PROFILE_S: Final = 50.0  # whoever waits for the end of a profile of 60 s takes longer
 PROMPT: Final = [3 + i % 400 for i in range(200)]
 
 
