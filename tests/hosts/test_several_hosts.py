@@ -14,7 +14,7 @@ from tests.hosts.mesh import FAULTY, HostMesh, sent_bytes
 from tests.mesh.outage_load import PROMPT_TOKENS, Load
 from tests.mesh.outage_mesh import pages
 
-pytestmark = [pytest.mark.hosts, pytest.mark.mesh, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.hosts, pytest.mark.mesh]
 
 STREAM_TOKENS: Final = 500  # 20 s
 PAGE_TOKENS: Final = 16

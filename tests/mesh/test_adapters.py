@@ -19,7 +19,7 @@ from tests.mesh.harness import MeshProcesses, Worker, open_client
 from tests.mesh.preloaded import Preloaded
 from tests.waiting import PATIENCE_S, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.mesh
 
 MODEL: Final = "base"
 MAX_TOKENS: Final = 24

@@ -13,7 +13,7 @@ from tests.components.structured.random_schemas import random_schema
 from tests.mesh.conftest import MODEL
 from tests.mesh.harness import MeshProcesses, Worker, metric
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 TRIES: Final = 3  # if one stream begins late, the others may be over when decode is killed
 PERSON: Final = {

@@ -37,7 +37,7 @@ from tests.mesh.mocks import MODEL, no_page_is_lost, one_engine, random_prompts
 from tests.secured import SECURED
 from tests.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 
 ROLES: Final = ("bootstrap", "prefill", "decode", "frontend")
 LATE: Final = 1  # a deadline, long ago

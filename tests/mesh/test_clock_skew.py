@@ -9,7 +9,7 @@ from tests.mesh.harness import Client, MeshProcesses, metric, open_client
 from tests.mesh.mocks import MAX_TOKENS, MODEL, no_page_is_lost, one_engine, random_prompts
 from tests.mesh.through_prefill import through_prefill
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 
 HOUR_S: Final = 3600
 

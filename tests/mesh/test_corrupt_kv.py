@@ -11,7 +11,7 @@ from tests.mesh.harness import Client, MeshProcesses, Worker, metrics_of, open_c
 from tests.mesh.mocks import MODEL
 from tests.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 DAMAGED = "tests.mesh.corrupting_decode"
 draw = random.Random(5)

@@ -18,7 +18,7 @@ from tests.conftest import RunService
 from tests.mesh.mocks import MOCK_ENV
 from tests.waiting import PATIENCE_S, until, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 
 TOKENS = 300
 TRIES = 3  # a process that stalls for two seconds as another one dies makes silence the first sign of it

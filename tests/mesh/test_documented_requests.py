@@ -15,7 +15,7 @@ from tests.docs.pages import REPO, blocks, lines
 from tests.mesh.harness import MeshProcesses
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.model, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mesh, pytest.mark.model]
 
 ADDRESS: Final = "http://127.0.0.1:8000"
 REQUEST: Final = re.compile(r"(?:ask|curl) ")

@@ -18,7 +18,7 @@ from tests.mesh.preloaded import Preloaded
 from tests.mesh.trace_checks import covered_trace
 from tests.waiting import PATIENCE_S, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 TEXTS = ["Hello", "The capital of France is Paris.", "how are you today? " * 12, "Hello"]
 
 

@@ -9,7 +9,7 @@ from tests.mesh.harness import MeshProcesses, open_client
 from tests.mesh.mocks import MODEL
 from tests.waiting import PATIENCE_S, until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 
 TOKENS = 1000  # ten seconds: silence is noticed in two
 COSTLESS = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}

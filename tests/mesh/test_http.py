@@ -14,7 +14,7 @@ from tests.mesh.harness import MeshProcesses
 from tests.mesh.trace_checks import covered_trace
 from tests.waiting import PATIENCE_S, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.model, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.mesh, pytest.mark.model]
 
 MODEL: Final = "smollm2-135m"
 STEPS: Final = (  # of a request that takes the whole way, each exactly once

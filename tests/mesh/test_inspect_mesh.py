@@ -22,7 +22,7 @@ from tests.mesh.mocks import MOCK_ENV, MODEL
 from tests.mesh.preloaded import Preloaded
 from tests.waiting import PATIENCE_S, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 
 SLOW: Final = {"SPEEDUP": "1", "PROMPT_TOKEN_S": "0.002", "STEP_S": "0"}  # a prompt of 400 tokens takes 0.8 s
 SECRET: Final = "the-content-of-a-request"

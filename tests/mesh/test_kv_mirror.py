@@ -16,7 +16,7 @@ from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.mocks import MODEL, random_prompts
 from tests.waiting import PATIENCE_S, until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 
 NUM_PAGES = 160  # so few that blocks are evicted
 ROLES: tuple[Role, ...] = ("prefill", "decode")

@@ -17,7 +17,7 @@ from tests.mesh.mocks import MODEL as MOCK
 from tests.mesh.preloaded import Preloaded
 from tests.waiting import PATIENCE_S, until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 MODEL: Final = "tiny"
 TRIES: Final = 4  # to kill a process in the midst of a request

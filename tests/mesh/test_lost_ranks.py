@@ -19,7 +19,7 @@ from tests.mesh.preloaded import Preloaded
 from tests.mesh.through_prefill import through_prefill
 from tests.waiting import until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.faults, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mesh, pytest.mark.faults]
 
 MAX_TOKENS: Final = 60
 IN_FLIGHT: Final = 4

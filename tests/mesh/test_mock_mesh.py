@@ -26,7 +26,7 @@ from tests.mesh.mocks import (
 from tests.mesh.through_prefill import through_prefill
 from tests.waiting import PATIENCE_S, until, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 
 
 async def _ask(client: Client, prompts: list[list[int]], salt: str, in_flight: int = 32) -> list[list[int]]:

@@ -11,7 +11,7 @@ from tests.mesh.lost_ranks import ends_with_a_follower
 from tests.mesh.mocks import MAX_TOKENS, MODEL, no_page_is_lost, one_engine, random_prompts
 from tests.mesh.through_prefill import through_prefill
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 
 PROMPTS: Final = random_prompts(100)
 IN_FLIGHT: Final = 32

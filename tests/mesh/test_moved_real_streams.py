@@ -19,7 +19,7 @@ from tests.mesh.preloaded import Preloaded
 from tests.services.frontend.reading import reading
 from tests.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.mesh, pytest.mark.model, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mesh, pytest.mark.model]
 
 MODEL: Final = "smollm2-135m"
 TOKENS: Final = 100

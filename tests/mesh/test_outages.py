@@ -35,7 +35,7 @@ from tests.mesh.outage_mesh import (
 from tests.mesh.preloaded import Preloaded
 from tests.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.mesh
 
 STREAM_TOKENS: Final = 500  # 20 s
 AWAY_S: Final = 1.5 * LEASE_S

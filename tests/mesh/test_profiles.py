@@ -14,7 +14,7 @@ from components.wire.instances import Role
 from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.preloaded import Preloaded
 
-pytestmark = [pytest.mark.mesh, pytest.mark.anyio, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
 RunService = Callable[..., Any]
 WORKERS: Final[tuple[Role, ...]] = ("prefill", "decode")

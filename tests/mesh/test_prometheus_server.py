@@ -25,7 +25,7 @@ from tests.mesh.metrics_table import documented_rows, rows
 from tests.mesh.mocks import MODEL
 from tests.waiting import PATIENCE_S, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 
 DASHBOARD: Final = REPO / "deploy" / "compose" / "grafana" / "dashboards" / "kvmesh.json"
 RULES: Final = REPO / "deploy" / "compose" / "prometheus" / "rules.yml"

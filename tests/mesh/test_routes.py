@@ -17,7 +17,7 @@ from tests.mesh.mocks import MODEL
 from tests.mesh.trace_checks import traces_since
 from tests.waiting import PATIENCE_S, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 
 STORY = "There was a house by the sea, and in it lived a cat that knew the tides. " * 6
 

@@ -12,7 +12,6 @@ from tests.mesh.through_prefill import through_prefill
 
 pytestmark = [
     pytest.mark.mesh,
-    pytest.mark.timeout(240),
     pytest.mark.skipif(torch.version.cuda is not None, reason="for a torch without CUDA"),
 ]
 

@@ -15,7 +15,7 @@ from tests.mesh.harness import MeshProcesses, metric, open_client
 from tests.mesh.mocks import MODEL, no_page_is_lost
 from tests.waiting import PATIENCE_S, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 
 READERS: Final = 3
 CUT_OFF_S: Final = 3.0

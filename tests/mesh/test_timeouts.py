@@ -9,7 +9,7 @@ from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.mocks import MODEL
 from tests.waiting import until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 
 COSTLESS = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("STEP_S", "DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}
 

@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from tests.mesh.conftest import MODEL
 from tests.mesh.harness import MeshProcesses
 
-pytestmark = [pytest.mark.mesh, pytest.mark.model, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.mesh, pytest.mark.model]
 
 WEATHER: Final = {
     "type": "object",

@@ -22,7 +22,7 @@ from tests.mesh.preloaded import Preloaded
 from tests.mesh.trace_checks import covered_trace, names_of, whole_trace
 from tests.waiting import PATIENCE_S, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 
 ENV: Final = {
     **MOCK_ENV,

@@ -14,7 +14,7 @@ from tests.mesh.mocks import MAX_TOKENS, MODEL, no_page_is_lost, one_engine, ran
 from tests.mesh.through_prefill import through_prefill
 from tests.mesh.trace_checks import traces_since
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.mesh
 
 
 def _answers(

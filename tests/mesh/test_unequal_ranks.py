@@ -10,7 +10,7 @@ from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.through_prefill import through_prefill
 from tests.waiting import until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 MODEL: Final = "tiny"
 MAX_TOKENS: Final = 8

@@ -30,7 +30,7 @@ from tests.operations.owned_servers import OwnedServers, lose_data, owned_server
 from tests.operations.rolling_mesh import ENV, RollingMesh, rolling_mesh
 from tests.waiting import PATIENCE_S, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.mesh
 
 STREAM_TOKENS: Final = 60
 AWAY_S: Final = 3.0  # a lease and a half

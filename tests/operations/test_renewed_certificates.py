@@ -27,7 +27,7 @@ from tests.operations.owned_servers import OwnedServers, owned_servers
 from tests.operations.rolling_mesh import ENV, RollingMesh, rolling_mesh
 from tests.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.mesh, pytest.mark.secure, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.mesh, pytest.mark.secure]
 
 STREAM_TOKENS: Final = 60
 NAMESPACE: Final = "renewed"

@@ -14,7 +14,7 @@ from tests.mesh.preloaded import Preloaded
 from tests.operations.rolling_mesh import ENV, RollingMesh, rolling_mesh
 from tests.waiting import PATIENCE_S
 
-pytestmark = [pytest.mark.mesh, pytest.mark.upgrades, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.mesh, pytest.mark.upgrades]
 
 STREAM_TOKENS: Final = 60
 AFTER_S: Final = 2.0

@@ -14,7 +14,7 @@ from tests.mesh.outage_load import Window
 from tests.mesh.preloaded import Preloaded
 from tests.operations.rolling_mesh import ENV, RollingMesh, rolling_mesh
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.mesh
 
 STREAM_TOKENS: Final = 60  # 2.4 s
 AFTER_S: Final = 1.0  # what happens just after a restart belongs to it

@@ -19,7 +19,7 @@ from tests.mesh.mocks import MOCK_ENV
 from tests.mesh.preloaded import Preloaded
 from tests.waiting import PATIENCE_S, until, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(240)]
+pytestmark = pytest.mark.mesh
 
 NAMESPACE: Final = "mesh"
 USERS: Final = {

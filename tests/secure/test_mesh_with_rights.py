@@ -16,7 +16,7 @@ from tests.mesh.test_mock_mesh import (
     test_streams_that_move_go_on_with_the_tokens_they_would_have_had,
 )
 
-pytestmark = [pytest.mark.mesh, pytest.mark.secure, pytest.mark.timeout(150)]
+pytestmark = [pytest.mark.mesh, pytest.mark.secure]
 
 __all__ = [
     "test_200_prompts_give_the_same_tokens_aggregated_and_disaggregated",

@@ -26,7 +26,7 @@ from tests.mesh.mocks import MOCK_ENV
 from tests.mesh.preloaded import Preloaded
 from tests.waiting import PATIENCE_S, wait_until
 
-pytestmark = [pytest.mark.mesh, pytest.mark.timeout(150)]
+pytestmark = pytest.mark.mesh
 
 NAMESPACE: Final = "clusters"
 ENV: Final = {

@@ -16,8 +16,6 @@ from tests.engine.model.families import FAMILIES, reference, reference_greedy, s
 from tests.engine.parallel.led import Led, led
 from tests.engine.tiny_engine import Seen, greedy, load_tiny, make_engine, prompt, run
 
-pytestmark = pytest.mark.timeout(240)
-
 PROMPT = prompt(53)
 SEEDED = SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, seed=11, ignore_eos=True)
 ADAPTED = {"qwen3-moe": ("q_proj", "o_proj"), "phi3": ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")}

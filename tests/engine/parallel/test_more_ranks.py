@@ -17,8 +17,6 @@ from tests.engine.parallel.led import led
 from tests.engine.test_embeddings import TEXTS, embed
 from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run, save_tiny
 
-pytestmark = pytest.mark.timeout(240)
-
 
 def test_ranks_beyond_the_kv_heads_share_them(tmp_path: Path, kernel: str | None) -> None:
     """And a bias is added once."""

@@ -29,8 +29,6 @@ from tests.engine.tiny_engine import (
     write_page,
 )
 
-pytestmark = pytest.mark.timeout(240)
-
 PROMPT = prompt(53)
 SEEDED = SamplingParams(max_tokens=30, temperature=1.0, top_p=0.9, seed=11, ignore_eos=True)
 
