@@ -34,6 +34,7 @@ QUIET_WITHIN_S: Final = 90.0
 RESTART_S: Final = 1.0
 BACK_S: Final = 3.0  # until everyone has noticed that an instance is back
 GRACE_S: Final = 1.0  # after a deadline, for the client to hear of it
+LEAVES_WITHIN_S: Final = 30.0  # of virtual time
 FAREWELL_S: Final = 5.0  # by HTTP: for its last words to one that does not read
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
 
@@ -389,7 +390,7 @@ class MeshRun:
         for node in living:
             node.leave.set()
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(LEAVES_WITHIN_S):
                 await asyncio.gather(*(node.task for node in living))
         except TimeoutError:
             self.problems.append("somebody does not leave")

@@ -112,7 +112,7 @@ async def http(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[httpx.
     async with open_checker(folder, 2.0, metrics) as checker:
         app = create_app(mesh, mesh.text, FrontendSettings(), checker=checker)
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://frontend", timeout=30) as client:
+        async with httpx.AsyncClient(transport=transport, base_url="http://frontend") as client:
             yield client
 
 

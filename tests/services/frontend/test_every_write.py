@@ -19,6 +19,7 @@ from tests.faults.virtual_loop import run_virtually
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 from tests.services.frontend.test_any_cut import APIS
 from tests.services.frontend.thinking_model import CALL, thinking_model
+from tests.waiting import PATIENCE_S
 
 LIMIT_S: Final = 1.0  # of a request
 SIZES: Final = (8, 40)  # tokens of a frame; with 40 the last one begins an item
@@ -135,7 +136,7 @@ def test_one_end_is_sent_and_nothing_is_kept(api: str, stream: bool, fails: bool
                 "query_string": b"",
                 "client": None,
             }
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 await app(scope, client.receive, client.send)
             assert mesh.running == 0
             assert registry.get_sample_value("kvmesh_num_requests_running", {"model_name": MODEL}) == 0
