@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import sysconfig
@@ -21,6 +20,7 @@ from typing import Final, NamedTuple
 import httpx
 import pytest
 
+from bench.processes import free_port
 from components.version import VERSION
 from services.command.__main__ import COMMANDS
 from tests.waiting import PATIENCE_S, wait_until
@@ -165,12 +165,6 @@ def until_ready(mesh: subprocess.Popen[bytes], log: Path) -> str:
     ready = re.search(READY, log.read_text())
     assert ready is not None, log.read_text()
     return ready[1]
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def imported(package: str) -> Iterator[str]:

@@ -28,5 +28,11 @@ def wait_until(condition: Callable[[], object], what: Callable[[], object] | str
         time.sleep(0.02)  # what it waits for is mostly another process
 
 
+async def turns(count: int = 40) -> None:
+    """Let everything that can go on go on, where nothing waits for time or for another process."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
 def _check(ends_s: float, what: Callable[[], object] | str) -> None:
     assert time.monotonic() < ends_s, f"not within {PATIENCE_S:.0f} s: {what() if callable(what) else what}"

@@ -1,13 +1,13 @@
 """A real mesh on one box with mock engines, and a real planner that grows it under load and shrinks it after."""
 
 import asyncio
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
 
+from bench.processes import free_port
 from tests.conftest import RunService, ServiceProcess
 from tests.mesh.mocks import MOCK_ENV
 from tests.waiting import PATIENCE_S, until
@@ -49,9 +49,7 @@ def env(etcd_url: str, nats_url: str, namespace: str, tmp_path: Path) -> dict[st
 @pytest.fixture
 def mesh(run_service: RunService, env: dict[str, str]) -> Iterator[tuple[ServiceProcess, str]]:
     """`services.local` and its URL, with a worker of each role."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = run_service("services.local", "--model", "mock", "--port", str(port), env=env)
     process.wait_for_log("Ready:")
     yield process, f"http://127.0.0.1:{port}"

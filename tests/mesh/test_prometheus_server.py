@@ -8,7 +8,6 @@ import json
 import random
 import re
 import shutil
-import socket
 import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
@@ -19,6 +18,7 @@ import httpx
 import pytest
 import yaml
 
+from bench.processes import free_port
 from components.aio import background
 from tests.mesh.harness import REPO, MeshProcesses, Worker
 from tests.mesh.metrics_table import documented_rows, rows
@@ -50,9 +50,7 @@ def page_of(worker: Worker) -> str:
 @contextmanager
 def prometheus(targets: str, home: Path) -> Iterator[str]:
     """Yields its URL."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     (home / "rules.yml").write_text(quick_rules())
     discovery = {"url": targets, "refresh_interval": "1s"}
     config = {

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Final
@@ -10,6 +9,7 @@ from urllib.request import urlopen
 
 import pytest
 
+from bench.processes import free_port
 from tests.mesh.harness import MeshProcesses, Worker, open_client
 from tests.waiting import PATIENCE_S, until
 
@@ -21,9 +21,7 @@ END: Final = b"0\r\n\r\n"
 
 @pytest.fixture
 def port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return free_port()
 
 
 def ready(worker: Worker) -> dict[str, str]:

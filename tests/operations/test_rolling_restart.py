@@ -1,7 +1,6 @@
 """Every service is restarted in turn while requests and streams run: no request fails, no token is lost or doubled."""
 
 import secrets
-import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,6 +8,7 @@ from typing import Final
 
 import pytest
 
+from bench.processes import free_port
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.outage_load import Window
 from tests.mesh.preloaded import Preloaded
@@ -29,9 +29,7 @@ def mesh(
 ) -> Iterator[RollingMesh]:
     """One for all restarts of this module, with a planner and an observer."""
     home = tmp_path_factory.mktemp("rolling")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     env = {
         **ENV,
         "MESH_LEASE_TTL_S": LEASE_S,

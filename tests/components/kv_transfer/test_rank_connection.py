@@ -23,8 +23,7 @@ from components.kv_transfer.rank_connection import (
 )
 from components.wire.layout import of_shard
 from tests.components.kv_transfer.nixl_peer import LAYOUT, Pages
-from tests.services.decode.fake_engine import turns
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, turns, until
 
 pytestmark = pytest.mark.anyio
 

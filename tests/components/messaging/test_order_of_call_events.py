@@ -20,7 +20,7 @@ from components.wire.codec import pack, unpack
 from components.wire.prefill import KvComing, RoomOk
 from components.wire.refused import Refused
 from tests.faults.virtual_loop import run_virtually
-from tests.services.decode.fake_engine import turns
+from tests.waiting import turns
 
 TIMEOUT_S: Final = 30.0
 TURNS: Final = 12

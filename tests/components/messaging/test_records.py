@@ -1,5 +1,4 @@
 import asyncio
-import socket
 import subprocess
 import sysconfig
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ import nats.errors
 import pytest
 from nats.js import JetStreamContext
 
+from bench.processes import free_port
 from components.errors import BackendUnavailable, MessageTooLarge
 from components.messaging.bus import connect_bus
 from components.messaging.records import Bounds, open_records
@@ -21,9 +21,7 @@ BOUNDS = Bounds(records=3, bytes=1_000_000, age_s=60)
 @pytest.fixture
 def bare_nats(tmp_path: Path) -> Iterator[str]:
     """A NATS without JetStream."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     server = Path(sysconfig.get_path("scripts")) / "nats-server"
     with (tmp_path / "log").open("wb") as log:
         process = subprocess.Popen([server, "-a", "127.0.0.1", "-p", str(port)], stdout=log, stderr=log)

@@ -17,15 +17,10 @@ from tests.components.messaging.fake_bus import FakeBus
 from tests.components.messaging.frames import Message, Numbered, Read, nothing_lost
 from tests.components.wire.frames import frame_of
 from tests.faults.virtual_loop import run_virtually
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, turns
 
 pytestmark = pytest.mark.anyio
 TOLD = TokenLogprobs(-1.0)
-
-
-async def turns(count: int = 20) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 @dataclass

@@ -12,8 +12,7 @@ from components.messaging.clocks import now_ms
 from components.wire.prefill import CloseRooms, OpenRoom, PagesOffered, RoomFailed, RoomOk, RoomsClosed
 from services.bootstrap.service import BootstrapService
 from tests.components.messaging.fake_bus import FakeBus
-from tests.services.decode.fake_engine import turns
-from tests.waiting import until
+from tests.waiting import turns, until
 
 pytestmark = pytest.mark.anyio
 

@@ -104,9 +104,3 @@ class FakeRegistry:
     """A mirror that the test writes."""
 
     book: InstanceBook = field(default_factory=InstanceBook)
-
-
-async def turns(count: int = 40) -> None:
-    """Let everything that can go on go on."""
-    for _ in range(count):
-        await asyncio.sleep(0)

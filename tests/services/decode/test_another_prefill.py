@@ -25,9 +25,8 @@ from engine.ports import Exposed
 from tests.components.discovery.records import record
 from tests.components.kv_transfer.fake_transfer import endpoint
 from tests.components.messaging.fake_bus import FakeBus
-from tests.services.decode.fake_engine import turns
 from tests.services.decode.test_decode_service import ID, PAGES, Decode
-from tests.waiting import until
+from tests.waiting import turns, until
 
 pytestmark = pytest.mark.anyio
 

@@ -8,8 +8,8 @@ from components.wire.generate import StreamItem
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
 from engine.ports import Failed, FinishReason, Phase, TokenOutput
-from tests.services.decode.fake_engine import turns
 from tests.services.decode.test_decode_service import ID, ROOM, STAMP, Decode, decode  # noqa: F401
+from tests.waiting import turns
 
 pytestmark = pytest.mark.anyio
 

@@ -6,9 +6,9 @@ from msgspec.structs import replace
 from components.errors import Rejected
 from components.wire.sampling import Constraint, SamplingParams
 from engine.ports import Phase
-from tests.services.decode.fake_engine import turns
 from tests.services.decode.test_decode_service import ID, Decode, decode
 from tests.services.fake_masks import FakeMasks
+from tests.waiting import turns
 
 pytestmark = pytest.mark.anyio
 __all__ = ["decode"]

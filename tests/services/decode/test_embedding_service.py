@@ -24,7 +24,8 @@ from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors
 from components.wire.tokens import pack_tokens
 from engine.ports import Embedded, Failed, Phase
 from services.decode.embedding import EmbeddingService
-from tests.services.decode.fake_engine import FakeEngineLoop, turns
+from tests.services.decode.fake_engine import FakeEngineLoop
+from tests.waiting import turns
 
 pytestmark = pytest.mark.anyio
 

@@ -6,8 +6,8 @@ from components.errors import IllegalTransition, QueueFull, TransferFailed
 from components.kv_transfer.aux import AuxRecord
 from services.decode.inbound import InboundState
 from tests.components.kv_transfer.fake_transfer import FakeTransfer
-from tests.services.decode.fake_engine import turns
 from tests.services.decode.inbound import ROOM, STAMP, inbound
+from tests.waiting import turns
 
 pytestmark = pytest.mark.anyio
 

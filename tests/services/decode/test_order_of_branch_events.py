@@ -12,9 +12,9 @@ from components.wire.generate import CancelStreams
 from components.wire.sampling import Constraint, SamplingParams
 from engine.ports import Exposed, FinishReason, TokenOutput
 from tests.components.messaging.fake_bus import FakeBus
-from tests.services.decode.fake_engine import turns
 from tests.services.decode.test_decode_service import FRONT, ID, PAGES, ROOM, STAMP, Decode
 from tests.services.decode.test_order_of_events import EVENTS as OF_TRANSFER
+from tests.waiting import turns
 
 pytestmark = pytest.mark.anyio
 

@@ -13,8 +13,8 @@ from components.wire.prefill import KvComing, RoomFailed
 from engine.ports import FinishReason, TokenOutput
 from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
-from tests.services.decode.fake_engine import turns
 from tests.services.decode.test_decode_service import FRONT, ID, ROOM, STAMP, Decode
+from tests.waiting import turns
 
 pytestmark = pytest.mark.anyio
 

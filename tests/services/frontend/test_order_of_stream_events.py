@@ -45,6 +45,7 @@ from tests.components.messaging.fake_bus import FakeBus
 from tests.components.messaging.frames import Message
 from tests.components.wire.frames import frame_of
 from tests.faults.virtual_loop import run_virtually
+from tests.waiting import turns
 
 PROMPT: Final = [1, 2, 3]
 MOST_TOKENS: Final = 6
@@ -345,21 +346,16 @@ EVENTS: Final[dict[str, Event]] = {
 ERRORS: Final[dict[type[Exception], str]] = {PromptTooLong: "refuses", DeadlineExceeded: "expires"}  # with their cause
 
 
-async def _turns(count: int) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
-
-
 async def _run(order: tuple[str, ...], num_branches: int, begun: int, pause: int) -> None:
     mesh = Mesh()
     mesh.start("a")
     mesh.start("b", eager=1)
     looking = asyncio.ensure_future(mesh.inbox.look())
     client = Client(mesh, num_branches)
-    await _turns(begun)
+    await turns(begun)
     for name in order:
         await EVENTS[name](mesh, client)
-        await _turns(pause)
+        await turns(pause)
         _assert_load_is_counted(mesh)
     await _end(mesh, client)
     if client.left:
@@ -386,7 +382,7 @@ async def _ask_later(mesh: Mesh, *, is_calm: bool) -> None:
     before = moves._streams.copy(), moves._requests.copy()
     for _ in range(2):  # one at each instance
         client = Client(mesh, 1)
-        await _turns(20)
+        await turns(20)
         if not mesh.workers[0].lives:
             await _again(mesh.workers[0])
         await _end(mesh, client)
@@ -404,7 +400,7 @@ async def _end(mesh: Mesh, client: Client) -> None:
             await asyncio.sleep(0.01)
     client.close()
     await asyncio.wait((client.task,))
-    await _turns(5)
+    await turns(5)
     assert client.wrong == []
     for branch, (tokens, end) in enumerate(zip(client.tokens, client.ends, strict=True)):
         assert tokens == whole(branch)[: len(tokens)]

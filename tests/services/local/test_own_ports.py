@@ -4,6 +4,7 @@ import socket
 
 import pytest
 
+from bench.processes import free_port
 from services.local.checks import own_ports
 from services.local.child_process import CannotStart
 from services.local.plan import Plan
@@ -11,10 +12,8 @@ from services.local.plan import Plan
 
 @pytest.fixture
 def plan(monkeypatch: pytest.MonkeyPatch) -> Plan:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MESH_FRONTEND_PORT", str(probe.getsockname()[1]))
-        return Plan.read({"bootstrap": 0, "prefill": 0, "decode": 1, "frontend": 2})
+    monkeypatch.setenv("MESH_FRONTEND_PORT", str(free_port()))
+    return Plan.read({"bootstrap": 0, "prefill": 0, "decode": 1, "frontend": 2})
 
 
 def test_a_port_is_held_before_a_frontend_listens_and_free_after_the_mesh(plan: Plan) -> None:

@@ -9,8 +9,8 @@ from typing import Final
 import pytest
 
 from components.errors import Rejected, TransferFailed
-from tests.services.decode.fake_engine import turns
 from tests.services.prefill.test_prefill_service import ROOM, Prefill
+from tests.waiting import turns
 
 pytestmark = pytest.mark.anyio
 

@@ -13,17 +13,12 @@ from engine.ports import Exposed
 from services.prefill.outbound import OutboundState, OutboundTransfer
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
 from tests.services.prefill.outbound import ROOM, STAMP, chunk, last_chunk, outbound, run
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, turns
 
 pytestmark = pytest.mark.anyio
 
 OURS = [10, 11, 12, 13, 14]
 THEIRS = [90, 80, 70, 60, 50]
-
-
-async def turns(count: int = 10) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 def offer(num_cached_pages: int = 0, pages: list[int] | None = None, aux_slot: int = 3) -> PagesOffered:

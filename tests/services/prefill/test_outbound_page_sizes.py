@@ -12,16 +12,12 @@ from components.wire.prefill import PagesOffered
 from tests.components.kv_transfer.fake_transfer import FakeTransfer, endpoint
 from tests.components.kv_transfer.pools import LAYOUT, NUM_TOKENS, block_table, brute_force, copied, pool
 from tests.services.prefill.outbound import ROOM, STAMP, chunk, last_chunk, outbound, run
+from tests.waiting import turns
 
 pytestmark = pytest.mark.anyio
 
 PAIRS = [(16, 64), (64, 16), (128, 16), (16, 128), (32, 64), (128, 64)]
 CHUNKS = (50, 100, 150, 170, 250)  # none ends with a page of any size
-
-
-async def turns(count: int = 10) -> None:
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 async def send(

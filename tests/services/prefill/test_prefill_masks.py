@@ -6,9 +6,8 @@ import pytest
 
 from components.errors import Rejected
 from components.wire.sampling import Constraint, SamplingParams
-from tests.services.decode.fake_engine import turns
 from tests.services.prefill.test_prefill_service import Prefill, prefill
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, turns
 
 pytestmark = pytest.mark.anyio
 __all__ = ["prefill"]

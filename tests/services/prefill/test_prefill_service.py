@@ -42,9 +42,9 @@ from tests.components.discovery.records import record
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
 from tests.components.kv_transfer.nixl_peer import Pages
 from tests.components.messaging.fake_bus import FakeBus
-from tests.services.decode.fake_engine import FakeEngineLoop, FakeRegistry, turns
+from tests.services.decode.fake_engine import FakeEngineLoop, FakeRegistry
 from tests.services.fake_masks import FakeMasks
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, turns, until
 
 pytestmark = pytest.mark.anyio
 
