@@ -293,9 +293,11 @@ class Client:
         await until(are_quiet, lambda: f"quiet: {beats}")
         return beats
 
-    def beats(self) -> Iterator[Heartbeat]:
-        """The last heartbeat of each worker that can be used."""
-        for liveness in (self.prefills, self.decodes):
+    def beats(self, *roles: Role) -> Iterator[Heartbeat]:
+        """The last heartbeat of each worker that can be used, of these roles or of both."""
+        for liveness in (
+            self.prefills if role == "prefill" else self.decodes for role in roles or ("prefill", "decode")
+        ):
             for record in liveness.usable():
                 if (beat := liveness.last_heartbeat(record.instance_id)) is not None:
                     yield beat

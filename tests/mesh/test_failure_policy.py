@@ -32,7 +32,7 @@ def test_a_killed_prefill_fails_its_requests_with_a_502_and_no_stream_that_has_b
             prefill = await asyncio.to_thread(mock_mesh.start_one, "prefill", **slow)
             [record] = await client.until_usable("prefill")
             begun = asyncio.create_task(client.generate([5] * 20, TOKENS, model=MODEL))
-            await until(lambda: any(beat.num_running for beat in client.beats()), lambda: [*client.beats()])
+            await until(lambda: any(beat.num_running for beat in client.beats("decode")), lambda: [*client.beats()])
             body = {"model": MODEL, "prompt": "a" * 200, "max_tokens": 5}
             asked = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(3)]
             await until(lambda: client.prefills.prompts(record.instance_id).queued_tokens > 2 * 200, "all three there")
