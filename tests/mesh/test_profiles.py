@@ -102,7 +102,8 @@ async def test_a_second_profile_of_a_worker_is_refused_by_its_name_and_the_first
 ) -> None:
     async with open_client(shared_tiny_mesh, "tiny") as client:
         [record] = await client.until_usable("prefill")
-        first = inspect.start("prefill", "--seconds", "6", "--out", str(tmp_path / "first.json.gz"))
+        # as long as the second command may take to start on a busy machine
+        first = inspect.start("prefill", "--seconds", "20", "--out", str(tmp_path / "first.json.gz"))
         await asyncio.to_thread(first.wait_for_log, "recording")
         code, said = await inspect.run("prefill", "--seconds", "1", "--out", str(tmp_path / "second.json.gz"))
         assert code == 1
