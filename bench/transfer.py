@@ -3,9 +3,9 @@
     python -m bench.transfer                                             # pages of 16, 32 and 64 tokens
     python -m bench.transfer --layers 32 --kv-heads 8 --head-dim 128 --page-size 16 --pages 1 --pages 64
 
-The same bytes in four ways by turns: our backend with scattered and with neighbouring pages, NIXL's own API with
-one block, and a copy into shared memory. µs are medians; a ratio is time over time. The last line of a page size is
-about small writes.
+The bench moves the same bytes in four ways by turns. Our backend writes scattered pages, and neighbouring ones.
+NIXL's own API writes one block. A plain copy goes into shared memory. µs are medians; a ratio is time over time.
+The last line of a page size is about small writes.
 """
 
 import asyncio

@@ -1,7 +1,7 @@
-"""How tests wait: long enough for a busy machine, and never for ever.
+"""How tests wait: long enough for a busy machine, and never forever.
 
-A limit is there for a hang only; nothing is said about speed by it. A test that took 5 s for enough failed where a process
-needs 1 s to start and sixteen others want the same two cores.
+A limit catches a hang, and says nothing about speed. A test once gave a process 5 s to start, which takes 1 s. It failed on
+two cores with sixteen other processes.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ def wait_until(condition: Callable[[], object], what: Callable[[], object] | str
 
 
 async def turns(count: int = 40) -> None:
-    """Let everything that can go on go on, where nothing waits for time or for another process."""
+    """Give all tasks turns of the loop, in a test where none waits for time or for another process."""
     for _ in range(count):
         await asyncio.sleep(0)
 

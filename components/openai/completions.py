@@ -58,9 +58,8 @@ class CompletionRequest(ConstrainedFields):
         list[str | list[int]],
         PlainValidator(prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
-    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = (
-        None  # 0: the prompt is shown, with what was asked of it
-    )
+    # 0: the answer holds the prompt alone
+    max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     # not supported yet

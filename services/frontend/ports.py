@@ -26,7 +26,7 @@ class Prompt:
     # the rest does not leave the frontend
     stops: Sequence[str] = ()
     echo: str = ""  # shown before the generated text; not searched for stop strings
-    generates: bool = True  # False: only the prompt is shown, and the one token that the mesh makes is not
+    generates: bool = True  # False: the answer holds the prompt alone; the mesh generates one token, which is dropped
     continues: bool = False  # the answer continues the prompt's text
     output: OutputPlan | None = None  # how to parse the text; None: it is shown as it is
     shows_special: bool = False  # special tokens are text

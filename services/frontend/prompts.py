@@ -124,7 +124,7 @@ def _sampling(
             code="invalid_value",
         )
     return SamplingParams(
-        max_tokens=max(max_tokens, 1),  # a prompt is computed to make a token
+        max_tokens=max(max_tokens, 1),  # the mesh computes no prompt without generating a token
         temperature=_first(request.temperature, defaults.temperature),
         top_p=_first(request.top_p, defaults.top_p),
         top_k=int(_first(request.top_k, defaults.top_k)),

@@ -26,7 +26,7 @@ SHORT_TOKENS: Final = 4
 PROMPT_TOKENS: Final = 48
 NUM_PROMPTS: Final = 32
 CALM_S: Final = 1.0  # without an error, before a test begins
-LATE_S: Final = 30.0  # for requests that began in a window; one that nobody answers waits until its own time is over
+LATE_S: Final = 30.0  # for requests that began in a window; a lost one would wait for 100 s
 MOVE: Final = '"event": "stream moves"'  # what a frontend logs
 
 

@@ -22,7 +22,7 @@ STEP_S: Final = 0.04  # a stream's usual silence
 AFTER_S: Final = 1.5  # what happens when a server comes back belongs to its outage
 NAMESPACE: Final = "outages"
 USUAL_S: Final = (
-    2.0  # with nothing wrong, on a busy machine; whoever waits for etcd waits for all of an outage, 3 s or more
+    2.0  # on a busy machine without a fault; a request that waits for etcd waits 3 s, as long as the outage
 )
 TRIES: Final = 6
 NO_COST: Final = {f"MESH_ENGINE__MOCK__{name}": "0" for name in ("DECODE_S", "CONTEXT_TOKEN_S", "PROMPT_TOKEN_S")}

@@ -121,7 +121,7 @@ def set_subreaper(*, on: bool) -> None:
 
 
 def _serve() -> str:
-    """Fork for each line; returns in the forks, each as the process that was asked for: the module to run."""
+    """Fork for each line. It returns in each fork: the module that the fork runs."""
     for line in sys.stdin:
         if between := os.fork():
             os.waitpid(between, 0)

@@ -274,7 +274,7 @@ def test_every_bad_message_is_refused_counted_and_survived(mock_mesh: MeshProces
 
 
 async def over_max_payload(client: Client, by_role: dict[str, InstanceRecord], nats: SplitResult) -> None:
-    """Our own side refuses to send what the server would not take; the server cuts off whoever sends it all the same."""
+    """Our bus refuses to send a message over the server's limit. The server disconnects a client that sends one."""
     huge = CancelStreams(reply_to="r" * (client.bus.client.max_payload + 1), stream_ids=[])
     with pytest.raises(MessageTooLarge):
         await client.bus.publish(f"{by_role['decode'].subject}.cancel", huge)

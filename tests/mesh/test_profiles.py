@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
 RunService = Callable[..., Any]
 WORKERS: Final[tuple[Role, ...]] = ("prefill", "decode")
-SHORTER_THAN_PROFILE_S: Final = 50.0  # whoever waits for the end of a profile of 60 s takes longer
+SHORTER_THAN_PROFILE_S: Final = 50.0  # a command that waits for the end of a profile takes 60 s
 PROMPT: Final = [3 + i % 400 for i in range(200)]
 
 

@@ -52,7 +52,7 @@ async def test_a_body_that_comes_at_the_least_rate_is_read_to_its_end() -> None:
     limits = replace(LIMITS, bytes_per_s=250)
     async with served(limits) as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 2000\r\n\r\n")
-        # 100 bytes each 40 ms: ten times what is asked for, as sleeps may be long; in all four times body_s
+        # 100 bytes each 40 ms: ten times the least rate, because sleeps may be long; the whole body takes four times body_s
         for _ in range(20):
             writer.write(b"b" * 100)
             await asyncio.sleep(0.04)
@@ -232,7 +232,7 @@ EARLY: Final = b"POST /refused HTTP/1.1\r\nhost: x\r\n%bcontent-length: 3\r\n\r\
 async def test_a_connection_whose_answer_came_before_the_end_of_the_body_is_closed_when_it_is_idle(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The rest of the body ended the timer of idle connections: a client without a key could keep one for ever."""
+    """The rest of the body ended the timer of idle connections: a client without a key could keep one forever."""
     monkeypatch.setattr("components.http.server.KEEP_ALIVE_S", 0.1)
     async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(EARLY % b"")

@@ -1,4 +1,4 @@
-"""Processes that listen on one port: who leaves takes nobody's request with it."""
+"""Processes that listen on one port: no request is lost when one of them stops."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Long prompts beside the event loop: few at a time, short ones first, none for ever, none for nothing."""
+"""Long prompts beside the event loop: few at a time, short ones first. Those whose request has left are not encoded."""
 
 import asyncio
 import threading

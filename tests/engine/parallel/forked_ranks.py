@@ -86,7 +86,7 @@ class ForkingRanks:
 
 
 def _serve(receiver: socket.socket) -> str:
-    """Fork for each message; returns in the forks, each as the process that was asked for: the module to run."""
+    """Fork for each message. It returns in each fork: the module that the fork runs."""
     while True:
         message, fds, _, _ = socket.recv_fds(receiver, MAX_BYTES, 50)
         if not message:

@@ -184,7 +184,7 @@ async def test_a_completion_tells_of_the_echoed_prompt_too(
 async def test_a_completion_of_no_tokens_scores_its_prompt(
     openai: AsyncOpenAI, mesh: FakeMesh, more: dict[str, Any]
 ) -> None:
-    """Harnesses score texts so. The mesh computes a prompt to make a token, which nobody sees."""
+    """Harnesses score texts so. The mesh generates one token, which the frontend drops."""
     request = {"model": MODEL, "prompt": "Hello, 世界", "max_tokens": 0, "echo": True, "logprobs": 1}
     answer = await openai.completions.create(**request, extra_body=more)
     asked = mesh.prompts[0]
