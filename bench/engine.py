@@ -125,7 +125,7 @@ class TimedStep:
     def wait_s(self) -> float:
         return self._step.wait_s()
 
-    def result(self) -> list[int | None]:
+    def result(self) -> Sequence[Sequence[int]]:
         with self._runner.timed():
             return self._step.result()
 

@@ -5,6 +5,7 @@ import os
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -33,6 +34,7 @@ from engine.parallel.orders import transfer_socket_of
 from engine.parts import Pool, make_model, make_parts, make_pool
 from engine.runner.device_model import StepModel
 from engine.runner.torch_runner import TorchRunner
+from engine.scheduler.prompt_lookup import PromptLookup
 from engine.sharding.experts import has_experts
 
 log = logging.getLogger(__name__)
@@ -194,4 +196,5 @@ def _engine(  # noqa: PLR0917
         pooling=loaded.pooling,
         pack_tokens=CPU_PACK_TOKENS if on_cpu else PACK_TOKENS,
         window=pool.window,
+        make_drafter=partial(PromptLookup, most=config.speculative_tokens) if config.speculative_tokens else None,
     )

@@ -164,6 +164,14 @@ class EngineConfig:
             description="plan a step while the device runs the one before; auto: unless the CPU computes (the mock's does not)"
         ),
     ] = "auto"
+    speculative_tokens: Annotated[
+        int,
+        Field(
+            ge=0,
+            description="speculative decoding: guess up to so many next tokens of a request from its own text and check "
+            "them in one step; the answers stay the same. 0: off",
+        ),
+    ] = 0
     compile_timeout_s: Annotated[
         float, Field(description="how long a start waits for compiling, then runs eagerly")
     ] = 300.0
@@ -194,6 +202,10 @@ class EngineConfig:
             raise ValueError(f"reserve_tokens is {self.reserve_tokens}; it must not be negative")
         if self.gpu_memory_utilization > 1:
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it is a share, at most 1")
+        if self.speculative_tokens and self.pipeline == "on":
+            raise ValueError(
+                "speculative_tokens needs pipeline=auto or off: a guess follows a token that must be known"
+            )
         running = self.max_running or 1
         if self.max_step_tokens and self.max_step_tokens < running + LEAST_PROMPT:
             raise ValueError(

@@ -40,6 +40,16 @@ class WorkerMetrics:
             "Prompt tokens found in the prefix cache.",
             self._of_step(lambda step: step.prefix_hits),
         )
+        shown.counter(
+            "kvmesh_spec_decode_num_draft_tokens",
+            "Tokens guessed by speculative decoding and checked.",
+            self._of_step(lambda step: step.drafted_tokens),
+        )
+        shown.counter(
+            "kvmesh_spec_decode_num_accepted_tokens",
+            "Guessed tokens that were right.",
+            self._of_step(lambda step: step.accepted_tokens),
+        )
         shown.counter("kvmesh_prompt_tokens", "Prompt tokens computed here.", lambda: self.num_prompt_tokens)
         shown.counter("kvmesh_generation_tokens", "Tokens sampled here.", lambda: self.num_generated_tokens)
         self._steps = Histogram(

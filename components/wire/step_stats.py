@@ -19,4 +19,6 @@ class StepStats(msgspec.Struct, frozen=True):
     prefix_queries: int = 0  # prompt tokens looked up since start
     prefix_hits: int = 0  # of those, found
     preemptions: int = 0  # since start
+    drafted_tokens: int = 0  # since start, by speculative decoding
+    accepted_tokens: int = 0  # of those, drawn
     forward: str = ""  # eager, compiled or graph

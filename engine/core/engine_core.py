@@ -34,7 +34,7 @@ from engine.ports import (
     TokenOutput,
 )
 from engine.runner.step_runner import Launched, Runner, StepFailed
-from engine.scheduler.request import Chunk, Request, RequestMemory, usable_pages
+from engine.scheduler.request import Chunk, Drafter, Request, RequestMemory, usable_pages
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_cost import ChunkLimit
 
@@ -42,6 +42,9 @@ log = logging.getLogger(__name__)
 
 PACK_TOKENS: Final = 1536  # enough to keep a device busy
 CPU_ITL_TARGET_MS: Final = 50.0
+# Decodes and drafts of a step, computed in hardly more time than one decode. Measured on a CPU only (docs/decisions/029).
+CPU_DRAFT_ROWS: Final = 8
+GPU_DRAFT_ROWS: Final = 64
 CPU_STRETCH: Final = 4.0  # of a decode step by a prompt chunk, where no target is given
 
 
@@ -61,14 +64,22 @@ class EngineCore:
         pooling: Pooling | None = None,
         pack_tokens: int = PACK_TOKENS,
         window: int = 0,
+        make_drafter: Callable[[Sequence[int]], Drafter] | None = None,
     ) -> None:
-        """`window`: keys that a layer sees at most, a token's own included; 0: all."""
+        """Make an engine without requests.
+
+        Args:
+            window: keys that a layer sees at most, a token's own included; 0: all.
+            make_drafter: takes the growing text of a request; None: no speculative decoding.
+        """
         self._runner = runner
         self._region = region
         self._adapters = adapters
         self._pooling = pooling
         self._limits = Limits(max_context, vocab_size, eos_token_ids, embeds=pooling is not None)
-        self._pipelined = config.pipeline == "on" or (config.pipeline == "auto" and not runner.takes_cpu)
+        self._make_drafter = make_drafter
+        auto = not runner.takes_cpu and make_drafter is None  # drafts follow the token that a step in flight draws
+        self._pipelined = config.pipeline == "on" or (config.pipeline == "auto" and auto)
         self._memory = RequestMemory(
             region.num_pages,
             config.page_size,
@@ -77,7 +88,10 @@ class EngineCore:
             kv_events=config.kv_events,
         )
         size = config.step_size(region.device)
-        self._scheduler = Scheduler(self._memory, size.requests, size.tokens, config.pack_tokens or pack_tokens)
+        draft_rows = CPU_DRAFT_ROWS if runner.takes_cpu else GPU_DRAFT_ROWS
+        self._scheduler = Scheduler(
+            self._memory, size.requests, size.tokens, config.pack_tokens or pack_tokens, draft_rows
+        )
         self._requests = Requests(self._scheduler, self._memory)
         self._outcomes = Outcomes(self._requests, self._scheduler, self._memory, self._limits, runner.copy_page)
         self._flight: Launched | None = None  # drawn, not landed
@@ -146,6 +160,7 @@ class EngineCore:
             priority=request.priority,
             adapter=request.adapter,
             pools_all=self._pooling is not None and self._pooling.reads_all,
+            make_drafter=self._make_drafter,
         )
         self._requests.add(queued)
 
@@ -273,14 +288,14 @@ class EngineCore:
             self._fail(error, flight.chunks, output)
             return
         self._failed_steps.landed()
-        for chunk, token_id in zip(flight.chunks, sampled, strict=True):
+        for chunk, drawn in zip(flight.chunks, sampled, strict=True):
             request, start = chunk.request, chunk.start
             if start < request.prompt_len:
                 self._prompt_tokens += min(chunk.end, request.prompt_len) - start
             if request.in_flight is chunk:  # else already in the next step
                 self._requests.landed(chunk)
             if not chunk.dropped:
-                self._outcomes.commit(chunk, token_id, output)
+                self._outcomes.commit(chunk, drawn, output)
 
     def _fail(self, error: StepFailed, chunks: Sequence[Chunk], output: StepOutput) -> None:
         log.error("step failed", exc_info=error, extra={"requests": len(chunks)})
@@ -301,7 +316,7 @@ class EngineCore:
 
     def _stats(self, output: StepOutput, step_s: float) -> StepStats:
         scheduler, pool = self._scheduler, self._memory.pool
-        sampled = len(output.tokens)
+        sampled = sum(len(tokens.token_ids) for tokens in output.tokens)
         if output.computed:
             sampled += sum(1 for computed in output.computed if computed.first_token is not None)
         return StepStats(
@@ -320,6 +335,8 @@ class EngineCore:
             prefix_queries=self._memory.prefix_queries,
             prefix_hits=self._memory.prefix_hits,
             preemptions=scheduler.preemptions,
+            drafted_tokens=self._outcomes.num_drafted,
+            accepted_tokens=self._outcomes.num_accepted,
             forward=self._runner.forward_kind,
         )
 

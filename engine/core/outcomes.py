@@ -1,7 +1,7 @@
 """Apply the results of steps and transfers to requests, and detect an engine that cannot compute any more."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 from components.errors import InvariantBroken, NonFiniteLogits, Rejected
@@ -62,6 +62,8 @@ class Outcomes:
         self._memory = memory
         self._limits = limits
         self._copy_page = copy_page
+        self.num_drafted = 0
+        self.num_accepted = 0
 
     def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None) -> list[TokenOutput]:
         request = self._requests.reserved(request_id)
@@ -83,34 +85,47 @@ class Outcomes:
         cached = request.num_cached_tokens
         return [TokenOutput(request_id, [first_token], finish, cached, 0, None if logprobs is None else [logprobs])]
 
-    def commit(self, chunk: Chunk, token_id: int | None, output: StepOutput) -> None:
+    def commit(self, chunk: Chunk, drawn: Sequence[int], output: StepOutput) -> None:
         request = chunk.request
-        if token_id == NO_TOKEN:
+        if chunk.drafts:
+            drawn = self._verified(chunk, drawn)
+        if drawn and drawn[-1] == NO_TOKEN:
             self._fail_non_finite(request, output)
             return
         phase = request.phase
-        request.num_computed = chunk.end
+        request.num_computed = chunk.end - len(chunk.drafts)
         self._memory.computed(request)
         if phase is FULL:
-            if token_id is not None:
-                self._continue(request, token_id, output)
+            if drawn:
+                self._continue(chunk, drawn, output)
         elif phase is Phase.PREFILL:
             pages, computed, cached = list(request.pages), request.num_computed, request.num_cached_tokens
-            if token_id is None:
+            if not drawn:
                 output.computed.append(Exposed(request.id, pages, computed, cached))
                 return
-            finish = self._append(request, token_id)
+            finish = self._append(request, drawn[0])
             if request.mask is not None and self._fail_if_violated(request, request.mask, output):
                 return
             logprobs = request.row.logprobs, request.row.prompt_logprobs
-            output.computed.append(Exposed(request.id, pages, computed, cached, token_id, finish, *logprobs))
+            output.computed.append(Exposed(request.id, pages, computed, cached, drawn[0], finish, *logprobs))
             self._requests.end(request)
         elif chunk.samples:  # EMBED
             output.embedded.append(Embedded(request.id, request.vector, request.num_cached_tokens))
             self._requests.finish(request)
 
-    def _continue(self, request: Request, token_id: int, output: StepOutput) -> None:
-        row = request.row
+    def _verified(self, chunk: Chunk, drawn: Sequence[int]) -> Sequence[int]:
+        """Return the tokens that were drawn from right contexts: each accepted draft, and the one after these."""
+        accepted = 0
+        while accepted < len(chunk.drafts) and drawn[accepted] == chunk.drafts[accepted]:
+            accepted += 1
+        self.num_drafted += len(chunk.drafts)
+        self.num_accepted += accepted
+        if chunk.request.drafter is not None:
+            chunk.request.drafter.verified(len(chunk.drafts), accepted)
+        return drawn[: accepted + 1]
+
+    def _continue(self, chunk: Chunk, drawn: Sequence[int], output: StepOutput) -> None:
+        request, row = chunk.request, chunk.request.row
         prompt_logprobs = None
         if len(request.tokens) == request.prompt_len:
             self._fork(request)
@@ -118,13 +133,22 @@ class Outcomes:
             if request.branch in request.unwanted:
                 self._requests.finish(request)
                 return
-        finish = self._append(request, token_id)
+        token_ids = [drawn[0]]
+        finish = self._append(request, drawn[0])
+        for token_id in drawn[1:]:  # the one before was a draft, so it has KV
+            if finish is not None:
+                break
+            request.num_computed += 1
+            token_ids.append(token_id)
+            finish = self._append(request, token_id)
         if request.mask is not None and self._fail_if_violated(request, request.mask, output):
             return
-        logprobs = None if row.logprobs is None else [row.logprobs]
+        logprobs = None
+        if row.logprobs is not None:
+            logprobs = [row.logprobs for row in chunk.rows[: len(token_ids)] if row.logprobs is not None]
         cached = request.num_cached_tokens
         output.tokens.append(
-            TokenOutput(request.id, [token_id], finish, cached, request.branch, logprobs, prompt_logprobs)
+            TokenOutput(request.id, token_ids, finish, cached, request.branch, logprobs, prompt_logprobs)
         )
         if finish is not None:
             self._requests.finish(request)

@@ -105,31 +105,32 @@ class MockRunner:
         finally:
             request.tokens.pop()
 
-    def draw(self, chunks: Sequence[Chunk], checksums: Sequence[int]) -> list[int | None]:
+    def draw(self, chunks: Sequence[Chunk], checksums: Sequence[int]) -> list[Sequence[int]]:
         if self._pooling is not None:
             return self._pool(chunks, checksums, self._pooling)
         drawn: dict[Request, int] = {}
-        token_ids: list[int | None] = []
+        token_ids: list[Sequence[int]] = []
         for chunk, checksum in zip(chunks, checksums, strict=True):
-            token_id = None
             if chunk.samples:
                 token_id = drawn[chunk.request] = self._draw(chunk, checksum)
-            token_ids.append(token_id)
+                token_ids.append((token_id,))
+            else:
+                token_ids.append(())
         self._drawn = drawn
         return token_ids
 
-    def _pool(self, chunks: Sequence[Chunk], checksums: Sequence[int], pooling: Pooling) -> list[int | None]:
+    def _pool(self, chunks: Sequence[Chunk], checksums: Sequence[int], pooling: Pooling) -> list[Sequence[int]]:
         for chunk, checksum in zip(chunks, checksums, strict=True):
             if chunk.samples:
                 chunk.request.vector = made_up_vector(checksum, pooling.about)
-        return [None] * len(chunks)
+        return [()] * len(chunks)
 
-    def leave(self, chunks: Sequence[Chunk], checksums: Sequence[int], token_ids: Sequence[int | None]) -> None:
-        for chunk, checksum, token_id in zip(chunks, checksums, token_ids, strict=True):
+    def leave(self, chunks: Sequence[Chunk], checksums: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+        for chunk, checksum, drawn in zip(chunks, checksums, token_ids, strict=True):
             request = chunk.request
             alternatives = request.sampling.logprobs
-            if token_id is not None and alternatives is not None:
-                request.row.logprobs = made_up(checksum, token_id, alternatives, self._alphabet)
+            if drawn and alternatives is not None:
+                request.row.logprobs = made_up(checksum, drawn[0], alternatives, self._alphabet)
             if request.sampling.prompt_logprobs is not None and request.reads_prompt and self._pooling is None:
                 leave_prompt_logprobs(chunk, self._alphabet)
 
@@ -184,7 +185,7 @@ class MockStep:
         self.chunks = chunks
         self._checksums = checksums
         self._until_s = until_s
-        self._token_ids: list[int | None] = []
+        self._token_ids: list[Sequence[int]] = []
 
     def sample(self) -> None:
         """Draw now, when masks know all earlier tokens."""
@@ -193,7 +194,7 @@ class MockStep:
     def wait_s(self) -> float:
         return max(0.0, self._until_s - time.perf_counter())
 
-    def result(self) -> list[int | None]:
+    def result(self) -> Sequence[Sequence[int]]:
         if left_s := self.wait_s():
             time.sleep(left_s)
         self._runner.leave(self.chunks, self._checksums, self._token_ids)

@@ -58,7 +58,7 @@ class PooledStep:
     def wait_s(self) -> float:
         return self._arrival.wait_s()
 
-    def result(self) -> list[int | None]:
+    def result(self) -> Sequence[Sequence[int]]:
         """Store the vectors in their requests."""
         self._arrival.wait()
         broken: set[Request] = set()
@@ -67,10 +67,10 @@ class PooledStep:
                 request.vector = vector.numpy().astype("<f4").tobytes()
                 if not vector.isfinite().all():
                     broken.add(request)
-        token_ids: list[int | None] = [None] * len(self._ordered)
+        token_ids: list[Sequence[int]] = [()] * len(self._ordered)
         for i, chunk in zip(self._order, self._ordered, strict=True):
             if chunk.request in broken:
-                token_ids[i] = NO_TOKEN
+                token_ids[i] = (NO_TOKEN,)
         return token_ids
 
     def _pool(self, chunk: Chunk, rows: torch.Tensor) -> None:

@@ -33,6 +33,7 @@ def inputs_of(chunks: Sequence[Chunk], wanted: Sequence[int]) -> StepInputs:
     ahead: list[int] = []
     for chunk, count in zip(chunks, wanted, strict=True):
         token_ids += chunk.request.tokens[chunk.start : chunk.end]
+        token_ids += chunk.drafts
         if chunk.ahead:
             ahead.append(len(token_ids))
             token_ids.append(0)

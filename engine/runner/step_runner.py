@@ -28,10 +28,10 @@ class Launched(Protocol):
     def wait_s(self) -> float:
         """Seconds until `result` is likely to return at once."""
 
-    def result(self) -> list[int | None]:
-        """Wait for the tokens of chunks that `samples`; NO_TOKEN for NaN or infinite numbers.
+    def result(self) -> Sequence[Sequence[int]]:
+        """Wait for the tokens of each chunk: none unless it `samples`; with drafts, one more than these.
 
-        The device no longer uses the step's pages, even after StepFailed.
+        NO_TOKEN stands for NaN or infinite numbers. The device no longer uses the step's pages, even after StepFailed.
 
         Raises: StepFailed.
         """

@@ -108,7 +108,7 @@ class TorchRunner:
         """
         order = sorted(range(len(chunks)), key=lambda i: (chunks[i].length > 1, chunks[i].end))
         ordered = [chunks[i] for i in order]
-        wanted = [chunk.length if chunk.request.reads_prompt else int(chunk.samples) for chunk in ordered]
+        wanted = [chunk.length if chunk.request.reads_prompt else len(chunk.rows) for chunk in ordered]
         marked = self._profile.step(chunks) if self._profile is not None else nullcontext()
         while wait_s := self.wait_s(lambda: any(chunk.length > 1 for chunk in chunks)):
             time.sleep(wait_s)
@@ -209,36 +209,35 @@ class TorchStep:
     def sample(self) -> None:
         logits, self._logits = self._logits, None
         assert logits is not None, "a step is sampled once"
-        sampled = [chunk for chunk in self._ordered if chunk.samples]
+        rows = [DROPPED if chunk.dropped else row for chunk in self._ordered for row in chunk.rows]
         with self._runner.failing(len(self._ordered)):
-            if sum(self._wanted) > len(sampled):
+            if sum(self._wanted) > len(rows):
                 logits = self._read_prompts(logits)
-            if sampled:
-                rows = [DROPPED if chunk.dropped else chunk.request.row for chunk in sampled]
+            if rows:
                 self._draw = self._runner.sampler.draw(logits, rows)
-                self._runner.drawn([chunk.request for chunk in sampled], self._draw.token_ids)
+                self._runner.drawn([chunk.request for chunk in self._ordered if chunk.samples], self._draw.token_ids)
             self._arrival = Arrival(logits.device)
 
     def wait_s(self) -> float:
         return self._arrival.wait_s()
 
-    def result(self) -> list[int | None]:
+    def result(self) -> Sequence[Sequence[int]]:
         self._arrival.wait()
         with self._runner.failing(len(self._ordered)):
             drawn = iter(self._draw.read() if self._draw is not None else ())
             broken = {request for request, prompt in self._prompts if not prompt.leave()}
-        token_ids: list[int | None] = [None] * len(self._ordered)
+        token_ids: list[Sequence[int]] = [()] * len(self._ordered)
         for i, chunk in zip(self._order, self._ordered, strict=True):
             if chunk.samples:
-                token_ids[i] = next(drawn)
+                token_ids[i] = [next(drawn) for _ in chunk.rows]
             if chunk.request in broken:
-                token_ids[i] = NO_TOKEN
+                token_ids[i] = (NO_TOKEN,)
         return token_ids
 
     def _read_prompts(self, logits: torch.Tensor) -> torch.Tensor:
         """Note prompt log-probabilities.
 
-        Returns: the logits to sample from, [chunks that sample, vocab].
+        Returns: the logits to sample from, [rows, vocab].
         """
         drawn: list[int] = []
         first = 0
@@ -247,6 +246,5 @@ class TorchStep:
                 logprobs = PromptLogprobs(chunk.request.row, logits[first : first + count], chunk.start)
                 self._prompts.append((chunk.request, logprobs))
             first += count
-            if chunk.samples:
-                drawn.append(first - 1)
+            drawn += range(first - len(chunk.rows), first)
         return logits[to_device(drawn, logits.device, torch.int64)]

@@ -1,6 +1,7 @@
 """A request's sampling state."""
 
 from collections.abc import Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Final
 
 from components.wire.logprobs import TokenLogprobs
@@ -49,6 +50,23 @@ class Row:
         self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
         self.start = num_prompt_tokens  # index of the first generated token
         self.seen: SeenTokens | None = None  # for penalties
+
+    def after(self, drafts: Sequence[int]) -> "list[Row]":
+        """Return the row of the draw after each draft, up to the first one that the mask forbids."""
+        rows: list[Row] = []
+        mask = self.mask
+        for count, draft in enumerate(drafts, 1):
+            if mask is not None:
+                mask = mask.fork()
+                mask.accept(draft)
+                if mask.fault is not None or mask.is_complete:
+                    break
+            row = copy(self)
+            row.tokens = [*self.tokens, *drafts[:count]]
+            row.mask = mask
+            row.seen = None
+            rows.append(row)
+        return rows
 
     @property
     def position(self) -> int:

@@ -1,9 +1,9 @@
 """A request in the scheduler: its states, its pages, and the part of it that one step computes."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum, auto
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -36,6 +36,16 @@ RUNNING: Final = S.RUNNING  # enum attributes are slow
 ENDS_WITH_PROMPT: Final = frozenset({Phase.PREFILL, Phase.EMBED})
 
 
+class Drafter(Protocol):
+    """Guesses the next tokens of one request (speculative decoding)."""
+
+    def drafts(self, most: int) -> Sequence[int]:
+        """Return up to `most` tokens that are likely to follow."""
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        """Report how many of the latest drafts were drawn."""
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     id: str
@@ -66,6 +76,8 @@ class Request:
     hidden: Any = None  # EMBED: pooled so far
     vector: bytes = b""
     in_flight: "Chunk | None" = None  # in a launched step
+    make_drafter: Callable[[Sequence[int]], Drafter] | None = None  # takes `tokens`, which the request extends
+    drafter: Drafter | None = field(init=False)
     row: Row = field(init=False)
     lifecycle: Lifecycle[RequestState] = field(init=False)
 
@@ -73,6 +85,7 @@ class Request:
         self.lifecycle = Lifecycle(f"request {self.id}", NEXT, S.WAITING)
         generated_from = self.prompt_len - self.num_generated
         self.row = Row(self.sampling, self.tokens, generated_from, self.eos_token_ids, self.mask)
+        self.drafter = None if self.make_drafter is None else self.make_drafter(self.tokens)
 
     @property
     def state(self) -> RequestState:
@@ -135,17 +148,24 @@ class Request:
 
 
 class Chunk(msgspec.Struct, frozen=True, eq=False):
-    """Tokens `start` to `end`, computed in one step."""
+    """Tokens `start` to `end`, computed in one step. Drafts are tokens of it, too."""
 
     request: Request
     start: int
     end: int
     samples: bool  # includes the last token, so the next is drawn
     ahead: bool  # that token is still being drawn
+    drafts: Sequence[int] = ()  # behind the request's tokens
+    draft_rows: Sequence[Row] = ()  # of the draw after each draft
 
     @property
     def length(self) -> int:
         return self.end - self.start
+
+    @property
+    def rows(self) -> Sequence[Row]:
+        """Of the tokens that are drawn."""
+        return (self.request.row, *self.draft_rows) if self.samples else ()
 
     @property
     def dropped(self) -> bool:

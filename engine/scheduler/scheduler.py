@@ -37,8 +37,15 @@ def in_line(request: Request) -> tuple[int, int]:
 
 
 class Scheduler:
-    def __init__(self, memory: RequestMemory, max_running: int, max_step_tokens: int, pack_tokens: int) -> None:
-        """A step with `pack_tokens` prompt tokens begins no further prompt."""
+    def __init__(
+        self, memory: RequestMemory, max_running: int, max_step_tokens: int, pack_tokens: int, draft_rows: int = 0
+    ) -> None:
+        """Make a scheduler without requests.
+
+        Args:
+            pack_tokens: a step with so many prompt tokens begins no further prompt.
+            draft_rows: decodes and drafts that a step with drafts may have together.
+        """
         self.memory = memory
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -47,6 +54,7 @@ class Scheduler:
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
         self._pack_tokens = pack_tokens
+        self._draft_rows = min(draft_rows, max_running, max_step_tokens)
         self._made_room = False  # the latest plan preempted a request
         self._decodes_wait = False
 
@@ -112,13 +120,18 @@ class Scheduler:
         budget = self._max_step_tokens
         preemptions, page_size = self.preemptions, self.memory.page_size
         chunks: list[Chunk] = []
+        places = self._draft_rows - len(self.running)
         for request in list(self.running):  # the last may be preempted
             start, pending = request.upcoming
             if pending != 1 or (self.preemptions > preemptions and request.state is not RequestState.RUNNING):
                 continue
             if start < len(request.pages) * page_size or self._make_room(request, start + 1):
-                chunks.append(Chunk(request, start, start + 1, True, start == len(request.tokens)))
-        budget -= len(chunks)
+                chunk = Chunk(request, start, start + 1, True, start == len(request.tokens))
+                if request.drafter is not None:
+                    chunk = self._with_drafts(chunk, places)
+                    places -= len(chunk.drafts)
+                chunks.append(chunk)
+        budget -= sum(chunk.length for chunk in chunks)
         if chunks and beside is not None:
             disaggregated = sum(chunk.request.disaggregated for chunk in chunks)
             budget = min(budget, beside(len(chunks), disaggregated))
@@ -136,6 +149,20 @@ class Scheduler:
             chunks.append(Chunk(following, start, end, length == pending, end > len(following.tokens)))
             budget -= length
         return chunks, reserved
+
+    def _with_drafts(self, chunk: Chunk, places: int) -> Chunk:
+        """Add drafts to a decode. They take only places of the batch and pages that no request needs now."""
+        request, drafter = chunk.request, chunk.request.drafter
+        if drafter is None or not request.has_begun:  # branches fork after the prompt
+            return chunk
+        pool, page_size = self.memory.pool, self.memory.page_size
+        pages = len(request.pages) + (pool.num_available > len(self.running))  # each decode may need one
+        drafts = drafter.drafts(min(places, pages * page_size - chunk.end, request.limit - 1 - chunk.end))
+        rows = request.row.after(drafts)
+        end = chunk.end + len(rows)
+        if not rows or not self.memory.grow(request, end):
+            return chunk
+        return Chunk(request, chunk.start, end, True, False, drafts[: len(rows)], rows)
 
     def reserve(self) -> list[Request]:
         """Reserve pages for DECODE requests: their prefill workers hold pages meanwhile.

@@ -15,6 +15,8 @@ from engine.config import EngineConfig
         ({"reserve_tokens": -1}, "reserve_tokens is -1"),
         ({"itl_target_ms": -1}, "itl_target_ms is -1.0; it must be 0"),
         ({"max_running": 64, "max_step_tokens": 64}, "a prompt chunk needs three tokens"),
+        ({"speculative_tokens": -1}, "greater than or equal to 0"),
+        ({"speculative_tokens": 4, "pipeline": "on"}, "speculative_tokens needs pipeline=auto or off"),
     ],
 )
 def test_a_wrong_setting_is_refused_by_name(changes: dict[str, float], said: str) -> None:

@@ -105,11 +105,11 @@ class DeviceStep:
         assert self.device.flying[0] is self
         return self.left_s.pop(0) if self.left_s else 0.0
 
-    def result(self) -> list[int | None]:
+    def result(self) -> Sequence[Sequence[int]]:
         assert self.device.flying[0] is self
         self.device.flying.remove(self)
         self.device.say("result", self.number)
-        return [self.draw(chunk) if chunk.samples else None for chunk in self.chunks]
+        return [(self.draw(chunk),) if chunk.samples else () for chunk in self.chunks]
 
     def draw(self, chunk: Chunk) -> int:
         answer = self.device.answers.get(chunk.request.id, [])

@@ -24,10 +24,10 @@ class ScriptedStep:
         if error := self.errors.pop("sample", None):
             raise error
 
-    def result(self) -> list[int | None]:
+    def result(self) -> Sequence[Sequence[int]]:
         if error := self.errors.pop("result", None):
             raise error
-        return [7 if chunk.samples else None for chunk in self.chunks]
+        return [(7,) if chunk.samples else () for chunk in self.chunks]
 
 
 class ScriptedRunner:

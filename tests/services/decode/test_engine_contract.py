@@ -21,13 +21,13 @@ class Sevens:
 
     def launch(self, chunks: Sequence[Chunk]) -> "Sevens":
         self.chunks = chunks
-        self.token_ids = [7 if chunk.samples else None for chunk in chunks]
+        self.token_ids = [(7,) if chunk.samples else () for chunk in chunks]
         return self
 
     def sample(self) -> None:
         pass
 
-    def result(self) -> list[int | None]:
+    def result(self) -> Sequence[Sequence[int]]:
         return self.token_ids
 
     def copy_page(self, source: int, target: int) -> None:

@@ -1,0 +1,291 @@
+"""Speculative decoding changes no token: drafts that are right save steps, wrong ones cost nothing but their computation."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from msgspec import structs
+
+from components.wire.layout import KvLayout, KvRegion
+from components.wire.sampling import SamplingParams
+from engine.core.engine_core import CPU_DRAFT_ROWS, EngineCore
+from engine.model.load import LoadedModel
+from engine.ports import EngineRequest, FinishReason, Phase
+from engine.scheduler.request import Chunk
+from tests.engine.sampling.test_in_engine import VARIED, Cycle
+from tests.engine.test_engine_stateful import MAX_CONTEXT, PROMPTS, SAMPLINGS, run_machine
+from tests.engine.tiny_engine import (
+    VOCAB,
+    Seen,
+    greedy,
+    make_engine,
+    prefilled,
+    prompt,
+    read_page,
+    run,
+    run_until_idle,
+    small,
+    write_page,
+)
+
+Texts = Sequence[Sequence[int]]
+
+
+class Oracle:
+    """Knows how texts go on, and lies about one token in `lies` (0: never)."""
+
+    def __init__(self, texts: Texts, tokens: Sequence[int], lies: int) -> None:
+        self.texts = texts
+        self.tokens = tokens
+        self.lies = lies
+        self.draw = random.Random(len(tokens))
+
+    def drafts(self, most: int) -> list[int]:
+        here = len(self.tokens)
+        known = next((text for text in self.texts if list(text[:here]) == list(self.tokens)), self.tokens)
+        drafts = list(known[here : here + max(most, 0)])
+        return [(token + 1) % VOCAB if self.lies and self.draw.randrange(self.lies) == 0 else token for token in drafts]
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        assert 0 <= accepted <= drafted
+
+
+class Strict(Cycle):
+    """Reports a token that it did not allow."""
+
+    def accept(self, token_id: int) -> None:
+        if token_id != self.tokens[len(self.accepted) % len(self.tokens)]:
+            self.fault = f"{token_id} is not allowed"
+        super().accept(token_id)
+
+    def fork(self) -> "Strict":
+        return Strict(self.tokens, self.accepted)
+
+
+def guided(engine: EngineCore, texts: Texts, lies: int = 0) -> EngineCore:
+    engine._make_drafter = lambda tokens: Oracle(texts, tokens, lies)
+    engine._pipelined = False
+    return engine
+
+
+def chunks_of(engine: EngineCore) -> list[Sequence[Chunk]]:
+    """The chunks of each step from now on."""
+    launched: list[Sequence[Chunk]] = []
+    launch = engine._runner.launch
+
+    def watched(chunks: Sequence[Chunk]) -> Any:
+        launched.append(list(chunks))
+        return launch(chunks)
+
+    engine._runner.launch = watched  # type: ignore[method-assign]
+    return launched
+
+
+def texts_of(seen: Seen, prompts: dict[str, list[int]]) -> list[list[int]]:
+    """Prompts and answers, also those of further branches."""
+    texts = [prompts[name] + tokens for name, tokens in seen.tokens.items()]
+    return texts + [prompts[name] + tokens for (name, _), tokens in seen.branches.items()]
+
+
+def asked(sampling: SamplingParams, count: int = 3, **changes: Any) -> list[EngineRequest]:
+    return [EngineRequest(f"r{i}", prompt(20 + 17 * i, start=i), sampling, **changes) for i in range(count)]
+
+
+@pytest.mark.parametrize("lies", [0, 3])
+@pytest.mark.parametrize("how", VARIED)
+def test_answers_are_the_same_in_fewer_steps(tiny: LoadedModel, how: dict[str, Any], lies: int) -> None:
+    sampling = SamplingParams(**{"max_tokens": 40, "seed": 3, **how})
+    plain = run(make_engine(tiny), asked(sampling))
+    engine = guided(
+        make_engine(tiny), texts_of(plain, {r.request_id: list(r.token_ids) for r in asked(sampling)}), lies
+    )
+    guessed = run(engine, asked(sampling))
+    assert guessed.tokens == plain.tokens
+    assert guessed.finish == plain.finish
+    assert guessed.logprobs.keys() == plain.logprobs.keys()
+    for name, logprobs in plain.logprobs.items():
+        assert [one.logprob for one in guessed.logprobs[name]] == pytest.approx(
+            [one.logprob for one in logprobs], rel=1e-4
+        )
+    stats = guessed.steps[-1]
+    assert 0 < stats.accepted_tokens <= stats.drafted_tokens
+    assert (stats.accepted_tokens == stats.drafted_tokens) == (lies == 0)
+    assert len(guessed.steps) < 0.8 * len(plain.steps)
+    assert sum(s.decode_tokens for s in guessed.steps) == sum(map(len, plain.tokens.values()))
+
+
+def test_branches_are_the_same(tiny: LoadedModel) -> None:
+    sampling = SamplingParams(max_tokens=30, temperature=1.0, seed=6, ignore_eos=True, frequency_penalty=0.5, n=3)
+    plain = run(make_engine(tiny), asked(sampling, 1))
+    engine = guided(make_engine(tiny), texts_of(plain, {"r0": prompt(20)}), lies=4)
+    guessed = run(engine, asked(sampling, 1))
+    assert (guessed.tokens, guessed.branches) == (plain.tokens, plain.branches)
+    assert guessed.steps[-1].accepted_tokens > 0
+
+
+def test_drafts_that_a_mask_forbids_are_not_checked(tiny: LoadedModel) -> None:
+    wanted = [10, 11, 12, 13, 14]
+    engine = guided(make_engine(tiny), [[*prompt(20), *wanted, 99, 98], [*prompt(20), *wanted, *wanted]])
+    steps = chunks_of(engine)
+    seen = run(engine, [EngineRequest("r", prompt(20), greedy(10, ignore_eos=True), mask=Strict(wanted))])
+    assert {draft for chunks in steps for chunk in chunks for draft in chunk.drafts} <= set(wanted)
+    assert seen.tokens["r"] == wanted * 2
+    assert seen.steps[-1].accepted_tokens >= 4
+
+
+def test_nothing_comes_after_a_stop_token_or_the_last_allowed_one(tiny: LoadedModel) -> None:
+    plain = run(make_engine(tiny), asked(greedy(40, ignore_eos=True), 1)).tokens["r0"]
+    at = next(i for i in range(8, 40) if plain[i] not in plain[:i])
+    texts = [prompt(20) + plain]
+    engine = guided(make_engine(tiny), texts)
+    stopped = run(engine, asked(greedy(40, ignore_eos=True, stop_token_ids=(plain[at],)), 1))
+    assert (stopped.tokens["r0"], stopped.finish["r0"]) == (plain[: at + 1], FinishReason.STOP)
+    for count in range(1, 12):
+        engine = guided(make_engine(tiny), texts)
+        steps = chunks_of(engine)
+        limited = run(engine, asked(greedy(count, ignore_eos=True), 1))
+        assert max(chunk.end for chunks in steps for chunk in chunks) < 20 + count, "the last token needs no KV"
+        assert (limited.tokens["r0"], limited.finish["r0"]) == (plain[:count], FinishReason.LENGTH)
+    at_the_end = run(guided(make_engine(tiny, max_context=37), texts), asked(greedy(40, ignore_eos=True), 1))
+    assert at_the_end.tokens["r0"] == plain[:17]
+
+
+def test_what_was_guessed_is_cached_as_what_was_computed_alone(tiny: LoadedModel) -> None:
+    first = asked(greedy(60, ignore_eos=True), 1)
+    plain = run(make_engine(tiny), first).tokens["r0"]
+    engine = guided(make_engine(tiny), [prompt(20) + plain], lies=3)
+    run(engine, first)
+    again = EngineRequest("again", prompt(20) + plain[:50], greedy(10, ignore_eos=True))
+    seen = run(engine, [again])
+    assert seen.cached["again"] == 64
+    assert seen.tokens["again"] == plain[50:60]
+
+
+def test_a_step_with_drafts_has_few_rows_and_many_decodes_leave_no_place_for_drafts(tiny: LoadedModel) -> None:
+    requests = [EngineRequest(f"r{i}", prompt(12, start=i), greedy(8 + 6 * i, ignore_eos=True)) for i in range(12)]
+    plain = run(make_engine(tiny), requests)
+    engine = guided(make_engine(tiny), texts_of(plain, {r.request_id: list(r.token_ids) for r in requests}))
+    steps = chunks_of(engine)
+    assert run(engine, requests).tokens == plain.tokens
+    decodes = [[chunk for chunk in chunks if chunk.start >= chunk.request.prompt_len] for chunks in steps]
+    guessed = [chunks for chunks in decodes if any(chunk.drafts for chunk in chunks)]
+    assert max(sum(chunk.length for chunk in chunks) for chunks in guessed) == CPU_DRAFT_ROWS
+    assert all(len(chunks) < CPU_DRAFT_ROWS for chunks in guessed)
+    assert max(map(len, decodes)) > CPU_DRAFT_ROWS
+    assert max(sum(chunk.length for chunk in chunks) for chunks in steps) == 48, "the budget of a step"
+
+
+def test_drafts_take_no_page_that_a_decode_needs(tiny: LoadedModel) -> None:
+    """The second request needs the last free page for its next token, the first one only for drafts."""
+    requests = [
+        EngineRequest("drafts", prompt(10), greedy(20, ignore_eos=True)),
+        EngineRequest("decodes", prompt(16, start=1), greedy(2, ignore_eos=True)),
+    ]
+    plain = run(make_engine(tiny, num_pages=3, reserve_tokens=0), requests)
+    texts = texts_of(plain, {r.request_id: list(r.token_ids) for r in requests})
+    engine = guided(make_engine(tiny, num_pages=3, reserve_tokens=0), texts)
+    steps = chunks_of(engine)
+    guessed = run(engine, requests)
+    assert guessed.tokens == plain.tokens
+    assert guessed.steps[-1].preemptions == plain.steps[-1].preemptions == 0
+    assert [len(chunk.drafts) for chunk in steps[1]] == [5, 0], "up to the end of the page"
+
+
+@pytest.mark.parametrize("phase", [Phase.FULL, Phase.PREFILL])
+def test_a_prompt_of_one_token_is_no_decode(tiny: LoadedModel, phase: Phase) -> None:
+    sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, n=3)
+    request = EngineRequest("r", prompt(1), sampling, phase)
+    plain = run(make_engine(tiny), [request])
+    engine = guided(make_engine(tiny), [prompt(1) + [7] * 20])
+    steps = chunks_of(engine)
+    guessed = run(engine, [request])
+    assert guessed.tokens == plain.tokens
+    assert not steps[0][0].drafts
+
+
+def test_a_step_is_not_planned_ahead_while_its_tokens_are_guessed() -> None:
+    class OnDevice:
+        takes_cpu = False
+        copy_page = None
+
+    layout = KvLayout(model="m", dtype="float32", page_size=16, layers=1, kv_heads=1, head_dim=8)
+    settings = {
+        "runner": OnDevice(),
+        "config": small(pipeline="auto"),
+        "region": KvRegion(0, 64, layout, "cpu"),
+        "max_context": 512,
+        "vocab_size": VOCAB,
+        "eos_token_ids": frozenset(),
+    }
+    assert EngineCore(**settings)._pipelined
+    assert not EngineCore(**settings, make_drafter=lambda tokens: Oracle([], tokens, 0))._pipelined
+
+
+def test_a_stream_whose_kv_came_from_elsewhere_is_guessed_too(tiny: LoadedModel) -> None:
+    sampling = greedy(40, ignore_eos=True)
+    plain = run(make_engine(tiny), asked(sampling, 1)).tokens["r0"]
+    elsewhere = make_engine(tiny)
+    computed = prefilled(elsewhere, "p", prompt(20), sampling)
+    engine = guided(make_engine(tiny), [prompt(20) + plain])
+    engine.submit(EngineRequest("d", prompt(20), sampling, Phase.DECODE))
+    seen = Seen()
+    seen.take(engine.step())
+    for page, source in zip(seen.reserved["d"].pages, computed.pages, strict=False):
+        write_page(engine, page, read_page(elsewhere, source))
+    first = engine.deliver("d", plain[0])
+    run_until_idle(engine, seen)
+    assert [*first[0].token_ids, *seen.tokens["d"]] == plain
+    assert seen.steps[-1].accepted_tokens > 30
+
+
+@pytest.mark.parametrize("when", [1, 2, 3])
+def test_a_request_that_is_cancelled_while_drafts_are_checked_gives_back_its_pages(
+    tiny: LoadedModel, when: int
+) -> None:
+    plain = run(make_engine(tiny), asked(greedy(40, ignore_eos=True), 1)).tokens["r0"]
+    engine = guided(make_engine(tiny), [prompt(20) + plain])
+    steps = chunks_of(engine)
+    engine.submit(asked(greedy(40, ignore_eos=True), 1)[0])
+    for _ in range(when):
+        engine.step()
+    launch = engine._runner.launch
+
+    def cancelled(chunks: Sequence[Chunk]) -> Any:
+        launched = launch(chunks)
+        engine.cancel("r0")
+        return launched
+
+    engine._runner.launch = cancelled  # type: ignore[method-assign]
+    output = engine.step()
+    assert steps[-1][0].drafts
+    assert not output.tokens
+    run_until_idle(engine)
+    assert engine.step().stats.held_pages == 0
+
+
+def test_a_text_that_repeats_itself_is_guessed_from_its_own_tokens(tiny: LoadedModel) -> None:
+    """With the lookup that users get. The bias makes the model repeat one token."""
+    sampling = greedy(50, ignore_eos=True, logit_bias=((77, 100.0),))
+    plain = run(make_engine(tiny), asked(sampling))
+    guessed = run(make_engine(tiny, speculative_tokens=4, pipeline="off"), asked(sampling))
+    assert guessed.tokens == plain.tokens
+    assert guessed.steps[-1].accepted_tokens > 50
+
+
+@pytest.mark.timeout(300)
+def test_pages_add_up_and_tokens_are_right_whatever_happens_while_drafts_are_checked(tiny: LoadedModel) -> None:
+    prompts = {
+        f"{which}.{how}": EngineRequest(f"{which}.{how}", PROMPTS[which], SAMPLINGS[how])
+        for which in range(len(PROMPTS))
+        for how in range(len(SAMPLINGS))
+    }
+    seen = run(make_engine(tiny, num_pages=200, max_context=MAX_CONTEXT), prompts.values())
+    texts = texts_of(seen, {name: list(request.token_ids) for name, request in prompts.items()})
+
+    def make(page_size: int, **changes: object) -> EngineCore:
+        sized = replace(tiny, layout=structs.replace(tiny.layout, page_size=page_size))
+        return guided(make_engine(sized, page_size=page_size, **changes), texts, lies=5)
+
+    run_machine(make, 12)
