@@ -1,6 +1,7 @@
 """Server-sent events of a message, and the content blocks of an answer."""
 
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any, Final
 
 from pydantic_core import from_json
@@ -34,7 +35,17 @@ def _input(arguments: str) -> dict[str, Any]:
         read = from_json(arguments or "{}", allow_partial=True, allow_inf_nan=False)
     except ValueError:
         read = None
-    return read if isinstance(read, dict) else {"": arguments}
+    if isinstance(read, dict) and _is_finite(read):
+        return read
+    return {"": arguments}
+
+
+def _is_finite(value: Any) -> bool:
+    """Whether no number in `value` overflowed: JSON has no infinity."""
+    if isinstance(value, float):
+        return isfinite(value)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return all(map(_is_finite, inner))
 
 
 class MessageEvents:

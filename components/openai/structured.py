@@ -131,7 +131,9 @@ def _json(schema: Schema, param: str) -> AskedConstraint:
 
 def _choice(choice: list[str], param: str) -> AskedConstraint:
     """One terminal: with rules, thousands of alternatives would be open at once."""
-    text = "start: CHOICE\nCHOICE: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choice)
+    # llguidance takes DEL as an escape only
+    quoted = (json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f") for text in choice)
+    text = "start: CHOICE\nCHOICE: " + " | ".join(quoted)
     return AskedConstraint(Constraint(kind="lark", text=_bounded(text, param)), param)
 
 

@@ -1,7 +1,9 @@
 """Tool calls, piece by piece, independent of the model's format."""
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Final, NamedTuple
+
+MAX_NAME: Final = 256  # characters; a client could not send a call with a longer name back
 
 
 class CallDelta(NamedTuple):
@@ -17,6 +19,10 @@ class Call(NamedTuple):
     id: str
     name: str
     arguments: str  # JSON, unless the model wrote something else
+
+
+def is_tool_name(text: str) -> bool:
+    return 0 < len(text) <= MAX_NAME
 
 
 def whole_calls(deltas: Iterable[CallDelta]) -> list[Call]:

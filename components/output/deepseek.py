@@ -6,6 +6,7 @@ V3 and R1: `function<｜tool▁sep｜>name`, a line end, and arguments in a fenc
 
 from typing import Final
 
+from components.output.calls import is_tool_name
 from components.output.json_calls import arguments
 from components.output.reader import Reader, Steps
 
@@ -47,7 +48,7 @@ def _call(r: Reader) -> Steps[bool]:
         yield from r.literal("```json")
         yield from r.spaces()
     name = "".join(head).strip()
-    if not name or (yield from r.char()) != "{":
+    if not is_tool_name(name) or (yield from r.char()) != "{":
         return False
     r.begin_call(name)
     yield from arguments(r, [CALL_END, CALLS_END])

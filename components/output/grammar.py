@@ -151,7 +151,8 @@ def _schema(tool: CallableTool) -> dict[str, Any]:
     schema: dict[str, Any] = dict(tool.parameters or {"type": "object", "properties": {}})
     schema.setdefault("type", "object")
     whole = schema.keys() & {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
-    if "properties" in schema and not whole:
+    properties = schema.get("properties")
+    if isinstance(properties, dict) and not whole and properties.keys() >= set(schema.get("required", ())):
         schema["additionalProperties"] = False  # otherwise models invent parameters
     schema["title"] = tool.name  # for the error, if the compiler refuses the schema
     return {**schema, "x-guidance": JSON_STYLE if tool.strict else {**JSON_STYLE, "lenient": True}}

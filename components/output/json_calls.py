@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Final
 
+from components.output.calls import is_tool_name
 from components.output.reader import Reader, Steps
 
 ARGUMENTS: Final = ("arguments", "parameters")  # keys that models use for them
@@ -68,7 +69,7 @@ def _named(r: Reader) -> Steps[bool]:
     yield from r.literal(ARGS)
     yield from r.spaces()
     called = "".join(name).strip()
-    if not called or (yield from r.char()) != "{":
+    if not is_tool_name(called) or (yield from r.char()) != "{":
         return False
     r.begin_call(called)
     yield from arguments(r, [TOOL_CALLS])
@@ -123,7 +124,7 @@ def call_object(r: Reader, ends: Sequence[str], *, bare: bool = False) -> Steps[
             return True
         if key == "name" and name is None:
             name = yield from r.string()
-            right = name is not None and (name in r.tools if bare else name != "")
+            right = name is not None and (name in r.tools if bare else is_tool_name(name))
         elif key in ARGUMENTS:
             right = not early and (yield from r.char()) == "{" and (yield from r.value(early.append))
         else:

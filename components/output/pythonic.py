@@ -2,6 +2,7 @@
 
 import ast
 import json
+import re
 import warnings
 from collections.abc import Container
 from typing import Any, Final
@@ -10,6 +11,7 @@ from components.output.reader import Reader, Steps
 
 START, END = "<|python_start|>", "<|python_end|>"
 LONGEST: Final = 65536  # characters for Python's parser
+_SURROGATES: Final = re.compile("[\ud800-\udfff]")
 
 
 def pythonic(r: Reader) -> Steps[None]:
@@ -77,9 +79,20 @@ def _read(source: str, tools: Container[str]) -> tuple[str, str] | None:
         if not isinstance(call, ast.Call) or call.args or any(keyword.arg is None for keyword in call.keywords):
             return None
         arguments = {keyword.arg: ast.literal_eval(keyword.value) for keyword in call.keywords}
-        return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return name, as_json(arguments)
     except (ValueError, TypeError, RecursionError):
         return None
+
+
+def as_json(value: Any) -> str:
+    """Return `value` as JSON. Surrogate pairs, which models write as escapes, become characters.
+
+    Raises: ValueError, TypeError, RecursionError.
+    """
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    if not _SURROGATES.search(text):
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a pair becomes U+FFFD
 
 
 def python_value(source: str) -> Any:

@@ -5,7 +5,8 @@ from typing import Final
 
 from pydantic import JsonValue
 
-from components.output.pythonic import python_value
+from components.output.calls import is_tool_name
+from components.output.pythonic import as_json, python_value
 from components.output.reader import Reader, Schema, Steps
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
@@ -22,7 +23,7 @@ def qwen3_coder(r: Reader) -> Steps[None]:
             r.skip(len(CALL))
             yield from r.spaces()
         name = (yield from _tag(r)) if (yield from r.literal(FUNCTION)) else ""
-        if not name:
+        if not is_tool_name(name):
             r.give_back(len(begin))
             continue
         r.begin_call(name)
@@ -106,7 +107,7 @@ def _as_json(text: str) -> str:
         return constant
     for read in (json.loads, python_value):
         try:
-            return json.dumps(read(text), ensure_ascii=False, allow_nan=False)
+            return as_json(read(text))
         except (ValueError, TypeError, RecursionError):
             continue
     return json.dumps(text, ensure_ascii=False)

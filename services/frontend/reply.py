@@ -41,7 +41,7 @@ class Reply:
         self._held: list[bytes] = []
         self._held_bytes = 0
         self._end = b""  # the events that end the answer
-        self.status = 0  # that the client saw; 0 before the head
+        self.status = 0  # 0 before the head; of an error after it, for our count alone
         self.streaming = False  # events have begun: the status is out
         self.answered = False  # the last byte is out
 
@@ -106,7 +106,8 @@ class Reply:
 
     async def fail(self, status: int, body: bytes, headers: Headers, events: bytes) -> None:
         """Send a failure, or the last events of a stream after those that are held, unless these are too many."""
-        if self.answered:
+        if self.answered:  # at its beginning, in the background
+            self.status = status
             return
         try:
             async with asyncio.timeout(FAREWELL_S):

@@ -79,6 +79,7 @@ def test_to_count_tokens_takes_no_more_than_the_prompt_needs() -> None:
         ('{"a": [1, 2', {"a": [1, 2]}),
         ("nonsense", {"": "nonsense"}),
         ("[1]", {"": "[1]"}),
+        ('{"a": [1, {"b": 1e400}]}', {"": '{"a": [1, {"b": 1e400}]}'}),  # it was null
     ],
 )
 def test_the_input_of_a_tool_is_an_object_whatever_the_model_wrote(arguments: str, told: dict[str, Any]) -> None:

@@ -119,6 +119,17 @@ def test_several_calls_are_told_apart_wherever_the_text_is_cut(name: str, text: 
     assert [(tool, json.loads(arguments)) for tool, arguments in found.calls] == [("f", {}), ("g", {"a": 1})]
 
 
+@pytest.mark.parametrize("name", [*MARKED, "qwen3_coder"])
+def test_a_name_that_no_client_could_send_back_makes_no_call(name: str) -> None:
+    """Its response was stored, but could not be continued: requests with such a name are refused."""
+    for length, calls in ((256, 1), (257, 0)):
+        tool = "f" * length
+        call = ONE[name](tool, "{}") if name in ONE else f"<tool_call><function={tool}></function></tool_call>"
+        found = read_any_way(name, call)
+        assert len(found.calls) == calls
+        assert calls or found.text.strip() == call.strip()
+
+
 @pytest.mark.parametrize(("name", "text"), SEVERAL)
 def test_a_single_call_is_all_that_is_read_when_one_is_wanted(name: str, text: str) -> None:
     found = read_any_way(name, text + " more <tool_call>", single=True)
@@ -188,6 +199,7 @@ def test_arguments_arrive_before_the_call_is_whole() -> None:
         ("o", '{"a": [1, "é"]}', {"a": [1, "é"]}),
         ("o", "{'a': (1, True)}", {"a": [1, True]}),
         ("o", "{'a': {1}}", "{'a': {1}}"),
+        ("o", '["\\ud83d\\ude00", "\\ud83d"]', ["\U0001f600", "\ufffd"]),
         ("sn", "90210", "90210"),
         ("sn", "3.10", "3.10"),
         ("sn", "'x'", "'x'"),
@@ -212,6 +224,8 @@ def test_parameters_in_elements_have_the_types_of_their_schemas(parameter: str, 
         ("f(s='a\\'b)]', n=-1)", {"s": "a'b)]", "n": -1}),
         ('f(o={"a": [None, True, ("x",)]})', {"o": {"a": [None, True, ["x"]]}}),
         ("f(s='\\d')", {"s": "\\d"}),
+        ("f(s='hi \\ud83d\\ude00')", {"s": "hi \U0001f600"}),
+        ("f(s='\\ud83d \\ude00', t='\\ud83dé')", {"s": "\ufffd \ufffd", "t": "\ufffdé"}),
     ],
 )
 def test_calls_in_python_become_json(source: str, arguments: Any) -> None:

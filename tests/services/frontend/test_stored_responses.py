@@ -195,6 +195,9 @@ async def test_one_in_the_background_whose_worker_is_lost_has_failed(here: Any, 
     made = await here.responses.create(**HELLO, background=True)
     found = await until_over(here, made.id)
     assert (found.status, found.error.code) == ("failed", "server_error")
+    async with httpx.AsyncClient(base_url=str(here.base_url).removesuffix("v1/"), timeout=PATIENCE_S) as http:
+        counted = (await http.get("/metrics")).text
+    assert 'route="/v1/responses",status="502"} 1.0' in counted, "it was counted as a success"
     assert "lost" in found.error.message
     assert "10.0.0.7" not in found.to_json()
 

@@ -77,6 +77,7 @@ async def url(mesh: FakeMesh, text: TextModel, settings: FrontendSettings, check
         ({"guided_json": SCHEMA}, OF_SCHEMA),
         ({"guided_regex": r"\d+"}, Constraint(kind="regex", text=r"\d+")),
         ({"guided_choice": ["yes", "nö\n"]}, YES_NO),
+        ({"guided_choice": ["a\x7fb"]}, Constraint(kind="lark", text='start: CHOICE\nCHOICE: "a\\u007fb"')),
         ({"guided_grammar": LARK}, Constraint(kind="lark", text=LARK)),
         ({"response_format": {"type": "text"}, "guided_regex": "a"}, Constraint(kind="regex", text="a")),
     ],

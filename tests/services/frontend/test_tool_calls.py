@@ -347,6 +347,19 @@ async def test_what_cannot_be_kept_is_refused_by_name(
     assert not mesh.prompts
 
 
+@pytest.mark.parametrize("fields", [{"tool_choice": "required"}, {"response_format": SHAPE}])
+async def test_a_tool_may_require_what_its_properties_do_not_describe(
+    checker: ConstraintChecker, fields: dict[str, Any]
+) -> None:
+    """We closed such a schema to further properties, and then refused it as unsatisfiable."""
+    parameters = {"type": "object", "properties": {"unit": {"type": "string"}}, "required": ["city"]}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": parameters}}]
+    mesh = FakeMesh(model())
+    async with served(mesh, checker) as client:
+        await ask(client, stream=False, tools=tools, **fields)
+    assert mesh.prompts[0].sampling.constraint is not None
+
+
 async def test_a_required_tool_whose_schema_cannot_be_kept_is_named(checker: ConstraintChecker) -> None:
     """The refusal named neither the tool nor the property."""
     odd = {"type": "object", "properties": {"at": {"type": "string", "pattern": "(?=x)"}}}
