@@ -183,6 +183,7 @@ def _engine(  # noqa: PLR0917
 ) -> EngineCore:
     on_cpu = loaded.device.type == "cpu"
     storage = pool.storage
+    drafts = config.speculative_tokens > 0 and loaded.pooling is None
     if pool.window:
         log.info("pages before the sliding window of all layers are released", extra={"window": pool.window})
     return EngineCore(
@@ -196,5 +197,5 @@ def _engine(  # noqa: PLR0917
         pooling=loaded.pooling,
         pack_tokens=CPU_PACK_TOKENS if on_cpu else PACK_TOKENS,
         window=pool.window,
-        make_drafter=partial(PromptLookup, most=config.speculative_tokens) if config.speculative_tokens else None,
+        make_drafter=partial(PromptLookup, most=config.speculative_tokens) if drafts else None,
     )

@@ -1,7 +1,9 @@
 """The engine's settings, nested in a service's as `MESH_DECODE_ENGINE__PAGE_SIZE`."""
 
-from dataclasses import field
+from dataclasses import field, fields
+from math import isfinite
 from pathlib import Path
+from threading import TIMEOUT_MAX
 from typing import Annotated, Final, Literal
 
 from pydantic import ConfigDict, Field
@@ -177,6 +179,10 @@ class EngineConfig:
     ] = 300.0
 
     def __post_init__(self) -> None:
+        for setting in fields(self):
+            number = getattr(self, setting.name)
+            if isinstance(number, float) and not isfinite(number):
+                raise ValueError(f"{setting.name} is {number}; it must be a finite number")
         if self.page_size not in PAGE_SIZES:
             raise ValueError(f"page_size is {self.page_size}; it must be one of {', '.join(map(str, PAGE_SIZES))}")
         for name in (
@@ -206,6 +212,8 @@ class EngineConfig:
             raise ValueError(
                 "speculative_tokens needs pipeline=auto or off: a guess follows a token that must be known"
             )
+        if self.compile_timeout_s > TIMEOUT_MAX:
+            raise ValueError(f"compile_timeout_s is {self.compile_timeout_s}; it must be at most {TIMEOUT_MAX}")
         running = self.max_running or 1
         if self.max_step_tokens and self.max_step_tokens < running + LEAST_PROMPT:
             raise ValueError(

@@ -49,6 +49,9 @@ class TokenMask(Protocol):
     def accept(self, token_id: int) -> None:
         """Record a drawn token; the first may come from another process."""
 
+    def allows(self, token_ids: Sequence[int]) -> int:
+        """Return how many of `token_ids` may follow, one after the other. It changes nothing."""
+
     def fork(self) -> "TokenMask": ...
 
     @property

@@ -1,5 +1,6 @@
 """The tokens that a constraint allows next, for one branch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
@@ -45,6 +46,9 @@ class GrammarMask:
         self._wear.num_tokens += 1
         if not self._matcher.consume_token(token_id):
             self._wear.has_failed = True
+
+    def allows(self, token_ids: Sequence[int]) -> int:
+        return self._matcher.validate_tokens(list(token_ids))
 
     def fork(self) -> Self:
         return type(self)(self._matcher.deep_copy(), self._num_words, self._wear)

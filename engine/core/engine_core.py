@@ -88,7 +88,8 @@ class EngineCore:
             kv_events=config.kv_events,
         )
         size = config.step_size(region.device)
-        draft_rows = CPU_DRAFT_ROWS if runner.takes_cpu else GPU_DRAFT_ROWS
+        # the memory of max_running draws was measured on a GPU; few more make no difference
+        draft_rows = CPU_DRAFT_ROWS if runner.takes_cpu else min(GPU_DRAFT_ROWS, max(CPU_DRAFT_ROWS, size.requests))
         self._scheduler = Scheduler(
             self._memory, size.requests, size.tokens, config.pack_tokens or pack_tokens, draft_rows
         )

@@ -1,6 +1,5 @@
 """Build the mock engine for `mock` or `mock:<model>`."""
 
-import json
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from engine.kv.count import count_pages
 from engine.mock.marked_pages import MARKS, MarkedPages
 from engine.mock.mock_runner import MockRunner
 from engine.model.mock_model import LETTERS, MOCK
-from engine.model.model_files import CONFIG_FILE
+from engine.model.model_files import CONFIG_FILE, read_json, read_size
 from engine.model.pooling import read_pooling
 from engine.model.progress import Progress, silent
 from engine.model.resolve import model_dir, served_name
@@ -32,21 +31,23 @@ def build_engine(
     Raises: ModelUnavailable, UnsupportedModel, RankLost.
     """
     directory = model_dir(model, state_dir, progress)
-    described = json.loads((directory / CONFIG_FILE).read_text())
+    described = read_json(directory / CONFIG_FILE)
     pooling = read_pooling(served_name(model), directory, matryoshka=config.matryoshka)
     described = described.get("text_config", described)  # of a multimodal model
-    layout = _layout(described, served_name(model), config)
+    layout = _layout(directory / CONFIG_FILE, described, served_name(model), config)
     num_pages = count_pages(config, layout)
     pages = MarkedPages(layout, num_pages, shared=config.tensor_parallel > 1 and bool(follower))
     processes, region = None, pages.region()
     if pages.descriptor is not None:
         processes = RankProcesses(model, config, state_dir, follower, memory=pages.descriptor)
         region = pages.region(_pools(processes))
-    vocab_size = int(described["vocab_size"])
+    vocab_size = read_size(directory / CONFIG_FILE, described, "vocab_size")
     eos_token_ids = end_tokens(described.get("eos_token_id"), vocab_size)
     alphabet = LETTERS if model == MOCK else [i for i in range(vocab_size) if i not in eos_token_ids]
     pool_tokens = num_pages * config.page_size
-    positions = int(described.get("max_position_embeddings", pool_tokens))
+    positions = pool_tokens
+    if any(described.get(key) is not None for key in ("max_position_embeddings", "n_positions")):
+        positions = read_size(directory / CONFIG_FILE, described, "max_position_embeddings")
     if pooling is not None and pooling.max_tokens is not None:
         positions = min(positions, pooling.max_tokens)
     return EngineCore(
@@ -85,16 +86,16 @@ def _pools(processes: RankProcesses) -> list[RankMemory]:
         raise
 
 
-def _layout(described: dict[str, Any], name: str, config: EngineConfig) -> KvLayout:
-    heads = int(described["num_attention_heads"])
+def _layout(file: Path, described: dict[str, Any], name: str, config: EngineConfig) -> KvLayout:
+    heads = read_size(file, described, "num_attention_heads")
     mock = config.mock
     whole = KvLayout(
         model=f"{name}, marks {MARKS}",  # not the model's own name: its KV is not compatible
         dtype="bfloat16" if config.dtype == "auto" else config.dtype,
         page_size=config.page_size,
-        layers=mock.layers or int(described["num_hidden_layers"]),
+        layers=mock.layers or read_size(file, described, "num_hidden_layers"),
         kv_heads=mock.kv_heads or int(described.get("num_key_value_heads") or heads),
-        head_dim=mock.head_dim or int(described.get("head_dim") or described["hidden_size"] // heads),
+        head_dim=mock.head_dim or int(described.get("head_dim") or read_size(file, described, "hidden_size") // heads),
     )
     size = config.tensor_parallel
     # a made-up number of KV heads has as many query heads as are wanted

@@ -40,4 +40,4 @@ def _tokenizer_end(directory: Path) -> list[int]:
         return []
     end = read_json(settings).get("eos_token")
     text = end.get("content") if isinstance(end, dict) else end
-    return [added["id"] for added in read_json(tokens).get("added_tokens") or () if added["content"] == text]
+    return [added["id"] for added in read_json(tokens).get("added_tokens") or () if added.get("content") == text]

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 
 from engine.errors import ModelUnavailable
@@ -31,7 +31,7 @@ def fetch(model: str, progress: Progress) -> Path:
 
     try:
         return Path(snapshot_download(model, allow_patterns=FILES, tqdm_class=Bar))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as exc:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as exc:
         raise ModelUnavailable(f"{model} could not be fetched from the hub: {_cause(exc)}") from exc
 
 
@@ -39,6 +39,8 @@ def _cause(exc: Exception) -> str:
     """What is wrong and what to do, in one line: a supervisor shows the last line of a message."""
     if isinstance(exc, LocalEntryNotFoundError):
         return "no connection, or no such model. Check both, or give a local directory"
+    if isinstance(exc, HFValidationError):
+        return "no hub id has this form. Check the name, or give a local directory"
     if isinstance(exc, RepositoryNotFoundError):
         return "no such model, or one that asks for a login. Check the name, or set HF_TOKEN"
     return f"{' '.join(str(exc).split()) or type(exc).__name__}. Check the connection, or give a local directory"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
@@ -97,11 +98,13 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
         head_dim=getattr(text, "head_dim", None) or text.hidden_size // heads,
     )
     shard = of_shard(layout, rank, size)
-    skeleton = None if size == 1 else _skeleton(auto, model_config)
+    with _built(name, directory):
+        skeleton = None if size == 1 else _skeleton(auto, model_config)
     cuts = NO_CUTS if skeleton is None else plan_cuts(name, skeleton, shard, heads)
     if random:
         progress("Making random weights", 0, 1)
-        module = _random_model(auto, model_config, TORCH_DTYPES[dtype], device)
+        with _built(name, directory):
+            module = _random_model(auto, model_config, TORCH_DTYPES[dtype], device)
         cut_weights(module, cuts, rank)
         progress("Making random weights", 1, 1)
     else:
@@ -137,6 +140,18 @@ def _read_config(directory: Path) -> Any:
         raise ModelUnavailable(f"the configuration in {directory} cannot be read: {cause}") from exc
 
 
+@contextmanager
+def _built(name: str, directory: Path) -> Iterator[None]:
+    """Report what transformers cannot build. Raises: ModelUnavailable."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, ZeroDivisionError) as exc:
+        raise ModelUnavailable(
+            f"transformers {transformers.__version__} cannot build {name} from the files in {directory} "
+            f"({type(exc).__name__}: {exc}). Check them, or install the version of transformers that the model needs"
+        ) from exc
+
+
 def _skeleton(auto: Any, model_config: Any) -> Any:
     """The whole model without memory."""
     with torch.device("meta"):
@@ -155,7 +170,7 @@ def _trained_model(
         raise ModelUnavailable(f"{directory} has no *.safetensors; for random weights use load_format=dummy")
     check_stored(name, [path for path in _weight_files(directory) if path.is_file()])
     try:
-        with _reported_bars("Loading weights", progress):
+        with _reported_bars("Loading weights", progress), _built(name, directory):
             module, report = read()
     except (OSError, SafetensorError) as exc:
         raise ModelUnavailable(f"the weights in {directory} cannot be read: {exc}") from exc

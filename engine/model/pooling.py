@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, Final, Literal
 
 from components.wire.embed import EmbeddingModel
-from engine.errors import UnsupportedModel
-from engine.model.model_files import CONFIG_FILE, read_json
+from engine.errors import ModelUnavailable, UnsupportedModel
+from engine.model.model_files import CONFIG_FILE, read_json, read_size
 
 MODULES_FILE: Final = "modules.json"
 LIMIT_FILE: Final = "sentence_bert_config.json"
@@ -50,24 +50,32 @@ def read_pooling(name: str, directory: Path, *, matryoshka: bool = False) -> Poo
     config = read_json(directory / CONFIG_FILE)
     modules = directory / MODULES_FILE
     if modules.is_file():
-        mode, normalised = _of_modules(name, directory, read_json(modules))
+        mode, normalised = _of_modules(name, directory, read_json(modules, list))
     elif any(HEADLESS.fullmatch(str(architecture)) for architecture in config.get("architectures") or ()):
         mode, normalised = "last", True
     else:
         return None
-    limit = read_json(directory / LIMIT_FILE).get("max_seq_length") if (directory / LIMIT_FILE).is_file() else None
+    file = directory / CONFIG_FILE
     sizes = config.get("matryoshka_dimensions") or []
-    text = config.get("text_config", config)
+    if not isinstance(sizes, list) or not all(isinstance(size, int) for size in sizes):
+        raise ModelUnavailable(f"{file}: matryoshka_dimensions is {sizes!r}; it must be a list of integers")
     about = EmbeddingModel(
-        dimensions=int(text["hidden_size"]),
+        dimensions=read_size(file, config.get("text_config", config), "hidden_size"),
         normalised=normalised,
         matryoshka=bool(matryoshka or sizes or config.get("is_matryoshka")),
-        matryoshka_dimensions=[int(size) for size in sizes],
+        matryoshka_dimensions=sizes,
     )
-    return Pooling(mode, about, limit)
+    return Pooling(mode, about, _max_tokens(directory / LIMIT_FILE))
 
 
-def _of_modules(name: str, directory: Path, modules: list[dict[str, Any]]) -> tuple[PoolingMode, bool]:
+def _max_tokens(path: Path) -> int | None:
+    limits = read_json(path) if path.is_file() else {}
+    return None if limits.get("max_seq_length") is None else read_size(path, limits, "max_seq_length")
+
+
+def _of_modules(name: str, directory: Path, modules: list[Any]) -> tuple[PoolingMode, bool]:
+    if not all(isinstance(module, dict) and {"type", "path"} <= module.keys() for module in modules):
+        raise ModelUnavailable(f"{directory / MODULES_FILE}: each module must have a type and a path")
     kinds = [str(module["type"]).rpartition(".")[2] for module in modules]
     if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
         raise UnsupportedModel(

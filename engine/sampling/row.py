@@ -55,6 +55,8 @@ class Row:
         """Return the row of the draw after each draft, up to the first one that the mask forbids."""
         rows: list[Row] = []
         mask = self.mask
+        if mask is not None:
+            drafts = drafts[: mask.allows(drafts)]
         for count, draft in enumerate(drafts, 1):
             if mask is not None:
                 mask = mask.fork()

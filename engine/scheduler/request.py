@@ -213,7 +213,8 @@ class RequestMemory:
         left -= sum(self._most_held(other, self._first_at_start(other)) for other in before)
         if left >= len(others) * self._most_promised:  # the common case
             return True
-        more = (self._most_held(other, other.first_page) + other.first_page - len(other.pages) for other in others)
+        # one that drafts gave a page beyond its reserve needs none, and gives none back
+        more = (max(0, self._most_held(r, r.first_page) + r.first_page - len(r.pages)) for r in others)
         return left >= sum(more)
 
     def admit(self, request: Request) -> None:

@@ -54,7 +54,7 @@ class Scheduler:
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
         self._pack_tokens = pack_tokens
-        self._draft_rows = min(draft_rows, max_running, max_step_tokens)
+        self._draft_rows = min(draft_rows, max_step_tokens)
         self._made_room = False  # the latest plan preempted a request
         self._decodes_wait = False
 

@@ -1,5 +1,6 @@
 """n > 1: branches of one prompt, their pages and their ends."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,9 @@ def test_each_branch_has_a_mask_of_its_own(tiny: LoadedModel) -> None:
         def accept(self, token_id: int) -> None:
             assert token_id == self.last - 1
             self.last = token_id
+
+        def allows(self, token_ids: Sequence[int]) -> int:
+            raise AssertionError("nothing is guessed here")
 
         def fork(self) -> "Countdown":
             return Countdown(self.last)

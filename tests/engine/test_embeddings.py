@@ -1,5 +1,6 @@
 """Models that make embeddings: transformers' own vectors, whatever shares the step, wherever chunks and pages begin."""
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from components.errors import PromptTooLong, Rejected
 from components.wire.sampling import SamplingParams
 from engine.core.engine_core import EngineCore
-from engine.errors import UnsupportedModel
+from engine.errors import ModelUnavailable, UnsupportedModel
 from engine.model.load import LoadedModel
 from engine.model.pooling import read_pooling
 from engine.ports import EngineRequest, Phase
@@ -149,6 +150,22 @@ def test_a_directory_of_newer_files_with_limits(tmp_path: Path) -> None:
     assert (pooling.mode, pooling.max_tokens) == ("last", 40)
     assert (pooling.about.matryoshka, pooling.about.matryoshka_dimensions) == (True, [16, 32])
     assert make_engine(load_tiny(tmp_path)).max_context == 40
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [
+        ("modules.json", '[{"idx": 0}]'),
+        ("modules.json", '{"type": "Transformer"}'),
+        ("1_Pooling/config.json", "[]"),
+        ("sentence_bert_config.json", '{"max_seq_length": "long"}'),
+    ],
+)
+def test_files_that_describe_no_pooling_are_named(tmp_path: Path, file: str, content: str) -> None:
+    save_embedding_model(tmp_path)
+    (tmp_path / file).write_text(content)
+    with pytest.raises(ModelUnavailable, match=re.escape(str(tmp_path / file))):
+        load_tiny(tmp_path)
 
 
 def test_what_is_not_computed_is_refused_by_name(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """NaN or infinite logits fail the request that they are of, and nothing else in its batch."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,9 @@ class Even:
 
     def accept(self, token_id: int) -> None:
         assert token_id % 2 == 0
+
+    def allows(self, token_ids: Sequence[int]) -> int:
+        return len(token_ids)
 
     def fork(self) -> "Even":
         return Even()

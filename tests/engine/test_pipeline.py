@@ -490,6 +490,9 @@ class AllowsAll:
     def accept(self, token_id: int) -> None:
         pass
 
+    def allows(self, token_ids: Sequence[int]) -> int:
+        return len(token_ids)
+
     def fork(self) -> "AllowsAll":
         return self
 

@@ -1,6 +1,5 @@
 """Speculative decoding changes no token: drafts that are right save steps, wrong ones cost nothing but their computation."""
 
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +13,7 @@ from engine.core.engine_core import CPU_DRAFT_ROWS, EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, Phase
 from engine.scheduler.request import Chunk
+from tests.engine.oracle import Oracle, guided, texts_of
 from tests.engine.sampling.test_in_engine import VARIED, Cycle
 from tests.engine.test_engine_stateful import MAX_CONTEXT, PROMPTS, SAMPLINGS, run_machine
 from tests.engine.tiny_engine import (
@@ -30,44 +30,16 @@ from tests.engine.tiny_engine import (
     write_page,
 )
 
-Texts = Sequence[Sequence[int]]
-
-
-class Oracle:
-    """Knows how texts go on, and lies about one token in `lies` (0: never)."""
-
-    def __init__(self, texts: Texts, tokens: Sequence[int], lies: int) -> None:
-        self.texts = texts
-        self.tokens = tokens
-        self.lies = lies
-        self.draw = random.Random(len(tokens))
-
-    def drafts(self, most: int) -> list[int]:
-        here = len(self.tokens)
-        known = next((text for text in self.texts if list(text[:here]) == list(self.tokens)), self.tokens)
-        drafts = list(known[here : here + max(most, 0)])
-        return [(token + 1) % VOCAB if self.lies and self.draw.randrange(self.lies) == 0 else token for token in drafts]
-
-    def verified(self, drafted: int, accepted: int) -> None:
-        assert 0 <= accepted <= drafted
-
 
 class Strict(Cycle):
-    """Reports a token that it did not allow."""
+    """Wears out if it has to accept what it did not allow, as a compiled grammar does."""
 
     def accept(self, token_id: int) -> None:
-        if token_id != self.tokens[len(self.accepted) % len(self.tokens)]:
-            self.fault = f"{token_id} is not allowed"
+        assert token_id == self.tokens[len(self.accepted) % len(self.tokens)]
         super().accept(token_id)
 
     def fork(self) -> "Strict":
         return Strict(self.tokens, self.accepted)
-
-
-def guided(engine: EngineCore, texts: Texts, lies: int = 0) -> EngineCore:
-    engine._make_drafter = lambda tokens: Oracle(texts, tokens, lies)
-    engine._pipelined = False
-    return engine
 
 
 def chunks_of(engine: EngineCore) -> list[Sequence[Chunk]]:
@@ -81,12 +53,6 @@ def chunks_of(engine: EngineCore) -> list[Sequence[Chunk]]:
 
     engine._runner.launch = watched  # type: ignore[method-assign]
     return launched
-
-
-def texts_of(seen: Seen, prompts: dict[str, list[int]]) -> list[list[int]]:
-    """Prompts and answers, also those of further branches."""
-    texts = [prompts[name] + tokens for name, tokens in seen.tokens.items()]
-    return texts + [prompts[name] + tokens for (name, _), tokens in seen.branches.items()]
 
 
 def asked(sampling: SamplingParams, count: int = 3, **changes: Any) -> list[EngineRequest]:
@@ -193,6 +159,29 @@ def test_drafts_take_no_page_that_a_decode_needs(tiny: LoadedModel) -> None:
     assert [len(chunk.drafts) for chunk in steps[1]] == [5, 0], "up to the end of the page"
 
 
+def test_a_prompt_is_not_admitted_for_a_page_that_drafts_took(tiny: LoadedModel) -> None:
+    """The request with wrong drafts had a page more than its reserve: that counted as a page to come."""
+    first = EngineRequest("drafts", prompt(13), greedy(40, ignore_eos=True))
+    plain = run(make_engine(tiny), [first]).tokens["drafts"]
+    engine = guided(make_engine(tiny, num_pages=6, reserve_tokens=0), [prompt(13) + plain], lies=1)
+    engine.submit(first)
+    engine.step()
+    engine.step()
+    engine.submit(EngineRequest("prompt", prompt(80, start=1), greedy(2, ignore_eos=True)))
+    seen = run_until_idle(engine)
+    assert plain[-len(seen.tokens["drafts"]) :] == seen.tokens["drafts"]
+
+
+@pytest.mark.parametrize("max_running", [1, 2])
+def test_a_small_batch_has_as_many_drafts(tiny: LoadedModel, max_running: int) -> None:
+    (request,) = asked(greedy(40, ignore_eos=True), 1)
+    plain = run(make_engine(tiny), [request]).tokens["r0"]
+    engine = guided(make_engine(tiny, max_running=max_running), [prompt(20) + plain])
+    steps = chunks_of(engine)
+    assert run(engine, [request]).tokens["r0"] == plain
+    assert max(chunk.length for chunks in steps for chunk in chunks if chunk.drafts) == CPU_DRAFT_ROWS
+
+
 @pytest.mark.parametrize("phase", [Phase.FULL, Phase.PREFILL])
 def test_a_prompt_of_one_token_is_no_decode(tiny: LoadedModel, phase: Phase) -> None:
     sampling = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True, n=3)
@@ -275,7 +264,10 @@ def test_a_text_that_repeats_itself_is_guessed_from_its_own_tokens(tiny: LoadedM
 
 
 @pytest.mark.timeout(300)
-def test_pages_add_up_and_tokens_are_right_whatever_happens_while_drafts_are_checked(tiny: LoadedModel) -> None:
+@pytest.mark.parametrize(("reserve_tokens", "lies"), [(8, 5), (0, 1)])
+def test_pages_add_up_and_tokens_are_right_whatever_happens_while_drafts_are_checked(
+    tiny: LoadedModel, reserve_tokens: int, lies: int
+) -> None:
     prompts = {
         f"{which}.{how}": EngineRequest(f"{which}.{how}", PROMPTS[which], SAMPLINGS[how])
         for which in range(len(PROMPTS))
@@ -286,6 +278,7 @@ def test_pages_add_up_and_tokens_are_right_whatever_happens_while_drafts_are_che
 
     def make(page_size: int, **changes: object) -> EngineCore:
         sized = replace(tiny, layout=structs.replace(tiny.layout, page_size=page_size))
-        return guided(make_engine(sized, page_size=page_size, **changes), texts, lies=5)
+        settings = {**changes, "page_size": page_size, "reserve_tokens": reserve_tokens}
+        return guided(make_engine(sized, **settings), texts, lies)
 
     run_machine(make, 12)

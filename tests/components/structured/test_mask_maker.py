@@ -144,6 +144,17 @@ async def test_a_compilation_that_texts_have_filled_up_serves_nobody_else(
     assert after.fault is None
 
 
+async def test_a_question_what_may_follow_wears_nothing_out(maker: MaskMaker) -> None:
+    """Speculative decoding asks about tokens of which some are forbidden."""
+    constraint = Constraint(kind="regex", text="abc")
+    mask = await maker.mask_of(constraint, [])
+    assert [mask.allows(list(text)) for text in (b"", b"abc", b"abx", b"x", b"abcd")] == [0, 3, 2, 0, 3]
+    mask.accept(ord("a"))
+    assert (mask.allows(list(b"bcd")), mask.fault, mask.is_complete) == (2, None, False)
+    again = await maker.mask_of(constraint, [])
+    assert again._wear is mask._wear, "it was compiled again"
+
+
 async def test_a_constraint_is_compiled_anew_after_so_many_tokens(
     maker: MaskMaker, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
 ) -> None:

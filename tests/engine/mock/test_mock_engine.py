@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from components.errors import UnknownModel
 from components.wire.sampling import SamplingParams, branch_seed
 from engine.core.engine_core import EngineCore
+from engine.errors import ModelUnavailable
 from engine.mock.marked_pages import MARKS
 from engine.model.mock_model import SPECIAL
 from engine.model.resolve import model_dir, served_name
@@ -197,6 +198,20 @@ def test_a_step_takes_as_long_as_the_cost_model_says(tmp_path: Path, pipeline: s
     assert time.perf_counter() - started >= 5 * 0.02
     if pipeline == "off":
         assert all(stats.step_s >= 0.02 for stats in seen.steps)
+
+
+def test_a_mock_of_gpt2_reads_its_names_and_a_size_that_is_missing_is_named(tmp_path: Path) -> None:
+    config = {"n_layer": 5, "n_head": 8, "n_embd": 256, "vocab_size": 1000, "n_positions": 300}
+    path, shape = tmp_path / "config.json", {"layers": None, "kv_heads": None, "head_dim": None}
+    path.write_text(json.dumps(config))
+    engine = make_mock(tmp_path, shape, model=f"mock:{tmp_path}")
+    layout = engine.kv_region.layout
+    assert (layout.layers, layout.kv_heads, layout.head_dim, engine.max_context) == (5, 8, 32, 300)
+    path.write_text(json.dumps({**config, "n_positions": None}))
+    assert make_mock(tmp_path, shape, model=f"mock:{tmp_path}").max_context > 300, "as many as the pages hold"
+    path.write_text(json.dumps({**config, "n_head": 0}))
+    with pytest.raises(ModelUnavailable, match="num_attention_heads is 0; it must be a positive integer"):
+        make_mock(tmp_path, shape, model=f"mock:{tmp_path}")
 
 
 def test_a_mock_of_a_model_has_its_shape(tmp_path: Path) -> None:

@@ -346,6 +346,40 @@ def test_a_configuration_that_cannot_be_read_is_named(tmp_path: Path) -> None:
         load(tmp_path)
 
 
+def change_json(path: Path, **changes: object) -> None:
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "changes", [{"hidden_act": "newer"}, {"num_key_value_heads": 0}, {"head_dim": "wide"}], ids=str
+)
+def test_what_transformers_cannot_build_is_one_line(tmp_path: Path, changes: dict[str, object], ranks: int) -> None:
+    """The worker died of a traceback, and was started again."""
+    change_json(save_tiny(tmp_path) / "config.json", **changes)
+    with pytest.raises(ModelUnavailable) as caught:
+        load_tiny(tmp_path, tensor_parallel=ranks)
+    assert str(tmp_path) in caught.value.message
+    assert "\n" not in caught.value.message
+
+
+def test_weights_behind_a_dangling_link_are_named(tmp_path: Path) -> None:
+    file = save_tiny(tmp_path) / "model.safetensors"
+    file.unlink()
+    file.symlink_to(tmp_path / "blobs" / "gone")
+    with pytest.raises(ModelUnavailable, match=r"model\.safetensors cannot be read"):
+        load_tiny(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["generation_config.json", "tokenizer_config.json"])
+def test_a_file_with_another_kind_of_json_is_named(tmp_path: Path, name: str) -> None:
+    directory = save_tiny(tmp_path)
+    (directory / "tokenizer.json").write_text('{"added_tokens": [{"id": 3}]}')
+    (directory / name).write_text("[1]")
+    with pytest.raises(ModelUnavailable, match=rf"{name} is no JSON of a model|cannot build .* from the files in"):
+        load_tiny(tmp_path)
+
+
 if __name__ == "__main__":
     sys.stdout.write("\n".join(weights_digest(load(Path(path))) for path in sys.argv[1:]))
 

@@ -12,6 +12,7 @@ from engine.core.engine_core import EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase
 from tests.engine.lora.lora_files import save_adapter
+from tests.engine.oracle import guided, texts_of
 from tests.engine.parallel.led import Led, led
 from tests.engine.sampling.test_in_engine import Cycle
 from tests.engine.test_engine_stateful import run_machine
@@ -84,6 +85,15 @@ def test_ids_are_those_of_one_rank(two: Led, wanted: Seen, pool: dict[str, int],
         ours, theirs = getattr(seen, name)["told"], getattr(wanted, name)["told"]
         assert [t.logprob for t in ours] == pytest.approx([t.logprob for t in theirs], abs=1e-4)
         assert [[i for i, _ in t.top] for t in ours] == [[i for i, _ in t.top] for t in theirs]
+
+
+def test_ids_are_those_of_one_rank_while_drafts_are_checked(two: Led, wanted: Seen) -> None:
+    prompts = {request.request_id: request.token_ids for request in requests()}
+    engine = guided(two.make(num_pages=200, pipeline="off"), texts_of(wanted, prompts), lies=4)
+    seen = run(engine, requests())
+    assert seen.tokens == wanted.tokens
+    assert seen.branches == wanted.branches
+    assert 0 < seen.steps[-1].accepted_tokens < seen.steps[-1].drafted_tokens
 
 
 def test_a_prefix_is_cached_on_both_ranks(one: LoadedModel, two: Led) -> None:

@@ -1,6 +1,7 @@
 """The kernel under Triton's interpreter: it draws what the CPU's sampler draws. No GPU has a part in this."""
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,9 @@ class Bits:
 
     def accept(self, token_id: int) -> None:
         pass
+
+    def allows(self, token_ids: Sequence[int]) -> int:
+        return len(token_ids)
 
     def fork(self) -> "Bits":
         return self

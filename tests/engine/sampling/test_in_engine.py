@@ -1,7 +1,8 @@
 """Sampling inside whole engines: the batch, preemption, moves, and the phases of a request change nothing."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,11 @@ class Cycle:
 
     def accept(self, token_id: int) -> None:
         self.accepted.append(token_id)
+
+    def allows(self, token_ids: Sequence[int]) -> int:
+        done = len(self.accepted)
+        right = (token == self.tokens[(done + i) % len(self.tokens)] for i, token in enumerate(token_ids))
+        return sum(1 for _ in takewhile(bool, right))
 
     def fork(self) -> "Cycle":
         return Cycle(self.tokens, self.accepted)

@@ -1,0 +1,40 @@
+"""Drafts from answers that are known before."""
+
+import random
+from collections.abc import Mapping, Sequence
+
+from engine.core.engine_core import EngineCore
+from tests.engine.tiny_engine import VOCAB, Seen
+
+Texts = Sequence[Sequence[int]]
+
+
+class Oracle:
+    """Knows how texts go on, and lies about one token in `lies` (0: never)."""
+
+    def __init__(self, texts: Texts, tokens: Sequence[int], lies: int) -> None:
+        self.texts = texts
+        self.tokens = tokens
+        self.lies = lies
+        self.draw = random.Random(len(tokens))
+
+    def drafts(self, most: int) -> list[int]:
+        here = len(self.tokens)
+        known = next((text for text in self.texts if list(text[:here]) == list(self.tokens)), self.tokens)
+        drafts = list(known[here : here + max(most, 0)])
+        return [(token + 1) % VOCAB if self.lies and self.draw.randrange(self.lies) == 0 else token for token in drafts]
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        assert 0 <= accepted <= drafted
+
+
+def guided(engine: EngineCore, texts: Texts, lies: int = 0) -> EngineCore:
+    engine._make_drafter = lambda tokens: Oracle(texts, tokens, lies)
+    engine._pipelined = False
+    return engine
+
+
+def texts_of(seen: Seen, prompts: Mapping[str, Sequence[int]]) -> list[list[int]]:
+    """Prompts and answers, also those of further branches."""
+    texts = [[*prompts[name], *tokens] for name, tokens in seen.tokens.items()]
+    return texts + [[*prompts[name], *tokens] for (name, _), tokens in seen.branches.items()]
