@@ -38,6 +38,7 @@ class ProcessControl:
         self._figures = figures
         self._why_no_drain = why_no_drain
         self._stop = asyncio.Event()
+        self._is_leaving = False
         self._service: Drains | None = None
         self._limit: Limit | None = None
         self._beat: Callable[[], None] = lambda: None
@@ -49,6 +50,10 @@ class ProcessControl:
 
     async def stopped(self) -> None:
         await self._stop.wait()
+
+    def leave(self) -> None:
+        """The process ends when its requests are over: an operator can no longer undo that."""
+        self._is_leaving = True
 
     def endpoint(self) -> Endpoint:
         return Endpoint("control", Control, self.control, immediate=True)
@@ -62,6 +67,8 @@ class ProcessControl:
         service = self._service
         if wanted.work in ("drain", "go-on") and service is None:
             raise Rejected(f"this {self._figures.role} does not drain: {self._why_no_drain}", param="work")
+        if wanted.work == "go-on" and (self._is_leaving or self._stop.is_set()):
+            raise Rejected(f"this {self._figures.role} is ending: that cannot be undone", param="work")
         if wanted.log_level is not None:
             _set_level(logger, wanted.log_level)
         if rate is not None:

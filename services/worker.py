@@ -182,7 +182,8 @@ class Worker:
             settle()
             log_ready(instance=self.instance_id, model=model, metrics=self.page)
             await first(stopped(), control.stopped(), raises(engine.failed()))
-            await drain(service, drain_timeout_s, heart.at_once)
+            control.leave()
+            await first(drain(service, drain_timeout_s, heart.at_once), raises(engine.failed()))
 
     def _endpoints(self, service: WorkerService) -> Sequence[Endpoint]:
         own = [present_endpoint(self.registration), status_endpoint(self.figures)]

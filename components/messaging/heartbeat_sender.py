@@ -32,14 +32,16 @@ def heartbeat_of(
     prompts: PromptLoad,
     *,
     draining: bool,
+    is_stepping: bool = False,
     accepted: int = 0,
     num_requests: int = 0,
 ) -> Heartbeat:
+    """`load` is of the latest step. `is_stepping`: another one has begun, so a hang in it must count."""
     return Heartbeat(
         instance_id=instance_id,
         epoch=epoch,
         step=load.step,
-        busy=load.num_running + load.num_waiting > 0,
+        busy=is_stepping or load.num_running + load.num_waiting > 0,
         draining=draining,
         num_running=load.num_running,
         num_waiting=load.num_waiting,

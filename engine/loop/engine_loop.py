@@ -51,6 +51,7 @@ class EngineLoop(ABC):
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self.stats = StepStats()  # of the latest step
+        self.is_stepping = False  # a step has begun and not ended; `stats` may show an idle engine meanwhile
         self._build = build
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[BaseException | None] = self._loop.create_future()

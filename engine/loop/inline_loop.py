@@ -92,11 +92,13 @@ class InlineLoop(EngineLoop):
                 self._later(wait_s)
                 return None
             self._step = self.engine.stepping()
+            self.is_stepping = True
         result = next(self._step)
         if isinstance(result, Pause):
             self._later(result.wait_s)
             return result
         self._step = None
+        self.is_stepping = False
         if self._stopping:
             self._end(None)
         elif self.engine.has_work():

@@ -127,12 +127,14 @@ class ThreadedLoop(EngineLoop):
                 raise self._broken
             if wait_s := engine.wait_s():
                 continue  # calls are answered meanwhile
+            self.is_stepping = True
             for output in engine.stepping():
                 if isinstance(output, Pause):
                     self._pause(engine, output)
                 else:
                     self._num_waiting = output.stats.num_waiting
                     self._send_to_loop(self._receive, output)
+            self.is_stepping = False
 
     def _pause(self, engine: Engine, pause: Pause) -> None:
         if pause.reserved:

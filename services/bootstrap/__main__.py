@@ -57,6 +57,8 @@ async def main(settings: BootstrapSettings) -> None:
             settle()
             log_ready(instance=me, metrics=page)
             await first(stopped(), control.stopped())
+            control.leave()
+            await service.leave()
 
 
 if __name__ == "__main__":

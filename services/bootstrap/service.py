@@ -7,6 +7,7 @@ Each side itself checks compatibility, deadlines and lost peers: `PrefillChoice`
 import asyncio
 import logging
 import time
+from contextlib import suppress
 from typing import Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter
@@ -41,7 +42,7 @@ class BootstrapService:
         self._bus = bus
         self._namespace = namespace
         self._instance_id = registration.instance_id
-        self.draining = False  # by an operator's order
+        self.draining = False
         self._open: dict[str, _Room] = {}  # by room
         self._forwarding = BackgroundTasks()
         OnDemand(metrics).gauge("kvmesh_open_rooms", "Bootstrap rooms open in this replica.", lambda: len(self))
@@ -86,6 +87,13 @@ class BootstrapService:
         )
         self._forwarding.start(self._forward(request), f"forward {request.room}")
         return RoomOk(room=request.room)
+
+    async def leave(self) -> None:
+        """Refuse further rooms, and wait for the offers that are being forwarded."""
+        self.draining = True
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FORWARD_TIMEOUT_S):
+                await self._forwarding.drain()
 
     async def close(self, request: CloseRooms) -> RoomsClosed:
         return RoomsClosed(count=sum(self._close(room, "closed") for room in request.rooms))

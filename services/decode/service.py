@@ -116,6 +116,7 @@ class DecodeService:
             self._engine.stats,
             self._runner.prompts(),
             draining=self.draining,
+            is_stepping=self._engine.is_stepping,
             accepted=self._num_accepted,
             num_requests=sum(len(active.streams) for active in self._active.all()) + len(self.embedding),
         )

@@ -179,6 +179,7 @@ async def main(settings: FrontendSettings) -> None:
                 warn_if_exposed(settings, keys)
                 log_ready(instance=me, url=url, metrics=page)
                 await first(stopped(), control.stopped())
+                control.leave()
                 operations.draining = True
                 leaving.set()
                 await asyncio.sleep(settings.unready_s)  # a load balancer and clients see it, and go elsewhere

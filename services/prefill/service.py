@@ -13,7 +13,7 @@ from opentelemetry import trace
 
 from components.aio import BackgroundTasks
 from components.discovery.registry import Registration, Registry
-from components.errors import Cancelled, MeshError, PeerLost, Rejected, TransferFailed
+from components.errors import Cancelled, MeshError, Overloaded, PeerLost, Rejected, TransferFailed
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.writes import Writes
@@ -128,6 +128,9 @@ class PrefillService:
         check_addressed(request, self._registration, draining=self.draining)
         if request.request_id in self._outbound or self._rooms.is_over(request.request_id):
             raise Rejected(f"request id {request.request_id!r} is in use, or was a moment ago", param="request_id")
+        if self._registry.book.find("decode", request.decode_id, request.decode_epoch) is None:
+            # its pages would be refused later; now decode can ask an instance that sees it in etcd
+            raise Overloaded(f"decode instance {request.decode_id} is not registered with epoch {request.decode_epoch}")
 
     async def pages(self, offer: PagesOffered) -> RoomOk:
         """Take decode's pages, which may arrive before the request.
@@ -197,6 +200,7 @@ class PrefillService:
             self._engine.stats,
             prompts,
             draining=self.draining,
+            is_stepping=self._engine.is_stepping,
             accepted=self._num_accepted,
             num_requests=self.num_transfers,
         )

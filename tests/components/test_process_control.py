@@ -107,6 +107,18 @@ async def test_a_drained_worker_goes_on_running_and_can_take_work_again() -> Non
     assert (worker.service.draining, worker.beats, worker.service.stopped) == (False, 2, [])
 
 
+async def test_a_process_that_ends_does_not_take_work_again() -> None:
+    """The operator read that it did."""
+    stopped, leaving = Worker(), Worker()
+    await stopped.control.control(Control(work="stop"))
+    leaving.service.draining = True  # by a stop signal
+    leaving.control.leave()
+    for worker in (stopped, leaving):
+        with pytest.raises(Rejected, match="is ending: that cannot be undone"):
+            await worker.control.control(Control(work="go-on"))
+    assert leaving.service.draining
+
+
 async def test_requests_that_outlast_the_draining_move_to_other_instances() -> None:
     worker = Worker(drain_timeout_s=0.01)
     await worker.control.control(Control(work="drain"))

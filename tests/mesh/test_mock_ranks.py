@@ -10,11 +10,13 @@ from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.lost_ranks import ends_with_a_follower
 from tests.mesh.mocks import MAX_TOKENS, MODEL, no_page_is_lost, one_engine, random_prompts
 from tests.mesh.through_prefill import through_prefill
+from tests.waiting import until
 
 pytestmark = pytest.mark.mesh
 
 PROMPTS: Final = random_prompts(100)
 IN_FLIGHT: Final = 32
+SLOW: Final = {"MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.02"}
 
 
 async def _ask(client: Client, salt: str) -> list[list[int]]:
@@ -82,4 +84,26 @@ def test_from_four_ranks_to_two_and_decode_loses_one(mock_mesh: MeshProcesses) -
             assert await asked == expected, "streams move, to an instance on one device"
 
     mock_mesh.start("bootstrap", "decode", "prefill", **_ranks("prefill", 4, 2, 16), **_ranks("decode", 2, 2, 32))
+    asyncio.run(run())
+
+
+def test_streams_of_an_instance_that_drains_move_at_once_when_it_loses_a_rank(mock_mesh: MeshProcesses) -> None:
+    """They stood still until the end of the drain: a worker that drained did not see that its engine had ended."""
+
+    async def run() -> None:
+        async with open_client(mock_mesh, MODEL) as client:
+            [record] = await client.until_usable("decode")
+            asked = asyncio.create_task(client.generate(PROMPTS[0], 400, model=MODEL, salt="drains"))
+            await until(lambda: any(beat.num_running for beat in client.beats("decode")))
+            draining = mock_mesh.one("decode")
+            await asyncio.to_thread(
+                mock_mesh.start_one, "decode", **{**SLOW, "MESH_DECODE_ENGINE__TENSOR_PARALLEL": "1"}
+            )
+            await client.until_usable("decode", 2)
+            draining.popen.terminate()
+            await until(lambda: "draining" in draining.logged())
+            await ends_with_a_follower(draining, record)
+            assert len(await asked) == 400
+
+    mock_mesh.start("decode", **_ranks("decode", 2, 2, 16), **SLOW, MESH_DECODE_DRAIN_TIMEOUT_S="1000")
     asyncio.run(run())

@@ -244,6 +244,7 @@ def test_a_heartbeat_says_what_the_engine_measured() -> None:
         queued_tokens=70,
         prompt_tokens_per_s=2.5,
     )
+    assert heartbeat_of("i", "e", StepStats(), IDLE, draining=False, is_stepping=True).busy, "its first step may hang"
     assert not heartbeat_of("i", "e", msgspec.structs.replace(stats, num_waiting=0), IDLE, draining=False).busy
 
 

@@ -50,8 +50,10 @@ async def test_calls_run_at_once_while_a_device_computes(tmp_path: Path, monkeyp
         await asyncio.sleep(0)
         assert [one.request_id for one in listener.outputs[-1].reserved] == ["waits"], "the pause was ended for it"
         assert not asked.done()
+        assert loop.is_stepping
         device.finish()
         assert len(await asked) == 1
+        await until(lambda: not loop.is_stepping)
 
 
 async def test_the_event_loop_goes_on_between_two_steps(tmp_path: Path) -> None:

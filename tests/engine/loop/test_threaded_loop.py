@@ -68,14 +68,14 @@ def test_a_call_to_an_engine_that_computes_waits_for_its_thread(
         slow = {"speedup": 1.0, "step_s": 0.2}
         async with run_engine(lambda: make_mock(tmp_path, mock=slow)) as loop:
             await rest(loop)
-            loop.between_steps(
-                lambda engine: engine.submit(EngineRequest("r", prompt(5), greedy(2, ignore_eos=True))), light=True
-            )
+            loop.between_steps(lambda engine: engine.submit(EngineRequest("r", prompt(5), greedy(1))), light=True)
             await until(lambda: device.is_busy)
             called = loop.between_steps(lambda engine: threading.current_thread().name, light=True)
             assert not called.done()
             assert await called == "engine"
+            assert loop.is_stepping, "heartbeats must show a step that hangs, though no step has reported the request"
             device.finish()
+            await until(lambda: not loop.is_stepping)
 
     asyncio.run(main())
 

@@ -1,3 +1,4 @@
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 
@@ -148,3 +149,22 @@ async def test_a_room_that_no_prefill_closes_is_forgotten_at_its_deadline_which_
     await replica.open(life_ms=30)
     await until(lambda: not replica.open_rooms)
     assert not replica.failures()
+
+
+async def test_a_replica_that_leaves_forwards_the_offers_that_it_has(replica: Replica) -> None:
+    gate = asyncio.Event()
+
+    async def take(offered: PagesOffered) -> RoomOk:
+        await gate.wait()
+        return RoomOk(room=offered.room)
+
+    replica.bus.serve("ns.prefill.p", [Endpoint("pages", PagesOffered, take)])
+    await replica.open("one")
+    leaving = asyncio.create_task(replica.service.leave())
+    await turns()
+    assert not leaving.done()
+    with pytest.raises(Overloaded, match="draining"):
+        await replica.open("two")
+    gate.set()
+    await leaving
+    assert replica.failures() == []

@@ -65,6 +65,7 @@ class FakeEngineLoop:
     def __init__(self) -> None:
         self.engine = FakeEngine()
         self.stats = StepStats()
+        self.is_stepping = False
         self.callbacks: list[Callable[[StepOutput], None]] = []
 
     def between_steps(self, call: Callable[[Any], Any], *, light: bool = False) -> asyncio.Future[Any]:
