@@ -18,7 +18,7 @@ def read_json(path: Path) -> Any:
     except OSError as exc:
         raise ModelUnavailable(f"{path} cannot be read: {exc}") from exc
     except (ValueError, RecursionError) as exc:
-        raise ModelUnavailable(f"{path} is no JSON of a model ({exc}): copy the one of the model again") from exc
+        raise ModelUnavailable(f"{path} is not the JSON of a model ({exc}): copy the one of the model again") from exc
 
 
 def read_header(path: Path) -> bytes:
@@ -33,7 +33,7 @@ def read_header(path: Path) -> bytes:
         size = path.stat().st_size
         (length,) = struct.unpack("<Q", start[:8]) if size >= 8 else (size,)
         if length > size - 8:
-            raise ModelUnavailable(f"{path} is no safetensors file, or truncated: fetch it again")
+            raise ModelUnavailable(f"{path} is not a safetensors file, or truncated: fetch it again")
         file.seek(8)
         return file.read(length)
 
@@ -46,6 +46,6 @@ def read_tensors(path: Path) -> dict[str, Any]:
     try:
         tensors = dict(json.loads(read_header(path)))
     except ValueError as exc:
-        raise ModelUnavailable(f"{path} is no safetensors file: {exc}") from exc
+        raise ModelUnavailable(f"{path} is not a safetensors file: {exc}") from exc
     tensors.pop("__metadata__", None)
     return tensors

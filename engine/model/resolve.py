@@ -110,7 +110,7 @@ def check_config_file(directory: Path) -> None:
     if not path.is_file():
         raise ModelUnavailable(f"{directory} has no {CONFIG_FILE}: it is not a Hugging Face model directory")
     if not isinstance(read_json(path), dict):
-        raise ModelUnavailable(f"{path} is no JSON of a model: copy the one of the model again")
+        raise ModelUnavailable(f"{path} is not the JSON of a model: copy the one of the model again")
 
 
 def local_path(model: str) -> Path | None:
