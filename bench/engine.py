@@ -143,7 +143,7 @@ class Bench:
 
     @property
     def forward_kind(self) -> str:
-        """Of the latest step."""
+        """Kind of the latest step."""
         return self._runner.forward_kind
 
     def submit(self, prompt_lens: Sequence[int], output_tokens: int, **sampling: Any) -> list[str]:
@@ -301,7 +301,7 @@ def main(
     steps: Annotated[int, typer.Option(help="decode steps a figure")] = 24,
     neighbours: Annotated[
         list[int] | None,
-        typer.Option(help="measure only this: decodes and prompts beside so many busy processes; several times"),
+        typer.Option(help="measure only this: decodes and prompts beside this many busy processes; several times"),
     ] = None,
     only_host: Annotated[
         bool, typer.Option("--host", help="measure only this: the host's part of a decode step")

@@ -80,7 +80,7 @@ class BackgroundTasks:
 
 
 class time_limit:  # noqa: N801 - it is used as `asyncio.timeout` is
-    """Raises: DeadlineExceeded with "`late` SECONDS s" if the body takes longer; the body's own TimeoutErrors pass through."""
+    """Limits the time of its body. Raises: DeadlineExceeded, "`late` SECONDS s"; TimeoutErrors of the body pass through."""
 
     __slots__ = ("_late", "_limit", "_seconds")
 

@@ -65,8 +65,8 @@ class Certificates:
         if files.certificate is None or files.key is None:
             return Identity(context, Pem(ca, None, None))
         certificate, key = read_file(files.certificate, CERTIFICATE), read_file(files.key, KEY)
-        _check_kind(certificate, b"CERTIFICATE", f"{CERTIFICATE} {files.certificate}: this is no PEM certificate")
-        _check_kind(key, b"PRIVATE KEY", f"{KEY} {files.key}: this is no PEM private key")
+        _check_kind(certificate, b"CERTIFICATE", f"{CERTIFICATE} {files.certificate}: this is not a PEM certificate")
+        _check_kind(key, b"PRIVATE KEY", f"{KEY} {files.key}: this is not a PEM private key")
         try:
             context.load_cert_chain(files.certificate, files.key, password=lambda: "")  # else OpenSSL asks the terminal
         except (OSError, ValueError) as exc:
@@ -80,7 +80,7 @@ class Certificates:
 def _trusting(ca: bytes | None, path: Path | None) -> ssl.SSLContext:
     if ca is None:
         return ssl.create_default_context()
-    _check_kind(ca, b"CERTIFICATE", f"{CA} {path}: this is no PEM certificate")
+    _check_kind(ca, b"CERTIFICATE", f"{CA} {path}: this is not a PEM certificate")
     try:
         return ssl.create_default_context(cadata=ca.decode("ascii", "replace"))
     except (OSError, ValueError) as exc:

@@ -1,4 +1,4 @@
-"""How this process proves to etcd and NATS who it is: logins, NATS keys and credentials, in files.
+"""How this process authenticates to etcd and NATS: logins, NATS keys and credentials, in files.
 
 A login in an address wins over the files. Without any, the certificate alone names the user.
 """
@@ -72,7 +72,7 @@ class NatsAccess:
 
 @dataclass(frozen=True, slots=True)
 class PageAccess:
-    """How a reader trusts metrics pages, and what it gives them."""
+    """A reader's access to metrics pages: certificates that it trusts, and the login that it sends."""
 
     certificates: Certificates = field(default_factory=_no_certificates)
     login: FollowedFiles[Login] | None = None
@@ -132,7 +132,7 @@ def _credentials(path: Path) -> Credentials:
         if b"BEGIN" in line and kind in line
     }
     if len(parts) < 2:
-        raise WrongSettings(f"{where}: this is no NATS credentials file; `nsc generate creds` writes one")
+        raise WrongSettings(f"{where}: this is not a NATS credentials file; `nsc generate creds` writes one")
     return Credentials(parts[b"USER JWT"], _key(parts[b"USER NKEY SEED"], where))
 
 
@@ -147,7 +147,7 @@ def _key(text: bytes, where: str) -> Nkey:
     is_user = len(raw) == 36 and raw[0] & 0xF8 == _SEED and ((raw[0] & 7) << 5 | raw[1] >> 3) == _USER
     if not is_user or binascii.crc_hqx(raw[:-2], 0).to_bytes(2, "little") != raw[-2:]:
         raise WrongSettings(
-            f"{where}: this is no seed of a NATS user; it begins with SU, and `nk -gen user` writes one"
+            f"{where}: this is not the seed of a NATS user; it begins with SU, and `nk -gen user` writes one"
         )
     private = Ed25519PrivateKey.from_private_bytes(raw[2:-2])
     public = bytes([_USER]) + private.public_key().public_bytes(Encoding.Raw, PublicFormat.Raw)

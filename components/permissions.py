@@ -1,6 +1,6 @@
 """What each role may publish and subscribe to in NATS, and read and write in etcd.
 
-A new call or message is a line in `LINES`. A role has no other rights: `nats_users` writes them for NATS.
+Each new call or message needs a line in `LINES`: a role has no other rights. `nats_users` writes them for NATS.
 `python -m components.permissions [NAMESPACE [ROLE/INSTANCE …]]` prints users by the common names of certificates: those of
 the roles, or of single instances.
 """

@@ -26,7 +26,7 @@ from components.wire.protocol import OLDEST, PROTOCOL
 
 log = logging.getLogger(__name__)
 
-# The event loop waits so long for a Python thread: a tenth of the default.
+# The event loop waits this long for a Python thread: a tenth of the default.
 GIL_SWITCH_S: Final = 0.0005
 GC_THRESHOLDS: Final = 10_000, 10, 10  # the default 700 takes 6 % of a frontend's time
 STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)

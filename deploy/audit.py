@@ -79,7 +79,7 @@ def _files(path: Path) -> Iterator[tuple[str, bytes]]:
                 if name.endswith(kinds):
                     yield name, archive.read(name)
     except (OSError, zipfile.BadZipFile) as exc:
-        raise NoData(f"{path} is no folder and no zip file: {exc}") from exc
+        raise NoData(f"{path} is neither a folder nor a zip file: {exc}") from exc
 
 
 def _packages(record: Record) -> Iterator[Record]:

@@ -20,7 +20,7 @@ Size = Annotated[int | None, Field(gt=0)]
 class MockConfig:
     """Costs and KV shape of the mock engine. The defaults are SmolLM2-135M's on two CPU cores."""
 
-    speedup: Annotated[float, Field(gt=0, description="time runs so much faster; inf: no step waits at all")] = 1.0
+    speedup: Annotated[float, Field(gt=0, description="steps are shorter by this factor; inf: they take no time")] = 1.0
     step_s: Annotated[Seconds, Field(description="any step, whatever is in it")] = 0.0104
     decode_s: Annotated[Seconds, Field(description="each request that decodes in it")] = 0.0009
     context_token_s: Annotated[Seconds, Field(description="each token that these attend to")] = 4e-7
@@ -109,20 +109,20 @@ class EngineConfig:
     pack_tokens: Annotated[
         int | None,
         Field(
-            description="prompts share a step until they have so many tokens together; "
+            description="a step with this many prompt tokens begins no further prompt; "
             "default: 128 on a CPU, 1536 on a device, no limit on one that takes no time"
         ),
     ] = None
     itl_target_ms: Annotated[
         float | None,
         Field(
-            description="a step with decodes takes as many prompt tokens as it can compute in so long, by measured speed; "
-            "0: no such limit; default: on a CPU 50, or four times a step without prompts if that is more, two times beside "
-            "streams whose prompts were computed elsewhere; 0 on a device"
+            description="limits the prompt tokens of a step with decodes to what it can compute in this time, by measured "
+            "speed; 0: no such limit; default: on a CPU 50, or four times a step without prompts if that is more, two times "
+            "beside streams whose prompts were computed elsewhere; 0 on a device"
         ),
     ] = None
     reserve_tokens: Annotated[
-        int, Field(description="tokens to be generated for which admission keeps pages free, at most, per request")
+        int, Field(description="admission keeps pages free for at most this many further tokens of each request")
     ] = 512
     threads: Annotated[int | None, Field(description="CPU threads; default: torch decides")] = None
     shared_cores: Annotated[
@@ -170,7 +170,7 @@ class EngineConfig:
         int,
         Field(
             ge=0,
-            description="speculative decoding: guess up to so many next tokens of a request from its own text and check "
+            description="speculative decoding: guess up to this many next tokens of a request from its own text and check "
             "them in one step; the answers stay the same. 0: off",
         ),
     ] = 0

@@ -150,11 +150,11 @@ def _measured(
 
 
 def _trial_graphs(forward: DeviceForward, trial: Pool, memory: DeviceMemory) -> int:
-    """Bytes of all graphs, by those of the first few. They share their largest memory, but each has some of its own.
+    """Estimate the bytes of all graphs from the first few. They share most memory, but each has some of its own.
 
-    Only this process's memory counts: another worker that starts on the device now would be multiplied, too. What the
-    driver holds for a graph is not in it, and comes out of what every share leaves free. Over the real pool graphs also
-    have memory for split contexts, less than a thousandth of the pool.
+    Only this process's memory is measured: else that of a worker that starts beside it would be multiplied, too. The
+    estimate lacks the driver's memory for graphs; the memory that each share leaves free is for that. Over the real pool
+    graphs also have memory for split contexts, less than a thousandth of the pool.
     """
     before = memory.look().own
     recorded, _ = forward.record(trial.attention, silent, most=1)

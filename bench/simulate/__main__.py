@@ -167,7 +167,7 @@ def speeds_of(text: str) -> dict[int, float]:
 
 
 def engine_on(devices: int, engine: Engine, speeds: Mapping[int, float], measured: MockConfig | None) -> Engine:
-    """`engine` on so many devices: as fast as `measured` there, else as `speeds` says. Raises: typer.BadParameter."""
+    """`engine` on this many devices: as fast as `measured` there, else as `speeds` says. Raises: typer.BadParameter."""
     cost = engine.cost
     if measured is not None:
         cost = replace(measured, speedup=cost.speedup)
@@ -214,7 +214,9 @@ def main(
     prefill: Annotated[int, typer.Option(help="prefill workers; 0: decode workers compute prompts", min=0)] = 0,
     fit: Annotated[Path | None, typer.Option(help="lines of bench.engine to fit the cost model to")] = None,
     fit_label: Annotated[str | None, typer.Option(help="of these, the ones with this label")] = None,
-    speedup: Annotated[float, typer.Option(help="engines are so much faster than the cost model says", min=1e-6)] = 1.0,
+    speedup: Annotated[
+        float, typer.Option(help="engines are this many times as fast as the cost model", min=1e-6)
+    ] = 1.0,
     decode_devices: Annotated[
         int, typer.Option(help="of each decode worker, which hold the model together (--tp)", min=1)
     ] = 1,
@@ -249,7 +251,7 @@ def main(
     slo_ttft_ms: Annotated[float, typer.Option(help="TTFT that a good request keeps")] = 2000.0,
     slo_tpot_ms: Annotated[float, typer.Option(help="mean time per output token that it keeps")] = 100.0,
     swing: Annotated[
-        float, typer.Option(help="the rate swings by so much of itself, up and down", min=0.0, max=0.99)
+        float, typer.Option(help="the rate swings by this part of itself, up and down", min=0.0, max=0.99)
     ] = 0.0,
     period_s: Annotated[float, typer.Option(help="of --swing, seconds", min=1.0)] = 1200.0,
     fixed: Annotated[

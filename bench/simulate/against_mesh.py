@@ -1,7 +1,7 @@
 """The simulator beside a mesh of mock engines: the same requests at the same times. One JSON line each.
 
-python -m bench.simulate.against_mesh                            # aggregated: 3 workers python -m
-bench.simulate.against_mesh --prefill 2 --decode 2
+python -m bench.simulate.against_mesh                            # aggregated: 3 workers
+python -m bench.simulate.against_mesh --prefill 2 --decode 2
 """
 
 import asyncio

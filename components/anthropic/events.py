@@ -30,7 +30,7 @@ def content_of(block: Block) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments, even if cut off. What is no JSON object is returned as text."""
+    """Return a call's arguments, even if cut off. What is not a JSON object is returned as text."""
     try:
         read = from_json(arguments or "{}", allow_partial=True, allow_inf_nan=False)
     except ValueError:

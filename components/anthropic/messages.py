@@ -172,7 +172,7 @@ class CountRequest(Strict):
         """Raises: Rejected, if fields contradict each other."""
         if self.messages[-1].role == "assistant":
             raise Rejected(
-                "'messages' ends with the assistant's turn, which this server cannot go on with: end with the user's.",
+                "'messages' ends with the assistant's turn, which this server cannot continue: end with the user's.",
                 param="messages",
                 code="unsupported_parameter",
             )
@@ -261,9 +261,9 @@ def _check_blocks(messages: Sequence[Turn]) -> None:
             elif isinstance(block, ToolResult) != (message.role == "user") or message.role == "system":
                 raise _wrong(f"{at}.type", f"there is no '{block.type}' in a turn of the {message.role}")
             elif isinstance(block, ToolResult) and not only_results:
-                raise _wrong(at, "a 'tool_result' stands before any text of its turn")
+                raise _wrong(at, "a 'tool_result' must come before any text of its turn")
             elif isinstance(block, ToolResult) and block.tool_use_id not in uses:
-                raise _wrong(f"{at}.tool_use_id", "it is the id of no 'tool_use' in the turn before")
+                raise _wrong(f"{at}.tool_use_id", "no 'tool_use' in the previous turn has this id")
 
 
 def _wrong(param: str, why: str) -> Rejected:

@@ -168,8 +168,8 @@ def refused(url: str, cause: str) -> str:
     where = without_password(url)
     if "permission denied" in cause:
         return (
-            f"etcd at {where} refuses this user a key ({cause}): `python -m components.discovery.etcd_users`, with the access "
-            "of root, gives each role its rights"
+            f"etcd at {where} denies this user a key ({cause}): run `python -m components.discovery.etcd_users` with the "
+            "access of root to give each role its rights"
         )
     return (
         f"etcd at {where} refuses this login ({cause}): set MESH_ETCD_URL=http://user:password@host:port, or "

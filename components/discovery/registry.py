@@ -47,8 +47,8 @@ class Registration:
         self.epoch = epoch or token_hex(4)
         self.leased_until = 0.0  # monotonic; set by the lease thread
         self.leaving = False
-        self.revision = 0  # of etcd at the last write; only for the lease thread, as is `reads`
-        self.reads = 0  # that the mirror had begun at the last write
+        self.revision = 0  # etcd's at the last write; like `reads`, only for the lease thread
+        self.reads = 0  # number of reads that the mirror had begun at the last write
 
     def is_leased(self) -> bool:
         return time.monotonic() < self.leased_until
@@ -154,7 +154,7 @@ class Registry:
         registration.renewed(until)
         self._contacted()
         key = _key(self._prefix, record.role, record.instance_id)
-        # a read begun after our write has it, also if etcd has lost its data since and its revision is lower
+        # A read that began after our write includes it, even if etcd has since lost its data and its revision is lower.
         if self._revision < registration.revision and self._reads_taken <= registration.reads:
             return
         if self.connected and (self.book.at(key) is None or key in self.book.doubted):

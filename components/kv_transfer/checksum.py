@@ -125,7 +125,7 @@ class TransferChecksums:
 
     @property
     def sums(self) -> list[int]:
-        """Of the first group."""
+        """Checksums of the first group, by page."""
         return [page[0] for page in self.groups]
 
     async def total(self) -> list[int]:

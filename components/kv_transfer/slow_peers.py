@@ -1,4 +1,4 @@
-"""Writes between GPUs that are too slow for a direct way: UCX reports neither its choice nor what it could not open."""
+"""Warns of writes between GPUs that are too slow for a direct path: UCX does not report which path it chose."""
 
 import logging
 import time

@@ -148,7 +148,7 @@ class CallServer:
             answer = refusal(InvariantBroken(f"{endpoint.name} failed: {type(exc).__name__}"))
         finally:
             context.detach(token)
-            request_id.set("")  # the subscription's task goes on to the next call
+            request_id.set("")  # the subscription's task continues with the next call
         if reply:
             packed = self._packed(endpoint, reply, answer)
             if endpoint.repeatable:

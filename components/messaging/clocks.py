@@ -1,9 +1,10 @@
 """Clock skew of other processes, and their deadlines by our clock.
 
 Arrival minus sending is the skew plus the delay. A peer's smallest recent difference has the shortest delay, and
-corrects its deadlines. One message is not enough: if it waited in a frozen process's socket, it must count as late.
-So no peer is forgotten for its age: after a long freeze all are old, and what waited would be their first message.
-A first message that has waited cannot be told from a skew: until there are more, a write's deadline is not extended.
+corrects its deadlines. One message is not enough: it may have waited in a frozen process's socket, and is then late.
+Therefore old peers are not forgotten: after a long freeze all are old, and a message that waited would count as a
+peer's first one. A first message that waited looks like a skew, so until more messages arrive, the deadline of a
+write is not extended.
 """
 
 import logging
@@ -24,7 +25,7 @@ log = logging.getLogger(__name__)
 TOLERATED_MS: Final = 1000  # a smaller skew is ignored: deadlines are tens of seconds away
 WINDOW_S: Final = 30.0  # a clock set back makes deadlines early for one to two windows
 MAX_PEERS: Final = 4096
-SHOWN_S: Final = 600.0  # after a peer's last message: the skew of one that has left is no alert
+SHOWN_S: Final = 600.0  # after a peer's last message: the skew of a peer that left must not raise an alert
 MIN_MESSAGES: Final = 3  # before a positive skew is reported: fewer may all be late
 MIN_KNOWN_S: Final = 1.0  # since the first one: those that waited together are read together
 MAX_WAIT_MS: Final = 600_000  # of first messages, in a frozen process; a greater difference is taken for a skew

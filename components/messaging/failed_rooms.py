@@ -16,6 +16,6 @@ async def report_room_failed(bus: Bus, decode: str, request_id: str, room: str, 
         await bus.publish(f"{decode}.room_failed", failed)
     except MeshError as exc:
         log.warning(
-            "decode does not learn that a transfer failed, and waits for its timeout",
+            "decode could not be notified that a transfer failed, and waits for its timeout",
             extra={"room": room, "subject": decode, "cause": exc.message},
         )

@@ -1,6 +1,6 @@
 """Orders the frames of one decode instance, and requests missing ones again.
 
-A later frame reveals a gap. For a lost last frame, ask an instance that is quiet.
+A later frame reveals a gap. None follows a lost last frame, so an instance that is quiet is asked.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ Resend = Callable[[int], Awaitable[FramesResent]]  # number of the first missing
 
 @dataclass(slots=True)
 class FrameCounts:
-    """Of all instances."""
+    """Counts over all instances."""
 
     lost: int = 0  # frames that an instance no longer had
     gaps: int = 0  # calls for frames that a later frame showed to be missing

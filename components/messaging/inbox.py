@@ -118,7 +118,7 @@ class _Source:
     epoch: str
     order: FrameOrder
     streams: dict[int, InStream] = field(default_factory=dict)
-    unwanted: dict[int, float] = field(default_factory=dict)  # closed streams that go on, and since when
+    unwanted: dict[int, float] = field(default_factory=dict)  # closed streams that still send tokens, and since when
 
 
 class StreamInbox:
@@ -253,7 +253,7 @@ class StreamInbox:
             asyncio.get_running_loop().call_soon(self._deal)
 
     def _put_unwanted(self, source: _Source, instance_id: str, item: StreamItem) -> None:
-        """Cancel the stream again if it goes on: NATS may have lost the message."""
+        """Cancel the stream again if it still sends tokens: NATS may have lost the cancellation."""
         if item.finish is not None or item.error is not None:
             source.unwanted.pop(item.stream_id, None)
             return

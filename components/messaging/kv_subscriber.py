@@ -135,7 +135,7 @@ class KvMirror:
             self._has_warned_full = True
             facts = {"role": self._role, "missing_blocks": self.missing}
             log.warning(
-                "the KV index is full, what is cached beyond it is not seen: raise --kv-index-blocks", extra=facts
+                "the KV index is full, so further cached blocks are not found: raise --kv-index-blocks", extra=facts
             )
         asked = self._asked_again
         if asked is not None and asked.follower.needs_dump and self._is_followed(asked):

@@ -27,7 +27,7 @@ RESENT_BYTES: Final = 4 << 20  # in answer to one call
 PROBE_S: Final = 1.0  # between frames that also ask NATS whether the frontend listens
 GONE_AFTER_S: Final = 6.0  # without a listener: longer than a reconnect takes
 FORGET_S: Final = 60.0  # after a probe without a listener: it may have listened since
-QUICK_INTERVALS: Final = 4  # between two frames of a stream, if it makes several tokens meanwhile
+QUICK_INTERVALS: Final = 4  # between two frames of a stream that makes several tokens in one interval
 
 
 class OutStream:

@@ -102,13 +102,13 @@ async def open_records(bus: Bus, name: str, bounds: Bounds) -> Records:
                 raise _missing(stream)
             log.warning(
                 "the stream of stored responses has other bounds than this frontend",
-                extra={"stream": stream, "advice": f"NATS lets this user not change them; {COMMAND} does"},
+                extra={"stream": stream, "advice": f"this user may not change them; {COMMAND} changes them"},
             )
     return Records(bus, jetstream, name, bounds)
 
 
 def _missing(stream: str) -> BackendUnavailable:
-    return BackendUnavailable(f"NATS has no stream {stream}, and made none for this user: {COMMAND} does")
+    return BackendUnavailable(f"NATS has no stream {stream}, and this user may not create it: {COMMAND} creates it")
 
 
 async def _bounds_of(jetstream: JetStreamContext, stream: str) -> Bounds | None:

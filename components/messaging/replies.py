@@ -1,4 +1,4 @@
-"""Calls over NATS with reply subjects of ours, and one subscription for all answers.
+"""Calls over NATS with our own reply subjects, and one subscription for all answers.
 
 nats-py's `request` reads random bytes from the kernel at each call. That releases Python's lock to the engine's
 thread for up to half a millisecond. Its `asyncio.wait_for` loses a cancellation that arrives with the answer

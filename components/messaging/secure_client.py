@@ -70,7 +70,7 @@ class SecureClient(Client):  # type: ignore[misc]
         return inbox
 
     async def _connect_to_server(self, s: Srv) -> None:
-        """As nats-py does it, for addresses that are no web sockets."""
+        """Connect as nats-py does to addresses that are not web sockets."""
         s.last_attempt = time.monotonic()
         if not self._transport:
             self._transport = _Transport()
@@ -87,7 +87,7 @@ class SecureClient(Client):  # type: ignore[misc]
         return command
 
     async def _process_info(self, info: dict[str, Any], initial_connection: bool = False) -> None:
-        """Raises: TlsRefused: nats-py would go on in plain text, with the login."""
+        """Raises: TlsRefused: nats-py would continue in plain text, with the login."""
         if initial_connection and self._wants_tls and not info.get("tls_required"):
             raise TlsRefused("the server offers no TLS, but its address begins with tls://")
         await super()._process_info(info, initial_connection)

@@ -182,7 +182,7 @@ class ChatRequest(ConstrainedFields):
         super().check()
         check_ending(self.messages, add=self.add_generation_prompt, go_on=self.continue_final_message)
         if self.echo and not self.continue_final_message:
-            raise Rejected("'echo' shows the message that 'continue_final_message' goes on with.", param="echo")
+            raise Rejected("'echo' shows the message that 'continue_final_message' continues.", param="echo")
         if self.top_logprobs is not None and not self.logprobs:
             raise Rejected(
                 "The 'top_logprobs' parameter is only allowed when 'logprobs' is enabled.", param="top_logprobs"
@@ -243,7 +243,7 @@ def _check_answer(message: Message, at: str, calls: Set[str]) -> None:
         )
     if message.tool_call_id not in calls:
         raise Rejected(
-            f"'{at}.tool_call_id' is the id of none of the 'tool_calls' before it.",
+            f"'{at}.tool_call_id' matches none of the 'tool_calls' before it.",
             param=f"{at}.tool_call_id",
             code="invalid_value",
         )
@@ -301,7 +301,7 @@ def check_ending(messages: Sequence[Message], *, add: bool | None, go_on: bool |
         )
     if go_on and messages and messages[-1].tool_calls:  # calls follow the text, so the text cannot be continued
         raise Rejected(
-            "'continue_final_message' cannot go on with a message that has 'tool_calls'.",
+            "'continue_final_message' cannot continue a message that has 'tool_calls'.",
             param="continue_final_message",
             code="invalid_value",
         )

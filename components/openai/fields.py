@@ -344,7 +344,7 @@ def _rejection(fault: ErrorDetails, body: Any) -> Rejected:
 
 
 def _path(loc: tuple[int | str, ...], body: Any, *, missing: bool) -> str:
-    """A path such as `messages[0].content`. Steps of `loc` that are no place in `body` name types, and are left out."""
+    """A path such as `messages[0].content`. Steps of `loc` that are not places in `body` name types, and are left out."""
     steps, place = [], body
     for step in loc[:-1] if missing else loc:
         if step in place if isinstance(place, Mapping) else isinstance(place, list) and step in range(len(place)):

@@ -211,7 +211,7 @@ def _check_outputs(earlier: Sequence[InputItem], items: Sequence[InputItem]) -> 
             calls.clear()
         elif isinstance(item, CallOutputItem) and item.call_id not in calls:
             at = f"input[{max(i, 0)}].call_id"
-            why = "it is the id of no 'function_call' since the last message of a user"
+            why = "no 'function_call' since the user's last message has this id"
             raise Rejected(f"Invalid '{at}': {why}.", param=at, code="invalid_value")
 
 

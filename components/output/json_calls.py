@@ -107,7 +107,7 @@ def call_object(r: Reader, ends: Sequence[str], *, bare: bool = False) -> Steps[
 
     Args:
         r: in front of it.
-        ends: markers that end arguments that are no JSON.
+        ends: markers that end arguments that are not JSON.
         bare: without a marker, so it must name an offered tool, have arguments and no keys that calls lack.
     Returns: whether it became a call, whatever follows its arguments.
     """
@@ -144,7 +144,7 @@ def call_object(r: Reader, ends: Sequence[str], *, bare: bool = False) -> Steps[
 
 
 def arguments(r: Reader, ends: Sequence[str]) -> Steps[None]:
-    """The call's arguments. If they are no JSON, they extend to one of `ends`."""
+    """The call's arguments. If they are not JSON, they extend to one of `ends`."""
     if (yield from r.value(r.argue)) or (yield from r.until(ends, r.argue)):
         r.end_call()
 

@@ -144,7 +144,7 @@ class Planner:
         return self._verdict(needs, now, "")
 
     def _note_missing(self, now: Observation) -> None:
-        """Also workers that came or went by themselves, or by another process: their load has not settled."""
+        """Note since when each role lacks workers. A number that changes, by whatever cause, means unsettled load."""
         for role, state in self._roles.items():
             serving = now.serving(role)
             if serving != self._last.serving(role):
@@ -284,7 +284,7 @@ class Planner:
         return None, self._lacking(ups[0][1].role, now)
 
     def _lacking(self, role: Planned, now: Observation) -> str:
-        """Why another worker may not be added, of which there are too few; empty: it may."""
+        """Why no worker may be added to a role that has too few; empty: one may be added."""
         if now.wanted[role] >= self._roles[role].bounds.most:
             return f"{now.serving(role)} of {now.wanted[role]} {role} workers serve, and no more are allowed"
         used, needed = sum(now.wanted[one] * self._roles[one].devices for one in PLANNED), self._roles[role].devices

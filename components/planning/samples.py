@@ -98,7 +98,7 @@ class Observation:
         return sum(not worker.draining for worker in self.workers.get(role, ()))
 
     def devices(self, role: Planned) -> int:
-        """Of a further worker: as many as the present ones have."""
+        """Devices of a further worker: as many as the present ones have."""
         return max((worker.devices for worker in self.workers.get(role, ())), default=1)
 
     def draining(self, role: Planned) -> int:

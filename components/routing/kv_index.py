@@ -12,7 +12,7 @@ MAX_BLOCKS: Final = 4_000_000
 ROOMY: Final = 1 / 16  # of `max_blocks`
 SHARDS: Final = 256  # by a hash's first byte: a growing dictionary of millions would stop the process
 INTERNED: Final = 1 << 16  # masks
-MANY: Final = 24  # above one set bit in so many, text is faster than arithmetic
+MANY: Final = 24  # above one set bit in this many, text is faster than arithmetic
 AS_NUMBERS: Final = bytes.maketrans(b"01", b"\0\1")
 SWEPT_PER_ADD: Final = 4  # blocks
 

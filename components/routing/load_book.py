@@ -13,7 +13,7 @@ from components.wire.heartbeat import Heartbeat
 
 FORGET_AFTER_S: Final = 12.0  # longer than a call, and than a lost instance's silence
 OURS_FOR_S: Final = 600.0  # a request whose end was never reported
-OVERTAKEN_FOR_S: Final = 2.0  # so long, a lower number is a late heartbeat; after that it corrects a wrong one
+OVERTAKEN_FOR_S: Final = 2.0  # for this long, a lower number is a late heartbeat; after that it corrects a wrong one
 
 
 @dataclass(slots=True, eq=False)

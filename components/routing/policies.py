@@ -112,9 +112,9 @@ def parse_policy(text: str) -> PolicySpec:
         try:
             options[option] = float(number)
         except ValueError:
-            raise ValueError(f"{name}@{given}: OPTION=NUMBER is wanted") from None
+            raise ValueError(f"{name}@{given}: write OPTION=NUMBER") from None
         if not 0 <= options[option] <= MAX_OPTION:
-            raise ValueError(f"{name}@{given}: a number from 0 to {MAX_OPTION:g} is wanted")
+            raise ValueError(f"{name}@{given}: the number must be from 0 to {MAX_OPTION:g}")
     spec = PolicySpec(text, known, options)
     spec.make("prefill", Random())  # refuses numbers that would exclude all
     return spec

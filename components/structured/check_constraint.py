@@ -87,7 +87,7 @@ def _schemas_in(text: str) -> Iterator[dict[str, Any]]:
 
 
 def _fault_of_titled(vocabulary: LLTokenizer, constraint: Constraint) -> str | None:
-    """The fault of a schema inside, with its title: a tool's name. None, if each can be kept by itself."""
+    """The fault of a nested schema, with its title (a tool's name). None if each compiles on its own."""
     for schema in _schemas_in(constraint.text) if constraint.kind == "lark" else ():
         if isinstance(title := schema.get("title"), str):
             matcher = start_matcher(vocabulary, Constraint(kind="lark", text=f"start: %json {json.dumps(schema)}"))

@@ -20,7 +20,7 @@ from components.structured.threads import Threads
 from components.wire.sampling import Constraint
 
 THREADS: Final = 2  # a slow one does not block others
-STOP_S: Final = 2.0  # the process's end waits so long for a compilation
+STOP_S: Final = 2.0  # the process's end waits this long for a compilation
 MAX_KNOWN: Final = 128
 MAX_KNOWN_BYTES: Final = 512 << 20  # estimated: llguidance does not report its memory
 # upper bounds; docs/openai.md has the figures

@@ -1,4 +1,4 @@
-"""JSON-schema keywords that are enforced, or are no constraint."""
+"""JSON-schema keywords that are enforced, or constrain nothing."""
 
 from collections.abc import Iterator
 from decimal import Decimal
@@ -47,7 +47,7 @@ NOTES: Final = {  # no constraint on values
 }
 KNOWN: Final = ONE | LIST | MAP | VALUES | NOTES
 NUMBERS: Final = {"const", "enum", "exclusiveMaximum", "exclusiveMinimum", "maximum", "minimum", "multipleOf"}
-MAX_DIGITS: Final = 15  # of a number with a fraction or an exponent; a double keeps so many
+MAX_DIGITS: Final = 15  # of a number with a fraction or an exponent; a double keeps this many
 MAX_INTEGER: Final = 2**53  # a double represents every integer up to here exactly
 MAX_DEPTH: Final = 100  # nesting of objects and lists; the compiler allows 127 levels of its own
 MAX_VALUES: Final = 50_000

@@ -59,6 +59,6 @@ class Threads:
                 continue
             try:
                 future.set_result(work())
-            except BaseException as exc:  # noqa: BLE001 - whoever asked gets it; a panic of Rust's is no Exception
+            except BaseException as exc:  # noqa: BLE001 - the caller gets it; a panic of Rust's is not an Exception
                 future.set_exception(exc)
             del taken, future, work  # keeps nothing alive while idle

@@ -17,7 +17,7 @@ from components.token_bucket import TokenBucket
 
 HELD_SPANS: Final = 20_000  # about 20 MB
 HELD_NS: Final = 120 * 10**9  # since the first span of the trace ended
-KEPT_NS: Final = 10 * 10**9  # a decision is remembered so long, for spans that end later
+KEPT_NS: Final = 10 * 10**9  # a decision is remembered this long, for spans that end later
 KEPT_IDS: Final = 10_000  # decisions
 KEPT_PER_S: Final = 20.0  # by the tail, in bursts of ten seconds' worth: failures may be many
 
@@ -42,7 +42,7 @@ class HeldTraces:
         if span.flags:
             self._export(span)
         elif span.kind is SpanKind.SERVER and REQUEST_ID in span.attributes:
-            if _befell_something(span):
+            if _is_notable(span):
                 self._keep_root(span)
         elif self._kept.get(span.trace_id, 0) > (span.end_time or 0):
             self._export(span)
@@ -86,5 +86,6 @@ class HeldTraces:
         return spans
 
 
-def _befell_something(root: LightSpan) -> bool:
+def _is_notable(root: LightSpan) -> bool:
+    """Whether the request failed, moved or was slow."""
     return root.status.status_code is StatusCode.ERROR or MOVED in root.attributes or SLOW in root.attributes

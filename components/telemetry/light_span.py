@@ -113,7 +113,7 @@ class LightSpan(_Readable, Span):
         )
 
     def take(self, ended: "Step | LightSpan") -> None:
-        """Keep what ended below; after the end of this span it is exported by itself."""
+        """Keep a span or step that ended below this one. After this span's own end, export it alone."""
         if self.end_time is None:
             self.steps.append(ended)
         else:

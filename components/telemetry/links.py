@@ -23,7 +23,7 @@ class _Link:
 
 
 class Links:
-    """Of this worker."""
+    """Links of this worker, by peer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

@@ -15,7 +15,7 @@ BREAKER_STATES: Final = ("closed", "open", "half_open")
 
 
 def show_process(figures: Figures, registry: CollectorRegistry) -> None:
-    """Add who this process is, its contact with the backends and its event loop; and queues, pages and peers if it has some."""
+    """Add the process's identity, its contact with the backends and its event loop; and any queues, pages and peers."""
     ProcessCollector(registry=registry)
     about = {
         "role": figures.role,

@@ -51,7 +51,7 @@ def is_damage(exc: sqlite3.Error) -> bool:
 
 
 def _code(exc: sqlite3.Error) -> int:
-    """SQLite's primary code. Python's own errors have none: of these, only a text that is not UTF-8 can occur here."""
+    """SQLite's primary code. Python's own errors have none. Here only a text that is not UTF-8 raises one, hence damage."""
     return getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
 
 

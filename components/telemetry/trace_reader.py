@@ -152,7 +152,7 @@ class ObserverTraceReader:
                 reason = answer.body[:1000].decode(errors="replace").strip()
                 raise TracesUnavailable(f"{self.place} answered {answer.status}: {reason or 'no reason'}")
             if answer.headers.get("Server") != OBSERVER:
-                raise TracesUnavailable(f"{self.place} is no kvmesh observer: use its own page")
+                raise TracesUnavailable(f"{self.place} is not a kvmesh observer: use its own page")
             return dict(json.loads(answer.body))
         except (OSError, ValueError) as exc:
             raise TracesUnavailable(f"{self.place} cannot be read: {exc}") from exc

@@ -97,7 +97,7 @@ def _checked(tokenizer: Tokenizer) -> Any:
                         "encoding by tokenizers, which is slower: fastokens gives other ids", extra={"text": text[:64]}
                     )
                     return None
-    except BaseException as exc:  # noqa: BLE001 - whatever it does not know of this tokenizer, it raises no class of its own
+    except BaseException as exc:  # noqa: BLE001 - fastokens has no error class for what it lacks
         _check_is_its_own(exc)
         log.info(
             "encoding by tokenizers, which is slower: fastokens does not support this tokenizer",

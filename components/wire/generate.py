@@ -123,7 +123,7 @@ class TokenFrame:
     streams: "array[int]" = field(default_factory=partial(array, "q"))
     seqs: "array[int]" = field(default_factory=partial(array, "q"))
     token_ids: list[list[int]] = field(default_factory=list)
-    others: list[tuple[int, StreamItem]] = field(default_factory=list)  # after so many plain ones
+    others: list[tuple[int, StreamItem]] = field(default_factory=list)  # each after this many plain ones
 
     def __len__(self) -> int:
         return len(self.seqs) + len(self.others)

@@ -40,13 +40,13 @@ class KvEndpoint(Struct):
 
     @property
     def page_bytes(self) -> int:
-        """Of a page on all ranks."""
+        """Bytes of a page on all ranks."""
         shards = self.layout.shards
         return sum(of_shard(self.layout, shard, shards).page_bytes for shard in range(shards))
 
     @property
     def devices(self) -> list[str]:
-        """Of all ranks, in order."""
+        """Devices of all ranks, in order."""
         return [self.device, *(rank.device for rank in self.followers)]
 
 

@@ -46,7 +46,7 @@ def prepare_attention(kind: AttentionKind, device: torch.device, state_dir: Path
         load_kernels(state_dir)
     except KernelsUnavailable as exc:
         if kind == "cpu":
-            raise AttentionUnavailable(f"attention=cpu cannot run here, attention=torch could: {exc}") from exc
+            raise AttentionUnavailable(f"attention=cpu cannot run here (attention=torch can): {exc}") from exc
         log.warning(
             "no C++ kernels: attention and linear layers run in plain torch operations, several times as slow",
             extra={"reason": str(exc)},
@@ -66,7 +66,7 @@ def make_attention(
     if chosen == "cpu":
         obstacle = why_not_cpu("cpu", pool.device, layout)
         if obstacle is not None:
-            raise AttentionUnavailable(f"attention=cpu cannot run here, attention=torch could: {obstacle}")
+            raise AttentionUnavailable(f"attention=cpu cannot run here (attention=torch can): {obstacle}")
         return CpuAttention(pool, layout)
     needed, distribution, module, name = ON_CUDA[chosen]
     if find_spec(needed) is None:
@@ -90,7 +90,7 @@ def why_not_cpu(kind: AttentionKind, device: torch.device, layout: KvLayout) -> 
     if not kernels_are_loaded():
         return "its kernel is not loaded"
     if layout.head_dim % HEAD_DIM_STEP:
-        return f"a head has {layout.head_dim} numbers, which is no multiple of {HEAD_DIM_STEP}"
+        return f"a head has {layout.head_dim} numbers, which is not a multiple of {HEAD_DIM_STEP}"
     return None
 
 

@@ -1,7 +1,8 @@
 """A step's tables on the device, at fixed addresses for recorded graphs, and its work lists.
 
-Work is cut by spans of a context: fixed ones of a decode's, longer ones of a long chunk's. How a request is cut depends
-on nothing else in the step, so its sums have the same order in any batch. The longest work comes first.
+Contexts are cut into spans, the pieces of work: a decode has spans of a fixed size, a long chunk has longer ones. How a
+request is cut does not depend on the rest of the step, so its sums have the same order in any batch. The longest piece
+comes first.
 """
 
 import itertools

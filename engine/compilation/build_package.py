@@ -28,12 +28,13 @@ from engine.kernels.shared_linear import merge_products, share_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 
-ENOUGH: Final = 1024  # numbers in a loop that threads share, by the example
+ENOUGH: Final = 1024  # elements of a loop, in the example, from which threads share it
 ONCE: Final = {
     "aot_inductor.precompile_headers": False,  # 7 s and 290 MB in /tmp, of use only to the next package
     # Torch of PyPI has the functions for which inductor would look by compiling four libraries, for 8 s.
     "cpp.vec_isa_ok": platform.machine() == "x86_64" or None,
-    # Inductor asks for so many a thread of this machine. On 64 cores no loop would be shared, not even by two threads.
+    # Inductor divides a loop only if each thread of this machine gets this many elements. With its own default, on 64
+    # cores no loop would be divided, not even between two threads.
     "cpp.min_chunk_size": max(1, ENOUGH // (os.cpu_count() or 1)),
 }
 OWN_WEIGHTS: Final = ONCE | {"freezing": True}  # folded in and packed

@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 TASK: Final = "Compiling the model"
 RECORD_S: Final = 60.0  # for all graphs; the time to compile is not part of it
 FEW: Final = 8  # tokens
-TYPICAL: Final = 2048  # tokens: inductor chooses and times its kernels for so many
+TYPICAL: Final = 2048  # tokens: inductor chooses and times its kernels for this many
 
 Compiler = Callable[[torch.nn.Module], Compute]
 MakeRecorder = Callable[[], Recorder]  # each with memory of its own
@@ -122,7 +122,7 @@ class DeviceForward:
 
     @torch.inference_mode()
     def record(self, attention: AttentionBackend, progress: Progress, most: int | None = None) -> tuple[int, int]:
-        """Record graphs of decodes that read `attention`'s pages, or more of them. Graphs of other pages are freed.
+        """Record graphs of decodes over `attention`'s pages, or continue to. Graphs over other pages are freed.
 
         Returns: how many there are, and how many there would be without `most` or a time limit.
         """

@@ -73,7 +73,7 @@ class PackagedForward:
     def __init__(self, path: Path, module: Any, state_dir: Path) -> None:
         """Load the package, with the weights of `module` unless it has its own.
 
-        Raises: KernelsUnavailable; RuntimeError, for a directory that is no package.
+        Raises: KernelsUnavailable; RuntimeError, for a directory that is not a package.
         """
         load_package_class(state_dir)
         self._package = torch.classes.kvmesh_package.Package(str(path / LIBRARY))

@@ -30,7 +30,7 @@ FORMAT: Final = 7  # increment when the exported code changes
 MIN_PARAMETERS: Final = 50_000_000  # smaller models are not worth a minute of compiling
 MAX_PARAMETERS: Final = 2_000_000_000  # if the package has its own weights
 KEPT_PACKAGES: Final = 4
-LEFT_AFTER_S: Final = 24 * 3600.0  # no compilation takes so long
+LEFT_AFTER_S: Final = 24 * 3600.0  # no compilation takes this long
 
 
 class CompilationFailed(Exception):
@@ -120,9 +120,9 @@ def _why_eager(loaded: LoadedModel, config: EngineConfig) -> str | None:
     if obstacle is not None:
         return f"packages are for attention in C++, but {obstacle}"
     if config.compile == "auto" and parameters < MIN_PARAMETERS:
-        return f"compiling pays from {MIN_PARAMETERS:,} parameters on, it has {parameters:,}"
+        return f"compiling pays off from {MIN_PARAMETERS:,} parameters, this model has {parameters:,}"
     if config.compile == "auto" and parameters > MAX_PARAMETERS and has_own_weights(loaded.module):
-        return f"its {parameters:,} parameters would be in memory twice, compile=wait would not mind"
+        return f"its {parameters:,} parameters would be in memory twice; compile=wait accepts that"
     try:
         compiler()
     except NoCompiler as exc:

@@ -30,8 +30,8 @@ def run_delay_s(without: Collection[int] = ()) -> float:
 class ComputeDelay:
     """Seconds that computing threads were ready without a core, since the first call.
 
-    Few threads are read: each read gives Python's lock away, and waits for it while the event loop is busy. Threads
-    count that used a core since the latest look at all; Python's own do not, except the caller's.
+    A thread counts if it used a core since the last look at all threads; of Python's own threads, only the caller's
+    counts. Few threads are read, because each read releases the GIL, and waits for it again while the event loop is busy.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -127,7 +127,7 @@ def usable_cores(quota: CpuQuota | None = None) -> int:
 
 
 def cores_for_a_while(quota: CpuQuota | None = None) -> int:
-    """Round the quota up: 1.5 allows two cores for three quarters of the time."""
+    """Cores that may be used part of the time: a quota of 1.5 allows two of them for three quarters of it."""
     return math.ceil(_cores_allowed(quota))
 
 
@@ -164,7 +164,7 @@ def _cores(group: Path) -> float:
         else:
             quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
         return int(quota) / int(period) if int(quota) > 0 else float("inf")
-    except (OSError, ValueError):  # the root has no such file; "max" is no number
+    except (OSError, ValueError):  # the root has no such file; "max" is not a number
         return float("inf")
 
 

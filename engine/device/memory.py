@@ -75,16 +75,16 @@ class MemoryUse:
         return self.activations + self.graphs
 
     def share_left(self, utilization: float) -> int:
-        """Left of this process's share."""
+        """Bytes left of this process's share; negative if it is exceeded."""
         return int(utilization * self.total) - self.weights - self.compiled - self.coming
 
     @property
     def free_left(self) -> int:
-        """Left on the device."""
+        """Bytes left on the device; negative if too few are free."""
         return self.free - self.coming - int(KEPT_FREE * self.total)
 
     def left(self, utilization: float) -> int:
-        """Bytes for KV pages; negative if what must be there does not fit."""
+        """Bytes for KV pages; negative if weights, activations and graphs do not fit."""
         return min(self.share_left(utilization), self.free_left)
 
     def by_others(self, utilization: float, needed: int = 0) -> bool:

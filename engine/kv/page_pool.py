@@ -228,7 +228,7 @@ class PagePool:
         try:
             for page in reversed(pages):
                 if self._holders[page] <= 0:
-                    raise PageLeak(f"page {page} was released but nobody holds it", page=page)
+                    raise PageLeak(f"page {page} was released but no request holds it", page=page)
                 self._holders[page] -= 1
                 if self._holders[page]:
                     continue

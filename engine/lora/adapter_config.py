@@ -33,7 +33,7 @@ REFUSED: Final = {
     "lora_bias": "it changes biases (lora_bias)",
     "fan_in_fan_out": "its weights are transposed (fan_in_fan_out)",
     "trainable_token_indices": "it changes embeddings (trainable_token_indices)",
-    "target_parameters": "it changes parameters that are no linear layer's (target_parameters)",
+    "target_parameters": "it changes parameters outside of linear layers (target_parameters)",
 }
 
 
@@ -137,5 +137,5 @@ def _layers(given: object) -> str | tuple[str, ...]:
 
 def _positive(value: object) -> int:
     if not isinstance(value, int) or value < 1:
-        raise ValueError(f"{value!r} is no rank")
+        raise ValueError(f"{value!r} is not a rank")
     return value

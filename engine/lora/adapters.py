@@ -239,7 +239,7 @@ def _pairs(name: str, directory: Path) -> dict[str, tuple[torch.Tensor, torch.Te
     for key, tensor in tensors.items():
         found = TENSOR.fullmatch(key)
         if found is None:
-            raise UnsupportedModel(f"LoRA adapter {name!r} is not supported: {key} is no change of a linear layer")
+            raise UnsupportedModel(f"LoRA adapter {name!r} is not supported: {key} is not a change of a linear layer")
         parts.setdefault(found["layer"], {})[found["part"]] = tensor
     for layer, halves in parts.items():
         if len(halves) < 2:

@@ -4,8 +4,8 @@ A mark has a checksum over all tokens up to the block's last, so any worker can 
 Marks in the first and the last stripe of each head of each rank detect a page that arrived in part, or another rank's.
 In the row of the block's first token, a mark survives a move into pages of another size.
 
-A token that is computed alone renews two marks of its block, whatever the number of heads, unless the block is full then.
-The others still say how many tokens had KV before, and so do these two.
+A token that is computed alone renews only the first and the last mark of its block, unless it fills the block. The marks
+between keep the number of tokens that had KV before, and these two have that number in a second field.
 """
 
 import ctypes
@@ -135,7 +135,7 @@ class MarkedPages:
                 self._words[target * size + skipped + offset] = self._words[source * size + skipped + offset]
 
     def marks(self, page: int, block: int) -> list[Mark]:
-        """Of all ranks and heads, two each, of a block of `page`."""
+        """Marks of a block of `page`: of all ranks and heads, two each."""
         skipped = block * self._block_marks
         found = (self._words[page * size + skipped + offset] for size, offset, _ in self._places)
         return [(mark & BYTE, mark >> ALL & BYTE, (mark & HEADER) >> HEAD, mark >> CHECKSUM) for mark in found]
@@ -183,7 +183,7 @@ class MarkedPages:
 
 
 def rank_bytes(layout: KvLayout, num_pages: int) -> int:
-    """Of the largest rank's pool in shared memory, which begins at a page of the machine's memory."""
+    """Bytes of the largest rank's pool in shared memory, which begins at a page of the machine's memory."""
     return -(-num_pages * largest_shard(layout).page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 

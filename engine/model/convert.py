@@ -90,7 +90,7 @@ def _read(source: Path) -> GGUFReader:
         reader = GGUFReader(source)
         architecture = reader.fields["general.architecture"].contents()
     except (ValueError, LookupError, OSError, OverflowError, MemoryError) as exc:
-        raise CannotConvert(f"it is no GGUF file, or truncated ({type(exc).__name__}: {exc})") from exc
+        raise CannotConvert(f"it is not a GGUF file, or truncated ({type(exc).__name__}: {exc})") from exc
     if "split.count" in reader.fields and reader.fields["split.count"].contents() > 1:
         raise CannotConvert("it is one part of several: merge them first")
     if "tokenizer.ggml.tokens" not in reader.fields:

@@ -281,7 +281,7 @@ def pick_device(name: str, rank: int = 0) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as exc:
-        raise DeviceUnavailable(f"device={name} is none that torch knows: it is auto, cpu, cuda or cuda:N") from exc
+        raise DeviceUnavailable(f"device={name} is unknown to torch: set auto, cpu, cuda or cuda:N") from exc
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():

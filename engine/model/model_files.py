@@ -29,16 +29,16 @@ def read_json(path: Path, kind: type = dict) -> Any:
     except OSError as exc:
         raise ModelUnavailable(f"{path} cannot be read: {exc}") from exc
     except (ValueError, RecursionError) as exc:
-        raise ModelUnavailable(f"{path} is no JSON of a model ({exc}): copy the one of the model again") from exc
+        raise ModelUnavailable(f"{path} is not the JSON of a model ({exc}): copy the one of the model again") from exc
     if not isinstance(found, kind):
-        raise ModelUnavailable(f"{path} is no JSON of a model: copy the one of the model again")
+        raise ModelUnavailable(f"{path} is not the JSON of a model: copy the one of the model again")
     return found
 
 
 def read_size(path: Path, config: Mapping[str, Any], key: str) -> int:
     """Return a size from `config`, the content of `path` or a part of it.
 
-    Raises: ModelUnavailable, if it is missing or no positive integer.
+    Raises: ModelUnavailable, if it is missing or not a positive integer.
     """
     size = config.get(key, config.get(GPT2_NAMES.get(key, key)))
     if not isinstance(size, int) or isinstance(size, bool) or size < 1:
@@ -59,7 +59,7 @@ def read_header(path: Path) -> bytes:
             size = path.stat().st_size
             (length,) = struct.unpack("<Q", start[:8]) if size >= 8 else (size,)
             if length > size - 8:
-                raise ModelUnavailable(f"{path} is no safetensors file, or truncated: fetch it again")
+                raise ModelUnavailable(f"{path} is not a safetensors file, or truncated: fetch it again")
             file.seek(8)
             return file.read(length)
     except OSError as exc:
@@ -74,6 +74,6 @@ def read_tensors(path: Path) -> dict[str, Any]:
     try:
         tensors = dict(json.loads(read_header(path)))
     except ValueError as exc:
-        raise ModelUnavailable(f"{path} is no safetensors file: {exc}") from exc
+        raise ModelUnavailable(f"{path} is not a safetensors file: {exc}") from exc
     tensors.pop("__metadata__", None)
     return tensors

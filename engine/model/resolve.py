@@ -105,7 +105,7 @@ def independent_name(model: str) -> str:
 
 
 def check_config_file(directory: Path) -> None:
-    """Raises: ModelUnavailable, if it is missing or no JSON object."""
+    """Raises: ModelUnavailable, if it is missing or not a JSON object."""
     path = directory / CONFIG_FILE
     if not path.is_file():
         raise ModelUnavailable(f"{directory} has no {CONFIG_FILE}: it is not a Hugging Face model directory")

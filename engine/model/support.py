@@ -63,7 +63,7 @@ def check_stored(name: str, files: Iterable[Path]) -> None:
     for path in files:
         for tensor, about in read_tensors(path).items():
             dtype = str(about["dtype"])
-            # integers that are no weights: masks and positions
+            # integers that are not weights: masks and positions
             if dtype.startswith(NARROW) or (dtype.startswith(INTEGER) and "weight" in tensor.rpartition(".")[2]):
                 raise UnsupportedModel(f"{name} is not supported: {_quantised(f'{tensor} is of {dtype}')}")
 

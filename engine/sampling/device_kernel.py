@@ -180,7 +180,7 @@ def _pivots(low, high):
 
 @triton.jit
 def _narrowed(low, high, pivots, enough):
-    """The part of low..high in which the first number is that is enough."""
+    """The part of low..high that contains the first number that is enough."""
     first, second, third = pivots
     enough_first, enough_second, enough_third = enough
     new_low = tl.where(

@@ -55,7 +55,7 @@ def weight_to_reach(total: int, share: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Distances:
-    """Of a row's tokens, computed for those that may be drawn."""
+    """Distances of a row's tokens from the best one, computed only for those that may be drawn."""
 
     logits: Floats  # [vocab]
     largest: np.float32
@@ -98,7 +98,7 @@ def candidates(logits: Floats, best: int, key: int, how: Drawing) -> Candidates:
     elif how.reach < EVERY:
         token_ids, _ = distances.within(np.float32(how.reach))
     else:
-        token_ids = _that_may_win(distances, key)
+        token_ids = _possible_winners(distances, key)
     return Candidates(token_ids, noise_words(key, token_ids), distances.of(token_ids))
 
 
@@ -143,8 +143,8 @@ def kept(distances: Distances) -> Ids:
     return np.sort(token_ids[order])
 
 
-def _that_may_win(distances: Distances, key: int) -> Ids:
-    """All tokens but those that cannot win.
+def _possible_winners(distances: Distances, key: int) -> Ids:
+    """The tokens that may have the largest score, noise minus distance.
 
     For v, the share of a token's word in 2^32, its noise is between log(1/v - 1) and log(1/v).
     """

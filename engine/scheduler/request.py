@@ -164,7 +164,7 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def rows(self) -> Sequence[Row]:
-        """Of the tokens that are drawn."""
+        """Rows of the tokens that are drawn."""
         return (self.request.row, *self.draft_rows) if self.samples else ()
 
     @property
@@ -344,7 +344,7 @@ class RequestMemory:
         return max(0, num_computed - self._kept_tokens) // self.page_size if self._kept_tokens else 0
 
     def _first_at_start(self, request: Request) -> int:
-        """Pages before it are neither computed nor received."""
+        """Index of the first page that is computed or received."""
         return self._first_needed(request.prompt_len) if request.phase is Phase.DECODE else 0
 
     def _most_held(self, request: Request, first: int) -> int:

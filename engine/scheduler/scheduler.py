@@ -43,7 +43,7 @@ class Scheduler:
         """Make a scheduler without requests.
 
         Args:
-            pack_tokens: a step with so many prompt tokens begins no further prompt.
+            pack_tokens: a step with this many prompt tokens begins no further prompt.
             draft_rows: decodes and drafts that a step with drafts may have together.
         """
         self.memory = memory

@@ -22,7 +22,7 @@ class StepCost:
         self._token_s: deque[float] = deque(maxlen=REMEMBERED)  # of a prompt token, beyond the decodes beside it
 
     def decode_s(self, decodes: int) -> float:
-        """Seconds of a step of so many decodes, or of the most similar number; 0: unknown."""
+        """Seconds of a step of `decodes` decodes, or of the most similar number; 0: unknown."""
         if not self._decode_s:
             return 0.0
         size = decodes.bit_length()
@@ -59,7 +59,7 @@ class ChunkLimit:
         self._cost = StepCost()
 
     def tokens(self, decodes: int, disaggregated: int = 0) -> int:
-        """Prompt tokens that may share a step with so many decodes, of which some are `disaggregated`."""
+        """Prompt tokens that may share a step with `decodes` decodes, of which some are `disaggregated`."""
         token_s = self._cost.prompt_token_s()
         if not token_s:
             return UNKNOWN

@@ -160,7 +160,7 @@ class _Rank:
 
 def _cut(path: str, layer: Any, style: str, parent: torch.nn.Module, rank: _Rank) -> Cut:
     if type(layer) is not torch.nn.Linear:
-        raise UnsupportedModel(f"{path} is {style}, and no linear layer")
+        raise UnsupportedModel(f"{path} is {style}, and not a linear layer")
     leaf = path.rpartition(".")[2]
     shape = (layer.out_features, layer.in_features)
     in_attention = any(hasattr(parent, one) for one in (*KV_LAYERS, FUSED_QKV, FUSED_BY_HEAD))

@@ -111,7 +111,7 @@ class BootstrapService:
                 )
 
     async def _forward(self, request: OpenRoom) -> None:
-        """Forward the offer by a call with an answer: a lost message would cost a transfer's whole time."""
+        """Forward the offer as a call with an answer: if it were lost unnoticed, the transfer would time out."""
         offer = PagesOffered(
             request_id=request.request_id,
             room=request.room,

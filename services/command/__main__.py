@@ -32,7 +32,7 @@ class Commands(TyperGroup):
         """While a shell completes the options of a command, return the real one."""
         name, command, rest = super().resolve_command(ctx, args)
         if ctx.resilient_parsing and name in COMMANDS:
-            command = import_module(COMPLETION).completed(name, COMMANDS[name][0])
+            command = import_module(COMPLETION).command_with_options(name, COMMANDS[name][0])
         return name, command, rest
 
 

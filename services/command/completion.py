@@ -1,4 +1,4 @@
-"""Real commands behind those that `kvmesh` forwards to, for a shell that completes their options."""
+"""Builds the subcommands of `kvmesh` with their options, so that a shell can complete them."""
 
 import inspect
 from collections.abc import Callable
@@ -12,15 +12,15 @@ from components.settings import WITH_SETTINGS
 from components.settings_help import Setting, settings_in
 
 
-def completed(name: str, module: str) -> Any:  # typer's class of it is private
+def command_with_options(name: str, module: str) -> Any:  # typer's class of it is private
     """Build the command `name` with its options, and with no action."""
     if name in WITH_SETTINGS:
         settings = getattr(import_module(f"{module}.config"), f"{name.title()}Settings")
-        return typer.main.get_command(of_settings(settings))
+        return typer.main.get_command(app_of_settings(settings))
     return typer.main.get_command(import_module(f"{module}.__main__").app)
 
 
-def of_settings(settings: type[BaseSettings]) -> typer.Typer:
+def app_of_settings(settings: type[BaseSettings]) -> typer.Typer:
     def nothing(**_: str | None) -> None:
         pass
 

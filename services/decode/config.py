@@ -39,7 +39,7 @@ class DecodeSettings(WorkerSettings):
     kv_index_blocks: KvIndexBlocks = MAX_BLOCKS
     max_local_prefill: Annotated[
         int,
-        Field(ge=0, description="a prompt with at most so many tokens beyond its prefix hit is computed on decode"),
+        Field(ge=0, description="a prompt with at most this many tokens beyond its prefix hit is computed on decode"),
     ] = 16
     local_prefill_on_queue: Annotated[
         bool, Field(description="compute a prompt on decode if that is faster than waiting in any prefill queue")
@@ -49,7 +49,7 @@ class DecodeSettings(WorkerSettings):
         Field(
             ge=0,
             le=1000,
-            description="least milliseconds between two frames of tokens to one frontend; four times that for a stream "
-            "that makes several tokens in it",
+            description="minimum milliseconds between two frames of tokens to one frontend; a stream that makes several "
+            "tokens in that time waits four times as long",
         ),
     ] = 3.0

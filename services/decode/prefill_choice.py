@@ -123,7 +123,7 @@ class PrefillChoice:
         chosen = inquiry.choose()
         if chosen is None and inquiry.num_asked:
             return LocalPrefill(
-                LocalPrefillReason.UNANSWERED, f"none of the {inquiry.num_asked} prefill instances asked takes work"
+                LocalPrefillReason.UNANSWERED, f"none of {inquiry.num_asked} prefill instances can take the prompt"
             )
         if chosen is None:
             return self._why_none(usable, adapter)
@@ -166,8 +166,8 @@ class PrefillChoice:
         shown = chosen.why if isinstance(chosen, LocalPrefill) else chosen
         return explained(self._fleet.policy.text, request.token_ids, shown)
 
-    def is_there(self, adapter: str, *, but_not: Collection[str]) -> bool:
-        """Whether an instance can be used that is not one of these."""
+    def has_another(self, adapter: str, *, but_not: Collection[str]) -> bool:
+        """Whether an instance other than `but_not` can be used."""
         return bool(self._usable(adapter, but_not))
 
     def _usable(self, adapter: str, but_not: Collection[str]) -> Sequence[InstanceRecord]:

@@ -148,7 +148,7 @@ class PrefillClient:
             check_readable(endpoint.device)
 
     def begin(self, engine_id: str, prefill: InstanceRecord, refused: InboundTransfer | None = None) -> InboundTransfer:
-        """`refused`: the transfer before, which was taken back; its pages are offered again.
+        """`refused`: an earlier transfer, which prefill refused and `take_back` stopped; its pages are offered again.
 
         Raises: QueueFull, if no aux slot is free.
         """
@@ -204,11 +204,12 @@ class PrefillClient:
         """Receive the KV. Raises: MeshError. In any case prefill may write into our pages until `settle` returns."""
         left_s = min(self._bootstrap_timeout_s, remaining_s(request.deadline_unix_ms))
         reserved = await self._within(
-            left_s, "pages of this decode instance for KV from", transfer, _pages_of(transfer)
+            left_s, "page of this decode instance became free for KV from", transfer, _pages_of(transfer)
         )
         left_s = min(self._timeout_s, remaining_s(request.deadline_unix_ms))
         tokens = range(reserved.num_computed, num_tokens(request.token_ids))
-        return await self._within(left_s, "KV from", transfer, self._receive(transfer, reserved, tokens, left_s))
+        work = self._receive(transfer, reserved, tokens, left_s)
+        return await self._within(left_s, "KV arrived from", transfer, work)
 
     async def take_back(self, transfer: InboundTransfer) -> bool:
         """Make sure that a prefill instance that has refused writes nothing, so that its pages can be offered to another.
@@ -251,7 +252,7 @@ class PrefillClient:
                 transfer.asking.cancel()  # its answer may be lost
 
     async def _within(self, seconds: float, what: str, transfer: InboundTransfer, work: Coroutine[Any, Any, T]) -> T:
-        late = DeadlineExceeded(f"no {what} prefill {transfer.prefill.instance_id} in {seconds:.3g} s")
+        late = DeadlineExceeded(f"no {what} prefill {transfer.prefill.instance_id} within {seconds:.3g} s")
         return await transfer.failure.within(seconds, late, work)
 
     async def _receive(
@@ -349,7 +350,7 @@ class PrefillClient:
 
 async def _pages_of(transfer: InboundTransfer) -> Exposed:
     asked_ns = time.time_ns()
-    reserved = await asyncio.shield(transfer.reserved)  # pages may still come for it if prefill refuses
+    reserved = await asyncio.shield(transfer.reserved)  # a refusal does not cancel it: another prefill may use them
     record_step("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
     return reserved
 

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 PROMPT_LOGPROBS: Final = LocalPrefill(
     LocalPrefillReason.PROMPT_LOGPROBS, "the prompt's log-probabilities are asked for"
 )
-LIGHT_TOKENS: Final = 4096  # checking and hashing so many takes less than a millisecond
+LIGHT_TOKENS: Final = 4096  # checking and hashing this many takes less than a millisecond
 MAX_ASKED: Final = 3  # prefill instances for one prompt
 REFUSAL_S: Final = 0.1  # after a failed transfer, for the answer to the call with the prompt
 SETTLE_S: Final = 1.0  # when this process leaves: for prefill workers to answer that they write no more
@@ -253,7 +253,7 @@ class RequestRunner:
         try:
             with self.prefills.alive.watching(peer):
                 failure = await self._receive(active, transfer, route, submit=len(asked) == 1)
-            following = None if failure is None else await self._another(active, transfer, failure, asked)
+            following = None if failure is None else await self._choose_another(active, transfer, failure, asked)
         except BaseException:  # cancelled, or our bug: the pages must come back in both cases
             self._settle_later(transfer, cancelled=isinstance(active.error, Cancelled))
             raise
@@ -289,7 +289,7 @@ class RequestRunner:
                 lambda engine: engine.deliver(active.engine_id, first_token, record.logprobs), light=light
             )
         except MeshError as exc:
-            in_time = now_ms() < active.request.deadline_unix_ms  # else the request came with too little time left
+            in_time = now_ms() < active.request.deadline_unix_ms  # else the request ran out of its own time
             if in_time and (transfer.waits_for_prefill or isinstance(exc, PrefillLost | PeerBroken)):
                 route.failed(exc)
             if isinstance(exc, PrefillLost):
@@ -304,16 +304,16 @@ class RequestRunner:
         await self.prefill.settle(transfer)
         return None
 
-    async def _another(
+    async def _choose_another(
         self, active: ActiveRequest, transfer: InboundTransfer, failure: MeshError, asked: Sequence[str]
     ) -> RouteChoice | None:
-        """Choose an instance in place of one that has refused. None: there is none, or it did not refuse."""
+        """Choose another instance after a refusal. None: there is no other, or the instance did not refuse."""
         if transfer.asking is not None and isinstance(failure, TransferFailed):
-            # A leaving instance refuses the pages, too, and that report may overtake the refusal of the prompt.
+            # A leaving instance also refuses the pages. That report may arrive before the refusal of the prompt.
             await asyncio.wait([transfer.asking], timeout=REFUSAL_S)
         if not transfer.another_may_accept or len(asked) == MAX_ASKED:
             return None
-        if not self.choice.is_there(active.request.adapter, but_not=asked):
+        if not self.choice.has_another(active.request.adapter, but_not=asked):
             return None
         if not await self.prefill.take_back(transfer):
             return None

@@ -61,7 +61,7 @@ class DecodeService:
         if (running := self._active.find(engine_id)) is not None:
             if running.request.reply_to != request.reply_to:
                 raise Rejected(f"request id {engine_id!r} is in use", param="request_id")
-            # The answer was lost with NATS: after a reconnect the frontend sends the request again, by another call.
+            # The answer was lost in an outage of NATS: the frontend has sent the request again, in another call.
             return GenerateAccepted(request_id=request.request_id, number=self._num_accepted)
         check_branches(request.sampling)
         num_branches = request.sampling.n
@@ -130,7 +130,7 @@ class DecodeService:
         self._metrics.num_exposed_pages = lambda: self._prefill.num_exposed_pages
 
     def _queues(self) -> dict[str, Queue]:
-        """A request with a transfer under way is in the queue of the transfer alone."""
+        """While its transfer is under way, a request counts only in the queue of transfers."""
         alone = (one.lifecycle for one in self._active.all() if not self._prefill.is_under_way(one.engine_id))
         return queues_of(alone, self._active.tally.states) | self._prefill.queues()
 

@@ -105,7 +105,7 @@ def create_app(
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # spans of ours tell more and cost less
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # our own spans tell more and cost less
     )
     metrics = FrontendMetrics(registry or CollectorRegistry(), server_metrics)
     admission = Admission(mesh, settings, metrics)

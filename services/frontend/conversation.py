@@ -84,12 +84,12 @@ async def plan_answer(
     grammar = Grammar(text.marker_ids(tokens))
     held_to: AskedConstraint | None = None
     if tools is not None:
-        held_to = _held_to(grammar, tools, conversation, thinking, asked, single=single)
+        held_to = _constraint_of(grammar, tools, conversation, thinking, asked, single=single)
     elif asked is not None and thinking is not None:
         rule = calls_or(grammar, None, (), thinking, _answer_rule(asked), single=single)
         held_to = AskedConstraint(Constraint(kind="lark", text=rule), asked.param)
     if before:
-        await _check_goes_on(text, output, held_to)
+        await _check_continuation(text, output, held_to)
     return AnswerPlan(output, held_to)
 
 
@@ -105,8 +105,8 @@ def _thinking(text: TextModel, reasoning: ReasoningFormat, prompt: Sequence[int]
     return None if read.over else Thinking(reasoning.begin, reasoning.end, read.inside)
 
 
-async def _check_goes_on(text: TextModel, output: OutputPlan, held_to: AskedConstraint | None) -> None:
-    """Raises: Rejected, if the rest cannot both keep its constraint and continue the last message."""
+async def _check_continuation(text: TextModel, output: OutputPlan, held_to: AskedConstraint | None) -> None:
+    """Raises: Rejected, if no text both continues the last message and satisfies the constraint."""
     parser = output.parser()
     answer, _, calls = await text.run(len(output.before), parser.begin)
     param = "continue_final_message"
@@ -121,7 +121,7 @@ async def _check_goes_on(text: TextModel, output: OutputPlan, held_to: AskedCons
         raise _unsupported(param, "this model's calls are whole answers, and the last message already has text")
 
 
-def _held_to(
+def _constraint_of(
     grammar: Grammar,
     tools: ToolFormat,
     conversation: Conversation,

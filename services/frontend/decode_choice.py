@@ -42,8 +42,8 @@ log = logging.getLogger(__name__)
 WAIT_FOR_DECODE_S: Final = 30.0  # for a request whose instance was lost and may restart
 NO_WORKER_WAIT_S: Final = 5.0  # for a new request, since the last instance was lost
 MOVES: Final = 5
-NO_RESPONDERS_S: Final = 10.0  # so long, a send to an instance that does not listen costs no move
-BROKEN_MOVES: Final = 3  # that a BREAKING error costs: one request breaks at most two instances
+NO_RESPONDERS_S: Final = 10.0  # for this long, sends that find no listener do not count as moves
+BROKEN_MOVES: Final = 3  # what a BREAKING error counts as: one request breaks at most two instances
 FIRST_BACK_OFF_S: Final = 0.05  # before an instance is tried again; doubles
 MAX_BACK_OFF_S: Final = 1.0
 # The instance or this request is broken, or the two do not understand each other.
@@ -116,7 +116,7 @@ class DecodeChoice:
         attempts.moves += self._cost(why, attempts)
         request_record().moved(why.message)
         if not isinstance(why, BLAMELESS):
-            if now_ms() < prompt.deadline_unix_ms:  # else the request came with too little time left
+            if now_ms() < prompt.deadline_unix_ms:  # else the request ran out of its own time
                 route.failed(why)
             attempts.failed.append(route.instance_id)
         if attempts.moves > MOVES:
@@ -156,7 +156,7 @@ class DecodeChoice:
         return explained(self._policy, pack_tokens(prompt.token_ids), chosen)
 
     def _back_off_s(self, tries: int) -> float:
-        """`tries`: beyond one of each instance."""
+        """`tries`: attempts after each instance was tried once."""
         return self._rng.uniform(0.5, 1.0) * min(MAX_BACK_OFF_S, FIRST_BACK_OFF_S * 2.0 ** min(tries, 10))
 
     def _route(

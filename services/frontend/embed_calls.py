@@ -19,7 +19,7 @@ from services.frontend.decode_choice import MOVING, Attempts, DecodeChoice
 from services.frontend.ports import Prompt, Texts
 from services.frontend.request_record import request_record
 
-# of texts that go together, more only in a single text: large enough to batch, small enough to spread
+# A call has more only if it is one longer text. Large enough to batch, small enough to spread.
 TOKENS_A_CALL: Final = 8192
 
 

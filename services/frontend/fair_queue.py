@@ -116,7 +116,7 @@ class _Order:
 
 
 class _Heaviest:
-    """Finds the line with the most tokens. Growth is noted at once, a loss at the top of the heap."""
+    """Finds the line with the most tokens. One that grew is pushed again; one that shrank is corrected at the top."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, _Line]] = []
@@ -279,11 +279,11 @@ class FairQueue:
 
     @property
     def oldest_since_s(self) -> float | None:
-        """When the request came that waits longest; None: the queue is empty."""
+        """When the request that waits longest arrived; None if the queue is empty."""
         return next((one.since_s for one in self._waiting.values()), None)
 
     def waiting_since(self, until_s: float) -> list[Place]:
-        """Requests that came until then, the oldest first."""
+        """Requests that arrived up to `until_s`, the oldest first."""
         found: list[Place] = []
         for one in self._waiting.values():
             if one.since_s > until_s:

@@ -29,7 +29,7 @@ from services.frontend.ui.page import PATHS, ROOT
 # For load balancers: without a key, only the status is shown. And the page at /ui, without its API.
 OPEN: Final = frozenset({"/health", "/live", "/ready"}) | PATHS
 CALLER: Final = "kvmesh.caller"  # key of a Caller in an ASGI scope
-ROUTE_CHARS: Final = 128  # of a path that a stranger chose, in its log line
+ROUTE_CHARS: Final = 128  # of a refused request's path that are logged: any client may have chosen it
 LABEL: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # a client's X-Request-Id
 MISSING: Final = from_status(401)
 WRONG: Final = from_status(401, "Incorrect API key provided.")
@@ -48,9 +48,7 @@ SEVERAL: Final = from_status(
 @dataclass(frozen=True, slots=True)
 class Caller:
     label: str = ""  # the client's X-Request-Id if valid; shown only, never used as a key
-    sent: bytes = (
-        b""  # tells clients apart if there are no API keys: one that it sent all the same, or its Authorization
-    )
+    sent: bytes = b""  # distinguishes clients if no API keys are set: the key that it sent anyway, or its Authorization
     account: Account | None = None  # None without API keys
     stranger: bool = False  # API keys are set, and the request has no valid one; only on open paths
 

@@ -20,7 +20,7 @@ from services.frontend.ports import Branch, Mesh, Prompt
 AT_ONCE_TOKENS: Final = 1 << 16  # of the prompts of all choices that begin in one turn of the event loop
 MAX_HELD_ITEMS: Final = 100_000  # of all choices of a request, while a client reads those before them
 
-Show = Callable[[Piece, bool], bool]  # (piece, whether it is the last of all) → False: the request's task must wake
+Show = Callable[[Piece, bool], bool]  # (piece, is it the last of all) → False: wake the request's task
 
 
 class PromptChoices:

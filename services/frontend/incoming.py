@@ -37,7 +37,7 @@ class Body:
         return await self.run(partial(make, self.data))
 
     async def run(self, work: Callable[[], T], more: int = 0) -> T:
-        """Return `work()`, run in a thread if the body is large, with `more` characters that the request continues.
+        """Return `work()`. It runs in a thread if the body, with `more` characters of the stored turns, is large.
 
         Raises: what that raises; QueueFull.
         """

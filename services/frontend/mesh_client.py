@@ -272,9 +272,8 @@ class Branch:
         self._generated += item.token_ids
         try:
             wants_more = self._sink.take(self._index, item)
-        except (
-            MeshError
-        ) as exc:  # of the reader, such as a slow client's: moving the stream would compute all again in vain
+        except MeshError as exc:
+            # The reader failed, such as a slow client: a move would compute everything again in vain.
             self.close()
             self._sink.fail(exc)
             return

@@ -30,7 +30,7 @@ class Moves:
         shown = OnDemand(metrics)
         shown.counter(
             "kvmesh_streams_moved",
-            "Streams that moved to another decode instance, by the error of the one before.",
+            "Streams that moved to another decode instance, by the error of the instance that they left.",
             lambda: _by_reason(self._streams),
             ["reason"],
         )
@@ -48,5 +48,5 @@ class Moves:
 
 
 def _by_reason(counts: Counter[str]) -> dict[tuple[str, ...], float]:
-    """With a zero for the usual reason, so that a rate can be taken from the start."""
+    """Counts by label, with a zero for the usual reason, so that a rate can be taken from the start."""
     return {(reason,): float(count) for reason, count in {"DecodeLost": 0, **counts}.items()}

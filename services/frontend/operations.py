@@ -33,7 +33,7 @@ async def _no_workers() -> WorkerList:
 
 @dataclass(slots=True)
 class DrainOrder:
-    """An operator's order: new requests are refused, and this process goes on running."""
+    """An operator's order: new requests are refused, and this process keeps running."""
 
     draining: bool = False
 

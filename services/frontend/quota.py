@@ -1,8 +1,8 @@
 """The limits of one API key, its usage, and OpenAI's rate-limit headers.
 
 Limits per minute refill continuously. Tokens are charged when they are known: a prompt's when it enters, an answer's when it
-ends. A prompt that is never admitted is given back. The requests in flight may put a key into debt; its next requests wait
-until that is paid.
+ends. The tokens of a prompt that is never admitted are given back. The requests in flight may put a key into debt; its
+next requests wait until that is paid.
 """
 
 import time

@@ -99,7 +99,7 @@ class Reply:
             self.streaming = True
         count = len(self._held)
         events = b"".join(self._held)
-        self._held_bytes -= len(events)  # the bound is on what comes while the client reads these
+        self._held_bytes -= len(events)  # only events that arrive while the client reads these count towards the bound
         await self._body(events + self._end if last else events, more=not last)
         del self._held[:count]
         self._flows = not (self._held or last)

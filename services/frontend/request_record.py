@@ -28,7 +28,7 @@ AFTER: Final = {"first_token", "stream", "receive"}  # phases that are not befor
 class RequestRecord:
     """Its phases are steps of `root`, also if no trace is kept. Times are wall-clock nanoseconds.
 
-    As a context manager it is what `request_record` returns in the body and in tasks begun there, and log lines have the
+    Within its `with` block, and in tasks begun there, `request_record` returns this record, and log lines have the
     request's id.
     """
 
@@ -45,7 +45,7 @@ class RequestRecord:
         self.ttft_s: float | None = None  # until it was sent
         self.longest_gap_s = 0.0  # between two pieces of a stream
         self.error = ""  # name of the class
-        self.reason = ""  # of an error of ours; a client's own may quote the request
+        self.reason = ""  # of a server's error; a client's own may quote the request
         self.code = self.param = ""  # of a client's error
         self._span = span
         self._phase, self._phase_ns = phase, root.start_time
@@ -180,7 +180,7 @@ class RequestRecord:
 
 
 _current: Final[ContextVar[RequestRecord | None]] = ContextVar("request_record", default=None)
-_running: Final[dict[int, RequestRecord]] = {}  # by trace id; of two requests in one trace the later
+_running: Final[dict[int, RequestRecord]] = {}  # by trace id; if two requests share a trace, the later one
 
 
 def decode_of(trace_id: str, tenant: str | None) -> str:
@@ -200,11 +200,11 @@ def request_record() -> RequestRecord:
     if found is not None:
         return found
     span = get_current_span()
-    return RequestRecord(span, span) if isinstance(span, LightSpan) else unkept(NOT_KEPT, "")
+    return RequestRecord(span, span) if isinstance(span, LightSpan) else unkept_record(NOT_KEPT, "")
 
 
-def unkept(span: Span, name: str, facts: Mapping[str, str] | None = None, phase: str = "") -> RequestRecord:
-    """A record without a trace of ours. `span`: that of the caller, whose trace may be kept elsewhere."""
+def unkept_record(span: Span, name: str, facts: Mapping[str, str] | None = None, phase: str = "") -> RequestRecord:
+    """Return a record whose trace is not kept here. `span`: the caller's, whose trace may be kept elsewhere."""
     return RequestRecord(span, LightSpan(name, 0, 0, 0, _nowhere, SpanKind.SERVER, facts), phase)
 
 

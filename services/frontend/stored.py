@@ -114,7 +114,7 @@ class StoredResponses:
         await self._records.put(response.id, pack(record))
 
     async def put_end(self, response: ResponseObject, remembered: Remembered) -> None:
-        """Store a response that has ended in the background, again while NATS is away: no client has it otherwise.
+        """Store the end of a background response. Retry while NATS is away, because no client has received it.
 
         Raises: MeshError, also if NATS is away for PUT_FOR_S.
         """
@@ -140,7 +140,7 @@ class StoredResponses:
 
     async def get(self, response_id: str, key: bytes) -> StoredResponse:
         """Raises: UnknownResponse, also if the response belongs to another API key."""
-        return await self._settled(response_id, await self._find(response_id, key))
+        return await self._with_outcome(response_id, await self._find(response_id, key))
 
     async def delete(self, response_id: str, key: bytes) -> None:
         """Delete a response; cancel it if it runs. Raises: UnknownResponse."""
@@ -175,11 +175,11 @@ class StoredResponses:
             raise UnknownResponse(f"Response with id '{response_id[:128]}' not found.")
         return record
 
-    async def _settled(self, response_id: str, record: StoredResponse) -> StoredResponse:
-        """`record`, or its successor: a response whose frontend is gone has failed.
+    async def _with_outcome(self, response_id: str, record: StoredResponse) -> StoredResponse:
+        """Return `record`, or a newer one; if its frontend is gone, return the response as failed.
 
-        That is not stored: the frontend may only have lost NATS for a moment, and store an answer, or the response may be
-        deleted just now.
+        The failure is not stored: the frontend may have lost NATS only for a moment and still store an answer, or the
+        response may have been deleted meanwhile.
         """
         if not record.frontend or await self._ask(record.frontend, CancelResponse(response_id=response_id, ask=True)):
             return record

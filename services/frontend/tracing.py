@@ -15,7 +15,7 @@ from components.telemetry.light_span import LightSpan
 from components.telemetry.trace_pieces import CLIENT_REQUEST_ID, REFUSED, REQUEST_ID, ROUTE, TENANT
 from services.frontend.gate import caller_of
 from services.frontend.generation import Generation
-from services.frontend.request_record import RequestRecord, unkept
+from services.frontend.request_record import RequestRecord, unkept_record
 
 tracer: Final = spans.tracer
 
@@ -36,7 +36,9 @@ def begin_record(scope: Scope, operation: str, request_id: str, label: str, phas
     # an empty context, not that of an earlier request
     context = tracer.continue_trace(carrier) if "traceparent" in carrier else Context()
     span = tracer.start_span(operation, context, SpanKind.SERVER, facts)
-    return RequestRecord(span, span, phase) if isinstance(span, LightSpan) else unkept(span, operation, facts, phase)
+    if isinstance(span, LightSpan):
+        return RequestRecord(span, span, phase)
+    return unkept_record(span, operation, facts, phase)
 
 
 def describe_request(record: RequestRecord, operation: str, request: GenerationFields, max_tokens: int | None) -> None:
@@ -73,7 +75,7 @@ def describe_response(record: RequestRecord, response_id: str, model: str, gener
 
 
 def describe_error(record: RequestRecord, error: ApiError, exc: Exception) -> None:
-    """Add how the request failed. A client that left is no failure, and no fault of the client is (OpenTelemetry's rule)."""
+    """Add how the request failed. Only a server's fault makes the span's status an error (OpenTelemetry's rule)."""
     if isinstance(exc, Cancelled):
         record.root.set_attribute("kvmesh.cancelled", error.message)
         return

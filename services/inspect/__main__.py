@@ -127,7 +127,7 @@ def kv(
     prompt: Annotated[str, typer.Option(help="text of a prompt: who has how many of its tokens cached")] = "",
     chat: Annotated[bool, typer.Option(help="wrap it in the model's chat template")] = True,
     token_ids: Annotated[str, typer.Option(help="the same for a prompt's token ids, such as 1,2,3")] = "",
-    first: Annotated[int | None, typer.Option(min=1, help="look only at so many tokens of the prompt")] = None,
+    first: Annotated[int | None, typer.Option(min=1, help="look only at this many tokens from the start")] = None,
     block: Annotated[str, typer.Option(help="beginning of a block hash: who holds such a block")] = "",
     adapter: Annotated[str, typer.Option(help="name of a LoRA adapter")] = "",
     cache_salt: Annotated[str, typer.Option(help="`cache_salt` of the request; with API keys, TENANT/SALT")] = "",
@@ -141,7 +141,7 @@ def kv(
         ids = [int(one) for one in token_ids.split(",")] if token_ids else []
     except ValueError:
         raise typer.BadParameter(
-            f"{token_ids!r} are no numbers with commas between them", param_hint="--token-ids"
+            f"{token_ids!r} is not a list of numbers separated by commas", param_hint="--token-ids"
         ) from None
     if sum(map(bool, (prompt, ids, block))) > 1:
         raise typer.BadParameter("give one of --prompt, --token-ids and --block")

@@ -114,7 +114,7 @@ def _began(one: Seen, wanted: Control) -> str:
 
 
 async def _until_drained(mesh: Mesh, one: Seen) -> None:
-    """Until it has no work left, or is gone."""
+    """Wait until the instance has no work left, or is gone."""
     while True:
         try:
             status = await mesh.bus.call(f"{one.subject}.status", StatusRequest(), Status, timeout_s=ANSWER_S)

@@ -43,7 +43,7 @@ OF_INSTANCES: Final[Sequence[Check]] = (
 
 
 def findings(facts: Facts) -> list[Finding]:
-    """Of all checks that can be made: without etcd and NATS the instances are unknown."""
+    """Run all checks; those of instances only if etcd and NATS work, since otherwise the instances are unknown."""
     of_instances = OF_INSTANCES if facts.servers_work else ()
     checks = (check_etcd, check_nats, *of_instances, check_nixl, check_shm)
     return [finding for check in checks for finding in check(facts)]

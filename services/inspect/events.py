@@ -122,7 +122,7 @@ def _about(record: InstanceRecord) -> str:
 
 
 async def show_events(settings: MeshSettings, console: Console, *, as_json: bool) -> None:
-    """Until Ctrl-C. The first lines are what is there already."""
+    """Print events until Ctrl-C. The first lines list the instances that are already registered."""
 
     def emit(event: Event) -> None:
         if as_json:

@@ -124,7 +124,7 @@ def check_contact(facts: Facts) -> Iterator[Finding]:
                 yield wrong(
                     "contact",
                     what,
-                    f"look at the network between {one.status.host} and {name}; requests go on meanwhile",
+                    f"look at the network between {one.status.host} and {name}; requests continue meanwhile",
                 )
 
 
@@ -186,7 +186,7 @@ def check_devices(facts: Facts) -> Iterator[Finding]:
 
 
 def check_prefill(facts: Facts) -> Iterator[Finding]:
-    """Decode-only running: prompts are computed on decode although that was not meant."""
+    """Find decode instances that compute all prompts themselves, because they can use no prefill instance."""
     prefills = [one for one in facts.seen if one.role == "prefill"]
     decodes = [one for one in facts.seen if one.role == "decode" and one.status is not None]
     if not decodes:
@@ -248,7 +248,7 @@ def check_clocks(facts: Facts) -> Iterator[Finding]:
             yield wrong(
                 "clocks",
                 what,
-                "run NTP or chrony on both hosts. Deadlines are converted and traces corrected, but times in logs mislead",
+                "run NTP or chrony on both hosts. Deadlines and traces are corrected, but times in logs are wrong",
             )
     if measured:
         most = max(abs(clock.ahead_s) for _, clock in measured)
@@ -281,7 +281,7 @@ def _in_use(one: Seen, ports: Set[int]) -> str:
     """What the worker's process has open. `ports`: on which workers listen for KV."""
     transport = None if one.status is None else one.status.transport
     if transport is None:
-        return "; its process does not say what it has open"
+        return "; what its process has open is unknown"
     connections = sum(bool({c.local, c.remote} & ports) for c in transport.connections)
     ways = [
         *(["RDMA device open"] if transport.rdma else []),

@@ -31,7 +31,7 @@ class Prefix:
     text: str = ""
     chat: bool = True
     token_ids: Sequence[int] = ()
-    first: int | None = None  # only so many tokens of the prompt
+    first: int | None = None  # tokens to look at, from the prompt's start; None: all
     block: str = ""  # beginning of a block hash, in hexadecimal
     adapter: str = ""
     cache_salt: str = ""

@@ -24,7 +24,7 @@ T = TypeVar("T")
 CONNECT_S: Final = 8.0
 STATUS_S: Final = 3.0  # for an answer
 PING_S: Final = 0.25  # for planners' answers, which a screen's refresh waits for
-PLANNERS_S: Final = 10.0  # between questions which planners there are: etcd has no records of them
+PLANNERS_S: Final = 10.0  # between two searches for planners: etcd has no records of them
 WORKERS: Final[tuple[Role, ...]] = ("decode", "prefill")
 ROLES: Final[tuple[Role, ...]] = ("frontend", "bootstrap", *WORKERS)
 
@@ -139,7 +139,7 @@ async def planners(bus: Bus, namespace: str, wait_s: float = OTHERS_S) -> dict[s
 
 
 def heartbeat_ages_s(seen: Sequence[Seen]) -> Mapping[str, float]:
-    """Age of each worker's latest heartbeat, by whichever instance received it last."""
+    """Age of each worker's latest heartbeat, as seen by the instance that received it last."""
     ages: dict[str, float] = {}
     for one in seen:
         for instance_id, age_s in ({} if one.status is None else one.status.heartbeat_ages_s).items():

@@ -185,7 +185,7 @@ def _summary(frame: Frame) -> Text:
 
 
 def _table(rows: Sequence[Row], width: int) -> Table:
-    """With the numbers of devices, if one has several."""
+    """Make the table; it has a column of devices if a worker has several."""
     hidden = set() if width >= ALL_COLUMNS_WIDTH else set(LEFT_OUT)
     if all(row.devices <= 1 for row in rows):
         hidden.add("devices")

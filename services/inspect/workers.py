@@ -145,7 +145,7 @@ def address_table(records: list[InstanceRecord]) -> Table:
 
 
 def _pids(record: InstanceRecord) -> list[int]:
-    """Of all ranks, in order."""
+    """Process ids of all ranks, in order."""
     return [record.pid, *(rank.pid for rank in ([] if record.kv is None else record.kv.followers))]
 
 

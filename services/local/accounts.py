@@ -83,5 +83,5 @@ Reach = Callable[[str], Backends]  # user → how it reaches etcd and NATS
 
 
 def user_of(role: str, number: int) -> str:
-    """The user of a child. Each frontend has its own; more workers may be started than are known at the start."""
+    """The user of a child. Each frontend has its own; workers of a role share one, since more may be added."""
     return f"frontend-{number}" if role == "frontend" else role

@@ -41,9 +41,9 @@ class Authority:
         self._write(self.ca, self._signed(builder))
 
     def issue(self, name: str, hosts: Sequence[str] = (), *, is_user: bool = True) -> TlsFiles:
-        """A certificate and its key, in files called `name`. With `hosts` it is a server's.
+        """Issue a certificate and its key, in files called `name`. With `hosts` it is a server's.
 
-        Its common name is `name`, which etcd and NATS take for a user, or none.
+        If `is_user`, its common name is `name`, which etcd and NATS take for the user; else it has none.
         """
         key = ec.generate_private_key(ec.SECP256R1())
         builder = self._builder(_named(name) if is_user else x509.Name([]), key.public_key())

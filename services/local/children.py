@@ -89,7 +89,7 @@ class Child:
 
     @property
     def instance_id(self) -> str | None:
-        """Of the current process in etcd; None until it is ready."""
+        """Id of the current process in etcd; None until it is ready."""
         return self._instance_id
 
     def kill(self) -> bool:

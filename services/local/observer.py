@@ -21,7 +21,7 @@ USER: Final = "kvmesh"
 def with_observer(plan: Plan) -> tuple[Plan, ChildSpec | None]:
     """The plan whose children send their spans to a new observer. No observer if another receiver is set.
 
-    Without a token set, each run makes a new one: all users of this machine can reach loopback ports.
+    If no token is set, each run makes a new one, because all users of this machine can reach loopback ports.
 
     Raises: WrongSettings.
     """
@@ -52,7 +52,7 @@ def with_certificate(spec: ChildSpec, tls: TlsFiles | None) -> ChildSpec:
 
 @asynccontextmanager
 async def running_observer(spec: ChildSpec | None, supervision: Supervision) -> AsyncIterator[None]:
-    """The mesh runs without it: then each process writes its spans into the file itself."""
+    """Run the observer. The mesh works without it, too: then each process writes its spans into the file itself."""
     async with running_children([], supervision) as tier:
         if spec is not None:
             tier.start(spec, essential=False)

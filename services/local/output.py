@@ -31,7 +31,7 @@ class Output:
         self._progress = ProgressLines(self._console, lambda name, text: self._line(name, Text(text), None))
 
     def show(self, name: str, line: str) -> str | None:
-        """Show a line that `name` wrote. Returns: its event; None if it is no JSON log."""
+        """Show a line that `name` wrote. Returns: its event; None if it is not a JSON log."""
         facts = _parse(line)
         if facts is None:
             if line:
@@ -146,7 +146,7 @@ def _parse(line: str) -> dict[str, Any] | None:
 
 
 def _visible(line: str) -> str:
-    """What a terminal would show of a line that is no JSON log: its colours, and the text after a carriage return."""
+    """What a terminal would show of a line that is not a JSON log: its colours, and the text after a carriage return."""
     parts = COLOUR.split(line.rpartition("\r")[2].expandtabs())
     return "".join([part if at % 2 else printable(part) for at, part in enumerate(parts)])
 

@@ -103,7 +103,7 @@ class Plan:
         return f"{self.settings.namespace}.local.{self.instance_id}"
 
     def threads_each(self) -> int:
-        """With more threads than cores, OpenMP's threads spin at each barrier."""
+        """Cores for each worker: with more threads than cores, OpenMP's threads would spin at each barrier."""
         workers = self.counts["prefill"] + self.counts["decode"]
         return max(1, usable_cores() // max(1, workers))
 
@@ -155,13 +155,13 @@ class Plan:
         return f"{0.8 * self.stop_timeout_s:g}"  # over before SIGKILL
 
     def _shared_variables(self) -> dict[str, str]:
-        """Of all children."""
+        """Environment variables of all children."""
         shared = dict(os.environ)
         shared |= {
             "MESH_MODEL": self.settings.model,
             "MESH_STATE_DIR": str(self.settings.home),
             "MESH_LOG_FORMAT": "json",
-            "PYTHONUNBUFFERED": "1",  # else lines that are no logs come late
+            "PYTHONUNBUFFERED": "1",  # else lines that are not logs come late
         }
         if self.otlp_endpoint is not None:
             shared["MESH_OTLP_ENDPOINT"] = self.otlp_endpoint

@@ -72,11 +72,11 @@ class Server:
 
     @property
     def url(self) -> str:
-        """The administrator's."""
+        """The administrator's URL."""
         return self.url_of(ADMINISTRATOR)
 
     def url_of(self, user: str) -> str:
-        """With a password, unless a certificate stands for it."""
+        """The URL for `user`, with its password unless a certificate replaces it."""
         accounts, address = self._site.accounts, f"{HOST}:{self._site.port}"
         if accounts.are_secure:
             return f"{self.kind.secure_scheme}://{address}"
@@ -84,7 +84,7 @@ class Server:
 
     @property
     def monitor_url(self) -> str:
-        """Of NATS, if it is monitored."""
+        """URL of NATS's monitoring page; valid only if NATS is monitored."""
         return f"http://{HOST}:{self._site.second_port}"
 
     async def start(self) -> None:

@@ -130,7 +130,7 @@ class ObserverApp:
         return Response(answer.SerializeToString(), media_type=kind)
 
     def _write(self, body: bytes, kind: str, encoding: str) -> int:
-        """Returns the number of spans that are no good. Raises: Rejected, Overloaded."""
+        """Returns the number of invalid spans. Raises: Rejected, Overloaded."""
         received = read_request(unzipped(body, encoding, self._settings.max_body_bytes), kind)
         for service, spans in received.by_service.items():
             if not self._writer.write(service, spans):
@@ -173,12 +173,12 @@ def _limit(given: str) -> int | None:
     if not given:
         return None
     if not given.isascii() or not given.isdigit() or len(given) > 9:
-        raise Rejected(f"limit={given[:20]!r} is no number of traces or spans")
+        raise Rejected(f"limit={given[:20]!r} is not a number of traces or spans")
     return int(given)
 
 
 def _spans(spans: Sequence[Span], more: str = "") -> Response:
-    """Each is encoded by itself: to encode them together holds the GIL."""
+    """Encode each span by itself: one call for all would hold the GIL for long."""
     body = b'{"spans": [%b]%b}' % (b",".join([msgspec.json.encode(span) for span in spans]), more.encode())
     return Response(body, media_type=JSON)
 

@@ -12,7 +12,7 @@ from components.settings import MeshSettings
 from components.telemetry.trace_store import Limits
 from components.urls import is_loopback
 
-SPANS_EACH = 50  # of a request; the limit of spans is so many times the limit of traces
+SPANS_EACH = 50  # of a request; the limit of spans is this many times the limit of traces
 
 _SAFE: Final = re.compile(r"[A-Za-z0-9._~+=-]+")
 

@@ -48,11 +48,11 @@ def unzipped(body: bytes, encoding: str, most_bytes: int) -> bytes:
     try:
         data = unzip.decompress(body, most_bytes + 1)
     except zlib.error as exc:
-        raise Rejected(f"the body is no gzip: {exc}") from exc
+        raise Rejected(f"the body is not gzip: {exc}") from exc
     if len(data) > most_bytes:
         raise TooLarge(f"the body exceeds {most_bytes} bytes after decompression")
     if not unzip.eof:
-        raise Rejected("the body is no whole gzip: its end is missing")
+        raise Rejected("the gzip of the body is truncated: its end is missing")
     return data
 
 
@@ -63,7 +63,7 @@ def read_request(body: bytes, content_type: str) -> Received:
         try:
             ours = unpack_pieces(body)
         except msgspec.DecodeError as exc:
-            raise Rejected(f"the body is no {PIECES}: {exc}") from exc
+            raise Rejected(f"the body is not {PIECES}: {exc}") from exc
         return Received({ours.service: ours.pieces})
     if kind == JSON:
         request = _from_json(body)
@@ -71,7 +71,7 @@ def read_request(body: bytes, content_type: str) -> Received:
         try:
             request = ExportTraceServiceRequest.FromString(body)
         except DecodeError as exc:
-            raise Rejected("the body is no ExportTraceServiceRequest of OTLP") from exc
+            raise Rejected("the body is not an ExportTraceServiceRequest of OTLP") from exc
     else:
         raise Rejected(f"content-type {kind!r} is not supported: send {PROTOBUF} or {JSON}")
     by_service: dict[str, list[Piece]] = defaultdict(list)
@@ -86,9 +86,9 @@ def read_request(body: bytes, content_type: str) -> Received:
 
 
 def _pieces(scope: trace_pb2.ScopeSpans) -> tuple[list[Piece], int]:
-    """The pieces, and the number of spans that are no good."""
+    """The pieces, and the number of invalid spans."""
     by_trace: dict[bytes, list[trace_pb2.Span]] = defaultdict(list)
-    for span in filter(_is_good, scope.spans):
+    for span in filter(_is_valid, scope.spans):
         by_trace[span.trace_id].append(span)
     pieces = [
         _piece(id_, found, b"".join([span_field(span.SerializeToString()) for span in found]))
@@ -97,7 +97,7 @@ def _pieces(scope: trace_pb2.ScopeSpans) -> tuple[list[Piece], int]:
     return pieces, len(scope.spans) - sum(piece.num_spans for piece in pieces)
 
 
-def _is_good(span: trace_pb2.Span) -> bool:
+def _is_valid(span: trace_pb2.Span) -> bool:
     return len(span.span_id) == 8 and len(span.trace_id) == 16 and span.end_time_unix_nano > 0
 
 
@@ -135,7 +135,7 @@ def _from_json(body: bytes) -> ExportTraceServiceRequest:
                     span[name] = b64encode(bytes.fromhex(span[name])).decode()
         ParseDict(fields, request, ignore_unknown_fields=True)
     except (ParseError, ValueError, TypeError, AttributeError, RecursionError) as exc:
-        raise Rejected(f"the body is no JSON of OTLP: {exc}") from exc
+        raise Rejected(f"the body is not valid OTLP JSON: {exc}") from exc
     return request
 
 

@@ -18,6 +18,7 @@ from bench.load.conversations import Turn, conversations, converse
 from bench.processes import free_port
 from bench.worker_counters import Counted, counted
 from components.telemetry.worker_metrics import WorkerMetrics
+from components.wire.step_stats import StepStats
 from tests.bench.served import served
 
 
@@ -113,27 +114,11 @@ def test_a_conversation_ends_with_a_turn_that_fails_and_a_user_pauses(endpoint: 
     assert run.duration_s >= 0.3
 
 
-@dataclass(frozen=True)
-class Step:
-    """What `WorkerMetrics.record` takes."""
-
-    prompt_tokens: int = 300
-    prefix_hits: int = 70
-    num_running: int = 0
-    num_waiting: int = 0
-    decode_tokens: int = 5
-    free_pages: int = 1
-    cached_pages: int = 1
-    total_pages: int = 2
-    step_s: float = 0.1
-    prefix_queries: int = 370
-
-
 def test_a_workers_page_is_read_as_it_is_written() -> None:
     metrics = WorkerMetrics()
     before = counted(generate_latest(metrics.registry).decode())
     assert before == (0, 0, 0)
-    metrics.record(Step())
+    metrics.record(StepStats(prompt_tokens=300, prefix_queries=370, prefix_hits=70, decode_tokens=5, step_s=0.1))
     metrics.transferred("d", 1000, 0.1)
     assert counted(generate_latest(metrics.registry).decode()).since(before) == (300, 70, 1)
     with pytest.raises(TypeError):

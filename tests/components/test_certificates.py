@@ -63,13 +63,13 @@ def with_passphrase(files: TlsFiles) -> TlsFiles:
     ("spoil", "said"),
     [
         (gone, r"MESH_TLS__KEY .*/decode\.key: No such file or directory"),
-        (swapped, r"MESH_TLS__CERTIFICATE .*/decode\.key: this is no PEM certificate"),
+        (swapped, r"MESH_TLS__CERTIFICATE .*/decode\.key: this is not a PEM certificate"),
         (
             of_another,
             r"MESH_TLS__KEY .*/other/decode\.key: this is not the private key.* of MESH_TLS__CERTIFICATE .*MISMATCH",
         ),
         (torn, r"MESH_TLS__CA .*/ca\.pem: this certificate cannot be read"),
-        (no_authority, r"MESH_TLS__CA .*/decode\.key: this is no PEM certificate"),
+        (no_authority, r"MESH_TLS__CA .*/decode\.key: this is not a PEM certificate"),
         (half, "MESH_TLS__CERTIFICATE and MESH_TLS__KEY belong together"),
         (with_passphrase, r"MESH_TLS__KEY .*/decode\.key: this is not the private key, without a passphrase"),
     ],

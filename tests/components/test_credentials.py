@@ -44,7 +44,9 @@ def test_a_seed_gives_the_public_key_and_a_signature(tmp_path: Path) -> None:
 def test_a_seed_that_cannot_be_used_is_named_and_not_quoted(tmp_path: Path, text: str) -> None:
     path = tmp_path / "seed"
     path.write_text(text)
-    with pytest.raises(WrongSettings, match=r"MESH_NATS_NKEY_FILE .*/seed: this is no seed of a NATS user") as raised:
+    with pytest.raises(
+        WrongSettings, match=r"MESH_NATS_NKEY_FILE .*/seed: this is not the seed of a NATS user"
+    ) as raised:
         NatsAccess(key=nkey_file(path)).check()
     assert not text or text not in str(raised.value)
 
@@ -53,7 +55,7 @@ def test_a_credentials_file_without_both_parts_is_refused(tmp_path: Path) -> Non
     path = tmp_path / "user.creds"
     path.write_text(f"-----BEGIN USER NKEY SEED-----\n{SEED}\n------END USER NKEY SEED------\n")
     with pytest.raises(
-        WrongSettings, match=r"MESH_NATS_CREDENTIALS_FILE .*user\.creds: this is no NATS credentials file"
+        WrongSettings, match=r"MESH_NATS_CREDENTIALS_FILE .*user\.creds: this is not a NATS credentials file"
     ):
         NatsAccess(credentials=credentials_file(path)).check()
 

@@ -16,7 +16,7 @@ from services.frontend.operations import Seen
 from services.frontend.ui.feed import Fields, View
 
 ROLES: Final[tuple[Role, ...]] = ("frontend", "bootstrap", "prefill", "decode")
-WARMING_S: Final = 3.0  # a new instance may be without a heartbeat so long
+WARMING_S: Final = 3.0  # a new instance may be without a heartbeat this long
 OLD_BEAT_S: Final = 1.5  # an older heartbeat is shown with its age
 MAX_BREAKERS: Final = 16  # shown of one instance
 

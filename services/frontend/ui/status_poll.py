@@ -1,5 +1,5 @@
-"""Asks instances how they are while `/ui` is watched: prefill workers for a heartbeat, frontends for their load, and a few
-instances at a time for a status.
+"""Polls instances while `/ui` is open: prefill workers for a heartbeat, frontends for their load, and a few instances at
+a time for a status.
 """
 
 import asyncio

@@ -110,7 +110,7 @@ def test_releasing_twice_is_a_leak_and_not_silent() -> None:
     pool, _ = make_pool()
     pages = pool.allocate(1)
     pool.release(pages)
-    with pytest.raises(PageLeak, match="nobody holds it"):
+    with pytest.raises(PageLeak, match="no request holds it"):
         pool.release(pages)
 
 

@@ -155,8 +155,8 @@ def test_an_adapter_of_another_model_is_refused_by_name(
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("base_model.model.model.embed_tokens.lora_embedding_A", "is no change of a linear layer"),
-        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "is no change of a linear layer"),
+        ("base_model.model.model.embed_tokens.lora_embedding_A", "is not a change of a linear layer"),
+        ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "is not a change of a linear layer"),
         ("base_model.model.lm_head.lora_A.weight", "holds half of the change of lm_head"),
     ],
 )

@@ -147,7 +147,7 @@ def test_a_file_that_cannot_be_converted_leaves_nothing_behind(file: Path, tmp_p
     damaged = tmp_path / "damaged.gguf"
     damaged.write_bytes(file.read_bytes()[:-1000])
     with pytest.raises(
-        ModelUnavailable, match=r"damaged\.gguf could not be converted: it is no GGUF file, or truncated"
+        ModelUnavailable, match=r"damaged\.gguf could not be converted: it is not a GGUF file, or truncated"
     ):
         model_dir(str(damaged), tmp_path / "state")
     assert not [path for path in (tmp_path / "state" / "models").iterdir() if not path.name.startswith(".")]

@@ -275,10 +275,10 @@ def test_tensors_of_parts_that_are_not_computed_are_left_out(tmp_path: Path) -> 
     ("content", "said"),
     [
         (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n", "run `git lfs pull`"),
-        (b"", "no safetensors file, or truncated"),
-        (b"abc", "no safetensors file, or truncated"),
-        (b"\xff" * 100, "no safetensors file, or truncated"),
-        (b"\x03" + b"\0" * 7 + b"abc", "no safetensors file"),
+        (b"", "not a safetensors file, or truncated"),
+        (b"abc", "not a safetensors file, or truncated"),
+        (b"\xff" * 100, "not a safetensors file, or truncated"),
+        (b"\x03" + b"\0" * 7 + b"abc", "not a safetensors file"),
     ],
     ids=["pointer", "empty", "short", "long header", "no JSON"],
 )
@@ -310,7 +310,7 @@ def test_weights_of_other_shapes_than_the_configuration_are_refused(tmp_path: Pa
 def test_a_damaged_generation_configuration_is_named(tmp_path: Path, content: str) -> None:
     (save_tiny(tmp_path) / "generation_config.json").write_text(content)
     with pytest.raises(
-        ModelUnavailable, match=r"generation_config.json is no JSON of a model|eos_token_id of the model in"
+        ModelUnavailable, match=r"generation_config.json is not the JSON of a model|eos_token_id of the model in"
     ):
         load_tiny(tmp_path)
 
@@ -376,7 +376,7 @@ def test_a_file_with_another_kind_of_json_is_named(tmp_path: Path, name: str) ->
     directory = save_tiny(tmp_path)
     (directory / "tokenizer.json").write_text('{"added_tokens": [{"id": 3}]}')
     (directory / name).write_text("[1]")
-    with pytest.raises(ModelUnavailable, match=rf"{name} is no JSON of a model|cannot build .* from the files in"):
+    with pytest.raises(ModelUnavailable, match=rf"{name} is not the JSON of a model|cannot build .* from the files in"):
         load_tiny(tmp_path)
 
 

@@ -52,7 +52,7 @@ def test_a_directory_without_a_configuration_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize("content", ["{", "[]", "\udcff"])
 def test_a_configuration_that_is_no_json_object_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content, errors="surrogateescape")
-    with pytest.raises(ModelUnavailable, match=f"{tmp_path}/config.json is no JSON of a model"):
+    with pytest.raises(ModelUnavailable, match=f"{tmp_path}/config.json is not the JSON of a model"):
         model_dir(str(tmp_path), tmp_path)
 
 

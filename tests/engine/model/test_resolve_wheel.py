@@ -49,7 +49,7 @@ def test_a_conversion_that_fails_says_what_it_said(monkeypatch: pytest.MonkeyPat
     path.write_bytes(b"right hash, wrong content")
     install(monkeypatch, path)
     monkeypatch.setattr(resolve, "_check_hash", lambda *_: None)
-    with pytest.raises(ModelUnavailable, match="could not be converted: it is no GGUF file"):
+    with pytest.raises(ModelUnavailable, match="could not be converted: it is not a GGUF file"):
         wheel_dir("smollm2-135m", tmp_path / "models", ignore)
     assert not [path for path in (tmp_path / "models").iterdir() if not path.name.startswith(".")]
 

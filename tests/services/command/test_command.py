@@ -12,7 +12,7 @@ import typer
 from components.settings import WITH_SETTINGS
 from components.settings_help import settings_in
 from services.command.__main__ import COMMANDS
-from services.command.completion import of_settings
+from services.command.completion import app_of_settings
 from services.frontend.config import FrontendSettings
 
 REPO: Final = Path(__file__).resolve().parents[3]
@@ -52,7 +52,9 @@ def test_a_shell_completes(typed: str, offered: list[str]) -> None:
 
 def test_every_setting_is_completed() -> None:
     options = {
-        name for parameter in typer.main.get_command(of_settings(FrontendSettings)).params for name in parameter.opts
+        name
+        for parameter in typer.main.get_command(app_of_settings(FrontendSettings)).params
+        for name in parameter.opts
     }
     assert {f"--{setting.path.replace('_', '-')}" for setting in settings_in(FrontendSettings)} <= options
 

@@ -1071,7 +1071,7 @@ async def test_without_an_answer_or_pages_in_time_the_prompt_is_computed_here_an
     assert [q.request_id for q in decode.prefill.called_off] == [ID]
     assert decode.engine.did("release") == [ID]
     causes = [vars(r)["cause"] for r in caplog.records if r.message == "computing the prompt here"]
-    assert causes == ["no pages of this decode instance for KV from prefill p in 0.05 s"]
+    assert causes == ["no page of this decode instance became free for KV from prefill p within 0.05 s"]
     await decode.finish()
     decode.assert_nothing_is_kept()
 

@@ -23,7 +23,7 @@ from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings, SlowLimits
 from services.frontend.keys import KeyRing
 from services.frontend.request_lines import RequestLines
-from services.frontend.request_record import RequestRecord, decode_of, unkept
+from services.frontend.request_record import RequestRecord, decode_of, unkept_record
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 from tests.waiting import PATIENCE_S, until
 
@@ -51,7 +51,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def record_of() -> RequestRecord:
-    return unkept(NOT_KEPT, "chat", phase="frontend.validate")
+    return unkept_record(NOT_KEPT, "chat", phase="frontend.validate")
 
 
 @pytest.fixture(autouse=True)

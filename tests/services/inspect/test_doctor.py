@@ -191,7 +191,7 @@ def test_the_transport_that_is_in_use_is_named() -> None:
         "prefill p1: nixl/UCX; in use: UCX shared memory mapped, 2 TCP connections with workers",
         "decode d1: nixl/UCX; in use: RDMA device open",
         "decode d2: nixl/UCX; no connection to a peer yet",
-        "decode d3: nixl/UCX; its process does not say what it has open",
+        "decode d3: nixl/UCX; what its process has open is unknown",
     ]
 
 

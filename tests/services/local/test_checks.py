@@ -118,7 +118,7 @@ def test_more_memory_than_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     ("files", "said"),
     [
         ({}, "no config.json"),
-        ({"config.json": "{"}, "config.json is no JSON of a model"),
+        ({"config.json": "{"}, "config.json is not the JSON of a model"),
         ({"config.json": "{}"}, "has no tokenizer.json: copy the one of the model beside config.json"),
     ],
 )

@@ -201,13 +201,13 @@ async def test_json_and_gzip_are_taken(url: str, http: httpx.AsyncClient) -> Non
 @pytest.mark.parametrize(
     ("body", "headers", "status", "said"),
     [
-        (b"\xff\xff\xff", PROTOBUF, 400, "no ExportTraceServiceRequest"),
-        (b"{", JSON, 400, "no JSON of OTLP"),
-        (b"[1]", JSON, 400, "no JSON of OTLP"),
-        (b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": 5}]}]}]}', JSON, 400, "no JSON of OTLP"),
-        (b"[" * 100_000, JSON, 400, "no JSON of OTLP"),
+        (b"\xff\xff\xff", PROTOBUF, 400, "not an ExportTraceServiceRequest"),
+        (b"{", JSON, 400, "not valid OTLP JSON"),
+        (b"[1]", JSON, 400, "not valid OTLP JSON"),
+        (b'{"resourceSpans": [{"scopeSpans": [{"spans": [{"traceId": 5}]}]}]}', JSON, 400, "not valid OTLP JSON"),
+        (b"[" * 100_000, JSON, 400, "not valid OTLP JSON"),
         (b"", {"content-type": "text/plain"}, 400, "content-type 'text/plain' is not supported"),
-        (b"abc", {**PROTOBUF, "content-encoding": "gzip"}, 400, "the body is no gzip"),
+        (b"abc", {**PROTOBUF, "content-encoding": "gzip"}, 400, "the body is not gzip"),
         (gzip.compress(b"abc", mtime=0)[:-4], {**PROTOBUF, "content-encoding": "gzip"}, 400, "its end is missing"),
         (b"abc", {**PROTOBUF, "content-encoding": "br"}, 400, "content-encoding 'br' is not supported"),
         (b"x" * 2000, PROTOBUF, 413, "exceeds 1000 bytes"),
@@ -237,7 +237,7 @@ async def test_a_span_without_ids_is_rejected_and_the_others_are_kept(url: str, 
 @pytest.mark.parametrize(
     ("path", "status", "said"),
     [
-        ("/api/traces?limit=-1", 400, "limit='-1' is no number of traces"),
+        ("/api/traces?limit=-1", 400, "limit='-1' is not a number of traces"),
         ("/api/traces?which=odd", 400, "unknown list 'odd': give which=recent, slow, failed"),
         ("/v1/traces", 405, "use POST"),
         ("/", 404, "send spans to /v1/traces, read traces at /api/traces"),
