@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 
 PACK_TOKENS: Final = 1536  # enough to keep a device busy
 CPU_ITL_TARGET_MS: Final = 50.0
-# Decodes and drafts of a step, computed in hardly more time than one decode. Measured on a CPU only (docs/decisions/029).
+# Decodes and drafts of a step. On a CPU more of them take far longer than one decode (docs/decisions/029); on a GPU a guess.
 CPU_DRAFT_ROWS: Final = 8
 GPU_DRAFT_ROWS: Final = 64
 CPU_STRETCH: Final = 4.0  # of a decode step by a prompt chunk, where no target is given
@@ -247,7 +247,7 @@ class EngineCore:
         output.cache_events = self._memory.prefix.take_events()
         output.stats = stats = self._stats(output, perf_counter() - started)
         if self._chunk_limit is not None:
-            self._chunk_limit.stepped(stats.prompt_tokens, stats.decode_tokens, stats.step_s)
+            self._chunk_limit.stepped(stats.prompt_tokens, len(output.tokens), stats.step_s)  # requests, not drafts
         return output
 
     def _launch(self, chunks: list[Chunk], output: StepOutput) -> Launched | None:

@@ -215,6 +215,7 @@ class TorchStep:
                 logits = self._read_prompts(logits)
             if rows:
                 self._draw = self._runner.sampler.draw(logits, rows)
+                # of use only to a step planned ahead, and none is while steps have drafts
                 self._runner.drawn([chunk.request for chunk in self._ordered if chunk.samples], self._draw.token_ids)
             self._arrival = Arrival(logits.device)
 

@@ -51,7 +51,7 @@ class Row:
         self.start = num_prompt_tokens  # index of the first generated token
         self.seen: SeenTokens | None = None  # for penalties
 
-    def after(self, drafts: Sequence[int]) -> "list[Row]":
+    def rows_after(self, drafts: Sequence[int]) -> "list[Row]":
         """Return the row of the draw after each draft, up to the first one that the mask forbids."""
         rows: list[Row] = []
         mask = self.mask

@@ -14,7 +14,7 @@ from typing import Final
 
 from components.turns import turn
 from engine.ports import Phase
-from engine.scheduler.request import Chunk, Request, RequestMemory, RequestState
+from engine.scheduler.request import Chunk, Drafter, Request, RequestMemory, RequestState
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +127,8 @@ class Scheduler:
                 continue
             if start < len(request.pages) * page_size or self._make_room(request, start + 1):
                 chunk = Chunk(request, start, start + 1, True, start == len(request.tokens))
-                if request.drafter is not None:
-                    chunk = self._with_drafts(chunk, places)
+                if request.drafter is not None and request.has_begun:  # branches fork after the prompt
+                    chunk = self._with_drafts(chunk, request.drafter, places)
                     places -= len(chunk.drafts)
                 chunks.append(chunk)
         budget -= sum(chunk.length for chunk in chunks)
@@ -150,15 +150,12 @@ class Scheduler:
             budget -= length
         return chunks, reserved
 
-    def _with_drafts(self, chunk: Chunk, places: int) -> Chunk:
-        """Add drafts to a decode. They take only places of the batch and pages that no request needs now."""
-        request, drafter = chunk.request, chunk.request.drafter
-        if drafter is None or not request.has_begun:  # branches fork after the prompt
-            return chunk
-        pool, page_size = self.memory.pool, self.memory.page_size
+    def _with_drafts(self, chunk: Chunk, drafter: Drafter, places: int) -> Chunk:
+        """Add drafts to a decode: at most `places`, and only in pages that no decode needs now."""
+        request, pool, page_size = chunk.request, self.memory.pool, self.memory.page_size
         pages = len(request.pages) + (pool.num_available > len(self.running))  # each decode may need one
         drafts = drafter.drafts(min(places, pages * page_size - chunk.end, request.limit - 1 - chunk.end))
-        rows = request.row.after(drafts)
+        rows = request.row.rows_after(drafts)
         end = chunk.end + len(rows)
         if not rows or not self.memory.grow(request, end):
             return chunk

@@ -28,6 +28,7 @@ from components.wire.status import RoomStatus
 log = logging.getLogger(__name__)
 
 FORWARD_TIMEOUT_S: Final = 10.0
+LEAVE_S: Final = 5.0  # less than the supervisor waits before it kills
 
 
 class _Room(NamedTuple):
@@ -92,7 +93,7 @@ class BootstrapService:
         """Refuse further rooms, and wait for the offers that are being forwarded."""
         self.draining = True
         with suppress(TimeoutError):
-            async with asyncio.timeout(FORWARD_TIMEOUT_S):
+            async with asyncio.timeout(LEAVE_S):
                 await self._forwarding.drain()
 
     async def close(self, request: CloseRooms) -> RoomsClosed:

@@ -133,7 +133,7 @@ def test_a_masked_request_fails_alone_and_its_mask_is_not_told(tiny: LoadedModel
 
 
 def test_pages_of_a_broken_request_are_found_by_nobody(tiny: LoadedModel) -> None:
-    """Their KV may be what broke it, and would break everyone who shares the prefix."""
+    """Their KV may be broken, and would break each request that shares the prefix."""
     core = broken_at(tiny, 3)
     seen = run(core, [EngineRequest("r", prompt(LONG), greedy(20, ignore_eos=True))])
     assert list(seen.failed) == ["r"]

@@ -143,6 +143,22 @@ def test_a_step_with_drafts_has_few_rows_and_many_decodes_leave_no_place_for_dra
     assert max(sum(chunk.length for chunk in chunks) for chunks in steps) == 48, "the budget of a step"
 
 
+def test_the_cost_of_a_decode_is_learned_by_requests_and_not_by_accepted_drafts(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit of a prompt chunk asks what a step of so many decodes costs."""
+    requests = asked(greedy(40, ignore_eos=True))
+    plain = run(make_engine(tiny), requests)
+    engine = guided(make_engine(tiny), texts_of(plain, {r.request_id: list(r.token_ids) for r in requests}))
+    assert engine._chunk_limit is not None
+    learned: list[int] = []
+    monkeypatch.setattr(
+        engine._chunk_limit, "stepped", lambda _prompt_tokens, decodes, _step_s: learned.append(decodes)
+    )
+    run(engine, requests)
+    assert max(learned) == len(requests)
+
+
 def test_drafts_take_no_page_that_a_decode_needs(tiny: LoadedModel) -> None:
     """The second request needs the last free page for its next token, the first one only for drafts."""
     requests = [

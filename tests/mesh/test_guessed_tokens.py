@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from tests.mesh.harness import Client, MeshProcesses, Worker, metric, open_client
 from tests.mesh.preloaded import Preloaded
-from tests.mesh.test_moved_real_streams import KILLED_AT, MODEL, TOKENS, tokens_of
+from tests.mesh.test_moved_real_streams import ENV, KILLED_AT, MODEL, TOKENS, tokens_of
 from tests.waiting import until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.model]
@@ -31,15 +31,8 @@ GUESSING: Final = {"MESH_ENGINE__SPECULATIVE_TOKENS": "5"}
 def mesh(
     etcd_url: str, nats_url: str, preloaded: Preloaded, real_model_dir: Path, tmp_path: Path
 ) -> Iterator[MeshProcesses]:
-    env = {
-        "MESH_SERVED_MODEL_NAME": MODEL,
-        "MESH_ENGINE__DTYPE": "bfloat16",
-        "MESH_ENGINE__THREADS": "1",
-        "MESH_ENGINE__COMPILE": "off",
-        "MESH_LEASE_TTL_S": "3",
-    }
     name = f"guesses-{secrets.token_hex(3)}"
-    with MeshProcesses(etcd_url, nats_url, name, tmp_path, str(real_model_dir), env, preloaded) as mesh:
+    with MeshProcesses(etcd_url, nats_url, name, tmp_path, str(real_model_dir), ENV, preloaded) as mesh:
         mesh.start("bootstrap", "prefill")
         yield mesh
 

@@ -26,6 +26,14 @@ TOKENS: Final = 100
 KILLED_AT: Final = 30
 QUESTION: Final = [{"role": "user", "content": "Tell me a very long story about a mouse."}]
 
+ENV: Final = {
+    "MESH_SERVED_MODEL_NAME": MODEL,
+    "MESH_ENGINE__DTYPE": "bfloat16",
+    "MESH_ENGINE__THREADS": "1",
+    "MESH_ENGINE__COMPILE": "off",
+    "MESH_LEASE_TTL_S": "3",
+}
+
 
 @pytest.fixture(scope="module")
 def bfloat16_mesh(
@@ -33,15 +41,8 @@ def bfloat16_mesh(
 ) -> Iterator[MeshProcesses]:
     """Two decodes, which compute prompts themselves."""
     home = tmp_path_factory.mktemp("bfloat16")
-    env = {
-        "MESH_SERVED_MODEL_NAME": MODEL,
-        "MESH_ENGINE__DTYPE": "bfloat16",
-        "MESH_ENGINE__THREADS": "1",
-        "MESH_ENGINE__COMPILE": "off",
-        "MESH_LEASE_TTL_S": "3",
-    }
     name = f"bfloat16-{secrets.token_hex(3)}"
-    with MeshProcesses(etcd_url, nats_url, name, home, str(real_model_dir), env, preloaded) as mesh:
+    with MeshProcesses(etcd_url, nats_url, name, home, str(real_model_dir), ENV, preloaded) as mesh:
         mesh.start("decode", "decode")
         yield mesh
 

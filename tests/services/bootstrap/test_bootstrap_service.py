@@ -132,7 +132,7 @@ async def test_prefill_that_refuses_after_it_has_closed_the_room_is_not_reported
 async def test_decode_is_told_at_once_when_prefill_does_not_take_its_pages(
     replica: Replica, refusal: MeshError | None
 ) -> None:
-    """The pages were published, and nobody looked whether they arrived: a lost message cost a transfer's whole time."""
+    """The offer was published without an answer, so a lost message cost a transfer's whole time."""
     replica.refusal = refusal
     if refusal is None:
         replica.bus.handlers.clear()  # nobody listens

@@ -135,7 +135,7 @@ class Decode:
             self.registration,
             self.registry,
             self.transfer,
-            1000.0,  # no test waits so long: a transfer that is forgotten does not end by itself
+            1000.0,  # longer than any test: a forgotten transfer must not end by a timeout
         )
         self.masks: Any = FakeMasks()
         self.metrics = WorkerMetrics()
