@@ -23,7 +23,9 @@ from pathlib import Path
 
 def log(event: str, **facts: str | int) -> None:
     line = {"ts": "2026-01-02T03:04:05", "level": "info", "logger": "fake", "event": event, **facts}
-    sys.stderr.write(json.dumps(line) + "\n")
+    os.write(
+        2, json.dumps(line).encode() + b"\n"
+    )  # not through a buffer: a signal handler may log during another log line
 
 
 class Models(http.server.BaseHTTPRequestHandler):
