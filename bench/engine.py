@@ -78,9 +78,9 @@ class TimedRunner:
         with self.timed():
             return TimedStep(self, self._runner.launch(chunks))
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
         with self.timed():
-            self._runner.copy_page(source, target)
+            self._runner.copy_pages(moves)
 
     def wait_s(self, has_prompts: Callable[[], bool]) -> float:
         return self._runner.wait_s(has_prompts)

@@ -19,6 +19,7 @@ from engine.attention.backend import StepAttention, StepShape
 from engine.attention.step_tables import Blocks, StepLimits, StepTables, count_decodes
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
+from engine.kv.page_copies import PageCopies
 from engine.lora.adapters import Adapters
 from engine.ports import EngineRequest
 from engine.runner.device_model import DeviceModel
@@ -76,7 +77,9 @@ def host_core(
     config = EngineConfig(num_pages=pages, max_running=batch, max_step_tokens=max(8192, batch + 2), pipeline="on")
 
     tables = Tables(StepLimits(batch, config.step_size("cpu").tokens, context), layout.page_size, device)
-    model = DeviceModel(device, _NoForward(batch, vocab, device), tables, torch.zeros(1), Adapters())
+    model = DeviceModel(
+        device, _NoForward(batch, vocab, device), tables, PageCopies(torch.zeros(1), torch.zeros(0)), Adapters()
+    )
     runner = Device(model)
     if on_device:
         runner.sampler = LaunchesOnly(model.device)

@@ -17,7 +17,8 @@ from typing import Final
 
 import typer
 
-from engine.kv.page_pool import PagePool, PrefixCache
+from engine.kv.page_pool import PagePool
+from engine.kv.prefix_cache import PrefixCache
 
 PAGE_SIZE: Final = 16  # tokens
 GROWTH: Final = 8  # tokens of each answer between two prompts

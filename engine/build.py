@@ -197,5 +197,6 @@ def _engine(  # noqa: PLR0917
         pooling=loaded.pooling,
         pack_tokens=CPU_PACK_TOKENS if on_cpu else PACK_TOKENS,
         window=pool.window,
+        num_offloaded=len(pool.offloaded),
         make_drafter=partial(PromptLookup, most=config.speculative_tokens) if drafts else None,
     )

@@ -81,6 +81,17 @@ class EngineConfig:
             "default: 1 on a CPU, by gpu_memory_utilization on a GPU"
         ),
     ] = None
+    kv_offload_gb: Annotated[
+        float | None,
+        Field(
+            description="main memory for KV pages that the prefix cache evicts, 10^9 bytes, for each device; a later request "
+            "with the same prefix gets them back; default: none"
+        ),
+    ] = None
+    kv_offload_dir: Annotated[
+        Path | None,
+        Field(description="directory on a disk, for these pages instead of main memory"),
+    ] = None
     gpu_memory_utilization: Annotated[
         float,
         Field(
@@ -188,6 +199,7 @@ class EngineConfig:
         for name in (
             "num_pages",
             "kv_memory_gb",
+            "kv_offload_gb",
             "gpu_memory_utilization",
             "tensor_parallel",
             "max_running",
@@ -208,12 +220,18 @@ class EngineConfig:
             raise ValueError(f"reserve_tokens is {self.reserve_tokens}; it must not be negative")
         if self.gpu_memory_utilization > 1:
             raise ValueError(f"gpu_memory_utilization is {self.gpu_memory_utilization}; it is a share, at most 1")
+        if self.compile_timeout_s > TIMEOUT_MAX:
+            raise ValueError(f"compile_timeout_s is {self.compile_timeout_s}; it must be at most {TIMEOUT_MAX}")
+        self._check_together()
+
+    def _check_together(self) -> None:
+        """Refuse settings that exclude or need each other."""
+        if self.kv_offload_dir is not None and self.kv_offload_gb is None:
+            raise ValueError(f"kv_offload_dir is {self.kv_offload_dir}, so kv_offload_gb must say how much it may hold")
         if self.speculative_tokens and self.pipeline == "on":
             raise ValueError(
                 "speculative_tokens needs pipeline=auto or off: a guess follows a token that must be known"
             )
-        if self.compile_timeout_s > TIMEOUT_MAX:
-            raise ValueError(f"compile_timeout_s is {self.compile_timeout_s}; it must be at most {TIMEOUT_MAX}")
         running = self.max_running or 1
         if self.max_step_tokens and self.max_step_tokens < running + LEAST_PROMPT:
             raise ValueError(

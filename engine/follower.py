@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from engine.build import prepare_model
 from engine.config import EngineConfig
 from engine.model.progress import silent
-from engine.parallel.orders import Compute, CopyPage, MakeModel, Report, Start, decoder
+from engine.parallel.orders import Compute, CopyPages, MakeModel, Report, Start, decoder
 from engine.parallel.step_line import StepLine
 from engine.parts import make_parts
 from engine.runner.device_model import DeviceModel
@@ -39,8 +39,8 @@ def follow(start: Start, report: Callable[[Report], None]) -> None:
                     if inputs.ahead:
                         ahead_ids = from_leader(torch.empty(len(inputs.ahead), dtype=torch.int64, device=loaded.device))
                     models[number].compute(inputs, ahead_ids)
-            case CopyPage(number, source, target):
-                models[number].copy_page(source, target)
+            case CopyPages(number, moves):
+                models[number].copy_pages(moves)
             case MakeModel(number, settings):
                 chosen = TypeAdapter(EngineConfig).validate_json(settings)
                 parts = make_parts(loaded, chosen, silent)

@@ -21,7 +21,9 @@ from engine.compilation.device import DeviceForward, choose_device_forward
 from engine.compilation.forward import EagerForward, Forward
 from engine.config import EngineConfig
 from engine.device.memory import CudaMemory, DeviceMemory, MemoryUse, lack_of_memory
-from engine.kv.count import asked_pages, count_pages
+from engine.kv.count import asked_pages, count_offloaded, count_pages
+from engine.kv.offload_memory import allocate_offloaded
+from engine.kv.page_copies import PageCopies
 from engine.kv.storage import allocate_storage
 from engine.model.load import LoadedModel
 from engine.model.probe import check_attention
@@ -40,6 +42,7 @@ TRIAL_GRAPHS: Final = 4  # recorded to learn what all take: the largest, and thr
 @dataclass(frozen=True, slots=True)
 class Pool:
     storage: torch.Tensor  # [num_pages, heads, layers, 2, page_size, head_dim]
+    offloaded: torch.Tensor  # likewise, for evicted pages, in main memory
     attention: AttentionBackend
     max_context: int
     window: int = 0  # keys that any layer sees at most; 0: all
@@ -59,11 +62,13 @@ def make_pool(loaded: LoadedModel, config: EngineConfig) -> Pool:
 
     Raises: WrongSettings, UnsupportedModel, AttentionUnavailable.
     """
-    pool = _pool(loaded, config, count_pages(config, loaded.layout))
+    pool = _pool(loaded, config, count_pages(config, loaded.layout), count_offloaded(config, loaded.layout))
     return replace(pool, window=check_attention(loaded, pool.attention))
 
 
-def _pool(loaded: LoadedModel, config: EngineConfig, num_pages: int, context: int | None = None) -> Pool:
+def _pool(
+    loaded: LoadedModel, config: EngineConfig, num_pages: int, num_offloaded: int, context: int | None = None
+) -> Pool:
     """`context` is the longest that steps may have; default: what the pages hold."""
     layout = loaded.layout
     storage = allocate_storage(layout, num_pages, loaded.device)
@@ -72,7 +77,8 @@ def _pool(loaded: LoadedModel, config: EngineConfig, num_pages: int, context: in
     size = config.step_size(str(loaded.device))
     limits = StepLimits(size.requests, size.tokens, max_context)
     attention = make_attention(config.attention, storage, layout, loaded.query_group, limits)
-    return Pool(storage, attention, max_context)
+    offloaded = allocate_offloaded(layout, num_offloaded, loaded.device, config.kv_offload_dir)
+    return Pool(storage, offloaded, attention, max_context)
 
 
 def make_forward(loaded: LoadedModel, config: EngineConfig, attention: AttentionBackend, progress: Progress) -> Forward:
@@ -85,7 +91,8 @@ def make_forward(loaded: LoadedModel, config: EngineConfig, attention: Attention
 
 
 def make_model(loaded: LoadedModel, forward: Forward, pool: Pool) -> DeviceModel:
-    return DeviceModel(loaded.device, forward, pool.attention, pool.storage, loaded.adapters)
+    pages = PageCopies(pool.storage, pool.offloaded)
+    return DeviceModel(loaded.device, forward, pool.attention, pages, loaded.adapters)
 
 
 def make_parts(
@@ -110,7 +117,8 @@ def make_parts(
     forward, use, window = _measured(loaded, config, progress, memory, make_forward)
     uses = _of_all_ranks(use, loaded)
     num_pages = asked_pages(config, loaded.layout) or _pages_left(uses, loaded, config)
-    pool = replace(_pool(loaded, config, num_pages), window=window)
+    num_offloaded = count_offloaded(config, loaded.layout)
+    pool = replace(_pool(loaded, config, num_pages, num_offloaded), window=window)
     if isinstance(forward, DeviceForward):
         forward.record(pool.attention, progress)
     if loaded.layout.shard == 0:
@@ -124,7 +132,7 @@ def _measured(
     """Prepare the forward, measure it, and find the window. The trial's pages and graphs are free again afterwards."""
     weights = memory.look().own
     context = min(loaded.max_positions, config.max_context or loaded.max_positions)
-    trial = _pool(loaded, config, TRIAL_PAGES, context)
+    trial = _pool(loaded, config, TRIAL_PAGES, 0, context)
     window = check_attention(loaded, trial.attention)
     forward = make_forward(loaded, config, trial.attention, progress)
     ready = memory.look()

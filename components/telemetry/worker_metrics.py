@@ -40,6 +40,16 @@ class WorkerMetrics:
             "Prompt tokens found in the prefix cache.",
             self._of_step(lambda step: step.prefix_hits),
         )
+        shown.gauge(
+            "kvmesh_kv_offloaded_pages",
+            "KV pages that were evicted to main memory or disk, and are still there.",
+            self._of_step(lambda step: step.offloaded_pages),
+        )
+        shown.counter(
+            "kvmesh_kv_restored_pages",
+            "KV pages that a prompt got back from main memory or disk.",
+            self._of_step(lambda step: step.restored_pages),
+        )
         shown.counter(
             "kvmesh_spec_decode_num_draft_tokens",
             "Tokens guessed by speculative decoding and checked.",

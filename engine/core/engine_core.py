@@ -64,12 +64,14 @@ class EngineCore:
         pooling: Pooling | None = None,
         pack_tokens: int = PACK_TOKENS,
         window: int = 0,
+        num_offloaded: int = 0,
         make_drafter: Callable[[Sequence[int]], Drafter] | None = None,
     ) -> None:
         """Make an engine without requests.
 
         Args:
             window: keys that a layer sees at most, a token's own included; 0: all.
+            num_offloaded: evicted pages that `runner` can keep, with ids behind those of `region`.
             make_drafter: takes the growing text of a request; None: no speculative decoding.
         """
         self._runner = runner
@@ -84,6 +86,8 @@ class EngineCore:
             region.num_pages,
             config.page_size,
             config.reserve_tokens,
+            runner.copy_pages,
+            num_offloaded=num_offloaded,
             window=window if window < max_context else 0,
             kv_events=config.kv_events,
         )
@@ -94,7 +98,7 @@ class EngineCore:
             self._memory, size.requests, size.tokens, config.pack_tokens or pack_tokens, draft_rows
         )
         self._requests = Requests(self._scheduler, self._memory)
-        self._outcomes = Outcomes(self._requests, self._scheduler, self._memory, self._limits, runner.copy_page)
+        self._outcomes = Outcomes(self._requests, self._scheduler, self._memory, self._limits)
         self._flight: Launched | None = None  # drawn, not landed
         self._behind: Launched | None = None  # not drawn
         self._failed_steps = FailedSteps()
@@ -335,6 +339,8 @@ class EngineCore:
             step_s=step_s,
             prefix_queries=self._memory.prefix_queries,
             prefix_hits=self._memory.prefix_hits,
+            offloaded_pages=len(self._memory.offloaded),
+            restored_pages=self._memory.offloaded.num_restored,
             preemptions=scheduler.preemptions,
             drafted_tokens=self._outcomes.num_drafted,
             accepted_tokens=self._outcomes.num_accepted,

@@ -96,19 +96,14 @@ class Requests:
         leaving = (request for request in self._leaving if request.id == request_id)
         return [*([] if first is None else [first]), *self._branches.get(request_id, ()), *leaving]
 
-    def fork(self, request: Request) -> list[tuple[int, int]]:
-        """Start the other branches after the prompt.
-
-        Returns: (source, target) pages to copy before the next step.
-        """
-        copies: list[tuple[int, int]] = []
+    def fork(self, request: Request) -> None:
+        """Start the other branches after the prompt."""
         for number in range(1, request.sampling.n):
             if number in request.unwanted:
                 continue
             branch = request.forked(number)
             self._branches.setdefault(request.id, []).append(branch)
-            copies += self._scheduler.fork(request, branch)
-        return copies
+            self._scheduler.fork(request, branch)
 
     def recompute(self, request_id: str, first_token: int | None = None) -> None:
         request = self._live.get(request_id)

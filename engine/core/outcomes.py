@@ -1,7 +1,7 @@
 """Apply the results of steps and transfers to requests, and detect an engine that cannot compute any more."""
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from components.errors import InvariantBroken, NonFiniteLogits, Rejected
@@ -55,13 +55,11 @@ class Outcomes:
         scheduler: Scheduler,
         memory: RequestMemory,
         limits: Limits,
-        copy_page: Callable[[int, int], None],
     ) -> None:
         self._requests = requests
         self._scheduler = scheduler
         self._memory = memory
         self._limits = limits
-        self._copy_page = copy_page
         self.num_drafted = 0
         self.num_accepted = 0
 
@@ -75,7 +73,7 @@ class Outcomes:
         request.num_computed = request.prompt_len
         self._memory.computed(request)
         self._scheduler.start(request)
-        self._fork(request)
+        self._requests.fork(request)
         if request.branch in request.unwanted:
             self._requests.finish(request)
             return []
@@ -128,7 +126,7 @@ class Outcomes:
         request, row = chunk.request, chunk.request.row
         prompt_logprobs = None
         if len(request.tokens) == request.prompt_len:
-            self._fork(request)
+            self._requests.fork(request)
             prompt_logprobs = row.prompt_logprobs
             if request.branch in request.unwanted:
                 self._requests.finish(request)
@@ -152,10 +150,6 @@ class Outcomes:
         )
         if finish is not None:
             self._requests.finish(request)
-
-    def _fork(self, request: Request) -> None:
-        for source, target in self._requests.fork(request):
-            self._copy_page(source, target)
 
     def _append(self, request: Request, token_id: int) -> FinishReason | None:
         tokens = request.tokens

@@ -1,4 +1,4 @@
-"""The number of pages in the pool."""
+"""The number of pages in the pool and beyond it."""
 
 from typing import Final
 
@@ -27,9 +27,17 @@ def asked_pages(config: EngineConfig, layout: KvLayout) -> int | None:
     return _held_by(config.kv_memory_gb, layout)
 
 
-def _held_by(memory_gb: float, layout: KvLayout) -> int:
+def count_offloaded(config: EngineConfig, layout: KvLayout) -> int:
+    """The number of evicted pages to keep.
+
+    Raises: WrongSettings, if kv_offload_gb holds no page.
+    """
+    return 0 if config.kv_offload_gb is None else _held_by(config.kv_offload_gb, layout, "kv_offload_gb")
+
+
+def _held_by(memory_gb: float, layout: KvLayout, setting: str = "kv_memory_gb") -> int:
     page_bytes = largest_shard(layout).page_bytes
     pages = int(memory_gb * 1e9) // page_bytes
     if pages < 1:
-        raise WrongSettings(f"setting engine.kv_memory_gb: {memory_gb:g} GB hold no page of {page_bytes} bytes")
+        raise WrongSettings(f"setting engine.{setting}: {memory_gb:g} GB hold no page of {page_bytes} bytes")
     return pages

@@ -40,13 +40,14 @@ class MarkedPages:
 
     Args:
         layout: of the first rank.
+        num_offloaded: pages behind the pool's, which peers cannot reach.
         shared: whether followers' processes map their pools, by `descriptor`. The leader writes the marks of all ranks.
     Raises: WrongSettings, if there is not enough.
     """
 
-    def __init__(self, layout: KvLayout, num_pages: int, *, shared: bool = False) -> None:
+    def __init__(self, layout: KvLayout, num_pages: int, num_offloaded: int = 0, *, shared: bool = False) -> None:
         ranks = [of_shard(layout, rank, layout.shards) for rank in range(layout.shards)]
-        pool_bytes = rank_bytes(layout, num_pages)
+        pool_bytes = rank_bytes(layout, num_pages + num_offloaded)
         num_bytes = pool_bytes * len(ranks)
         try:
             self.descriptor, memory = _allocate(num_bytes, shared=shared)

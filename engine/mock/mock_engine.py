@@ -7,7 +7,7 @@ from typing import Any
 from components.wire.layout import KvLayout, RankMemory, of_shard
 from engine.config import EngineConfig
 from engine.core.engine_core import PACK_TOKENS, EngineCore
-from engine.kv.count import count_pages
+from engine.kv.count import count_offloaded, count_pages
 from engine.mock.marked_pages import MARKS, MarkedPages
 from engine.mock.mock_runner import MockRunner
 from engine.model.mock_model import LETTERS, MOCK
@@ -36,7 +36,9 @@ def build_engine(
     described = described.get("text_config", described)  # of a multimodal model
     layout = _layout(directory / CONFIG_FILE, described, served_name(model), config)
     num_pages = count_pages(config, layout)
-    pages = MarkedPages(layout, num_pages, shared=config.tensor_parallel > 1 and bool(follower))
+    num_offloaded = count_offloaded(config, layout)
+    shared = config.tensor_parallel > 1 and bool(follower)
+    pages = MarkedPages(layout, num_pages, num_offloaded, shared=shared)
     processes, region = None, pages.region()
     if pages.descriptor is not None:
         processes = RankProcesses(model, config, state_dir, follower, memory=pages.descriptor)
@@ -71,6 +73,7 @@ def build_engine(
         # without step times, any number of prompts may share a step
         pack_tokens=PACK_TOKENS if isfinite(config.mock.speedup) else config.step_size(region.device).tokens,
         window=config.mock.window or 0,
+        num_offloaded=num_offloaded,
     )
 
 

@@ -134,8 +134,9 @@ class MockRunner:
             if request.sampling.prompt_logprobs is not None and request.reads_prompt and self._pooling is None:
                 leave_prompt_logprobs(chunk, self._alphabet)
 
-    def copy_page(self, source: int, target: int) -> None:
-        self._pages.copy(source, target)
+    def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
+        for source, target in moves:
+            self._pages.copy(source, target)
 
     def wait_s(self, has_prompts: Callable[[], bool]) -> float:
         return 0

@@ -1,12 +1,12 @@
 """The model of an instance with followers: each call goes to them first, then to the leader's own part."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from engine.compilation.device import DeviceForward
 from engine.parallel.followers import Followers
-from engine.parallel.orders import Compute, CopyPage
+from engine.parallel.orders import Compute, CopyPages
 from engine.runner.device_model import DeviceModel
 from engine.runner.step_inputs import StepInputs
 from engine.sharding.group import from_leader
@@ -33,10 +33,10 @@ class LedModel:
                 from_leader(ahead_ids)
             return self._own.compute(inputs, ahead_ids)
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
         with self._followers.together():
-            self._followers.send(CopyPage(self._number, source, target))
-            self._own.copy_page(source, target)
+            self._followers.send(CopyPages(self._number, moves))
+            self._own.copy_pages(moves)
             self._followers.wait_done()  # a page may be offered to a peer before the next step
 
     def on_loss(self, callback: Callable[[Exception], None]) -> None:

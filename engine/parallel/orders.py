@@ -1,6 +1,7 @@
 """What the leader sends to followers: at the start as JSON on standard input, then in the step line."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Final
@@ -44,13 +45,12 @@ class Compute(msgspec.Struct, frozen=True, array_like=True, tag=True):
     inputs: StepInputs
 
 
-class CopyPage(msgspec.Struct, frozen=True, array_like=True, tag=True):
+class CopyPages(msgspec.Struct, frozen=True, array_like=True, tag=True):
     number: int
-    source: int
-    target: int
+    moves: Sequence[tuple[int, int]]  # source, target
 
 
-Order = MakeModel | Compute | CopyPage
+Order = MakeModel | Compute | CopyPages
 encoder: Final = msgspec.msgpack.Encoder()
 decoder: Final = msgspec.msgpack.Decoder(Order)
 

@@ -8,6 +8,7 @@ import torch
 from engine.attention.backend import AttentionBackend, StepShape
 from engine.compilation.forward import Forward
 from engine.device.copies import to_device
+from engine.kv.page_copies import PageCopies
 from engine.lora.adapters import Adapters
 from engine.runner.step_inputs import StepInputs
 
@@ -29,8 +30,8 @@ class StepModel(Protocol):
         Returns: logits or hidden states of the tokens at `inputs.keep`.
         """
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy all layers' KV, after the enqueued forwards."""
+    def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
+        """As `Runner.copy_pages`."""
 
     def on_loss(self, callback: Callable[[Exception], None]) -> None:
         """Call `callback` once, on any thread, if another process of the instance is lost."""
@@ -43,7 +44,7 @@ class DeviceModel:
     """Implements `StepModel`.
 
     Args:
-        storage: the pages of `attention`, [num_pages, ...].
+        pages: of `attention`, and those that are evicted from there.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class DeviceModel:
         device: torch.device,
         forward: Forward,
         attention: AttentionBackend,
-        storage: torch.Tensor,
+        pages: PageCopies,
         adapters: Adapters,
     ) -> None:
         self.device = device
         self.forward = forward
         self._attention = attention
-        self._storage = storage
+        self._pages = pages
         self._adapters = adapters
 
     @property
@@ -72,11 +73,8 @@ class DeviceModel:
         with self._adapters.of_rows(inputs.adapters):
             return self.forward(ids, self._tensor(inputs.positions), self._tensor(inputs.keep), step)
 
-    def copy_page(self, source: int, target: int) -> None:
-        self._storage[target].copy_(self._storage[source])
-        if self.device.type == "cuda":
-            # Either page may be freed and offered to a peer at once, whose write does not wait for this stream.
-            torch.cuda.current_stream(self.device).synchronize()
+    def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
+        self._pages.copy(moves)
 
     def on_loss(self, callback: Callable[[Exception], None]) -> None:
         pass

@@ -53,8 +53,11 @@ class Runner(Protocol):
         Raises: StepFailed.
         """
 
-    def copy_page(self, source: int, target: int) -> None:
-        """Copy all layers' KV, after the launched steps and before the next."""
+    def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy all layers' KV of (source, target) pages, none of which the step in flight uses. Return when it is done.
+
+        Ids beyond the pool are those of offloaded pages.
+        """
 
     def wait_s(self, has_prompts: Callable[[], bool]) -> float: ...
 

@@ -118,8 +118,9 @@ class TorchRunner:
                 return PooledStep(self, chunks, order, wanted, logits.float(), pooling=self._pooling)
             return TorchStep(self, chunks, order, wanted, logits)
 
-    def copy_page(self, source: int, target: int) -> None:
-        self._model.copy_page(source, target)
+    @torch.inference_mode()
+    def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
+        self._model.copy_pages(moves)
 
     def wait_s(self, has_prompts: Callable[[], bool]) -> float:
         if self._limit is None:

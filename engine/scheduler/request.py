@@ -10,7 +10,9 @@ import msgspec
 from components.lifecycle import Lifecycle
 from components.wire.sampling import SamplingParams, branch_seed
 from components.wire.tokens import block_hashes
-from engine.kv.page_pool import PagePool, PrefixCache
+from engine.kv.offloaded_pages import CopyPages, OffloadedPages
+from engine.kv.page_pool import PagePool
+from engine.kv.prefix_cache import PrefixCache
 from engine.ports import Phase, TokenMask
 from engine.sampling.row import Row
 
@@ -189,10 +191,21 @@ class RequestMemory:
     """
 
     def __init__(
-        self, num_pages: int, page_size: int, reserve_tokens: int, *, window: int = 0, kv_events: bool = False
+        self,
+        num_pages: int,
+        page_size: int,
+        reserve_tokens: int,
+        copy_pages: CopyPages,
+        *,
+        num_offloaded: int = 0,
+        window: int = 0,
+        kv_events: bool = False,
     ) -> None:
+        """Make memory of `num_pages` in the pool, and of `num_offloaded` with ids behind these."""
         self.prefix = PrefixCache(records_events=kv_events)
-        self.pool = PagePool(num_pages, self.prefix)
+        self.offloaded = OffloadedPages(num_pages, num_offloaded, self.prefix, copy_pages)
+        self.pool = PagePool(num_pages, self.prefix, self.offloaded if num_offloaded else None)
+        self._copy_pages = copy_pages
         self.page_size = page_size
         self.prefix_queries = 0
         self.prefix_hits = 0
@@ -208,7 +221,7 @@ class RequestMemory:
         A request that fits the empty pool is admitted when it is alone.
         """
         first, found, _ = self._match(request)
-        wanted = self._most_held(request, first) - len(found)
+        wanted = self._most_held(request, first) - len(found) + self.pool.num_offloaded_among(found)
         left = self.pool.num_available - self.pool.num_cached_among(found) - wanted
         left -= sum(self._most_held(other, self._first_at_start(other)) for other in before)
         if left >= len(others) * self._most_promised:  # the common case
@@ -220,7 +233,7 @@ class RequestMemory:
     def admit(self, request: Request) -> None:
         """Give a request its pages. Cached tokens count as computed; so do tokens of a DECODE request that no layer reads."""
         first, found, num_tokens = self._match(request)
-        self.pool.share(found)
+        found = self.pool.hold(found)
         missing = self._pages_for(len(request.tokens)) - first - len(found)
         held = found + self.pool.allocate(missing, after=found[-1] if found else None)
         request.pages = held[:1] * first + held
@@ -233,11 +246,8 @@ class RequestMemory:
             self.prefix_queries += request.prompt_len
             self.prefix_hits += num_tokens
 
-    def fork(self, request: Request, branch: Request) -> list[tuple[int, int]]:
-        """Give `branch` pages of the prompt; it computes the last `LEAST_COMPUTED` tokens again.
-
-        Returns: (source, target) pages to copy before the next step.
-        """
+    def fork(self, request: Request, branch: Request) -> None:
+        """Give `branch` pages of the prompt; it computes the last `LEAST_COMPUTED` tokens again."""
         branch.num_computed = max(0, request.prompt_len - LEAST_COMPUTED)
         branch.first_page = request.first_page
         branch.num_published = num_shared = branch.num_computed // self.page_size
@@ -247,7 +257,8 @@ class RequestMemory:
         own = self.pool.allocate(len(copied), after=shared[-1] if shared else None)
         held = shared + own
         branch.pages = held[:1] * branch.first_page + held
-        return list(zip(copied, own, strict=True))
+        if copied:
+            self._copy_pages(list(zip(copied, own, strict=True)))
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make sure that `num_tokens` have slots.

@@ -67,18 +67,14 @@ class Scheduler:
         request.advance(RequestState.RUNNING)
         insort(self.running, request, key=by_rank)
 
-    def fork(self, request: Request, branch: Request) -> list[tuple[int, int]]:
-        """Start `branch` after the prompt of `request`, or queue it.
-
-        Returns: (source, target) pages to copy; none if queued, as the prompt will be cached.
-        """
+    def fork(self, request: Request, branch: Request) -> None:
+        """Start `branch` after the prompt of `request`; or queue it, as the prompt will be cached."""
         if not self._has_place(branch):
             self.add(branch)
-            return []
-        pages = self.memory.fork(request, branch)
+            return
+        self.memory.fork(request, branch)
         branch.advance(RequestState.RUNNING)
         insort(self.running, branch, key=by_rank)
-        return pages
 
     def remove(self, request: Request) -> None:
         """Call it before the request's state changes."""

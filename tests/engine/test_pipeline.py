@@ -64,9 +64,9 @@ class Device:
         self.flying.append(DeviceStep(self, number, list(chunks)))
         return self.flying[-1]
 
-    def copy_page(self, source: int, target: int) -> None:
-        assert source not in self.written, "what is copied has not been computed"
-        self.copied.append((source, target))
+    def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
+        assert self.written.isdisjoint(source for source, _ in moves), "what is copied has not been computed"
+        self.copied += moves
 
     def done(self) -> None:
         """A step of the engine has ended, whatever flies."""
@@ -454,7 +454,7 @@ def test_nothing_waits_for_the_device_between_launch_and_result(
         monkeypatch.setattr(owner, name, method)
 
     watch(TorchRunner, "launch")
-    watch(TorchRunner, "copy_page")
+    watch(TorchRunner, "copy_pages")
     watch(TorchStep, "sample")
     interpreted = DeviceSampler._launch
 
@@ -477,7 +477,7 @@ def test_nothing_waits_for_the_device_between_launch_and_result(
         engine.submit(EngineRequest(f"r{i}", prompt(30 + i, start=i), params))
     engine.submit(EngineRequest("masked", prompt(30, start=9), greedy(4, min_tokens=2), mask=AllowsAll()))
     run_until_idle(engine)
-    assert set(watched) == {"launch", "sample", "copy_page"}
+    assert set(watched) == {"launch", "sample", "copy_pages"}
 
 
 class AllowsAll:

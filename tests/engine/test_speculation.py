@@ -213,7 +213,7 @@ def test_a_prompt_of_one_token_is_no_decode(tiny: LoadedModel, phase: Phase) -> 
 def test_a_step_is_not_planned_ahead_while_its_tokens_are_guessed() -> None:
     class OnDevice:
         takes_cpu = False
-        copy_page = None
+        copy_pages = None
 
     layout = KvLayout(model="m", dtype="float32", page_size=16, layers=1, kv_heads=1, head_dim=8)
     settings = {

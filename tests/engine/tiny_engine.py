@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from components.kv_transfer.device_pages import at
+from components.wire.layout import KvLayout
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
 from components.wire.step_stats import StepStats
@@ -72,6 +73,11 @@ def small(**changes: object) -> EngineConfig:
         "threads": 1,
     }
     return EngineConfig(**{**settings, **changes})
+
+
+def offload_gb(layout: KvLayout, num_pages: int) -> float:
+    """The setting that keeps `num_pages` evicted pages."""
+    return (num_pages + 0.5) * layout.page_bytes / 1e9
 
 
 def load_tiny(directory: Path, **changes: object) -> LoadedModel:

@@ -27,6 +27,8 @@ def test_steps_are_counted_under_the_names_that_dashboards_know() -> None:
         step_s=0.004,
         prefix_queries=40,
         prefix_hits=8,
+        offloaded_pages=12,
+        restored_pages=7,
         drafted_tokens=6,
         accepted_tokens=5,
     )
@@ -39,6 +41,8 @@ def test_steps_are_counted_under_the_names_that_dashboards_know() -> None:
     assert value(metrics, "kvmesh_generation_tokens_total") == 8
     assert value(metrics, "kvmesh_prefix_cache_queries_total") == 40
     assert value(metrics, "kvmesh_prefix_cache_hits_total") == 8
+    assert value(metrics, "kvmesh_kv_offloaded_pages") == 12
+    assert value(metrics, "kvmesh_kv_restored_pages_total") == 7
     assert value(metrics, "kvmesh_spec_decode_num_draft_tokens_total") == 6
     assert value(metrics, "kvmesh_spec_decode_num_accepted_tokens_total") == 5
     assert value(metrics, "kvmesh_engine_step_seconds_count") == 2

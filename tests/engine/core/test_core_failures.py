@@ -46,8 +46,8 @@ class ScriptedRunner:
             raise error
         return ScriptedStep(chunks, errors)
 
-    def copy_page(self, source: int, target: int) -> None:
-        self.copied.append((source, target))
+    def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
+        self.copied += moves
 
     def done(self) -> None:
         """A step is over."""

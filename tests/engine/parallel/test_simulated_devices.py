@@ -16,7 +16,16 @@ from engine.ports import EngineRequest
 from tests.engine.parallel.led import led
 from tests.engine.simulated.simulated_cuda import simulated_cuda
 from tests.engine.simulated.simulated_device import SimulatedDevice
-from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run, small
+from tests.engine.tiny_engine import (
+    Seen,
+    greedy,
+    load_tiny,
+    make_engine,
+    prompt,
+    run,
+    run_until_idle,
+    small,
+)
 
 pytestmark = [
     pytest.mark.skipif(torch.version.cuda is not None, reason="for a torch without CUDA"),
@@ -31,6 +40,7 @@ ASKED = [
     EngineRequest("long", prompt(40, start=1), greedy(3, ignore_eos=True, prompt_logprobs=1)),
     EngineRequest("drawn", prompt(9, start=2), DRAWN),
 ]
+AGAIN = [EngineRequest(f"r{i}", prompt(60, start=i % 3), greedy(4, ignore_eos=True)) for i in range(5)]
 
 
 @pytest.fixture
@@ -44,6 +54,11 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimulatedDevice]:
 @pytest.fixture(scope="module")
 def expected(tiny_dir: Path) -> dict[str, list[int]]:
     return run(make_engine(load_tiny(tiny_dir)), ASKED).tokens
+
+
+@pytest.fixture(scope="module")
+def expected_again(tiny_dir: Path) -> dict[str, list[int]]:
+    return run(make_engine(load_tiny(tiny_dir)), AGAIN).tokens
 
 
 @pytest.mark.parametrize("pipeline", ["off", "on"])
@@ -72,3 +87,23 @@ def test_two_devices_give_the_tokens_of_one(
         assert run(engine, ASKED).tokens == expected
         assert engine._runner.forward_kind == "graph"
         assert gpu.waits == []
+
+
+def test_evicted_pages_leave_the_device_and_come_back(
+    tiny_dir: Path, tmp_path: Path, expected_again: dict[str, list[int]], gpu: SimulatedDevice
+) -> None:
+    """Copies to and from registered memory do not wait one by one, but have ended before the next step."""
+    page_bytes = 2 * 2 * 16 * 32 * 4  # layers, K and V, tokens, values of all heads in fp32
+    config = small(**{**GPU, **SIZES, "num_pages": 6, "reserve_tokens": 0, "kv_offload_gb": 20 * page_bytes / 1e9})
+    loaded = prepare_model(str(tiny_dir), config, tmp_path)
+    parts = make_parts(loaded, config, silent)
+    engine = assemble(loaded, config, parts.model.forward, parts.pool)
+    seen = Seen()
+    for request in AGAIN:
+        engine.submit(request)
+        run_until_idle(engine, seen)
+    assert seen.steps[-1].restored_pages > 0
+    assert seen.cached["r4"] == 48
+    assert seen.tokens == expected_again
+    assert parts.pool.offloaded.shape == (20, 2, 2, 2, 16, 16)
+    assert gpu.registered == {parts.pool.offloaded.data_ptr()}

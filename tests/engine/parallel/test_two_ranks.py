@@ -22,6 +22,7 @@ from tests.engine.tiny_engine import (
     greedy,
     load_tiny,
     make_engine,
+    offload_gb,
     prefilled,
     prompt,
     read_page,
@@ -102,6 +103,18 @@ def test_a_prefix_is_cached_on_both_ranks(one: LoadedModel, two: Led) -> None:
     seen = run(engine, [EngineRequest("r", PROMPT, SEEDED)])
     assert seen.cached["r"] == 32
     assert seen.tokens["r"] == run(make_engine(one), [EngineRequest("r", PROMPT, SEEDED)]).tokens["r"]
+
+
+def test_evicted_pages_come_back_on_both_ranks(one: LoadedModel, two: Led) -> None:
+    asked = [EngineRequest(f"r{i}", prompt(100, start=i % 3), SEEDED) for i in range(6)]
+    seen = Seen()
+    engine = two.make(num_pages=12, reserve_tokens=0, kv_offload_gb=offload_gb(two.loaded.layout, 30))
+    for request in asked:
+        engine.submit(request)
+        run_until_idle(engine, seen)
+    assert seen.tokens == run(make_engine(one, num_pages=200), asked).tokens
+    assert seen.steps[-1].restored_pages > 6
+    assert seen.cached["r5"] == 96
 
 
 def test_each_rank_has_its_heads_of_the_pages_and_decode_goes_on_with_them(one: LoadedModel, two: Led) -> None:

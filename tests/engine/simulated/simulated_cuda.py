@@ -103,6 +103,11 @@ def _init_process_group(backend: str, *, device_id: torch.device, **options: Any
     INIT_PROCESS_GROUP("gloo", **options)
 
 
+def _register(address: int, _num_bytes: int, _flags: int) -> int:
+    RUNNING[-1].registered.add(address)
+    return 0
+
+
 def _launch(*args: Any, **options: Any) -> None:
     RUNNING[-1].launch(*args, **options)
 
@@ -141,6 +146,7 @@ def simulated_cuda(index: int = 0) -> Iterator[SimulatedDevice]:
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "get_device_properties": SimpleNamespace(multi_processor_count=4, major=9, minor=0, total_memory=TOTAL_BYTES),
         "current_stream": _Stream(),
+        "cudart": SimpleNamespace(cudaHostRegister=_register),
         **dict.fromkeys(("_lazy_init", "empty_cache", "reset_peak_memory_stats", "set_device", "set_stream")),
         **dict.fromkeys(("set_rng_state", "manual_seed_all")),
     }

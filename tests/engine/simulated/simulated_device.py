@@ -106,6 +106,7 @@ class SimulatedDevice:
         self.launches: list[str] = []  # kernels
         self._mode = _Dispatching()  # type: ignore[no-untyped-call]
         self._pinned: dict[int, torch.Tensor] = {}  # by address
+        self.registered: set[int] = set()  # addresses of other memory that the device may read
         self._copies: list[_Copy] = []
         self._ended = 0  # copies
         self._recording: RecordedGraph | None = None
@@ -287,7 +288,8 @@ class SimulatedDevice:
         self.end_copies()
 
     def _is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.untyped_storage().data_ptr() in self._pinned
+        address = tensor.untyped_storage().data_ptr()
+        return address in self._pinned or address in self.registered
 
     def _pin(self, tensor: torch.Tensor) -> torch.Tensor:
         if tensor.numel():

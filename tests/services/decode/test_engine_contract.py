@@ -30,7 +30,7 @@ class Sevens:
     def result(self) -> Sequence[Sequence[int]]:
         return self.token_ids
 
-    def copy_page(self, source: int, target: int) -> None:
+    def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
         raise AssertionError("no request here has branches")
 
     def done(self) -> None:

@@ -1,0 +1,70 @@
+"""Memory for pages that the pool evicts: main memory or a file."""
+
+import errno
+import mmap
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+
+from components.startup import WrongSettings
+from components.wire.layout import KvLayout
+from engine.cpu.machine_memory import check_fits
+from engine.kv.storage import TORCH_DTYPES
+
+
+def allocate_offloaded(layout: KvLayout, num_pages: int, device: torch.device, directory: Path | None) -> torch.Tensor:
+    """Allocate main memory, or a file in `directory`. No page has values before one is copied there.
+
+    Returns: [num_pages, kv_heads, layers, 2, page_size, head_dim], in memory that copies from `device` need not wait for.
+    Raises: WrongSettings, if there is not enough.
+    """
+    shape = (num_pages, layout.num_heads, layout.layers, 2, layout.page_size, layout.head_dim)
+    num_bytes = num_pages * layout.page_bytes
+    if not num_bytes:
+        return torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype])
+    memory = _main_memory(num_bytes) if directory is None else _file(directory, num_bytes)
+    pages = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype]).view(shape)
+    if device.type == "cuda" and directory is None:
+        _pin(pages)
+    return pages
+
+
+def _main_memory(num_bytes: int) -> mmap.mmap:
+    check_fits(num_bytes, "setting engine.kv_offload_gb: evicted KV pages")
+    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(AttributeError, OSError):  # not on other systems or kernels
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
+
+
+def _file(directory: Path, num_bytes: int) -> mmap.mmap:
+    """Map a file without a name, so that its space is free again however the process ends.
+
+    All of its space is allocated now: a write into a mapped file on a full disk would end the process.
+    """
+    setting = "settings engine.kv_offload_gb and engine.kv_offload_dir"
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, num_bytes)
+            return mmap.mmap(file.fileno(), num_bytes)
+    except OSError as exc:
+        if exc.errno != errno.ENOSPC:
+            raise WrongSettings(f"{setting}: cannot write to {directory}: {exc.strerror or exc}") from exc
+        stats = os.statvfs(directory)
+        free_gb = stats.f_bavail * stats.f_frsize / 1e9
+        raise WrongSettings(
+            f"{setting}: evicted KV pages take {num_bytes / 1e9:.1f} GB, and {free_gb:.1f} GB are free in {directory}"
+        ) from exc
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Register memory with CUDA. torch's own pinned memory is rounded up to a power of two."""
+    cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # as torch ships it
+    error = cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(error):
+        raise WrongSettings(
+            f"setting engine.kv_offload_gb: CUDA cannot lock {memory.nbytes / 1e9:.1f} GB of main memory ({error}); lower it"
+        )

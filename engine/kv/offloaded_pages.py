@@ -1,0 +1,79 @@
+"""Pages that the pool evicts to main memory or disk. Their ids follow the pool's."""
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+
+from components.errors import PageLeak
+from engine.kv.prefix_cache import PrefixCache
+
+CopyPages = Callable[[Sequence[tuple[int, int]]], None]  # takes (source, target) pages, and returns when all are copied
+
+
+class OffloadedPages:
+    """A block is in the pool or here, not in both. Without room, the block that came first is forgotten.
+
+    Copies end before other calls begin, so no page is given away while it is read or written.
+    """
+
+    def __init__(self, first: int, count: int, prefix: PrefixCache, copy_pages: CopyPages) -> None:
+        """Make room for `count` pages, with ids from `first` on."""
+        self._ids = range(first, first + count)
+        self._free = list(reversed(self._ids))
+        self._kept: OrderedDict[int, None] = OrderedDict()  # oldest first
+        self._leaving = 0  # being restored
+        self._prefix = prefix
+        self._copy_pages = copy_pages
+        self.num_restored = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def keep(self, pages: Sequence[int]) -> None:
+        """Copy evicted pages of the pool, and rename their blocks. Those that find no room are forgotten, the first first."""
+        room = len(self._ids) - self._leaving
+        lost = max(0, len(pages) - room)
+        for page in pages[:lost]:
+            self._prefix.forget(page)
+        moves = [(page, self._place()) for page in pages[lost:]]
+        for page, place in moves:
+            self._prefix.move(page, place)
+            self._kept[place] = None
+        if moves:
+            self._copy_pages(moves)
+
+    def leave(self, places: Sequence[int]) -> None:
+        """Take pages out before their targets are allocated, which may evict others to here."""
+        for place in places:
+            del self._kept[place]
+        self._leaving += len(places)
+
+    def restore(self, places: Sequence[int], pages: Sequence[int]) -> None:
+        """Copy pages that `leave` took out to `pages` of the pool, and rename their blocks."""
+        moves = list(zip(places, pages, strict=True))
+        self._copy_pages(moves)
+        for place, page in moves:
+            self._prefix.move(place, page)
+        self._leaving -= len(moves)
+        self._free += places
+        self.num_restored += len(moves)
+
+    def drop(self, place: int) -> None:
+        """Give up a page whose block was forgotten."""
+        del self._kept[place]
+        self._free.append(place)
+
+    def check(self) -> None:
+        """Raises: PageLeak, unless each place is free, or kept with a name."""
+        unnamed = [place for place in self._kept if place not in self._prefix]
+        if sorted([*self._free, *self._kept]) != list(self._ids) or self._leaving or unnamed:
+            raise PageLeak(
+                f"{len(self._free)} free + {len(self._kept)} kept + {self._leaving} leaving pages are not each of the "
+                f"{len(self._ids)} offloaded pages once; kept without a name: {unnamed}"
+            )
+
+    def _place(self) -> int:
+        if self._free:
+            return self._free.pop()
+        place, _ = self._kept.popitem(last=False)
+        self._prefix.forget(place)
+        return place

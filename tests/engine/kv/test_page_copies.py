@@ -1,0 +1,102 @@
+"""Pages move between a device, main memory and a disk."""
+
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from components.startup import WrongSettings
+from components.wire.layout import KvLayout
+from engine.config import EngineConfig
+from engine.kv.count import count_offloaded
+from engine.kv.offload_memory import allocate_offloaded
+from engine.kv.page_copies import PageCopies
+from engine.kv.storage import allocate_storage
+from tests.engine.simulated.simulated_cuda import simulated_cuda
+from tests.engine.simulated.simulated_device import SimulatedDevice
+
+LAYOUT = KvLayout(model="m", dtype="bfloat16", page_size=16, layers=3, kv_heads=2, head_dim=8)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def gpu() -> Iterator[SimulatedDevice]:
+    if torch.version.cuda is not None:
+        pytest.skip("for a torch without CUDA")
+    with simulated_cuda() as simulated:
+        yield simulated
+
+
+def test_memory_is_counted_in_whole_pages() -> None:
+    assert count_offloaded(EngineConfig(), LAYOUT) == 0
+    assert count_offloaded(EngineConfig(kv_offload_gb=3.9 * LAYOUT.page_bytes / 1e9), LAYOUT) == 3
+    with pytest.raises(WrongSettings, match=f"kv_offload_gb: 1e-06 GB hold no page of {LAYOUT.page_bytes} bytes"):
+        count_offloaded(EngineConfig(kv_offload_gb=1e-6), LAYOUT)
+
+
+def check_moves(device: torch.device, directory: Path | None) -> None:
+    storage = allocate_storage(LAYOUT, 4, device)
+    offloaded = allocate_offloaded(LAYOUT, 3, device, directory)
+    copies = PageCopies(storage, offloaded)
+    for page in range(4):
+        storage[page].fill_(page + 1)
+    copies.copy([(0, 4), (1, 6)])  # out
+    assert [contents(offloaded[0]), contents(offloaded[2])] == [1, 2]
+    storage[:2].zero_()
+    copies.copy([(6, 0), (4, 1), (3, 2)])  # back, and within the pool
+    assert [contents(storage[page]) for page in range(4)] == [2, 1, 4, 4]
+
+
+def contents(page: torch.Tensor) -> float:
+    """The one value of a page."""
+    assert page.min() == page.max()
+    return float(page.min())
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_pages_come_back_whole(tmp_path: Path, on_disk: bool) -> None:
+    check_moves(CPU, tmp_path if on_disk else None)
+    assert list(tmp_path.iterdir()) == [], "the file has no name"
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_pages_of_a_device_come_back_whole(tmp_path: Path, gpu: SimulatedDevice, on_disk: bool) -> None:
+    check_moves(torch.device("cuda:0"), tmp_path if on_disk else None)
+    assert len(gpu.registered) == (0 if on_disk else 1), "main memory is locked for the device"
+
+
+def test_copies_of_several_pages_wait_once(gpu: SimulatedDevice) -> None:
+    device = torch.device("cuda:0")
+    copies = PageCopies(allocate_storage(LAYOUT, 4, device), allocate_offloaded(LAYOUT, 4, device, None))
+    gpu.waits.clear()
+    copies.copy([(page, page + 4) for page in range(4)])
+    assert gpu.waits == ["synchronize"]
+
+
+def test_memory_that_cuda_cannot_lock_is_refused(gpu: SimulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=lambda *_: 2))
+    with pytest.raises(WrongSettings, match="kv_offload_gb: CUDA cannot lock"):
+        allocate_offloaded(LAYOUT, 4, torch.device("cuda:0"), None)
+
+
+def test_too_little_main_memory_is_refused_before_it_is_used() -> None:
+    with pytest.raises(WrongSettings, match="kv_offload_gb: evicted KV pages take"):
+        allocate_offloaded(LAYOUT, 2**60 // LAYOUT.page_bytes, CPU, None)
+
+
+def test_a_full_disk_is_seen_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_args: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(WrongSettings, match=rf"take 0.0 GB, and [\d.]+ GB are free in {tmp_path}"):
+        allocate_offloaded(LAYOUT, 4, CPU, tmp_path)
+
+
+def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(WrongSettings, match=f"cannot write to {tmp_path / 'none'}: No such file"):
+        allocate_offloaded(LAYOUT, 4, CPU, tmp_path / "none")
