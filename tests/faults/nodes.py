@@ -67,11 +67,13 @@ DRAIN_TIMEOUT_S: Final = 5.0
 NOTICES_S: Final = 0.3
 ROOM_CLEANUP_S: Final = 1.0
 CLIENT_LIFE_S: Final = 25.0
+HEAD_DIM: Final = 8
 # how the runs of these tests name some of the workers' counters
 COUNTERS: Final[dict[str, tuple[str, dict[str, str]]]] = {
     "failures": ("kvmesh_kv_transfers_total", {"outcome": "failed"}),
     "corrupt": ("kvmesh_kv_transfers_total", {"outcome": "failed", "cause": "KvCorrupt"}),
     "bytes": ("kvmesh_kv_transfer_bytes_total", {}),
+    "restored": ("kvmesh_kv_restored_pages_total", {}),
     "recomputes": ("kvmesh_prompts_computed_on_decode_total", {"reason": "transfer_failed"}),
 }
 
@@ -87,11 +89,14 @@ def make_engine(
     ranks: int = 1,
     kv_heads: int = 1,
     window: int | None = None,
+    offloaded_tokens: int = 0,
 ) -> EngineCore:
     """One that answers as every worker of these meshes does. A step that computes takes `step_s`."""
+    token_bytes = 2 * 2 * HEAD_DIM * -(-kv_heads // ranks)  # of a rank: K and V in bfloat16
     config = EngineConfig(
         page_size=page_size,
         num_pages=pool_tokens // page_size,
+        kv_offload_gb=(offloaded_tokens * token_bytes + 1) / 1e9 if offloaded_tokens else None,
         max_running=8,
         max_step_tokens=40,
         reserve_tokens=16,
@@ -105,7 +110,7 @@ def make_engine(
             prompt_token_s=0.0,
             layers=1,
             kv_heads=kv_heads,
-            head_dim=8,
+            head_dim=HEAD_DIM,
             answer_tokens=64,
             window=window,
         ),
@@ -333,6 +338,7 @@ class Worker(Node):
             ranks=setup.num_ranks(self.role),
             kv_heads=setup.kv_heads,
             window=setup.window,
+            offloaded_tokens=setup.offloaded_tokens,
         )
 
     @property

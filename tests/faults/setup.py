@@ -37,6 +37,7 @@ class Setup:
     ranks: tuple[int, int] = (1, 1)  # of prefill, of decode
     kv_heads: int = 1
     window: int | None = None  # keys that a token sees
+    offloaded_tokens: int = 0  # of evicted pages that each worker keeps
 
     def __repr__(self) -> str:
         named = ((f.name, getattr(self, f.name), f.default) for f in fields(self))
@@ -81,6 +82,7 @@ def varied(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
         seals=draw.random() < 0.7,
         asks=draw.random() < 0.3,
         window=draw.choice((None, None, 32, 50)),
+        offloaded_tokens=draw.choice((0, 128, POOL_TOKENS)),
     )
 
 
@@ -101,6 +103,7 @@ def any_setup(seed: int, schedule: Sequence[Fault] = ()) -> Setup:
         seals=draw.random() < 0.7,
         asks=draw.random() < 0.3,
         window=draw.choice((None, None, 32, 50)),
+        offloaded_tokens=draw.choice((0, 128, POOL_TOKENS)),
     )
 
 

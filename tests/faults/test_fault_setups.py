@@ -9,7 +9,7 @@ from tests.faults.faults import Do, Fault
 from tests.faults.limits import limit_of
 from tests.faults.mesh_run import Outcome, check, run_faults
 from tests.faults.schedules import NO_EARLY_TOKEN
-from tests.faults.setup import ADAPTER, SLOW_STEP_S, Adapters, Setup
+from tests.faults.setup import ADAPTER, POOL_TOKENS, SLOW_STEP_S, Adapters, Setup
 
 CORRUPTED: Final = {
     "pages": ([Fault(Do.WRITE_CORRUPT, "write pages", 2)], "pages did not arrive as prefill sent them: "),
@@ -17,7 +17,8 @@ CORRUPTED: Final = {
 }
 A_TRANSFER_FAILS: Final = [Fault(Do.WRITE_FAILS, "write pages", 2)]
 ONE_PREFILL: Final[dict[str, Any]] = {"counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 1}}
-QUEUES: Final[dict[str, Any]] = {**ONE_PREFILL, "num_clients": 24, "over_s": 2.0}
+BUSY: Final[dict[str, Any]] = {"num_clients": 24, "over_s": 2.0}
+QUEUES: Final[dict[str, Any]] = {**ONE_PREFILL, **BUSY}
 QUEUED_S: Final = 7.0  # of the longest silence there, in which a prompt only waits for its turn
 
 
@@ -37,6 +38,19 @@ def test_pages_that_every_layer_has_left_are_not_written(home: Path, sizes: tupl
     whole, windowed = (check(home, 1, [], setup=Setup(page_sizes=sizes, window=window)) for window in (None, 32))
     assert not any(client.error for client in windowed.clients)
     assert 0 < windowed.counts["bytes"] < whole.counts["bytes"]
+
+
+@pytest.mark.parametrize("sizes", [(16, 16), (16, 32)])
+def test_evicted_pages_that_come_back_are_sent_and_continued(home: Path, sizes: tuple[int, int]) -> None:
+    """Answers are those of a worker that computes everything, or `check` fails."""
+    restored = 0
+    for seed in range(4):
+        outcome = check(
+            home, seed, [], setup=Setup(page_sizes=sizes, offloaded_tokens=POOL_TOKENS, verify_kv=True), **BUSY
+        )
+        assert not any(client.error for client in outcome.clients)
+        restored += outcome.counts["restored"]
+    assert restored > 0
 
 
 @pytest.mark.parametrize("what", CORRUPTED)
