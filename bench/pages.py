@@ -17,8 +17,7 @@ from typing import Final
 
 import typer
 
-from engine.kv.page_pool import PagePool
-from engine.kv.prefix_cache import PrefixCache
+from engine.kv.page_pool import PagePool, PrefixCache
 
 PAGE_SIZE: Final = 16  # tokens
 GROWTH: Final = 8  # tokens of each answer between two prompts

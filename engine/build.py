@@ -186,6 +186,9 @@ def _engine(  # noqa: PLR0917
     drafts = config.speculative_tokens > 0 and loaded.pooling is None
     if pool.window:
         log.info("pages before the sliding window of all layers are released", extra={"window": pool.window})
+    if len(pool.offloaded):
+        place = str(config.kv_offload_dir or "main memory")
+        log.info("evicted pages are kept", extra={"pages": len(pool.offloaded), "place": place})
     return EngineCore(
         runner=TorchRunner(model, pooling=loaded.pooling, cores=cores, limit=limit if on_cpu else None),
         config=config,

@@ -25,7 +25,7 @@ import torch
 import typer
 
 from bench.engine import measure_machine
-from bench.gpu.correct import check_checksums, check_draws, check_ids, check_kernels
+from bench.gpu.correct import check_checksums, check_draws, check_ids, check_kernels, check_offload
 from bench.gpu.engines import config_of, make_bench
 from bench.gpu.ranks import measure_ranks
 from bench.gpu.report import Report, engine_lines, tell
@@ -41,6 +41,7 @@ class Part(StrEnum):
     KERNELS = auto()
     IDS = auto()
     CHECKSUMS = auto()
+    OFFLOAD = auto()
     TRANSFER = auto()
     TP2 = auto()
     MESH_IDS = "mesh-ids"
@@ -65,6 +66,7 @@ def run(parts: list[Part], scale: Scale, report: Report, keep: Path | None = Non
         Part.KERNELS: lambda: all([check_draws(scale), check_kernels(scale)]),
         Part.IDS: lambda: check_ids(scale),
         Part.CHECKSUMS: lambda: check_checksums(scale),
+        Part.OFFLOAD: lambda: check_offload(scale),
         Part.TRANSFER: lambda: measure_transfer(scale, report),
         Part.TP2: lambda: measure_ranks(scale),
         Part.MESH_IDS: lambda: check_mesh(scale, keep),

@@ -22,6 +22,8 @@ from components.wire.sampling import SamplingParams
 from engine.attention.backend import Scoring
 from engine.attention.triton_backend import TritonAttention
 from engine.device.copies import Arrival
+from engine.kv.offload_memory import allocate_offloaded
+from engine.kv.page_copies import PageCopies
 from engine.kv.storage import allocate_storage
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.row import Row
@@ -139,3 +141,25 @@ def check_checksums(scale: Scale) -> bool:
         gb_s = round(len(tokens) // 64 * layout.page_bytes / spent_s / 1e9, 2)
         tell("checksums of KV on the device", peer_page_size=peer_page_size, same=sums[0] == sums[1], gb_s=gb_s)
     return not wrong
+
+
+def check_offload(scale: Scale) -> bool:
+    """Pages that leave the device for main memory and come back: the same bytes, and GB/s each way."""
+    device = torch.device(scale.device)
+    layout = KvLayout(model="bench", dtype="bfloat16", page_size=16, layers=scale.layers, kv_heads=8, head_dim=128)
+    count = scale.prompt // 16
+    pool = allocate_storage(layout, count, device).normal_()
+    copies = PageCopies(pool, allocate_offloaded(layout, count, device, None))
+    before = pool.clone()
+    out = [(page, count + page) for page in range(count)]
+    back = [(target, source) for source, target in reversed(out)]
+    speeds: dict[str, float] = {}
+    for name, moves in (("out", out), ("back", back), ("out again", out), ("back again", back)):
+        started = time.perf_counter()
+        copies.copy(moves)
+        speeds[name] = round(count * layout.page_bytes / (time.perf_counter() - started) / 1e9, 2)
+        if name == "out":
+            pool.zero_()
+    same = torch.equal(pool, before)
+    tell("evicted pages to main memory and back, GB/s", pages=count, page_bytes=layout.page_bytes, same=same, **speeds)
+    return same

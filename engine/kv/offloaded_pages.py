@@ -1,10 +1,9 @@
 """Pages that the pool evicts to main memory or disk. Their ids follow the pool's."""
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 from components.errors import PageLeak
-from engine.kv.prefix_cache import PrefixCache
 
 CopyPages = Callable[[Sequence[tuple[int, int]]], None]  # takes (source, target) pages, and returns when all are copied
 
@@ -15,13 +14,27 @@ class OffloadedPages:
     Copies end before other calls begin, so no page is given away while it is read or written.
     """
 
-    def __init__(self, first: int, count: int, prefix: PrefixCache, copy_pages: CopyPages) -> None:
-        """Make room for `count` pages, with ids from `first` on."""
+    def __init__(
+        self,
+        first: int,
+        count: int,
+        *,
+        rename: Callable[[int, int], None],
+        forget: Callable[[int], None],
+        copy_pages: CopyPages,
+    ) -> None:
+        """Make room for `count` pages, with ids from `first` on.
+
+        Args:
+            rename: gives the block of a page another page, in the prefix cache.
+            forget: removes a page from it.
+        """
         self._ids = range(first, first + count)
         self._free = list(reversed(self._ids))
         self._kept: OrderedDict[int, None] = OrderedDict()  # oldest first
         self._leaving = 0  # being restored
-        self._prefix = prefix
+        self._rename = rename
+        self._forget = forget
         self._copy_pages = copy_pages
         self.num_restored = 0
 
@@ -29,30 +42,30 @@ class OffloadedPages:
         return len(self._kept)
 
     def keep(self, pages: Sequence[int]) -> None:
-        """Copy evicted pages of the pool, and rename their blocks. Those that find no room are forgotten, the first first."""
+        """Copy evicted pages of the pool, and rename them. If there is not room for all, the first of them are forgotten."""
         room = len(self._ids) - self._leaving
         lost = max(0, len(pages) - room)
         for page in pages[:lost]:
-            self._prefix.forget(page)
+            self._forget(page)
         moves = [(page, self._place()) for page in pages[lost:]]
         for page, place in moves:
-            self._prefix.move(page, place)
+            self._rename(page, place)
             self._kept[place] = None
         if moves:
             self._copy_pages(moves)
 
     def leave(self, places: Sequence[int]) -> None:
-        """Take pages out before their targets are allocated, which may evict others to here."""
+        """Take pages out, before `restore`: allocating pages for them may evict others to here."""
         for place in places:
             del self._kept[place]
         self._leaving += len(places)
 
     def restore(self, places: Sequence[int], pages: Sequence[int]) -> None:
-        """Copy pages that `leave` took out to `pages` of the pool, and rename their blocks."""
+        """Copy pages that `leave` took out to `pages` of the pool, and rename them."""
         moves = list(zip(places, pages, strict=True))
         self._copy_pages(moves)
         for place, page in moves:
-            self._prefix.move(place, page)
+            self._rename(place, page)
         self._leaving -= len(moves)
         self._free += places
         self.num_restored += len(moves)
@@ -62,9 +75,9 @@ class OffloadedPages:
         del self._kept[place]
         self._free.append(place)
 
-    def check(self) -> None:
+    def check(self, named: Container[int]) -> None:
         """Raises: PageLeak, unless each place is free, or kept with a name."""
-        unnamed = [place for place in self._kept if place not in self._prefix]
+        unnamed = [place for place in self._kept if place not in named]
         if sorted([*self._free, *self._kept]) != list(self._ids) or self._leaving or unnamed:
             raise PageLeak(
                 f"{len(self._free)} free + {len(self._kept)} kept + {self._leaving} leaving pages are not each of the "
@@ -75,5 +88,5 @@ class OffloadedPages:
         if self._free:
             return self._free.pop()
         place, _ = self._kept.popitem(last=False)
-        self._prefix.forget(place)
+        self._forget(place)
         return place

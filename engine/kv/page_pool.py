@@ -1,15 +1,175 @@
-"""The pool of page ids: free pages, cached pages, and holders of the others."""
+"""The pool of page ids: free pages as runs of neighbours, cached pages by block hash, and holders of the others."""
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 from components.errors import PageLeak
-from engine.kv.free_runs import FreeRuns
 from engine.kv.offloaded_pages import OffloadedPages
-from engine.kv.prefix_cache import PrefixCache
+from engine.ports import CacheEvent
 
 SPARE: Final = 1 / 16  # at most this share of unheld pages is evicted only for neighbours
+
+
+class FreeRuns:
+    """Free pages as runs of neighbours: NIXL costs per run, so block tables should have few."""
+
+    def __init__(self, num_pages: int) -> None:
+        self._length: dict[int, int] = {}  # first page -> length
+        self._first: dict[int, int] = {}  # page after the last -> first page
+        self._of_length: dict[int, dict[int, None]] = {}  # length -> first pages
+        self._lengths: list[int] = []  # sorted
+        self._num_free = 0
+        if num_pages:
+            self._put(0, num_pages)
+
+    def __len__(self) -> int:
+        return self._num_free
+
+    @property
+    def longest(self) -> int:
+        return self._lengths[-1] if self._lengths else 0
+
+    def pages(self) -> list[int]:
+        return [page for first, length in sorted(self._length.items()) for page in range(first, first + length)]
+
+    def take(self, count: int, after: int | None = None) -> list[int]:
+        """Take `count` free pages: those after page `after` first, then the fewest runs."""
+        taken: list[int] = []
+        if after is not None and after + 1 in self._length:
+            taken += self._cut(after + 1, count)
+        while len(taken) < count:
+            missing = count - len(taken)
+            taken += self._cut(self._best_run(missing), missing)
+        return taken
+
+    def give(self, pages: Iterable[int]) -> None:
+        first = end = -1
+        for page in sorted(pages):
+            if page != end:
+                if end > first:
+                    self._join(first, end)
+                first = page
+            end = page + 1
+        if end > first:
+            self._join(first, end)
+
+    def _join(self, first: int, end: int) -> None:
+        if first in self._first:
+            first = self._first[first]
+            self._pull(first)
+        if end in self._length:
+            end += self._pull(end)
+        self._put(first, end - first)
+
+    def _best_run(self, count: int) -> int:
+        """First page of a shortest run that fits, else of a longest one."""
+        at = min(bisect_left(self._lengths, count), len(self._lengths) - 1)
+        alike = self._of_length[self._lengths[at]]
+        first, _ = alike.popitem()  # finding a dict's first key skips all deleted ones
+        alike[first] = None
+        return first
+
+    def _cut(self, first: int, count: int) -> list[int]:
+        """Take up to `count` pages of the run at `first`."""
+        length = self._pull(first)
+        if count < length:
+            self._put(first + count, length - count)
+        return list(range(first, first + min(count, length)))
+
+    def _put(self, first: int, length: int) -> None:
+        self._length[first] = length
+        self._first[first + length] = first
+        self._num_free += length
+        if length in self._of_length:
+            self._of_length[length][first] = None
+        else:
+            self._of_length[length] = {first: None}
+            insort(self._lengths, length)
+
+    def _pull(self, first: int) -> int:
+        length = self._length.pop(first)
+        del self._first[first + length]
+        self._num_free -= length
+        alike = self._of_length[length]
+        del alike[first]
+        if not alike:
+            del self._of_length[length]
+            del self._lengths[bisect_left(self._lengths, length)]
+        return length
+
+
+class PrefixCache:
+    """Chained block hashes name full pages, so equal prefixes share them. `PagePool` owns the pages.
+
+    Other threads may call `match` for a hint; the rest belongs to the engine's thread.
+    """
+
+    def __init__(self, *, records_events: bool = False) -> None:
+        """If it `records_events`, the caller must take them."""
+        self.events: list[CacheEvent] = []
+        self._records_events = records_events
+        self._page_of: dict[bytes, int] = {}
+        self._hash_of: dict[int, bytes] = {}
+
+    def __contains__(self, page: object) -> bool:
+        return page in self._hash_of
+
+    def match(self, hashes: Iterable[bytes]) -> list[int]:
+        """Pages of the longest known prefix of `hashes`."""
+        pages: list[int] = []
+        for block in hashes:
+            page = self._page_of.get(block)
+            if page is None:
+                break
+            pages.append(page)
+        return pages
+
+    def match_last(self, hashes: Sequence[bytes], count: int) -> tuple[int, list[int]]:
+        """Pages of the last `count` blocks of the longest prefix of `hashes` of which these are known.
+
+        Returns: the number of blocks before them, and the pages.
+        """
+        end = len(hashes)
+        pages: list[int] = []
+        for at in range(len(hashes) - 1, -1, -1):
+            page = self._page_of.get(hashes[at])
+            if page is None:
+                end, pages = at, []
+                continue
+            pages.append(page)
+            if len(pages) == count:
+                break
+        return end - len(pages), pages[::-1]
+
+    def page_of(self, block: bytes) -> int | None:
+        return self._page_of.get(block)
+
+    def insert(self, hashes: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Name full pages; a block keeps its page."""
+        for block, page in zip(hashes, pages, strict=True):
+            if block not in self._page_of and page not in self._hash_of:
+                self._page_of[block] = page
+                self._hash_of[page] = block
+                if self._records_events:
+                    self.events.append((block, True))
+
+    def move(self, page: int, to: int) -> None:
+        """Rename a block's page."""
+        block = self._hash_of.pop(page)
+        self._page_of[block] = to
+        self._hash_of[to] = block
+
+    def forget(self, page: int) -> None:
+        block = self._hash_of.pop(page)
+        del self._page_of[block]
+        if self._records_events:
+            self.events.append((block, False))
+
+    def take_events(self) -> list[CacheEvent]:
+        taken, self.events = self.events, []
+        return taken
 
 
 class PagePool:
@@ -152,7 +312,7 @@ class PagePool:
         if unnamed or named:
             raise PageLeak(f"cached pages without a name: {unnamed}; free pages with one: {named}")
         if self._offloaded is not None:
-            self._offloaded.check()
+            self._offloaded.check(self._prefix)
 
     def _evict(self, count: int) -> None:
         oldest = [self._cached.popitem(last=False)[0] for _ in range(min(count, len(self._cached)))]

@@ -11,8 +11,7 @@ from components.lifecycle import Lifecycle
 from components.wire.sampling import SamplingParams, branch_seed
 from components.wire.tokens import block_hashes
 from engine.kv.offloaded_pages import CopyPages, OffloadedPages
-from engine.kv.page_pool import PagePool
-from engine.kv.prefix_cache import PrefixCache
+from engine.kv.page_pool import PagePool, PrefixCache
 from engine.ports import Phase, TokenMask
 from engine.sampling.row import Row
 
@@ -203,7 +202,9 @@ class RequestMemory:
     ) -> None:
         """Make memory of `num_pages` in the pool, and of `num_offloaded` with ids behind these."""
         self.prefix = PrefixCache(records_events=kv_events)
-        self.offloaded = OffloadedPages(num_pages, num_offloaded, self.prefix, copy_pages)
+        self.offloaded = OffloadedPages(
+            num_pages, num_offloaded, rename=self.prefix.move, forget=self.prefix.forget, copy_pages=copy_pages
+        )
         self.pool = PagePool(num_pages, self.prefix, self.offloaded if num_offloaded else None)
         self._copy_pages = copy_pages
         self.page_size = page_size

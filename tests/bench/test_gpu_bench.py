@@ -46,6 +46,7 @@ def test_every_part_of_one_process_runs_and_is_right(capsys: pytest.CaptureFixtu
         "engine ready",
         "greedy ids",
         "checksums of KV on the device",
+        "evicted pages to main memory and back, GB/s",
         "host's part of a decode step",
         "device",
         "decode attention",

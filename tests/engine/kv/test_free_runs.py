@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv.free_runs import FreeRuns
+from engine.kv.page_pool import FreeRuns
 
 
 def runs_of(pages: list[int]) -> int:

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from components.errors import PageLeak
 from engine.kv.offloaded_pages import OffloadedPages
-from engine.kv.page_pool import PagePool
-from engine.kv.prefix_cache import PrefixCache
+from engine.kv.page_pool import PagePool, PrefixCache
 
 POOL = 6
 
@@ -21,7 +20,9 @@ class Memory:
         self.holds: dict[int, bytes] = {}
         self.copied: list[tuple[int, int]] = []
         self.prefix = PrefixCache(records_events=True)
-        self.offloaded = OffloadedPages(POOL, num_offloaded, self.prefix, self.copy)
+        self.offloaded = OffloadedPages(
+            POOL, num_offloaded, rename=self.prefix.move, forget=self.prefix.forget, copy_pages=self.copy
+        )
         self.pool = PagePool(POOL, self.prefix, self.offloaded)
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:

@@ -4,8 +4,7 @@ from itertools import pairwise
 import pytest
 
 from components.errors import PageLeak
-from engine.kv.page_pool import PagePool
-from engine.kv.prefix_cache import PrefixCache
+from engine.kv.page_pool import PagePool, PrefixCache
 
 
 def make_pool(num_pages: int = 6) -> tuple[PagePool, PrefixCache]:

@@ -1,4 +1,4 @@
-from engine.kv.prefix_cache import PrefixCache
+from engine.kv.page_pool import PrefixCache
 
 
 def test_the_longest_known_prefix_is_matched() -> None:

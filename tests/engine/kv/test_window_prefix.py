@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.kv.prefix_cache import PrefixCache
+from engine.kv.page_pool import PrefixCache
 
 NAMES = [bytes([i]) for i in range(12)]
 

@@ -1,0 +1,89 @@
+"""A prefill and a decode worker with small pools, which keep evicted pages in main memory or on disk."""
+
+import asyncio
+import random
+from functools import partial
+from itertools import pairwise
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from components.wire.instances import InstanceRecord
+from tests.mesh.harness import Client, MeshProcesses, metric, open_client
+from tests.mesh.through_prefill import through_prefill
+from tests.waiting import until
+
+pytestmark = pytest.mark.mesh
+
+MODEL: Final = "tiny"
+MAX_TOKENS: Final = 12
+POOL: Final = {"MESH_ENGINE__NUM_PAGES": "48"}  # room for the longest prompt
+ROOM_GB: Final = "0.02"  # for all pages of all prompts
+
+
+def _prompts() -> list[list[int]]:
+    """Of up to 600 tokens, in families that begin alike. No pool holds a third of them."""
+    draw = random.Random(6)
+
+    def tokens(count: int) -> list[int]:
+        return [draw.randrange(3, 512) for _ in range(count)]
+
+    families = [tokens(length) for length in (64, 200, 400)]
+    return [begin + tokens(draw.randrange(1, 200)) for _ in range(4) for begin in families]
+
+
+async def _ask(client: Client, prompts: list[list[int]], salt: str) -> list[list[int]]:
+    """One after the other, so that each evicts the pages of those before it."""
+    return [await client.generate(prompt, MAX_TOKENS, model=MODEL, salt=salt) for prompt in prompts]
+
+
+async def _ask_twice(
+    client: Client, prompts: list[list[int]], workers: list[InstanceRecord], salt: str
+) -> tuple[list[list[list[int]]], list[float]]:
+    """The answers of both rounds, and the bytes that were sent in each."""
+    answers, sent = [], [_sent_bytes(workers)]
+    for _ in range(2):
+        answers.append(await _ask(client, prompts, salt))
+        sent.append(_sent_bytes(workers))
+    return answers, [after - before for before, after in pairwise(sent)]
+
+
+def _sent_bytes(workers: list[InstanceRecord]) -> float:
+    received, sent = _counts(workers, "kvmesh_kv_transfer_bytes_total")
+    assert received == sent
+    return sent
+
+
+def _counts(workers: list[InstanceRecord], name: str) -> list[float]:
+    return [metric(worker.http, name) for worker in workers]
+
+
+@pytest.mark.parametrize("on_disk", [False, True], ids=["memory", "disk"])
+def test_tokens_are_those_of_a_pool_that_holds_everything(
+    tiny_mesh: MeshProcesses, tmp_path: Path, on_disk: bool
+) -> None:
+    """The second round finds all prompts at decode but for their last pages, and those at prefill."""
+    prompts = _prompts()
+    kept = {**POOL, "MESH_ENGINE__KV_OFFLOAD_GB": ROOM_GB}
+    if on_disk:
+        kept["MESH_ENGINE__KV_OFFLOAD_DIR"] = str(tmp_path)
+
+    async def run() -> None:
+        async with open_client(tiny_mesh, MODEL) as client:
+            expected = await _ask(client, prompts, "aggregated")
+            assert await asyncio.to_thread(roomy.terminate) == 0
+            await until(lambda: not client.decodes.usable())
+            tiny_mesh.start("decode", "prefill", **kept)
+            workers = [(await client.until_usable(role))[0] for role in ("decode", "prefill")]
+            answers, sent = await through_prefill(client, partial(_ask_twice, client, prompts, workers))
+            assert answers == [expected, expected]
+            assert sent[1] < sent[0] / 4
+            assert min(_counts(workers, "kvmesh_kv_restored_pages_total")) > 0
+            for beat in await client.until_quiet():
+                assert beat.free_pages + beat.cached_pages == beat.total_pages
+
+    tiny_mesh.start("bootstrap")
+    roomy = tiny_mesh.start_one("decode")
+    asyncio.run(run())
+    assert not list(tmp_path.glob("tmp*")), "the file of evicted pages has no name"
