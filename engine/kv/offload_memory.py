@@ -4,7 +4,6 @@ import errno
 import mmap
 import os
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -12,32 +11,28 @@ import torch
 from components.startup import WrongSettings
 from components.wire.layout import KvLayout
 from engine.cpu.machine_memory import check_fits
+from engine.device.huge_pages import HugeMemory
 from engine.kv.storage import TORCH_DTYPES
 
 
 def allocate_offloaded(layout: KvLayout, num_pages: int, device: torch.device, directory: Path | None) -> torch.Tensor:
-    """Allocate main memory, or a file in `directory`. No page has values before one is copied there.
+    """Allocate main memory, or a file in `directory`.
 
     Returns: [num_pages, kv_heads, layers, 2, page_size, head_dim], in memory that copies from `device` need not wait for.
     Raises: WrongSettings, if there is not enough.
     """
     shape = (num_pages, layout.num_heads, layout.layers, 2, layout.page_size, layout.head_dim)
     num_bytes = num_pages * layout.page_bytes
+    dtype = TORCH_DTYPES[layout.dtype]
     if not num_bytes:
-        return torch.empty(shape, dtype=TORCH_DTYPES[layout.dtype])
-    memory = _main_memory(num_bytes) if directory is None else _file(directory, num_bytes)
-    pages = torch.frombuffer(memory, dtype=TORCH_DTYPES[layout.dtype]).view(shape)
-    if device.type == "cuda" and directory is None:
+        return torch.empty(shape, dtype=dtype)
+    if directory is not None:
+        return torch.frombuffer(_file(directory, num_bytes), dtype=dtype).view(shape)
+    check_fits(num_bytes, "setting engine.kv_offload_gb: evicted KV pages")
+    pages = HugeMemory().take(shape, dtype)
+    if device.type == "cuda":
         _pin(pages)
     return pages
-
-
-def _main_memory(num_bytes: int) -> mmap.mmap:
-    check_fits(num_bytes, "setting engine.kv_offload_gb: evicted KV pages")
-    memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(AttributeError, OSError):  # not on other systems or kernels
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memory
 
 
 def _file(directory: Path, num_bytes: int) -> mmap.mmap:
