@@ -1,5 +1,6 @@
-"""Available main memory, of the machine or its container."""
+"""Available main memory, of the machine or its container, and available space on disks."""
 
+import os
 from pathlib import Path
 from typing import Final
 
@@ -24,6 +25,22 @@ def check_fits(num_bytes: int, what: str) -> None:
     if available is not None and num_bytes > available:
         raise WrongSettings(
             f"{what} take {num_bytes / 1e9:.1f} GB, and {available / 1e9:.1f} GB of memory are free here"
+        )
+
+
+def check_fits_in(directory: Path, num_bytes: int, what: str) -> None:
+    """Refuse if `directory` cannot be used, or its disk is short. `what` names the use and the setting.
+
+    Raises: WrongSettings.
+    """
+    directory = directory.expanduser()
+    if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
+        raise WrongSettings(f"{what} need a directory in which files can be made: {directory} is none")
+    stats = os.statvfs(directory)
+    available = stats.f_bavail * stats.f_frsize
+    if num_bytes > available:
+        raise WrongSettings(
+            f"{what} take {num_bytes / 1e9:.1f} GB, and {available / 1e9:.1f} GB are free in {directory}"
         )
 
 

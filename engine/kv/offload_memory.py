@@ -1,18 +1,20 @@
 """Memory for pages that the pool evicts: main memory or a file."""
 
-import errno
 import mmap
 import os
 import tempfile
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from components.startup import WrongSettings
 from components.wire.layout import KvLayout
-from engine.cpu.machine_memory import check_fits
+from engine.cpu.machine_memory import check_fits, check_fits_in
 from engine.device.huge_pages import HugeMemory
 from engine.kv.storage import TORCH_DTYPES
+
+ON_DISK: Final = "settings engine.kv_offload_gb and engine.kv_offload_dir: evicted KV pages"
 
 
 def allocate_offloaded(layout: KvLayout, num_pages: int, device: torch.device, directory: Path | None) -> torch.Tensor:
@@ -40,18 +42,14 @@ def _file(directory: Path, num_bytes: int) -> mmap.mmap:
 
     All of its space is allocated now: a write into a mapped file on a full disk would end the process.
     """
-    setting = "settings engine.kv_offload_gb and engine.kv_offload_dir"
+    check_fits_in(directory, num_bytes, ON_DISK)
     try:
-        with tempfile.TemporaryFile(dir=directory) as file:
+        with tempfile.TemporaryFile(dir=directory.expanduser()) as file:
             os.posix_fallocate(file.fileno(), 0, num_bytes)
             return mmap.mmap(file.fileno(), num_bytes)
     except OSError as exc:
-        if exc.errno != errno.ENOSPC:
-            raise WrongSettings(f"{setting}: cannot write to {directory}: {exc.strerror or exc}") from exc
-        stats = os.statvfs(directory)
-        free_gb = stats.f_bavail * stats.f_frsize / 1e9
         raise WrongSettings(
-            f"{setting}: evicted KV pages take {num_bytes / 1e9:.1f} GB, and {free_gb:.1f} GB are free in {directory}"
+            f"{ON_DISK}: cannot allocate {num_bytes / 1e9:.1f} GB in {directory}: {exc.strerror or exc}"
         ) from exc
 
 

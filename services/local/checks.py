@@ -15,7 +15,7 @@ from components.settings import WorkerSettings
 from components.startup import WrongSettings
 from components.text.tokenizer_file import check_tokenizer_file
 from engine.config import EngineConfig
-from engine.cpu.machine_memory import check_fits
+from engine.cpu.machine_memory import check_fits, check_fits_in
 from engine.lora.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
 from engine.model.mock_model import PREFIX, is_mock
 from engine.model.resolve import check_config_file, gguf_file, local_path
@@ -44,14 +44,29 @@ async def check_plan(plan: Plan) -> None:
 
 def _check_memory(plan: Plan) -> None:
     """The default is small, and a mock's pages take memory only when they are used."""
-    asked_gb, count = 0.0, 0
-    for role, worker in plan.workers.items():
-        engine = worker.engine
-        on_cpu = engine.device == "cpu" or (engine.device == "auto" and not CUDA.exists())
-        if on_cpu and engine.kv_memory_gb and engine.num_pages is None and not is_mock(worker.model):
-            asked_gb += plan.counts[role] * engine.tensor_parallel * engine.kv_memory_gb
-            count += plan.counts[role]
-    check_fits(round(asked_gb * 1e9), f"setting engine.kv_memory_gb: KV pages of {count} worker{'s' * (count > 1)}")
+    engines = [(plan.counts[role], worker.engine) for role, worker in plan.workers.items() if not is_mock(worker.model)]
+    asked = {"engine.kv_memory_gb": _pool_gb, "engine.kv_offload_gb": _evicted_gb}
+    names = [name for name, needs_gb in asked.items() if any(needs_gb(engine) for _, engine in engines)]
+    total_gb = sum(count * needs_gb(engine) for needs_gb in asked.values() for count, engine in engines)
+    workers = sum(count for count, engine in engines if _pool_gb(engine) or _evicted_gb(engine))
+    settings = f"setting{'s' * (len(names) > 1)} {' and '.join(names)}"
+    check_fits(round(total_gb * 1e9), f"{settings}: KV pages of {workers} worker{'s' * (workers > 1)}")
+    for directory in {engine.kv_offload_dir for _, engine in engines if engine.kv_offload_dir is not None}:
+        here = [(count, engine) for count, engine in engines if engine.kv_offload_dir == directory]
+        on_disk_gb = sum(count * engine.tensor_parallel * (engine.kv_offload_gb or 0) for count, engine in here)
+        what = "settings engine.kv_offload_gb and engine.kv_offload_dir: evicted KV pages of all workers"
+        check_fits_in(directory, round(on_disk_gb * 1e9), what)
+
+
+def _pool_gb(engine: EngineConfig) -> float:
+    """Main memory for a worker's pools, if its settings fix it."""
+    on_cpu = engine.device == "cpu" or (engine.device == "auto" and not CUDA.exists())
+    return engine.tensor_parallel * (engine.kv_memory_gb or 0) if on_cpu and engine.num_pages is None else 0
+
+
+def _evicted_gb(engine: EngineConfig) -> float:
+    """Main memory for a worker's evicted pages."""
+    return engine.tensor_parallel * (engine.kv_offload_gb or 0) if engine.kv_offload_dir is None else 0
 
 
 def _check_model(model: str) -> None:

@@ -89,14 +89,24 @@ def test_too_little_main_memory_is_refused_before_it_is_used() -> None:
 
 
 def test_a_full_disk_is_seen_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WrongSettings, match=rf"take 1000000.0 GB, and [\d.]+ GB are free in {tmp_path}"):
+        allocate_offloaded(LAYOUT, 10**15 // LAYOUT.page_bytes + 1, CPU, tmp_path)
+
     def full(*_args: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(WrongSettings, match=rf"take 0.0 GB, and [\d.]+ GB are free in {tmp_path}"):
+    monkeypatch.setattr(os, "posix_fallocate", full)  # another process was faster
+    with pytest.raises(WrongSettings, match=f"cannot allocate 0.0 GB in {tmp_path}: No space left"):
         allocate_offloaded(LAYOUT, 4, CPU, tmp_path)
 
 
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(WrongSettings, match=f"cannot write to {tmp_path / 'none'}: No such file"):
+    with pytest.raises(
+        WrongSettings, match=f"kv_offload_dir: evicted KV pages need a directory .*: {tmp_path / 'none'} is"
+    ):
         allocate_offloaded(LAYOUT, 4, CPU, tmp_path / "none")
+
+
+def test_a_directory_may_begin_with_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert len(allocate_offloaded(LAYOUT, 4, CPU, Path("~"))) == 4

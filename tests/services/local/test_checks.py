@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,23 @@ def test_more_memory_than_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) ->
         "setting engine.kv_memory_gb: KV pages of 2 workers take 12.0 GB, and 10.0 GB of memory are free here"
     )
     check(engine__kv_memory_gb="4")
+    assert refusal(engine__kv_memory_gb="4", engine__kv_offload_gb="2", engine__device="cpu") == (
+        "settings engine.kv_memory_gb and engine.kv_offload_gb: KV pages of 2 workers take 12.0 GB, and 10.0 GB of memory "
+        "are free here"
+    )
+
+
+def test_a_disk_without_room_for_the_evicted_pages_of_all_workers_is_refused(tmp_path: Path) -> None:
+    gigabytes = shutil.disk_usage(tmp_path).free / 1e9
+    with_room = {"engine__kv_offload_dir": str(tmp_path), "engine__kv_offload_gb": f"{gigabytes / 2 - 2:.0f}"}
+    check(**with_room)
+    said = refusal(**{**with_room, "engine__kv_offload_gb": f"{gigabytes * 0.9:.0f}"})
+    assert said.startswith(
+        "settings engine.kv_offload_gb and engine.kv_offload_dir: evicted KV pages of all workers take"
+    )
+    assert said.endswith(f"GB are free in {tmp_path}")
+    said = refusal(**{**with_room, "engine__kv_offload_dir": str(tmp_path / "none")})
+    assert said.endswith(f"{tmp_path / 'none'} is none")
 
 
 @pytest.mark.parametrize(
