@@ -31,6 +31,7 @@ ON_DEVICE: Final = (
     "tests/engine/test_engine_stateful.py",
     "tests/engine/test_greedy_equals_transformers.py",
     "tests/engine/test_non_finite_logits.py",
+    "tests/engine/test_offload.py",
     "tests/engine/test_phases.py",
     "tests/engine/test_pipeline.py",
 )

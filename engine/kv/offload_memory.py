@@ -3,6 +3,7 @@
 import mmap
 import os
 import tempfile
+import weakref
 from pathlib import Path
 from typing import Final
 
@@ -54,10 +55,11 @@ def _file(directory: Path, num_bytes: int) -> mmap.mmap:
 
 
 def _pin(memory: torch.Tensor) -> None:
-    """Register memory with CUDA. torch's own pinned memory is rounded up to a power of two."""
+    """Register memory with CUDA until the tensor is freed. torch's own pinned memory is rounded up to a power of two."""
     cuda = torch.cuda.cudart()  # type: ignore[no-untyped-call]  # as torch ships it
     error = cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(error):
         raise WrongSettings(
             f"setting engine.kv_offload_gb: CUDA cannot lock {memory.nbytes / 1e9:.1f} GB of main memory ({error}); lower it"
         )
+    weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr()).atexit = False

@@ -66,7 +66,15 @@ def test_pages_come_back_whole(tmp_path: Path, on_disk: bool) -> None:
 @pytest.mark.parametrize("on_disk", [False, True])
 def test_pages_of_a_device_come_back_whole(tmp_path: Path, gpu: SimulatedDevice, on_disk: bool) -> None:
     check_moves(torch.device("cuda:0"), tmp_path if on_disk else None)
-    assert len(gpu.registered) == (0 if on_disk else 1), "main memory is locked for the device"
+
+
+def test_main_memory_is_locked_for_a_device_until_it_is_free(tmp_path: Path, gpu: SimulatedDevice) -> None:
+    pages = allocate_offloaded(LAYOUT, 3, torch.device("cuda:0"), None)
+    assert gpu.registered == {pages.data_ptr()}
+    del pages
+    assert gpu.registered == set()
+    assert allocate_offloaded(LAYOUT, 3, torch.device("cuda:0"), tmp_path).device == CPU
+    assert gpu.registered == set(), "a file is not"
 
 
 def test_copies_of_several_pages_wait_once(gpu: SimulatedDevice) -> None:

@@ -104,7 +104,16 @@ def _init_process_group(backend: str, *, device_id: torch.device, **options: Any
 
 
 def _register(address: int, _num_bytes: int, _flags: int) -> int:
-    RUNNING[-1].registered.add(address)
+    registered = RUNNING[-1].registered
+    if address in registered:
+        return 712  # cudaErrorHostMemoryAlreadyRegistered
+    registered.add(address)
+    return 0
+
+
+def _unregister(address: int) -> int:
+    for device in RUNNING:  # none, if the memory outlives the device
+        device.registered.discard(address)
     return 0
 
 
@@ -146,7 +155,7 @@ def simulated_cuda(index: int = 0) -> Iterator[SimulatedDevice]:
         "get_rng_state": torch.zeros(16, dtype=torch.uint8),
         "get_device_properties": SimpleNamespace(multi_processor_count=4, major=9, minor=0, total_memory=TOTAL_BYTES),
         "current_stream": _Stream(),
-        "cudart": SimpleNamespace(cudaHostRegister=_register),
+        "cudart": SimpleNamespace(cudaHostRegister=_register, cudaHostUnregister=_unregister),
         **dict.fromkeys(("_lazy_init", "empty_cache", "reset_peak_memory_stats", "set_device", "set_stream")),
         **dict.fromkeys(("set_rng_state", "manual_seed_all")),
     }
