@@ -224,7 +224,7 @@ class Engine(Protocol):
     def has_work(self) -> bool: ...
 
     def computes(self) -> bool:
-        """Whether a step would use the device or wait for it."""
+        """Whether a step would use the device, wait for it, or copy pages."""
 
     def wait_s(self) -> float:
         """Return the seconds until the next try to get CPU cores for a step; 0 if it has them."""

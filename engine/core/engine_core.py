@@ -86,7 +86,7 @@ class EngineCore:
             region.num_pages,
             config.page_size,
             config.reserve_tokens,
-            runner.copy_pages,
+            self._copy_pages,
             num_offloaded=num_offloaded,
             window=window if window < max_context else 0,
             kv_events=config.kv_events,
@@ -99,6 +99,7 @@ class EngineCore:
         )
         self._requests = Requests(self._scheduler, self._memory)
         self._outcomes = Outcomes(self._requests, self._scheduler, self._memory, self._limits)
+        self._offloads = num_offloaded > 0
         self._flight: Launched | None = None  # drawn, not landed
         self._behind: Launched | None = None  # not drawn
         self._failed_steps = FailedSteps()
@@ -110,6 +111,7 @@ class EngineCore:
         self._arrivals = count()
         self._step = 0
         self._prompt_tokens = 0  # in the steps that landed in this one
+        self._copied_s = 0.0  # in this one, for copies of pages
 
     @property
     def kv_region(self) -> KvRegion:
@@ -208,7 +210,9 @@ class EngineCore:
         return self._scheduler.has_work() or self._flight is not None or bool(self._memory.prefix.events)
 
     def computes(self) -> bool:
-        return self._flight is not None or self._scheduler.computes()
+        if self._flight is not None or self._scheduler.computes():
+            return True
+        return self._offloads and self._scheduler.would_reserve()  # which may copy pages
 
     def step(self) -> StepOutput:
         (output,) = self._stepping(pauses=False)
@@ -229,6 +233,7 @@ class EngineCore:
         started = perf_counter()
         self._step += 1
         self._prompt_tokens = 0
+        self._copied_s = 0.0
         output = StepOutput()
         if self._scheduler.must_preempt():
             if pauses:
@@ -251,8 +256,14 @@ class EngineCore:
         output.cache_events = self._memory.prefix.take_events()
         output.stats = stats = self._stats(output, perf_counter() - started)
         if self._chunk_limit is not None:
-            self._chunk_limit.stepped(stats.prompt_tokens, len(output.tokens), stats.step_s)  # requests, not drafts
+            computed_s = stats.step_s - self._copied_s
+            self._chunk_limit.stepped(stats.prompt_tokens, len(output.tokens), computed_s)  # requests, not drafts
         return output
+
+    def _copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
+        started = perf_counter()
+        self._runner.copy_pages(moves)
+        self._copied_s += perf_counter() - started
 
     def _launch(self, chunks: list[Chunk], output: StepOutput) -> Launched | None:
         if not chunks:

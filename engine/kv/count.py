@@ -7,6 +7,7 @@ from components.wire.layout import KvLayout, largest_shard
 from engine.config import EngineConfig
 
 CPU_GB: Final = 1.0
+MOST_GB: Final = 1e9  # more than any machine has: its bytes are still a number for the system
 
 
 def count_pages(config: EngineConfig, layout: KvLayout) -> int:
@@ -37,7 +38,7 @@ def count_offloaded(config: EngineConfig, layout: KvLayout) -> int:
 
 def _held_by(memory_gb: float, layout: KvLayout, setting: str = "kv_memory_gb") -> int:
     page_bytes = largest_shard(layout).page_bytes
-    pages = int(memory_gb * 1e9) // page_bytes
+    pages = int(min(memory_gb, MOST_GB) * 1e9) // page_bytes
     if pages < 1:
         raise WrongSettings(f"setting engine.{setting}: {memory_gb:g} GB hold no page of {page_bytes} bytes")
     return pages

@@ -38,6 +38,11 @@ class OffloadedPages:
         self._copy_pages = copy_pages
         self.num_restored = 0
 
+    @property
+    def room(self) -> int:
+        """Pages that it can hold."""
+        return len(self._ids)
+
     def __len__(self) -> int:
         return len(self._kept)
 

@@ -10,6 +10,7 @@ from engine.kv.offloaded_pages import OffloadedPages
 from engine.ports import CacheEvent
 
 SPARE: Final = 1 / 16  # at most this share of unheld pages is evicted only for neighbours
+COPIED_TOGETHER: Final = 64  # pages that are restored, or evicted for a single one, by one copy; fewer in small pools
 
 
 class FreeRuns:
@@ -182,6 +183,8 @@ class PagePool:
         self.num_pages = num_pages
         self._prefix = prefix
         self._offloaded = offloaded
+        smaller = min(num_pages, 0 if offloaded is None else offloaded.room)
+        self._batch = max(1, min(COPIED_TOGETHER, int(smaller * SPARE)))
         self._free = FreeRuns(num_pages)
         # oldest release first; a dict would skip all deleted keys to find its first
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -218,7 +221,9 @@ class PagePool:
         Evicts some more pages than needed if free ones are scattered: a full pool has hardly two neighbours.
         """
         free = self._free
-        self._evict(count - len(free))
+        missing = count - len(free)
+        # a copy costs a call, and on several ranks a message
+        self._evict(max(missing, self._batch) if missing > 0 and self._offloaded is not None else missing)
         most = min(count + int(self.num_available * SPARE), self.num_available)
         while count > 1 and free.longest < count and len(free) < most:
             self._evict(min(count, most - len(free)))
@@ -241,10 +246,25 @@ class PagePool:
         self.share([page for page in found if page < self.num_pages])  # else they could be evicted now
         self._offloaded.leave(offloaded)
         before = found.index(offloaded[0]) - 1
-        fresh = self.allocate(len(offloaded), after=found[before] if before >= 0 else None)
-        self._offloaded.restore(offloaded, fresh)
-        page_of = dict(zip(offloaded, fresh, strict=True))
+        last = found[before] if before >= 0 else None
+        page_of: dict[int, int] = {}
+        for first in range(0, len(offloaded), self._batch):  # its places are free for pages evicted for the next ones
+            places = offloaded[first : first + self._batch]
+            fresh = self.allocate(len(places), after=last)
+            self._offloaded.restore(places, fresh)
+            page_of |= zip(places, fresh, strict=True)
+            last = fresh[-1]
         return [page_of.get(page, page) for page in found]
+
+    def publish(self, hashes: Sequence[bytes], pages: Sequence[int]) -> None:
+        """Name full pages. A block keeps its page, unless that one was offloaded."""
+        if self._offloaded is not None:
+            for block, page in zip(hashes, pages, strict=True):
+                named = self._prefix.page_of(block)
+                if named is not None and named >= self.num_pages and page not in self._prefix:
+                    self._prefix.move(named, page)
+                    self._offloaded.drop(named)
+        self._prefix.insert(hashes, pages)
 
     def share(self, pages: Sequence[int]) -> None:
         for page in pages:

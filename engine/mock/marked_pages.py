@@ -53,7 +53,8 @@ class MarkedPages:
             self.descriptor, memory = _allocate(num_bytes, shared=shared)
         except (OSError, OverflowError) as exc:
             raise WrongSettings(
-                f"settings engine.kv_memory_gb and engine.num_pages: no memory for KV pages of {num_bytes / 1e9:.1f} GB"
+                "settings engine.kv_memory_gb, engine.num_pages and engine.kv_offload_gb: no memory for KV pages of "
+                f"{num_bytes / 1e9:.1f} GB"
             ) from exc
         self._block_marks = BLOCK * layout.row_bytes // MARK.size
         self._blocks = layout.page_size // BLOCK

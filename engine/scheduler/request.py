@@ -302,7 +302,7 @@ class RequestMemory:
     def _publish(self, request: Request, first: int, full: int) -> None:
         """Publish pages from `first` to `full`. If the request shares a broken page, what it computed may be broken, too."""
         if self.pool.trusts(request.pages):
-            self.prefix.insert(self._hashes(request, full)[first:], request.pages[first:full])
+            self.pool.publish(self._hashes(request, full)[first:], request.pages[first:full])
         else:
             self.pool.distrust(request.pages[request.first_page :])
 

@@ -91,6 +91,10 @@ class Scheduler:
     def computes(self) -> bool:
         return bool(self.running) or self._admits_prompt()
 
+    def would_reserve(self) -> bool:
+        """Whether a DECODE request would get pages now."""
+        return self._first_decode() is not None
+
     def has_prompts(self) -> bool:
         return self._admits_prompt() or any(r.upcoming[1] > 1 for r in self.running)
 

@@ -67,7 +67,7 @@ class RequestLines:
         if moves:
             facts |= {"moves": len(moves), "moved_because": moves[-1]}
         why = [*late.values()]
-        why += [f"moved {len(moves)} times"] if late and moves else []
+        why += ["moved once" if len(moves) == 1 else f"moved {len(moves)} times"] if late and moves else []
         why += ["its prompt was computed on decode"] if late and local else []
         texts = {
             "decode": ",".join(dict.fromkeys(record.decodes)),

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Final
 
@@ -57,6 +58,15 @@ def test_the_nouns_of_the_tour_are_classes() -> None:
     classes = {name for path in sources for name in re.findall(r"^class (\w+)", path.read_text(), re.MULTILINE)}
     assert named
     assert named <= classes
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_tables_have_as_many_columns_below_their_heads_as_in_them(page: Path) -> None:
+    """A table of docs/models.md was shown as raw text."""
+    lines = page.read_text().splitlines()
+    for head, rule in pairwise(lines):
+        if re.fullmatch(r"\|(?: *:?-+:? *\|)+", rule):
+            assert len(re.findall(r"(?<!\\)\|", re.sub(r"`[^`]*`", "", head))) == rule.count("|"), head
 
 
 def test_the_spans_that_the_readme_shows_are_recorded() -> None:

@@ -3,10 +3,12 @@
 Random lives over such a pool are in test_engine_stateful.py, and contents of pages in kv/test_offloaded_pages.py.
 """
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from msgspec import structs
@@ -205,6 +207,47 @@ def test_it_is_so_over_many_more_lives_with_the_mock(tmp_path: Path, window: int
         )
 
     run_machine(make, 40)
+
+
+def test_a_prompt_with_log_probabilities_leaves_its_pages_in_the_pool(make: Make) -> None:
+    engine = make()
+    ask(engine, FIRST, SECOND)
+    ask(engine, FIRST, sampling=greedy(1, prompt_logprobs=1))
+    before = engine.step().stats.restored_pages
+    seen = ask(engine, FIRST)
+    assert seen.cached["r0"] == 96
+    assert seen.steps[-1].restored_pages == before
+
+
+def test_a_step_that_may_copy_pages_is_the_engine_threads(tiny: LoadedModel, make: Make) -> None:
+    """Light calls of an event loop step the engine, unless it computes. A DECODE that was admitted so copied there."""
+    engine, plain = make(), make_engine(tiny, **SMALL)
+    ask(engine, FIRST, SECOND)
+    for each in (engine, plain):
+        each.submit(EngineRequest("d", FIRST, SEEDED, Phase.DECODE))
+    assert (engine.computes(), plain.computes()) == (True, False)
+    run_until_idle(engine)
+    assert not engine.computes()
+
+
+def test_the_time_of_copies_is_not_learned_as_that_of_prompt_tokens(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that returned made chunks beside decodes shorter."""
+    copied_s = 0.02
+    engine = make_engine(tiny, **SMALL, kv_offload_gb=offload_gb(tiny.layout, 20))
+    copy_pages, learned = engine._runner.copy_pages, list[float]()
+
+    def slow(moves: Sequence[tuple[int, int]]) -> None:
+        time.sleep(copied_s)
+        copy_pages(moves)
+
+    monkeypatch.setattr(engine._runner, "copy_pages", slow)
+    limit = SimpleNamespace(tokens=lambda *_: 100, stepped=lambda _prompts, _decodes, step_s: learned.append(step_s))
+    monkeypatch.setattr(engine, "_chunk_limit", limit)
+    seen = ask(engine, FIRST, SECOND, FIRST)
+    assert sum(stats.step_s for stats in seen.steps) - sum(learned) > 2 * copied_s
+    assert min(learned) >= 0
 
 
 def test_wrong_settings_say_what_to_change() -> None:

@@ -34,7 +34,7 @@ class Memory:
         """Allocate, write and publish pages; they stay held."""
         pages = self.pool.allocate(len(blocks))
         self.holds |= dict(zip(pages, blocks, strict=True))
-        self.prefix.insert(blocks, pages)
+        self.pool.publish(blocks, pages)
         return pages
 
     def compute_and_release(self, *blocks: bytes) -> None:
@@ -107,6 +107,56 @@ def test_pages_that_come_back_are_not_given_away_to_those_evicted_for_them() -> 
     held = memory.pool.hold(memory.prefix.match([b"a", b"b", b"c"]))
     assert [memory.holds[page] for page in held] == [b"a", b"b", b"c"]
     memory.check()
+
+
+def test_pool_and_room_together_hold_nearly_as_much_as_they_have_pages() -> None:
+    """Pages that came back gave up their places too late: as many others were forgotten, half of all."""
+    num_pages, num_offloaded, length = 101, 200, 100
+    prefix = PrefixCache()
+    offloaded = OffloadedPages(
+        num_pages, num_offloaded, rename=prefix.move, forget=prefix.forget, copy_pages=lambda moves: None
+    )
+    pool = PagePool(num_pages, prefix, offloaded)
+    texts = [[b"%d %d" % (text, i) for i in range(length)] for text in range(3)]
+    hits = 0
+    for turn in range(12):
+        for blocks in texts:
+            held = pool.hold(prefix.match(blocks))
+            hits += len(held) if turn > 1 else 0
+            held += pool.allocate(length - len(held))
+            pool.publish(blocks, held)
+            pool.release(held)
+            pool.check()
+    assert hits > 0.85 * 10 * 3 * length
+
+
+def test_a_page_that_was_computed_again_takes_the_name_of_the_one_beside_the_pool() -> None:
+    """Prompts with log-probabilities are computed whole. Their pages were thrown away, and copied back later."""
+    memory = Memory(6)
+    memory.compute_and_release(b"a", b"b")
+    memory.compute_and_release(b"1", b"2", b"3", b"4", b"5", b"6")
+    memory.events()
+    again = memory.compute(b"a", b"b")
+    assert memory.prefix.match([b"a", b"b"]) == again
+    assert (b"a", True) not in memory.events()
+    memory.check()
+
+
+def test_pages_for_single_ones_are_evicted_together() -> None:
+    """Each decode that needed a page had a copy of its own."""
+    copies: list[int] = []
+    prefix = PrefixCache()
+    offloaded = OffloadedPages(
+        320, 640, rename=prefix.move, forget=prefix.forget, copy_pages=lambda moves: copies.append(len(moves))
+    )
+    pool = PagePool(320, prefix, offloaded)
+    pages = pool.allocate(320)
+    pool.publish([b"%d" % page for page in pages], pages)
+    pool.release(pages)
+    for _ in range(40):
+        pool.allocate(1)
+    assert copies == [20, 20]
+    pool.check()
 
 
 def test_cached_pages_of_the_same_prefix_are_not_evicted_for_it() -> None:

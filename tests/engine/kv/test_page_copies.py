@@ -38,6 +38,14 @@ def test_memory_is_counted_in_whole_pages() -> None:
         count_offloaded(EngineConfig(kv_offload_gb=1e-6), LAYOUT)
 
 
+def test_absurd_sizes_are_refused_as_any_that_do_not_fit(tmp_path: Path) -> None:
+    """They were overflows of numbers."""
+    pages = count_offloaded(EngineConfig(kv_offload_gb=1e300), LAYOUT)
+    for directory in (None, tmp_path):
+        with pytest.raises(WrongSettings, match="are free"):
+            allocate_offloaded(LAYOUT, pages, CPU, directory)
+
+
 def check_moves(device: torch.device, directory: Path | None) -> None:
     storage = allocate_storage(LAYOUT, 4, device)
     offloaded = allocate_offloaded(LAYOUT, 3, device, directory)

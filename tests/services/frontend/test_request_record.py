@@ -115,7 +115,7 @@ def test_a_slow_request_tells_its_longest_phase_its_moves_and_where_its_prompt_w
     RequestLines(slow=slow).end(record, "/v1/completions", "m", 200, output_tokens=11)
     [line] = written(caplog)
     assert line["slow"] == (
-        "admit took 4.0 s of the 5.2 s to the first token; 0.50 s per output token; moved 1 times; "
+        "admit took 4.0 s of the 5.2 s to the first token; 0.50 s per output token; moved once; "
         "its prompt was computed on decode"
     )
     counted = {s.labels["reason"]: s.value for metric in slow.collect() for s in metric.samples if s.value == 1}
