@@ -245,6 +245,8 @@ def wrong_settings_refused() -> Iterator[None]:
 def shown_fault(error: ErrorDetails) -> str:
     """A line without the value, which may be a secret."""
     where, what = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
+    if error["type"] == "unexpected_keyword_argument":
+        what = f"there is no such setting; {HELP_ALL} lists every name"
     return f"setting {where}: {what}" if where else f"settings: {what}"
 
 

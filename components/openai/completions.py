@@ -42,8 +42,10 @@ def prompts(value: JsonValue, most: int = MAX_PROMPTS) -> list[str | list[int]]:
 
 def token_ids(value: JsonValue, at: str = "") -> list[int]:
     """`at`: path below the field."""
-    if not isinstance(value, list) or not value:
-        raise invalid("must be a list of token ids, not empty", at=at)
+    if not isinstance(value, list):
+        raise invalid("must be a list of token ids", at=at)
+    if not value:
+        raise invalid("must not be empty", at=at)
     ids = [item for item in value if type(item) is int]  # a bool is an int to isinstance
     if len(ids) != len(value) or min(ids) < 0 or max(ids) > INT32_MAX:
         raise invalid("must hold token ids: whole numbers from 0 on", at=at)

@@ -21,6 +21,7 @@ from components.wire.generate import PromptOrigin
 from services.frontend.config import SlowLimits
 
 DISPATCH: Final = "frontend.dispatch"
+ROUTING: Final = {"route", "dispatch"}  # phases that a stream repeats when it moves
 PARAM: Final = re.compile(r"[A-Za-z0-9_.\[\]]{1,64}")  # in a log line: a client chooses the name of an unknown one
 AFTER: Final = {"first_token", "stream", "receive"}  # phases that are not before the first token
 
@@ -160,7 +161,7 @@ class RequestRecord:
         """Return seconds by phase.
 
         Overlapping steps of one name count once. The time between two steps counts for the later one. `prefill` lasts
-        from the end of the dispatch to the first token.
+        from the end of the dispatch to the first token. What a stream does to move is part of `stream`.
         """
         spent: dict[str, int] = defaultdict(int)
         reached: dict[str, int] = defaultdict(int)
@@ -168,6 +169,9 @@ class RequestRecord:
         counted_ns = self.root.start_time  # the time until then is in a phase
         for step in sorted(self.root.steps, key=lambda step: step.start_time):
             name, step_ns = step.name.removeprefix("frontend."), step.end_time or end_ns
+            moves = step.start_time >= first_ns and name in ROUTING
+            if moves or name == step.name:  # or it is the span of a lost process, below the dispatch
+                continue
             if step.start_time >= first_ns:
                 counted_ns = max(counted_ns, first_ns)
             spent[name] += max(0, step_ns - max(min(step.start_time, counted_ns), reached[name]))

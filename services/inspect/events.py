@@ -17,7 +17,7 @@ from components.messaging.liveness import Liveness, watch_heartbeats
 from components.settings import MeshSettings
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
-from services.inspect.mesh import WORKERS, Mesh, open_mesh, planners
+from services.inspect.mesh import WORKERS, Mesh, has_requests, open_mesh, planners
 
 PLANNERS_EVERY_S: Final = 2.0
 CONNECTIONS_EVERY_S: Final = 0.2
@@ -80,8 +80,7 @@ class Watch:
     def record_heartbeat(self, role: str, beat: Heartbeat) -> None:
         before = self._states.get(beat.instance_id)
         load = f"{beat.num_running} running {beat.num_waiting} waiting"
-        idle = not (beat.num_running or beat.num_waiting or beat.num_requests or beat.num_held)
-        now = "up" if not beat.draining else "drained" if idle else "draining"
+        now = "up" if not beat.draining else "draining" if has_requests(beat) else "drained"
         if before == now:
             return
         self._states[beat.instance_id] = now

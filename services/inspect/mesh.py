@@ -16,6 +16,7 @@ from components.messaging.bus import Bus, connect_bus
 from components.messaging.micro_services import OTHERS_S, find_services
 from components.settings import MeshSettings
 from components.urls import without_password
+from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
 from components.wire.status import Status, StatusRequest
 
@@ -157,6 +158,10 @@ def state_of(one: Seen, heartbeat_age_s: float | None, silent_after_s: float) ->
     if status.draining:
         return "draining" if has_work(status) else "drained"
     return "ok"
+
+
+def has_requests(beat: Heartbeat) -> bool:
+    return bool(beat.num_running or beat.num_waiting or beat.num_requests or beat.num_held)
 
 
 def has_work(status: Status) -> bool:

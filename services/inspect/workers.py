@@ -20,7 +20,7 @@ from components.wire.instances import InstanceRecord
 from components.wire.plans import AskPlan, PlanReported
 from services.inspect.ages import age
 from services.inspect.columns import columns
-from services.inspect.mesh import WORKERS, Mesh, open_bus, open_mesh, planners
+from services.inspect.mesh import WORKERS, Mesh, has_requests, open_bus, open_mesh, planners
 
 T = TypeVar("T")
 Key = tuple[str, str]  # role and instance id, which is unique in its role only
@@ -165,7 +165,9 @@ def _state(record: InstanceRecord, beat: Heartbeat | None, service: MicroService
         return "[red]no answer"
     if beat is None and record.kv is not None:
         return "[red]silent"
-    return "draining" if beat is not None and beat.draining else "ok"
+    if beat is None or not beat.draining:
+        return "ok"
+    return "draining" if has_requests(beat) else "drained"
 
 
 def _more(record: InstanceRecord, beat: Heartbeat | None, service: MicroService | None) -> list[str]:

@@ -189,6 +189,15 @@ def test_an_unknown_option_is_one_line() -> None:
         DecodeSettings.read(["--prot", "3"])
 
 
+def test_a_misspelled_nested_setting_says_where_the_names_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was "Unexpected keyword argument"."""
+    monkeypatch.setenv("MESH_ENGINE__KV_OFLOAD_GB", "1")
+    with pytest.raises(
+        SystemExit, match=r"^setting engine\.kv_ofload_gb: there is no such setting; --help-all lists every name$"
+    ):
+        DecodeSettings.read([])
+
+
 def test_help_lists_a_nested_setting_with_its_variable(capsys: pytest.CaptureFixture[str]) -> None:
     text = helped(DecodeSettings, "--help-all", capsys)
     assert re.search(r"^  --engine.kv-memory-gb X +MESH_ENGINE__KV_MEMORY_GB$", text, re.MULTILINE)

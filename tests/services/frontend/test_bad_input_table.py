@@ -182,6 +182,7 @@ TABLE: Final = [
     text("a token id that is a bool", prompt=[True]),
     text("an empty prompt", prompt=""),
     text("a prompt of no tokens", prompt=[]),
+    text("text among lists of token ids", param="prompt[1]", prompt=[[1], "a"]),
     text("token ids of the second prompt negative", param="prompt[1]", prompt=[[1], [-1]]),
     chat("stop_token_ids out of vocabulary", stop_token_ids=[999_999]),
     chat("stop_token_ids negative", param="stop_token_ids[0]", stop_token_ids=[-1]),

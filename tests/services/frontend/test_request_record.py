@@ -190,6 +190,24 @@ def test_the_time_between_two_steps_counts_as_the_later_one_so_that_all_phases_m
     assert sum(spent.values()) + 1 == (record.end_ns - began_ns) / 1e9
 
 
+def test_the_phases_of_a_stream_that_moved_add_up_too(clock: Clock) -> None:
+    """Those of the move counted beside the stream, and the span of the lost decode as a phase."""
+    record = record_of()
+    began_ns = clock.now_ns
+    run(record, clock, validate=1, route=2, dispatch=1, prefill=3, stream=4)
+    with record.step("frontend.route"):
+        clock.wait(0.5)
+    with record.step("frontend.dispatch"), record.step("decode.request"):
+        clock.wait(0.25)
+    clock.wait(6)
+    record.close(SlowLimits(), 9)
+    spent = record.spent_s(record.end_ns)
+    assert spent == {
+        "validate": 1, "route": 2, "dispatch": 1, "prefill": 3, "first_token": 0, "stream": 4 + 0.5 + 0.25 + 6,
+    }  # fmt: skip
+    assert sum(spent.values()) == (record.end_ns - began_ns) / 1e9
+
+
 def test_outside_a_request_facts_go_nowhere(caplog: pytest.LogCaptureFixture) -> None:
     request_record.request_record().moved("nobody's")
     assert request_record.request_record() is not request_record.request_record()

@@ -41,6 +41,16 @@ def test_workers_are_objects_with_the_record_the_load_and_the_calls() -> None:
     assert of["p1"]["ranks"] == [{"device": "cuda:0", "pid": 1}, {"device": "cuda:1", "pid": 101}]
 
 
+def test_a_worker_that_drained_is_shown_as_in_top() -> None:
+    """It stayed `draining` as long as it lived."""
+    record = seen("decode").record
+    assert record is not None
+    beat = Heartbeat(instance_id="d1", epoch="e", step=1, busy=False, draining=True, total_pages=10)
+    answers = {("decode", "d1"): MicroService("kvmesh-decode")}
+    (shown,) = workers.as_fields([record], {("decode", "d1"): beat}, answers, "mesh")["instances"]
+    assert shown["state"] == "drained"
+
+
 def test_a_plan_has_all_its_fields_also_those_that_are_unknown() -> None:
     plan = PlanReported(
         leading=True,
