@@ -17,17 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-import torch
 import typer
 
 from components.wire.sampling import SamplingParams
-from engine.attention.choose_attention import prepare_attention
-from engine.build import assemble
-from engine.compilation.forward import EagerForward, Forward
+from engine.build import assemble, prepare_model
+from engine.compilation.forward import Forward
 from engine.compilation.packages import choose_forward
 from engine.config import EngineConfig
-from engine.kernels.linear import pack_linears
-from engine.model.load import LoadedModel, load_model
+from engine.model.load import LoadedModel
 from engine.model.progress import silent
 from engine.ports import EngineRequest
 
@@ -104,14 +101,9 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="of each figure; the ratio is their median")] = 3,
 ) -> None:
     state_dir = state_dir.expanduser()
-    if threads is not None:
-        torch.set_num_threads(threads)
     base = EngineConfig(num_pages=64, compile=compile, threads=threads)
-    loaded = load_model(model, base, state_dir, silent)
-    prepare_attention(base.attention, loaded.device, state_dir)
-    pack_linears(loaded.module)
-    compiled = compile == "wait"
-    forward = choose_forward(model, loaded, base, state_dir, silent) if compiled else EagerForward(loaded.module)
+    loaded = prepare_model(model, base, state_dir)
+    forward = choose_forward(model, loaded, base, state_dir, silent)
     scale = Scale(conversations, length, turns, answer)
     pages = conversations * loaded.layout.pages_for(scale.tokens)
     pool = max(int(pages * held), loaded.layout.pages_for(scale.tokens))

@@ -15,18 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-import torch
 import typer
 from transformers import AutoTokenizer
 
 from components.wire.sampling import SamplingParams
-from engine.attention.choose_attention import prepare_attention
-from engine.build import assemble
-from engine.compilation.forward import EagerForward, Forward
+from engine.build import assemble, prepare_model
+from engine.compilation.forward import Forward
 from engine.compilation.packages import choose_forward
 from engine.config import EngineConfig
-from engine.kernels.linear import pack_linears
-from engine.model.load import LoadedModel, load_model
+from engine.model.load import LoadedModel
 from engine.model.progress import silent
 from engine.model.resolve import model_dir
 from engine.ports import EngineRequest
@@ -117,14 +114,9 @@ def main(
     rounds: Annotated[int, typer.Option(min=1, help="of each figure; the ratio is their median")] = 3,
 ) -> None:
     state_dir = state_dir.expanduser()
-    if threads is not None:
-        torch.set_num_threads(threads)
     config = EngineConfig(num_pages=max(clients) * (512 + output_len) // 16, compile=compile, threads=threads)
-    loaded = load_model(model, config, state_dir, silent)
-    prepare_attention(config.attention, loaded.device, state_dir)
-    pack_linears(loaded.module)
-    compiled = compile == "wait"
-    forward = choose_forward(model, loaded, config, state_dir, silent) if compiled else EagerForward(loaded.module)
+    loaded = prepare_model(model, config, state_dir)
+    forward = choose_forward(model, loaded, config, state_dir, silent)
     tokenizer = AutoTokenizer.from_pretrained(model_dir(model, state_dir))
     for kind, questions in QUESTIONS.items():
         turns = [[{"role": "user", "content": question}] for question in questions]

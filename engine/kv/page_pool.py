@@ -10,7 +10,8 @@ from engine.kv.offloaded_pages import OffloadedPages
 from engine.ports import CacheEvent
 
 SPARE: Final = 1 / 16  # at most this share of unheld pages is evicted only for neighbours
-COPIED_TOGETHER: Final = 64  # pages that are restored, or evicted for a single one, by one copy; fewer in small pools
+# Pages that are restored, or evicted for a single one, by one copy, which costs a call and on several ranks a message.
+COPIED_TOGETHER: Final = 64  # fewer in small pools
 
 
 class FreeRuns:
@@ -222,8 +223,7 @@ class PagePool:
         """
         free = self._free
         missing = count - len(free)
-        # a copy costs a call, and on several ranks a message
-        self._evict(max(missing, self._batch) if missing > 0 and self._offloaded is not None else missing)
+        self._evict(max(missing, self._batch) if missing > 0 else 0)
         most = min(count + int(self.num_available * SPARE), self.num_available)
         while count > 1 and free.longest < count and len(free) < most:
             self._evict(min(count, most - len(free)))
