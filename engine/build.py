@@ -23,7 +23,7 @@ from engine.cpu.machine import keep_compiled
 from engine.cpu.shared_cores import SharedCores
 from engine.cpu.thread_limit import ThreadLimit
 from engine.device.memory import DeviceMemory
-from engine.kernels.linear import pack_linears
+from engine.kernels.linear import pack_linears, sums_in_one_order
 from engine.kernels.native_library import kernels_are_loaded
 from engine.lora.adapters import pack_adapters
 from engine.model.load import LoadedModel, load_model, pick_device
@@ -40,6 +40,7 @@ from engine.sharding.experts import has_experts
 log = logging.getLogger(__name__)
 
 CPU_PACK_TOKENS: Final = 128  # enough to keep a CPU busy
+DRAFTS: Final = 7  # of a request in one step, where no number is set
 BINDINGS: Final = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
 
@@ -183,7 +184,7 @@ def _engine(  # noqa: PLR0917
 ) -> EngineCore:
     on_cpu = loaded.device.type == "cpu"
     storage = pool.storage
-    drafts = config.speculative_tokens > 0 and loaded.pooling is None
+    drafts = _num_drafts(loaded, config, pool)
     if pool.window:
         log.info("pages before the sliding window of all layers are released", extra={"window": pool.window})
     if len(pool.offloaded):
@@ -201,5 +202,16 @@ def _engine(  # noqa: PLR0917
         pack_tokens=CPU_PACK_TOKENS if on_cpu else PACK_TOKENS,
         window=pool.window,
         num_offloaded=len(pool.offloaded),
-        make_drafter=partial(PromptLookup, most=config.speculative_tokens) if drafts else None,
+        make_drafter=partial(PromptLookup, most=drafts) if drafts else None,
     )
+
+
+def _num_drafts(loaded: LoadedModel, config: EngineConfig, pool: Pool) -> int:
+    """Return how many drafts a request may have in a step: by default none where they could change a bit of an answer."""
+    if loaded.pooling is not None:
+        return 0
+    if config.speculative_tokens is not None:
+        return config.speculative_tokens
+    if config.pipeline == "on" or not isinstance(pool.attention, CpuAttention) or has_experts(loaded.module):
+        return 0
+    return DRAFTS if sums_in_one_order(loaded.module) else 0

@@ -178,13 +178,15 @@ class EngineConfig:
         ),
     ] = "auto"
     speculative_tokens: Annotated[
-        int,
+        int | None,
         Field(
             ge=0,
+            le=64,
             description="speculative decoding: guess up to this many next tokens of a request from its own text and check "
-            "them in one step; the answers stay the same. 0: off",
+            "them in one step; the answers stay the same. 0: off; default: 7 on a CPU where all bits of an answer are "
+            "those without it, else 0",
         ),
-    ] = 0
+    ] = None
     compile_timeout_s: Annotated[
         float, Field(description="how long a start waits for compiling, then runs eagerly")
     ] = 300.0

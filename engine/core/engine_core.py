@@ -36,14 +36,14 @@ from engine.ports import (
 from engine.runner.step_runner import Launched, Runner, StepFailed
 from engine.scheduler.request import Chunk, Drafter, Request, RequestMemory, usable_pages
 from engine.scheduler.scheduler import Scheduler
-from engine.scheduler.step_cost import ChunkLimit
+from engine.scheduler.step_cost import ChunkLimit, RowCost
 
 log = logging.getLogger(__name__)
 
 PACK_TOKENS: Final = 1536  # enough to keep a device busy
 CPU_ITL_TARGET_MS: Final = 50.0
-# Decodes and drafts of a step. On a CPU more of them take far longer than one decode (docs/decisions/029); on a GPU a guess.
-CPU_DRAFT_ROWS: Final = 8
+# Decodes and drafts of a step. On a CPU a row beyond these takes as long as in a step of its own; on a GPU a guess.
+CPU_DRAFT_ROWS: Final = 16
 GPU_DRAFT_ROWS: Final = 64
 CPU_STRETCH: Final = 4.0  # of a decode step by a prompt chunk, where no target is given
 
@@ -108,6 +108,7 @@ class EngineCore:
             self._chunk_limit = ChunkLimit(config.itl_target_ms / 1000)
         elif config.itl_target_ms is None and runner.takes_cpu:
             self._chunk_limit = ChunkLimit(CPU_ITL_TARGET_MS / 1000, CPU_STRETCH)
+        self._row_cost = None if make_drafter is None else RowCost()
         self._arrivals = count()
         self._step = 0
         self._prompt_tokens = 0  # in the steps that landed in this one
@@ -240,7 +241,8 @@ class EngineCore:
                 yield from self._pauses(output, reserve=False)  # pages are short
             self._land(output)
         beside = None if self._chunk_limit is None else self._chunk_limit.tokens
-        chunks, reserved = self._scheduler.schedule(beside)
+        least_chance = None if self._row_cost is None else self._row_cost.least_chance
+        chunks, reserved = self._scheduler.schedule(beside, least_chance)
         output.reserved += _reserved(reserved)
         self._behind = self._launch(chunks, output)
         if pauses:
@@ -255,8 +257,10 @@ class EngineCore:
         self._failed_steps.check()
         output.cache_events = self._memory.prefix.take_events()
         output.stats = stats = self._stats(output, perf_counter() - started)
+        computed_s = stats.step_s - self._copied_s
+        if self._row_cost is not None and not stats.prompt_tokens:
+            self._row_cost.stepped(sum(1 + len(chunk.drafts) for chunk in chunks), computed_s)
         if self._chunk_limit is not None:
-            computed_s = stats.step_s - self._copied_s
             self._chunk_limit.stepped(stats.prompt_tokens, len(output.tokens), computed_s)  # requests, not drafts
         return output
 

@@ -118,8 +118,6 @@ class Outcomes:
             accepted += 1
         self.num_drafted += len(chunk.drafts)
         self.num_accepted += accepted
-        if chunk.request.drafter is not None:
-            chunk.request.drafter.verified(len(chunk.drafts), accepted)
         return drawn[: accepted + 1]
 
     def _continue(self, chunk: Chunk, drawn: Sequence[int], output: StepOutput) -> None:

@@ -63,6 +63,12 @@ def is_packed(module: torch.nn.Module) -> bool:
     return any(isinstance(layer, PackedLinear | PackedGate | PackedHead) for layer in module.modules())
 
 
+def sums_in_one_order(module: torch.nn.Module) -> bool:
+    """Return whether no linear layer's results depend on the number of rows."""
+    plain = (torch.nn.Linear, SharedLinear)
+    return is_packed(module) and not any(isinstance(layer, plain) for layer in module.modules())
+
+
 def can_pack() -> bool:
     """Return whether the kernels were compiled for AVX2 or more."""
     return hasattr(torch.ops.kvmesh, "linear")

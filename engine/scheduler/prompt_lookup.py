@@ -10,38 +10,54 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-NGRAMS: Final = (3, 2)  # tokens to look up, the longest first
+NGRAM: Final = 3  # most tokens to look up
+FIRST_CHANCE: Final = 0.3  # of a guess, before any was seen
+LEARNING: Final = 0.15  # weight of the latest guess
 FIRST_CAPACITY: Final = 256  # tokens
 
 
 class PromptLookup:
     """Implements `engine.scheduler.request.Drafter`.
 
-    A step has twice as many drafts as the one before if all of those were accepted, else as many as were accepted.
+    It learns how often guesses are right, for each number of equal tokens before them. Each token that was drawn shows that,
+    also where the guess was no draft.
     """
 
     def __init__(self, tokens: Sequence[int], most: int) -> None:
         """`tokens` is extended by the request. `most`: drafts of a step."""
         self._tokens = tokens
         self._most = most
-        self._count = most  # of the next step
+        self._chances = [FIRST_CHANCE] * (NGRAM + 1)  # by equal tokens
+        self._guess: Sequence[int] = ()  # at what follows the text of the latest call
+        self._size = 0  # equal tokens before it
         self._text: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._copied = 0  # leading tokens in `_text`
 
-    def drafts(self, most: int) -> Sequence[int]:
-        count = min(self._count, most)
-        if count <= 0:
+    def drafts(self, most: int, least_chance: float) -> Sequence[int]:
+        if min(self._most, most) <= 0:
+            self._guess = ()
             return ()
+        before = self._copied
         text = self._updated()
-        for size in NGRAMS:
-            found = last_match(text, size)
-            if found is not None:
-                repeated = text[found:][:count].tolist()
-                return [repeated[i % len(repeated)] for i in range(count)]
-        return ()
+        self._learn(text[before:].tolist() if before else ())
+        found, self._size = latest_match(text)
+        if not self._size:
+            self._guess = ()
+            return ()
+        repeated = text[found:][: self._most].tolist()
+        self._guess = [repeated[i % len(repeated)] for i in range(self._most)]
+        count, chance = 0, self._chances[self._size]
+        right = chance  # all drafts so far
+        while count < min(self._most, most) and right >= least_chance:
+            count += 1
+            right *= chance
+        return self._guess[:count]
 
-    def verified(self, drafted: int, accepted: int) -> None:
-        self._count = min(self._most, 2 * drafted) if accepted == drafted else max(1, accepted)
+    def _learn(self, drawn: Sequence[int]) -> None:
+        for guessed, token in zip(self._guess, drawn, strict=False):
+            self._chances[self._size] += LEARNING * ((guessed == token) - self._chances[self._size])
+            if guessed != token:
+                return
 
     def _updated(self) -> npt.NDArray[np.int32]:
         length = len(self._tokens)
@@ -54,13 +70,19 @@ class PromptLookup:
         return self._text[:length]
 
 
-def last_match(text: npt.NDArray[np.int32], size: int) -> int | None:
-    """Index behind the latest earlier occurrence of the last `size` tokens."""
-    starts = len(text) - size  # earlier places
-    if starts <= 0:
-        return None
-    equal = text[:starts] == text[starts]
-    for i in range(1, size):
-        equal &= text[i : starts + i] == text[starts + i]
-    places = np.flatnonzero(equal)
-    return int(places[-1]) + size if len(places) else None
+def latest_match(text: npt.NDArray[np.int32]) -> tuple[int, int]:
+    """Find the latest earlier occurrence of the last tokens, of as many as possible.
+
+    Returns: the index behind it, and the number of its tokens, at most NGRAM; 0: even the last token is new.
+    """
+    last = len(text) - 1
+    places, found = np.flatnonzero(text[:last] == text[last]) if last > 0 else np.empty(0, int), (0, 0)
+    for size in range(1, NGRAM + 1):
+        if not len(places):
+            break
+        found = int(places[-1]) + 1, size
+        if last < size:
+            break
+        places = places[places >= size]
+        places = places[text[places - size] == text[last - size]]
+    return found

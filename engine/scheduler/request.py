@@ -40,11 +40,8 @@ ENDS_WITH_PROMPT: Final = frozenset({Phase.PREFILL, Phase.EMBED})
 class Drafter(Protocol):
     """Guesses the next tokens of one request (speculative decoding)."""
 
-    def drafts(self, most: int) -> Sequence[int]:
-        """Return up to `most` tokens that are likely to follow."""
-
-    def verified(self, drafted: int, accepted: int) -> None:
-        """Report how many of the latest drafts were drawn."""
+    def drafts(self, most: int, least_chance: float) -> Sequence[int]:
+        """Return up to `most` tokens that may follow, each with at least this chance that it and all before it do."""
 
 
 @dataclass(slots=True, eq=False)

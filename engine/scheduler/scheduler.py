@@ -15,6 +15,7 @@ from typing import Final
 from components.turns import turn
 from engine.ports import Phase
 from engine.scheduler.request import Chunk, Drafter, Request, RequestMemory, RequestState
+from engine.scheduler.step_cost import FEWEST_DISAGGREGATED
 
 log = logging.getLogger(__name__)
 
@@ -108,12 +109,15 @@ class Scheduler:
         decodes = ((len(r.pages) * self.memory.page_size, *r.upcoming) for r in self.running)
         return sum(1 for slots, start, pending in decodes if pending == 1 and start >= slots) > available
 
-    def schedule(self, beside: Callable[[int, int], int] | None = None) -> tuple[list[Chunk], list[Request]]:
+    def schedule(
+        self, beside: Callable[[int, int], int] | None = None, least_chance: Callable[[int], float] | None = None
+    ) -> tuple[list[Chunk], list[Request]]:
         """Plan one step. If `must_preempt`, no step may be in flight.
 
         Args:
             beside: returns the prompt tokens that may share a step with N decodes, of which M are disaggregated;
                 None: only the budget limits them.
+            least_chance: returns how likely a draft must be in a step with N decodes; None: any is checked.
 
         Returns: what to compute, and the DECODE requests that got pages.
         """
@@ -121,6 +125,7 @@ class Scheduler:
         preemptions, page_size = self.preemptions, self.memory.page_size
         chunks: list[Chunk] = []
         places = self._draft_rows - len(self.running)
+        least = 0.0 if least_chance is None else least_chance(len(self.running))
         for request in list(self.running):  # the last may be preempted
             start, pending = request.upcoming
             if pending != 1 or (self.preemptions > preemptions and request.state is not RequestState.RUNNING):
@@ -128,13 +133,14 @@ class Scheduler:
             if start < len(request.pages) * page_size or self._make_room(request, start + 1):
                 chunk = Chunk(request, start, start + 1, True, start == len(request.tokens))
                 if request.drafter is not None and request.has_begun:  # branches fork after the prompt
-                    chunk = self._with_drafts(chunk, request.drafter, places)
+                    chunk = self._with_drafts(chunk, request.drafter, places, least)
                     places -= len(chunk.drafts)
                 chunks.append(chunk)
         budget -= sum(chunk.length for chunk in chunks)
         if chunks and beside is not None:
             disaggregated = sum(chunk.request.disaggregated for chunk in chunks)
-            budget = min(budget, beside(len(chunks), disaggregated))
+            drafts = sum(len(chunk.drafts) for chunk in chunks)
+            budget = min(budget, max(beside(len(chunks), disaggregated) - drafts, FEWEST_DISAGGREGATED))
         full = max(0, budget - self._pack_tokens)  # at this budget, no further prompt begins
         prompts = [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else []
         prompts.sort(key=by_turn, reverse=True)
@@ -150,11 +156,12 @@ class Scheduler:
             budget -= length
         return chunks, reserved
 
-    def _with_drafts(self, chunk: Chunk, drafter: Drafter, places: int) -> Chunk:
+    def _with_drafts(self, chunk: Chunk, drafter: Drafter, places: int, least_chance: float) -> Chunk:
         """Add drafts to a decode: at most `places`, and only in pages that no decode needs now."""
         request, pool, page_size = chunk.request, self.memory.pool, self.memory.page_size
         pages = len(request.pages) + (pool.num_available > len(self.running))  # each decode may need one
-        drafts = drafter.drafts(min(places, pages * page_size - chunk.end, request.limit - 1 - chunk.end))
+        most = min(places, pages * page_size - chunk.end, request.limit - 1 - chunk.end)
+        drafts = drafter.drafts(most, least_chance)
         rows = request.row.rows_after(drafts)
         end = chunk.end + len(rows)
         if not rows or not self.memory.grow(request, end):

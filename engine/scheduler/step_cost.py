@@ -1,7 +1,7 @@
 """What steps cost, and how many prompt tokens may therefore share one with decodes."""
 
 from collections import deque
-from statistics import median
+from statistics import fmean, median
 from typing import Final
 
 FEWEST: Final = 32  # tokens; each step has a fixed cost
@@ -9,6 +9,10 @@ FEWEST_DISAGGREGATED: Final = 16  # beside streams whose prompts were computed e
 STRETCH: Final = 2.0  # of a decode step by a prompt chunk
 UNKNOWN: Final = 64  # tokens, before the speed is known
 REMEMBERED: Final = 9  # steps of a kind
+LATEST: Final = 32  # steps that tell what a row costs
+SUPPOSED: Final = 1 / 16  # of a step, by a row, while the steps were too equal to tell
+SUPPOSED_SPREAD: Final = 8.0  # rows squared that the supposed cost counts for
+LEAST: Final = 1 / 100  # of a step, by a row
 
 
 class StepCost:
@@ -39,6 +43,41 @@ class StepCost:
             self._token_s.append(prompt_s / prompt_tokens)
         elif not prompt_tokens and decodes:
             self._decode_s.setdefault(decodes.bit_length(), deque(maxlen=REMEMBERED)).append(step_s)
+
+
+class RowCost:
+    """What one row more costs a step without prompts, by a straight line through the latest steps.
+
+    A row is a decode or a draft. Few rows wait for the weights, so one more is almost free; with more of them each costs
+    as much as the one before. The cost also depends on the context and on the cores that others use now.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[tuple[int, float]] = deque(maxlen=LATEST)  # rows, seconds
+        self._mean = 0.0, 0.0
+        self._row_s = 0.0
+
+    def stepped(self, rows: int, step_s: float) -> None:
+        self._steps.append((rows, step_s))
+        longest_s = 2 * median(seconds for _, seconds in self._steps)  # others took the cores of a longer one
+        steps = [(number, min(seconds, longest_s)) for number, seconds in self._steps]
+        mean_rows, mean_s = fmean(number for number, _ in steps), fmean(seconds for _, seconds in steps)
+        self._mean = mean_rows, mean_s
+        together = sum((number - mean_rows) * seconds for number, seconds in steps)
+        spread = sum((number - mean_rows) ** 2 for number, _ in steps)
+        line_s = (together + SUPPOSED_SPREAD * SUPPOSED * mean_s) / (spread + SUPPOSED_SPREAD)
+        self._row_s = max(line_s, LEAST * mean_s)
+
+    def least_chance(self, decodes: int) -> float:
+        """Return how likely a draft must be to pay for its row.
+
+        A row pays for itself if it makes a token at no higher cost than the step's other tokens.
+        """
+        mean_rows, mean_s = self._mean
+        if not mean_s:
+            return min(1.0, SUPPOSED * decodes)
+        rows_s = decodes * self._row_s
+        return rows_s / max(mean_s + (decodes - mean_rows) * self._row_s, rows_s)
 
 
 class ChunkLimit:

@@ -18,14 +18,11 @@ class Oracle:
         self.lies = lies
         self.draw = random.Random(len(tokens))
 
-    def drafts(self, most: int) -> list[int]:
+    def drafts(self, most: int, least_chance: float) -> list[int]:
         here = len(self.tokens)
         known = next((text for text in self.texts if list(text[:here]) == list(self.tokens)), self.tokens)
         drafts = list(known[here : here + max(most, 0)])
         return [(token + 1) % VOCAB if self.lies and self.draw.randrange(self.lies) == 0 else token for token in drafts]
-
-    def verified(self, drafted: int, accepted: int) -> None:
-        assert 0 <= accepted <= drafted
 
 
 def guided(engine: EngineCore, texts: Texts, lies: int = 0) -> EngineCore:

@@ -55,6 +55,9 @@ def chunks_of(engine: EngineCore) -> list[Sequence[Chunk]]:
     return launched
 
 
+ROOM = {"max_running": 24, "num_pages": 200}
+
+
 def asked(sampling: SamplingParams, count: int = 3, **changes: Any) -> list[EngineRequest]:
     return [EngineRequest(f"r{i}", prompt(20 + 17 * i, start=i), sampling, **changes) for i in range(count)]
 
@@ -130,9 +133,9 @@ def test_what_was_guessed_is_cached_as_what_was_computed_alone(tiny: LoadedModel
 
 
 def test_a_step_with_drafts_has_few_rows_and_many_decodes_leave_no_place_for_drafts(tiny: LoadedModel) -> None:
-    requests = [EngineRequest(f"r{i}", prompt(12, start=i), greedy(8 + 6 * i, ignore_eos=True)) for i in range(12)]
-    plain = run(make_engine(tiny), requests)
-    engine = guided(make_engine(tiny), texts_of(plain, {r.request_id: list(r.token_ids) for r in requests}))
+    requests = [EngineRequest(f"r{i}", prompt(12, start=i), greedy(20 + 3 * i, ignore_eos=True)) for i in range(24)]
+    plain = run(make_engine(tiny, **ROOM), requests)
+    engine = guided(make_engine(tiny, **ROOM), texts_of(plain, {r.request_id: list(r.token_ids) for r in requests}))
     steps = chunks_of(engine)
     assert run(engine, requests).tokens == plain.tokens
     decodes = [[chunk for chunk in chunks if chunk.start >= chunk.request.prompt_len] for chunks in steps]

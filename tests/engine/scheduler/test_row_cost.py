@@ -1,0 +1,49 @@
+"""A draft must be as likely as its row is expensive, which is learned from the latest steps."""
+
+import random
+
+import pytest
+
+from engine.scheduler.step_cost import LATEST, LEAST, SUPPOSED, RowCost
+
+
+def learned(steps: list[tuple[int, float]]) -> RowCost:
+    cost = RowCost()
+    for rows, step_s in steps:
+        cost.stepped(rows, step_s)
+    return cost
+
+
+def test_before_any_step_a_row_is_supposed_to_cost_a_sixteenth_of_it() -> None:
+    assert [RowCost().least_chance(decodes) for decodes in (1, 8, 40)] == [SUPPOSED, 8 * SUPPOSED, 1.0]
+
+
+@pytest.mark.parametrize(("weights_s", "row_s"), [(0.010, 0.0005), (0.006, 0.002), (0.0, 0.001)])
+def test_a_draft_pays_if_its_token_costs_no_more_than_the_others(weights_s: float, row_s: float) -> None:
+    draw = random.Random(1)
+    rows = [draw.randint(1, 14) for _ in range(LATEST)]
+    cost = learned([(number, (weights_s + number * row_s) * draw.uniform(0.95, 1.05)) for number in rows])
+    for decodes in (1, 4, 8):
+        others_s = (weights_s + decodes * row_s) / decodes
+        assert cost.least_chance(decodes) == pytest.approx(min(1, row_s / others_s), rel=0.3)
+
+
+def test_steps_of_one_size_tell_nothing() -> None:
+    assert learned([(8, 0.01)] * LATEST).least_chance(8) == pytest.approx(8 * SUPPOSED)
+
+
+def test_rows_are_never_free() -> None:
+    shrinking = learned([(rows, 0.02 - rows * 0.001) for rows in range(1, 12)])
+    assert 0 < shrinking.least_chance(1) < 2 * LEAST
+
+
+def test_one_slow_step_changes_little() -> None:
+    steps = [(rows, 0.01 + rows * 0.0005) for rows in (1, 3, 5, 7) * 8]
+    slow = [*steps[:-1], (7, 1.0)]
+    assert learned(slow).least_chance(4) < 2.5 * learned(steps).least_chance(4)
+
+
+def test_what_changed_is_learned_within_the_latest_steps() -> None:
+    cheap = [(rows, 0.01 + rows * 0.0002) for rows in (1, 3, 5, 7) * 20]
+    dear = [(rows, 0.01 + rows * 0.002) for rows in (1, 3, 5, 7) * (LATEST // 4)]
+    assert learned(cheap + dear).least_chance(4) == pytest.approx(learned(dear).least_chance(4))
