@@ -108,7 +108,7 @@ def main(
     compile: Annotated[Literal["wait", "off"], typer.Option(help="off: eager")] = "wait",  # noqa: A002
     threads: Annotated[int | None, typer.Option(help="CPU threads")] = None,
     drafts: Annotated[list[int], typer.Option(help="speculative_tokens; may be given several times")] = [7],  # noqa: B006
-    clients: Annotated[list[int], typer.Option(help="requests at once; may be given several times")] = [1, 2, 6, 8],  # noqa: B006
+    clients: Annotated[list[int], typer.Option(help="requests at once; may be given several times")] = [1, 2, 6],  # noqa: B006
     temperature: Annotated[list[float], typer.Option(help="may be given several times")] = [0.0, 0.8],  # noqa: B006
     output_len: Annotated[int, typer.Option(help="tokens of an answer, at most")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="of each figure; the ratio is their median")] = 3,

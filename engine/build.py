@@ -212,6 +212,6 @@ def _num_drafts(loaded: LoadedModel, config: EngineConfig, pool: Pool) -> int:
         return 0
     if config.speculative_tokens is not None:
         return config.speculative_tokens
-    if config.pipeline == "on" or not isinstance(pool.attention, CpuAttention) or has_experts(loaded.module):
+    if config.pipeline == "on" or not isinstance(pool.attention, CpuAttention):
         return 0
-    return DRAFTS if sums_in_one_order(loaded.module) else 0
+    return DRAFTS if sums_in_one_order(loaded.module) and loaded.adapters.are_packed() else 0

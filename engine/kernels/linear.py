@@ -64,9 +64,10 @@ def is_packed(module: torch.nn.Module) -> bool:
 
 
 def sums_in_one_order(module: torch.nn.Module) -> bool:
-    """Return whether no linear layer's results depend on the number of rows."""
-    plain = (torch.nn.Linear, SharedLinear)
-    return is_packed(module) and not any(isinstance(layer, plain) for layer in module.modules())
+    """Return whether no product's bits depend on its number of rows: each layer with a matrix is packed or looks rows up."""
+    safe = (PackedLinear, PackedGate, PackedHead, torch.nn.Embedding)
+    others = [layer for layer in module.modules() if not isinstance(layer, safe)]
+    return is_packed(module) and all(p.dim() < 2 for layer in others for p in layer.parameters(recurse=False))
 
 
 def can_pack() -> bool:

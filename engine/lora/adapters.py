@@ -126,6 +126,9 @@ class Adapters:
     changes: Mapping[str, Sequence[Change | None]] = field(default_factory=dict, repr=False)  # by site
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
+    def are_packed(self) -> bool:
+        return not any(isinstance(change, LowRank) for by_site in self.changes.values() for change in by_site)
+
     @contextmanager
     def of_rows(self, runs: Sequence[tuple[str, int]]) -> Iterator[None]:
         """Apply adapters to the rows of a step on this thread.

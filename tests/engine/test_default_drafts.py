@@ -1,0 +1,65 @@
+"""Where no number of drafts is set, tokens are guessed if no bit of an answer can change."""
+
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from components.wire.sampling import SamplingParams
+from engine.kernels.linear import pack_linears
+from engine.model.load import LoadedModel
+from engine.ports import EngineRequest
+from tests.engine.embedding_model import save_embedding_model
+from tests.engine.model.families import FAMILIES, save_model
+from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run
+
+REPEATING: Final = greedy(30, ignore_eos=True, logit_bias=((77, 100.0),))
+
+
+def load(path: Path, family: str, dtype: str = "bfloat16") -> LoadedModel:
+    loaded = load_tiny(save_model(path / family, FAMILIES[family]()), dtype=dtype)
+    pack_linears(loaded.module)
+    return loaded
+
+
+def num_drafted(loaded: LoadedModel, sampling: SamplingParams = REPEATING, **changes: Any) -> int:
+    """Drafts while one token is repeated thirty times."""
+    settings = {"pipeline": "off", "dtype": loaded.layout.dtype, **changes}
+    seen = run(make_engine(loaded, **settings), [EngineRequest("r", prompt(20), sampling)])
+    assert seen.tokens["r"] == [77] * 30
+    return seen.steps[-1].drafted_tokens
+
+
+@pytest.fixture(autouse=True)
+def _kernels(kernel: str | None) -> None:
+    if kernel is not None:
+        pytest.skip(kernel)
+
+
+def test_packed_layers_guess(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "llama")
+    assert num_drafted(loaded) > 10
+    assert num_drafted(loaded, speculative_tokens=3) > 10
+    assert num_drafted(loaded, speculative_tokens=0) == 0
+
+
+@pytest.mark.parametrize("changes", [{"pipeline": "on"}, {"attention": "torch"}])
+def test_not_where_steps_are_planned_ahead_or_attention_sums_otherwise(tmp_path: Path, changes: dict[str, Any]) -> None:
+    assert num_drafted(load(tmp_path, "llama"), **changes) == 0
+
+
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("qwen3-moe", "bfloat16")])
+def test_not_where_bits_depend_on_the_batch(tmp_path: Path, family: str, dtype: str) -> None:
+    assert num_drafted(load(tmp_path, family, dtype)) == 0
+    assert num_drafted(load(tmp_path, family, dtype), speculative_tokens=3) > 10
+
+
+def test_one_plain_layer_is_enough_to_change_bits(tmp_path: Path) -> None:
+    loaded = load_tiny(save_model(tmp_path / "llama", FAMILIES["llama"]()), dtype="bfloat16")
+    pack_linears(loaded.module.get_submodule("model.layers.0"))
+    assert num_drafted(loaded) == 0
+
+
+def test_models_that_make_embeddings_generate_nothing(tmp_path: Path) -> None:
+    loaded = load_tiny(save_embedding_model(tmp_path / "embed", "lasttoken"))
+    assert make_engine(loaded, speculative_tokens=5)._make_drafter is None
