@@ -80,6 +80,8 @@ class EngineCore:
         self._pooling = pooling
         self._limits = Limits(max_context, vocab_size, eos_token_ids, embeds=pooling is not None)
         self._make_drafter = make_drafter
+        # Drafts wear out a compiled grammar, which its requests share: not without the user's choice.
+        self._guesses_constrained = config.speculative_tokens is not None
         auto = not runner.takes_cpu and make_drafter is None  # drafts follow the token that a step in flight draws
         self._pipelined = config.pipeline == "on" or (config.pipeline == "auto" and auto)
         self._memory = RequestMemory(
@@ -168,7 +170,7 @@ class EngineCore:
             priority=request.priority,
             adapter=request.adapter,
             pools_all=self._pooling is not None and self._pooling.reads_all,
-            make_drafter=self._make_drafter,
+            make_drafter=self._make_drafter if request.mask is None or self._guesses_constrained else None,
         )
         self._requests.add(queued)
 

@@ -5,12 +5,12 @@ from typing import Any, Final
 
 import pytest
 
-from components.wire.sampling import SamplingParams
 from engine.kernels.linear import pack_linears
 from engine.model.load import LoadedModel
-from engine.ports import EngineRequest
+from engine.ports import EngineRequest, TokenMask
 from tests.engine.embedding_model import save_embedding_model
 from tests.engine.model.families import FAMILIES, save_model
+from tests.engine.sampling.test_in_engine import Cycle
 from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run
 
 REPEATING: Final = greedy(30, ignore_eos=True, logit_bias=((77, 100.0),))
@@ -22,10 +22,10 @@ def load(path: Path, family: str, dtype: str = "bfloat16") -> LoadedModel:
     return loaded
 
 
-def num_drafted(loaded: LoadedModel, sampling: SamplingParams = REPEATING, **changes: Any) -> int:
+def num_drafted(loaded: LoadedModel, mask: TokenMask | None = None, **changes: Any) -> int:
     """Drafts while one token is repeated thirty times."""
     settings = {"pipeline": "off", "dtype": loaded.layout.dtype, **changes}
-    seen = run(make_engine(loaded, **settings), [EngineRequest("r", prompt(20), sampling)])
+    seen = run(make_engine(loaded, **settings), [EngineRequest("r", prompt(20), REPEATING, mask=mask)])
     assert seen.tokens["r"] == [77] * 30
     return seen.steps[-1].drafted_tokens
 
@@ -52,6 +52,12 @@ def test_not_where_steps_are_planned_ahead_or_attention_sums_otherwise(tmp_path:
 def test_not_where_bits_depend_on_the_batch(tmp_path: Path, family: str, dtype: str) -> None:
     assert num_drafted(load(tmp_path, family, dtype)) == 0
     assert num_drafted(load(tmp_path, family, dtype), speculative_tokens=3) > 10
+
+
+def test_not_under_a_constraint_which_drafts_would_wear_out(tmp_path: Path) -> None:
+    loaded = load(tmp_path, "llama")
+    assert num_drafted(loaded, Cycle([77])) == 0
+    assert num_drafted(loaded, Cycle([77]), speculative_tokens=3) > 10
 
 
 def test_one_plain_layer_is_enough_to_change_bits(tmp_path: Path) -> None:
