@@ -5,9 +5,11 @@
 
 import difflib
 import os
+import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -38,7 +40,7 @@ from components.credentials import (
 from components.followed_files import FollowedFiles
 from components.settings_help import HELP, HELP_ALL, help_text
 from components.startup import refuse
-from components.urls import Login, checked_http_url
+from components.urls import Login, checked_etcd_urls, checked_http_url, checked_nats_urls
 
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
 WITH_SETTINGS: Final = (*ROLES, "planner", "observer")
@@ -61,8 +63,12 @@ class MeshSettings(BaseSettings):
     namespace: Annotated[
         str, Field(pattern=r"^[a-z0-9-]+$", description="name of this mesh: first part of etcd keys and NATS subjects")
     ] = "kvmesh"
-    etcd_url: Annotated[str, Field(description="etcd endpoints, comma-separated")] = "http://127.0.0.1:2379"
-    nats_url: Annotated[str, Field(description="NATS servers, comma-separated")] = "nats://127.0.0.1:4222"
+    etcd_url: Annotated[
+        str, AfterValidator(checked_etcd_urls), Field(description="etcd endpoints, comma-separated")
+    ] = "http://127.0.0.1:2379"
+    nats_url: Annotated[str, AfterValidator(checked_nats_urls), Field(description="NATS servers, comma-separated")] = (
+        "nats://127.0.0.1:4222"
+    )
     tls: TlsFiles = TlsFiles()
     etcd_login_file: Annotated[
         Path | None, Field(description="file with a line user:password for etcd; default: as the certificate says")
@@ -181,7 +187,7 @@ class MeshSettings(BaseSettings):
         if asked := set(arguments) & set(HELP):
             sys.stdout.write(help_text(cls, SHARED, everything=HELP_ALL in asked))
             sys.exit(0)
-        with wrong_settings_refused():
+        with wrong_settings_refused(cls):
             return CliApp.run(cls, cli_args=argv)
 
 
@@ -232,22 +238,47 @@ SHARED: Final = frozenset(MeshSettings.model_fields) | OF_SOME
 
 
 @contextmanager
-def wrong_settings_refused() -> Iterator[None]:
+def wrong_settings_refused(settings: type[BaseSettings]) -> Iterator[None]:
     """A wrong setting ends the process with a line that names it."""
     try:
         yield
     except ValidationError as exc:
-        refuse("\n".join(shown_fault(error) for error in exc.errors()))
+        refuse("\n".join(shown_fault(error, settings) for error in exc.errors()))
     except SettingsError as exc:
-        refuse(f"settings: {str(exc).removeprefix('error parsing CLI: ')}")
+        what = str(exc).removeprefix("error parsing CLI: ")
+        if option := re.search(r"unrecognized arguments: .*?--([\w.-]+)", what):
+            hints = [f"--{name.replace('_', '-')}" for name in _similar(option[1].replace("-", "_"), settings)]
+            what += f"; {suggestion(hints)}"
+        refuse(f"settings: {what}")
 
 
-def shown_fault(error: ErrorDetails) -> str:
+def shown_fault(error: ErrorDetails, settings: type[BaseSettings]) -> str:
     """A line without the value, which may be a secret."""
     where, what = ".".join(map(str, error["loc"])), error["msg"].removeprefix("Value error, ")
     if error["type"] == "unexpected_keyword_argument":
-        what = f"there is no such setting; {HELP_ALL} lists every name"
+        what = f"there is no such setting; {suggestion(_similar(where, settings))}"
     return f"setting {where}: {what}" if where else f"settings: {what}"
+
+
+def _similar(name: str, settings: type[BaseSettings]) -> list[str]:
+    """Names like `name`, among those at the same place."""
+    place, dot, last = name.rpartition(".")
+    beside = {known.rpartition(".")[2] for known in names_of(settings) if known.rpartition(".")[0] == place}
+    return [f"{place}{dot}{near}" for near in nearest(last, beside)]
+
+
+def names_of(settings: type[BaseSettings]) -> Iterator[str]:
+    """Names of all settings; nested ones with a dot."""
+    for name, field in settings.model_fields.items():
+        yield from _with_nested(name, field.annotation)
+
+
+def _with_nested(name: str, kind: object) -> Iterator[str]:
+    yield name
+    kind = getattr(kind, "__origin__", kind)  # of Annotated
+    if isinstance(kind, type) and is_dataclass(kind):
+        for nested in fields(kind):
+            yield from _with_nested(f"{name}.{nested.name}", nested.type)
 
 
 def misspelled(environ: Mapping[str, str], *settings: type[BaseSettings]) -> list[str]:

@@ -71,3 +71,15 @@ def wants_tls(urls: str, plain: str, secure: str, variable: str) -> bool:
             f"{shown}: some addresses are {plain}:// and some {secure}://; use {secure}:// for all ({variable})"
         )
     return schemes == {secure}
+
+
+def checked_etcd_urls(urls: str) -> str:
+    """Return `urls`. Raises: ValueError, for wrong or mixed schemes."""
+    wants_tls(urls, "http", "https", "MESH_ETCD_URL")
+    return urls
+
+
+def checked_nats_urls(urls: str) -> str:
+    """Return `urls`. Raises: ValueError, for wrong or mixed schemes."""
+    wants_tls(urls, "nats", "tls", "MESH_NATS_URL")
+    return urls

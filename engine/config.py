@@ -85,7 +85,7 @@ class EngineConfig:
         float | None,
         Field(
             description="main memory for KV pages that the prefix cache evicts, 10^9 bytes, for each device; a later request "
-            "with the same prefix gets them back; default: none"
+            "with the same prefix gets them back; 0 or nothing: none"
         ),
     ] = None
     kv_offload_dir: Annotated[
@@ -201,7 +201,6 @@ class EngineConfig:
         for name in (
             "num_pages",
             "kv_memory_gb",
-            "kv_offload_gb",
             "gpu_memory_utilization",
             "tensor_parallel",
             "max_running",
@@ -218,6 +217,8 @@ class EngineConfig:
             raise ValueError(f"lora is {self.lora}; it must give each adapter a name and a directory")
         if self.itl_target_ms is not None and self.itl_target_ms < 0:
             raise ValueError(f"itl_target_ms is {self.itl_target_ms}; it must be 0 (no limit) or more")
+        if self.kv_offload_gb is not None and self.kv_offload_gb < 0:
+            raise ValueError(f"kv_offload_gb is {self.kv_offload_gb}; it must be 0 (evicted pages are lost) or more")
         if self.reserve_tokens < 0:
             raise ValueError(f"reserve_tokens is {self.reserve_tokens}; it must not be negative")
         if self.gpu_memory_utilization > 1:

@@ -33,7 +33,7 @@ def count_offloaded(config: EngineConfig, layout: KvLayout) -> int:
 
     Raises: WrongSettings, if kv_offload_gb holds no page.
     """
-    return 0 if config.kv_offload_gb is None else _held_by(config.kv_offload_gb, layout, "kv_offload_gb")
+    return _held_by(config.kv_offload_gb, layout, "kv_offload_gb") if config.kv_offload_gb else 0
 
 
 def _held_by(memory_gb: float, layout: KvLayout, setting: str = "kv_memory_gb") -> int:

@@ -72,7 +72,7 @@ def command(options: dict[str, Any], user: str = "inspect") -> Callable[[Callabl
         @functools.wraps(function)
         def run(**given: Any) -> None:
             values = {name: value for name in options if (value := given.pop(name)) is not None}
-            with wrong_settings_refused():
+            with wrong_settings_refused(MeshSettings):
                 settings = MeshSettings(**values)
             try:
                 function(beside_local_mesh(settings, user), **given)

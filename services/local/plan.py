@@ -183,7 +183,7 @@ def _read(settings: type[S], role: str = "") -> S:
         return settings()
     except ValidationError as exc:
         of = f" of {role}" if role else ""
-        where, colon, what = shown_fault(exc.errors()[0]).partition(":")
+        where, colon, what = shown_fault(exc.errors()[0], settings).partition(":")
         raise WrongSettings(f"{where}{of}{colon}{what}") from None  # the cause quotes the value, which may be a secret
     except SettingsError as exc:
         raise WrongSettings(f"settings of {role}: {exc}") from None

@@ -183,19 +183,53 @@ def test_help_lists_common_settings_and_help_all_those_of_the_service(
     assert "--api-keys " not in full
 
 
-def test_an_unknown_option_is_one_line() -> None:
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--metrics-prot", "3"], "--metrics-prot 3; did you mean --metrics-port or --metrics-host?"),
+        (["--engine.num-pagess=3"], "--engine.num-pagess=3; did you mean --engine.num-pages?"),
+        (["3", "--xyz", "4"], "3 --xyz 4; --help-all lists every name"),
+        (["3"], "3"),
+    ],
+)
+def test_an_unknown_option_is_one_line(arguments: list[str], told: str) -> None:
     """It was the usage of all settings, 54 lines."""
-    with pytest.raises(SystemExit, match=r"^settings: unrecognized arguments: --prot 3$"):
-        DecodeSettings.read(["--prot", "3"])
+    with pytest.raises(SystemExit) as stopped:
+        DecodeSettings.read(arguments)
+    assert str(stopped.value) == f"settings: unrecognized arguments: {told}"
 
 
-def test_a_misspelled_nested_setting_says_where_the_names_are(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (
+            "ENGINE__KV_OFLOAD_GB",
+            "engine.kv_ofload_gb: there is no such setting; did you mean engine.kv_offload_gb or engine.kv_offload_dir?",
+        ),
+        ("ENGINE__MOCK__SPEDUP", "engine.mock.spedup: there is no such setting; did you mean engine.mock.speedup?"),
+        ("ENGINE__XYZ", "engine.xyz: there is no such setting; --help-all lists every name"),
+    ],
+)
+def test_a_misspelled_nested_setting_gets_a_hint(monkeypatch: pytest.MonkeyPatch, name: str, told: str) -> None:
     """It was "Unexpected keyword argument"."""
-    monkeypatch.setenv("MESH_ENGINE__KV_OFLOAD_GB", "1")
-    with pytest.raises(
-        SystemExit, match=r"^setting engine\.kv_ofload_gb: there is no such setting; --help-all lists every name$"
-    ):
+    monkeypatch.setenv(f"MESH_{name}", "1")
+    with pytest.raises(SystemExit) as stopped:
         DecodeSettings.read([])
+    assert str(stopped.value) == f"setting {told}"
+
+
+@pytest.mark.parametrize(
+    ("option", "address", "told"),
+    [
+        ("etcd-url", "htp://x", "etcd_url: htp://x: htp:// is not http:// or https:// (MESH_ETCD_URL)"),
+        ("nats-url", "nats://a,tls://b", "nats_url: nats://a,tls://b: some addresses are nats:// and some tls://"),
+        ("nats-url", "http://me:secret@a", "nats_url: http://a: http:// is not nats:// or tls:// (MESH_NATS_URL)"),
+    ],
+)
+def test_wrong_addresses_of_servers_are_refused_at_once(option: str, address: str, told: str) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        DecodeSettings.read([f"--{option}", address])
+    assert str(stopped.value).startswith(f"setting {told}")
 
 
 def test_help_lists_a_nested_setting_with_its_variable(capsys: pytest.CaptureFixture[str]) -> None:

@@ -253,5 +253,5 @@ def test_the_time_of_copies_is_not_learned_as_that_of_prompt_tokens(
 def test_wrong_settings_say_what_to_change() -> None:
     with pytest.raises(ValueError, match="kv_offload_dir is /disk, so kv_offload_gb must say how much it may hold"):
         EngineConfig(kv_offload_dir=Path("/disk"))
-    with pytest.raises(ValueError, match=r"kv_offload_gb is 0\.0; it must be positive"):
-        EngineConfig(kv_offload_gb=0.0)
+    with pytest.raises(ValueError, match=r"kv_offload_gb is -1\.0; it must be 0 \(evicted pages are lost\) or more"):
+        EngineConfig(kv_offload_gb=-1.0)
