@@ -260,8 +260,8 @@ class EngineCore:
         output.cache_events = self._memory.prefix.take_events()
         output.stats = stats = self._stats(output, perf_counter() - started)
         computed_s = stats.step_s - self._copied_s
-        if self._row_cost is not None and not stats.prompt_tokens:
-            self._row_cost.stepped(sum(1 + len(chunk.drafts) for chunk in chunks), computed_s)
+        if self._row_cost is not None and chunks and all(chunk.length == 1 + len(chunk.drafts) for chunk in chunks):
+            self._row_cost.stepped(sum(chunk.length for chunk in chunks), computed_s)
         if self._chunk_limit is not None:
             self._chunk_limit.stepped(stats.prompt_tokens, len(output.tokens), computed_s)  # requests, not drafts
         return output

@@ -162,6 +162,23 @@ def test_the_cost_of_a_decode_is_learned_by_requests_and_not_by_accepted_drafts(
     assert max(learned) == len(requests)
 
 
+def test_the_cost_of_a_row_is_learned_from_steps_of_decodes_alone(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps with prompts say something else, and so do those that only reserve pages for a DECODE."""
+    engine = make_engine(tiny, speculative_tokens=3, pipeline="off")
+    cost = engine._row_cost
+    assert cost is not None
+    steps, learned = chunks_of(engine), []
+    monkeypatch.setattr(cost, "stepped", lambda rows, _step_s: learned.append(rows))
+    seen = run(engine, asked(greedy(30, ignore_eos=True, logit_bias=((77, 100.0),))))
+    engine.submit(EngineRequest("d", prompt(20), greedy(9), Phase.DECODE))
+    assert engine.step().reserved
+    decodes = [chunks for chunks in steps if all(chunk.start >= chunk.request.prompt_len for chunk in chunks)]
+    assert learned == [sum(chunk.length for chunk in chunks) for chunks in decodes]
+    assert max(learned) > len(seen.tokens), "drafts are rows"
+
+
 def test_drafts_take_no_page_that_a_decode_needs(tiny: LoadedModel) -> None:
     """The second request needs the last free page for its next token, the first one only for drafts."""
     requests = [
