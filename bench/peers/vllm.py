@@ -62,9 +62,10 @@ def start_vllm(
     connector: Mapping[str, Any],
     *,
     dtype: str = "bfloat16",
+    options: Sequence[str] = (),
     as_shipped: bool = False,
 ) -> Iterator[Contestant]:
-    """One `vllm serve`, or two with NIXL between them.
+    """One `vllm serve` with `options`, or two with NIXL between them.
 
     `as_shipped` leaves out NIXL_ENV, CONNECTOR and `untangle`.
     """
@@ -81,7 +82,7 @@ def start_vllm(
         for share, port in zip(shares, ports, strict=True):
             settings = {**_vllm_env(vllm, home, share), **env}
             command = [str(vllm), "serve", model_dir, "--served-model-name", name, "--port", str(port)]
-            command += ["--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", "4096"]
+            command += ["--host", "127.0.0.1", "--dtype", dtype, "--max-model-len", "4096", *options]
             if connects:
                 settings["VLLM_NIXL_SIDE_CHANNEL_PORT"] = str(free_port())
                 transfer: dict[str, Any] = {
@@ -99,7 +100,7 @@ def start_vllm(
         urls = [f"http://127.0.0.1:{port}" for port in ports]
         prepare = PrefillFirst(urls[0]) if connects else None
         facts: dict[str, Any] = {"version": VERSION, "cores": shares, "env": dict(env), "connector": dict(connector)}
-        facts |= {"dtype": dtype, "threads_put_behind": behind}
+        facts |= {"dtype": dtype, "options": list(options), "threads_put_behind": behind}
         contestant = Contestant(VLLM, urls[-1], servers, facts, prepare, stopped_when_idle=True)
         contestant.stop()
         yield contestant
@@ -165,6 +166,10 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
             Literal["bfloat16", "float32"],
             typer.Option(help="of vLLM; it has no fast bfloat16 for processors without AVX-512"),
         ] = "bfloat16",
+        vllm_option: Annotated[
+            list[str],
+            typer.Option(help="option of `vllm serve`, such as --speculative-config=JSON; may be given several times"),
+        ] = [],  # noqa: B006
         vllm_connector: Annotated[
             str, typer.Option(help="kv_connector_extra_config of its NixlConnector, JSON")
         ] = "{}",
@@ -187,7 +192,15 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
             ours = stack.enter_context(start_kvmesh(KVMESH, model, mesh, environments[0]))
             name = model_name(int(ours.url.rpartition(":")[2]))
             vllm_pair = start_vllm(
-                vllm, model_dir, name, mode, environments[1], connector, dtype=vllm_dtype, as_shipped=vllm_as_shipped
+                vllm,
+                model_dir,
+                name,
+                mode,
+                environments[1],
+                connector,
+                dtype=vllm_dtype,
+                options=vllm_option,
+                as_shipped=vllm_as_shipped,
             )
             theirs = stack.enter_context(vllm_pair)
             work = Work(rounds, concurrency, requests, input_len, output_len, range_ratio)

@@ -1,11 +1,14 @@
 """Where no number of drafts is set, tokens are guessed if no bit of an answer can change."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
+import torch
 
 from engine.kernels.linear import pack_linears
+from engine.lora.adapters import Adapters, LowRank, pack_adapters
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, TokenMask
 from tests.engine.embedding_model import save_embedding_model
@@ -64,6 +67,16 @@ def test_one_plain_layer_is_enough_to_change_bits(tmp_path: Path) -> None:
     loaded = load_tiny(save_model(tmp_path / "llama", FAMILIES["llama"]()), dtype="bfloat16")
     pack_linears(loaded.module.get_submodule("model.layers.0"))
     assert num_drafted(loaded) == 0
+
+
+@pytest.mark.parametrize(("size", "guesses"), [(64, True), (72, False)])
+def test_an_adapter_of_a_size_that_kernels_do_not_multiply_changes_bits(
+    tmp_path: Path, size: int, guesses: bool
+) -> None:
+    change = LowRank(torch.zeros(8, 64, dtype=torch.bfloat16), torch.zeros(size, 8, dtype=torch.bfloat16))
+    adapters = pack_adapters(Adapters(changes={"a": [None, change]}))
+    engine = make_engine(replace(load(tmp_path, "llama"), adapters=adapters), pipeline="off", dtype="bfloat16")
+    assert (engine._make_drafter is not None) == guesses
 
 
 def test_models_that_make_embeddings_generate_nothing(tmp_path: Path) -> None:
