@@ -183,6 +183,9 @@ containers:
       {{- end }}
       {{- if $isWorker }}
       - {name: shm, mountPath: /dev/shm}
+      {{- if $own.kvOffloadDiskGB }}
+      - {name: evicted, mountPath: /var/lib/kvmesh-evicted}
+      {{- end }}
       {{- end }}
       {{- if and $root.Values.tls.enabled (ne $role "observer") }}
       - {name: tls, mountPath: /etc/kvmesh/tls, readOnly: true}
@@ -212,6 +215,10 @@ volumes:
   {{- if $isWorker }}
   - name: shm
     emptyDir: {medium: Memory, sizeLimit: {{ include "kvmesh.text" $own.sharedMemory }}}
+  {{- if $own.kvOffloadDiskGB }}
+  - name: evicted
+    emptyDir: {sizeLimit: {{ mul $own.kvOffloadDiskGB (max 1 (int $own.gpu.count)) }}G}
+  {{- end }}
   {{- end }}
   {{- if and $root.Values.tls.enabled (ne $role "observer") }}
   - name: tls
@@ -303,6 +310,10 @@ volumes:
 {{- end }}
 {{- with $root.Values.kvTransfer.ports }}
 - {name: UCX_TCP_PORT_RANGE, value: {{ . | quote }}}
+{{- end }}
+{{- if $own.kvOffloadDiskGB }}
+- {name: MESH_ENGINE__KV_OFFLOAD_GB, value: {{ $own.kvOffloadDiskGB | quote }}}
+- {name: MESH_ENGINE__KV_OFFLOAD_DIR, value: /var/lib/kvmesh-evicted}
 {{- end }}
 {{- if $own.gpu.count }}
 - {name: MESH_ENGINE__DEVICE, value: cuda}
