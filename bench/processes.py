@@ -2,9 +2,7 @@
 
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -17,6 +15,7 @@ from typing import Final
 from urllib.request import urlopen
 
 from services.local.child_process import tethered
+from services.local.free_ports import free_ports
 from services.local.shared_memory import SharedMemoryFiles
 
 TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
@@ -139,8 +138,4 @@ def model_name(port: int, timeout_s: float = 30.0) -> str:
 
 
 def free_port() -> int:
-    while True:
-        port = random.randrange(20_000, 32_000)  # below the ports of outgoing connections
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
+    return free_ports(1)[0]

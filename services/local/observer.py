@@ -2,7 +2,6 @@
 
 import os
 import secrets
-import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -12,6 +11,7 @@ from typing import Final
 from components.certificates import TlsFiles
 from components.startup import WrongSettings
 from services.local.children import ChildSpec, Supervision, running_children
+from services.local.free_ports import free_ports
 from services.local.plan import Plan, reachable
 
 NAME: Final = "observer-0"
@@ -60,11 +60,10 @@ async def running_observer(spec: ChildSpec | None, supervision: Supervision) -> 
 
 
 def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
-        try:
-            probe.bind((host, 0))
-        except (OSError, UnicodeError) as exc:
-            raise WrongSettings(
-                f"setting host of observer: {host!r} is not an address of this machine; give one that it has"
-            ) from exc
-        return int(probe.getsockname()[1])
+    try:
+        (port,) = free_ports(1, host)
+    except (OSError, UnicodeError) as exc:
+        raise WrongSettings(
+            f"setting host of observer: {host!r} is not an address of this machine; give one that it has"
+        ) from exc
+    return port

@@ -31,6 +31,7 @@ from components.permissions import ADMINISTRATOR, User, nats_users
 from components.urls import without_password
 from services.local.accounts import GATEWAY, Accounts
 from services.local.child_process import CannotStart, describe_exit, kill, spawn, stop
+from services.local.free_ports import free_ports
 
 HOST: Final = "127.0.0.1"
 MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
@@ -90,7 +91,7 @@ class Server:
     async def start(self) -> None:
         """Raises: CannotStart, with the server's last log lines; OSError, of a file."""
         for left in reversed(range(PORT_TRIES)):
-            port, second_port = _free_ports()
+            port, second_port = free_ports(2)
             self._site = replace(self._site, port=port, second_port=second_port)
             shutil.rmtree(self.home, ignore_errors=True)
             self.home.parent.mkdir(parents=True, exist_ok=True)
@@ -166,13 +167,6 @@ async def running(
         yield server
     finally:
         await server.stop(hurry)
-
-
-def _free_ports() -> tuple[int, int]:
-    with socket.socket() as one, socket.socket() as two:  # together, so they differ
-        one.bind((HOST, 0))
-        two.bind((HOST, 0))
-        return one.getsockname()[1], two.getsockname()[1]
 
 
 def _binary(name: str, beside: Path | None, package: str) -> str:

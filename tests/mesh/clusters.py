@@ -6,13 +6,11 @@ import json
 import os
 import shutil
 import signal
-import socket
 import ssl
 import subprocess
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -23,6 +21,7 @@ from components.certificates import Certificates
 from components.permissions import ADMINISTRATOR
 from services.local.accounts import GATEWAY, Accounts
 from services.local.child_process import tethered
+from services.local.free_ports import free_ports
 from services.local.servers import ETCD, HOST, NATS, Kind, Site, _ask
 from tests.waiting import PATIENCE_S, wait_until
 
@@ -81,7 +80,7 @@ class ServerCluster(ABC):
         """With certificates in `accounts`, members prove themselves to each other, and clients to them."""
         self.accounts = accounts or Accounts(passwords={ADMINISTRATOR: PASSWORD})
         self.members: list[Member] = []
-        for i, (port, second, route) in enumerate(zip(*[iter(_free_ports(3 * MEMBERS))] * 3, strict=True)):
+        for i, (port, second, route) in enumerate(zip(*[iter(free_ports(3 * MEMBERS))] * 3, strict=True)):
             name = f"{self.kind.name}-{i}"
             self.members.append(Member(name, home / name, port, second, route, self.accounts))
 
@@ -252,20 +251,12 @@ def _asked(port: int, path: str, method: str = "POST", context: ssl.SSLContext |
         return None
 
 
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:  # all open at once, so they differ
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind((HOST, 0))
-        return [one.getsockname()[1] for one in sockets]
-
-
 class Proxy:
     """TCP from one port here for each address of a comma-separated URL, in a thread. `shut` ends and refuses connections."""
 
     def __init__(self, url: str) -> None:
         self._targets = [(parts.hostname, parts.port) for parts in map(urlsplit, url.split(","))]
-        self._ports = _free_ports(len(self._targets))
+        self._ports = free_ports(len(self._targets))
         self._scheme = urlsplit(url.split(",", maxsplit=1)[0]).scheme
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="proxy")

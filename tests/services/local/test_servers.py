@@ -21,6 +21,7 @@ from services.local import children, servers, supervisor
 from services.local.accounts import Accounts
 from services.local.child_process import CannotStart, kill
 from services.local.children import Supervision
+from services.local.free_ports import free_ports
 from services.local.output import Output
 from services.local.servers import ETCD, NATS, Kind, Server, running
 from tests.waiting import PATIENCE_S, until
@@ -169,12 +170,12 @@ def test_a_server_whose_folder_was_deleted_or_whose_disk_is_full_is_tried_again(
 
 @pytest.mark.mesh
 def test_a_port_lost_between_choice_and_bind_is_chosen_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    choose = servers._free_ports
+    choose = free_ports
     with socket.socket() as taken:
         taken.bind((servers.HOST, 0))
         taken.listen()
-        offers = iter([(taken.getsockname()[1], choose()[1])])
-        monkeypatch.setattr(servers, "_free_ports", lambda: next(offers, None) or choose())
+        offers = iter([[taken.getsockname()[1], choose(1)[0]]])
+        monkeypatch.setattr(servers, "free_ports", lambda count: next(offers, None) or choose(count))
 
         async def scenario() -> None:
             async with running(NATS, tmp_path) as server:
