@@ -246,10 +246,12 @@ def wrong_settings_refused(settings: type[BaseSettings]) -> Iterator[None]:
         refuse("\n".join(shown_fault(error, settings) for error in exc.errors()))
     except SettingsError as exc:
         what = str(exc).removeprefix("error parsing CLI: ")
-        if option := re.search(r"unrecognized arguments: .*?--([\w.-]+)", what):
-            hints = [f"--{name.replace('_', '-')}" for name in _similar(option[1].replace("-", "_"), settings)]
-            what += f"; {suggestion(hints)}"
-        refuse(f"settings: {what}")
+        if not what.startswith("unrecognized arguments"):
+            refuse(f"settings: {what}")
+        options = re.findall(r"(?<!\S)--([\w.-]+)", what)  # without values, which may be secrets
+        if not options:
+            refuse("settings: there is a value without an option")
+        refuse("\n".join(f"unknown option --{option}: {_hint(option, settings)}" for option in options))
 
 
 def shown_fault(error: ErrorDetails, settings: type[BaseSettings]) -> str:
@@ -258,6 +260,10 @@ def shown_fault(error: ErrorDetails, settings: type[BaseSettings]) -> str:
     if error["type"] == "unexpected_keyword_argument":
         what = f"there is no such setting; {suggestion(_similar(where, settings))}"
     return f"setting {where}: {what}" if where else f"settings: {what}"
+
+
+def _hint(option: str, settings: type[BaseSettings]) -> str:
+    return suggestion([f"--{name.replace('_', '-')}" for name in _similar(option.replace("-", "_"), settings)])
 
 
 def _similar(name: str, settings: type[BaseSettings]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Final, NamedTuple
 from urllib.parse import unquote, urlsplit
 
 HTTP: Final = ("http", "https")
+_SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
 _USER_INFO: Final = re.compile(r"(?<![^,\s])(\w+://)?[^,\s]*@")
 
 
@@ -63,13 +64,13 @@ def wants_tls(urls: str, plain: str, secure: str, variable: str) -> bool:
     Raises: ValueError, for another scheme, or for both: a process would use the unprotected one after a failure.
     """
     schemes = {url.strip().partition("://")[0] if "://" in url else plain for url in urls.split(",")}
-    shown = without_password(urls)
     if wrong := schemes - {plain, secure}:
-        raise ValueError(f"{shown}: {min(wrong)}:// is not {plain}:// or {secure}:// ({variable})")
+        known = f"{plain}:// or {secure}:// ({variable})"
+        if not all(_SCHEME.fullmatch(scheme) for scheme in wrong):  # it may be a password
+            raise ValueError(f"an address must begin with {known}")
+        raise ValueError(f"{min(wrong)}:// is not {known}")
     if len(schemes) > 1:
-        raise ValueError(
-            f"{shown}: some addresses are {plain}:// and some {secure}://; use {secure}:// for all ({variable})"
-        )
+        raise ValueError(f"some addresses are {plain}:// and some {secure}://; use {secure}:// for all ({variable})")
     return schemes == {secure}
 
 

@@ -40,6 +40,7 @@ from engine.sharding.experts import has_experts
 log = logging.getLogger(__name__)
 
 CPU_PACK_TOKENS: Final = 128  # enough to keep a CPU busy
+EXACT_RANKS: Final = 2  # gloo adds the numbers of more ranks in an order that depends on their place in the tensor
 DRAFTS: Final = 7  # of a request in one step, where no number is set
 BINDINGS: Final = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY")
 
@@ -213,5 +214,7 @@ def _num_drafts(loaded: LoadedModel, config: EngineConfig, pool: Pool) -> int:
     if config.speculative_tokens is not None:
         return config.speculative_tokens
     if config.pipeline == "on" or not isinstance(pool.attention, CpuAttention):
+        return 0
+    if config.tensor_parallel > EXACT_RANKS:
         return 0
     return DRAFTS if sums_in_one_order(loaded.module) and loaded.adapters.are_packed() else 0

@@ -17,7 +17,7 @@ class WorkerSample:
     busy_s: float  # in engine steps
     steps: int  # with work
     prompt_tokens: int
-    generated_tokens: int
+    generated_tokens: int  # without right guesses of speculative decoding
     accepted: int  # requests
     queued_tokens: int  # of prompts
     waiting: float  # requests, best as a mean since the last sample

@@ -46,13 +46,6 @@ class _InstanceLoad:
     uncovered_pages: int = 0
     uncovered_branches: int = 0
 
-    def ended(self, sent: Sent) -> None:
-        """Take a request out of the last report, which counted it, so that a worker is free before its next heartbeat."""
-        self.running = max(0, self.running - sent.branches)
-        self.used_pages = max(0, self.used_pages - sent.pages)
-        if not sent.computed:
-            self.queued_tokens = max(0, self.queued_tokens - sent.tokens)
-
     def show(self) -> None:
         """Our own counts are lower bounds if a worker reports fewer requests.
 
@@ -139,11 +132,6 @@ class LoadBook:
             sent.where.show()
 
     def over(self, sent: Sent) -> None:
-        if sent in self._ours and sent not in sent.where.uncovered:
-            sent.where.ended(sent)
-        self._forget(sent)
-
-    def _forget(self, sent: Sent) -> None:
         if sent in self._ours:
             self.computed(sent)
             del self._ours[sent]
@@ -192,4 +180,4 @@ class LoadBook:
             oldest = next(iter(self._ours))
             if now_s - oldest.sent_s < OURS_FOR_S:
                 break
-            self._forget(oldest)
+            self.over(oldest)

@@ -34,6 +34,7 @@ from engine.ports import (
     TokenOutput,
 )
 from engine.runner.step_runner import Launched, Runner, StepFailed
+from engine.sampling.row import is_penalised
 from engine.scheduler.request import Chunk, Drafter, Request, RequestMemory, usable_pages
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_cost import ChunkLimit, RowCost
@@ -80,8 +81,7 @@ class EngineCore:
         self._pooling = pooling
         self._limits = Limits(max_context, vocab_size, eos_token_ids, embeds=pooling is not None)
         self._make_drafter = make_drafter
-        # Drafts wear out a compiled grammar, which its requests share: not without the user's choice.
-        self._guesses_constrained = config.speculative_tokens is not None
+        self._guesses_all = config.speculative_tokens is not None  # else only where drafts cost little
         auto = not runner.takes_cpu and make_drafter is None  # drafts follow the token that a step in flight draws
         self._pipelined = config.pipeline == "on" or (config.pipeline == "auto" and auto)
         self._memory = RequestMemory(
@@ -170,7 +170,7 @@ class EngineCore:
             priority=request.priority,
             adapter=request.adapter,
             pools_all=self._pooling is not None and self._pooling.reads_all,
-            make_drafter=self._make_drafter if request.mask is None or self._guesses_constrained else None,
+            make_drafter=self._make_drafter if self._guesses_all or guesses_cost_little(request) else None,
         )
         self._requests.add(queued)
 
@@ -260,7 +260,8 @@ class EngineCore:
         output.cache_events = self._memory.prefix.take_events()
         output.stats = stats = self._stats(output, perf_counter() - started)
         computed_s = stats.step_s - self._copied_s
-        if self._row_cost is not None and chunks and all(chunk.length == 1 + len(chunk.drafts) for chunk in chunks):
+        landed = bool(chunks) and not output.failed
+        if self._row_cost is not None and landed and not any(chunk.is_prompt for chunk in chunks):
             self._row_cost.stepped(sum(chunk.length for chunk in chunks), computed_s)
         if self._chunk_limit is not None:
             self._chunk_limit.stepped(stats.prompt_tokens, len(output.tokens), computed_s)  # requests, not drafts
@@ -367,3 +368,11 @@ class EngineCore:
 
 def _reserved(requests: Sequence[Request]) -> list[Exposed]:
     return [Exposed(r.id, list(r.pages), r.num_computed, r.num_cached_tokens) for r in requests]
+
+
+def guesses_cost_little(request: EngineRequest) -> bool:
+    """Whether rows of drafts take no more than their computation.
+
+    Drafts wear out a compiled grammar, which its requests share. And penalties count a text anew for each draft.
+    """
+    return request.mask is None and not is_penalised(request.sampling)

@@ -43,7 +43,7 @@ class Profile:
             self._profile.add_metadata(name, value)
 
     def step(self, chunks: Sequence[Chunk]) -> AbstractContextManager[object]:
-        prompts = [chunk.length for chunk in chunks if chunk.length > 1]
+        prompts = [chunk.length for chunk in chunks if chunk.is_prompt]
         return record_function(f"forward: {len(chunks) - len(prompts)} decodes, {sum(prompts)} prompt tokens")
 
     def stop(self) -> "Recording":
@@ -110,7 +110,7 @@ class TorchRunner:
         ordered = [chunks[i] for i in order]
         wanted = [chunk.length if chunk.request.reads_prompt else len(chunk.rows) for chunk in ordered]
         marked = self._profile.step(chunks) if self._profile is not None else nullcontext()
-        while wait_s := self.wait_s(lambda: any(chunk.length > 1 for chunk in chunks)):
+        while wait_s := self.wait_s(lambda: any(chunk.is_prompt for chunk in chunks)):
             time.sleep(wait_s)
         with self.failing(len(chunks)), marked:
             logits = self._model.compute(inputs_of(ordered, wanted), self._ahead_ids(ordered))

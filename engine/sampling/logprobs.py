@@ -22,7 +22,7 @@ class PendingLogprobs:
 
     def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, alternatives: Sequence[int]) -> None:
         """Enqueue; `logits` is float32 [N, vocab], `token_ids` is int64 [N]."""
-        norm = logits.logsumexp(dim=-1, keepdim=True)
+        norm = _log_sums(logits)
         self._alternatives = alternatives
         self._chosen = to_host((logits.gather(1, token_ids.unsqueeze(1)) - norm).squeeze(1))
         if any(alternatives):
@@ -39,6 +39,12 @@ class PendingLogprobs:
             TokenLogprobs(logprob, tuple(zip(top_ids[:count], top_values[:count], strict=True)))
             for logprob, (top_ids, top_values), count in zip(chosen, tops, self._alternatives, strict=True)
         ]
+
+
+def _log_sums(logits: torch.Tensor) -> torch.Tensor:
+    """log Σ e^logits of each row, [N, 1], in one order: several threads would share the sum of a row that is alone."""
+    rows = logits.repeat(2, 1) if len(logits) == 1 else logits
+    return rows.logsumexp(dim=-1, keepdim=True)[: len(logits)]
 
 
 class DrawnLogprobs:

@@ -44,7 +44,7 @@ class Row:
         ends = {*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)}
         self.end_ids = sorted(ends)
         self.eos_ids = sorted(eos_token_ids)
-        self.penalised = bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+        self.penalised = is_penalised(params)
         self.adjusts = bool(self.penalised or params.logit_bias or params.min_tokens or mask is not None)
         self.logprobs: TokenLogprobs | None = None  # of the latest draw
         self.prompt_logprobs: list[TokenLogprobs] | None = None if params.prompt_logprobs is None else []
@@ -77,3 +77,7 @@ class Row:
     @property
     def must_go_on(self) -> bool:
         return len(self.tokens) - self.start < self.params.min_tokens
+
+
+def is_penalised(params: SamplingParams) -> bool:
+    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)

@@ -161,6 +161,11 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
         return self.end - self.start
 
     @property
+    def is_prompt(self) -> bool:
+        """Whether it has more tokens than a decode and its drafts."""
+        return self.length > 1 + len(self.drafts)
+
+    @property
     def rows(self) -> Sequence[Row]:
         """Rows of the tokens that are drawn."""
         return (self.request.row, *self.draft_rows) if self.samples else ()

@@ -15,7 +15,6 @@ from typing import Final
 from components.turns import turn
 from engine.ports import Phase
 from engine.scheduler.request import Chunk, Drafter, Request, RequestMemory, RequestState
-from engine.scheduler.step_cost import FEWEST_DISAGGREGATED
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +54,7 @@ class Scheduler:
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
         self._pack_tokens = pack_tokens
-        self._draft_rows = min(draft_rows, max_step_tokens)
+        self._draft_rows = min(draft_rows, max_step_tokens // 2)  # prompts need the rest
         self._made_room = False  # the latest plan preempted a request
         self._decodes_wait = False
 
@@ -124,8 +123,9 @@ class Scheduler:
         budget = self._max_step_tokens
         preemptions, page_size = self.preemptions, self.memory.page_size
         chunks: list[Chunk] = []
-        places = self._draft_rows - len(self.running)
-        least = 0.0 if least_chance is None else least_chance(len(self.running))
+        decoding = sum(request.upcoming[1] == 1 for request in self.running)
+        places = self._draft_rows - decoding
+        least = 0.0 if least_chance is None else least_chance(decoding)
         for request in list(self.running):  # the last may be preempted
             start, pending = request.upcoming
             if pending != 1 or (self.preemptions > preemptions and request.state is not RequestState.RUNNING):
@@ -133,14 +133,14 @@ class Scheduler:
             if start < len(request.pages) * page_size or self._make_room(request, start + 1):
                 chunk = Chunk(request, start, start + 1, True, start == len(request.tokens))
                 if request.drafter is not None and request.has_begun:  # branches fork after the prompt
-                    chunk = self._with_drafts(chunk, request.drafter, places, least)
+                    share = -(-places // max(1, decoding - len(chunks)))  # others may not need theirs
+                    chunk = self._with_drafts(chunk, request.drafter, share, least)
                     places -= len(chunk.drafts)
                 chunks.append(chunk)
         budget -= sum(chunk.length for chunk in chunks)
         if chunks and beside is not None:
             disaggregated = sum(chunk.request.disaggregated for chunk in chunks)
-            drafts = sum(len(chunk.drafts) for chunk in chunks)
-            budget = min(budget, max(beside(len(chunks), disaggregated) - drafts, FEWEST_DISAGGREGATED))
+            budget = min(budget, beside(len(chunks), disaggregated))
         full = max(0, budget - self._pack_tokens)  # at this budget, no further prompt begins
         prompts = [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else []
         prompts.sort(key=by_turn, reverse=True)

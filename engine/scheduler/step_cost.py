@@ -9,10 +9,10 @@ FEWEST_DISAGGREGATED: Final = 16  # beside streams whose prompts were computed e
 STRETCH: Final = 2.0  # of a decode step by a prompt chunk
 UNKNOWN: Final = 64  # tokens, before the speed is known
 REMEMBERED: Final = 9  # steps of a kind
-LATEST: Final = 32  # steps that tell what a row costs
-SUPPOSED: Final = 1 / 16  # of a step, by a row, while the steps were too equal to tell
-SUPPOSED_SPREAD: Final = 8.0  # rows squared that the supposed cost counts for
-LEAST: Final = 1 / 100  # of a step, by a row
+LATEST: Final = 32  # steps from which the cost of a row is learned
+SUPPOSED: Final = 1 / 16  # cost of a row in steps, until steps of different sizes are known
+SUPPOSED_SPREAD: Final = 8.0  # weight of that cost, as a sum of squared distances from the mean number of rows
+LEAST: Final = 1 / 100  # cost of a row in steps
 
 
 class StepCost:
@@ -46,10 +46,10 @@ class StepCost:
 
 
 class RowCost:
-    """What one row more costs a step without prompts, by a straight line through the latest steps.
+    """What one more row adds to a step without prompts, by a straight line through the latest steps.
 
-    A row is a decode or a draft. Few rows wait for the weights, so one more is almost free; with more of them each costs
-    as much as the one before. The cost also depends on the context and on the cores that others use now.
+    A row is a decode or a draft. A step of few rows waits for the weights, so another row is almost free there. The cost
+    also depends on the context, and on the cores that other processes use now.
     """
 
     def __init__(self) -> None:

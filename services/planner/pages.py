@@ -28,6 +28,7 @@ COUNTERS: Final = (
     "kvmesh_prompt_tokens_total",
     "kvmesh_generation_tokens_total",
 )  # of a worker
+GUESSED: Final = "kvmesh_spec_decode_num_accepted_tokens_total"
 TTFT: Final = "kvmesh_time_to_first_token_seconds"  # histograms of a frontend
 ITL: Final = "kvmesh_inter_token_latency_seconds"
 
@@ -37,7 +38,7 @@ class Counters:
     busy_s: float
     steps: int
     prompt_tokens: int
-    generated_tokens: int
+    generated_tokens: int  # without right guesses of speculative decoding
 
 
 class PageReader:
@@ -69,12 +70,14 @@ def _read(url: str, parse: Callable[[str], T], headers: Mapping[str, str], conte
 
 def read_worker(text: str) -> Counters:
     """Raises: MalformedMessage."""
-    values = {sample.name: sample.value for sample in _samples(text, *COUNTERS) if not sample.labels}
+    values = {sample.name: sample.value for sample in _samples(text, *COUNTERS, GUESSED) if not sample.labels}
     try:
         busy_s, steps, prompt_tokens, generated_tokens = (values[name] for name in COUNTERS)
     except KeyError as exc:
         raise MalformedMessage(f"the worker's page has no number for {exc.args[0]}") from exc
-    return Counters(busy_s, int(steps), int(prompt_tokens), int(generated_tokens))
+    # One for each request and step. More tokens of a step would look like more requests, which cost far more.
+    alone = max(0.0, generated_tokens - values.get(GUESSED, 0.0))
+    return Counters(busy_s, int(steps), int(prompt_tokens), int(alone))
 
 
 def read_frontend(instance_id: str, text: str) -> FrontendSample:

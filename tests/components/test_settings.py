@@ -186,17 +186,20 @@ def test_help_lists_common_settings_and_help_all_those_of_the_service(
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--metrics-prot", "3"], "--metrics-prot 3; did you mean --metrics-port or --metrics-host?"),
-        (["--engine.num-pagess=3"], "--engine.num-pagess=3; did you mean --engine.num-pages?"),
-        (["3", "--xyz", "4"], "3 --xyz 4; --help-all lists every name"),
-        (["3"], "3"),
+        (["--metrics-prot", "3"], "unknown option --metrics-prot: did you mean --metrics-port or --metrics-host?"),
+        (["--engine.num-pagess=3"], "unknown option --engine.num-pagess: did you mean --engine.num-pages?"),
+        (
+            ["3", "--xyz", "4", "--etcd-urll=http://me:secret@a"],
+            "unknown option --xyz: --help-all lists every name\nunknown option --etcd-urll: did you mean --etcd-url?",
+        ),
+        (["secret"], "settings: there is a value without an option"),
     ],
 )
 def test_an_unknown_option_is_one_line(arguments: list[str], told: str) -> None:
-    """It was the usage of all settings, 54 lines."""
+    """It was the usage of all settings, 54 lines. Values may be secrets."""
     with pytest.raises(SystemExit) as stopped:
         DecodeSettings.read(arguments)
-    assert str(stopped.value) == f"settings: unrecognized arguments: {told}"
+    assert str(stopped.value) == told
 
 
 @pytest.mark.parametrize(
@@ -221,15 +224,17 @@ def test_a_misspelled_nested_setting_gets_a_hint(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize(
     ("option", "address", "told"),
     [
-        ("etcd-url", "htp://x", "etcd_url: htp://x: htp:// is not http:// or https:// (MESH_ETCD_URL)"),
-        ("nats-url", "nats://a,tls://b", "nats_url: nats://a,tls://b: some addresses are nats:// and some tls://"),
-        ("nats-url", "http://me:secret@a", "nats_url: http://a: http:// is not nats:// or tls:// (MESH_NATS_URL)"),
+        ("etcd-url", "htp://x", "etcd_url: htp:// is not http:// or https:// (MESH_ETCD_URL)"),
+        ("nats-url", "nats://me:secret@a,tls://b", "nats_url: some addresses are nats:// and some tls://"),
+        ("nats-url", "http://me:secret@a", "nats_url: http:// is not nats:// or tls:// (MESH_NATS_URL)"),
+        ("etcd-url", "me:secret@http://a", "etcd_url: an address must begin with http:// or https:// (MESH_ETCD_URL)"),
     ],
 )
 def test_wrong_addresses_of_servers_are_refused_at_once(option: str, address: str, told: str) -> None:
     with pytest.raises(SystemExit) as stopped:
         DecodeSettings.read([f"--{option}", address])
     assert str(stopped.value).startswith(f"setting {told}")
+    assert "secret" not in str(stopped.value)
 
 
 def test_help_lists_a_nested_setting_with_its_variable(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,20 +1,24 @@
 """Where no number of drafts is set, tokens are guessed if no bit of an answer can change."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import pytest
 import torch
+from msgspec import structs
 
+from engine.build import _num_drafts
 from engine.kernels.linear import pack_linears
 from engine.lora.adapters import Adapters, LowRank, pack_adapters
 from engine.model.load import LoadedModel
+from engine.parts import make_pool
 from engine.ports import EngineRequest, TokenMask
 from tests.engine.embedding_model import save_embedding_model
 from tests.engine.model.families import FAMILIES, save_model
 from tests.engine.sampling.test_in_engine import Cycle
-from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run
+from tests.engine.tiny_engine import greedy, load_tiny, make_engine, prompt, run, small
 
 REPEATING: Final = greedy(30, ignore_eos=True, logit_bias=((77, 100.0),))
 
@@ -25,10 +29,13 @@ def load(path: Path, family: str, dtype: str = "bfloat16") -> LoadedModel:
     return loaded
 
 
-def num_drafted(loaded: LoadedModel, mask: TokenMask | None = None, **changes: Any) -> int:
+def num_drafted(
+    loaded: LoadedModel, mask: TokenMask | None = None, penalties: Mapping[str, float] = {}, **changes: Any
+) -> int:
     """Drafts while one token is repeated thirty times."""
     settings = {"pipeline": "off", "dtype": loaded.layout.dtype, **changes}
-    seen = run(make_engine(loaded, **settings), [EngineRequest("r", prompt(20), REPEATING, mask=mask)])
+    sampling = structs.replace(REPEATING, **penalties)
+    seen = run(make_engine(loaded, **settings), [EngineRequest("r", prompt(20), sampling, mask=mask)])
     assert seen.tokens["r"] == [77] * 30
     return seen.steps[-1].drafted_tokens
 
@@ -61,6 +68,20 @@ def test_not_under_a_constraint_which_drafts_would_wear_out(tmp_path: Path) -> N
     loaded = load(tmp_path, "llama")
     assert num_drafted(loaded, Cycle([77])) == 0
     assert num_drafted(loaded, Cycle([77]), speculative_tokens=3) > 10
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
+def test_not_under_penalties_which_count_the_text_for_each_draft(tmp_path: Path, name: str) -> None:
+    loaded = load(tmp_path, "llama")
+    assert num_drafted(loaded, penalties={name: 1.1}) == 0
+    assert num_drafted(loaded, penalties={name: 1.1}, speculative_tokens=3) > 10
+
+
+@pytest.mark.parametrize(("ranks", "guesses"), [(1, True), (2, True), (3, False)])
+def test_not_where_more_than_two_ranks_add_up(tmp_path: Path, ranks: int, guesses: bool) -> None:
+    loaded = load(tmp_path, "llama")
+    config = small(pipeline="off", dtype="bfloat16", tensor_parallel=ranks)
+    assert bool(_num_drafts(loaded, config, make_pool(loaded, small(dtype="bfloat16")))) == guesses
 
 
 def test_one_plain_layer_is_enough_to_change_bits(tmp_path: Path) -> None:

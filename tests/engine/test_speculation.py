@@ -12,6 +12,7 @@ from components.wire.sampling import SamplingParams
 from engine.core.engine_core import CPU_DRAFT_ROWS, EngineCore
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, Phase
+from engine.runner.step_runner import StepFailed
 from engine.scheduler.request import Chunk
 from tests.engine.oracle import Oracle, guided, texts_of
 from tests.engine.sampling.test_in_engine import VARIED, Cycle
@@ -165,7 +166,7 @@ def test_the_cost_of_a_decode_is_learned_by_requests_and_not_by_accepted_drafts(
 def test_the_cost_of_a_row_is_learned_from_steps_of_decodes_alone(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Steps with prompts say something else, and so do those that only reserve pages for a DECODE."""
+    """Not from steps with prompts, nor from those that only reserve pages for a DECODE."""
     engine = make_engine(tiny, speculative_tokens=3, pipeline="off")
     cost = engine._row_cost
     assert cost is not None
@@ -177,6 +178,47 @@ def test_the_cost_of_a_row_is_learned_from_steps_of_decodes_alone(
     decodes = [chunks for chunks in steps if all(chunk.start >= chunk.request.prompt_len for chunk in chunks)]
     assert learned == [sum(chunk.length for chunk in chunks) for chunks in decodes]
     assert max(learned) > len(seen.tokens), "drafts are rows"
+
+
+def test_no_cost_is_learned_from_a_step_that_failed(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(tiny, speculative_tokens=3, pipeline="off")
+    assert engine._row_cost is not None
+    learned: list[int] = []
+    monkeypatch.setattr(engine._row_cost, "stepped", lambda rows, _step_s: learned.append(rows))
+
+    def failing(chunks: Sequence[Chunk]) -> Any:
+        raise StepFailed("no memory")
+
+    engine.submit(asked(greedy(9, ignore_eos=True), 1)[0])
+    engine.step()
+    monkeypatch.setattr(engine._runner, "launch", failing)
+    assert engine.step().failed
+    assert not learned
+
+
+def test_all_requests_share_the_places_for_drafts(tiny: LoadedModel) -> None:
+    requests = [EngineRequest(f"r{i}", prompt(12, start=i), greedy(30, ignore_eos=True)) for i in range(6)]
+    plain = run(make_engine(tiny), requests)
+    engine = guided(make_engine(tiny), texts_of(plain, {r.request_id: list(r.token_ids) for r in requests}))
+    steps = chunks_of(engine)
+    assert run(engine, requests).tokens == plain.tokens
+    full = [[len(chunk.drafts) for chunk in chunks] for chunks in steps[3:8]]
+    assert full == [[2, 2, 2, 2, 1, 1]] * len(full)
+
+
+def test_drafts_leave_half_of_a_step_to_prompts(tiny: LoadedModel) -> None:
+    requests = asked(greedy(60, ignore_eos=True), 2)
+    sizes = {"max_step_tokens": 16, "max_running": 8}
+    plain = run(make_engine(tiny, **sizes), requests)
+    texts = texts_of(plain, {r.request_id: list(r.token_ids) for r in requests})
+    engine = guided(make_engine(tiny, **sizes, itl_target_ms=0), texts)
+    for request in requests:
+        engine.submit(request)
+    while min((len(r.tokens) - r.prompt_len for r in engine._scheduler.running), default=0) < 4:
+        engine.step()
+    engine.submit(EngineRequest("prompt", prompt(40, start=5), greedy(2, ignore_eos=True)))
+    computed = [engine.step().stats.prompt_tokens for _ in range(5)]
+    assert computed == [8, 8, 8, 8, 8]
 
 
 def test_drafts_take_no_page_that_a_decode_needs(tiny: LoadedModel) -> None:

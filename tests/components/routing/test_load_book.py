@@ -170,27 +170,9 @@ class BookAgainstWorld(RuleBasedStateMachine):
 
     def give_up(self, request: Request) -> None:
         assert request.sent is not None or not request.answered
-        if request.sent is None or request.given_up:
-            return
-        worker = request.worker
-        if worker.believed is not None and self.is_ours(request) and not self.is_untold(request):
-            said = worker.believed  # which counted it
-            worker.believed = replace(
-                said,
-                num_requests=max(0, said.num_requests - request.branches),
-                queued_tokens=said.queued_tokens if request.computed else max(0, said.queued_tokens - request.tokens),
-                held_pages=max(0, said.held_pages - request.pages),
-            )
-        self.book.over(request.sent)
-        request.given_up = True
-
-    def is_ours(self, request: Request) -> bool:
-        return not request.given_up and self.now - request.sent_s < OURS_FOR_S
-
-    def is_untold(self, request: Request) -> bool:
-        if request.given_up or self.now - request.sent_s >= FORGET_AFTER_S:
-            return False
-        return not (request.answered and request.number is not None and request.number <= request.worker.told_of)
+        if request.sent is not None:
+            self.book.over(request.sent)
+            request.given_up = True
 
     def deliver(self, heartbeat: Heartbeat) -> None:
         self.book.record_heartbeat(heartbeat, self.now)
@@ -208,9 +190,15 @@ class BookAgainstWorld(RuleBasedStateMachine):
         kept = 0
         for member in self.book.members:
             worker = self.workers[member.instance_id]
-            untold = [r for r in worker.ours if self.is_untold(r)]
+            untold = [
+                r
+                for r in worker.ours
+                if not r.given_up
+                and self.now - r.sent_s < FORGET_AFTER_S
+                and not (r.answered and r.number is not None and r.number <= worker.told_of)
+            ]
             said = worker.believed or beat()
-            ours = [r for r in worker.ours if self.is_ours(r)]
+            ours = [r for r in worker.ours if not r.given_up and self.now - r.sent_s < OURS_FOR_S]
             told = said.num_requests + sum(r.branches for r in untold)
             assert member.running == max(told, sum(r.branches for r in ours))
             queued = said.queued_tokens + sum(r.tokens for r in untold)
@@ -257,21 +245,6 @@ def test_a_burst_is_seen_before_any_heartbeat() -> None:
     for _ in range(5):
         book.send("a", 100, 7, 0.0)
     assert (member.running, member.queued_tokens, member.used_pages) == (5, 500, 35)
-
-
-def test_a_worker_is_free_as_soon_as_its_requests_have_ended() -> None:
-    """The next burst may come before the next heartbeat."""
-    book = LoadBook()
-    member = book.joined("a", "1")
-    burst = [book.send("a", 100, 7, 0.0) for _ in range(5)]
-    for number, sent in enumerate(burst, 1):
-        assert sent is not None
-        book.accepted(sent, number)
-    book.record_heartbeat(beat(accepted=5, num_requests=6, queued_tokens=600, held_pages=42), 0.0)
-    for sent in burst:
-        assert sent is not None
-        book.over(sent)
-    assert (member.running, member.queued_tokens, member.used_pages) == (1, 100, 7), "another router's"
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])

@@ -28,7 +28,7 @@ def test_a_draft_pays_if_its_token_costs_no_more_than_the_others(weights_s: floa
         assert cost.least_chance(decodes) == pytest.approx(min(1, row_s / others_s), rel=0.3)
 
 
-def test_steps_of_one_size_tell_nothing() -> None:
+def test_after_steps_of_one_size_the_cost_is_still_supposed() -> None:
     assert learned([(8, 0.01)] * LATEST).least_chance(8) == pytest.approx(8 * SUPPOSED)
 
 

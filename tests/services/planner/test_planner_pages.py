@@ -41,6 +41,15 @@ def test_a_workers_page_has_its_counters() -> None:
     assert read_worker(f"other{{ is not parsed\n{page}") == found
 
 
+def test_right_guesses_are_not_counted_as_tokens_of_more_requests() -> None:
+    metrics = WorkerMetrics()
+    metrics.record(StepStats(decode_tokens=5, drafted_tokens=7, accepted_tokens=4, step_s=0.2))
+    page = generate_latest(metrics.registry).decode()
+    assert read_worker(page).generated_tokens == 1
+    earlier = "\n".join(line for line in page.splitlines() if "spec_decode" not in line)
+    assert read_worker(f"{earlier}\n").generated_tokens == 5, "of a worker that does not count them"
+
+
 @pytest.mark.parametrize("number", ["+Inf", "-Inf", "NaN", "1e400"])
 @pytest.mark.parametrize("name", ["kvmesh_engine_step_seconds_sum", "kvmesh_engine_step_seconds_count"])
 def test_a_number_that_is_not_finite_is_none(name: str, number: str) -> None:
