@@ -5,8 +5,11 @@ two cores with sixteen other processes.
 """
 
 import asyncio
+import os
+import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Final
 
 PATIENCE_S: Final = 100.0
@@ -28,10 +31,20 @@ def wait_until(condition: Callable[[], object], what: Callable[[], object] | str
         time.sleep(0.02)  # what it waits for is mostly another process
 
 
+def freeze(pid: int) -> None:
+    """SIGSTOP, and wait until no thread of the process runs: on another core one may finish an answer first."""
+    os.kill(pid, signal.SIGSTOP)
+    wait_until(lambda: all(" T " in stat.read_text().rpartition(")")[2][:3] for stat in _threads(pid)))
+
+
 async def turns(count: int = 40) -> None:
     """Give all tasks turns of the loop, in a test where none waits for time or for another process."""
     for _ in range(count):
         await asyncio.sleep(0)
+
+
+def _threads(pid: int) -> Iterator[Path]:
+    return Path(f"/proc/{pid}/task").glob("*/stat")
 
 
 def _check(ends_s: float, what: Callable[[], object] | str) -> None:

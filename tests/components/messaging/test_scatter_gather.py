@@ -12,7 +12,7 @@ from components.errors import MeshError
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.scatter_gather import SEND_S, ask_all
 from services.local.servers import NATS, running
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, freeze, until
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
@@ -58,7 +58,7 @@ async def test_a_question_fails_soon_if_nats_hangs(tmp_path: Path, namespace: st
     """The subscription for the answers waited for 10 s, eight of them after the connection was given up."""
     async with running(NATS, tmp_path) as server, connect_bus(server.url, "test") as bus:
         assert server.process is not None
-        server.process.send_signal(signal.SIGSTOP)
+        freeze(server.process.pid)
         began_s = time.monotonic()
         try:
             with pytest.raises(MeshError, match=f"has not answered within {SEND_S:g} s"):
