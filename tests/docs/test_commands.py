@@ -50,7 +50,8 @@ FOREIGN: Final = {  # options of other programs that the pages name
     "--tasks",  # lm_eval
     "--model_args",
     "--use-server-token-count",  # the same
-    *("--vllm-as-shipped", "--vllm-dtype", "--kvmesh-prefill"),  # bench.peers, made from a function
+    *("--vllm-as-shipped", "--vllm-dtype", "--vllm-option", "--kvmesh-prefill"),  # bench.peers, made from a function
+    "--speculative-config",  # vLLM
 }
 SECRETS: Final = {"MESH_FRONTEND_API_KEYS"}  # no option, so not in a help text
 COMPLETE_ENOUGH: Final = (
