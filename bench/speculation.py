@@ -61,6 +61,7 @@ QUESTIONS: Final[Mapping[str, Sequence[str]]] = {
     ),
 }
 SEED: Final = 5
+WAVES: Final = 3  # requests of a client, at least
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +82,13 @@ class Bench:
         self._prompts = prompts
 
     def answer(self, speculative_tokens: int, clients: int, sampling: SamplingParams) -> Answers:
-        """Answer all prompts, `clients` at a time, with an empty prefix cache."""
+        """Answer all prompts, once or more often, `clients` at a time. The prefix cache is empty at first."""
         config = EngineConfig(num_pages=self._config.num_pages, speculative_tokens=speculative_tokens)
         core = assemble(self._loaded, config, self._forward)
         tokens: dict[str, list[int]] = {}
         count, spent_s = 0, 0.0
-        waiting = list(enumerate(self._prompts))
+        # several times as many as clients: the longest answer alone would decide how long a single wave takes
+        waiting = list(enumerate([*self._prompts] * max(1, WAVES * clients // len(self._prompts))))
         while waiting or core.has_work():
             while waiting and len(core._scheduler.running) + len(core._scheduler.waiting) < clients:
                 number, prompt = waiting.pop(0)

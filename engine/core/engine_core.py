@@ -43,8 +43,8 @@ log = logging.getLogger(__name__)
 
 PACK_TOKENS: Final = 1536  # enough to keep a device busy
 CPU_ITL_TARGET_MS: Final = 50.0
-# Decodes and drafts of a step. On a CPU a row beyond these takes as long as in a step of its own; on a GPU a guess.
-CPU_DRAFT_ROWS: Final = 16
+# Decodes and drafts of a step. On a CPU weights are multiplied with twelve rows at a time (linear.cpp); on a GPU a guess.
+CPU_DRAFT_ROWS: Final = 12
 GPU_DRAFT_ROWS: Final = 64
 CPU_STRETCH: Final = 4.0  # of a decode step by a prompt chunk, where no target is given
 

@@ -13,6 +13,7 @@ LATEST: Final = 32  # steps from which the cost of a row is learned
 SUPPOSED: Final = 1 / 16  # cost of a row in steps, until steps of different sizes are known
 SUPPOSED_SPREAD: Final = 8.0  # weight of that cost, as a sum of squared distances from the mean number of rows
 LEAST: Final = 1 / 100  # cost of a row in steps
+MARGIN: Final = 1.5  # of chances: those that were overestimated are chosen more often
 
 
 class StepCost:
@@ -69,15 +70,15 @@ class RowCost:
         self._row_s = max(line_s, LEAST * mean_s)
 
     def least_chance(self, decodes: int) -> float:
-        """Return how likely a draft must be to pay for its row.
+        """Return how likely a draft must be to pay for its row, with a margin for what was not measured well.
 
         A row pays for itself if it makes a token at no higher cost than the step's other tokens.
         """
         mean_rows, mean_s = self._mean
         if not mean_s:
-            return min(1.0, SUPPOSED * decodes)
+            return min(1.0, MARGIN * SUPPOSED * decodes)
         rows_s = decodes * self._row_s
-        return rows_s / max(mean_s + (decodes - mean_rows) * self._row_s, rows_s)
+        return min(1.0, MARGIN * rows_s / max(mean_s + (decodes - mean_rows) * self._row_s, rows_s))
 
 
 class ChunkLimit:

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from engine.scheduler.step_cost import LATEST, LEAST, SUPPOSED, RowCost
+from engine.scheduler.step_cost import LATEST, LEAST, MARGIN, SUPPOSED, RowCost
 
 
 def learned(steps: list[tuple[int, float]]) -> RowCost:
@@ -15,21 +15,25 @@ def learned(steps: list[tuple[int, float]]) -> RowCost:
 
 
 def test_before_any_step_a_row_is_supposed_to_cost_a_sixteenth_of_it() -> None:
-    assert [RowCost().least_chance(decodes) for decodes in (1, 8, 40)] == [SUPPOSED, 8 * SUPPOSED, 1.0]
+    assert [RowCost().least_chance(decodes) for decodes in (1, 8, 40)] == [
+        MARGIN * SUPPOSED,
+        8 * MARGIN * SUPPOSED,
+        1.0,
+    ]
 
 
 @pytest.mark.parametrize(("weights_s", "row_s"), [(0.010, 0.0005), (0.006, 0.002), (0.0, 0.001)])
-def test_a_draft_pays_if_its_token_costs_no_more_than_the_others(weights_s: float, row_s: float) -> None:
+def test_a_draft_pays_if_its_token_costs_less_than_the_others(weights_s: float, row_s: float) -> None:
     draw = random.Random(1)
     rows = [draw.randint(1, 14) for _ in range(LATEST)]
     cost = learned([(number, (weights_s + number * row_s) * draw.uniform(0.95, 1.05)) for number in rows])
     for decodes in (1, 4, 8):
         others_s = (weights_s + decodes * row_s) / decodes
-        assert cost.least_chance(decodes) == pytest.approx(min(1, row_s / others_s), rel=0.3)
+        assert cost.least_chance(decodes) == pytest.approx(min(1, MARGIN * row_s / others_s), rel=0.3)
 
 
 def test_after_steps_of_one_size_the_cost_is_still_supposed() -> None:
-    assert learned([(8, 0.01)] * LATEST).least_chance(8) == pytest.approx(8 * SUPPOSED)
+    assert learned([(8, 0.01)] * LATEST).least_chance(8) == pytest.approx(8 * MARGIN * SUPPOSED)
 
 
 def test_rows_are_never_free() -> None:
