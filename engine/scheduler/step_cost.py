@@ -9,11 +9,11 @@ FEWEST_DISAGGREGATED: Final = 16  # beside streams whose prompts were computed e
 STRETCH: Final = 2.0  # of a decode step by a prompt chunk
 UNKNOWN: Final = 64  # tokens, before the speed is known
 REMEMBERED: Final = 9  # steps of a kind
-LATEST: Final = 32  # steps from which the cost of a row is learned
+LATEST: Final = 64  # steps from which the cost of a row is learned
 SUPPOSED: Final = 1 / 16  # cost of a row in steps, until steps of different sizes are known
-SUPPOSED_SPREAD: Final = 8.0  # weight of that cost, as a sum of squared distances from the mean number of rows
+SUPPOSED_SPREAD: Final = 32.0  # weight of that cost, as a sum of squared distances from the mean number of rows
 LEAST: Final = 1 / 100  # cost of a row in steps
-MARGIN: Final = 1.5  # of chances: those that were overestimated are chosen more often
+MARGIN: Final = 1.25  # of chances: those that were overestimated are chosen more often
 
 
 class StepCost:
