@@ -13,6 +13,7 @@ import numpy.typing as npt
 NGRAM: Final = 3  # most tokens to look up
 FIRST_CHANCE: Final = 0.3  # of a guess, before any was seen
 LEARNING: Final = 0.15  # weight of the latest guess
+SELDOM: Final = 4  # steps from one lookup to the next while no guess is likely enough, as a lookup takes time, too
 FIRST_CAPACITY: Final = 256  # tokens
 
 
@@ -28,8 +29,9 @@ class PromptLookup:
         self._tokens = tokens
         self._most = most
         self._chances = [FIRST_CHANCE] * (NGRAM + 1)  # by equal tokens
-        self._guess: Sequence[int] = ()  # at what follows the text of the latest call
+        self._guess: Sequence[int] = ()  # at what follows the text of the latest lookup
         self._size = 0  # equal tokens before it
+        self._unlikely = 0  # calls in which no guess could be likely enough
         self._text: npt.NDArray[np.int32] = np.empty(0, np.int32)
         self._copied = 0  # leading tokens in `_text`
 
@@ -37,6 +39,10 @@ class PromptLookup:
         if min(self._most, most) <= 0:
             self._guess = ()
             return ()
+        if max(self._chances) < least_chance:
+            self._unlikely += 1
+            if self._unlikely % SELDOM:
+                return ()
         before = self._copied
         text = self._updated()
         self._learn(text[before:].tolist() if before else ())

@@ -1,7 +1,7 @@
 """What steps cost, and how many prompt tokens may therefore share one with decodes."""
 
 from collections import deque
-from statistics import fmean, median
+from statistics import median
 from typing import Final
 
 FEWEST: Final = 32  # tokens; each step has a fixed cost
@@ -13,6 +13,7 @@ LATEST: Final = 64  # steps from which the cost of a row is learned
 SUPPOSED: Final = 1 / 16  # cost of a row in steps, until steps of different sizes are known
 SUPPOSED_SPREAD: Final = 32.0  # weight of that cost, as a sum of squared distances from the mean number of rows
 LEAST: Final = 1 / 100  # cost of a row in steps
+LONGEST: Final = 3.0  # means, of a step that counts in full
 MARGIN: Final = 1.25  # of chances: those that were overestimated are chosen more often
 
 
@@ -54,20 +55,33 @@ class RowCost:
     """
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[int, float]] = deque(maxlen=LATEST)  # rows, seconds
+        self._steps: deque[tuple[int, float]] = deque()  # rows, seconds
+        self._sums = 0, 0.0, 0, 0.0  # of rows, seconds, rows², rows x seconds
         self._mean = 0.0, 0.0
         self._row_s = 0.0
 
     def stepped(self, rows: int, step_s: float) -> None:
+        if self._steps:
+            step_s = min(step_s, LONGEST * self._mean[1])  # others took the cores of a longer one
         self._steps.append((rows, step_s))
-        longest_s = 2 * median(seconds for _, seconds in self._steps)  # others took the cores of a longer one
-        steps = [(number, min(seconds, longest_s)) for number, seconds in self._steps]
-        mean_rows, mean_s = fmean(number for number, _ in steps), fmean(seconds for _, seconds in steps)
+        self._add(rows, step_s, 1)
+        if len(self._steps) > LATEST:
+            self._add(*self._steps.popleft(), -1)
+        count, (all_rows, all_s, squares, products) = len(self._steps), self._sums
+        mean_rows, mean_s = all_rows / count, all_s / count
         self._mean = mean_rows, mean_s
-        together = sum((number - mean_rows) * seconds for number, seconds in steps)
-        spread = sum((number - mean_rows) ** 2 for number, _ in steps)
+        together, spread = products - all_rows * mean_s, squares - all_rows * mean_rows
         line_s = (together + SUPPOSED_SPREAD * SUPPOSED * mean_s) / (spread + SUPPOSED_SPREAD)
         self._row_s = max(line_s, LEAST * mean_s)
+
+    def _add(self, rows: int, step_s: float, sign: int) -> None:
+        all_rows, all_s, squares, products = self._sums
+        self._sums = (
+            all_rows + sign * rows,
+            all_s + sign * step_s,
+            squares + sign * rows * rows,
+            products + sign * rows * step_s,
+        )
 
     def least_chance(self, decodes: int) -> float:
         """Return how likely a draft must be to pay for its row, with a margin for what was not measured well.

@@ -88,7 +88,7 @@ def test_the_number_of_drafts_follows_their_success(surprise: float, fewest: flo
 def test_success_is_learned_while_no_draft_is_worth_its_row() -> None:
     text = Text(0.0, 7)
     assert not any(text.grow(8, 0.9))
-    assert max(text.grow(30, 0.9)) > 0
+    assert max(text.grow(40, 0.9)) > 0
     assert text.grow(1, 0.9, most=0) == [0]
     assert text.grow(1, 0.9)[0] > 0
 
