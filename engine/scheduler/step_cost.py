@@ -89,7 +89,7 @@ class RowCost:
         A row pays for itself if it makes a token at no higher cost than the step's other tokens.
         """
         mean_rows, mean_s = self._mean
-        if not mean_s:
+        if not mean_s or not decodes:
             return min(1.0, MARGIN * SUPPOSED * decodes)
         rows_s = decodes * self._row_s
         return min(1.0, MARGIN * rows_s / max(mean_s + (decodes - mean_rows) * self._row_s, rows_s))

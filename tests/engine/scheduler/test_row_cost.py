@@ -51,3 +51,12 @@ def test_what_changed_is_learned_within_the_latest_steps() -> None:
     cheap = [(rows, 0.01 + rows * 0.0002) for rows in (1, 3, 5, 7) * 20]
     dear = [(rows, 0.01 + rows * 0.002) for rows in (1, 3, 5, 7) * (LATEST // 4)]
     assert learned(cheap + dear).least_chance(4) == pytest.approx(learned(dear).least_chance(4))
+
+
+@pytest.mark.parametrize("row_s", [0.001, 0.0])
+def test_without_decodes_no_chance_is_needed(row_s: float) -> None:
+    """The line may go through zero rows at no time, or less."""
+    steps = [(rows, rows * row_s) for rows in (1, 5, 9, 13) * 30]
+    assert learned(steps).least_chance(0) == 0
+    assert learned([(rows, step_s**2) for rows, step_s in steps]).least_chance(0) == 0
+    assert 0 <= learned([(rows, step_s**2) for rows, step_s in steps]).least_chance(1) <= 1
