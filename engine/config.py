@@ -85,7 +85,7 @@ class EngineConfig:
         float | None,
         Field(
             description="main memory for KV pages that the prefix cache evicts, 10^9 bytes, for each device; a later request "
-            "with the same prefix gets them back; 0 or nothing: none"
+            "with the same prefix gets them back; 0, the default: none"
         ),
     ] = None
     kv_offload_dir: Annotated[
@@ -183,8 +183,8 @@ class EngineConfig:
             ge=0,
             le=64,
             description="speculative decoding: guess up to this many next tokens of a request from its own text and check "
-            "them in one step; the answers stay the same. 0: off; default: 7 on a CPU where all bits of an answer are "
-            "those without it, else 0",
+            "them in one step; the answers stay the same. 0: off; default: 7 on a CPU where no bit of an answer can "
+            "change, else 0",
         ),
     ] = None
     compile_timeout_s: Annotated[

@@ -371,7 +371,7 @@ def _reserved(requests: Sequence[Request]) -> list[Exposed]:
 
 
 def guesses_cost_little(request: EngineRequest) -> bool:
-    """Whether rows of drafts take no more than their computation.
+    """Return whether rows of drafts take no more than their computation.
 
     Drafts wear out a compiled grammar, which its requests share. And penalties count a text anew for each draft.
     """

@@ -36,7 +36,8 @@ class PromptLookup:
         self._copied = 0  # leading tokens in `_text`
 
     def drafts(self, most: int, least_chance: float) -> Sequence[int]:
-        if min(self._most, most) <= 0:
+        most = min(self._most, most)
+        if most <= 0:
             self._guess = ()
             return ()
         if max(self._chances) < least_chance:
@@ -54,7 +55,7 @@ class PromptLookup:
         self._guess = [repeated[i % len(repeated)] for i in range(self._most)]
         count, chance = 0, self._chances[self._size]
         right = chance  # all drafts so far
-        while count < min(self._most, most) and right >= least_chance:
+        while count < most and right >= least_chance:
             count += 1
             right *= chance
         return self._guess[:count]

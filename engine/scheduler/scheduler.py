@@ -92,7 +92,7 @@ class Scheduler:
         return bool(self.running) or self._admits_prompt()
 
     def would_reserve(self) -> bool:
-        """Whether a DECODE request would get pages now."""
+        """Return whether a DECODE request would get pages now."""
         return self._first_decode() is not None
 
     def has_prompts(self) -> bool:
@@ -123,17 +123,16 @@ class Scheduler:
         budget = self._max_step_tokens
         preemptions, page_size = self.preemptions, self.memory.page_size
         chunks: list[Chunk] = []
-        decoding = sum(request.upcoming[1] == 1 for request in self.running)
-        places = self._draft_rows - decoding
-        least = 0.0 if least_chance is None else least_chance(decoding)
-        for request in list(self.running):  # the last may be preempted
-            start, pending = request.upcoming
-            if pending != 1 or (self.preemptions > preemptions and request.state is not RequestState.RUNNING):
+        decodes = [(r, start) for r in self.running for start, pending in [r.upcoming] if pending == 1]
+        places = self._draft_rows - len(decodes)
+        least = 0.0 if least_chance is None else least_chance(len(decodes))
+        for handled, (request, start) in enumerate(decodes):
+            if self.preemptions > preemptions and request.state is not RequestState.RUNNING:
                 continue
             if start < len(request.pages) * page_size or self._make_room(request, start + 1):
                 chunk = Chunk(request, start, start + 1, True, start == len(request.tokens))
                 if request.drafter is not None and request.has_begun:  # branches fork after the prompt
-                    share = -(-places // max(1, decoding - len(chunks)))  # others may not need theirs
+                    share = -(-places // (len(decodes) - handled))  # later ones get what earlier ones leave
                     chunk = self._with_drafts(chunk, request.drafter, share, least)
                     places -= len(chunk.drafts)
                 chunks.append(chunk)

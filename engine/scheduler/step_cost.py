@@ -1,4 +1,4 @@
-"""What steps cost, and how many prompt tokens may therefore share one with decodes."""
+"""What steps cost: how many prompt tokens may share one with decodes, and which drafts pay for themselves."""
 
 from collections import deque
 from statistics import median
@@ -10,11 +10,11 @@ STRETCH: Final = 2.0  # of a decode step by a prompt chunk
 UNKNOWN: Final = 64  # tokens, before the speed is known
 REMEMBERED: Final = 9  # steps of a kind
 LATEST: Final = 64  # steps from which the cost of a row is learned
-SUPPOSED: Final = 1 / 16  # cost of a row in steps, until steps of different sizes are known
+SUPPOSED: Final = 1 / 16  # cost of a row, as a share of a step, until steps of different sizes are known
 SUPPOSED_SPREAD: Final = 32.0  # weight of that cost, as a sum of squared distances from the mean number of rows
-LEAST: Final = 1 / 100  # cost of a row in steps
-LONGEST: Final = 3.0  # means, of a step that counts in full
-MARGIN: Final = 1.25  # of chances: those that were overestimated are chosen more often
+LEAST: Final = 1 / 100  # lowest cost of a row, as a share of a step
+LONGEST: Final = 3.0  # a longer step counts as so many mean ones
+MARGIN: Final = 1.25  # for chances: those that were overestimated are chosen more often
 
 
 class StepCost:
@@ -57,22 +57,30 @@ class RowCost:
     def __init__(self) -> None:
         self._steps: deque[tuple[int, float]] = deque()  # rows, seconds
         self._sums = 0, 0.0, 0, 0.0  # of rows, seconds, rows², rows x seconds
-        self._mean = 0.0, 0.0
-        self._row_s = 0.0
 
     def stepped(self, rows: int, step_s: float) -> None:
         if self._steps:
-            step_s = min(step_s, LONGEST * self._mean[1])  # others took the cores of a longer one
+            _, all_s, _, _ = self._sums
+            step_s = min(step_s, LONGEST * all_s / len(self._steps))  # others took the cores of a longer one
         self._steps.append((rows, step_s))
         self._add(rows, step_s, 1)
         if len(self._steps) > LATEST:
             self._add(*self._steps.popleft(), -1)
+
+    def least_chance(self, decodes: int) -> float:
+        """Return how likely a draft must be to pay for its row, with a margin for what was not measured well.
+
+        A row pays for itself if it makes a token at no higher cost than the step's other tokens.
+        """
         count, (all_rows, all_s, squares, products) = len(self._steps), self._sums
+        if not all_s or not decodes:
+            return min(1.0, MARGIN * SUPPOSED * decodes)
         mean_rows, mean_s = all_rows / count, all_s / count
-        self._mean = mean_rows, mean_s
         together, spread = products - all_rows * mean_s, squares - all_rows * mean_rows
         line_s = (together + SUPPOSED_SPREAD * SUPPOSED * mean_s) / (spread + SUPPOSED_SPREAD)
-        self._row_s = max(line_s, LEAST * mean_s)
+        row_s = max(line_s, LEAST * mean_s)
+        step_s = max(mean_s + (decodes - mean_rows) * row_s, decodes * row_s)
+        return min(1.0, MARGIN * decodes * row_s / step_s)
 
     def _add(self, rows: int, step_s: float, sign: int) -> None:
         all_rows, all_s, squares, products = self._sums
@@ -82,17 +90,6 @@ class RowCost:
             squares + sign * rows * rows,
             products + sign * rows * step_s,
         )
-
-    def least_chance(self, decodes: int) -> float:
-        """Return how likely a draft must be to pay for its row, with a margin for what was not measured well.
-
-        A row pays for itself if it makes a token at no higher cost than the step's other tokens.
-        """
-        mean_rows, mean_s = self._mean
-        if not mean_s or not decodes:
-            return min(1.0, MARGIN * SUPPOSED * decodes)
-        rows_s = decodes * self._row_s
-        return min(1.0, MARGIN * rows_s / max(mean_s + (decodes - mean_rows) * self._row_s, rows_s))
 
 
 class ChunkLimit:

@@ -1,27 +1,17 @@
 """The bench of evicted pages runs, its answers are equal, and pages come back where they are kept."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.waiting import PATIENCE_S
+from tests.bench.figures import figures_of
 
 
 @pytest.mark.model
 def test_each_way_is_measured_with_equal_tokens(real_model_dir: Path, tmp_path: Path) -> None:
     options = ["--model", str(real_model_dir), "--compile", "off", "--directory", str(tmp_path), "--rounds", "1"]
     few = ["--conversations", "4", "--length", "64", "--turns", "2", "--answer", "2"]
-    run = subprocess.run(
-        [sys.executable, "-m", "bench.offload", *options, *few],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
-    lines = [json.loads(line) for line in run.stdout.splitlines()]
+    lines = figures_of("bench.offload", *options, *few)
     visits = [line for line in lines if line["figure"] == "returning conversations"]
     assert all(line["same_tokens"] for line in visits)
     ways = ["evicted pages are gone", "in main memory", "on disk", "none is evicted"]

@@ -170,7 +170,7 @@ def helped(settings: type[MeshSettings], option: str, capsys: pytest.CaptureFixt
 def test_help_lists_common_settings_and_help_all_those_of_the_service(
     settings: type[MeshSettings], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--help` of decode had 266 lines, and settings that nobody reads there."""
+    """`--help` of decode had 266 lines, and settings that decode does not read."""
     short, full = (helped(settings, option, capsys) for option in ("--help", "--help-all"))
     assert len(short.splitlines()) <= 60
     role = role_of(settings)
