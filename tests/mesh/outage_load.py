@@ -82,6 +82,7 @@ class Load:
         self._silences: list[tuple[float, float]] = []  # (when it ended, how long it was)
         self._failed: list[tuple[float, str]] = []
         self._wrong: list[tuple[float, str]] = []
+        self._log_sizes: dict[Path, int] = {}  # in bytes, when the window began
         self._over = threading.Event()
         self._thread = threading.Thread(target=lambda: asyncio.run(self._run()), name="load")
 
@@ -98,7 +99,7 @@ class Load:
         """What is seen inside; the short requests that began inside are waited for. Filled in at its end."""
         window = Window()
         began = time.monotonic()
-        logged = {log: log.stat().st_size for log in self.logs}
+        self._log_sizes = {log: log.stat().st_size for log in self.logs}
         before = self._computed()
         yield window
         ended = time.monotonic()
@@ -117,8 +118,12 @@ class Load:
         window.slowest_s = max([*answers, *unanswered], default=0.0)
         window.stream_events = len(silences)
         window.longest_silence_s = max([*silences, *going_on], default=0.0)
-        window.moves = [cause for log in self.logs for cause in _moves(log, logged.get(log, 0))]
+        window.moves = self.moves()
         window.at_prefill, window.at_decode = (now - then for now, then in zip(after, before, strict=True))
+
+    def moves(self) -> list[str]:
+        """The causes of all moves that the frontends have logged since the window began."""
+        return [cause for log in self.logs for cause in _moves(log, self._log_sizes.get(log, 0))]
 
     def until_calm(self) -> None:
         """Return when all streams run and nothing has failed for a while."""
@@ -233,8 +238,9 @@ def _code(body: bytes) -> str:
 
 
 def _moves(log: Path, start: int) -> Iterator[str]:
-    """The causes of the moves that are logged from `start` on."""
-    for line in log.read_bytes()[start:].decode(errors="replace").splitlines():
+    """The causes of the moves that are logged from `start` on. The log may end within a line."""
+    whole, _, _ = log.read_bytes()[start:].decode(errors="replace").rpartition("\n")
+    for line in whole.splitlines():
         if MOVE in line:
             cause = str(json.loads(line)["cause"])  # "decode <instance>: <why>", or an error of a call
             yield cause.partition(": ")[2] or cause

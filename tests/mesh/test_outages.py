@@ -5,7 +5,6 @@ requests come all the time. `make outages` has longer ones.
 """
 
 import asyncio
-import time
 from collections.abc import Iterator
 from typing import Final
 
@@ -14,7 +13,6 @@ import pytest
 
 from tests.mesh.harness import MeshProcesses
 from tests.mesh.outage_mesh import (
-    AFTER_S,
     LEASE_S,
     Outage,
     OutageMesh,
@@ -33,7 +31,7 @@ from tests.mesh.outage_mesh import (
     the_leader_killed,
 )
 from tests.mesh.preloaded import Preloaded
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.mesh
 
@@ -76,7 +74,8 @@ def test_streams_of_a_killed_decode_move_and_are_counted(mesh: OutageMesh) -> No
     with mesh.load.window() as seen:
         mesh.decodes[0].kill()
         mesh.processes.start("decode")
-        time.sleep(AFTER_S)
+        wait_until(mesh.load.moves, "a stream moves")
+        mesh.load.until_calm()
     print(f"\na decode is killed: {seen}")  # noqa: T201
     assert seen.moves
     assert not seen.wrong
