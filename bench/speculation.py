@@ -1,7 +1,8 @@
 """Speculative decoding beside plain decoding: python -m bench.speculation --threads 2. One JSON line a figure.
 
 One engine answers the same questions with and without drafts, by turns. Questions of the kind `chat` are short; those of
-the kind `rewrite` ask to repeat or correct a text of the prompt. The tokens of both ways are compared.
+the kind `rewrite` ask to repeat or correct a text of the prompt. Those of the kind `predicted` are those of `chat`, with a
+prediction: the answer, in which one token of twenty is another. The tokens of both ways are compared.
 """
 
 import engine  # noqa: F401  # before torch: it bounds how long OpenMP's threads spin
@@ -60,6 +61,9 @@ QUESTIONS: Final[Mapping[str, Sequence[str]]] = {
         f"Write this text in plain words, and keep all sentences:\n{TEXT}",
     ),
 }
+PREDICTED: Final = "predicted"
+CHANGED: Final = 20  # one token of so many in a prediction
+KINDS: Final = [*QUESTIONS, PREDICTED]
 SEED: Final = 5
 WAVES: Final = 3  # requests of a client, at least
 
@@ -74,12 +78,25 @@ class Answers:
 
 class Bench:
     def __init__(
-        self, loaded: LoadedModel, config: EngineConfig, forward: Forward, prompts: Sequence[list[int]]
+        self,
+        loaded: LoadedModel,
+        config: EngineConfig,
+        forward: Forward,
+        prompts: Sequence[list[int]],
     ) -> None:
         self._loaded = loaded
         self._config = config
         self._forward = forward
         self._prompts = prompts
+        self._predictions: Sequence[list[int]] = [[] for _ in prompts]
+
+    def predict(self, sampling: SamplingParams) -> None:
+        """Give each prompt a prediction: the answer, with a few other tokens."""
+        answers = self.answer(0, 1, sampling).tokens
+        texts = [answers[f"{number}"] for number in range(len(self._prompts))]
+        self._predictions = [
+            [token if i % CHANGED != CHANGED // 2 else text[i - 1] for i, token in enumerate(text)] for text in texts
+        ]
 
     def answer(self, speculative_tokens: int, clients: int, sampling: SamplingParams) -> Answers:
         """Answer all prompts, once or more often, `clients` at a time. The prefix cache is empty at first."""
@@ -88,11 +105,12 @@ class Bench:
         tokens: dict[str, list[int]] = {}
         count, spent_s = 0, 0.0
         # several times as many as clients: the longest answer alone would decide how long a single wave takes
-        waiting = list(enumerate([*self._prompts] * max(1, WAVES * clients // len(self._prompts))))
+        both = [*zip(self._prompts, self._predictions, strict=True)]
+        waiting = list(enumerate(both * max(1, WAVES * clients // len(both))))
         while waiting or core.has_work():
             while waiting and len(core._scheduler.running) + len(core._scheduler.waiting) < clients:
-                number, prompt = waiting.pop(0)
-                core.submit(EngineRequest(f"{number}", prompt, sampling))
+                number, (prompt, prediction) = waiting.pop(0)
+                core.submit(EngineRequest(f"{number}", prompt, sampling, prediction=prediction))
             started = time.perf_counter()
             output = core.step()
             for item in output.tokens:
@@ -112,6 +130,7 @@ def main(
     drafts: Annotated[list[int], typer.Option(help="speculative_tokens; may be given several times")] = [7],  # noqa: B006
     clients: Annotated[list[int], typer.Option(help="requests at once; may be given several times")] = [1, 2, 6],  # noqa: B006
     temperature: Annotated[list[float], typer.Option(help="may be given several times")] = [0.0, 0.8],  # noqa: B006
+    kinds: Annotated[list[str], typer.Option(help="of questions; may be given several times")] = KINDS,
     output_len: Annotated[int, typer.Option(help="tokens of an answer, at most")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="of each figure; the ratio is their median")] = 3,
 ) -> None:
@@ -120,12 +139,15 @@ def main(
     loaded = prepare_model(model, config, state_dir)
     forward = choose_forward(model, loaded, config, state_dir, silent)
     tokenizer = AutoTokenizer.from_pretrained(model_dir(model, state_dir))
-    for kind, questions in QUESTIONS.items():
+    for kind in kinds:
+        questions = QUESTIONS["chat" if kind == PREDICTED else kind]
         turns = [[{"role": "user", "content": question}] for question in questions]
         prompts = [tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"] for turn in turns]
         bench = Bench(loaded, config, forward, prompts)
         for how in temperature:
             sampling = SamplingParams(max_tokens=output_len, temperature=how, seed=SEED)
+            if kind == PREDICTED:
+                bench.predict(sampling)
             for count in clients:
                 compare(bench, drafts, count, sampling, rounds, {"questions": kind, "temperature": how})
 

@@ -203,7 +203,7 @@ def _engine(  # noqa: PLR0917
         pack_tokens=CPU_PACK_TOKENS if on_cpu else PACK_TOKENS,
         window=pool.window,
         num_offloaded=len(pool.offloaded),
-        make_drafter=partial(PromptLookup, most=drafts) if drafts else None,
+        make_drafter=partial(PromptLookup, drafts) if drafts else None,
     )
 
 

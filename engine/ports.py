@@ -14,6 +14,7 @@ import msgspec
 
 from components.errors import MeshError
 from components.wire.embed import EmbeddingModel
+from components.wire.generate import DraftCounts
 from components.wire.layout import KvRegion
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
@@ -74,6 +75,7 @@ class EngineRequest(msgspec.Struct, frozen=True):
     priority: int = 0  # lower goes first
     adapter: str = ""  # "": none
     blocks: PromptBlocks | None = None
+    prediction: Sequence[int] = ()  # tokens that the answer may repeat: a source of drafts
 
 
 class TokenOutput(msgspec.Struct, frozen=True):
@@ -86,6 +88,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
     branch: int = 0
     logprobs: list[TokenLogprobs] | None = None  # one per token
     prompt_logprobs: list[TokenLogprobs] | None = None  # from the second prompt token on
+    draft_counts: DraftCounts | None = None  # of the branch so far, if the step checked drafts
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,8 +88,9 @@ def engine_request(
     *,
     phase: Phase,
     mask: TokenMask | None = None,
+    prediction: Sequence[int] = (),
 ) -> EngineRequest:
-    """`engine_id` is unique within the engine; `token_ids` and `blocks` are the message's, unpacked."""
+    """`engine_id` is unique within the engine; `token_ids`, `blocks` and `prediction` are the message's, unpacked."""
     return EngineRequest(
         request_id=engine_id,
         token_ids=token_ids,
@@ -101,6 +102,7 @@ def engine_request(
         priority=request.priority,
         adapter=request.adapter,
         blocks=blocks,
+        prediction=prediction,
     )
 
 

@@ -276,6 +276,7 @@ def _joined(items: Sequence[StreamItem]) -> StreamItem:
         finish=last.finish,
         error=last.error,
         logprobs=None if head.logprobs is None else [entry for item in items for entry in item.logprobs or ()],
+        draft_counts=next((item.draft_counts for item in reversed(items) if item.draft_counts is not None), None),
     )
 
 

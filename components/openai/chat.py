@@ -75,6 +75,13 @@ def _content(value: JsonValue) -> str | None:
     return "\n".join(_part_text(part, i) for i, part in enumerate(value))
 
 
+def _predicted(value: JsonValue) -> str:
+    text = _content(value)
+    if text is None:
+        raise invalid("must be a string or a list of text parts")
+    return text
+
+
 def _part_text(part: JsonValue, i: int) -> str:
     if not isinstance(part, dict):
         raise invalid("must be an object", at=f"[{i}]")
@@ -129,6 +136,13 @@ class Message(Strict):
         return turn
 
 
+class Prediction(Strict):
+    """Text that the answer may repeat, such as a file that is to be changed."""
+
+    type: Literal["content"]
+    content: Annotated[str, PlainValidator(_predicted, json_schema_input_type=str | list[TextPart])]
+
+
 class ChatRequest(ConstrainedFields):
     # fail_fast: report only the first fault
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -149,6 +163,7 @@ class ChatRequest(ConstrainedFields):
         | None
     ) = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
+    prediction: Prediction | None = None
     # not supported yet
     store: Annotated[JsonValue, only(False)] = None
     service_tier: Annotated[JsonValue, only("auto", "default")] = None
@@ -156,7 +171,6 @@ class ChatRequest(ConstrainedFields):
     function_call: Annotated[JsonValue, only("none", "auto", instead="tool_choice")] = None
     modalities: Annotated[JsonValue, only(["text"])] = None
     audio: Annotated[JsonValue, only()] = None
-    prediction: Annotated[JsonValue, only()] = None
     verbosity: Annotated[JsonValue, only("medium")] = None
     web_search_options: Annotated[JsonValue, only()] = None
 

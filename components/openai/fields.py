@@ -23,6 +23,7 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from components.errors import Rejected
 from components.openai.json_size import check_text, check_value
+from components.wire.generate import DraftCounts
 from components.wire.sampling import Constraint
 
 MAX_CHOICES: Final = 128  # per prompt
@@ -271,9 +272,11 @@ class Usage(BaseModel):
         cached_tokens: int
 
     class CompletionDetails(BaseModel):
-        """Tokens of reasoning."""
+        """Tokens of reasoning; for a request with a prediction, guessed tokens that were right, and wrong."""
 
         reasoning_tokens: int
+        accepted_prediction_tokens: IfAsked[int] = None
+        rejected_prediction_tokens: IfAsked[int] = None
 
     prompt_tokens: int
     completion_tokens: int
@@ -282,13 +285,19 @@ class Usage(BaseModel):
     completion_tokens_details: CompletionDetails
 
     @classmethod
-    def of(cls, prompt: int, completion: int, cached: int, reasoning: int) -> "Usage":
+    def of(
+        cls, prompt: int, completion: int, cached: int, reasoning: int, drafts: DraftCounts | None = None
+    ) -> "Usage":
         return cls(
             prompt_tokens=prompt,
             completion_tokens=completion,
             total_tokens=prompt + completion,
             prompt_tokens_details=cls.PromptDetails(cached_tokens=cached),
-            completion_tokens_details=cls.CompletionDetails(reasoning_tokens=reasoning),
+            completion_tokens_details=cls.CompletionDetails(
+                reasoning_tokens=reasoning,
+                accepted_prediction_tokens=None if drafts is None else drafts.right,
+                rejected_prediction_tokens=None if drafts is None else drafts.checked - drafts.right,
+            ),
         )
 
 

@@ -21,9 +21,10 @@ from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens, unpack_tokens
 
 FRAME_VERSION: Final = 5
-FIELDS: Final = 9  # per item; a tenth field goes to receivers that ask for it
+FIELDS: Final = 9  # per item; more go to receivers that ask for them
+MOST_FIELDS: Final = 11
 MAX_STREAM_ID: Final = 2**63 - 1
-PLAIN: Final = (None, None, 0, 0, None, None, None)  # an item's fields after its tokens
+PLAIN: Final = (None, None, 0, 0, None, None, None, None)  # an item's fields after its tokens
 
 
 @message("generate.v5")  # new with each FRAME_VERSION
@@ -45,6 +46,7 @@ class GenerateRequest(Dated):
     adapter: str = ""
     session: str = ""
     wants_origin: bool = False  # with the first token; an older process would refuse such an item
+    prediction: bytes = b""  # int32[P], tokens that the answer may repeat; with it the draft counts are sent
 
 
 @message("generate-accepted.v1")
@@ -84,6 +86,19 @@ class PromptOrigin(NamedTuple):
     why_local: str = ""  # computed on decode: the reason
 
 
+class DraftCounts(NamedTuple):
+    """Guessed tokens of a branch so far, by one instance."""
+
+    checked: int
+    right: int
+
+    def plus(self, more: "DraftCounts") -> "DraftCounts":
+        return DraftCounts(self.checked + more.checked, self.right + more.right)
+
+
+NO_DRAFTS: Final = DraftCounts(0, 0)
+
+
 class StreamItem(NamedTuple):
     stream_id: int
     seq: int  # of its first token; a gap is a lost frame
@@ -96,6 +111,7 @@ class StreamItem(NamedTuple):
     # with branch 0's first token: from the prompt's second token on
     prompt_logprobs: Sequence[TokenLogprobs] | None = None
     origin: PromptOrigin | None = None  # with the first token
+    draft_counts: DraftCounts | None = None  # if the request has a prediction, and drafts were checked
 
 
 def num_numbers(token_ids: Sequence[int]) -> int:
@@ -173,7 +189,7 @@ class TokenFrame:
 
 def _other(item: StreamItem) -> tuple[Any, ...]:
     error = None if item.error is None else (item.error.error, item.error.message, item.error.fields)
-    prompt, origin = item.prompt_logprobs, item.origin
+    prompt, origin, counts = item.prompt_logprobs, item.origin, item.draft_counts
     fields = (
         item.stream_id,
         item.seq,
@@ -185,6 +201,8 @@ def _other(item: StreamItem) -> tuple[Any, ...]:
         None if item.logprobs is None else pack_logprobs(item.logprobs),
         None if prompt is None else (len(prompt), pack_logprobs(prompt)),
     )
+    if counts is not None:
+        return (*fields, origin, counts)
     return fields if origin is None else (*fields, origin)
 
 
@@ -248,9 +266,11 @@ def _others(others: Any, num_plain: int) -> list[tuple[int, StreamItem]]:
 
 
 def _item(value: Any) -> StreamItem:
-    if not (isinstance(value, list) and FIELDS <= len(value) <= FIELDS + 1):
-        raise MalformedMessage(f"token frame: an item is an array of {FIELDS} or {FIELDS + 1}")
-    stream_id, seq, tokens, finish, error, cached, sent, packed, prompt, *origin = value
+    if not (isinstance(value, list) and FIELDS <= len(value) <= MOST_FIELDS):
+        raise MalformedMessage(f"token frame: an item is an array of {FIELDS} to {MOST_FIELDS}")
+    stream_id, seq, tokens, finish, error, cached, sent, packed, prompt, *more = value
+    counts = _draft_counts(more[1]) if len(more) == 2 else None
+    origin = None if not more or (counts is not None and more[0] is None) else _origin(more[0])
     numbers = isinstance(stream_id, int) and isinstance(seq, int) and isinstance(cached, int) and isinstance(sent, int)
     if not (numbers and isinstance(tokens, bytes) and (finish is None or isinstance(finish, str))):
         raise MalformedMessage("token frame: bad item")
@@ -268,8 +288,15 @@ def _item(value: Any) -> StreamItem:
         sent,
         logprobs,
         _prompt_logprobs(prompt),
-        _origin(origin[0]) if origin else None,
+        origin,
+        counts,
     )
+
+
+def _draft_counts(value: Any) -> DraftCounts:
+    if not (isinstance(value, list) and len(value) == 2 and all(type(count) is int and count >= 0 for count in value)):
+        raise MalformedMessage("token frame: bad counts of drafts")
+    return DraftCounts(*value)
 
 
 def _origin(value: Any) -> PromptOrigin:

@@ -66,14 +66,14 @@ class EngineCore:
         pack_tokens: int = PACK_TOKENS,
         window: int = 0,
         num_offloaded: int = 0,
-        make_drafter: Callable[[Sequence[int]], Drafter] | None = None,
+        make_drafter: Callable[[Sequence[int], Sequence[int]], Drafter] | None = None,
     ) -> None:
         """Make an engine without requests.
 
         Args:
             window: keys that a layer sees at most, a token's own included; 0: all.
             num_offloaded: evicted pages that `runner` can keep, with ids behind those of `region`.
-            make_drafter: takes the growing text of a request; None: no speculative decoding.
+            make_drafter: takes the growing text of a request and its prediction; None: no speculative decoding.
         """
         self._runner = runner
         self._region = region
@@ -170,9 +170,15 @@ class EngineCore:
             priority=request.priority,
             adapter=request.adapter,
             pools_all=self._pooling is not None and self._pooling.reads_all,
-            make_drafter=self._make_drafter if self._guesses_all or guesses_cost_little(request) else None,
+            make_drafter=self._drafter_of(request),
         )
         self._requests.add(queued)
+
+    def _drafter_of(self, request: EngineRequest) -> Callable[[Sequence[int]], Drafter] | None:
+        make_drafter = self._make_drafter
+        if make_drafter is None or not (self._guesses_all or guesses_cost_little(request)):
+            return None
+        return lambda tokens: make_drafter(tokens, request.prediction)
 
     def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None = None) -> list[TokenOutput]:
         return self._outcomes.deliver(request_id, first_token, logprobs)
@@ -360,8 +366,8 @@ class EngineCore:
             offloaded_pages=len(self._memory.offloaded),
             restored_pages=self._memory.offloaded.num_restored,
             preemptions=scheduler.preemptions,
-            drafted_tokens=self._outcomes.num_drafted,
-            accepted_tokens=self._outcomes.num_accepted,
+            drafted_tokens=self._outcomes.draft_counts.checked,
+            accepted_tokens=self._outcomes.draft_counts.right,
             forward=self._runner.forward_kind,
         )
 

@@ -47,7 +47,13 @@ class Limits:
             raise Rejected(
                 "prompt_logprobs are not available here: prefill computes this prompt", param="prompt_logprobs"
             )
+        if len(request.prediction) > self.max_context:
+            raise Rejected(
+                f"the prediction has {len(request.prediction)} tokens, this worker takes {self.max_context}",
+                param="prediction",
+            )
         check_token_ids(tokens, self.vocab_size, "token_ids")
+        check_token_ids(request.prediction, self.vocab_size, "prediction")
         check_sampling(request.sampling, self.vocab_size, self.eos_token_ids, request.num_generated)
 
     def length(self, num_tokens: int, sampling: SamplingParams) -> int:

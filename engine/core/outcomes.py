@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from components.errors import InvariantBroken, NonFiniteLogits, Rejected
+from components.wire.generate import NO_DRAFTS, DraftCounts
 from components.wire.logprobs import TokenLogprobs
 from engine.core.open_requests import Limits, Requests
 from engine.ports import Embedded, Exposed, Failed, FinishReason, Phase, StepOutput, TokenMask, TokenOutput
@@ -60,8 +61,7 @@ class Outcomes:
         self._scheduler = scheduler
         self._memory = memory
         self._limits = limits
-        self.num_drafted = 0
-        self.num_accepted = 0
+        self.draft_counts = NO_DRAFTS  # of all requests
 
     def deliver(self, request_id: str, first_token: int, logprobs: TokenLogprobs | None) -> list[TokenOutput]:
         request = self._requests.reserved(request_id)
@@ -116,8 +116,9 @@ class Outcomes:
         accepted = 0
         while accepted < len(chunk.drafts) and drawn[accepted] == chunk.drafts[accepted]:
             accepted += 1
-        self.num_drafted += len(chunk.drafts)
-        self.num_accepted += accepted
+        request, new = chunk.request, DraftCounts(len(chunk.drafts), accepted)
+        request.draft_counts = request.draft_counts.plus(new)
+        self.draft_counts = self.draft_counts.plus(new)
         return drawn[: accepted + 1]
 
     def _continue(self, chunk: Chunk, drawn: Sequence[int], output: StepOutput) -> None:
@@ -142,9 +143,9 @@ class Outcomes:
         logprobs = None
         if row.logprobs is not None:
             logprobs = [row.logprobs for row in chunk.rows[: len(token_ids)] if row.logprobs is not None]
-        cached = request.num_cached_tokens
+        cached, counts = request.num_cached_tokens, request.draft_counts if chunk.drafts else None
         output.tokens.append(
-            TokenOutput(request.id, token_ids, finish, cached, request.branch, logprobs, prompt_logprobs)
+            TokenOutput(request.id, token_ids, finish, cached, request.branch, logprobs, prompt_logprobs, counts)
         )
         if finish is not None:
             self._requests.finish(request)

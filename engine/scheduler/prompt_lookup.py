@@ -1,4 +1,4 @@
-"""Guess tokens by prompt lookup: what followed the same last tokens earlier in the text.
+"""Guess tokens by prompt lookup: what followed the same last tokens earlier in the text, or in a prediction of the answer.
 
 Source: Saxena 2023, "Prompt lookup decoding", github.com/apoorvumang/prompt-lookup-decoding. Verification: Leviathan et
 al. 2023, arXiv:2211.17192.
@@ -12,61 +12,77 @@ import numpy.typing as npt
 
 NGRAM: Final = 3  # most tokens to look up
 FIRST_CHANCE: Final = 0.3  # of a guess, before any was seen
+PREDICTED_CHANCE: Final = 0.8  # the same for a prediction: a client that sends one expects most of it
 LEARNING: Final = 0.15  # weight of the latest guess
 SELDOM: Final = 4  # steps from one lookup to the next while no guess is likely enough, as a lookup takes time, too
 FIRST_CAPACITY: Final = 256  # tokens
+
+Tokens = npt.NDArray[np.int32]
 
 
 class PromptLookup:
     """Implements `engine.scheduler.request.Drafter`.
 
-    It learns how often guesses are right, for each number of equal tokens before them. Each token that was drawn shows that,
-    also where the guess was no draft.
+    It looks in the request's own text and in the client's prediction of the answer. It learns for both how often guesses
+    are right, for each number of equal tokens before them. Each token that was drawn shows that, also where the guess was
+    no draft.
     """
 
-    def __init__(self, tokens: Sequence[int], most: int) -> None:
+    def __init__(self, most: int, tokens: Sequence[int], prediction: Sequence[int] = ()) -> None:
         """`tokens` is extended by the request. `most`: drafts of a step."""
         self._tokens = tokens
         self._most = most
-        self._chances = [FIRST_CHANCE] * (NGRAM + 1)  # by equal tokens
-        self._guess: Sequence[int] = ()  # at what follows the text of the latest lookup
-        self._size = 0  # equal tokens before it
+        self._own = _Guesses(FIRST_CHANCE)
+        self._predicted = _Guesses(PREDICTED_CHANCE)
+        self._prediction = np.array(prediction, np.int32)
+        self._place = 0  # index in the prediction where the latest guess began
         self._unlikely = 0  # calls in which no guess could be likely enough
-        self._text: npt.NDArray[np.int32] = np.empty(0, np.int32)
+        self._text: Tokens = np.empty(0, np.int32)
         self._copied = 0  # leading tokens in `_text`
 
     def drafts(self, most: int, least_chance: float) -> Sequence[int]:
         most = min(self._most, most)
         if most <= 0:
-            self._guess = ()
+            self._own.clear()
+            self._predicted.clear()
             return ()
-        if max(self._chances) < least_chance:
+        best = max(self._own.chances)
+        if len(self._prediction):
+            best = max(best, *self._predicted.chances)
+        if best < least_chance:
             self._unlikely += 1
             if self._unlikely % SELDOM:
                 return ()
         before = self._copied
         text = self._updated()
-        self._learn(text[before:].tolist() if before else ())
-        found, self._size = latest_match(text)
-        if not self._size:
-            self._guess = ()
-            return ()
-        repeated = text[found:][: self._most].tolist()
-        self._guess = [repeated[i % len(repeated)] for i in range(self._most)]
-        count, chance = 0, self._chances[self._size]
-        right = chance  # all drafts so far
-        while count < most and right >= least_chance:
-            count += 1
-            right *= chance
-        return self._guess[:count]
+        drawn = text[before:].tolist() if before else ()
+        guesses = self._own
+        guesses.learn(drawn)
+        found, size = latest_match(text)
+        repeated = text[found:][: self._most].tolist() if size else []
+        guesses.guess([repeated[i % len(repeated)] for i in range(self._most)] if size else (), size)
+        if len(self._prediction):
+            self._predict(text, drawn)
+            guesses = max(guesses, self._predicted, key=lambda of: of.chance)
+        return guesses.likely(most, least_chance)
 
-    def _learn(self, drawn: Sequence[int]) -> None:
-        for guessed, token in zip(self._guess, drawn, strict=False):
-            self._chances[self._size] += LEARNING * ((guessed == token) - self._chances[self._size])
-            if guessed != token:
-                return
+    def _predict(self, text: Tokens, drawn: Sequence[int]) -> None:
+        """Guess what follows in the prediction. A place behind the last one is more likely than one before it.
 
-    def _updated(self) -> npt.NDArray[np.int32]:
+        If at most one token is equal, the drawn tokens may have replaced as many of the prediction.
+        """
+        guesses = self._predicted
+        right = guesses.learn(drawn)
+        found, size = next_match(self._prediction, text, self._place + max(0, right - 1))
+        if size < 2 and drawn and (not size or guesses.chances[0] > guesses.chances[size]):
+            found, size = self._place + len(drawn), 0
+        elif not size:
+            guesses.clear()
+            return
+        self._place = found
+        guesses.guess(self._prediction[found:][: self._most].tolist(), size)
+
+    def _updated(self) -> Tokens:
         length = len(self._tokens)
         if length > len(self._text):
             grown = np.empty(max(FIRST_CAPACITY, 2 * length), np.int32)
@@ -77,19 +93,76 @@ class PromptLookup:
         return self._text[:length]
 
 
-def latest_match(text: npt.NDArray[np.int32]) -> tuple[int, int]:
+class _Guesses:
+    """The latest guess at what follows, and how often guesses were right."""
+
+    __slots__ = ("_size", "_tokens", "chances")
+
+    def __init__(self, first_chance: float) -> None:
+        self.chances = [first_chance] * (NGRAM + 1)  # by equal tokens before the guess
+        self.clear()
+
+    @property
+    def chance(self) -> float:
+        """That its first token is right; 0: there is none."""
+        return self.chances[self._size] if self._tokens else 0.0
+
+    def clear(self) -> None:
+        self.guess((), 0)
+
+    def guess(self, tokens: Sequence[int], size: int) -> None:
+        """`size`: equal tokens before it."""
+        self._tokens, self._size = tokens, size
+
+    def learn(self, drawn: Sequence[int]) -> int:
+        """Return how many tokens of the guess were right."""
+        right = 0
+        for guessed, token in zip(self._tokens, drawn, strict=False):
+            self.chances[self._size] += LEARNING * ((guessed == token) - self.chances[self._size])
+            if guessed != token:
+                break
+            right += 1
+        return right
+
+    def likely(self, most: int, least_chance: float) -> Sequence[int]:
+        """Return at most `most` leading tokens that are right with at least this chance, each with all before it."""
+        count, chance = 0, self.chance
+        right = chance  # all so far
+        while count < min(most, len(self._tokens)) and right >= least_chance:
+            count += 1
+            right *= chance
+        return self._tokens[:count]
+
+
+def latest_match(text: Tokens) -> tuple[int, int]:
     """Find the latest earlier occurrence of the last tokens, of as many as possible.
 
     Returns: the index behind it, and the number of its tokens, at most NGRAM; 0: even the last token is new.
     """
-    last = len(text) - 1
-    places, found = np.flatnonzero(text[:last] == text[last]) if last > 0 else np.empty(0, int), (0, 0)
-    for size in range(1, NGRAM + 1):
-        if not len(places):
-            break
-        found = int(places[-1]) + 1, size
-        if last < size:
+    places, size = _places(text[:-1], text)
+    return (int(places[-1]) + 1, size) if size else (0, 0)
+
+
+def next_match(prediction: Tokens, text: Tokens, start: int) -> tuple[int, int]:
+    """Find the last tokens of `text` in `prediction`, as many as possible: at or behind index `start`, or else the first.
+
+    Returns: as `latest_match`.
+    """
+    places, size = _places(prediction, text)
+    if not size:
+        return 0, 0
+    behind = places[places >= start]
+    return int((behind if len(behind) else places)[0]) + 1, size
+
+
+def _places(within: Tokens, text: Tokens) -> tuple[npt.NDArray[np.intp], int]:
+    """Return the indices of the last of as many equal tokens as possible, at most NGRAM, and their number."""
+    places = np.flatnonzero(within == text[-1]) if len(text) else np.empty(0, np.intp)
+    found, size = places, 0
+    while len(places) and size < NGRAM:
+        found, size = places, size + 1
+        if size == len(text):
             break
         places = places[places >= size]
-        places = places[text[places - size] == text[last - size]]
-    return found
+        places = places[within[places - size] == text[-1 - size]]
+    return found, size

@@ -8,6 +8,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import msgspec
 
 from components.lifecycle import Lifecycle
+from components.wire.generate import NO_DRAFTS, DraftCounts
 from components.wire.sampling import SamplingParams, branch_seed
 from components.wire.tokens import block_hashes
 from engine.kv.offloaded_pages import CopyPages, OffloadedPages
@@ -63,6 +64,7 @@ class Request:
     was_looked_up: bool = False  # its prefix hit is counted
     released: bool = False  # `release` came before the end
     num_generated: int = 0
+    draft_counts: DraftCounts = NO_DRAFTS
     eos_token_ids: frozenset[int] = frozenset()
     mask: TokenMask | None = None
     branch: int = 0  # index among n

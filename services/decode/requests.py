@@ -5,6 +5,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
+from functools import reduce
 from typing import Final
 
 from opentelemetry.trace import Span
@@ -13,7 +14,7 @@ from components.errors import MeshError
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.outbox import OutStream, StreamOutbox
 from components.telemetry.spans import mark_outcome, record_step, use_span
-from components.wire.generate import GenerateRequest, PromptOrigin
+from components.wire.generate import DraftCounts, GenerateRequest, PromptOrigin
 from components.wire.tokens import PromptBlocks
 from engine.ports import TokenMask, TokenOutput
 
@@ -45,6 +46,7 @@ class ActiveRequest:
     engine_id: str  # unique in the mesh
     request: GenerateRequest
     token_ids: list[int]
+    prediction: list[int]  # tokens that the answer may repeat
     blocks: PromptBlocks
     streams: dict[int, OutStream]
     span: Span
@@ -58,6 +60,7 @@ class ActiveRequest:
     first_token_ns: int = 0
     early_token: int | None = None  # the first one, sent before the prompt's KV arrived
     num_generated: int = 0  # over all branches
+    draft_counts: dict[int, DraftCounts] = field(default_factory=dict)  # by branch
     prefill: str = ""  # instance that was chosen
     why_local: str = ""  # reason for local prefill; empty: none
     expiry: asyncio.TimerHandle | None = None
@@ -67,6 +70,13 @@ class ActiveRequest:
         """Enter `state`. Ignored after ENDED: the request's task may still run."""
         if not self.lifecycle.is_over:
             self.lifecycle.advance(state)
+
+    def drafts(self) -> dict[str, int]:
+        """Attributes of the span: guessed tokens, over all branches; empty: none was checked."""
+        if not self.draft_counts:
+            return {}
+        counts = reduce(DraftCounts.plus, self.draft_counts.values())
+        return {"kvmesh.draft_tokens": counts.checked, "kvmesh.accepted_tokens": counts.right}
 
     def wait(self, span: str) -> None:
         """Start the span that ends with the first token; it replaces an earlier one."""
@@ -116,7 +126,13 @@ class ActiveRequests:
             return
         token_ids = output.token_ids
         active.num_generated += len(token_ids)
-        if output.finish is None and output.logprobs is None and active.first_token_ns:  # the common case
+        counts = output.draft_counts
+        if counts is not None:
+            active.draft_counts[output.branch] = counts
+            if not active.prediction:
+                counts = None  # the frontend would not read them
+        is_plain = output.finish is None and output.logprobs is None and counts is None
+        if is_plain and active.first_token_ns:  # the common case
             self.outbox.put_tokens(stream, token_ids)
             return
         sent_ns = self._first_token(active) if not active.first_token_ns else 0
@@ -131,6 +147,8 @@ class ActiveRequests:
         )
         if sent_ns and active.request.wants_origin:
             item = item._replace(origin=PromptOrigin(active.prefill, active.why_local))
+        if counts is not None:
+            item = item._replace(draft_counts=counts)
         self.outbox.put(stream, item)
         if finish is not None:
             self.drop(active, output.branch)
@@ -169,7 +187,7 @@ class ActiveRequests:
                 "decode.generate",
                 active.first_token_ns,
                 of=active.span,
-                attributes={"kvmesh.generated_tokens": active.num_generated},
+                attributes={"kvmesh.generated_tokens": active.num_generated, **active.drafts()},
             )
         active.span.end()
         if log.isEnabledFor(logging.DEBUG):
@@ -183,6 +201,7 @@ class ActiveRequests:
             "prompt_tokens": len(active.token_ids),
             "cached_tokens": active.num_cached,
             "output_tokens": active.num_generated,
+            **{name.removeprefix("kvmesh."): count for name, count in active.drafts().items()},
             "until_first_token_s": round((first_ns - active.accepted_ns) / 1e9, 4),
             "generate_s": round((now_ns - first_ns) / 1e9, 4),
             **{name: text for name, text in (("prefill", active.prefill), ("local_prefill", active.why_local)) if text},

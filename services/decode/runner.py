@@ -347,7 +347,13 @@ class RequestRunner:
         request = active.request
         active.wait(SPAN_LOCAL_PREFILL)
         prompt = engine_request(
-            request, active.engine_id, active.token_ids, active.blocks, phase=phase, mask=active.mask
+            request,
+            active.engine_id,
+            active.token_ids,
+            active.blocks,
+            phase=phase,
+            mask=active.mask,
+            prediction=active.prediction,
         )
 
         # Branches may be cancelled while the mask is compiled.
@@ -365,7 +371,7 @@ class RequestRunner:
                 self.stop(active, failed)
 
         # Checking and hashing a long prompt takes milliseconds, which the event loop should not lose.
-        light = phase is Phase.DECODE and len(active.token_ids) <= LIGHT_TOKENS
+        light = phase is Phase.DECODE and len(active.token_ids) + len(active.prediction) <= LIGHT_TOKENS
         self.engine.between_steps(submit, light=light).add_done_callback(submitted)
 
     def _settle_later(self, transfer: InboundTransfer, *, cancelled: bool = False) -> None:

@@ -74,6 +74,7 @@ class DecodeService:
             engine_id=engine_id,
             request=request,
             token_ids=unpack_tokens(request.token_ids),
+            prediction=unpack_tokens(request.prediction),
             blocks=self._engine.engine.prompt_blocks(request.token_ids, request.cache_salt, request.adapter),
             streams={i: OutStream(request.reply_to, stream_id) for i, stream_id in enumerate(stream_ids)},
             span=tracer.start_called_span("decode.request", self._registration.instance_id),

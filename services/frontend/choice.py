@@ -9,7 +9,7 @@ from components.output.calls import CallDelta
 from components.output.plan import OutputPlan
 from components.text.detokenizer import StopStrings, TokenBytes
 from components.text.tokenizer import TextModel
-from components.wire.generate import StreamItem
+from components.wire.generate import NO_DRAFTS, StreamItem
 from components.wire.logprobs import TokenLogprobs
 from services.frontend.ports import Prompt
 
@@ -78,6 +78,7 @@ class Choice:
         "_min_tokens",
         "_stops",
         "_text",
+        "draft_counts",
         "finish",
         "generated_tokens",
         "has_begun",
@@ -94,6 +95,7 @@ class Choice:
         self.finish: str | None = None
         self.has_begun = False  # a token has arrived
         self.generated_tokens = 0
+        self.draft_counts = NO_DRAFTS
         self.shown_s = 0.0  # perf_counter() of the last piece; 0 before the first
         self.prompt_tokens: list[ShownToken] = []  # shown before the first token
         self.prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt from its second token on
@@ -128,6 +130,8 @@ class Choice:
             item = item._replace(
                 token_ids=[], logprobs=None if item.logprobs is None else [], finish=item.finish and "length"
             )
+        if item.draft_counts is not None:
+            self.draft_counts = item.draft_counts
         self.finish = item.finish
         before = self.generated_tokens
         tokens: list[ShownToken] | None = None

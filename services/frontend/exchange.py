@@ -31,7 +31,7 @@ from services.frontend.generation import Generation
 from services.frontend.incoming import Body, cancelled_on_disconnect, limited_time, read_json_body
 from services.frontend.metrics import NO_MODEL, FrontendMetrics
 from services.frontend.ports import Mesh, Prompt, ServedModel
-from services.frontend.prompts import check_token_fields, find_generator, make_prompt, token_budget
+from services.frontend.prompts import check_prediction, check_token_fields, find_generator, make_prompt, token_budget
 from services.frontend.reply import Reply
 from services.frontend.request_lines import RequestLines
 from services.frontend.request_record import RequestRecord
@@ -139,6 +139,7 @@ class Exchange:
         salt = self._caller.cache_salt(request.cache_salt, shared=frontend.settings.share_prefix_cache)
         encoded = await dialect.encode(frontend.text)
         budgets = [token_budget(len(ids), limit, model, dialect.prompt_param) for ids in encoded.prompts]
+        check_prediction(encoded.prediction, model)
         asked = encoded.asked or request.asked_constraint
         constraint = None if asked is None else await self._checked(asked)
         num = len(encoded.prompts)
@@ -154,6 +155,7 @@ class Exchange:
                 cache_salt=salt,
                 defaults=frontend.defaults,
                 constraint=constraint,
+                prediction=encoded.prediction,
                 echo=echo,
                 output=encoded.output,
             )

@@ -4,14 +4,14 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
+from functools import partial, reduce
 from typing import Final
 
 from components.errors import Cancelled
 from components.openai.fields import Usage
 from components.openai.logprobs import ShownToken
 from components.text.tokenizer import TextModel
-from components.wire.generate import StreamItem
+from components.wire.generate import DraftCounts, StreamItem
 from components.wire.logprobs import TokenLogprobs
 from services.frontend.choice import Choice, ParsedChoice, Piece, shown_prompt
 from services.frontend.metrics import GapCounts
@@ -140,7 +140,10 @@ class Generation:
     def usage(self) -> Usage:
         """A prompt counts once, whatever the number of its choices."""
         reasoning = sum(choice.reasoning_tokens for choice in self.choices)
-        return Usage.of(self._num_prompt, self.num_generated, self._num_cached, reasoning)
+        drafts = None
+        if any(choice.prompt.prediction for choice in self.choices):
+            drafts = reduce(DraftCounts.plus, (choice.draft_counts for choice in self.choices))
+        return Usage.of(self._num_prompt, self.num_generated, self._num_cached, reasoning, drafts)
 
     def longest_gap_s(self) -> float:
         """The longest time without a piece, in one choice; until now for those that never ended."""

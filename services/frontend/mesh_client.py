@@ -22,7 +22,7 @@ from components.routing.router import Route
 from components.telemetry.light_span import Step
 from components.telemetry.spans import record_lost, record_step, use_span
 from components.wire.codec import Struct
-from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem
+from components.wire.generate import NO_DRAFTS, CancelStreams, GenerateAccepted, GenerateRequest, StreamItem
 from components.wire.instances import InstanceRecord
 from components.wire.sampling import branch_seed
 from components.wire.tokens import pack_tokens
@@ -165,6 +165,7 @@ class MeshClient:
             adapter=self.choice.adapter(prompt),
             session=prompt.session,
             wants_origin=True,
+            prediction=pack_tokens(prompt.prediction),
         )
         while True:
             await self._until_connected(prompt, stream)
@@ -206,6 +207,8 @@ class Branch:
         "_attempts",
         "_client",
         "_context",
+        "_counts",
+        "_earlier_counts",
         "_generated",
         "_has_begun",
         "_index",
@@ -236,6 +239,7 @@ class Branch:
         self._span = trace.get_current_span()  # items come outside the request's task
         self._context, self._record_of_request = contextvars.copy_context(), request_record()
         self._generated: list[int] = []
+        self._counts = self._earlier_counts = NO_DRAFTS  # of this instance, and of those before it
         self._moving: asyncio.Task[None] | None = None
         self._is_attached = False
         self._has_begun = False  # the instance has sent tokens
@@ -244,6 +248,7 @@ class Branch:
     def attach(self, record: InstanceRecord, route: Route, stream: InStream) -> None:
         self._record, self._route, self.stream = record, route, stream
         self._is_attached, self._has_begun, self._is_over = True, False, False
+        self._earlier_counts, self._counts = self._earlier_counts.plus(self._counts), NO_DRAFTS
 
     def detach(self) -> None:
         """Leave the instance. Idempotent."""
@@ -268,6 +273,9 @@ class Branch:
                 self._record_of_request.prompt_computed(item.origin)
             if item.sent_unix_ns and not self._generated:
                 record_step("frontend.receive", item.sent_unix_ns, of=self._span)
+        if item.draft_counts is not None:
+            self._counts = item.draft_counts
+            item = item._replace(draft_counts=self._earlier_counts.plus(self._counts))
         self._is_over = item.finish is not None
         self._generated += item.token_ids
         try:

@@ -23,6 +23,7 @@ class Prompt:
     num_generated: int = 0  # last token ids that belong to the answer, after a move
     priority: int = 0  # lower goes first
     session: str = ""  # equal for prompts that belong together
+    prediction: Sequence[int] = ()  # tokens that the answer may repeat
     # the rest does not leave the frontend
     stops: Sequence[str] = ()
     echo: str = ""  # shown before the generated text; not searched for stop strings

@@ -63,6 +63,17 @@ def token_budget(prompt_tokens: int, wanted: int | None, model: ServedModel, par
     return left if wanted is None else wanted
 
 
+def check_prediction(prediction: Sequence[int], model: ServedModel) -> None:
+    """Raises: Rejected, if it is longer than any answer."""
+    if len(prediction) > model.max_context:
+        raise Rejected(
+            f"Invalid 'prediction.content': it has {len(prediction)} tokens. This model's maximum context length is "
+            f"{model.max_context} tokens. Please shorten the prediction, or leave it out.",
+            param="prediction.content",
+            code="invalid_value",
+        )
+
+
 def make_prompt(
     request_id: str,
     request: GenerationFields,
@@ -74,6 +85,7 @@ def make_prompt(
     cache_salt: str,
     defaults: SamplingDefaults,
     constraint: Constraint | None = None,
+    prediction: Sequence[int] = (),
     echo: str = "",
     output: OutputPlan | None = None,
 ) -> Prompt:
@@ -88,6 +100,7 @@ def make_prompt(
         deadline_unix_ms=deadline,
         priority=priority,
         session=request.session,
+        prediction=prediction,
         stops=request.stop,
         echo=echo,
         generates=max_tokens > 0,

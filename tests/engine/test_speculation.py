@@ -289,7 +289,7 @@ def test_a_step_is_not_planned_ahead_while_its_tokens_are_guessed() -> None:
         "eos_token_ids": frozenset(),
     }
     assert EngineCore(**settings)._pipelined
-    assert not EngineCore(**settings, make_drafter=lambda tokens: Oracle([], tokens, 0))._pipelined
+    assert not EngineCore(**settings, make_drafter=lambda tokens, _: Oracle([], tokens, 0))._pipelined
 
 
 def test_a_stream_whose_kv_came_from_elsewhere_is_guessed_too(tiny: LoadedModel) -> None:

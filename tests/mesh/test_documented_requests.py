@@ -46,7 +46,7 @@ def shell(text: str, url: str) -> Iterator[tuple[str, str]]:
 
 def test_the_requests_of_the_page_are_answered(url: str) -> None:
     answers = [*shell(OPENAI, url)]
-    assert len(answers) == 5
+    assert len(answers) == 6
     for request, output in answers:
         if '"stream": true' in request:
             assert output.startswith("data: {"), output

@@ -28,6 +28,7 @@ class Encoded(NamedTuple):
     echoes: Sequence[str] = ()  # text before the choices of each prompt; empty: none
     output: OutputPlan | None = None  # how to parse the text; None: it is shown as it is
     asked: AskedConstraint | None = None  # in place of the constraint in the request's fields
+    prediction: Sequence[int] = ()  # tokens that the answers may repeat
 
 
 class EventStream(Protocol):
@@ -96,7 +97,9 @@ class ConversationDialect(Dialect):
         prompt = await encode_conversation(text, conversation)
         self.plan = await plan_answer(text, conversation, prompt, self.chat.asked_constraint)
         echo = self.chat.messages[-1].text if self.chat.echo else ""
-        return Encoded([prompt], [echo], self.plan.output, self.plan.asked)
+        predicted = self.chat.prediction
+        prediction = [] if predicted is None else await text.encode_text(predicted.content, add_special_tokens=False)
+        return Encoded([prompt], [echo], self.plan.output, self.plan.asked, prediction)
 
 
 def whole_choices(pieces: Sequence[Sequence[Piece]], request: GenerationFields) -> list[Piece]:

@@ -128,7 +128,6 @@ UNSUPPORTED: list[tuple[str, Any, list[Any]]] = [
     ("functions", [{}], [[]]),
     ("modalities", ["audio"], [["text"]]),
     ("audio", {}, []),
-    ("prediction", {}, []),
     ("service_tier", "flex", ["auto", "default"]),
     ("store", True, [False]),
     ("web_search_options", {}, []),

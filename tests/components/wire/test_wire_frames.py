@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.errors import MalformedMessage
-from components.wire.generate import PromptOrigin, StreamItem, TokenFrame, unpack_frame
+from components.wire.generate import DraftCounts, PromptOrigin, StreamItem, TokenFrame, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from components.wire.refused import Refused
 from components.wire.tokens import num_tokens, pack_tokens, unpack_tokens
@@ -16,6 +16,7 @@ from tests.components.wire.frames import frame_of
 
 int32 = st.integers(-(2**31), 2**31 - 1)
 int64 = st.integers(-(2**63), 2**63 - 1)
+counts = st.integers(0, 2**63 - 1)
 facts = st.dictionaries(st.text(), st.none() | st.text() | int64 | st.floats(allow_nan=False), max_size=3)
 items = st.builds(
     StreamItem,
@@ -28,6 +29,8 @@ items = st.builds(
     sent_unix_ns=int64,
     logprobs=st.none(),
     prompt_logprobs=st.none(),
+    origin=st.none() | st.builds(PromptOrigin, st.text(), st.text()),
+    draft_counts=st.none() | st.builds(DraftCounts, counts, counts),
 )
 float32 = st.floats(width=32, allow_nan=False)
 
@@ -159,6 +162,25 @@ def test_where_a_prompt_was_computed_travels_with_its_first_token_and_not_otherw
     packed = frame_of("i", "e", 1, items).pack()
     assert unpack_frame(packed).items == items
     assert [len(item) for _, item in msgpack.unpackb(packed)[-1]] == [10, 9]
+
+
+def test_counts_of_drafts_travel_with_their_tokens() -> None:
+    """A request with a prediction asks for them, so its frontend knows the eleventh field."""
+    items = [
+        StreamItem(1, 0, [7], None, None, 3, 5, origin=PromptOrigin("p", ""), draft_counts=DraftCounts(3, 2)),
+        StreamItem(2, 0, [8, 9], draft_counts=DraftCounts(5, 1)),
+        StreamItem(3, 0, [8]),
+    ]
+    packed = frame_of("i", "e", 1, items).pack()
+    assert unpack_frame(packed).items == items
+    assert [len(item) for _, item in msgpack.unpackb(packed)[-1]] == [11, 11]
+
+
+@pytest.mark.parametrize("counts", [7, [], [1], [1, 2, 3], [1, "2"], [-1, 0], [True, 1], [1.0, 1]])
+def test_bad_counts_of_drafts_are_refused(counts: object) -> None:
+    unpack_frame(msgpack.packb([*HEAD, *NOTHING, [[0, [*ITEM, None, [2, 1]]]]]))
+    with pytest.raises(MalformedMessage, match="counts of drafts"):
+        unpack_frame(msgpack.packb([*HEAD, *NOTHING, [[0, [*ITEM, None, counts]]]]))
 
 
 @given(st.lists(int32))

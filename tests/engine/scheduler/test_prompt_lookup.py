@@ -7,13 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.scheduler.prompt_lookup import FIRST_CAPACITY, FIRST_CHANCE, NGRAM, PromptLookup, latest_match
+from engine.scheduler.prompt_lookup import (
+    FIRST_CAPACITY,
+    FIRST_CHANCE,
+    NGRAM,
+    PREDICTED_CHANCE,
+    PromptLookup,
+    latest_match,
+    next_match,
+)
 
 texts = st.lists(st.integers(0, 3), max_size=60)
 
 
 def drafts(tokens: list[int], most: int = 4, least_chance: float = 0.0) -> list[int]:
-    return list(PromptLookup(tokens, 4).drafts(most, least_chance))
+    return list(PromptLookup(4, tokens).drafts(most, least_chance))
 
 
 def test_drafts_are_what_followed_the_same_tokens() -> None:
@@ -57,7 +65,7 @@ class Text:
 
     def __init__(self, surprise: float, most: int) -> None:
         self.tokens = [1, 2, 3, 1, 2, 3]
-        self.lookup = PromptLookup(self.tokens, most)
+        self.lookup = PromptLookup(most, self.tokens)
         self.surprise = surprise
         self.draw = random.Random(3)
         self.next = 1000
@@ -95,11 +103,99 @@ def test_success_is_learned_while_no_draft_is_worth_its_row() -> None:
 
 def test_a_text_that_grows_is_read_on() -> None:
     tokens: list[int] = []
-    lookup = PromptLookup(tokens, 2)
+    lookup = PromptLookup(2, tokens)
     for i in range(3 * FIRST_CAPACITY):
         tokens.append(i % 100)
         guessed = lookup.drafts(2, 0.0)
         assert list(guessed) == ([] if i < 100 else [(i + 1) % 100, (i + 2) % 100])
+
+
+def longest_ends(within: list[int], text: list[int]) -> tuple[list[int], int]:
+    """Indices behind the last tokens of `text` in `within`, for as many of them as possible."""
+    for size in range(min(NGRAM, len(text)), 0, -1):
+        ends = [end for end in range(size, len(within) + 1) if within[end - size : end] == text[len(text) - size :]]
+        if ends:
+            return ends, size
+    return [], 0
+
+
+@given(texts, texts, st.integers(0, 60))
+def test_a_place_in_the_prediction_is_the_next_with_most_equal_tokens(
+    prediction: list[int], text: list[int], start: int
+) -> None:
+    ends, size = longest_ends(prediction, text)
+    expected = (next((end for end in ends if end > start), ends[0]), size) if ends else (0, 0)
+    assert next_match(np.array(prediction, np.int32), np.array(text, np.int32), start) == expected
+
+
+def answered(prediction: list[int], answer: list[int], prompt: list[int], least_chance: float = 0.1) -> int:
+    """Return how many steps an answer takes, after its first token."""
+    tokens, steps = [*prompt, answer[0]], 0
+    lookup = PromptLookup(7, tokens, prediction)
+    while len(tokens) < len(prompt) + len(answer):
+        steps += 1
+        rest = answer[len(tokens) - len(prompt) :]
+        for guessed, token in zip([*lookup.drafts(7, least_chance), None], rest, strict=False):
+            tokens.append(token)
+            if guessed != token:
+                break
+    return steps
+
+
+PROMPT = list(range(100, 140))
+FILE = list(range(200, 296))
+
+
+def test_a_predicted_answer_takes_an_eighth_of_the_steps() -> None:
+    assert answered(FILE, FILE, PROMPT) == 12
+    assert answered([], FILE, PROMPT) == len(FILE) - 1
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        [*FILE[:40], 1, *FILE[41:]],  # one token is another
+        [*FILE[:40], *FILE[50:]],  # some are missing
+        [*FILE[:40], 1, 2, 3, *FILE[40:]],  # some are new
+        [1, 2, 3, *FILE],
+        [*FILE[48:], *FILE[:48]],  # the halves change places
+    ],
+)
+def test_a_changed_answer_takes_few_steps_more(answer: list[int]) -> None:
+    assert answered(FILE, answer, PROMPT) <= 20
+
+
+def test_a_replaced_token_takes_one_step() -> None:
+    answer = [*FILE[:40], 1, *FILE[41:56], 2, *FILE[57:]]
+    assert answered(FILE, answer, PROMPT) <= answered(FILE, FILE, PROMPT) + 2
+
+
+def test_a_place_behind_the_last_one_is_more_likely() -> None:
+    """Each line of the prediction begins with the same three tokens."""
+    lines = [[7, 8, 9, 300 + i] for i in range(20)]
+    prediction = [token for line in lines for token in line]
+    assert answered(prediction, prediction, PROMPT) == 10
+    renamed = [token for line in lines for token in [*line[:3], line[3] + (line[3] % 5 == 0)]]
+    assert answered(prediction, renamed, PROMPT) <= 20
+
+
+def test_a_wrong_prediction_is_given_up() -> None:
+    """The first token of each guess is wrong, so its chance sinks."""
+    tokens = [*PROMPT, 1]
+    lookup = PromptLookup(7, tokens, [1, 2] * 30)
+    counts = []
+    for i in range(30):
+        counts.append(len(lookup.drafts(7, 0.4)))
+        tokens += [1000 + i, 1]
+    assert counts[0] == 4
+    assert not any(counts[10:])
+
+
+def test_the_source_that_was_right_more_often_counts() -> None:
+    assert PREDICTED_CHANCE > FIRST_CHANCE
+    tokens = [1, 2, 3, 4, 5, 1, 2, 3]
+    assert list(PromptLookup(2, tokens, [1, 2, 3, 6, 7, 8]).drafts(2, 0.1)) == [6, 7]
+    assert list(PromptLookup(2, tokens, [9, 9]).drafts(2, 0.05)) == [4, 5]
 
 
 @given(texts)

@@ -36,6 +36,7 @@ from components.telemetry.figures import Figures
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import (
     CancelStreams,
+    DraftCounts,
     GenerateAccepted,
     GenerateRequest,
     PromptOrigin,
@@ -1090,6 +1091,27 @@ async def test_a_frontend_that_asks_learns_where_the_prompt_was_computed_and_why
     await decode.ask(2, token_ids=pack_tokens(range(2)), wants_origin=asked)
     await decode.finish("r.2")
     assert decode.items()[-1].origin == (PromptOrigin("", "only 2 tokens are not cached") if asked else None)
+
+
+@pytest.mark.parametrize("prediction", [(), (5, 6)])
+async def test_draft_counts_are_sent_to_a_frontend_that_sent_a_prediction(
+    decode: Decode, prediction: tuple[int, ...]
+) -> None:
+    await decode.ask(2, token_ids=pack_tokens(range(2)), prediction=pack_tokens(prediction))
+    counts = [None, DraftCounts(4, 1), None, DraftCounts(6, 3)]
+    for token, of_step in enumerate(counts):
+        last = FinishReason.LENGTH if token == 3 else None
+        decode.engine.step(tokens=[TokenOutput("r.2", [token], last, draft_counts=of_step)])
+    await turns()
+    assert decode.tokens() == [0, 1, 2, 3]
+    found = [item.draft_counts for item in decode.items()]
+    assert [item for item in found if item is not None] == ([(4, 1), (6, 3)] if prediction else [])
+
+
+async def test_a_prediction_that_is_no_token_ids_is_refused(decode: Decode) -> None:
+    with pytest.raises(MalformedMessage, match="whole int32"):
+        await decode.ask(prediction=b"abc")
+    decode.assert_nothing_is_kept()
 
 
 async def test_at_debug_a_request_ends_with_a_line_that_names_it(

@@ -10,7 +10,7 @@ from opentelemetry import trace
 
 from components.errors import MeshError
 from components.text.tokenizer import TextModel
-from components.wire.generate import StreamItem
+from components.wire.generate import DraftCounts, StreamItem
 from components.wire.logprobs import TokenLogprobs
 from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
 from tests.waiting import until
@@ -37,6 +37,9 @@ class FakeMesh:
     cancelled: int = 0  # generations closed before their end
     deltas: int = 0
     fleet: FleetRoom = field(default_factory=lambda: FleetRoom(0, None, 0))
+    draft_counts: Sequence[
+        tuple[int, int]
+    ] = ()  # of each delta of a prompt with a prediction, as long as there are some
     spans: list[trace.SpanContext] = field(default_factory=list)  # current when a generation began
 
     async def embed(self, texts: Texts) -> list[bytes]:
@@ -90,7 +93,10 @@ class FakeMesh:
             told = None if sampling.logprobs is None else [logprobs_of(t, sampling.logprobs) for t in chunk]
             asked = sampling.prompt_logprobs if branch == 0 and number == 0 else None
             of_prompt = None if asked is None else [logprobs_of(t, asked) for t in prompt.token_ids[1:]]
-            yield item_of(chunk, finish, told, of_prompt)
+            item = item_of(chunk, finish, told, of_prompt)
+            if prompt.prediction and number < len(self.draft_counts):
+                item = item._replace(draft_counts=DraftCounts(*self.draft_counts[number]))
+            yield item
 
     async def until_idle(self) -> None:
         await until(lambda: not self.running, lambda: f"{self.running} branches run")

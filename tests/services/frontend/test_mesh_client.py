@@ -34,7 +34,14 @@ from components.messaging.liveness import Liveness, Loss
 from components.messaging.outbox import OutStream
 from components.telemetry.request_ids import RequestIds
 from components.telemetry.spans import NOT_KEPT
-from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, PromptOrigin, StreamItem
+from components.wire.generate import (
+    CancelStreams,
+    DraftCounts,
+    GenerateAccepted,
+    GenerateRequest,
+    PromptOrigin,
+    StreamItem,
+)
 from components.wire.heartbeat import Heartbeat
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams, branch_seed
@@ -249,6 +256,26 @@ async def test_the_log_of_a_request_has_its_instances_its_moves_and_where_prompt
     told = facts["request"]
     assert (told["decode"], told["prefill"], told["moves"]) == ("a,b", "p1", 1)
     assert told["moved_because"] == "a broke"
+
+
+async def test_draft_counts_of_a_moved_stream_are_those_of_all_its_instances(mesh: Mesh) -> None:
+    def dies(decode: Decode, stream: OutStream, _: GenerateRequest) -> None:
+        for count in (1, 2):
+            decode.send(stream.tokens([102 + count])._replace(draft_counts=DraftCounts(4 * count, count)))
+        decode.send(stream.error(DecodeLost("a broke")))
+
+    def ends(decode: Decode, stream: OutStream, _: GenerateRequest) -> None:
+        decode.send(stream.tokens([105, 106, 107])._replace(draft_counts=DraftCounts(5, 2)))
+        decode.send(stream.tokens([108], "length"))
+
+    Decode(mesh, "a", dies)
+    second = Decode(mesh, "b", ends)
+    items = await mesh.ask(prediction=[7, 8])
+    assert tokens(items) == WHOLE
+    counts = [item.draft_counts for item in items if item.draft_counts is not None]
+    assert counts[-1] == (13, 4)  # items of one turn are joined
+    assert counts == sorted(counts)
+    assert unpack_tokens(second.requests[0].prediction) == [7, 8]
 
 
 @pytest.mark.parametrize("lost", ["gap", "silent", "error", "before the answer"])
