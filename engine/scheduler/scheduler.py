@@ -54,7 +54,7 @@ class Scheduler:
         self._max_running = max_running
         self._max_step_tokens = max_step_tokens
         self._pack_tokens = pack_tokens
-        self._draft_rows = min(draft_rows, max_step_tokens // 2)  # prompts need the rest
+        self._draft_rows = min(draft_rows, max_step_tokens)
         self._made_room = False  # the latest plan preempted a request
         self._decodes_wait = False
 
@@ -124,14 +124,15 @@ class Scheduler:
         preemptions, page_size = self.preemptions, self.memory.page_size
         chunks: list[Chunk] = []
         decodes = [(r, start) for r in self.running for start, pending in [r.upcoming] if pending == 1]
-        places = self._draft_rows - len(decodes)
+        # beside a prompt a draft would take the time of a prompt token
+        places = 0 if len(decodes) < len(self.running) or self._admits_prompt() else self._draft_rows - len(decodes)
         least = 0.0 if least_chance is None else least_chance(len(decodes))
         for handled, (request, start) in enumerate(decodes):
             if self.preemptions > preemptions and request.state is not RequestState.RUNNING:
                 continue
             if start < len(request.pages) * page_size or self._make_room(request, start + 1):
                 chunk = Chunk(request, start, start + 1, True, start == len(request.tokens))
-                if request.drafter is not None and request.has_begun:  # branches fork after the prompt
+                if places > 0 and request.drafter is not None and request.has_begun:  # branches fork after the prompt
                     share = -(-places // (len(decodes) - handled))  # later ones get what earlier ones leave
                     chunk = self._with_drafts(chunk, request.drafter, share, least)
                     places -= len(chunk.drafts)

@@ -208,7 +208,7 @@ def test_all_requests_share_the_places_for_drafts(tiny: LoadedModel) -> None:
     assert full == [[1, 1, 1, 1, 1, 1]] * len(full)
 
 
-def test_drafts_leave_half_of_a_step_to_prompts(tiny: LoadedModel) -> None:
+def test_a_step_with_a_prompt_has_no_drafts(tiny: LoadedModel) -> None:
     requests = asked(greedy(60, ignore_eos=True), 2)
     sizes = {"max_step_tokens": 16, "max_running": 8}
     plain = run(make_engine(tiny, **sizes), requests)
@@ -219,8 +219,12 @@ def test_drafts_leave_half_of_a_step_to_prompts(tiny: LoadedModel) -> None:
     while min((len(r.tokens) - r.prompt_len for r in engine._scheduler.running), default=0) < 4:
         engine.step()
     engine.submit(EngineRequest("prompt", prompt(40, start=5), greedy(2, ignore_eos=True)))
+    steps = chunks_of(engine)
     computed = [engine.step().stats.prompt_tokens for _ in range(5)]
-    assert computed == [8, 8, 8, 8, 8]
+    assert computed == [14, 14, 12, 0, 0]
+    drafts = [sum(len(chunk.drafts) for chunk in chunks) for chunks in steps]
+    assert drafts[:3] == [0, 0, 0]
+    assert min(drafts[3:]) > 0
 
 
 def test_drafts_take_no_page_that_a_decode_needs(tiny: LoadedModel) -> None:
