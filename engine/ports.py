@@ -14,11 +14,10 @@ import msgspec
 
 from components.errors import MeshError
 from components.wire.embed import EmbeddingModel
-from components.wire.generate import DraftCounts
 from components.wire.layout import KvRegion
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
-from components.wire.step_stats import StepStats
+from components.wire.step_stats import DraftCounts, StepStats
 from components.wire.tokens import PromptBlocks
 
 if TYPE_CHECKING:  # the mock engine starts without numpy

@@ -23,8 +23,8 @@ from pydantic_core import ErrorDetails, PydanticCustomError
 
 from components.errors import Rejected
 from components.openai.json_size import check_text, check_value
-from components.wire.generate import DraftCounts
 from components.wire.sampling import Constraint
+from components.wire.step_stats import DraftCounts
 
 MAX_CHOICES: Final = 128  # per prompt
 MAX_BRANCHES: Final = 512  # per request, over all its prompts

@@ -18,6 +18,7 @@ from components.wire.codec import Dated, Struct, message, unpack_plain
 from components.wire.logprobs import PackedLogprobs, TokenLogprobs, pack_logprobs, unpack_logprobs
 from components.wire.refused import Refused, refusal
 from components.wire.sampling import SamplingParams
+from components.wire.step_stats import DraftCounts
 from components.wire.tokens import pack_tokens, unpack_tokens
 
 FRAME_VERSION: Final = 5
@@ -84,19 +85,6 @@ class PromptOrigin(NamedTuple):
 
     prefill: str = ""  # instance that was chosen; its transfer may have failed
     why_local: str = ""  # computed on decode: the reason
-
-
-class DraftCounts(NamedTuple):
-    """Guessed tokens of a branch so far, by one instance."""
-
-    checked: int
-    right: int
-
-    def plus(self, more: "DraftCounts") -> "DraftCounts":
-        return DraftCounts(self.checked + more.checked, self.right + more.right)
-
-
-NO_DRAFTS: Final = DraftCounts(0, 0)
 
 
 class StreamItem(NamedTuple):

@@ -1,6 +1,21 @@
 """What the engine measures of a step. Heartbeats, metrics and the log report it."""
 
+from typing import Final, NamedTuple
+
 import msgspec
+
+
+class DraftCounts(NamedTuple):
+    """Tokens guessed so far by speculative decoding."""
+
+    checked: int
+    right: int
+
+    def plus(self, more: "DraftCounts") -> "DraftCounts":
+        return DraftCounts(self.checked + more.checked, self.right + more.right)
+
+
+NO_DRAFTS: Final = DraftCounts(0, 0)
 
 
 class StepStats(msgspec.Struct, frozen=True):

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 from typing import Final
 
 from components.errors import InvariantBroken, NonFiniteLogits, Rejected
-from components.wire.generate import NO_DRAFTS, DraftCounts
 from components.wire.logprobs import TokenLogprobs
+from components.wire.step_stats import NO_DRAFTS, DraftCounts
 from engine.core.open_requests import Limits, Requests
 from engine.ports import Embedded, Exposed, Failed, FinishReason, Phase, StepOutput, TokenMask, TokenOutput
 from engine.sampling.bounds import check_token_ids

@@ -8,8 +8,8 @@ from typing import Any, Final, NamedTuple, Protocol
 import msgspec
 
 from components.lifecycle import Lifecycle
-from components.wire.generate import NO_DRAFTS, DraftCounts
 from components.wire.sampling import SamplingParams, branch_seed
+from components.wire.step_stats import NO_DRAFTS, DraftCounts
 from components.wire.tokens import block_hashes
 from engine.kv.offloaded_pages import CopyPages, OffloadedPages
 from engine.kv.page_pool import PagePool, PrefixCache

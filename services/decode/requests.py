@@ -14,7 +14,8 @@ from components.errors import MeshError
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.outbox import OutStream, StreamOutbox
 from components.telemetry.spans import mark_outcome, record_step, use_span
-from components.wire.generate import DraftCounts, GenerateRequest, PromptOrigin
+from components.wire.generate import GenerateRequest, PromptOrigin
+from components.wire.step_stats import DraftCounts
 from components.wire.tokens import PromptBlocks
 from engine.ports import TokenMask, TokenOutput
 

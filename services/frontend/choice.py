@@ -9,8 +9,9 @@ from components.output.calls import CallDelta
 from components.output.plan import OutputPlan
 from components.text.detokenizer import StopStrings, TokenBytes
 from components.text.tokenizer import TextModel
-from components.wire.generate import NO_DRAFTS, StreamItem
+from components.wire.generate import StreamItem
 from components.wire.logprobs import TokenLogprobs
+from components.wire.step_stats import NO_DRAFTS
 from services.frontend.ports import Prompt
 
 

@@ -11,8 +11,9 @@ from components.errors import Cancelled
 from components.openai.fields import Usage
 from components.openai.logprobs import ShownToken
 from components.text.tokenizer import TextModel
-from components.wire.generate import DraftCounts, StreamItem
+from components.wire.generate import StreamItem
 from components.wire.logprobs import TokenLogprobs
+from components.wire.step_stats import DraftCounts
 from services.frontend.choice import Choice, ParsedChoice, Piece, shown_prompt
 from services.frontend.metrics import GapCounts
 from services.frontend.ports import Branch, Mesh, Prompt

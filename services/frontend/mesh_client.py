@@ -22,9 +22,10 @@ from components.routing.router import Route
 from components.telemetry.light_span import Step
 from components.telemetry.spans import record_lost, record_step, use_span
 from components.wire.codec import Struct
-from components.wire.generate import NO_DRAFTS, CancelStreams, GenerateAccepted, GenerateRequest, StreamItem
+from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem
 from components.wire.instances import InstanceRecord
 from components.wire.sampling import branch_seed
+from components.wire.step_stats import NO_DRAFTS
 from components.wire.tokens import pack_tokens
 from services.frontend.decode_choice import MOVING, NO_WORKER_WAIT_S, Attempts, DecodeChoice
 from services.frontend.embed_calls import EmbedCalls

@@ -6,8 +6,8 @@ from typing import Any, Final
 import pytest
 
 from components.errors import Rejected
-from components.wire.generate import DraftCounts
 from components.wire.sampling import SamplingParams
+from components.wire.step_stats import DraftCounts
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest
 from tests.engine.sampling.test_in_engine import VARIED

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from components.errors import MalformedMessage
-from components.wire.generate import DraftCounts, PromptOrigin, StreamItem, TokenFrame, unpack_frame
+from components.wire.generate import PromptOrigin, StreamItem, TokenFrame, unpack_frame
 from components.wire.logprobs import TokenLogprobs
 from components.wire.refused import Refused
+from components.wire.step_stats import DraftCounts
 from components.wire.tokens import num_tokens, pack_tokens, unpack_tokens
 from tests.components.wire.frames import frame_of
 

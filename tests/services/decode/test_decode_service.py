@@ -36,7 +36,6 @@ from components.telemetry.figures import Figures
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.generate import (
     CancelStreams,
-    DraftCounts,
     GenerateAccepted,
     GenerateRequest,
     PromptOrigin,
@@ -56,7 +55,7 @@ from components.wire.prefill import (
 )
 from components.wire.protocol import UNNAMED
 from components.wire.sampling import SamplingParams
-from components.wire.step_stats import StepStats
+from components.wire.step_stats import DraftCounts, StepStats
 from components.wire.tokens import pack_tokens
 from engine.ports import Exposed, Failed, FinishReason, Phase, TokenOutput
 from services.decode.prefill_client import PrefillClient

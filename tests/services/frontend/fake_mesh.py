@@ -10,8 +10,9 @@ from opentelemetry import trace
 
 from components.errors import MeshError
 from components.text.tokenizer import TextModel
-from components.wire.generate import DraftCounts, StreamItem
+from components.wire.generate import StreamItem
 from components.wire.logprobs import TokenLogprobs
+from components.wire.step_stats import DraftCounts
 from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
 from tests.waiting import until
 

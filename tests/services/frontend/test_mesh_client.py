@@ -34,17 +34,11 @@ from components.messaging.liveness import Liveness, Loss
 from components.messaging.outbox import OutStream
 from components.telemetry.request_ids import RequestIds
 from components.telemetry.spans import NOT_KEPT
-from components.wire.generate import (
-    CancelStreams,
-    DraftCounts,
-    GenerateAccepted,
-    GenerateRequest,
-    PromptOrigin,
-    StreamItem,
-)
+from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, PromptOrigin, StreamItem
 from components.wire.heartbeat import Heartbeat
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams, branch_seed
+from components.wire.step_stats import DraftCounts
 from components.wire.tokens import unpack_tokens
 from services.frontend.decode_choice import MOVES
 from services.frontend.mesh_client import MeshClient
