@@ -23,6 +23,7 @@ from components.http.limits import (
     WriteRefusal,
     plain_refusal,
 )
+from components.http.unread import Unread
 from components.http.writer import ConnectionWriter, HeldWrites
 
 PUSH: Final = "kvmesh.push"  # key of a BodyPush in an ASGI scope
@@ -65,15 +66,15 @@ class Connection(HttpToolsProtocol):
         self._rest_bytes = 0
         self._moved = False  # the last read had body bytes or ended the wait
         self._fault = Closed.MALFORMED  # why the parser stopped
-        self._unread_since_s = 0.0  # loop time since which unread bytes only decrease
-        self._unread_bytes = 0  # at that time
+        self._unread = Unread(limits, 0.0)
         self._spared = False  # a stop leaves this connection to its own timer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         # uvicorn's closes then send held writes first
         self.transport = self._writer = ConnectionWriter(transport, self._writes, self._lingers)
-        self.since_s = self._unread_since_s = self.loop.time()
+        self.since_s = self.loop.time()
+        self._unread = Unread(self._limits, self.since_s)
         if not self._connections.admit(self):
             self._refuse(Closed.TOO_MANY)
 
@@ -178,7 +179,7 @@ class Connection(HttpToolsProtocol):
     def held_up(self, seconds: float) -> None:
         """Leave out time in which this process did not run: what the client sent meanwhile has not been read yet."""
         self.since_s += seconds
-        self._unread_since_s += seconds
+        self._unread.held_up(seconds)
 
     def check(self, now_s: float) -> None:
         limits, waited_s = self._limits, now_s - self.since_s
@@ -263,13 +264,10 @@ class Connection(HttpToolsProtocol):
         return self._waits is Waits.REQUEST and not self._is_serving
 
     def _reads_too_little(self, now_s: float) -> bool:
-        """Return whether the client is a slow consumer; added bytes restart the measurement."""
-        unsent = self.transport.get_write_buffer_size()
-        full = self.flow.write_paused or self.transport.is_closing() or self.is_idle
-        if not unsent or not full or unsent > self._unread_bytes:
-            self._unread_since_s, self._unread_bytes = now_s, unsent
-        read_s = (self._unread_bytes - unsent) / self._limits.bytes_per_s
-        return now_s - self._unread_since_s > self._limits.unread_s + read_s
+        """Return whether the client is a slow consumer."""
+        writer = self._writer
+        is_full = self.flow.write_paused or writer.is_closing() or self.is_idle
+        return self._unread.is_too_long(now_s, writer.num_bytes, writer.get_write_buffer_size(), is_full=is_full)
 
     def _refuse(self, why: Closed) -> None:
         """Answer with the reason, unless another answer is under way, and close."""

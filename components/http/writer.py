@@ -51,6 +51,7 @@ class ConnectionWriter(asyncio.Transport):
         self._unsent = b""
         self._is_head = False
         self._ended = False  # later writes are dropped
+        self.num_bytes = 0  # written
 
     def expect_head(self) -> None:
         """Hold the next write, an answer's head, until the body begins."""
@@ -60,6 +61,7 @@ class ConnectionWriter(asyncio.Transport):
         """Send `data` before this turn of the loop ends."""
         if self._ended:
             return
+        self.num_bytes += len(data)
         if self._unsent:
             self._unsent += data
             if not self._writes.held:

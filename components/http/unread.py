@@ -1,0 +1,36 @@
+"""Notice a client that takes too little of an answer: a slow consumer."""
+
+from components.http.limits import ClientLimits
+
+
+class Unread:
+    """Measures the time in which bytes wait for a client.
+
+    Each byte that the client takes shortens it, also while as many are added behind. The buffer's size alone would not show
+    that: an answer in equal parts fills it to the same level again and again.
+    """
+
+    def __init__(self, limits: ClientLimits, now_s: float) -> None:
+        """`now_s` here and below: loop time."""
+        self._limits = limits
+        self._since_s = now_s
+        self._taken = 0  # bytes, at the latest check
+
+    def held_up(self, seconds: float) -> None:
+        """Leave out time in which this process did not run."""
+        self._since_s += seconds
+
+    def is_too_long(self, now_s: float, written: int, waiting: int, *, is_full: bool) -> bool:
+        """Return whether the client is too slow.
+
+        Args:
+            written: bytes in all.
+            waiting: of those, in this process.
+            is_full: the answer waits for the client; otherwise some bytes may wait.
+        """
+        taken, self._taken = written - waiting - self._taken, written - waiting
+        if waiting and is_full:
+            self._since_s = min(now_s, self._since_s + max(0, taken) / self._limits.bytes_per_s)
+        else:
+            self._since_s = now_s
+        return now_s - self._since_s > self._limits.unread_s
