@@ -10,6 +10,7 @@ from components.wire.sampling import SamplingParams
 from components.wire.step_stats import DraftCounts
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest
+from tests.engine.oracle import at_no_cost
 from tests.engine.sampling.test_in_engine import VARIED
 from tests.engine.tiny_engine import VOCAB, Seen, greedy, make_engine, prompt, run
 
@@ -17,7 +18,7 @@ LENGTH: Final = 60
 
 
 def ask(loaded: LoadedModel, sampling: SamplingParams, prediction: Sequence[int] = ()) -> Seen:
-    engine = make_engine(loaded, speculative_tokens=7)
+    engine = at_no_cost(make_engine(loaded, speculative_tokens=7))
     return run(engine, [EngineRequest("r", prompt(30), sampling, prediction=prediction)])
 
 
@@ -41,7 +42,7 @@ def test_a_wrong_prediction_changes_no_token(tiny: LoadedModel, prediction: list
 def test_each_output_has_the_counts_so_far_of_its_branch(tiny: LoadedModel) -> None:
     sampling = SamplingParams(max_tokens=LENGTH, temperature=1.0, seed=6, ignore_eos=True, n=2)
     answer = ask(tiny, sampling).tokens["r"]
-    engine = make_engine(tiny, speculative_tokens=7)
+    engine = at_no_cost(make_engine(tiny, speculative_tokens=7))
     engine.submit(EngineRequest("r", prompt(30), sampling, prediction=answer))
     counts: dict[int, list[DraftCounts]] = {0: [], 1: []}
     while engine.has_work():

@@ -14,7 +14,7 @@ from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, Phase
 from engine.runner.step_runner import StepFailed
 from engine.scheduler.request import Chunk
-from tests.engine.oracle import Oracle, guided, texts_of
+from tests.engine.oracle import Oracle, at_no_cost, guided, texts_of
 from tests.engine.sampling.test_in_engine import VARIED, Cycle
 from tests.engine.test_engine_stateful import MAX_CONTEXT, PROMPTS, SAMPLINGS, run_machine
 from tests.engine.tiny_engine import (
@@ -342,7 +342,7 @@ def test_a_text_that_repeats_itself_is_guessed_from_its_own_tokens(tiny: LoadedM
     """With the lookup that users get. The bias makes the model repeat one token."""
     sampling = greedy(50, ignore_eos=True, logit_bias=((77, 100.0),))
     plain = run(make_engine(tiny), asked(sampling))
-    guessed = run(make_engine(tiny, speculative_tokens=4, pipeline="off"), asked(sampling))
+    guessed = run(at_no_cost(make_engine(tiny, speculative_tokens=4, pipeline="off")), asked(sampling))
     assert guessed.tokens == plain.tokens
     assert guessed.steps[-1].accepted_tokens > 50
 
