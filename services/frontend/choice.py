@@ -11,7 +11,7 @@ from components.text.detokenizer import StopStrings, TokenBytes
 from components.text.tokenizer import TextModel
 from components.wire.generate import StreamItem
 from components.wire.logprobs import TokenLogprobs
-from components.wire.step_stats import NO_DRAFTS
+from components.wire.step_stats import NO_DRAFTS, DraftCounts
 from services.frontend.ports import Prompt
 
 
@@ -117,6 +117,12 @@ class Choice:
     @property
     def reasoning_tokens(self) -> int:
         return 0
+
+    @property
+    def counted_drafts(self) -> DraftCounts:
+        """Those behind the end of the answer do not count as right."""
+        checked, right = self.draft_counts
+        return DraftCounts(checked, min(right, self.generated_tokens))
 
     @property
     def stop_string(self) -> str | None:

@@ -143,7 +143,7 @@ class Generation:
         reasoning = sum(choice.reasoning_tokens for choice in self.choices)
         drafts = None
         if any(choice.prompt.prediction for choice in self.choices):
-            drafts = reduce(DraftCounts.plus, (choice.draft_counts for choice in self.choices))
+            drafts = reduce(DraftCounts.plus, (choice.counted_drafts for choice in self.choices))
         return Usage.of(self._num_prompt, self.num_generated, self._num_cached, reasoning, drafts)
 
     def longest_gap_s(self) -> float:

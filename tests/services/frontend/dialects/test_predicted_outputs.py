@@ -53,6 +53,13 @@ async def test_the_usage_has_right_and_wrong_guesses_of_all_choices(
     assert plain["usage"]["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
+async def test_no_more_guesses_are_right_than_the_answer_has_tokens(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
+    """A stop string, or a stop token, ends it within the tokens of one step."""
+    mesh.draft_counts, mesh.tokens_per_delta = [(7, 7)], 8
+    usage = (await http.post(CHAT, json={**predicted("The"), "stop": "capital"})).json()["usage"]
+    assert usage["completion_tokens_details"]["accepted_prediction_tokens"] <= usage["completion_tokens"] < 7
+
+
 @pytest.mark.parametrize(
     ("prediction", "param"),
     [
