@@ -13,6 +13,7 @@ import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -29,6 +30,13 @@ from engine.model.progress import silent
 from engine.model.resolve import model_dir
 from engine.ports import EngineRequest
 
+
+class Kind(StrEnum):
+    chat = "chat"
+    rewrite = "rewrite"
+    predicted = "predicted"
+
+
 TEXT: Final = (
     "Green plants turn light into chemical energy. Their leaves take in carbon dioxide through small pores, and their "
     "roots take up water. Chlorophyll absorbs red and blue light. The energy splits water, and oxygen is released. "
@@ -43,8 +51,8 @@ def volume(width, height, depth):
 def surface(width, height, depth):
     return 2 * (width * height + height * depth + width * depth)
 """
-QUESTIONS: Final[Mapping[str, Sequence[str]]] = {
-    "chat": (
+QUESTIONS: Final[Mapping[Kind, Sequence[str]]] = {
+    Kind.chat: (
         "Explain why the sky is blue.",
         "What is the capital of France, and what is it known for?",
         "Write a short story about a dragon.",
@@ -52,7 +60,7 @@ QUESTIONS: Final[Mapping[str, Sequence[str]]] = {
         "Give me five tips for learning a language.",
         "What is the difference between a virus and a bacterium?",
     ),
-    "rewrite": (
+    Kind.rewrite: (
         f"Correct the spelling of this text and repeat it in full:\n{TEXT}",
         f"Repeat this code, and rename width to w:\n{CODE}",
         f"Summarise in three sentences:\n{TEXT}",
@@ -61,9 +69,7 @@ QUESTIONS: Final[Mapping[str, Sequence[str]]] = {
         f"Write this text in plain words, and keep all sentences:\n{TEXT}",
     ),
 }
-PREDICTED: Final = "predicted"
 CHANGED: Final = 20  # one token of so many in a prediction
-KINDS: Final = [*QUESTIONS, PREDICTED]
 SEED: Final = 5
 WAVES: Final = 3  # requests of a client, at least
 
@@ -78,11 +84,7 @@ class Answers:
 
 class Bench:
     def __init__(
-        self,
-        loaded: LoadedModel,
-        config: EngineConfig,
-        forward: Forward,
-        prompts: Sequence[list[int]],
+        self, loaded: LoadedModel, config: EngineConfig, forward: Forward, prompts: Sequence[list[int]]
     ) -> None:
         self._loaded = loaded
         self._config = config
@@ -130,7 +132,7 @@ def main(
     drafts: Annotated[list[int], typer.Option(help="speculative_tokens; may be given several times")] = [7],  # noqa: B006
     clients: Annotated[list[int], typer.Option(help="requests at once; may be given several times")] = [1, 2, 6],  # noqa: B006
     temperature: Annotated[list[float], typer.Option(help="may be given several times")] = [0.0, 0.8],  # noqa: B006
-    kinds: Annotated[list[str], typer.Option(help="of questions; may be given several times")] = KINDS,
+    kinds: Annotated[list[Kind], typer.Option(help="of questions; may be given several times")] = [*Kind],  # noqa: B006
     output_len: Annotated[int, typer.Option(help="tokens of an answer, at most")] = 200,
     rounds: Annotated[int, typer.Option(min=1, help="of each figure; the ratio is their median")] = 3,
 ) -> None:
@@ -140,13 +142,13 @@ def main(
     forward = choose_forward(model, loaded, config, state_dir, silent)
     tokenizer = AutoTokenizer.from_pretrained(model_dir(model, state_dir))
     for kind in kinds:
-        questions = QUESTIONS["chat" if kind == PREDICTED else kind]
+        questions = QUESTIONS[Kind.chat if kind is Kind.predicted else kind]
         turns = [[{"role": "user", "content": question}] for question in questions]
         prompts = [tokenizer.apply_chat_template(turn, add_generation_prompt=True)["input_ids"] for turn in turns]
         bench = Bench(loaded, config, forward, prompts)
         for how in temperature:
             sampling = SamplingParams(max_tokens=output_len, temperature=how, seed=SEED)
-            if kind == PREDICTED:
+            if kind is Kind.predicted:
                 bench.predict(sampling)
             for count in clients:
                 compare(bench, drafts, count, sampling, rounds, {"questions": kind, "temperature": how})

@@ -66,7 +66,6 @@ class Connection(HttpToolsProtocol):
         self._rest_bytes = 0
         self._moved = False  # the last read had body bytes or ended the wait
         self._fault = Closed.MALFORMED  # why the parser stopped
-        self._unread = Unread(limits, 0.0)
         self._spared = False  # a stop leaves this connection to its own timer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]

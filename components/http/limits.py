@@ -24,7 +24,7 @@ class ClientLimits:
     requests: int = 100  # unanswered, per connection
     first_s: float = 75.0  # until a connection's first byte
     handshake_s: float = 10.0  # TLS
-    unread_s: float = 20.0  # without a read; each byte that is read adds 1 / bytes_per_s
+    unread_s: float = 20.0  # that a client may lag behind bytes_per_s
     bytes_per_s: float = 4096.0
     check_every_s: float = 1.0
     connections: int | None = None  # None: the process's file limit less SPARE_FILES

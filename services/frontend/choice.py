@@ -21,7 +21,7 @@ class Piece(NamedTuple):
     choice: int  # its index
     text: str
     finish: str | None
-    tokens: list[ShownToken] | None = None  # with log-probabilities, if they are asked for
+    tokens: list[ShownToken] | None = None  # with log-probabilities, if these are requested
     reasoning: str = ""  # new text
     calls: Sequence[CallDelta] = ()
     token_ids: Sequence[int] = ()  # all that count, also those without shown text

@@ -72,7 +72,7 @@ class PromptChoices:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a held choice can be shown."""
+        """Return whether a held choice can be shown."""
         return bool(self._held) and (not self._awaits_prompt or self._prompt_logprobs is not None)
 
     async def show_one(self) -> None:

@@ -1,4 +1,4 @@
-"""What the HTTP side needs of the mesh."""
+"""The interface between the HTTP side and the mesh."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

@@ -32,7 +32,7 @@ MOVE: Final = '"event": "stream moves"'  # what a frontend logs
 
 @dataclass(slots=True)
 class Window:
-    """What all clients saw between two moments."""
+    """Collects what all clients saw between two moments."""
 
     failed: list[str] = field(default_factory=list)  # why, each
     wrong: list[str] = field(default_factory=list)  # texts that are not the undisturbed ones

@@ -836,7 +836,7 @@ async def test_a_first_token_that_the_engine_refuses_is_computed_here(decode: De
 
 @pytest.fixture
 def soon_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A prefill that nobody can reach is gone after milliseconds."""
+    """A prefill that no process can reach is gone after milliseconds."""
     monkeypatch.setattr("services.decode.prefill_client.QUIESCE_AGAIN_S", 0.005)
     monkeypatch.setattr("services.decode.prefill_client.GONE_AFTER_S", 0.02)
 

@@ -146,7 +146,7 @@ def item_of(
 
 
 def vector_of(token_ids: Sequence[int], size: int) -> bytes:
-    """Of length 1, made from the tokens alone."""
+    """Return a vector of length 1, made from the tokens alone."""
     values = [float((sum(token_ids) * 7 + i * i) % 11 - 5) for i in range(size)]
     length = math.hypot(*values)
     return array("f", [value / length for value in values]).tobytes()
