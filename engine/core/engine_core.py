@@ -113,7 +113,10 @@ class EngineCore:
         self._row_cost = None if make_drafter is None else RowCost()
         self._arrivals = count()
         self._step = 0
-        self._prompt_tokens = 0  # in the steps that landed in this one
+        # in the steps that landed in this one
+        self._prompt_tokens = 0
+        self._prompt_rows = 0  # with tokens that are computed again
+        self._decode_rows = 0  # decodes and drafts
         self._copied_s = 0.0  # in this one, for copies of pages
 
     @property
@@ -241,7 +244,7 @@ class EngineCore:
     def _stepped(self, *, pauses: bool) -> Generator[Pause, None, StepOutput]:
         started = perf_counter()
         self._step += 1
-        self._prompt_tokens = 0
+        self._prompt_tokens = self._prompt_rows = self._decode_rows = 0
         self._copied_s = 0.0
         output = StepOutput()
         if self._scheduler.must_preempt():
@@ -266,11 +269,10 @@ class EngineCore:
         output.cache_events = self._memory.prefix.take_events()
         output.stats = stats = self._stats(output, perf_counter() - started)
         computed_s = stats.step_s - self._copied_s
-        landed = bool(chunks) and not output.failed
-        if self._row_cost is not None and landed and not any(chunk.is_prompt for chunk in chunks):
-            self._row_cost.stepped(sum(chunk.length for chunk in chunks), computed_s)
+        if self._row_cost is not None and self._decode_rows and not self._prompt_rows:
+            self._row_cost.stepped(self._decode_rows, computed_s)
         if self._chunk_limit is not None:
-            self._chunk_limit.stepped(stats.prompt_tokens, len(output.tokens), computed_s)  # requests, not drafts
+            self._chunk_limit.stepped(self._prompt_rows, self._decode_rows, computed_s)
         return output
 
     def _copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
@@ -319,6 +321,10 @@ class EngineCore:
         self._failed_steps.landed()
         for chunk, drawn in zip(flight.chunks, sampled, strict=True):
             request, start = chunk.request, chunk.start
+            if chunk.is_prompt:
+                self._prompt_rows += chunk.length
+            else:
+                self._decode_rows += chunk.length
             if start < request.prompt_len:
                 self._prompt_tokens += min(chunk.end, request.prompt_len) - start
             if request.in_flight is chunk:  # else already in the next step

@@ -24,14 +24,14 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._decode_s: dict[int, deque[float]] = {}  # of steps without prompts; key: bit length of the decodes
+        self._decode_s: dict[int, deque[float]] = {}  # of steps without prompts; key: bit length of their rows
         self._token_s: deque[float] = deque(maxlen=REMEMBERED)  # of a prompt token, beyond the decodes beside it
 
-    def decode_s(self, decodes: int) -> float:
-        """Seconds of a step of `decodes` decodes, or of the most similar number; 0: unknown."""
+    def decode_s(self, rows: int) -> float:
+        """Seconds of a step of `rows` decodes and drafts, or of the most similar number; 0: unknown."""
         if not self._decode_s:
             return 0.0
-        size = decodes.bit_length()
+        size = rows.bit_length()
         nearest = min(self._decode_s, key=lambda known: (abs(known - size), known))
         return median(self._decode_s[nearest])
 
@@ -39,12 +39,13 @@ class StepCost:
         """0: unknown."""
         return median(self._token_s) if self._token_s else 0.0
 
-    def stepped(self, prompt_tokens: int, decodes: int, step_s: float) -> None:
+    def stepped(self, prompt_tokens: int, rows: int, step_s: float) -> None:
+        """Learn from a step of `prompt_tokens` and, beside them, `rows` decodes and drafts."""
         if prompt_tokens >= FEWEST_DISAGGREGATED:
-            prompt_s = max(step_s - (self.decode_s(decodes) if decodes else 0.0), step_s / 2, 1e-6)
+            prompt_s = max(step_s - (self.decode_s(rows) if rows else 0.0), step_s / 2, 1e-6)
             self._token_s.append(prompt_s / prompt_tokens)
-        elif not prompt_tokens and decodes:
-            self._decode_s.setdefault(decodes.bit_length(), deque(maxlen=REMEMBERED)).append(step_s)
+        elif not prompt_tokens and rows:
+            self._decode_s.setdefault(rows.bit_length(), deque(maxlen=REMEMBERED)).append(step_s)
 
 
 class RowCost:
@@ -110,7 +111,10 @@ class ChunkLimit:
         self._cost = StepCost()
 
     def tokens(self, decodes: int, disaggregated: int = 0) -> int:
-        """Prompt tokens that may share a step with `decodes` decodes, of which some are `disaggregated`."""
+        """Prompt tokens that may share a step with `decodes` decodes, of which some are `disaggregated`.
+
+        A step with a prompt has no drafts.
+        """
         token_s = self._cost.prompt_token_s()
         if not token_s:
             return UNKNOWN
@@ -121,5 +125,6 @@ class ChunkLimit:
         step_s = max(self._target_s, stretch * decode_s)
         return max(fewest, int((step_s - decode_s) / token_s))
 
-    def stepped(self, prompt_tokens: int, decodes: int, step_s: float) -> None:
-        self._cost.stepped(prompt_tokens, decodes, step_s)
+    def stepped(self, prompt_tokens: int, rows: int, step_s: float) -> None:
+        """Learn from a step of `prompt_tokens` and, beside them, `rows` decodes and drafts."""
+        self._cost.stepped(prompt_tokens, rows, step_s)

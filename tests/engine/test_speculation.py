@@ -147,20 +147,23 @@ def test_a_step_with_drafts_has_few_rows_and_many_decodes_leave_no_place_for_dra
     assert max(sum(chunk.length for chunk in chunks) for chunks in steps) == 48, "the budget of a step"
 
 
-def test_the_cost_of_a_decode_is_learned_by_requests_and_not_by_accepted_drafts(
+def test_the_cost_of_decodes_is_learned_with_their_drafts_as_rows(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The limit of a prompt chunk asks what a step of so many decodes costs."""
+    """A step with a prompt has no drafts. What the drafts of other steps cost would make its chunk too long."""
     requests = asked(greedy(40, ignore_eos=True))
     plain = run(make_engine(tiny), requests)
     engine = guided(make_engine(tiny), texts_of(plain, {r.request_id: list(r.token_ids) for r in requests}))
     assert engine._chunk_limit is not None
-    learned: list[int] = []
-    monkeypatch.setattr(
-        engine._chunk_limit, "stepped", lambda _prompt_tokens, decodes, _step_s: learned.append(decodes)
-    )
+    steps, learned = chunks_of(engine), []
+    monkeypatch.setattr(engine._chunk_limit, "stepped", lambda *numbers: learned.append(numbers[:2]))
     run(engine, requests)
-    assert max(learned) == len(requests)
+    assert learned == [
+        (sum(c.length for c in chunks if c.is_prompt), sum(c.length for c in chunks if not c.is_prompt))
+        for chunks in steps
+    ]
+    assert max(rows for _, rows in learned) > len(requests), "drafts are rows"
+    assert all(not any(chunk.drafts for chunk in chunks) for chunks in steps if any(c.is_prompt for c in chunks))
 
 
 def test_the_cost_of_a_row_is_learned_from_steps_of_decodes_alone(
