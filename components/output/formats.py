@@ -8,7 +8,9 @@ from typing import Final, Literal, Self
 from uuid import uuid4
 
 from components.output.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR, deepseek
-from components.output.grammar import CallStyle
+from components.output.grammar import CallStyle, MessageStyle
+from components.output.harmony import CALL as HARMONY_CALL
+from components.output.harmony import CHANNEL, HARMONY_CALLS, HARMONY_MESSAGES, MARKERS, MESSAGE, harmony
 from components.output.json_calls import (
     ARGS,
     CALL_ID,
@@ -27,9 +29,9 @@ from components.output.reasoning import MISTRAL_THINK, THINK
 from components.output.template_names import variables_of
 
 ToolParserName = Literal[
-    "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "qwen3_coder", "pythonic", "json"
+    "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "qwen3_coder", "pythonic", "gpt_oss", "json"
 ]
-ReasoningParserName = Literal["qwen3", "deepseek_r1", "mistral", "none"]
+ReasoningParserName = Literal["qwen3", "deepseek_r1", "mistral", "gpt_oss", "none"]
 
 
 def call_id() -> str:
@@ -55,6 +57,20 @@ class ReasoningFormat:
     begin: str
     end: str
     always: bool = False  # the model reasons unless the prompt prevents it, and may omit `begin`
+    messages: MessageStyle | None = None  # `begin` and `end` are those of one message
+    read: Format | None = None  # reads the whole answer, with its calls
+    special: tuple[str, ...] = ()  # its markers, if they are more than `begin` and `end`
+    answers: tuple[str, ...] = ()  # how an answer or a call begins; without any, after `end`
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        """Markers; the detokenizer must show special tokens among them."""
+        return self.special or (self.begin, self.end)
+
+    @property
+    def over(self) -> tuple[str, ...]:
+        """Any of these ends the reasoning."""
+        return self.answers or (self.end,)
 
 
 _DEEPSEEK: Final = (CALLS, CALL, SEPARATOR, CALL_END, CALLS_END)
@@ -97,6 +113,7 @@ TOOL_FORMATS: Final[dict[ToolParserName, ToolFormat]] = {
         ),
         ToolFormat("qwen3_coder", qwen3_coder, HERMES),
         ToolFormat("pythonic", pythonic, (START, END)),
+        ToolFormat("gpt_oss", harmony, MARKERS, HARMONY_CALLS),
         PLAIN_JSON,
     )
 }
@@ -106,6 +123,15 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat]] = {
         ReasoningFormat("qwen3", *THINK),
         ReasoningFormat("deepseek_r1", *THINK, always=True),
         ReasoningFormat("mistral", *MISTRAL_THINK),
+        ReasoningFormat(
+            "gpt_oss",
+            HARMONY_MESSAGES.others[0],
+            HARMONY_MESSAGES.end,
+            messages=HARMONY_MESSAGES,
+            read=harmony,
+            special=MARKERS,
+            answers=(HARMONY_MESSAGES.answer, HARMONY_CALL),
+        ),
     )
 }
 
@@ -116,7 +142,13 @@ def tool_format_of(template: str, name: ToolParserName | None = None) -> ToolFor
     return replace(found, style=MISTRAL_NAMED) if found.name == "mistral" and ARGS in template else found
 
 
+def _has_channels(template: str) -> bool:
+    return CHANNEL in template and MESSAGE in template
+
+
 def _shown_by(template: str) -> ToolParserName:
+    if _has_channels(template):
+        return "gpt_oss"
     if FUNCTION in template and HERMES[0] in template:
         return "qwen3_coder"
     if CALLS in template:
@@ -137,6 +169,8 @@ _MARKS: Final[tuple[tuple[str, ToolParserName], ...]] = (
 
 def reasoning_format_of(template: str) -> ReasoningFormat | None:
     """The format that `template` mentions, if any."""
+    if _has_channels(template):
+        return REASONING_FORMATS["gpt_oss"]
     for name in ("qwen3", "mistral"):
         found = REASONING_FORMATS[name]
         if found.begin in template or found.end in template:
@@ -167,8 +201,17 @@ class OutputFormats:
                 f"--tool-parser {options.tool_parser} needs a model whose chat template speaks of tools, and --tool-format "
                 "auto or template: otherwise the prompt asks the model to write calls in the format hermes"
             )
-        chosen = TOOL_FORMATS["hermes"] if ours else tool_format_of(template, options.tool_parser)
         reasoning = reasoning_format_of(template)
         if options.reasoning_parser is not None:
             reasoning = REASONING_FORMATS.get(options.reasoning_parser)
-        return cls(chosen if ours or knows_tools or options.tool_parser else None, ours, reasoning)
+        in_messages = reasoning is not None and reasoning.messages is not None
+        if in_messages and ours and options.tool_format == "auto":
+            return cls(None, False, reasoning)
+        chosen = TOOL_FORMATS["hermes"] if ours else tool_format_of(template, options.tool_parser)
+        tools = chosen if ours or knows_tools or options.tool_parser else None
+        if tools is not None and (tools.name == "gpt_oss") != in_messages:
+            raise ValueError(
+                "the format gpt_oss is for reasoning and calls together: set --tool-parser and --reasoning-parser both to "
+                "gpt_oss, or neither; and --tool-format to auto or template"
+            )
+        return cls(tools, ours, reasoning)

@@ -32,6 +32,16 @@ class CallStyle:
     marker: str = ""  # starts the first call and no other answer; "": other answers start without a bracket
 
 
+@dataclass(frozen=True, slots=True)
+class MessageStyle:
+    """An answer of several messages: any number of others, then one with the answer or a call."""
+
+    others: tuple[str, ...]  # how each kind of them begins
+    end: str  # of a message, if another one follows
+    next: str  # between `end` and the next message
+    answer: str  # how the message with the answer begins
+
+
 class CallableTool(NamedTuple):
     name: str
     parameters: Schema | None
@@ -42,6 +52,7 @@ class Thinking(NamedTuple):
     begin: str
     end: str
     opened: bool  # by the prompt
+    messages: MessageStyle | None = None  # reasoning is messages of these
 
 
 class Grammar:
@@ -94,6 +105,10 @@ class Grammar:
     def thinking(self, thinking: Thinking | None) -> str:
         if thinking is None:
             return ""
+        if (style := thinking.messages) is not None:
+            heads = " | ".join(map(self.literal, style.others))
+            content = self.up_to("content", style.end)
+            return f"({self.rule('other', f'({heads}) {content} {self.literal(style.next)}')})* "
         thought = self.up_to("thought", thinking.end)
         spaces = self.rule("SPACES", r"/[ \n]{0,4}/")
         whole = f"{thought} {spaces}" if thinking.opened else f"({self.literal(thinking.begin)} {thought} {spaces})?"
@@ -127,9 +142,11 @@ def calls_or(
     *,
     single: bool,
 ) -> str:
-    """`answer`: a rule from `answer_rule`. `style`: the answer may also be calls."""
+    """`answer`: a rule from `answer_rule`, or TEXT. `style`: the answer may also be calls."""
     before = grammar.thinking(thinking)
     either = grammar.rule("answer", answer)
+    if thinking is not None and thinking.messages is not None:
+        either = f"{grammar.literal(thinking.messages.answer)} {either}"
     if style is not None:
         either = f"({either} | {grammar.calls(style, tools, single=single)})"
     return grammar.text(before + either)

@@ -38,7 +38,9 @@ class OutputParser:
     @property
     def has_thought(self) -> bool:
         """Whether there is reasoning so far."""
-        return self._reasoning is not None and self._reasoning.found
+        if self._reasoning is None:
+            return self._calls is not None and self._calls.has_thought
+        return self._reasoning.found
 
     @property
     def held(self) -> str:
@@ -62,8 +64,8 @@ class OutputParser:
             thought, text = self._reasoning.feed(text)
         if self._calls is None or not text:
             return Parsed(text, thought, ())
-        answer, calls = self._calls.feed(text)
-        return Parsed(answer, thought, calls)
+        answer, calls, more = self._calls.feed(text)
+        return Parsed(answer, thought + more, calls)
 
     def flush(self) -> Parsed:
         """Return the held text at the end."""
@@ -72,9 +74,8 @@ class OutputParser:
             thought, text = self._reasoning.flush()
         if self._calls is None:
             return Parsed(text, thought, ())
-        answer, calls = self._calls.feed(text)
-        more, last = self._calls.end()
-        return Parsed(answer + more, thought, [*calls, *last])
+        found, last = self._calls.feed(text), self._calls.end()
+        return Parsed(found.text + last.text, thought + found.reasoning + last.reasoning, [*found.calls, *last.calls])
 
 
 class ContinuingParser(OutputParser):

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from components.output.formats import ReasoningFormat, ToolFormat
+from components.output.formats import ReasoningFormat, ToolFormat, call_id
 from components.output.parser import ContinuingParser, OutputParser
 from components.output.reader import Reader, Schema
 from components.output.reasoning import Reasoning
@@ -22,8 +22,13 @@ class OutputPlan:
     def parser(self, *, reports_before: bool = False) -> OutputParser:
         """`reports_before`: report the parts of `before`, too."""
         reasoning, tools = self.reasoning, self.tools
-        thoughts = None if reasoning is None else Reasoning(reasoning.begin, reasoning.end, opened=self.opened)
-        calls = None if tools is None else Reader(tools.read, self.offered, tools.new_id, single=self.single)
+        thoughts, read = None, None if tools is None else tools.read
+        if reasoning is not None and reasoning.read is not None:
+            read = reasoning.read
+        elif reasoning is not None:
+            thoughts = Reasoning(reasoning.begin, reasoning.end, opened=self.opened)
+        new_id = call_id if tools is None else tools.new_id
+        calls = None if read is None else Reader(read, self.offered, new_id, single=self.single)
         if not self.before:
             return OutputParser(thoughts, calls)
         return ContinuingParser(thoughts, calls, self.before, reports_before=reports_before)

@@ -31,9 +31,36 @@ _RAW: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 class Found(NamedTuple):
     text: str
     calls: Sequence[CallDelta]
+    reasoning: str = ""
 
 
 class Enough(Exception): ...
+
+
+class _Pieces:
+    """Text to report. Spaces at its end wait until more text follows."""
+
+    __slots__ = ("has_any", "new", "spaces")
+
+    def __init__(self) -> None:
+        self.has_any = False
+        self.new: list[str] = []
+        self.spaces = ""
+
+    def add(self, text: str, *, strip: bool) -> None:
+        """`strip`: nothing that is shown precedes it, so spaces before it are not shown either."""
+        whole = self.spaces + text
+        shown = whole.rstrip(SPACES)
+        if not shown:
+            self.spaces = whole
+            return
+        self.spaces = whole[len(shown) :]
+        self.new.append(shown.lstrip(SPACES) if strip and not self.has_any else shown)
+        self.has_any = True
+
+    def take(self) -> str:
+        text, self.new = "".join(self.new), []
+        return text
 
 
 class Reader:
@@ -51,16 +78,23 @@ class Reader:
         self._at = 0
         self._mark: int | None = None  # where to return to if no call follows
         self._ended = False
-        self._text: list[str] = []
+        self._text = _Pieces()
+        self._thoughts = _Pieces()
         self._calls: list[CallDelta] = []
-        self._spaces = ""  # after the answer's text: shown if more text follows, or no call
-        self._has_text = False
         self._steps = read(self)
 
     @property
     def held(self) -> str:
         """The end of the text, if only later text can decide whether it belongs to a call."""
-        return "" if self.calling else self._spaces + self._buffer[self._kept :]
+        return "" if self.calling else self._text.spaces + self._buffer[self._kept :]
+
+    @property
+    def has_text(self) -> bool:
+        return self._text.has_any
+
+    @property
+    def has_thought(self) -> bool:
+        return self._thoughts.has_any
 
     @property
     def _kept(self) -> int:
@@ -85,10 +119,10 @@ class Reader:
             next(self._steps)
         except (StopIteration, Enough):
             self.done = True
-            if not self.num_calls and self._spaces:
-                self._text.append(self._spaces)
-        found = Found("".join(self._text), _joined(self._calls) if self._calls else ())
-        self._text, self._calls = [], []
+            if not self.num_calls and self._text.spaces:
+                self._text.new.append(self._text.spaces)
+        found = Found(self._text.take(), _joined(self._calls) if self._calls else (), self._thoughts.take())
+        self._calls = []
         return found
 
     def char(self) -> Steps[str]:
@@ -163,14 +197,10 @@ class Reader:
         self._mark = None
 
     def emit_text(self, text: str) -> None:
-        whole = self._spaces + text
-        shown = whole.rstrip(SPACES)
-        if not shown:
-            self._spaces = whole
-            return
-        self._spaces = whole[len(shown) :]
-        self._text.append(shown if self._has_text or not self.num_calls else shown.lstrip(SPACES))
-        self._has_text = True
+        self._text.add(text, strip=self.num_calls > 0)
+
+    def emit_thought(self, text: str) -> None:
+        self._thoughts.add(text, strip=True)
 
     def begin_call(self, name: str) -> None:
         self._mark = None

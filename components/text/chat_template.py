@@ -107,6 +107,31 @@ def instructed(
     return [{key: value for key, value in turn.items() if key != "answers"} for turn in turns]
 
 
+def in_messages(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Return a conversation as gpt-oss's template reads it: one call a turn, its result next, and its reasoning as `thinking`.
+
+    The template refuses a turn with a call, `thinking` and `content`, and shows `content` as reasoning there.
+    """
+    groups: list[list[Mapping[str, Any]]] = []
+    by_call: dict[str, list[Mapping[str, Any]]] = {}
+    for message in messages:
+        if message["role"] == "tool" and (group := by_call.get(message.get("tool_call_id", ""))) is not None:
+            group.append(message)
+            continue
+        turn = {key: value for key, value in message.items() if key not in {"reasoning_content", "tool_calls"}}
+        thoughts = [message["reasoning_content"]] if message.get("reasoning_content") else []
+        calls = message.get("tool_calls", ())
+        if calls and thoughts and turn["content"]:
+            thoughts.append(turn["content"])
+            turn["content"] = ""
+        if thoughts:
+            turn["thinking"] = "\n\n".join(thoughts)
+        groups.append([{**turn, "tool_calls": calls[:1]} if calls else turn])
+        groups += [[{"role": turn["role"], "content": "", "tool_calls": [call]}] for call in calls[1:]]
+        by_call.update(zip([call["id"] for call in calls], groups[-len(calls) :], strict=True) if calls else ())
+    return [turn for group in groups for turn in group]
+
+
 def _add_to_system_message(turns: list[dict[str, Any]], instruction: str) -> None:
     if turns and turns[0]["role"] == "system":
         turns[0]["content"] += f"\n\n{instruction}"

@@ -194,7 +194,7 @@ class ParsedChoice(Choice):
         self._parser = plan.parser(reports_before=bool(prompt.echo))
         self._before = plan.before
         self._echo = ""  # the parser returns it
-        self._thought = None if plan.reasoning is None else UpToMarker(plan.reasoning.end, text)
+        self._thought = None if plan.reasoning is None else UpToMarker(plan.reasoning.over, text)
 
     @property
     def reasoning_tokens(self) -> int:
@@ -222,13 +222,14 @@ class ParsedChoice(Choice):
 
 
 class UpToMarker:
-    """Counts the tokens of a text up to a marker, which may be several tokens or begin within one."""
+    """Counts the tokens of a text up to the first marker, which may be several tokens or begin within one."""
 
-    __slots__ = ("_end", "_found", "_marker", "_text", "num_tokens")
+    __slots__ = ("_end", "_found", "_longest", "_markers", "_text", "num_tokens")
 
-    def __init__(self, marker: str, text: TextModel) -> None:
+    def __init__(self, markers: Sequence[str], text: TextModel) -> None:
         self.num_tokens = 0
-        self._marker = marker.encode()
+        self._markers = [marker.encode() for marker in markers]
+        self._longest = max(map(len, self._markers))
         self._text = text
         self._end = b""  # of the text so far
         self._found = False
@@ -239,5 +240,5 @@ class UpToMarker:
                 return
             self.num_tokens += 1
             text = self._end + self._text.token_bytes.of(token_id)
-            self._found = self._marker in text
-            self._end = text[1 - len(self._marker) :]
+            self._found = any(marker in text for marker in self._markers)
+            self._end = text[1 - self._longest :]

@@ -11,6 +11,7 @@ from components.openai.fields import AskedConstraint
 from components.openai.tokens import TokenizeRequest
 from components.output.formats import PLAIN_JSON, ReasoningFormat, ToolFormat
 from components.output.grammar import (
+    TEXT,
     CallableTool,
     CallStyle,
     Grammar,
@@ -70,7 +71,7 @@ async def plan_answer(
     opened = (thinking is not None and thinking.opened) or (reasoning is not None and reasoning.end in before)
     if tools is not None and tools.style is None and conversation.choice.mode in {"required", "named"}:
         tools = PLAIN_JSON
-    tokens = (*(tools.tokens if tools else ()), *((reasoning.begin, reasoning.end) if reasoning else ()))
+    tokens = (*(tools.tokens if tools else ()), *(reasoning.tokens if reasoning else ()))
     single = not conversation.parallel or conversation.choice.mode == "named"
     output = OutputPlan(
         reasoning,
@@ -84,7 +85,9 @@ async def plan_answer(
     grammar = Grammar(text.marker_ids(tokens))
     held_to: AskedConstraint | None = None
     if tools is not None:
-        held_to = _constraint_of(grammar, tools, conversation, thinking, asked, single=single)
+        # an answer that is continued is a message already, and calls are messages of their own
+        answer_only = bool(before) and reasoning is not None and reasoning.messages is not None
+        held_to = _constraint_of(grammar, tools, conversation, thinking, asked, single=single, answer_only=answer_only)
     elif asked is not None and thinking is not None:
         rule = calls_or(grammar, None, (), thinking, _answer_rule(asked), single=single)
         held_to = AskedConstraint(Constraint(kind="lark", text=rule), asked.param)
@@ -99,7 +102,7 @@ def _thinking(text: TextModel, reasoning: ReasoningFormat, prompt: Sequence[int]
         if text.ends_with(prompt, reasoning.end):
             return None
         opened = reasoning.always or text.ends_with(prompt, reasoning.begin)
-        return Thinking(reasoning.begin, reasoning.end, opened)
+        return Thinking(reasoning.begin, reasoning.end, opened, reasoning.messages)
     read = Reasoning(reasoning.begin, reasoning.end, opened=reasoning.end in before)
     read.feed(before)
     return None if read.over else Thinking(reasoning.begin, reasoning.end, read.inside)
@@ -129,18 +132,23 @@ def _constraint_of(
     asked: AskedConstraint | None,
     *,
     single: bool,
+    answer_only: bool,
 ) -> AskedConstraint | None:
-    """What the answer must be, by tools and the request's constraint."""
+    """What the answer must be, by tools and the request's constraint. `answer_only`: it cannot be calls."""
     mode, name = conversation.choice
     callable_tools = _callable_tools(conversation)
+    strict = any(tool.strict for tool in callable_tools)
+    if answer_only and (strict or mode in {"required", "named"}):
+        raise _unsupported(
+            "continue_final_message", "this model's calls are messages of their own, and the last one has text"
+        )
     if mode in {"required", "named"}:
         assert tools.style is not None
         wanted = [tool for tool in callable_tools if mode == "required" or tool.name == name]
         rules = forced_calls(grammar, tools.style, wanted, thinking, single=single)
         return AskedConstraint(Constraint(kind="lark", text=rules), "tools")
-    strict = any(tool.strict for tool in callable_tools)
     if asked is not None:
-        style = _style_beside_answers(grammar, tools, asked)
+        style = None if answer_only else _style_beside_answers(grammar, tools, asked)
         rules = calls_or(grammar, style, callable_tools, thinking, _answer_rule(asked), single=single)
         return AskedConstraint(Constraint(kind="lark", text=rules), asked.param)
     if not strict:
@@ -149,7 +157,10 @@ def _constraint_of(
         raise _unsupported(
             "tools", f"with {tools.name} calls, 'strict' needs the 'tool_choice' 'required' or a named one"
         )
-    rules = strict_calls(grammar, tools.style, callable_tools, thinking, single=single)
+    if thinking is not None and thinking.messages is not None:
+        rules = calls_or(grammar, tools.style, callable_tools, thinking, TEXT, single=single)
+    else:
+        rules = strict_calls(grammar, tools.style, callable_tools, thinking, single=single)
     return AskedConstraint(Constraint(kind="lark", text=rules), "tools")
 
 

@@ -58,7 +58,7 @@ def tokenizer(*, special: bool) -> Tokenizer:
     made = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in enumerate(byte_letters())}, merges=[]))
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     made.decoder = decoders.ByteLevel()
-    made.add_special_tokens(["<|end|>", *(SPECIAL if special else ())])
+    made.add_special_tokens(["<|eos|>", *(SPECIAL if special else ())])
     return made
 
 
@@ -157,6 +157,8 @@ def test_reasoning_may_come_before_what_is_forced(opened: bool, special: bool) -
 @pytest.mark.parametrize("special", [False, True])
 def test_strict_tools_leave_text_alone_and_hold_calls_to_their_parameters(special: bool) -> None:
     for name, style in STYLES:
+        if name == "gpt_oss":  # its calls and answers are messages: test_harmony.py
+            continue
         grammar = new_grammar(special=special)
         rules = strict_calls(grammar, style, CALLABLE, None, single=False)
         right = style.before + style.head.replace("{}", "f") + '{"s": "a"}' + style.tail + style.after

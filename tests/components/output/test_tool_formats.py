@@ -68,6 +68,17 @@ SEVERAL: list[tuple[str, str]] = [  # ways to write f({}) and g({"a": 1}) in one
         ),
     ),
     ("qwen3_coder", "<function=f></function><function=g><parameter=a>1</parameter></function></tool_call>"),
+    (
+        "gpt_oss",
+        (
+            "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|end|>"
+            '<|start|>assistant<|channel|>commentary to=functions.g <|constrain|>json<|message|>{"a": 1}'
+        ),
+    ),
+    (
+        "gpt_oss",
+        ' to=functions.f<|channel|>commentary json<|message|>{}<|end|><|start|>assistant to=g<|message|>{"a": 1}',
+    ),
     ("pythonic", "[f(), g(a=1)]"),
     ("pythonic", " <|python_start|>[ f( ) , g(a = 1)]<|python_end|>\n"),
 ]

@@ -85,6 +85,7 @@ def test_earlier_calls_are_shown_though_no_tool_is_offered() -> None:
         ("{{ tools }}[TOOL_CALLS][ARGS][THINK]", "mistral", "mistral"),
         ("{{ tools }}<｜tool▁calls▁begin｜> ```json </think>", "deepseek_v3", "qwen3"),
         ("{{ tools }}<｜tool▁calls▁begin｜>", "deepseek_v31", None),
+        ("{{ tools }}<|channel|>analysis<|message|>", "gpt_oss", "gpt_oss"),
         ("{{ tools }} in no format that we know", "hermes", None),
     ],
 )
@@ -107,6 +108,50 @@ def test_flags_go_over_what_the_template_shows() -> None:
     assert OutputFormats.of(TEMPLATE, FormatOptions("template")).tools is None
     with pytest.raises(ValueError, match="--tool-parser mistral"):
         OutputFormats.of(TEMPLATE, FormatOptions(tool_parser="mistral"))
+
+
+CHANNELS = (
+    "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}{% for m in messages %}"
+    "{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('either') }}{% endif %}"
+    "{% if m.tool_calls and m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}{% endif %}"
+    "{% if m.role != 'assistant' or not m.tool_calls %}({{ m.role }}){{ m.content }}{% endif %}"
+    "{% if m.tool_calls %}<to={{ m.tool_calls[0].function.name }}{{ m.tool_calls[0].function.arguments.a }}>{% endif %}"
+    "{% endfor %}"
+)
+
+
+def test_gpt_oss_is_shown_one_call_a_turn_each_with_its_result_and_earlier_reasoning() -> None:
+    """Its template shows the first call of a turn only, and refuses reasoning and text in a turn with a call."""
+    system, user, assistant, one, two, so = TALK
+    talk = [system, user, {**assistant, "reasoning_content": "Hm."}, two, one, so]
+    shown = tiny_text_model(CHANNELS).render(talk, [TOOL])
+    assert shown == (
+        "f(system)Be brief.(user)Hello<|channel|>analysis<|message|>Hm.\n\nWell.<to=fü>(tool)1<to=fü>(tool)2(user)So?"
+    )
+    strange = {**one, "tool_call_id": "unknown"}
+    assert (
+        tiny_text_model(CHANNELS)
+        .render([user, {**assistant, "content": ""}, strange])
+        .endswith("<to=fü><to=fü>(tool)1")
+    )
+
+
+def test_the_format_gpt_oss_is_used_for_calls_and_reasoning_or_for_neither() -> None:
+    without_tools = "<|channel|>final<|message|>"
+    found = OutputFormats.of(without_tools, FormatOptions())
+    assert (found.tools, found.instructed, found.reasoning and found.reasoning.name) == (None, False, "gpt_oss")
+    both = OutputFormats.of("{{ tools }}", FormatOptions("auto", "gpt_oss", "gpt_oss"))
+    assert (both.tools and both.tools.name, both.reasoning and both.reasoning.name) == ("gpt_oss", "gpt_oss")
+    for options in (
+        FormatOptions(tool_parser="hermes"),
+        FormatOptions(reasoning_parser="none"),
+        FormatOptions(reasoning_parser="qwen3"),
+        FormatOptions("hermes"),
+    ):
+        with pytest.raises(ValueError, match="for reasoning and calls together"):
+            OutputFormats.of(CHANNELS, options)
+    with pytest.raises(ValueError, match="for reasoning and calls together"):
+        OutputFormats.of(NATIVE, FormatOptions(tool_parser="gpt_oss"))
 
 
 ON_OFF, EFFORT, NEITHER = {"enable_thinking"}, {"reasoning_effort"}, set[str]()

@@ -1,0 +1,81 @@
+"""gpt-oss's answers: messages in channels, with reasoning, text or a call.
+
+    <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
+    <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}
+
+The prompt ends with `<|start|>assistant`. `<|return|>` ends the answer, and `<|call|>` ends an answer with a call. Both are end
+tokens of the model, so the text lacks them.
+
+Source: openai/harmony, docs/format.md.
+"""
+
+import re
+from typing import Final
+
+from components.output.calls import is_tool_name
+from components.output.grammar import CallStyle, MessageStyle
+from components.output.json_calls import arguments
+from components.output.reader import Reader, Steps
+
+START, CHANNEL, CONSTRAIN, MESSAGE, END = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"
+IN_HEADER: Final = (START, CHANNEL, CONSTRAIN)
+MARKERS: Final = (*IN_HEADER, MESSAGE, END, "<|call|>", "<|return|>")
+NEXT: Final = f"{START}assistant"  # between two messages of an answer
+FUNCTIONS: Final = "functions."  # namespace of the client's tools
+CALL: Final = f"{CHANNEL}commentary to={FUNCTIONS}"
+HARMONY_CALLS: Final = CallStyle(f"{CALL}{{}} {CONSTRAIN}json{MESSAGE}", "", f"{END}{NEXT}", marker=CALL)
+HARMONY_MESSAGES: Final = MessageStyle(
+    others=(f"{CHANNEL}analysis{MESSAGE}", f"{CHANNEL}commentary{MESSAGE}"),
+    end=END,
+    next=NEXT,
+    answer=f"{CHANNEL}final{MESSAGE}",
+)
+TO_OTHERS: Final = frozenset({"assistant", "user", "all"})  # recipients that are no tools
+_RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
+_CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
+_BETWEEN: Final = "\n\n"  # two messages that a client sees as one text
+
+
+def harmony(r: Reader) -> Steps[None]:
+    """Text without a header is part of the answer, because a prompt may end within a message."""
+    header = "to=" if (yield from r.literal(" to=")) else ""  # of the header that the prompt began
+    marker = START if header else (yield from r.until(MARKERS, r.emit_text))
+    while marker:
+        if marker in IN_HEADER or marker == MESSAGE:
+            header = yield from _header(r, header)
+            marker, header = (yield from _content(r, header)), ""
+        else:
+            r.skip(len(marker))
+            marker = yield from r.until(MARKERS, r.emit_text)
+
+
+def _header(r: Reader, begun: str) -> Steps[str]:
+    """Skip all up to the message's content. Returns: `begun` and the rest of the header."""
+    parts = [begun]
+    while (marker := (yield from r.until(MARKERS, parts.append))) in IN_HEADER:
+        r.skip(len(marker))
+        parts.append(marker)
+    if marker == MESSAGE:
+        r.skip(len(MESSAGE))
+    return "".join(parts)
+
+
+def _content(r: Reader, header: str) -> Steps[str]:
+    """Report a message's content. Returns: the marker behind it."""
+    recipient = _RECIPIENT.search(header)
+    name = recipient[1].removeprefix(FUNCTIONS) if recipient is not None else ""
+    if r.tools and name not in TO_OTHERS and is_tool_name(name):
+        yield from r.spaces()
+        r.begin_call(name)
+        yield from arguments(r, MARKERS)
+        return (yield from r.until(MARKERS, _ignore))
+    channel = _CHANNEL.search(header)
+    reasons = channel is not None and channel[1] == "analysis"
+    emit, more = (r.emit_thought, r.has_thought) if reasons else (r.emit_text, r.has_text)
+    if more:
+        emit(_BETWEEN)
+    return (yield from r.until(MARKERS, emit))
+
+
+def _ignore(_: str) -> None:
+    pass
