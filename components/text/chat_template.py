@@ -132,6 +132,11 @@ def in_messages(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, 
     return [turn for group in groups for turn in group]
 
 
+def described(tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
+    """Give each tool a description, which gpt-oss's template takes for granted."""
+    return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
+
+
 def _add_to_system_message(turns: list[dict[str, Any]], instruction: str) -> None:
     if turns and turns[0]["role"] == "system":
         turns[0]["content"] += f"\n\n{instruction}"

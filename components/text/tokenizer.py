@@ -15,7 +15,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from components.errors import Rejected
 from components.output.formats import FormatOptions, OutputFormats
 from components.output.template_names import variables_of
-from components.text.chat_template import NEXT_TURN, Ending, in_messages, instructed
+from components.text.chat_template import NEXT_TURN, Ending, described, in_messages, instructed
 from components.text.detokenizer import (
     ByteDetokenizer,
     Detokenizer,
@@ -142,7 +142,7 @@ class TextModel:
         if self.formats.instructed:
             messages, tools = instructed(messages, tools), ()
         elif (reasoning := self.formats.reasoning) is not None and reasoning.messages is not None:
-            messages = in_messages(messages)
+            messages, tools = in_messages(messages), described(tools)
         elif self._calls_as_text:
             messages = [_with_text_arguments(message) for message in messages]
         try:

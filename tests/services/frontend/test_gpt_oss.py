@@ -23,7 +23,7 @@ from tests.waiting import PATIENCE_S
 pytestmark = pytest.mark.anyio
 # a small one with what matters of gpt-oss's: names of fields, markers, and one call a turn
 TEMPLATE = (
-    "{% for t in tools or [] %}{{ 'type ' + t.function.name + '\n' }}{% endfor %}{{ reasoning_effort or 'medium' }}"
+    "{% for t in tools or [] %}{{ '// ' + t.function.description + t.function.name + '\n' }}{% endfor %}{{ reasoning_effort or 'medium' }}"
     "{% for m in messages %}{% if m.tool_calls %}"
     "{% if m.content and m.thinking %}{{ raise_exception('content and thinking') }}{% endif %}"
     "{{ '<|start|>assistant<|channel|>analysis<|message|>' + (m.content or m.thinking or '') + '<|end|>' }}"
@@ -153,7 +153,7 @@ async def test_earlier_turns_reach_the_template_under_the_names_that_it_reads() 
     async with served(mesh) as client:
         await ask(client, stream=False, messages=turns, reasoning_effort="low")
     assert mesh.text.decode(mesh.prompts[0].token_ids, skip=False) == (
-        "type f\ntype g\nlow<|start|>user<|message|>Hello<|end|>"
+        "// f\n// g\nlow<|start|>user<|message|>Hello<|end|>"
         "<|start|>assistant<|channel|>analysis<|message|>Hm.\n\nI look.<|end|>"
         '<|start|>assistant to=functions.g<|channel|>commentary json<|message|>{"a": 1}<|call|>'
         "<|start|>tool<|message|>one<|end|>"
