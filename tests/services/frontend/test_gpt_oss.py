@@ -23,7 +23,8 @@ from tests.waiting import PATIENCE_S
 pytestmark = pytest.mark.anyio
 # a small one with what matters of gpt-oss's: names of fields, markers, and one call a turn
 TEMPLATE = (
-    "{% for t in tools or [] %}{{ '// ' + t.function.description + t.function.name + '\n' }}{% endfor %}{{ reasoning_effort or 'medium' }}"
+    "{% for t in tools or [] %}{{ '// ' + t.function.description + t.function.name + '\n' }}{% endfor %}"
+    "{{ reasoning_effort or 'medium' }}"
     "{% for m in messages %}{% if m.tool_calls %}"
     "{% if m.content and m.thinking %}{{ raise_exception('content and thinking') }}{% endif %}"
     "{{ '<|start|>assistant<|channel|>analysis<|message|>' + (m.content or m.thinking or '') + '<|end|>' }}"
