@@ -23,7 +23,7 @@ from components.http.limits import (
     WriteRefusal,
     plain_refusal,
 )
-from components.http.unread import Unread
+from components.http.unread import Unread, undelivered_bytes
 from components.http.writer import ConnectionWriter, HeldWrites
 
 PUSH: Final = "kvmesh.push"  # key of a BodyPush in an ASGI scope
@@ -266,7 +266,10 @@ class Connection(HttpToolsProtocol):
         """Return whether the client is a slow consumer."""
         writer = self._writer
         is_full = self.flow.write_paused or writer.is_closing() or self.is_idle
-        return self._unread.is_too_long(now_s, writer.num_bytes, writer.get_write_buffer_size(), is_full=is_full)
+        waiting, undelivered = writer.get_write_buffer_size(), 0
+        if waiting and (peer := writer.get_extra_info("socket")) is not None:
+            undelivered = undelivered_bytes(peer.fileno())
+        return self._unread.is_too_long(now_s, writer.num_bytes, waiting, undelivered=undelivered, is_full=is_full)
 
     def _refuse(self, why: Closed) -> None:
         """Answer with the reason, unless another answer is under way, and close."""

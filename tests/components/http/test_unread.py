@@ -1,12 +1,14 @@
 """A client is too slow if bytes wait for it, and it takes none, or too few."""
 
+import socket
 from dataclasses import replace
 from typing import Final
 
 import pytest
 
 from components.http.limits import ClientLimits
-from components.http.unread import Unread
+from components.http.unread import Unread, undelivered_bytes
+from tests.waiting import wait_until
 
 LIMITS: Final = ClientLimits(unread_s=20.0, bytes_per_s=1000.0)
 FULL: Final = 80_000
@@ -55,3 +57,30 @@ def test_time_in_which_the_process_did_not_run_is_left_out() -> None:
     unread.held_up(30.0)
     assert not unread.is_too_long(30.5, FULL, FULL, is_full=True)
     assert unread.is_too_long(31.6, FULL, FULL, is_full=True)
+
+
+def test_bytes_that_leave_the_kernel_count_while_it_takes_none_from_this_process() -> None:
+    """A client that read 10,000 bytes/s was closed: the kernel takes bytes in large steps, more than 20 s apart."""
+    unread, in_kernel = Unread(LIMITS, 0.0), 400_000
+    for now_s in range(1, 40):
+        in_kernel -= 10_000
+        assert not unread.is_too_long(now_s, 10**6, FULL, undelivered=in_kernel, is_full=True)
+    assert not unread.is_too_long(59, 10**6, FULL, undelivered=in_kernel, is_full=True)
+    assert unread.is_too_long(60, 10**6, FULL, undelivered=in_kernel, is_full=True)
+
+
+def test_the_kernel_reports_what_a_peer_has_not_taken() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with listener, socket.create_connection(listener.getsockname()) as client, listener.accept()[0] as server:
+        server.setblocking(False)
+        sent = 0
+        while True:
+            try:
+                sent += server.send(bytes(65_536))
+            except BlockingIOError:
+                break
+        assert 0 < undelivered_bytes(server.fileno()) <= sent
+        while sent:
+            sent -= len(client.recv(65_536))
+        wait_until(lambda: undelivered_bytes(server.fileno()) == 0)
+    assert undelivered_bytes(-1) == 0
