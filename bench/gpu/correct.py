@@ -155,6 +155,8 @@ def check_offload(scale: Scale) -> bool:
     back = [(target, source) for source, target in reversed(out)]
     speeds: dict[str, float] = {}
     for name, moves in (("out", out), ("back", back), ("out again", out), ("back again", back)):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # the copies' stream does not wait for what was enqueued here
         started = time.perf_counter()
         copies.copy(moves)
         speeds[name] = round(count * layout.page_bytes / (time.perf_counter() - started) / 1e9, 2)

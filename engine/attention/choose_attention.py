@@ -99,7 +99,7 @@ def _automatic(device: torch.device, layout: KvLayout) -> str:
         return "cpu" if why_not_cpu("auto", device, layout) is None else "torch"
     needed = {
         "triton": find_spec("triton") is not None,
-        "a C compiler": find_c_compiler() is not None,
+        "a C compiler with Python.h": find_c_compiler() is not None,
         f"kernels for heads of {layout.head_dim} numbers": layout.head_dim <= LARGEST_HEAD,
     }
     missing = [name for name, there in needed.items() if not there]

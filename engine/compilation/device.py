@@ -253,7 +253,7 @@ def why_eager(config: EngineConfig) -> str | None:
     if find_spec("triton") is None:
         return "the package triton is not installed"
     if find_c_compiler() is None:
-        return "there is no C compiler: install gcc or set CC"
+        return "there is no C compiler with Python.h: install gcc and python3-dev, or set CC"
     return None
 
 

@@ -1,9 +1,16 @@
-"""Triton builds a launcher for each kernel with a C compiler."""
+"""Triton builds a launcher for each kernel with a C compiler, against Python's headers."""
 
 import os
 import shutil
+import sysconfig
+from pathlib import Path
 
 
 def find_c_compiler() -> str | None:
-    """Path of the compiler that Triton would take."""
+    """Path of the compiler that Triton would take. None if it or Python.h is missing: a kernel's first launch would fail."""
+    scheme = sysconfig.get_default_scheme()
+    if scheme == "posix_local":  # Debian's, of packages; the headers are where Python itself is
+        scheme = "posix_prefix"
+    if not (Path(sysconfig.get_paths(scheme)["include"]) / "Python.h").is_file():
+        return None
     return next(filter(None, map(shutil.which, (os.environ.get("CC", "gcc"), "clang"))), None)

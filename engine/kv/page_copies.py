@@ -21,7 +21,10 @@ class PageCopies:
             self._stream = torch.cuda.Stream(storage.device)  # type: ignore[no-untyped-call]  # as torch ships it
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy (source, target) pages. Return when it is done, as a peer may then write to either."""
+        """Copy (source, target) pages. Return when it is done, as a peer may then write to either.
+
+        What was enqueued for these pages on other streams must have ended: this one does not wait for them.
+        """
         on_stream: AbstractContextManager[object] = nullcontext()
         if self._stream is not None:
             on_stream = torch.cuda.stream(self._stream)

@@ -49,8 +49,8 @@ def test_a_package_that_is_missing_is_named(kind: AttentionKind, package: str, m
     [
         (True, "gcc", "triton", []),
         (None, "gcc", "torch", ["triton"]),
-        (True, None, "torch", ["a C compiler"]),
-        (None, None, "torch", ["triton and a C compiler"]),
+        (True, None, "torch", ["a C compiler with Python.h"]),
+        (None, None, "torch", ["triton and a C compiler with Python.h"]),
     ],
 )
 def test_on_a_cuda_device_it_is_triton_where_that_can_run(
