@@ -11,6 +11,7 @@ from engine.errors import ModelUnavailable
 from engine.model.progress import Progress
 
 FILES: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
+OTHERS: Final = ["original/*", "consolidated*.safetensors"]  # the same weights in their authors' own formats
 
 
 def fetch(model: str, progress: Progress) -> Path:
@@ -30,7 +31,7 @@ def fetch(model: str, progress: Progress) -> Path:
             return shown
 
     try:
-        return Path(snapshot_download(model, allow_patterns=FILES, tqdm_class=Bar))
+        return Path(snapshot_download(model, allow_patterns=FILES, ignore_patterns=OTHERS, tqdm_class=Bar))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as exc:
         raise ModelUnavailable(f"{model} could not be fetched from the hub: {_cause(exc)}") from exc
 

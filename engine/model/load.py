@@ -27,7 +27,7 @@ from engine.model.identity import random_identity, weights_identity
 from engine.model.pooling import Pooling, read_pooling
 from engine.model.progress import Progress, unless_quick
 from engine.model.resolve import is_random, model_dir, served_name
-from engine.model.support import check_config, check_stored, check_unexpected, max_positions
+from engine.model.support import check_config, check_stored, check_unexpected, is_mxfp4, max_positions
 from engine.sampling.bounds import end_tokens
 from engine.sharding.cuts import NO_CUTS, cut_weights, join_sums, plan_cuts
 from engine.sharding.heads import check_heads, query_heads
@@ -77,6 +77,9 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     model_config = _read_config(directory)
     check_config(name, model_config)
+    unpacks = is_mxfp4(model_config)
+    if unpacks:
+        del model_config.quantization_config  # transformers would choose kernels by it
     pooling = read_pooling(name, directory, matryoshka=config.matryoshka)
     if pooling is not None and config.lora:
         raise UnsupportedModel(f"{name} makes embeddings: LoRA adapters are for models that generate")
@@ -99,8 +102,8 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
     )
     shard = of_shard(layout, rank, size)
     with _built(name, directory):
-        skeleton = None if size == 1 else _skeleton(auto, model_config)
-    cuts = NO_CUTS if skeleton is None else plan_cuts(name, skeleton, shard, heads)
+        skeleton = None if size == 1 and not unpacks else _skeleton(auto, model_config)
+    cuts = NO_CUTS if skeleton is None or size == 1 else plan_cuts(name, skeleton, shard, heads)
     if random:
         progress("Making random weights", 0, 1)
         with _built(name, directory):

@@ -34,8 +34,9 @@ def _reasons(config: Any) -> dict[str, Any]:
     text = config.get_text_config()
     layer_types = set(getattr(text, "layer_types", None) or LAYER_TYPES)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    method = "" if is_mxfp4(config) else _quantisation(config)
     return {
-        _quantised(_quantisation(config)): _quantisation(config),
+        _quantised(method): method,
         "it is not a decoder-only model": config.is_encoder_decoder,
         f"its layers are of the kinds {sorted(layer_types)}": not layer_types <= LAYER_TYPES,
         "it compresses keys and values (MLA)": getattr(text, "kv_lora_rank", None),
@@ -105,6 +106,11 @@ def _quantisation(config: Any) -> str:
         return ""
     method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
     return str(getattr(method, "value", method) or "by a method that config.json does not name")
+
+
+def is_mxfp4(config: Any) -> bool:
+    """Return whether the experts are in MXFP4, under the names of gpt-oss: these are read as bfloat16."""
+    return config.model_type == "gpt_oss" and _quantisation(config) == "mxfp4"
 
 
 def max_positions(config: Any) -> int:

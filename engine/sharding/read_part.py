@@ -14,6 +14,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from engine.attention.backend import IMPLEMENTATION
 from engine.sharding.cuts import Cuts, cut_weights
+from engine.sharding.mxfp4 import joined
 from engine.sharding.part import Part
 
 WEIGHTS: Final = "model.safetensors"  # transformers' names
@@ -36,7 +37,9 @@ class CutTensor:
 
 
 def read_part(directory: Path, skeleton: Any, dtype: torch.dtype, cuts: Cuts, rank: int) -> tuple[Any, dict[str, Any]]:
-    """Make a model from its part of the weights. `skeleton` is the whole model without memory.
+    """Make a model from its part of the weights, or from all if there are no cuts.
+
+    `skeleton` is the whole model without memory.
 
     Returns: as `from_pretrained(output_loading_info=True)`.
     """
@@ -56,7 +59,7 @@ def read_part(directory: Path, skeleton: Any, dtype: torch.dtype, cuts: Cuts, ra
         module, report = part.from_pretrained(
             None,
             config=skeleton.config,
-            state_dict=_parts(tensors, skeleton, cuts, rank),
+            state_dict=_parts(joined(tensors), skeleton, cuts, rank),
             dtype=dtype,
             attn_implementation=IMPLEMENTATION,
             ignore_mismatched_sizes=True,  # the caller refuses them
