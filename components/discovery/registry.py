@@ -304,8 +304,15 @@ def _text(key: bytes) -> str:
 
 
 def _load(key: bytes, value: bytes) -> InstanceRecord | None:
+    """Return the record, or None if it is not understood or of another instance: a process may write under its own key only."""
+    name = _text(key)
     try:
-        return load_record(value)
+        record = load_record(value)
     except MalformedMessage as exc:
-        log.warning("instance record not understood", extra={"key": _text(key), "cause": str(exc)})
+        log.warning("instance record not understood", extra={"key": name, "cause": str(exc)})
         return None
+    if not name.endswith(f"/{record.role}/{record.instance_id}"):
+        cause = f"it names {record.role} {record.instance_id[:80]!r}"
+        log.warning("instance record not understood", extra={"key": name, "cause": cause})
+        return None
+    return record

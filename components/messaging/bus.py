@@ -185,14 +185,15 @@ class nats_errors:  # noqa: N801 - a function with `contextmanager` takes thrice
 
 
 def _ours(error: BaseException, subject: str, url: str) -> MeshError | None:
-    if isinstance(error, RespondersGone):
-        return ListenerGone(f"no process listens on {subject} any more", subject=subject)
     if isinstance(error, nats.errors.NoRespondersError):
-        return NobodyListens(f"no process listens on {subject}", subject=subject)
+        kind, when = (ListenerGone, " any more") if isinstance(error, RespondersGone) else (NobodyListens, "")
+        return kind(f"no process listens on {subject}{when}", subject=subject)
     if isinstance(error, nats.errors.TimeoutError | TimeoutError):
         return DeadlineExceeded(f"no answer on {subject} in time", subject=subject)
     if isinstance(error, nats.errors.MaxPayloadError):
         return MessageTooLarge(f"message for {subject} exceeds the server's max_payload", subject=subject)
+    if isinstance(error, nats.errors.BadSubjectError):
+        return MalformedMessage(f"{subject[:80]!r} is not a subject of NATS", subject=subject[:80])
     # nats-py does not catch uvloop's error for a reset socket, nor errors of its own half-closed state
     if isinstance(error, nats.errors.Error | OSError | RuntimeError | AttributeError):
         return BackendUnavailable(unreachable(url, error), subject=subject)

@@ -17,6 +17,7 @@ from nats.aio.msg import Msg
 
 from components.aio import exact_cancellation
 from components.permissions import answer_subject
+from components.wire.codec import MAX_SUBJECT
 
 AGAIN_S: Final = 1.0  # then an unanswered call is sent again
 QUICK_REPEATS: Final = 8  # the first ones, a second apart; after them the pause doubles, up to LONGEST_S
@@ -32,7 +33,12 @@ class RespondersGone(nats.errors.NoRespondersError):  # type: ignore[misc]  # na
 async def publish(
     client: Client, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None
 ) -> None:
-    """Send a message. nats-py may lose a cancellation while it waits for the socket; this does not."""
+    """Send a message. nats-py may lose a cancellation while it waits for the socket; this does not.
+
+    Raises: nats.errors.BadSubjectError, also for a subject that would end the connection.
+    """
+    if len(subject) + len(reply) > MAX_SUBJECT:
+        raise nats.errors.BadSubjectError
     with exact_cancellation():
         await client.publish(subject, data, reply=reply, headers=headers)
 

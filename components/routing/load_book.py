@@ -6,6 +6,7 @@ No clocks are compared: a heartbeat has the number of the latest accepted reques
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Final
 
 from components.routing.policy import BY_ID, Member
@@ -165,7 +166,8 @@ class LoadBook:
         instance.running = max(heartbeat.num_requests or in_engine, 0)
         instance.used_pages = max(heartbeat.held_pages, 0)
         instance.member.total_pages = max(heartbeat.total_pages, 0)
-        instance.member.prompt_tokens_per_s = max(heartbeat.prompt_tokens_per_s, 0.0)
+        speed = heartbeat.prompt_tokens_per_s
+        instance.member.prompt_tokens_per_s = speed if isfinite(speed) and speed > 0 else 0.0
         for sent in [s for s in instance.uncovered if s.number is not None and s.number <= heartbeat.accepted]:
             self._cover(sent)
         instance.show()

@@ -4,7 +4,7 @@ A receiver ignores unknown fields, so a newer sender may add a field with a defa
 """
 
 from collections.abc import Callable
-from typing import Any, ClassVar, Final, TypeVar, dataclass_transform
+from typing import Annotated, Any, ClassVar, Final, TypeVar, dataclass_transform
 
 import msgpack
 import msgspec
@@ -14,6 +14,9 @@ from components.errors import MalformedMessage
 
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 MAX_ITEMS: Final = 1 << 20
+# Characters of a message's subject and reply subject. NATS ends a connection whose line exceeds 4 kB, and nats-py does
+# not connect again after that.
+MAX_SUBJECT: Final = 1000
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
 
@@ -24,6 +27,9 @@ class UnknownMessage(MalformedMessage):
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(msgspec.field,))
 class Struct(msgspec.Struct, frozen=True, omit_defaults=True): ...
 
+
+Subject = Annotated[str, msgspec.Meta(max_length=MAX_SUBJECT // 2)]  # on NATS
+Id = Annotated[str, msgspec.Meta(max_length=256)]  # of an instance: a part of subjects
 
 S = TypeVar("S", bound=Struct)
 

@@ -14,7 +14,7 @@ import msgpack
 import msgspec
 
 from components.errors import MalformedMessage, MeshError
-from components.wire.codec import Dated, Struct, message, unpack_plain
+from components.wire.codec import Dated, Struct, Subject, message, unpack_plain
 from components.wire.logprobs import PackedLogprobs, TokenLogprobs, pack_logprobs, unpack_logprobs
 from components.wire.refused import Refused, refusal
 from components.wire.sampling import SamplingParams
@@ -38,7 +38,7 @@ class GenerateRequest(Dated):
     epoch: str
     model: str
     stream_id: int  # of the first branch; the others' follow
-    reply_to: str  # NATS subject
+    reply_to: Subject
     token_ids: bytes  # int32[T], after a move with the tokens so far
     sampling: SamplingParams
     num_generated: int = 0  # of `token_ids`, after a move
@@ -58,7 +58,7 @@ class GenerateAccepted(Struct):
 
 @message("cancel.v1")
 class CancelStreams(Struct):
-    reply_to: str
+    reply_to: Subject
     stream_ids: list[int]
 
 
@@ -69,7 +69,7 @@ class StreamsCancelled(Struct):
 
 @message("resend.v1")
 class ResendFrames(Struct):
-    reply_to: str
+    reply_to: Subject
     first: int  # frame number
 
 

@@ -6,7 +6,7 @@ import msgspec
 from msgspec import field
 
 from components.errors import MalformedMessage
-from components.wire.codec import MALFORMED, Struct, message
+from components.wire.codec import MALFORMED, Struct, Subject, message
 from components.wire.embed import EmbeddingModel
 from components.wire.layout import KvLayout, of_shard
 from components.wire.protocol import UNNAMED, understood
@@ -57,7 +57,7 @@ class InstanceRecord(Struct):
     host: str
     pid: int
     started_unix_ms: int
-    subject: str
+    subject: Subject
     model: str | None = None
     adapters: dict[str, str] = field(default_factory=dict)  # hash of the weights by name
     max_context: int | None = None  # tokens of prompt and output

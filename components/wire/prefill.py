@@ -4,7 +4,7 @@ decode ↔ prefill: the prompt, and the end of its transfer. decode, prefill ↔
 replica's memory.
 """
 
-from components.wire.codec import Dated, Struct, message
+from components.wire.codec import Dated, Id, Struct, message
 from components.wire.sampling import SamplingParams
 
 
@@ -16,7 +16,7 @@ class PrefillRequest(Dated):
 
     request_id: str
     epoch: str
-    decode_id: str
+    decode_id: Id
     decode_epoch: str
     room: str
     stamp: int  # random uint63 for the aux slot
@@ -61,9 +61,9 @@ class OpenRoom(Dated):
 
     room: str
     request_id: str
-    prefill_id: str
+    prefill_id: Id
     prefill_epoch: str
-    decode_id: str
+    decode_id: Id
     decode_epoch: str
     pages: list[int]  # the whole prompt's, in order
     num_cached_pages: int  # leading pages, not sent
@@ -80,7 +80,7 @@ class PagesOffered(Dated):
     request_id: str
     room: str
     bootstrap_id: str
-    decode_id: str
+    decode_id: Id
     decode_epoch: str
     pages: list[int]
     num_cached_pages: int

@@ -116,7 +116,8 @@ class EngineCore:
         # in the steps that landed in this one
         self._prompt_tokens = 0
         self._prompt_rows = 0  # with tokens that are computed again
-        self._decode_rows = 0  # decodes and drafts
+        self._decodes = 0
+        self._decode_rows = 0  # of decodes and drafts
         self._copied_s = 0.0  # in this one, for copies of pages
 
     @property
@@ -244,7 +245,7 @@ class EngineCore:
     def _stepped(self, *, pauses: bool) -> Generator[Pause, None, StepOutput]:
         started = perf_counter()
         self._step += 1
-        self._prompt_tokens = self._prompt_rows = self._decode_rows = 0
+        self._prompt_tokens = self._prompt_rows = self._decodes = self._decode_rows = 0
         self._copied_s = 0.0
         output = StepOutput()
         if self._scheduler.must_preempt():
@@ -269,10 +270,11 @@ class EngineCore:
         output.cache_events = self._memory.prefix.take_events()
         output.stats = stats = self._stats(output, perf_counter() - started)
         computed_s = stats.step_s - self._copied_s
-        if self._row_cost is not None and self._decode_rows and not self._prompt_rows:
+        if self._row_cost is not None and self._decodes and not self._prompt_rows:
             self._row_cost.stepped(self._decode_rows, computed_s)
+            computed_s = self._row_cost.without_drafts_s(self._decodes, self._decode_rows, computed_s)
         if self._chunk_limit is not None:
-            self._chunk_limit.stepped(self._prompt_rows, self._decode_rows, computed_s)
+            self._chunk_limit.stepped(self._prompt_rows, self._decodes, computed_s)
         return output
 
     def _copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
@@ -324,6 +326,7 @@ class EngineCore:
             if chunk.is_prompt:
                 self._prompt_rows += chunk.length
             else:
+                self._decodes += 1
                 self._decode_rows += chunk.length
             if start < request.prompt_len:
                 self._prompt_tokens += min(chunk.end, request.prompt_len) - start

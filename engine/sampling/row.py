@@ -52,12 +52,14 @@ class Row:
         self.seen: SeenTokens | None = None  # for penalties
 
     def rows_after(self, drafts: Sequence[int]) -> "list[Row]":
-        """Return the row of the draw after each draft, up to the first one that the mask forbids."""
+        """Return the row of the draw after each draft, up to the first one that the mask forbids, or that ends the answer."""
         rows: list[Row] = []
         mask = self.mask
         if mask is not None:
             drafts = drafts[: mask.allows(drafts)]
         for count, draft in enumerate(drafts, 1):
+            if draft in self.end_ids:
+                break
             if mask is not None:
                 mask = mask.fork()
                 mask.accept(draft)

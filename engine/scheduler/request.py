@@ -217,7 +217,8 @@ class RequestMemory:
         self._reserve_tokens = reserve_tokens
         self._most_promised = self._pages_for(reserve_tokens) + 1  # pages that a request may still need
         # branches compute the last tokens again
-        self._kept_tokens = window + LEAST_COMPUTED - 1 if window else 0
+        # in a window shorter than a page, released entries could name the page that is being filled
+        self._kept_tokens = window + LEAST_COMPUTED - 1 if window >= page_size else 0
         self._kept_pages = self._pages_for(self._kept_tokens)  # the last of full ones
 
     def fits(self, request: Request, others: Collection[Request], before: Collection[Request] = ()) -> bool:

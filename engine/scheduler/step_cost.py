@@ -24,14 +24,14 @@ class StepCost:
     """
 
     def __init__(self) -> None:
-        self._decode_s: dict[int, deque[float]] = {}  # of steps without prompts; key: bit length of their rows
+        self._decode_s: dict[int, deque[float]] = {}  # of steps without prompts; key: bit length of the decodes
         self._token_s: deque[float] = deque(maxlen=REMEMBERED)  # of a prompt token, beyond the decodes beside it
 
-    def decode_s(self, rows: int) -> float:
-        """Seconds of a step of `rows` decodes and drafts, or of the most similar number; 0: unknown."""
+    def decode_s(self, decodes: int) -> float:
+        """Seconds of a step of `decodes` decodes, or of the most similar number; 0: unknown."""
         if not self._decode_s:
             return 0.0
-        size = rows.bit_length()
+        size = decodes.bit_length()
         nearest = min(self._decode_s, key=lambda known: (abs(known - size), known))
         return median(self._decode_s[nearest])
 
@@ -39,13 +39,13 @@ class StepCost:
         """0: unknown."""
         return median(self._token_s) if self._token_s else 0.0
 
-    def stepped(self, prompt_tokens: int, rows: int, step_s: float) -> None:
-        """Learn from a step of `prompt_tokens` and, beside them, `rows` decodes and drafts."""
+    def stepped(self, prompt_tokens: int, decodes: int, step_s: float) -> None:
+        """Learn from a step without drafts, or from what it would have taken without them."""
         if prompt_tokens >= FEWEST_DISAGGREGATED:
-            prompt_s = max(step_s - (self.decode_s(rows) if rows else 0.0), step_s / 2, 1e-6)
+            prompt_s = max(step_s - (self.decode_s(decodes) if decodes else 0.0), step_s / 2, 1e-6)
             self._token_s.append(prompt_s / prompt_tokens)
-        elif not prompt_tokens and rows:
-            self._decode_s.setdefault(rows.bit_length(), deque(maxlen=REMEMBERED)).append(step_s)
+        elif not prompt_tokens and decodes:
+            self._decode_s.setdefault(decodes.bit_length(), deque(maxlen=REMEMBERED)).append(step_s)
 
 
 class RowCost:
@@ -68,20 +68,33 @@ class RowCost:
         if len(self._steps) > LATEST:
             self._add(*self._steps.popleft(), -1)
 
+    def without_drafts_s(self, decodes: int, rows: int, step_s: float) -> float:
+        """Return what a step of `rows` would have taken with its `decodes` alone."""
+        if rows == decodes or not self._steps:
+            return step_s
+        # no less than their share, as if a row cost the same in a step of any size
+        return max(step_s - (rows - decodes) * self._row_s, step_s * decodes / rows)
+
     def least_chance(self, decodes: int) -> float:
         """Return how likely a draft must be to pay for its row, with a margin for what was not measured well.
 
         A row pays for itself if it makes a token at no higher cost than the step's other tokens.
         """
-        count, (all_rows, all_s, squares, products) = len(self._steps), self._sums
+        count, (all_rows, all_s, _, _) = len(self._steps), self._sums
         if not all_s or not decodes:
             return min(1.0, MARGIN * SUPPOSED * decodes)
+        row_s = self._row_s
+        step_s = max(all_s / count + (decodes - all_rows / count) * row_s, decodes * row_s)
+        return min(1.0, MARGIN * decodes * row_s / step_s)
+
+    @property
+    def _row_s(self) -> float:
+        """Seconds of one more row, once there was a step."""
+        count, (all_rows, all_s, squares, products) = len(self._steps), self._sums
         mean_rows, mean_s = all_rows / count, all_s / count
         together, spread = products - all_rows * mean_s, squares - all_rows * mean_rows
         line_s = (together + SUPPOSED_SPREAD * SUPPOSED * mean_s) / (spread + SUPPOSED_SPREAD)
-        row_s = max(line_s, LEAST * mean_s)
-        step_s = max(mean_s + (decodes - mean_rows) * row_s, decodes * row_s)
-        return min(1.0, MARGIN * decodes * row_s / step_s)
+        return max(line_s, LEAST * mean_s)
 
     def _add(self, rows: int, step_s: float, sign: int) -> None:
         all_rows, all_s, squares, products = self._sums
@@ -125,6 +138,6 @@ class ChunkLimit:
         step_s = max(self._target_s, stretch * decode_s)
         return max(fewest, int((step_s - decode_s) / token_s))
 
-    def stepped(self, prompt_tokens: int, rows: int, step_s: float) -> None:
-        """Learn from a step of `prompt_tokens` and, beside them, `rows` decodes and drafts."""
-        self._cost.stepped(prompt_tokens, rows, step_s)
+    def stepped(self, prompt_tokens: int, decodes: int, step_s: float) -> None:
+        """Learn from a step without drafts, or from what it would have taken without them."""
+        self._cost.stepped(prompt_tokens, decodes, step_s)

@@ -9,7 +9,16 @@ from typing import Final
 from prometheus_client import Counter
 
 from components.aio import BackgroundTasks
-from components.errors import Cancelled, KvUnavailable, MeshError, PeerBroken, PeerLost, PrefillLost, TransferFailed
+from components.errors import (
+    Cancelled,
+    KvUnavailable,
+    MeshError,
+    PeerBroken,
+    PeerLost,
+    PrefillLost,
+    PromptTooLong,
+    TransferFailed,
+)
 from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
 from components.routing.policy import PromptLoad, PromptRate
@@ -262,7 +271,9 @@ class RequestRunner:
         if failure is not None and following is None:  # a refusal is no failure if another instance takes the prompt
             self._metrics.transfer_failed(peer, failure)
             self._settle_later(transfer)
-            self._compute_here(active, failure, was_begun=not transfer.another_may_accept)
+            # prefill's engine, which may have fewer pages, refuses a prompt after its acceptance
+            was_begun = not (transfer.another_may_accept or isinstance(failure, PromptTooLong))
+            self._compute_here(active, failure, was_begun=was_begun)
         return following
 
     async def _receive(

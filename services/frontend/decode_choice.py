@@ -22,6 +22,7 @@ from components.errors import (
     Overloaded,
     PeerBroken,
     PeerLost,
+    StaleInstance,
 )
 from components.messaging.call_server import Endpoint
 from components.messaging.clocks import now_ms, remaining_s
@@ -65,8 +66,10 @@ class DecodeChoice:
     def __init__(self, decodes: Fleet, model: str, no_worker_wait_s: float = NO_WORKER_WAIT_S) -> None:
         self._decodes = decodes.alive
         self._no_worker_wait_s = no_worker_wait_s
-        self._seen_s = -math.inf  # monotonic: when an instance was last usable
-        self._decodes.on_lost(lambda *_: self._seen())
+        self._seen_s: dict[str, float] = {}  # by adapter, "" for the model: monotonic, when an instance was last usable
+        self._measured: Sequence[InstanceRecord] = ()  # the usable instances of `_smallest`
+        self._smallest: float = math.inf  # tokens of context
+        self._decodes.on_lost(lambda record, _reason: self.seen("", *record.adapters))
         self._router = decodes.router
         self._policy = decodes.policy.text
         self._rng = decodes.rng
@@ -75,36 +78,51 @@ class DecodeChoice:
     def usable(self, adapter: str = "") -> Sequence[InstanceRecord]:
         usable = self._decodes.usable(self._model, adapter)
         if usable:
-            self._seen()
+            self.seen(adapter)
         return usable
 
-    def may_come_back(self) -> bool:
-        return time.monotonic() < self._seen_s + self._no_worker_wait_s
+    def seen(self, *adapters: str) -> None:
+        """Note that an instance with these is usable now, or was until now."""
+        self._seen_s.update(dict.fromkeys(adapters, time.monotonic()))
 
-    async def choose(self, prompt: Prompt, attempts: Attempts) -> tuple[InstanceRecord, Route]:
+    def may_come_back(self, adapter: str = "") -> bool:
+        return time.monotonic() < self._seen_s.get(adapter, -math.inf) + self._no_worker_wait_s
+
+    async def choose(
+        self, prompt: Prompt, attempts: Attempts, context: int | None = None
+    ) -> tuple[InstanceRecord, Route]:
         """Choose an instance that has not failed this request; if all have, one of them after a pause.
+
+        `context`: tokens that it must hold at once; None: the prompt and its answer.
 
         Raises: NoDecodeInstance, if none comes back in time.
         """
         began, left_s = time.monotonic(), remaining_s(prompt.deadline_unix_ms)
         adapter = self.adapter(prompt)
+        tokens = len(prompt.token_ids) + prompt.sampling.max_tokens if context is None else context
         record = request_record()
         with record.step("frontend.route") as step:
             while True:
-                usable = self.usable(adapter)
+                usable = self._large_enough(self.usable(adapter), tokens)
                 fresh = [r for r in usable if r.instance_id not in attempts.failed] if attempts.failed else usable
                 if usable and not fresh:
                     await asyncio.sleep(self._back_off_s(len(attempts.failed) - len(usable)))
-                    usable = self.usable(adapter)
+                    usable = self._large_enough(self.usable(adapter), tokens)
                     fresh = [r for r in usable if r.instance_id not in attempts.failed] or usable
                 found = self._route(prompt, fresh, record, step)
                 if found is not None:
                     return found
                 waited_s = time.monotonic() - began
-                worth_it = waited_s < WAIT_FOR_DECODE_S if attempts.moves else self.may_come_back()
+                if attempts.moves:
+                    worth_it = waited_s < WAIT_FOR_DECODE_S
+                elif self._decodes.usable(self._model, adapter):  # but too small
+                    worth_it = waited_s < self._no_worker_wait_s
+                else:
+                    worth_it = self.may_come_back(adapter)
                 if not worth_it or waited_s >= left_s:
                     raise NoDecodeInstance(
-                        f"no decode instance serves {prompt.model!r} at the moment", retry_after_s=2.0
+                        f"no decode instance serves {prompt.model!r} with {tokens} tokens of context at the moment",
+                        retry_after_s=2.0,
                     )
                 await asyncio.sleep(0.1)
 
@@ -130,7 +148,7 @@ class DecodeChoice:
         trace.get_current_span().add_event("moved", facts)
 
     def _cost(self, why: MeshError, attempts: Attempts) -> int:
-        if not isinstance(why, NobodyListens):
+        if not isinstance(why, NobodyListens | StaleInstance):
             attempts.no_responders_s = None
             return BROKEN_MOVES if isinstance(why, BREAKING) else 1
         # The request reached no instance, or one that has gone since. All may have died just now: their silence is
@@ -139,8 +157,14 @@ class DecodeChoice:
         attempts.no_responders_s = attempts.no_responders_s or now_s
         return 0 if now_s - attempts.no_responders_s < NO_RESPONDERS_S else 1
 
-    def _seen(self) -> None:
-        self._seen_s = time.monotonic()
+    def _large_enough(self, usable: Sequence[InstanceRecord], tokens: int) -> Sequence[InstanceRecord]:
+        """Return `usable` itself if all are large enough: the router recognises an unchanged list."""
+        if usable is not self._measured:
+            self._measured = usable
+            self._smallest = min((record.max_context or math.inf for record in usable), default=math.inf)
+        if tokens <= self._smallest:
+            return usable
+        return [record for record in usable if tokens <= (record.max_context or math.inf)]
 
     def adapter(self, prompt: Prompt) -> str:
         """Any name but the model's own is an adapter's, as in vLLM."""

@@ -59,7 +59,7 @@ class EmbedCalls:
         prompt = Prompt(texts.request_id, texts.model, together, nothing, texts.cache_salt, texts.deadline_unix_ms)
         attempts, numbers = Attempts(), count()
         while True:
-            record, route = await self._choice.choose(prompt, attempts)
+            record, route = await self._choice.choose(prompt, attempts, max(map(len, texts.token_ids)))
             route.accepted(0)  # the next heartbeat counts it: its answer comes at its end
             stream = self._inbox.open(record.instance_id, record.epoch)  # only for its failure
             try:

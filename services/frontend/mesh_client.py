@@ -57,7 +57,7 @@ class MeshClient:
         self._decodes = decodes.alive
         self._model = model
         self._sending = BackgroundTasks()  # messages on their way
-        self._served: list[ServedModel] = []  # by the instances that were last seen
+        self._known: dict[str, ServedModel] = {}  # those served now, and those that may be again soon
         self.moves = Moves()
         self.choice = DecodeChoice(decodes, model, no_worker_wait_s)
         self._embed_calls = EmbedCalls(bus, inbox, self.choice, model, self._send_later)
@@ -66,17 +66,24 @@ class MeshClient:
         inbox.on_unwanted(self._cancel_again)
 
     def models(self) -> list[ServedModel]:
-        """The model and its adapters; for a while also after the last instance was lost, as requests wait for it."""
+        """The model and its adapters; each for a while after its last instance was lost, as requests wait for it."""
         usable = self.choice.usable()
         if usable:
             adapters = sorted({name for record in usable for name in record.adapters})
-            mine = _served(self._model, usable)
-            of_adapters = (_served(a, [r for r in usable if a in r.adapters], self._model) for a in adapters)
-            self._served = [mine, *of_adapters]
-        return self._served if usable or self.choice.may_come_back() else []
+            self.choice.seen(*adapters)
+            now = {self._model: _served(self._model, usable)}
+            now |= {a: _served(a, [r for r in usable if a in r.adapters], self._model) for a in adapters}
+            away = {
+                name: model for name, model in self._known.items() if name not in now and self._may_come_back(model)
+            }
+            self._known = {**now, **away}
+        return [model for model in self._known.values() if self._may_come_back(model)]
+
+    def _may_come_back(self, model: ServedModel) -> bool:
+        return self.choice.may_come_back(model.name if model.parent else "")
 
     def listed_models(self) -> list[ServedModel]:
-        return self.models() or self._served
+        return self.models() or list(self._known.values())
 
     def room(self) -> FleetRoom:
         held = capacity = waiting = 0

@@ -110,8 +110,13 @@ def test_nothing_comes_after_a_stop_token_or_the_last_allowed_one(tiny: LoadedMo
     at = next(i for i in range(8, 40) if plain[i] not in plain[:i])
     texts = [prompt(20) + plain]
     engine = guided(make_engine(tiny), texts)
+    steps = chunks_of(engine)
     stopped = run(engine, asked(greedy(40, ignore_eos=True, stop_token_ids=(plain[at],)), 1))
     assert (stopped.tokens["r0"], stopped.finish["r0"]) == (plain[: at + 1], FinishReason.STOP)
+    drafts = [draft for chunks in steps for chunk in chunks for draft in chunk.drafts]
+    assert drafts
+    assert plain[at] not in drafts, "the row before draws it; those behind it counted as right"
+    assert stopped.steps[-1].accepted_tokens == len(drafts) <= at
     for count in range(1, 12):
         engine = guided(make_engine(tiny), texts)
         steps = chunks_of(engine)
@@ -147,23 +152,37 @@ def test_a_step_with_drafts_has_few_rows_and_many_decodes_leave_no_place_for_dra
     assert max(sum(chunk.length for chunk in chunks) for chunks in steps) == 48, "the budget of a step"
 
 
-def test_the_cost_of_decodes_is_learned_with_their_drafts_as_rows(
+def test_the_cost_of_decodes_is_learned_without_that_of_their_drafts(
     tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step with a prompt has no drafts. What the drafts of other steps cost would make its chunk too long."""
+    """A step with a prompt has no drafts. What the drafts of other steps cost made its chunk half as long again."""
+    clock = [0.0]
+    monkeypatch.setattr("engine.core.engine_core.perf_counter", lambda: clock[0])
     requests = asked(greedy(40, ignore_eos=True))
     plain = run(make_engine(tiny), requests)
-    engine = guided(make_engine(tiny), texts_of(plain, {r.request_id: list(r.token_ids) for r in requests}))
+    engine = guided(
+        make_engine(tiny, speculative_tokens=7, pipeline="off"),
+        texts_of(plain, {r.request_id: list(r.token_ids) for r in requests}),
+    )
     assert engine._chunk_limit is not None
     steps, learned = chunks_of(engine), []
-    monkeypatch.setattr(engine._chunk_limit, "stepped", lambda *numbers: learned.append(numbers[:2]))
+    launch = engine._runner.launch
+
+    def launch_for(chunks: list[Chunk]) -> Any:
+        clock[0] += 0.01 + 0.002 * sum(chunk.length for chunk in chunks)
+        return launch(chunks)
+
+    monkeypatch.setattr(engine._runner, "launch", launch_for)
+    monkeypatch.setattr(engine._chunk_limit, "stepped", lambda *numbers: learned.append(numbers))
     run(engine, requests)
-    assert learned == [
-        (sum(c.length for c in chunks if c.is_prompt), sum(c.length for c in chunks if not c.is_prompt))
-        for chunks in steps
-    ]
-    assert max(rows for _, rows in learned) > len(requests), "drafts are rows"
-    assert all(not any(chunk.drafts for chunk in chunks) for chunks in steps if any(c.is_prompt for c in chunks))
+    assert max(sum(chunk.length for chunk in chunks) for chunks in steps[-20:]) > len(requests), "there are drafts"
+    for chunks, (prompt_rows, decodes, _) in zip(steps, learned, strict=True):
+        assert prompt_rows == sum(c.length for c in chunks if c.is_prompt)
+        assert decodes == sum(1 for c in chunks if not c.is_prompt)
+        assert not (prompt_rows and any(chunk.drafts for chunk in chunks))
+    late = [step_s - 0.01 - 0.002 * decodes for prompt_rows, decodes, step_s in learned[-10:] if not prompt_rows]
+    assert late
+    assert max(map(abs, late)) < 0.004, "the time of the decodes alone"
 
 
 def test_the_cost_of_a_row_is_learned_from_steps_of_decodes_alone(

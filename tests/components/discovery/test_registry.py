@@ -151,6 +151,20 @@ async def test_an_unreadable_record_counts_as_absent(
     assert "instance record not understood" in caplog.text
 
 
+@pytest.mark.parametrize("key", ["prefill/one", "decode/other"])
+async def test_a_record_under_the_key_of_another_instance_counts_as_absent(
+    etcd_url: str, namespace: str, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A process may write under its own key only, and a record there could name, and so replace, any other instance."""
+    async with join_registry(etcd_url, namespace, TTL_S) as registry:
+        await asyncio.to_thread(write, etcd_url, f"{namespace}/instances/{key}", _json("one"))
+        await asyncio.to_thread(write, etcd_url, f"{namespace}/instances/decode/two", _json("two"))
+        await until(lambda: epochs(registry), "the mirror has the other one")
+        assert [name for name, _ in epochs(registry)] == ["two"]
+        assert len(registry.book) == 1
+    assert "it names decode 'one'" in vars(caplog.records[-1])["cause"]
+
+
 async def test_a_compacted_watch_starts_over_and_misses_nothing(etcd_url: str, namespace: str) -> None:
     """etcd cancels a watch from a compacted revision; nothing would ever come again over it."""
     async with join_registry(etcd_url, namespace, TTL_S) as registry:
@@ -229,18 +243,23 @@ async def test_a_prefix_is_read_in_pages_and_whole(etcd_url: str, namespace: str
 
 async def test_ten_thousand_large_records_are_read_and_watched(etcd_url: str, namespace: str) -> None:
     """40 MB of records: a read in one message failed from 4 MiB on, and no process could start any more."""
-    large = dump_record(record("large", model="m" * 4000))
-    keys = [f"{namespace}/instances/decode/b{number:05}" for number in range(10_000)]
+    names = [f"b{number:05}" for number in range(10_000)]
+    large = dump_record(record("b00000", model="m" * 4000))
 
     def fill() -> None:
         with etcd_client(etcd_url) as client:
-            for at in range(0, len(keys), 100):
-                puts = [client.transactions.put(key, large) for key in keys[at : at + 100]]
+            for at in range(0, len(names), 100):
+                puts = [
+                    client.transactions.put(
+                        f"{namespace}/instances/decode/{name}", large.replace(b"b00000", name.encode())
+                    )
+                    for name in names[at : at + 100]
+                ]
                 client.transaction(compare=[], success=puts, failure=[])
 
     await asyncio.to_thread(fill)
     async with join_registry(etcd_url, namespace, TTL_S) as registry:
-        assert len(registry.book) == len(keys)
+        assert len(registry.book) == len(names)
         with etcd_client(etcd_url) as client:
             await asyncio.to_thread(client.delete_prefix, f"{namespace}/instances/")
         await until(lambda: not len(registry.book), "one event of 10,000 deletions")

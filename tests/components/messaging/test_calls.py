@@ -381,12 +381,15 @@ async def test_the_trace_goes_on_behind_a_call(bus: Bus, namespace: str) -> None
     assert not inside[1].is_valid
 
 
-@pytest.mark.parametrize("subject", ["", "two words", "line\r\nbreak"])
+@pytest.mark.parametrize("subject", ["x" * 5000, "", "two words", "line\r\nbreak"])
 async def test_a_bad_subject_is_an_error_of_ours_and_the_connection_lives(
     bus: Bus, namespace: str, subject: str
 ) -> None:
-    with pytest.raises(BackendUnavailable):
+    """One of 5,000 characters ended the process: NATS closes the connection, and nats-py does not connect again."""
+    with pytest.raises(MalformedMessage, match="is not a subject of NATS"):
         await bus.publish_bytes(subject, b"x")
+    with pytest.raises(MalformedMessage):
+        await bus.publish_bytes("right", b"x", reply="r" * 5000)
     async with served(bus, namespace, ok) as good:
         await ask(bus, good)
     assert bus.client.stats["reconnects"] == 0

@@ -303,6 +303,15 @@ def test_a_heartbeat_that_overtakes_the_answer_covers_the_request() -> None:
     assert (member.running, book.num_uncovered) == (1, 0)
 
 
+@pytest.mark.parametrize("speed", [float("nan"), float("inf"), -1.0])
+def test_a_speed_that_is_no_number_counts_as_unknown(speed: float) -> None:
+    """With NaN `kv_aware` found no instance at all, and every longer prompt failed."""
+    book = LoadBook()
+    member = book.joined("a", "1")
+    book.record_heartbeat(replace(beat(), prompt_tokens_per_s=speed), 0.0)
+    assert member.prompt_tokens_per_s == 0.0
+
+
 def test_a_heartbeat_of_another_epoch_is_ignored() -> None:
     book = LoadBook()
     member = book.joined("a", "2")

@@ -16,6 +16,7 @@ from components.errors import MalformedMessage
 from components.wire import codec
 from components.wire.codec import MAX_MESSAGE_BYTES, Struct, message, pack, unpack
 from components.wire.embed import EmbeddingModel
+from components.wire.generate import CancelStreams
 from components.wire.heartbeat import Heartbeat
 from components.wire.inspection import Candidate
 from components.wire.instances import InstanceRecord, KvEndpoint, RankEndpoint, dump_record, load_record
@@ -79,6 +80,19 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
 def instances(cls: type) -> st.SearchStrategy[Any]:
     hints = get_type_hints(cls)
     return st.builds(cls, **{f.name: values(hints[f.name]) for f in fields(cls)})
+
+
+def test_a_subject_that_nats_could_not_carry_is_refused() -> None:
+    """The first frame of the answer ended decode's connection, and decode with it."""
+    fields = {"stream_ids": [1]}
+    assert unpack(codec._heads[CancelStreams] + msgpack.packb({**fields, "reply_to": "r" * 500}), CancelStreams)
+    with pytest.raises(MalformedMessage, match="length <= 500"):
+        unpack(codec._heads[CancelStreams] + msgpack.packb({**fields, "reply_to": "r" * 501}), CancelStreams)
+    stored = dump_record(
+        InstanceRecord(instance_id="i", epoch="1", role="decode", host="h", pid=1, started_unix_ms=1, subject="s" * 501)
+    )
+    with pytest.raises(MalformedMessage, match="length <= 500"):
+        load_record(stored)
 
 
 def test_every_conversation_is_registered() -> None:

@@ -36,6 +36,20 @@ def test_after_steps_of_one_size_the_cost_is_still_supposed() -> None:
     assert learned([(8, 0.01)] * LATEST).least_chance(8) == pytest.approx(8 * MARGIN * SUPPOSED)
 
 
+def test_what_a_step_takes_without_its_drafts_is_on_the_line() -> None:
+    draw = random.Random(2)
+    rows = [draw.randint(2, 14) for _ in range(LATEST)]
+    cost = learned([(number, 0.01 + number * 0.002) for number in rows])
+    assert cost.without_drafts_s(4, 12, 0.034) == pytest.approx(0.018, rel=0.1)
+    assert cost.without_drafts_s(4, 4, 0.02) == 0.02, "there were none"
+    assert RowCost().without_drafts_s(4, 12, 0.034) == 0.034, "nothing is known"
+
+
+def test_decodes_take_at_least_their_share_of_a_step() -> None:
+    steep = learned([(rows, rows * 0.002) for rows in range(1, 12)] * 5)
+    assert steep.without_drafts_s(2, 12, 0.012) == pytest.approx(0.002)
+
+
 def test_rows_are_never_free() -> None:
     shrinking = learned([(rows, 0.02 - rows * 0.001) for rows in range(1, 12)])
     assert 0 < shrinking.least_chance(1) < 2 * LEAST

@@ -1021,6 +1021,22 @@ async def test_where_failures_are_asked_for_the_client_gets_one_and_every_page_c
     decode.assert_nothing_is_kept()
 
 
+async def test_a_prompt_too_long_for_its_prefill_is_computed_here_where_failures_are_asked_for(decode: Decode) -> None:
+    """The client got a 502: prefill accepts a prompt before its engine, with a smaller pool, refuses it."""
+    decode.runner._on_transfer_failure = "fail"
+    decode.prefill.quiets.set()
+    await decode.ask()
+    await decode.reserve()
+    late = RoomFailed(request_id=ID, room=ROOM, error="PromptTooLong", cause="130 tokens, and this worker takes 96")
+    await decode.service.room_failed(late)
+    await turns()
+    assert decode.engine.did("recompute") == [ID]
+    await decode.finish()
+    assert (decode.tokens(), decode.errors()) == ([43], [])
+    await decode.until_nothing_runs()
+    decode.assert_nothing_is_kept()
+
+
 @pytest.mark.parametrize("refusal", [Overloaded("leaving"), StaleInstance("restarted"), NobodyListens("gone")])
 async def test_a_refused_prompt_is_computed_here_where_failures_are_asked_for(
     decode: Decode, refusal: MeshError

@@ -37,7 +37,7 @@ pytestmark = pytest.mark.anyio
 class Decode:
     """Answers with the number of tokens of each text; waits at its gate first."""
 
-    def __init__(self, mesh: "Mesh", name: str) -> None:
+    def __init__(self, mesh: "Mesh", name: str, max_context: int = 20_000) -> None:
         self.mesh, self.name = mesh, name
         self.asked: list[EmbedRequest] = []
         self.refusals: list[MeshError] = []
@@ -46,7 +46,7 @@ class Decode:
         self.gate.set()
         mesh.bus.serve(f"ns.decode.{name}", [Endpoint("embed", EmbedRequest, self.embed)])
         embedding = EmbeddingModel(dimensions=1)
-        mesh.book.put(name, record(name, "1", model="m", max_context=100, embedding=embedding))
+        mesh.book.put(name, record(name, "1", model="m", max_context=max_context, embedding=embedding))
 
     async def embed(self, request: EmbedRequest) -> Vectors:
         self.asked.append(request)
@@ -93,6 +93,16 @@ async def test_texts_go_in_shares_to_all_instances_and_come_back_in_order(mesh: 
     assert await mesh.embed(*long) == long
     assert [len(request.texts) for request in (both[0].asked + both[1].asked)[-3:]].count(2) <= 1
     assert not mesh.bus.of(CancelEmbed)
+
+
+async def test_texts_go_to_instances_that_are_large_enough_for_the_longest(mesh: Mesh) -> None:
+    small, large = Decode(mesh, "a", max_context=100), Decode(mesh, "b")
+    for _ in range(3):
+        assert await mesh.embed(60, 60, 101) == [60, 60, 101]
+        assert await mesh.embed(100, 100) == [100, 100]
+    assert small.asked
+    assert all(max(map(len, request.texts)) <= 4 * 100 for request in small.asked)
+    assert any(max(map(len, request.texts)) == 4 * 101 for request in large.asked)
 
 
 async def test_each_call_has_an_id_of_its_own(mesh: Mesh) -> None:

@@ -24,6 +24,7 @@ from components.errors import (
     PeerBroken,
     PeerLost,
     PromptTooLong,
+    StaleInstance,
 )
 from components.messaging import inbox
 from components.messaging.call_server import Endpoint
@@ -476,7 +477,7 @@ async def test_the_model_is_listed_while_it_is_served_and_for_a_while_after_with
     one.lose()
     mesh.book.remove("b")
     assert mesh.client.models() == [model], "requests wait for an instance to come back"
-    mesh.client.choice._seen_s -= mesh.client.choice._no_worker_wait_s
+    mesh.client.choice._seen_s.clear()
     assert mesh.client.models() == []
 
 
@@ -486,11 +487,81 @@ async def test_models_that_were_seen_stay_listed_while_no_instance_serves_them(m
     one = with_adapters(mesh, "a", {"legal": "w1"})
     assert len(mesh.client.listed_models()) == 2
     one.lose()
-    mesh.client.choice._seen_s -= mesh.client.choice._no_worker_wait_s
+    mesh.client.choice._seen_s.clear()
     assert mesh.client.models() == []
     assert [model.name for model in mesh.client.listed_models()] == ["m", "legal"]
     with_adapters(mesh, "b", {})
     assert [model.name for model in mesh.client.listed_models()] == ["m"]
+
+
+async def test_an_adapter_is_known_for_a_while_after_its_last_instance_was_lost(mesh: Mesh) -> None:
+    """Clients got 404, which they do not try again, while the instance restarted."""
+    with_adapters(mesh, "a", {})
+    one = with_adapters(mesh, "b", {"legal": "w1"})
+    assert [model.name for model in mesh.client.models()] == ["m", "legal"]
+    one.lose()
+    assert [model.name for model in mesh.client.models()] == ["m", "legal"]
+    assert [model.name for model in mesh.client.listed_models()] == ["m", "legal"]
+    asking = asyncio.create_task(mesh.ask(model="legal"))
+    await asyncio.sleep(0.05)
+    assert not asking.done()
+    with_adapters(mesh, "b", {"legal": "w1"})
+    assert tokens(await asking) == WHOLE
+    one.lose()
+    mesh.client.choice._seen_s.pop("legal")
+    assert [model.name for model in mesh.client.models()] == ["m"]
+    assert [model.name for model in mesh.client.listed_models()] == ["m"]
+
+
+async def test_other_requests_do_not_prolong_the_wait_for_an_adapter(mesh: Mesh) -> None:
+    """A request waited until its deadline, for as long as others were answered: one moment of the last contact was for all."""
+    with_adapters(mesh, "a", {})
+    one = with_adapters(mesh, "b", {"legal": "w1"})
+    mesh.client.models()
+    one.lose()
+    mesh.client.choice._no_worker_wait_s = 0.3
+    asking = asyncio.create_task(mesh.ask(model="legal"))
+    async with asyncio.timeout(PATIENCE_S):
+        while not asking.done():
+            await mesh.ask()
+            await asyncio.sleep(0.01)
+    with pytest.raises(NoDecodeInstance, match="'legal'"):
+        asking.result()
+
+
+async def test_a_stream_moves_only_to_an_instance_that_holds_the_rest_of_it(mesh: Mesh) -> None:
+    """It ended early with "length" on one with fewer pages, or was refused as too long."""
+    first, large = Decode(mesh, "a", dies_after(2)), Decode(mesh, "c", answers)
+    small = Decode(mesh, "b", answers)
+    mesh.book.put("b", record("b", "1", model="m", max_context=8))
+    for _ in range(4):
+        assert tokens(await mesh.ask()) == WHOLE
+        first.register("1")
+    assert not small.requests
+    assert large.requests
+
+
+async def test_a_request_that_fits_no_instance_is_refused_after_a_while_and_not_sent(mesh: Mesh) -> None:
+    small = Decode(mesh, "a", answers)
+    mesh.book.put("a", record("a", "1", model="m", max_context=8))
+    mesh.client.choice._no_worker_wait_s = 0.2
+    with pytest.raises(NoDecodeInstance, match="with 9 tokens of context"):
+        await mesh.ask()
+    assert not small.requests
+    mesh.book.put("a", record("a", "1", model="m", max_context=9))
+    assert tokens(await mesh.ask()) == WHOLE
+
+
+async def test_a_process_that_was_replaced_costs_no_move(mesh: Mesh) -> None:
+    """All decodes had restarted under their ids, and requests used up their moves before the new records were read."""
+    decode = Decode(mesh, "a", answers)
+    decode.refusal = StaleInstance("instance a has epoch 2, not 1")
+    asking = asyncio.create_task(mesh.ask())
+    async with asyncio.timeout(PATIENCE_S):
+        while len(decode.requests) < MOVES + 2:
+            await asyncio.sleep(0.01)
+    decode.refusal = None
+    assert tokens(await asking) == WHOLE
 
 
 async def test_a_request_waits_for_a_decode_instance_that_was_there_a_moment_ago(mesh: Mesh) -> None:
