@@ -4,6 +4,7 @@ import platform
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from math import ceil
 from typing import Any, Final
 
 from bench.load.client import Run
@@ -13,7 +14,8 @@ COLUMNS: Final = ("mean", "median", "p90", "p95", "p99", "max")
 
 
 def quantile_ms(values: Sequence[float], quantile: float) -> float:
-    return round(sorted(values)[min(len(values) - 1, int(len(values) * quantile))] * 1000, 2) if values else 0.0
+    """Return the smallest of `values`, in seconds, that is no less than this share of them; 0 if there are none."""
+    return round(sorted(values)[max(0, ceil(len(values) * quantile) - 1)] * 1000, 2) if values else 0.0
 
 
 def figures(run: Run, **facts: Any) -> dict[str, Any]:

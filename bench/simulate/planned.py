@@ -111,7 +111,7 @@ def _histogram(counted: Counter[int], total_s: float) -> Histogram:
     bounds = [exp((i - 8 * BOUNDS_PER_E) / BOUNDS_PER_E) for i in range(14 * BOUNDS_PER_E)] + [float("inf")]
     counts = [0.0] * len(bounds)
     for place, count in counted.items():
-        upper = (place + 1) * BOUNDS_PER_E // BINS + 8 * BOUNDS_PER_E
+        upper = -(-(place + 1) * BOUNDS_PER_E // BINS) + 8 * BOUNDS_PER_E  # the first bound that is no less
         counts[min(max(upper, 0), len(bounds) - 1)] += count
     for i in range(1, len(counts)):
         counts[i] += counts[i - 1]

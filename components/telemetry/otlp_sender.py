@@ -127,7 +127,7 @@ class OtlpSender:
         with self._connection.getresponse() as answer:
             self.is_observer = bool(self.is_observer) or answer.headers.get("Server") == OBSERVER
             self.takes_pieces = self.is_observer and PIECES in answer.headers.get("Accept-Post", "")
-            text = answer.read().decode(errors="replace")
+            text = answer.read().decode(errors="replace").strip()
             return answer.status, text[:200] if text.isprintable() else ""
 
     def _connect(self) -> http.client.HTTPConnection:

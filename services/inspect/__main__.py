@@ -143,6 +143,8 @@ def kv(
         raise typer.BadParameter(
             f"{token_ids!r} is not a list of numbers separated by commas", param_hint="--token-ids"
         ) from None
+    if any(not 0 <= one < 2**31 for one in ids):
+        raise typer.BadParameter("token ids are numbers from 0 to 2147483647", param_hint="--token-ids")
     if sum(map(bool, (prompt, ids, block))) > 1:
         raise typer.BadParameter("give one of --prompt, --token-ids and --block")
     wanted = Prefix(prompt, chat, ids, first, block, adapter, cache_salt)
@@ -230,7 +232,7 @@ def trace(
     wide: Annotated[bool, typer.Option("--wide", "--verbose", help="all attributes, such as route.compared")] = False,
     perfetto: Annotated[Path | None, typer.Option(help="write the trace into a file for ui.perfetto.dev")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-    count: Annotated[int, typer.Option(help="traces to list, for slow and failed")] = 20,
+    count: Annotated[int, typer.Option(min=1, help="traces to list, for slow and failed")] = 20,
 ) -> None:
     """Show one request as a tree of spans with times, or list slow or failed ones.
 
@@ -243,7 +245,7 @@ def trace(
 def traces(
     settings: MeshSettings,
     *,
-    count: Annotated[int, typer.Option(help="traces to list")] = 20,
+    count: Annotated[int, typer.Option(min=1, help="traces to list")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """List the newest traces."""

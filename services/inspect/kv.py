@@ -79,12 +79,15 @@ def hits(caches: Sequence[Cache], token_ids: Sequence[int], adapter: str = "", c
     """Leading tokens of a prompt that each instance has cached. Most first."""
     found = []
     for cache in caches:
-        kv = cache.record.kv
+        kv, record = cache.record.kv, cache.record
+        if adapter and adapter not in record.adapters:  # its KV would be the model's own
+            found.append(Hit(record.role, record.instance_id, 0, f"it has no adapter {adapter!r}"))
+            continue
         model = "" if kv is None else kv.layout.model
-        seed = seed_hash(model, cache.record.adapters.get(adapter, ""), cache_salt)
+        seed = seed_hash(model, record.adapters.get(adapter, ""), cache_salt)
         blocks = block_hashes(token_ids, cache.page_size, seed)
         count = sum(1 for _ in takewhile(cache.blocks.__contains__, blocks))
-        found.append(Hit(cache.record.role, cache.record.instance_id, count * cache.page_size, cache.missing))
+        found.append(Hit(record.role, record.instance_id, count * cache.page_size, cache.missing))
     return sorted(found, key=lambda hit: -hit.cached_tokens)
 
 

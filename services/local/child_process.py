@@ -57,7 +57,7 @@ async def run(
 ) -> int:
     """Pass each line of output to `show`. Returns: the exit code, negative for a signal.
 
-    Every process of its group has been sent SIGKILL when this returns or is cancelled, and the first one is gone.
+    Every process of its group has been sent SIGKILL when this returns or is cancelled.
 
     Raises: CannotStart, if the kernel refuses a new process.
     """
@@ -101,7 +101,10 @@ async def _each_line(stream: asyncio.StreamReader, show: Callable[[str], object]
 
 
 async def stop(process: Process, timeout_s: float, hurry: asyncio.Event | None = None) -> bool:
-    """Send SIGTERM, then SIGKILL. Returns: whether the process ended before `timeout_s` or `hurry`."""
+    """Send SIGTERM, then SIGKILL. Returns: whether the process ended before `timeout_s` or `hurry`.
+
+    A killed process may be there for some time after the return, while the kernel frees much memory.
+    """
     if process.returncode is not None:
         return True
     process.terminate()
@@ -117,11 +120,12 @@ async def stop(process: Process, timeout_s: float, hurry: asyncio.Event | None =
 
 
 async def kill(process: Process) -> None:
-    """Kill the group of `process`, before the kernel can reuse its id."""
+    """Kill the group of `process`, before the kernel can reuse its id. Wait for its end, at most KILL_WAIT_S."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    async with asyncio.timeout(KILL_WAIT_S):
-        await process.wait()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(KILL_WAIT_S):
+            await process.wait()
 
 
 def describe_exit(returncode: int) -> str:

@@ -177,16 +177,18 @@ class Child:
         elif not self._shared.gave_up.done():
             self._shared.gave_up.set_result(why)
 
-    async def stop(self, timeout_s: float | None = None, hurry: asyncio.Event | None = None) -> None:
+    async def stop(self, timeout_s: float | None = None, hurry: asyncio.Event | None = None) -> bool:
+        """Return whether the process is gone; a killed one may take some time to free its memory."""
         timeout_s, hurry = timeout_s or self._shared.stop_timeout_s, hurry or self._shared.hurry
         self._stopping.set()
         process = self._process
         if process is None or process.returncode is not None:
-            return
+            return True
         self._shared.shared_memory.remember(process.pid)
         if not await stop(process, timeout_s, hurry):
             why = "" if hurry.is_set() else f"did not stop in {timeout_s:g} s: "
             self._shared.output.report(self.spec.name, f"{why}killed", level="warning")
+        return process.returncode is not None
 
 
 def remove_folders_of(pid: int) -> None:
@@ -221,12 +223,10 @@ class Tier:
         return child.spec.name
 
     async def _retire(self, child: Child, drain_s: float) -> None:
-        try:
-            await child.stop(drain_s, self._retirement_over)
-        except TimeoutError:  # freeing much memory may take long
-            self._shared.output.report(child.spec.name, "killed, but not gone yet", level="warning")
-        else:
+        if await child.stop(drain_s, self._retirement_over):
             self._shared.output.report(child.spec.name, "stopped")
+        else:
+            self._shared.output.report(child.spec.name, "killed, but not gone yet", level="warning")
 
     async def _keep(self, child: Child) -> None:
         await child.keep_running()

@@ -237,7 +237,9 @@ def _stop_signals(serving: asyncio.Task[CannotStart | WrongSettings], supervisio
         elif number != signal.SIGHUP:  # shell and terminal may each send one
             supervision.hurry.set()
 
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # nohup ignores it
+        numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, on_signal, number)
     try:

@@ -109,14 +109,12 @@ class ObserverApp:
         return compare_digest(given.encode(), self._token.encode())
 
     async def _take(self, request: Request) -> Response:
-        body = await self._body(request)
-        self._waiting_bytes += len(body)
+        body = bytearray()
         try:
-            if self._waiting_bytes > WAITING_BYTES:
-                raise Overloaded("the observer has too much to write: send again later")
+            await self._read(request, body)
             kind = request.headers.get("content-type", "")
             rejected = await self._on(
-                self._writing, lambda: self._write(body, kind, request.headers.get("content-encoding", ""))
+                self._writing, lambda: self._write(bytes(body), kind, request.headers.get("content-encoding", ""))
             )
         finally:
             self._waiting_bytes -= len(body)
@@ -137,14 +135,16 @@ class ObserverApp:
                 raise Overloaded("the traces cannot be written; the observer's log says why")
         return received.rejected
 
-    async def _body(self, request: Request) -> bytes:
-        most, parts, size = self._settings.max_body_bytes, [], 0
+    async def _read(self, request: Request, body: bytearray) -> None:
+        """Read into `body`, whose bytes count as waiting. Raises: TooLarge, Overloaded."""
+        most = self._settings.max_body_bytes
         async for part in request.stream():
-            size += len(part)
-            if size > most:
+            if len(body) + len(part) > most:
                 raise TooLarge(f"the body exceeds {most} bytes: send fewer spans at a time")
-            parts.append(part)
-        return b"".join(parts)
+            body += part
+            self._waiting_bytes += len(part)
+            if self._waiting_bytes > WAITING_BYTES:
+                raise Overloaded("the observer has too much to read and to write: send again later")
 
     async def _show(self, request: Request) -> Response:
         trace_id = unquote(request.url.path[len(API) + 1 :])

@@ -53,6 +53,8 @@ def unzipped(body: bytes, encoding: str, most_bytes: int) -> bytes:
         raise TooLarge(f"the body exceeds {most_bytes} bytes after decompression")
     if not unzip.eof:
         raise Rejected("the gzip of the body is truncated: its end is missing")
+    if unzip.unused_data:
+        raise Rejected("the body has more than one gzip member: send one")
     return data
 
 

@@ -20,7 +20,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from bench import serve as bench_serve
 from bench.load.client import Run, body_of, closed_loop, open_loop
 from bench.load.plot import save_plot
-from bench.load.report import figures, more_figures, table
+from bench.load.report import figures, more_figures, quantile_ms, table
 from bench.load.workloads import random_asks
 from bench.processes import free_port
 from bench.serve import find_url, progress_bar
@@ -83,6 +83,15 @@ def endpoint() -> Iterator[Endpoint]:
 def serve(*args: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "bench.serve", *args]
     return subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+
+
+@pytest.mark.parametrize(
+    ("count", "quantile", "wanted"),
+    [(0, 0.5, 0), (1, 0.99, 1), (2, 0.5, 1), (6, 0.5, 3), (10, 0.9, 9), (100, 0.99, 99)],
+)
+def test_a_quantile_is_the_smallest_value_that_so_many_do_not_exceed(count: int, quantile: float, wanted: int) -> None:
+    """The p90 of ten was the largest, and the median of six the fourth."""
+    assert quantile_ms([number / 1000 for number in range(count, 0, -1)], quantile) == wanted
 
 
 def test_times_are_those_that_the_server_took(endpoint: Endpoint) -> None:
@@ -179,7 +188,7 @@ def test_the_table_says_what_was_measured() -> None:
     assert rows["Mean requests in flight"] == "0.30"
     assert rows["Peak requests in flight"] == "2"
     [ttft] = [line.split() for line in table(run, "title").splitlines() if line.startswith("TTFT")]
-    assert ttft == ["TTFT", "200.00", "300.00", "300.00", "300.00", "300.00", "300.00"]
+    assert ttft == ["TTFT", "200.00", "100.00", "300.00", "300.00", "300.00", "300.00"]
     assert more_figures(run)["peak_output_tok_s"] == 3.0
 
 

@@ -43,6 +43,14 @@ def test_adapters_and_salts_have_blocks_of_their_own() -> None:
     assert by == {("", ""): ["plain"], ("legal", ""): ["legal"], ("", "s"): ["salted"]}
 
 
+def test_an_instance_without_the_adapter_has_nothing_of_it() -> None:
+    """A misspelt adapter showed the hits of the model itself."""
+    plain = cache("a", 40)
+    [hit] = hits([plain], PROMPT, "leagl")
+    assert (hit.cached_tokens, hit.missing) == (0, "it has no adapter 'leagl'")
+    assert hits([plain], PROMPT)[0].cached_tokens == 40
+
+
 def test_shared_blocks_are_grouped_by_their_holders_the_most_widely_held_first() -> None:
     groups = most_shared([cache("a", 40), cache("b", 40), cache("c", 8)])
     assert [(list(g.instances), g.blocks, g.tokens) for g in groups] == [(["a", "b", "c"], 2, 8), (["a", "b"], 8, 32)]

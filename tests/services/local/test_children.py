@@ -22,6 +22,7 @@ from services.local.children import Child, ChildSpec, RestartDelays, Supervision
 from services.local.lossy_stdout import LossyFile
 from services.local.output import Output
 from services.local.shared_memory import SharedMemoryFiles
+from services.local.supervisor import _stop_signals
 from tests import waiting
 from tests.waiting import PATIENCE_S
 
@@ -60,6 +61,39 @@ def test_backoff_doubles_to_its_limit_and_starts_over_after_a_long_life() -> Non
     delays = RestartDelays()
     assert [delays.after(1.0) for _ in range(6)] == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
     assert delays.after(30.0) == 0.5
+
+
+def test_a_killed_process_that_is_not_gone_in_time_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C ended in a traceback while the kernel freed a large pool."""
+
+    async def scenario() -> None:
+        process = await child_process.spawn([sys.executable, FAKE, "hangs"], output=asyncio.subprocess.DEVNULL)
+        monkeypatch.setattr(child_process, "KILL_WAIT_S", 0.0)
+        wait = process.wait
+        monkeypatch.setattr(process, "wait", lambda: asyncio.sleep(PATIENCE_S))
+        assert not await child_process.stop(process, 0.0)
+        assert await wait() < 0, "a signal ended it"
+
+    asyncio.run(scenario())
+
+
+def test_a_signal_that_nohup_ignores_stays_ignored() -> None:
+    async def inside() -> list[bool]:
+        supervision = Supervision(Output([], Console(file=io.StringIO())), stop_timeout_s=1.0)
+        serving = asyncio.ensure_future(asyncio.sleep(PATIENCE_S))
+        with _stop_signals(serving, supervision):
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.01)
+            ignored = serving.cancelling() == 0
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.wait({serving})
+        return [ignored, serving.cancelled()]
+
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        assert asyncio.run(inside()) == [True, True]
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_a_killed_child_is_restarted_and_its_signal_reported() -> None:

@@ -20,6 +20,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.trace import SpanKind, StatusCode
 from pydantic import ValidationError
 
+from components.errors import Rejected
 from components.http.server import serve_http
 from components.settings import MeshSettings
 from components.startup import WrongSettings
@@ -40,6 +41,7 @@ from components.telemetry.trace_reader import (
 from components.telemetry.trace_store import TraceWriter
 from services.observer.app import ObserverApp
 from services.observer.config import ObserverSettings
+from services.observer.otlp import unzipped
 from tests.loop_gap import MAX_GAP_S, longest_gap
 from tests.waiting import PATIENCE_S, until
 
@@ -332,6 +334,44 @@ async def test_a_process_knows_its_observer_before_its_first_span(url: str, tmp_
     assert export.takes_metrics() is False
     await asyncio.to_thread(export.stop)
     assert await asyncio.to_thread(ObserverTraceReader(url).listed) == []
+
+
+async def test_a_sender_without_the_token_logs_what_to_do(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The reason was always empty: the observer's texts end with a line end."""
+    async with observer(tmp_path, token="s3cret") as url:
+        sender = OtlpSender(url)
+        await asyncio.to_thread(sender.send, request_of(), OTLP, 1)
+        sender.close()
+    [reason] = [vars(record)["reason"] for record in caplog.records if "refused" in record.getMessage()]
+    assert reason == "this observer needs its token: give it as the password of MESH_OTLP_ENDPOINT"
+
+
+async def test_bodies_that_are_being_read_count_as_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twenty-four senders that paused before their last bytes took 400 MB."""
+    monkeypatch.setattr("services.observer.app.WAITING_BYTES", 100_000)
+    going_on = asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield bytes(60_000)
+        await going_on.wait()
+
+    settings = ObserverSettings(port=0, state_dir=tmp_path)
+    with closing(ObserverApp(settings)) as app:
+        async with serve_http(app, settings) as url, client_of(url) as http:
+            first = asyncio.create_task(http.post(TRACES, content=slow(), headers=PROTOBUF))
+            await until(lambda: app._waiting_bytes >= 60_000)
+            second = await http.post(TRACES, content=bytes(60_000), headers=PROTOBUF)
+            assert (second.status_code, "send again later" in second.text) == (503, True)
+            await until(lambda: app._waiting_bytes == 60_000)
+            going_on.set()
+            assert (await first).status_code == 400
+            assert app._waiting_bytes == 0
+
+
+def test_more_than_one_gzip_member_is_refused() -> None:
+    """What followed the first one was lost, with status 200."""
+    with pytest.raises(Rejected, match="more than one gzip member"):
+        unzipped(gzip.compress(b"a") + gzip.compress(b"b"), "gzip", 100)
 
 
 async def test_spans_wait_for_an_observer_that_is_away_and_what_is_too_much_is_counted(
