@@ -62,6 +62,7 @@ class ToolUse(Cacheable):
     name: Id
     input: dict[str, JsonValue]
     caller: Annotated[JsonValue, only({"type": "direct"})] = None
+    toolset_name: Annotated[JsonValue, only()] = None
 
 
 class ToolResult(Cacheable):
@@ -170,12 +171,6 @@ class CountRequest(Strict):
 
     def check(self) -> None:
         """Raises: Rejected, if fields contradict each other."""
-        if self.messages[-1].role == "assistant":
-            raise Rejected(
-                "'messages' ends with the assistant's turn, which this server cannot continue: end with the user's.",
-                param="messages",
-                code="unsupported_parameter",
-            )
         _check_blocks(self.messages)
         choice = self.tool_choice
         if choice is not None and (choice.name is None) == (choice.type == "tool"):
@@ -225,6 +220,15 @@ class MessagesRequest(CountRequest):
     container: Annotated[JsonValue, only()] = None
     inference_geo: Annotated[JsonValue, only()] = None
     diagnostics: Annotated[JsonValue, only()] = None
+
+    def check(self) -> None:
+        if self.messages[-1].role == "assistant":
+            raise Rejected(
+                "'messages' ends with the assistant's turn, which this server cannot continue: end with the user's.",
+                param="messages",
+                code="unsupported_parameter",
+            )
+        super().check()
 
     def _check_thinking(self) -> None:
         super()._check_thinking()

@@ -85,6 +85,8 @@ def _predicted(value: JsonValue) -> str:
 def _part_text(part: JsonValue, i: int) -> str:
     if not isinstance(part, dict):
         raise invalid("must be an object", at=f"[{i}]")
+    if part.get("type") == "refusal":
+        part = {"type": "text", "text": part.get("refusal")}
     if part.get("type") != "text":
         raise invalid("must be 'text': images, audio and files are not supported", at=f"[{i}].type")
     text = part.get("text")
@@ -107,6 +109,7 @@ class Message(Strict):
     reasoning: str | None = None  # another name for it
     # clients send an answer back with all its fields
     annotations: Annotated[JsonValue, only([])] = None
+    parsed: JsonValue = None  # of the openai package's helpers
     audio: Annotated[JsonValue, only()] = None
     function_call: Annotated[JsonValue, only(instead="tool_calls")] = None
 
@@ -167,6 +170,7 @@ class ChatRequest(ConstrainedFields):
     # not supported yet
     store: Annotated[JsonValue, only(False)] = None
     service_tier: Annotated[JsonValue, only("auto", "default")] = None
+    prompt_cache_retention: Annotated[JsonValue, only("in_memory")] = None
     functions: Annotated[JsonValue, only([], instead="tools")] = None
     function_call: Annotated[JsonValue, only("none", "auto", instead="tool_choice")] = None
     modalities: Annotated[JsonValue, only(["text"])] = None

@@ -74,6 +74,7 @@ class CallItem(Strict):
     arguments: str
     id: Id | None = None
     status: Status | None = None
+    caller: Annotated[JsonValue, only()] = None
 
 
 class CallOutputItem(Strict):
@@ -84,6 +85,7 @@ class CallOutputItem(Strict):
     output: Parts
     id: Id | None = None
     status: Status | None = None
+    caller: Annotated[JsonValue, only()] = None
 
 
 class ReasoningText(Strict):

@@ -95,6 +95,7 @@ def _arguments(text: str) -> str:
 class CalledFunction(Strict):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: Annotated[str, AfterValidator(_arguments)]  # JSON as the model wrote it, maybe invalid
+    parsed_arguments: JsonValue = None  # left by helpers of the openai package, which parse it
 
 
 class CalledTool(Strict):

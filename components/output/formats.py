@@ -9,8 +9,15 @@ from uuid import uuid4
 
 from components.output.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR, deepseek
 from components.output.grammar import CallStyle, MessageStyle
-from components.output.harmony import CALL as HARMONY_CALL
-from components.output.harmony import CHANNEL, HARMONY_CALLS, HARMONY_MESSAGES, MARKERS, MESSAGE, harmony
+from components.output.harmony import (
+    CHANNEL,
+    HARMONY_ANSWERS,
+    HARMONY_CALLS,
+    HARMONY_MESSAGES,
+    MARKERS,
+    MESSAGE,
+    harmony,
+)
 from components.output.json_calls import (
     ARGS,
     CALL_ID,
@@ -61,6 +68,7 @@ class ReasoningFormat:
     read: Format | None = None  # reads the whole answer, with its calls
     special: tuple[str, ...] = ()  # its markers, if they are more than `begin` and `end`
     answers: tuple[str, ...] = ()  # how an answer or a call begins; without any, after `end`
+    efforts: tuple[str, ...] = ()  # that the model knows; (): any
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -130,7 +138,8 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat]] = {
             messages=HARMONY_MESSAGES,
             read=harmony,
             special=MARKERS,
-            answers=(HARMONY_MESSAGES.answer, HARMONY_CALL),
+            answers=HARMONY_ANSWERS,
+            efforts=("low", "medium", "high"),
         ),
     )
 }

@@ -14,7 +14,6 @@ from typing import Final
 
 from components.output.calls import is_tool_name
 from components.output.grammar import CallStyle, MessageStyle
-from components.output.json_calls import arguments
 from components.output.reader import Reader, Steps
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"
@@ -30,6 +29,8 @@ HARMONY_MESSAGES: Final = MessageStyle(
     next=NEXT,
     answer=f"{CHANNEL}final{MESSAGE}",
 )
+# how all messages begin but reasoning
+HARMONY_ANSWERS: Final = (f"{CHANNEL}final", f"{CHANNEL}commentary", f"{CHANNEL}analysis to=", f"{NEXT} to=")
 TO_OTHERS: Final = frozenset({"assistant", "user", "all"})  # recipients that are no tools
 _RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
@@ -42,22 +43,22 @@ def harmony(r: Reader) -> Steps[None]:
     marker = START if header else (yield from r.until(MARKERS, r.emit_text))
     while marker:
         if marker in IN_HEADER or marker == MESSAGE:
-            header = yield from _header(r, header)
-            marker, header = (yield from _content(r, header)), ""
+            header, whole = yield from _header(r, header)
+            marker = (yield from _content(r, header)) if whole else (yield from r.until(MARKERS, r.emit_text))
+            header = ""
         else:
             r.skip(len(marker))
             marker = yield from r.until(MARKERS, r.emit_text)
 
 
-def _header(r: Reader, begun: str) -> Steps[str]:
-    """Skip all up to the message's content. Returns: `begun` and the rest of the header."""
+def _header(r: Reader, begun: str) -> Steps[tuple[str, bool]]:
+    """Skip all up to the message's content. Returns: `begun` and the rest of the header, and whether content follows."""
     parts = [begun]
     while (marker := (yield from r.until(MARKERS, parts.append))) in IN_HEADER:
         r.skip(len(marker))
         parts.append(marker)
-    if marker == MESSAGE:
-        r.skip(len(MESSAGE))
-    return "".join(parts)
+    r.skip(len(marker))
+    return "".join(parts), marker == MESSAGE
 
 
 def _content(r: Reader, header: str) -> Steps[str]:
@@ -65,16 +66,37 @@ def _content(r: Reader, header: str) -> Steps[str]:
     recipient = _RECIPIENT.search(header)
     name = recipient[1].removeprefix(FUNCTIONS) if recipient is not None else ""
     if r.tools and name not in TO_OTHERS and is_tool_name(name):
-        yield from r.spaces()
-        r.begin_call(name)
-        yield from arguments(r, MARKERS)
-        return (yield from r.until(MARKERS, _ignore))
+        return (yield from _call(r, name))
     channel = _CHANNEL.search(header)
     reasons = channel is not None and channel[1] == "analysis"
-    emit, more = (r.emit_thought, r.has_thought) if reasons else (r.emit_text, r.has_text)
-    if more:
-        emit(_BETWEEN)
-    return (yield from r.until(MARKERS, emit))
+    emit, between = (r.emit_thought, r.has_thought) if reasons else (r.emit_text, r.has_text)
+
+    def emit_content(text: str) -> None:
+        nonlocal between
+        emit(_BETWEEN + text if between else text)
+        between = False
+
+    return (yield from r.until(MARKERS, emit_content))
+
+
+def _call(r: Reader, name: str) -> Steps[str]:
+    """Report a call; one without arguments gets none. Returns: the marker behind it."""
+    given = False
+
+    def argue(text: str) -> None:
+        nonlocal given
+        given = True
+        r.argue(text)
+
+    yield from r.spaces()
+    r.begin_call(name)
+    whole = yield from r.value(argue)
+    marker = yield from r.until(MARKERS, _ignore if whole else argue)
+    if marker and not given:
+        r.argue("{}")
+    if marker or whole:
+        r.end_call()
+    return marker
 
 
 def _ignore(_: str) -> None:

@@ -37,30 +37,31 @@ class Found(NamedTuple):
 class Enough(Exception): ...
 
 
-class _Pieces:
-    """Text to report. Spaces at its end wait until more text follows."""
+class _Thought(NamedTuple):
+    text: str
 
-    __slots__ = ("has_any", "new", "spaces")
+
+class _Spaced:
+    """Holds spaces at the end of a text until more text follows."""
+
+    __slots__ = ("has_any", "spaces")
 
     def __init__(self) -> None:
         self.has_any = False
-        self.new: list[str] = []
         self.spaces = ""
 
-    def add(self, text: str, *, strip: bool) -> None:
-        """`strip`: nothing that is shown precedes it, so spaces before it are not shown either."""
+    def shown(self, text: str, *, strip: bool) -> str:
+        """Return what `text` makes visible. `strip`: nothing that is shown precedes it, so spaces before it are not either."""
         whole = self.spaces + text
         shown = whole.rstrip(SPACES)
         if not shown:
             self.spaces = whole
-            return
+            return ""
         self.spaces = whole[len(shown) :]
-        self.new.append(shown.lstrip(SPACES) if strip and not self.has_any else shown)
+        if strip and not self.has_any:
+            shown = shown.lstrip(SPACES)
         self.has_any = True
-
-    def take(self) -> str:
-        text, self.new = "".join(self.new), []
-        return text
+        return shown
 
 
 class Reader:
@@ -78,9 +79,9 @@ class Reader:
         self._at = 0
         self._mark: int | None = None  # where to return to if no call follows
         self._ended = False
-        self._text = _Pieces()
-        self._thoughts = _Pieces()
-        self._calls: list[CallDelta] = []
+        self._text = _Spaced()
+        self._thoughts = _Spaced()
+        self._found: list[str | CallDelta | _Thought] = []  # to report, in order
         self._steps = read(self)
 
     @property
@@ -120,10 +121,21 @@ class Reader:
         except (StopIteration, Enough):
             self.done = True
             if not self.num_calls and self._text.spaces:
-                self._text.new.append(self._text.spaces)
-        found = Found(self._text.take(), _joined(self._calls) if self._calls else (), self._thoughts.take())
-        self._calls = []
-        return found
+                self._found.append(self._text.spaces)
+        # reasoning is shown before text and calls: what follows them waits for the next report
+        rest = next((at for at in range(1, len(self._found)) if self._begins_again(at)), len(self._found))
+        if self.done:
+            rest = len(self._found)
+        found, self._found = self._found[:rest], self._found[rest:]
+        calls = [piece for piece in found if isinstance(piece, CallDelta)]
+        return Found(
+            "".join([piece for piece in found if isinstance(piece, str)]),
+            _joined(calls) if calls else (),
+            "".join([piece.text for piece in found if isinstance(piece, _Thought)]),
+        )
+
+    def _begins_again(self, at: int) -> bool:
+        return isinstance(self._found[at], _Thought) and not isinstance(self._found[at - 1], _Thought)
 
     def char(self) -> Steps[str]:
         """The next character, not consumed; "" at the end."""
@@ -197,19 +209,21 @@ class Reader:
         self._mark = None
 
     def emit_text(self, text: str) -> None:
-        self._text.add(text, strip=self.num_calls > 0)
+        if shown := self._text.shown(text, strip=self.num_calls > 0):
+            self._found.append(shown)
 
     def emit_thought(self, text: str) -> None:
-        self._thoughts.add(text, strip=True)
+        if shown := self._thoughts.shown(text, strip=True):
+            self._found.append(_Thought(shown))
 
     def begin_call(self, name: str) -> None:
         self._mark = None
-        self._calls.append(CallDelta(self.num_calls, self._new_id(), name, ""))
+        self._found.append(CallDelta(self.num_calls, self._new_id(), name, ""))
         self.num_calls += 1
         self.calling = True
 
     def argue(self, text: str) -> None:
-        self._calls.append(CallDelta(self.num_calls - 1, None, None, text))
+        self._found.append(CallDelta(self.num_calls - 1, None, None, text))
 
     def end_call(self) -> None:
         self.calling = False

@@ -32,7 +32,12 @@ NEXT_TURN = Ending()
 
 
 def template_variables(
-    effort: str | None, given: Mapping[str, Any], mentions: Callable[[str], bool], *, reasons: bool
+    effort: str | None,
+    given: Mapping[str, Any],
+    mentions: Callable[[str], bool],
+    *,
+    reasons: bool,
+    efforts: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Variables for the template that a client may set.
 
@@ -41,11 +46,14 @@ def template_variables(
         given: its `chat_template_kwargs`.
         mentions: whether the template reads a variable.
         reasons: whether the model reasons.
+        efforts: those that it knows; without any, the template decides.
     Raises: Rejected if the template would ignore one of them.
     """
     variables: dict[str, Any] = {name: _switch(name, value, mentions) for name, value in given.items()}
     if effort is None:
         return variables
+    if efforts and effort not in efforts:
+        raise _unsupported(f"This model's '{EFFORT}' can only be {' or '.join(map(repr, efforts))}.")
     switch = next((name for name in SWITCHES if mentions(name)), None)
     if mentions(EFFORT) and not (effort == "none" and switch):
         variables[EFFORT] = effort
@@ -110,8 +118,13 @@ def instructed(
 def in_messages(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
     """Return a conversation as gpt-oss's template reads it: one call a turn, its result next, and its reasoning as `thinking`.
 
-    The template refuses a turn with a call, `thinking` and `content`, and shows `content` as reasoning there.
+    The template refuses a turn with a call, `thinking` and `content`, and shows `content` as reasoning there. It shows
+    only the first system message, so all are joined there.
     """
+    instructions = [str(message["content"]) for message in messages if message["role"] == "system"]
+    if instructions:
+        others = [message for message in messages if message["role"] != "system"]
+        messages = [{"role": "system", "content": "\n\n".join(instructions)}, *others]
     groups: list[list[Mapping[str, Any]]] = []
     by_call: dict[str, list[Mapping[str, Any]]] = {}
     for message in messages:
@@ -133,8 +146,24 @@ def in_messages(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, 
 
 
 def described(tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Give each tool a description, which gpt-oss's template takes for granted."""
-    return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
+    """Return tools as gpt-oss's template takes for granted: with descriptions, and some defaults as texts."""
+    found = []
+    for tool in tools:
+        function = {"description": "", **tool["function"]}
+        parameters = function.get("parameters", {})
+        if isinstance(properties := parameters.get("properties"), dict):
+            shown = {name: _with_text_default(about) for name, about in properties.items()}
+            function["parameters"] = {**parameters, "properties": shown}
+        found.append({**tool, "function": function})
+    return found
+
+
+def _with_text_default(about: Any) -> Any:
+    """The template appends the default of a parameter with `enum` or `oneOf` to a text."""
+    if not isinstance(about, dict) or not (about.get("enum") or about.get("oneOf")) or "default" not in about:
+        return about
+    default = about["default"]
+    return {**about, "default": default if isinstance(default, str) else json.dumps(default, ensure_ascii=False)}
 
 
 def _add_to_system_message(turns: list[dict[str, Any]], instruction: str) -> None:

@@ -44,8 +44,14 @@ async def encode_conversation(text: TextModel, conversation: Conversation) -> li
     formats = text.formats
     if conversation.tools and formats.tools is None:
         raise _unsupported("tools", "this model's chat template has no tools")
-    reasons = formats.reasoning is not None
-    variables = template_variables(conversation.effort, conversation.variables, text.mentions, reasons=reasons)
+    reasoning = formats.reasoning
+    variables = template_variables(
+        conversation.effort,
+        conversation.variables,
+        text.mentions,
+        reasons=reasoning is not None,
+        efforts=() if reasoning is None else reasoning.efforts,
+    )
     tools = [tool.for_template() for tool in conversation.tools]
     return await text.encode_chat(conversation.messages, tools, variables, conversation.ending, conversation.call_chars)
 
@@ -86,7 +92,7 @@ async def plan_answer(
     held_to: AskedConstraint | None = None
     if tools is not None:
         # an answer that is continued is a message already, and calls are messages of their own
-        answer_only = bool(before) and reasoning is not None and reasoning.messages is not None
+        answer_only = thinking is None and reasoning is not None and reasoning.messages is not None
         held_to = _constraint_of(grammar, tools, conversation, thinking, asked, single=single, answer_only=answer_only)
     elif asked is not None and thinking is not None:
         rule = calls_or(grammar, None, (), thinking, _answer_rule(asked), single=single)
@@ -98,11 +104,14 @@ async def plan_answer(
 
 def _thinking(text: TextModel, reasoning: ReasoningFormat, prompt: Sequence[int], before: str) -> Thinking | None:
     """The reasoning that follows the prompt, which ends with `before`; None: there is none, or it is over."""
+    if (style := reasoning.messages) is not None:
+        within = before.strip() or text.ends_with(prompt, style.answer)
+        return None if within else Thinking(reasoning.begin, reasoning.end, False, style)
     if not before.strip():
         if text.ends_with(prompt, reasoning.end):
             return None
         opened = reasoning.always or text.ends_with(prompt, reasoning.begin)
-        return Thinking(reasoning.begin, reasoning.end, opened, reasoning.messages)
+        return Thinking(reasoning.begin, reasoning.end, opened)
     read = Reasoning(reasoning.begin, reasoning.end, opened=reasoning.end in before)
     read.feed(before)
     return None if read.over else Thinking(reasoning.begin, reasoning.end, read.inside)

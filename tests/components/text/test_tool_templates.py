@@ -136,6 +136,17 @@ def test_gpt_oss_is_shown_one_call_a_turn_each_with_its_result_and_earlier_reaso
     )
 
 
+def test_defaults_that_gpt_osss_template_joins_to_texts_are_texts() -> None:
+    shown = (
+        "{{ tools[0].function.parameters.properties.k.default ~ tools[0].function.parameters.properties.n.default }}"
+    )
+    properties = {"k": {"enum": [1, None], "default": None}, "n": {"type": "integer", "default": 5}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": properties}}}
+    text = tiny_text_model("<|channel|><|message|>" + shown)
+    assert text.render(TALK[:2], [tool]) == "<|channel|><|message|>null5"
+    assert "description" not in tool["function"]
+
+
 def test_the_format_gpt_oss_is_used_for_calls_and_reasoning_or_for_neither() -> None:
     without_tools = "<|channel|>final<|message|>"
     found = OutputFormats.of(without_tools, FormatOptions())

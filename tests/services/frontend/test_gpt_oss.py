@@ -1,5 +1,6 @@
 """gpt-oss's messages through the endpoint: reasoning, preambles, calls, constraints and earlier turns."""
 
+import json
 from collections.abc import AsyncIterator
 from functools import cache
 from pathlib import Path
@@ -80,12 +81,20 @@ async def test_a_client_sees_reasoning_text_and_calls_and_no_marker(tokens_per_d
 async def test_tokens_of_reasoning_are_counted_up_to_the_answer() -> None:
     mesh = FakeMesh(text())
     mesh.answer = f"{THOUGHT}{NEXT}{THOUGHT}{NEXT}{ANSWER}"
-    before = len(mesh.text._encode(mesh.answer.removesuffix("Hello!"), add_special_tokens=False))
+    before = len(mesh.text._encode(mesh.answer.removesuffix("<|message|>Hello!"), add_special_tokens=False))
     async with served(mesh) as client:
         usage = (await client.chat.completions.create(model=MODEL, messages=HELLO)).usage
         assert usage is not None
         assert usage.completion_tokens_details is not None
         assert usage.completion_tokens_details.reasoning_tokens == before
+        for call in (CALL, " to=functions.g<|channel|>commentary json<|message|>{}", PREAMBLE):
+            mesh.answer = f"{THOUGHT}{NEXT}{call}"
+            usage = (await client.chat.completions.create(model=MODEL, messages=HELLO, tools=[G])).usage
+            assert usage is not None
+            assert usage.completion_tokens_details is not None
+            assert usage.completion_tokens_details.reasoning_tokens is not None
+            thought = len(mesh.text._encode(f"{THOUGHT}{NEXT}", add_special_tokens=False))
+            assert 0 <= usage.completion_tokens_details.reasoning_tokens - thought <= 10
         mesh.answer = ANSWER
         plain = (await client.chat.completions.create(model=MODEL, messages=HELLO)).usage
         assert plain is not None
@@ -104,6 +113,74 @@ async def test_the_other_dialects_show_the_same_parts() -> None:
     assert response["output"][0]["content"][0]["text"] == "They say hello."
     assert [block["type"] for block in message["content"]] == ["thinking", "tool_use"]
     assert message["stop_reason"] == "tool_use"
+
+
+@pytest.mark.parametrize("tokens_per_delta", [1, 4, 8, 13, 1000])
+async def test_blocks_are_in_the_order_in_which_they_were_written(tokens_per_delta: int) -> None:
+    """The end of an announcement that came with the beginning of reasoning in one frame was cut off from it."""
+    answer = f"{PREAMBLE}{NEXT}{THOUGHT}{NEXT}{THOUGHT}{NEXT}{CALL}"
+    mesh = FakeMesh(text(), answer=answer, tokens_per_delta=tokens_per_delta)
+    body = {"model": MODEL, "input": "Hello", "tools": [{"type": "function", "name": "g"}], "stream": True}
+    async with served(mesh) as client, httpx.AsyncClient(base_url=str(client.base_url), timeout=PATIENCE_S) as http:
+        events = (await http.post("responses", json=body)).text
+    last = json.loads(events.rstrip().rpartition("data: ")[2])["response"]["output"]
+    shown = [(item["type"], item["content"][0]["text"] if "content" in item else item["name"]) for item in last]
+    wanted = [("message", "Let me look."), ("reasoning", "They say hello.\n\nThey say hello."), ("function_call", "g")]
+    assert shown == (wanted if tokens_per_delta < 1000 else [wanted[1], wanted[0], wanted[2]])
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_header_that_was_cut_off_makes_no_call(stream: bool) -> None:
+    """A limit within the name gave a call of another tool, whose name is its beginning."""
+    mesh = FakeMesh(text(), answer=f"{THOUGHT}{NEXT}{CALL}")
+    tokens = mesh.text._encode(mesh.answer, add_special_tokens=False)
+    async with served(mesh) as client:
+        for limit in range(1, len(tokens)):
+            (choice,) = await ask(client, stream=stream, max_completion_tokens=limit)
+            assert all(name == "g" for name, _ in calls_of(choice))
+        mesh.answer = f"{THOUGHT}{NEXT}{CALL.removesuffix('{}')}<|call|>"
+        (choice,) = await ask(client, stream=stream)
+    assert (calls_of(choice), choice["finish_reason"]) == ([("g", "{}")], "tool_calls")
+
+
+async def test_instructions_anywhere_reach_the_model() -> None:
+    """The template shows the first system message only."""
+    mesh = FakeMesh(text(), answer=ANSWER)
+    turns = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "developer", "content": "Be kind."},
+        *HELLO,
+        {"role": "assistant", "content": "Hi."},
+        {"role": "system", "content": "Now in French."},
+        *HELLO,
+    ]
+    async with served(mesh) as client:
+        await ask(client, stream=False, messages=turns, tools=package.omit)
+    prompt = mesh.text.decode(mesh.prompts[0].token_ids, skip=False)
+    assert prompt.startswith(
+        "medium<|start|>system<|message|>Be brief.\n\nBe kind.\n\nNow in French.<|end|><|start|>user"
+    )
+    assert prompt.count("<|start|>system") == 1
+
+
+@pytest.mark.parametrize("effort", ["none", "minimal", "xhigh"])
+async def test_an_effort_that_the_model_does_not_know_is_refused(effort: str) -> None:
+    async with served(FakeMesh(text(), answer=ANSWER)) as client:
+        with pytest.raises(package.BadRequestError, match="'low' or 'medium' or 'high'"):
+            await ask(client, stream=False, reasoning_effort=effort)
+
+
+async def test_an_empty_message_that_is_continued_is_the_answer(checker: ConstraintChecker) -> None:
+    mesh = FakeMesh(text(), answer="{}")
+    template = TEMPLATE.replace("+ m.content + '<|end|>' }}{% else", "+ m.content }}{% else")
+    mesh.text = TextModel(text()._tokenizer, template, {}, ends=text().ends)
+    begun = [*HELLO, {"role": "assistant", "content": ""}]
+    async with served(mesh, checker) as client:
+        await ask(client, stream=False, messages=begun, response_format=SHAPE, tools=package.omit,
+                  extra_body={"continue_final_message": True})  # fmt: skip
+    constraint = mesh.prompts[-1].sampling.constraint
+    assert constraint is not None
+    assert '"final"' not in constraint.text
 
 
 async def test_calls_and_answers_are_held_to_their_channels(checker: ConstraintChecker) -> None:

@@ -180,6 +180,26 @@ async def test_the_packages_own_helper_puts_the_stream_together(checker: Constra
     assert "<tool_response>\nrain\n</tool_response>" in prompt
 
 
+async def test_messages_of_the_packages_helpers_can_be_sent_back(checker: ConstraintChecker) -> None:
+    """Their `parsed` and `parsed_arguments` were unknown parameters."""
+    mesh = FakeMesh(model(), answer='So.<tool_call>{"name": "g", "arguments": {}}</tool_call>')
+    async with served(mesh, checker) as client:
+        async with client.chat.completions.stream(model=MODEL, messages=HELLO, tools=[G]) as stream:
+            message = (await stream.get_final_completion()).choices[0].message
+        assert message.tool_calls is not None
+        call = message.tool_calls[0]
+        whole = message.model_dump()
+        assert "parsed_arguments" in whole["tool_calls"][0]["function"]
+        result = {"role": "tool", "tool_call_id": call.id, "content": "1"}
+        refused = {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]}
+        back: list[Any] = [*HELLO, whole, result, refused, *HELLO]
+        again = await client.chat.completions.create(
+            model=MODEL, messages=back, extra_body={"prompt_cache_retention": "in_memory"}
+        )
+        assert again.choices[0].message.content
+    assert "No." in mesh.text.decode(mesh.prompts[-1].token_ids)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 async def test_reasoning_is_told_apart_under_both_names(stream: bool) -> None:
     mesh = FakeMesh(model(THINKS), tokens_per_delta=3)

@@ -322,6 +322,18 @@ async def test_tokens_are_counted_as_they_would_be_generated_from(anthropic: Any
     assert counted._request_id.startswith("req_")
 
 
+async def test_a_conversation_that_ends_with_the_assistants_turn_is_counted_and_not_continued(
+    http: httpx.AsyncClient,
+) -> None:
+    call = {"type": "tool_use", "id": "t", "name": "f", "input": {}, "caller": {"type": "direct"}, "toolset_name": None}
+    messages = [*HELLO["messages"], {"role": "assistant", "content": [{"type": "text", "text": "Hi."}, call]}]
+    counted = await http.post(COUNT, json={"model": MODEL, "messages": messages})
+    assert (counted.status_code, counted.json()["input_tokens"] > 0) == (200, True)
+    refused = await http.post(URL, json={"model": MODEL, "messages": messages, "max_tokens": 5})
+    assert refused.status_code == 400
+    assert "cannot continue" in refused.text
+
+
 async def test_counting_is_counted_and_traced(
     http: httpx.AsyncClient, mesh: FakeMesh, spans: InMemorySpanExporter
 ) -> None:
