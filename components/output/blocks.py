@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from components.output.calls import CallDelta
-from components.output.reader import SPACES
 
 Kind = Literal["reasoning", "text", "call"]
 
@@ -65,8 +64,6 @@ class Blocks:
         if ended is not None and ended.kind == kind and index == self._call:
             ended.add(text)
             return Step(ended, text)
-        if ended is not None and kind != "call":
-            text = text.lstrip(SPACES)  # blocks are not shown as one text
         block = Block(kind, len(self.all), (call and call.id) or "", (call and call.name) or "")
         block.add(text)
         self.all.append(block)
