@@ -15,6 +15,10 @@ from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.ports import Prompt, ServedModel
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh, item_of, logprobs_of
+from tests.services.frontend.test_gpt_oss import CALL as HARMONY_CALL
+from tests.services.frontend.test_gpt_oss import NEXT, PREAMBLE
+from tests.services.frontend.test_gpt_oss import THOUGHT as ANALYSIS
+from tests.services.frontend.test_gpt_oss import text as gpt_oss
 from tests.services.frontend.thinking_model import CALL, thinking_model
 
 pytestmark = pytest.mark.anyio
@@ -251,3 +255,16 @@ async def test_a_stream_says_what_the_answer_says(
     for sizes in cuts(count):
         mesh.sizes = sizes
         assert said(await asked(app, path, {**request, "stream": True})) == whole, sizes
+
+
+@pytest.mark.parametrize("api", ["chat", "responses", "messages"])
+async def test_so_does_one_of_several_messages(api: str) -> None:
+    answer = f"{PREAMBLE}{NEXT}{ANALYSIS}{NEXT}{ANALYSIS}{NEXT}{HARMONY_CALL}"
+    mesh = CutMesh(gpt_oss(), answer=answer, served=[ServedModel(MODEL, 4096, 1)])
+    app = create_app(mesh, mesh.text, FrontendSettings(request_lines_per_s=0))
+    path, body, said = APIS[api]
+    usage = {"stream_options": {"include_usage": True}} if api == "chat" else {}
+    whole = said(await asked(app, path, {"model": MODEL, **body}))
+    for sizes in cuts(len(mesh.text._encode(answer, add_special_tokens=False))):
+        mesh.sizes = sizes
+        assert said(await asked(app, path, {"model": MODEL, **body, "stream": True, **usage})) == whole, sizes
