@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}
 
-The prompt ends with `<|start|>assistant`. `<|return|>` ends the answer, and `<|call|>` ends an answer with a call. Both are end
-tokens of the model, so the text lacks them.
+The prompt ends with `<|start|>assistant`. `<|return|>` ends an answer, and `<|call|>` one with a call. Both are end tokens of
+the model. The text shows them, so a call that is not JSON has an end, too.
 
 Source: openai/harmony, docs/format.md.
 """

@@ -1,7 +1,9 @@
 """gpt-oss's experts as published, in MXFP4: read as the bfloat16 matrices that they stand for.
 
-A file has two tensors for each matrix. `…_blocks` [experts, out, groups, 16] holds two 4-bit floats a byte, the first in the
-lower half. `…_scales` [experts, out, groups] holds an exponent of two for each group of 32.
+A file has two tensors for each matrix:
+
+- `…_blocks` [experts, out, groups, 16]: two 4-bit floats a byte, the first one in the lower half;
+- `…_scales` [experts, out, groups]: an exponent of two for each group of 32.
 
 Source: OCP Microscaling Formats (MX) v1.0: E2M1 elements, E8M0 scales.
 """
@@ -46,7 +48,7 @@ def decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return bfloat16 [experts, in, out] of uint8 [experts, out, groups, 16] and [experts, out, groups]."""
     experts, out, groups, _ = blocks.shape
     decoded = torch.empty(experts, groups * IN_GROUP, out, dtype=torch.bfloat16)
-    for expert in range(experts):  # all at once would take nine times the memory
+    for expert in range(experts):  # an index of all at once would take eight bytes for each of `blocks`
         elements = PAIRS[blocks[expert].long()].view(out, groups, IN_GROUP)
         powers = torch.exp2(scales[expert].float() - BIAS).bfloat16()
         decoded[expert] = (elements * powers[:, :, None]).view(out, -1).T

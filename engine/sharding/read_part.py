@@ -69,7 +69,7 @@ def read_part(directory: Path, skeleton: Any, dtype: torch.dtype, cuts: Cuts, ra
 
 
 def _parts(tensors: Mapping[str, Any], skeleton: Any, cuts: Cuts, rank: int) -> dict[str, Any]:
-    """What the rank reads of `tensors`, which are in files."""
+    """Return the rank's parts of `tensors`, which are in files."""
     conversions = get_model_conversion_mapping(skeleton)
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]

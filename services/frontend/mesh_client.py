@@ -67,17 +67,16 @@ class MeshClient:
 
     def models(self) -> list[ServedModel]:
         """The model and its adapters; each for a while after its last instance was lost, as requests wait for it."""
-        usable = self.choice.usable()
+        usable, now = self.choice.usable(), dict[str, ServedModel]()
         if usable:
             adapters = sorted({name for record in usable for name in record.adapters})
             self.choice.seen(*adapters)
-            now = {self._model: _served(self._model, usable)}
+            now[self._model] = _served(self._model, usable)
             now |= {a: _served(a, [r for r in usable if a in r.adapters], self._model) for a in adapters}
-            away = {
-                name: model for name, model in self._known.items() if name not in now and self._may_come_back(model)
-            }
-            self._known = {**now, **away}
-        return [model for model in self._known.values() if self._may_come_back(model)]
+        soon = {name: model for name, model in self._known.items() if name not in now and self._may_come_back(model)}
+        if usable:  # else what was there last stays listed
+            self._known = now | soon
+        return [*now.values(), *soon.values()]
 
     def _may_come_back(self, model: ServedModel) -> bool:
         return self.choice.may_come_back(model.name if model.parent else "")

@@ -83,7 +83,7 @@ def test_the_planner_keeps_the_slo_of_a_large_fleet_with_fewer_worker_seconds() 
 
 
 def test_workers_that_crash_are_not_taken_for_workers_that_are_not_needed() -> None:
-    """Two prefill workers die, and nobody starts them again: the planner waits for them, and lets nobody go."""
+    """Two prefill workers die, and are not started again: the planner waits for them, and removes no worker."""
     fleet = fleet_of(4, 2, 2, 900, (Incident(100.0, "crash", "prefill", 0), Incident(101.0, "crash", "prefill", 1)))
     planned = PlannedFleet(fleet, PLAN)
     fleet.run()

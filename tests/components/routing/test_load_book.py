@@ -273,7 +273,7 @@ def test_a_burst_between_two_heartbeats_does_not_hit_the_instance_that_looked_id
 def test_a_worker_that_reports_no_load_gets_no_more_than_its_bound(
     name: str, role: WorkerRole, bound: Callable[[float], float]
 ) -> None:
-    """Nothing ends, and after each request everybody tells what they have; one says zero each time."""
+    """No request ends, and after each one all workers report their load; one of them reports zero each time."""
     book, policy = LoadBook(), parse_policy(name).make(role, Random(0))
     had = {"a": 0, "b": 0, "c": 0, "liar": 0}
     for instance_id in had:

@@ -481,6 +481,16 @@ async def test_the_model_is_listed_while_it_is_served_and_for_a_while_after_with
     assert mesh.client.models() == []
 
 
+async def test_without_a_wait_for_lost_instances_models_are_served_while_one_is_there(mesh: Mesh) -> None:
+    mesh.client.choice._no_worker_wait_s = 0.0
+    one = with_adapters(mesh, "a", {"legal": "w1"})
+    assert [model.name for model in mesh.client.models()] == ["m", "legal"]
+    assert tokens(await mesh.ask()) == WHOLE
+    one.lose()
+    assert mesh.client.models() == []
+    assert len(mesh.client.listed_models()) == 2
+
+
 async def test_models_that_were_seen_stay_listed_while_no_instance_serves_them(mesh: Mesh) -> None:
     """While the only decode restarted, the list was empty, and clients dropped the model."""
     assert mesh.client.listed_models() == []

@@ -276,7 +276,7 @@ def test_a_line_that_cannot_be_shown_does_not_stop_the_reading_of_a_child(caplog
 
 @pytest.mark.parametrize("place", ["/dev/full", "pipe"])
 def test_output_that_is_not_taken_does_not_stop_the_reading_of_a_child(place: str) -> None:
-    """A full disk ended the reading, and a pipe that nobody reads (`| less`) blocked the whole supervisor."""
+    """A full disk ended the reading, and a pipe that no process reads (`| less`) blocked the whole supervisor."""
     code = 'for i in range(4000): print(\'{"event": "line", "pad": "%s"}\' % (\'x\' * 1000))'
     read_end, write_end = os.pipe() if place == "pipe" else (os.open(place, os.O_RDONLY), os.open(place, os.O_WRONLY))
 
