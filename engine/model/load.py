@@ -26,8 +26,9 @@ from engine.model.end_tokens import named_end
 from engine.model.identity import random_identity, weights_identity
 from engine.model.pooling import Pooling, read_pooling
 from engine.model.progress import Progress, unless_quick
+from engine.model.quantised import forget, unpacker
 from engine.model.resolve import is_random, model_dir, served_name
-from engine.model.support import check_config, check_stored, check_unexpected, is_mxfp4, max_positions
+from engine.model.support import check_config, check_stored, check_unexpected, max_positions
 from engine.sampling.bounds import end_tokens
 from engine.sharding.cuts import NO_CUTS, cut_weights, join_sums, plan_cuts
 from engine.sharding.heads import check_heads, query_heads
@@ -77,9 +78,8 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
     dtype = "bfloat16" if config.dtype == "auto" else config.dtype
     model_config = _read_config(directory)
     check_config(name, model_config)
-    unpacks = is_mxfp4(model_config)
-    if unpacks:
-        del model_config.quantization_config  # transformers would choose kernels by it
+    unpack = unpacker(model_config)
+    forget(model_config)
     pooling = read_pooling(name, directory, matryoshka=config.matryoshka)
     if pooling is not None and config.lora:
         raise UnsupportedModel(f"{name} makes embeddings: LoRA adapters are for models that generate")
@@ -102,7 +102,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
     )
     shard = of_shard(layout, rank, size)
     with _built(name, directory):
-        skeleton = None if size == 1 and not unpacks else _skeleton(auto, model_config)
+        skeleton = None if size == 1 and unpack is None else _skeleton(auto, model_config)
     cuts = NO_CUTS if skeleton is None or size == 1 else plan_cuts(name, skeleton, shard, heads)
     if random:
         progress("Making random weights", 0, 1)
@@ -112,7 +112,8 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
         progress("Making random weights", 1, 1)
     else:
         whole = partial(_whole_model, auto, directory, TORCH_DTYPES[dtype])
-        part = partial(read_part, directory, skeleton, TORCH_DTYPES[dtype], cuts, rank)
+        part = partial(read_part, directory, skeleton, TORCH_DTYPES[dtype], cuts, rank, unpack or dict)
+        _check_files(name, directory, unpack is not None)
         module = _trained_model(name, directory, whole if skeleton is None else part, device, progress)
     adapters = install_adapters(module, config.lora, cuts.linears) if pooling is None else Adapters()
     join_sums(module, cuts)
@@ -161,6 +162,12 @@ def _skeleton(auto: Any, model_config: Any) -> Any:
         return auto.from_config(model_config, attn_implementation=IMPLEMENTATION)
 
 
+def _check_files(name: str, directory: Path, unpacked: bool) -> None:
+    if not any(directory.glob("*.safetensors")):
+        raise ModelUnavailable(f"{directory} has no *.safetensors; for random weights use load_format=dummy")
+    check_stored(name, [path for path in _weight_files(directory) if path.is_file()], unpacked)
+
+
 def _trained_model(
     name: str,
     directory: Path,
@@ -169,9 +176,6 @@ def _trained_model(
     progress: Progress,
 ) -> Any:
     """`read` returns what `from_pretrained(output_loading_info=True)` does."""
-    if not any(directory.glob("*.safetensors")):
-        raise ModelUnavailable(f"{directory} has no *.safetensors; for random weights use load_format=dummy")
-    check_stored(name, [path for path in _weight_files(directory) if path.is_file()])
     try:
         with _reported_bars("Loading weights", progress), _built(name, directory):
             module, report = read()

@@ -8,6 +8,8 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from engine.errors import UnsupportedModel
 from engine.model.model_files import read_tensors
+from engine.model.quantised import method_of, unpacker
+from engine.sharding.eight_bits import EIGHT_BITS, SCALES
 
 LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
 NARROW: Final = ("F4", "F6", "F8")  # starts of safetensors' dtypes
@@ -34,7 +36,7 @@ def _reasons(config: Any) -> dict[str, Any]:
     text = config.get_text_config()
     layer_types = set(getattr(text, "layer_types", None) or LAYER_TYPES)
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    method = "" if is_mxfp4(config) else _quantisation(config)
+    method = "" if unpacker(config) else method_of(config)
     return {
         _quantised(method): method,
         "it is not a decoder-only model": config.is_encoder_decoder,
@@ -56,17 +58,20 @@ def _quantised(method: str) -> str:
     )
 
 
-def check_stored(name: str, files: Iterable[Path]) -> None:
+def check_stored(name: str, files: Iterable[Path], unpacked: bool) -> None:
     """Check the dtypes of weights, as a quantised model's config.json may not mention it.
 
+    Args:
+        unpacked: whether 8-bit numbers that have scales are unpacked.
     Raises: UnsupportedModel, ModelUnavailable.
     """
-    for path in files:
-        for tensor, about in read_tensors(path).items():
-            dtype = str(about["dtype"])
-            # integers that are not weights: masks and positions
-            if dtype.startswith(NARROW) or (dtype.startswith(INTEGER) and "weight" in tensor.rpartition(".")[2]):
-                raise UnsupportedModel(f"{name} is not supported: {_quantised(f'{tensor} is of {dtype}')}")
+    tensors = {tensor: str(about["dtype"]) for path in files for tensor, about in read_tensors(path).items()}
+    for tensor, dtype in tensors.items():
+        if unpacked and dtype in EIGHT_BITS and any(tensor + ending in tensors for ending in SCALES):
+            continue
+        # integers that are not weights: masks and positions
+        if dtype.startswith(NARROW) or (dtype.startswith(INTEGER) and "weight" in tensor.rpartition(".")[2]):
+            raise UnsupportedModel(f"{name} is not supported: {_quantised(f'{tensor} is of {dtype}')}")
 
 
 def check_unexpected(name: str, module: Any, keys: Iterable[str]) -> None:
@@ -96,21 +101,6 @@ def _layers(module: Any, name: str) -> Iterator[Any]:
             yield module.get_submodule(full)
         except AttributeError:
             continue
-
-
-def _quantisation(config: Any) -> str:
-    found = getattr(config, "quantization_config", None) or getattr(
-        config.get_text_config(), "quantization_config", None
-    )
-    if not found:
-        return ""
-    method = found.get("quant_method") if isinstance(found, dict) else getattr(found, "quant_method", None)
-    return str(getattr(method, "value", method) or "by a method that config.json does not name")
-
-
-def is_mxfp4(config: Any) -> bool:
-    """Return whether the experts are in MXFP4, under the names of gpt-oss: these are read as bfloat16."""
-    return config.model_type == "gpt_oss" and _quantisation(config) == "mxfp4"
 
 
 def max_positions(config: Any) -> int:

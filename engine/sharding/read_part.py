@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
@@ -14,7 +14,6 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from engine.attention.backend import IMPLEMENTATION
 from engine.sharding.cuts import Cuts, cut_weights
-from engine.sharding.mxfp4 import joined
 from engine.sharding.part import Part
 
 WEIGHTS: Final = "model.safetensors"  # transformers' names
@@ -36,10 +35,17 @@ class CutTensor:
         return self._stored.get_dtype()
 
 
-def read_part(directory: Path, skeleton: Any, dtype: torch.dtype, cuts: Cuts, rank: int) -> tuple[Any, dict[str, Any]]:
+def read_part(  # noqa: PLR0917 - what to read, then how
+    directory: Path,
+    skeleton: Any,
+    dtype: torch.dtype,
+    cuts: Cuts,
+    rank: int,
+    unpack: Callable[[Mapping[str, Any]], dict[str, Any]],
+) -> tuple[Any, dict[str, Any]]:
     """Make a model from its part of the weights, or from all if there are no cuts.
 
-    `skeleton` is the whole model without memory.
+    `skeleton` is the whole model without memory; `unpack` turns tensors in files into the model's.
 
     Returns: as `from_pretrained(output_loading_info=True)`.
     """
@@ -59,7 +65,7 @@ def read_part(directory: Path, skeleton: Any, dtype: torch.dtype, cuts: Cuts, ra
         module, report = part.from_pretrained(
             None,
             config=skeleton.config,
-            state_dict=_parts(joined(tensors), skeleton, cuts, rank),
+            state_dict=_parts(unpack(tensors), skeleton, cuts, rank),
             dtype=dtype,
             attn_implementation=IMPLEMENTATION,
             ignore_mismatched_sizes=True,  # the caller refuses them

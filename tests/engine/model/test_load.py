@@ -163,7 +163,7 @@ def test_what_cannot_be_computed_right_is_refused_by_name(tmp_path: Path, config
         make_engine(load(path))
 
 
-@pytest.mark.parametrize("method", ["awq", "gptq", "fp8", "compressed-tensors", "bitsandbytes", "mxfp4", ""])
+@pytest.mark.parametrize("method", ["awq", "gptq", "compressed-tensors", "bitsandbytes", "mxfp4", ""])
 def test_quantised_weights_are_refused_by_their_method_before_they_are_read(tmp_path: Path, method: str) -> None:
     """What became of them was left to transformers: an import error, or weights that nothing knew how to multiply by."""
     path = save_tiny(tmp_path / "odd-model")
