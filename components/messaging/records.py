@@ -14,7 +14,7 @@ from typing import Final
 
 import nats.errors
 from nats.js import JetStreamContext
-from nats.js.api import DiscardPolicy, StorageType, StreamConfig
+from nats.js.api import DiscardPolicy, Header, StorageType, StreamConfig
 from nats.js.errors import APIError, BadRequestError, NoStreamResponseError, NotFoundError, ServiceUnavailableError
 
 from components.errors import BackendUnavailable, DeadlineExceeded, MessageTooLarge
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 2.0
 AGAIN_S: Final = 10.0  # after a stream was not made: without a right, each try takes TIMEOUT_S
-NO_STREAM: Final = 10059  # JetStream's code
+NO_STREAM: Final = 10059  # JetStream's codes
+OTHER_REVISION: Final = 10071
 COMMAND: Final = "`python -m services.frontend.response_stream`, with the administrator's access,"
 
 
@@ -43,9 +44,12 @@ class Records:
         self._stream, self._prefix = _names(name)
         self._not_made_at = -math.inf  # monotonic
 
-    async def put(self, key: str, value: bytes) -> None:
+    async def put(self, key: str, value: bytes, revision: int | None = None) -> int | None:
         """Store or replace a record; every process sees it when this returns.
 
+        Args:
+            revision: store it only if this is still the record's revision.
+        Returns: the record's new revision; None if it was deleted, replaced or evicted since `revision`.
         Raises: MessageTooLarge, BackendUnavailable.
         """
         most = self._bus.client.max_payload - HEADERS_BYTES
@@ -53,10 +57,16 @@ class Records:
             raise MessageTooLarge(f"a record of {len(value)} bytes; NATS takes {most}", bytes=len(value))
         with _errors(self._prefix, self._bus.url):
             try:
-                await self._publish(key, value)
+                return await self._publish(key, value, revision)
             except (NoStreamResponseError, NotFoundError):
                 await self._make_anew()
-                await self._publish(key, value)
+                return await self._publish(key, value)
+            except BadRequestError as exc:
+                if exc.err_code != OTHER_REVISION or revision is None:
+                    raise
+                state = (await self._jetstream.stream_info(self._stream)).state
+                made_anew = state.last_seq < revision  # by another process, after NATS had lost its data
+                return await self._publish(key, value) if made_anew else None
 
     async def get(self, key: str) -> bytes | None:
         with _errors(self._prefix, self._bus.url):
@@ -74,8 +84,11 @@ class Records:
         with _errors(self._prefix, self._bus.url), suppress(NotFoundError):  # the stream is gone
             await self._jetstream.purge_stream(self._stream, subject=f"{self._prefix}.{key}")
 
-    async def _publish(self, key: str, value: bytes) -> None:
-        await self._jetstream.publish(f"{self._prefix}.{key}", value, stream=self._stream, timeout=TIMEOUT_S)
+    async def _publish(self, key: str, value: bytes, revision: int | None = None) -> int:
+        headers = None if revision is None else {Header.EXPECTED_LAST_SUBJECT_SEQUENCE: str(revision)}
+        subject = f"{self._prefix}.{key}"
+        sent = await self._jetstream.publish(subject, value, stream=self._stream, timeout=TIMEOUT_S, headers=headers)
+        return int(sent.seq)
 
     async def _make_anew(self) -> None:
         if time.monotonic() < self._not_made_at + AGAIN_S:

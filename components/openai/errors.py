@@ -73,6 +73,8 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.NonFiniteLogits: Row(500, _SERVER, "non_finite_logits", _NOT_FINITE),
 }
 
+IN_VAIN: Final = frozenset({"deadline_exceeded", "non_finite_logits"})  # codes of errors that a retry would repeat
+
 WHY_NO_KV: Final[dict[str, str]] = {  # by `KvUnavailable.fields["cause"]`
     e.KvCorrupt.__name__: "it was corrupted on the way.",
     e.DeadlineExceeded.__name__: "it took too long.",
@@ -128,6 +130,8 @@ class ApiError:
         return json.dumps({"error": inner}, ensure_ascii=False, separators=(",", ":")).encode()
 
     def headers(self) -> Mapping[str, str]:
+        if self.code in IN_VAIN:
+            return {"x-should-retry": "false"}  # OpenAI's and Anthropic's clients would send the request twice more
         if self.retry_after_s is None:
             return {}
         return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, Field, JsonValue
+from pydantic import BaseModel, BeforeValidator, Field, JsonValue, model_validator
 
 from components.openai.fields import Strict, by_type, only, tagged
 
@@ -14,21 +14,32 @@ Id = Annotated[str, Field(max_length=256)]
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class InputText(Strict):
+class Item(Strict):
+    """Part of a conversation. Ignores unknown fields that are null: clients send back all that they know of an item."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or None not in value.values():
+            return value
+        return {name: field for name, field in value.items() if field is not None or name in cls.model_fields}
+
+
+class InputText(Item):
     type: Literal["input_text"] = "input_text"
     text: str
 
 
-class OutputText(Strict):
+class OutputText(Item):
     """Text of the model, sent back by a client."""
 
     type: Literal["output_text"]
     text: str
     annotations: Annotated[JsonValue, only([])] = None
-    logprobs: list[JsonValue] | None = None  # from the answer
+    logprobs: Annotated[list[JsonValue] | None, Field(exclude=True)] = None  # from the answer; not stored again
 
 
-class Refusal(Strict):
+class Refusal(Item):
     type: Literal["refusal"]
     refusal: str
 
@@ -56,7 +67,7 @@ Parts = Annotated[
 ]
 
 
-class MessageItem(Strict):
+class MessageItem(Item):
     type: Literal["message"] = "message"
     role: Literal["user", "assistant", "system", "developer"]
     content: Parts
@@ -65,7 +76,7 @@ class MessageItem(Strict):
     phase: Literal["commentary", "final_answer"] | None = None  # set by the model
 
 
-class CallItem(Strict):
+class CallItem(Item):
     """A function call by the model."""
 
     type: Literal["function_call"]
@@ -74,10 +85,9 @@ class CallItem(Strict):
     arguments: str
     id: Id | None = None
     status: Status | None = None
-    caller: Annotated[JsonValue, only()] = None
 
 
-class CallOutputItem(Strict):
+class CallOutputItem(Item):
     """The result of a call."""
 
     type: Literal["function_call_output"]
@@ -85,15 +95,14 @@ class CallOutputItem(Strict):
     output: Parts
     id: Id | None = None
     status: Status | None = None
-    caller: Annotated[JsonValue, only()] = None
 
 
-class ReasoningText(Strict):
+class ReasoningText(Item):
     type: Literal["reasoning_text"]
     text: str
 
 
-class ReasoningItem(Strict):
+class ReasoningItem(Item):
     """The model's reasoning before an answer."""
 
     type: Literal["reasoning"]
@@ -125,11 +134,15 @@ InputItems = Annotated[
 
 
 def turns(items: Iterable[InputItem]) -> list[dict[str, Any]]:
-    """Return chat messages. Reasoning, text and calls between two user messages become one turn."""
+    """Return chat messages. Reasoning, text and calls between two user messages become one turn.
+
+    An output follows the turn of its call, also if messages came between them.
+    """
     messages: list[dict[str, Any]] = []
     for item in items:
         if isinstance(item, CallOutputItem):
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _texts(item.output)})
+            output = {"role": "tool", "tool_call_id": item.call_id, "content": _texts(item.output)}
+            messages.insert(_place_of(item.call_id, messages), output)
         elif isinstance(item, MessageItem) and item.role != "assistant":
             messages.append({"role": item.role, "content": _texts(item.content)})
         elif not isinstance(item, ReasoningItem) or item.content:
@@ -138,6 +151,19 @@ def turns(items: Iterable[InputItem]) -> list[dict[str, Any]]:
         if "reasoning_content" in message:
             message["reasoning_content"] = "\n".join(message["reasoning_content"])
     return messages
+
+
+def _place_of(call_id: str, messages: Sequence[dict[str, Any]]) -> int:
+    """Return where an output belongs: behind the last turn with this call, and behind the turn's other outputs."""
+    calling = (
+        i
+        for i in reversed(range(len(messages)))
+        if any(call["id"] == call_id for call in messages[i].get("tool_calls", ()))
+    )
+    place = next(calling) + 1
+    while place < len(messages) and messages[place]["role"] == "tool":
+        place += 1
+    return place
 
 
 def _assistants_turn(messages: list[dict[str, Any]]) -> dict[str, Any]:

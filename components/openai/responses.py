@@ -18,7 +18,7 @@ from components.openai.fields import (
     parse_value,
     tagged,
 )
-from components.openai.items import CallItem, CallOutputItem, Id, InputItem, InputItems, MessageItem, OutputItem, turns
+from components.openai.items import CallItem, CallOutputItem, Id, InputItem, InputItems, OutputItem, turns
 
 Logprobs = Literal["message.output_text.logprobs"]
 Metadata = Annotated[
@@ -202,17 +202,17 @@ class ResponsesRequest(Strict):
 
 
 def _check_outputs(earlier: Sequence[InputItem], items: Sequence[InputItem]) -> None:
-    """Raises: Rejected, if an output belongs to no call of the turn before it."""
+    """Raises: Rejected, if an output belongs to no call before it, or to one that has an output."""
     calls: set[str] = set()
     for i, item in enumerate([*earlier, *items], -len(earlier)):
         if isinstance(item, CallItem):
             calls.add(item.call_id)
-        elif isinstance(item, MessageItem) and item.role != "assistant":
-            calls.clear()
         elif isinstance(item, CallOutputItem) and item.call_id not in calls:
             at = f"input[{max(i, 0)}].call_id"
-            why = "no 'function_call' since the user's last message has this id"
+            why = "no 'function_call' before it has this id and no output yet"
             raise Rejected(f"Invalid '{at}': {why}.", param=at, code="invalid_value")
+        elif isinstance(item, CallOutputItem):
+            calls.remove(item.call_id)
 
 
 def _chats_tool(tool: Tool) -> dict[str, Any]:

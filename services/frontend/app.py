@@ -1,6 +1,7 @@
 """The HTTP routes. `services.frontend.exchange` serves the generating ones."""
 
 from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
 from functools import partial
 from typing import Any, Final, TypeVar
 from uuid import uuid4
@@ -12,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from components.anthropic.messages import CountRequest, MessageObject, MessagesRequest, TokenCountAnswer
 from components.discovery.pages import ScrapeTarget
@@ -144,7 +145,25 @@ class _Shortcut:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         generates = scope["type"] == "http" and scope["method"] == "POST"
-        await self._endpoints.get(scope["path"] if generates else "", self._app)(scope, receive, send)
+        endpoint = self._endpoints.get(scope["path"] if generates else "")
+        if endpoint is not None:
+            await endpoint(scope, receive, send)
+        else:
+            await self._app(scope, receive, _with_id(scope, send))
+
+
+def _with_id(scope: Scope, send: Send) -> Send:
+    """Return `send` with the request's id added to an answer that has none."""
+
+    async def send_with_id(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            headers = message.get("headers", [])
+            if not any(name == b"x-request-id" for name, _ in headers):
+                shown = caller_of(scope).label or uuid4().hex
+                message["headers"] = [*headers, (b"x-request-id", shown.encode())]
+        await send(message)
+
+    return send_with_id
 
 
 class _Exchanges:
@@ -258,7 +277,8 @@ def _add_models(app: FastAPI, mesh: Mesh) -> None:
     @app.get("/v1/models")
     async def models() -> ModelList:
         """The model and its adapters, also while no instance serves them."""
-        return ModelList(data=[_card(model) for model in mesh.listed_models()])
+        cards = [_card(model) for model in mesh.listed_models()]
+        return ModelList(data=cards, first_id=cards[0].id if cards else None, last_id=cards[-1].id if cards else None)
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> ModelCard:
@@ -267,7 +287,14 @@ def _add_models(app: FastAPI, mesh: Mesh) -> None:
 
 
 def _card(model: ServedModel) -> ModelCard:
-    return ModelCard(id=model.name, created=model.created_unix_s, max_model_len=model.max_context, parent=model.parent)
+    return ModelCard(
+        id=model.name,
+        display_name=model.name,
+        created=model.created_unix_s,
+        created_at=datetime.fromtimestamp(model.created_unix_s, UTC),
+        max_model_len=model.max_context,
+        parent=model.parent,
+    )
 
 
 def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: CollectorRegistry) -> None:
@@ -324,9 +351,10 @@ def _allow_origins(app: FastAPI, origins: str | None) -> None:
     if origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=[origin.strip().rstrip("/") for origin in origins.split(",")],
+            allow_origins=[origin.strip().lower().rstrip("/") for origin in origins.split(",")],
             allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
+            allow_private_network=True,  # a page from the internet may use a server on loopback
             expose_headers=EXPOSED,
             max_age=3600,
         )

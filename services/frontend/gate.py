@@ -169,7 +169,7 @@ class Gate:
             await self._refuse(scope, send, caller.error, credentials.label, headers=caller.headers)
             return
         scope[CALLER] = caller
-        if caller.account is not None and scope["method"] == "POST":
+        if caller.account is not None and _asks_for_work(scope):
             await self._limited(caller.account, credentials.label, scope, receive, send)
         else:
             await self._app(scope, receive, send)

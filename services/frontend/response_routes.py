@@ -84,10 +84,13 @@ def _response_of(record: StoredResponse) -> Response:
 def _items(response_id: str, record: StoredResponse) -> list[dict[str, Any]]:
     """Items, each with an id and a status, also if the client gave none."""
     own = response_id.removeprefix("resp_")
-    return [
-        {"id": f"{_ID_PREFIXES[item['type']]}{own}in{i:02d}", "status": "completed", **item}
-        for i, item in enumerate(json.loads(record.input))
-    ]
+    items = {}
+    for i, item in enumerate(json.loads(record.input)):
+        made = f"{_ID_PREFIXES[item['type']]}{own}in{i:02d}"
+        shown = item.get("id", made)
+        shown = made if shown in items else shown  # a client may send an id twice, and pages continue after an id
+        items[shown] = {"status": "completed", **item, "id": shown}
+    return list(items.values())
 
 
 def _page(items: list[dict[str, Any]], limit: int, order: str, after: str | None) -> dict[str, Any]:

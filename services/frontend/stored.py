@@ -63,6 +63,7 @@ class Underway:
         task = asyncio.current_task()
         assert task is not None
         self.over = asyncio.Event()
+        self.revision: int | None = None  # of its record, once stored
         self._task = task
         self._before = task.cancelling()
         self._cancelled = False
@@ -109,9 +110,15 @@ class StoredResponses:
             owner=remembered.owner,
             frontend=self._subject if response.status == "in_progress" else "",
         )
-        if not record.frontend and (mine := self._underway.get(response.id)) is not None:
-            mine.ends()  # a cancellation would store it again, also if it is deleted meanwhile
-        await self._records.put(response.id, pack(record))
+        mine = self._underway.get(response.id)
+        if mine is None:
+            await self._records.put(response.id, pack(record))
+            return
+        if not record.frontend:
+            mine.ends()  # a cancellation would store it again
+        # With the revision, a response that was deleted meanwhile stays deleted.
+        revision = await self._records.put(response.id, pack(record), mine.revision)
+        mine.revision = mine.revision if revision is None else revision
 
     async def put_end(self, response: ResponseObject, remembered: Remembered) -> None:
         """Store the end of a background response. Retry while NATS is away, because no client has received it.
@@ -127,16 +134,6 @@ class StoredResponses:
                 if clock() >= until_s:
                     raise
             await asyncio.sleep(PUT_AGAIN_S)
-            if await self._has_ended(response.id):
-                return None
-
-    async def _has_ended(self, response_id: str) -> bool:
-        """Whether NATS has stored the end though it did not answer, or the response has been deleted since."""
-        try:
-            data = await self._records.get(response_id)
-        except BackendUnavailable:
-            return False
-        return data is None or not unpack(data, StoredResponse).frontend
 
     async def get(self, response_id: str, key: bytes) -> StoredResponse:
         """Raises: UnknownResponse, also if the response belongs to another API key."""

@@ -58,6 +58,33 @@ async def test_the_oldest_goes_first(nats_url: str, namespace: str) -> None:
             await records.put("e", bytes(bus.client.max_payload))
 
 
+async def test_a_record_that_was_deleted_or_replaced_is_not_stored_again(nats_url: str, namespace: str) -> None:
+    async with connect_bus(nats_url, "one") as one, connect_bus(nats_url, "two") as two:
+        here, there = await open_records(one, namespace, BOUNDS), await open_records(two, namespace, BOUNDS)
+        first = await here.put("a", b"first")
+        second = await here.put("a", b"second", first)
+        assert second is not None
+        assert await here.put("a", b"third", first) is None
+        assert await there.get("a") == b"second"
+        await there.delete("a")
+        assert await here.put("a", b"third", second) is None
+        assert await there.get("a") is None
+
+
+async def test_a_record_is_stored_in_the_stream_that_another_process_made_anew(nats_url: str, namespace: str) -> None:
+    """Revisions of the lost stream are larger than those of the new one."""
+    async with connect_bus(nats_url, "one") as one, connect_bus(nats_url, "two") as two:
+        await open_records(one, f"{namespace}.other", BOUNDS)
+        here = await open_records(one, namespace, BOUNDS)
+        for _ in range(3):
+            revision = await here.put("a", b"first")
+        await one.client.jetstream().delete_stream(namespace)
+        there = await open_records(two, namespace, BOUNDS)
+        await there.put("b", b"other")
+        assert await here.put("a", b"second", revision) == 2
+        assert await there.get("a") == b"second"
+
+
 async def test_two_names_share_nothing(nats_url: str, namespace: str) -> None:
     async with connect_bus(nats_url, "one") as bus:
         one, two = await open_records(bus, f"{namespace}.x", BOUNDS), await open_records(bus, f"{namespace}.y", BOUNDS)

@@ -271,6 +271,18 @@ async def test_requests_at_once_are_limited_by_key(mesh: FakeMesh) -> None:
         assert (await http.post(CHAT, json=HELLO, headers=AUTH)).status_code == 200
 
 
+async def test_a_key_at_its_limit_may_cancel(mesh: FakeMesh) -> None:
+    """It frees a place. This frontend stores no responses, so it knows none by this id."""
+    mesh.gate = asyncio.Semaphore(0)
+    async with served(mesh, table("alice", ALICE, requests_at_once=1)) as http:
+        running = asyncio.create_task(http.post(CHAT, json=HELLO, headers=AUTH))
+        await until(lambda: mesh.running == 1)
+        assert (await http.post(CHAT, json=HELLO, headers=AUTH)).status_code == 429
+        assert (await http.post("/v1/responses/resp_1/cancel", headers=AUTH)).status_code == 404
+        mesh.gate.release()
+        running.cancel()
+
+
 async def value_of_with_key(http: httpx.AsyncClient, series: str) -> float:
     http.headers.update(AUTH)
     try:
@@ -632,7 +644,7 @@ async def test_pages_of_other_origins_may_not_ask_unless_they_are_named(mesh: Fa
 
 
 async def test_pages_of_a_named_origin_ask_with_their_key_and_read_errors_too(mesh: FakeMesh) -> None:
-    async with served(mesh, BOTH, cors_origins="https://other.example, https://chat.example/") as http:
+    async with served(mesh, BOTH, cors_origins="https://other.example, https://Chat.example/") as http:
         preflight = await http.options(CHAT, headers=PREFLIGHT)
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "https://chat.example"
@@ -643,9 +655,17 @@ async def test_pages_of_a_named_origin_ask_with_their_key_and_read_errors_too(me
             assert answer.headers["access-control-allow-origin"] == "https://chat.example"
             assert "x-request-id" in answer.headers["access-control-expose-headers"]
             assert "access-control-allow-credentials" not in answer.headers
+        local = await http.options(CHAT, headers={**PREFLIGHT, "access-control-request-private-network": "true"})
+        assert (local.status_code, local.headers["access-control-allow-private-network"]) == (200, "true")
         evil = {**PREFLIGHT, "origin": "https://evil.example"}
         assert "access-control-allow-origin" not in (await http.options(CHAT, headers=evil)).headers
         assert "access-control-allow-origin" not in (await http.post(CHAT, json=HELLO, headers=evil)).headers
+
+
+@pytest.mark.parametrize("path", ["/v1/models", f"/v1/models/{MODEL}", "/health"])
+async def test_answers_without_an_id_of_their_own_have_the_clients(http: httpx.AsyncClient, path: str) -> None:
+    assert (await http.get(path, headers={"x-request-id": "client-7"})).headers["x-request-id"] == "client-7"
+    assert len((await http.get(path)).headers["x-request-id"]) == 32
 
 
 @pytest.mark.parametrize("path", [CHAT, "/nowhere"])

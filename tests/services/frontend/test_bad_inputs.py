@@ -155,6 +155,7 @@ async def test_a_failure_before_the_first_token_has_its_status(
     assert "10.0.0.7" not in message
     if status >= 500:
         assert answer.headers["x-request-id"] in message
+    assert answer.headers.get("x-should-retry") == ("false" if isinstance(failure, DeadlineExceeded) else None)
     if "retry_after_s" in getattr(failure, "fields", {}):
         assert answer.headers["retry-after"] == "2"
 

@@ -140,6 +140,15 @@ async def test_input_items_come_in_pages(here: Any) -> None:
         await here.responses.retrieve(made.id, stream=True)
 
 
+async def test_pages_end_if_items_share_an_id(here: Any) -> None:
+    """The second page began after the first item with this id, so no client reached the end."""
+    items = [{"role": "user", "content": str(i), "id": "msg_1"} for i in range(5)]
+    made = await here.responses.create(model=MODEL, input=items)
+    listed = [item async for item in here.responses.input_items.list(made.id, limit=2, order="asc")]
+    assert [item.content[0].text for item in listed] == list("01234")
+    assert (listed[0].id, len({item.id for item in listed})) == ("msg_1", 5)
+
+
 async def test_a_deleted_response_is_gone(here: Any, there: Any) -> None:
     made = await here.responses.create(**HELLO)
     await there.responses.delete(made.id)

@@ -104,6 +104,14 @@ async def test_a_message_is_answered(anthropic: Any, mesh: FakeMesh, text: TextM
     assert message._request_id == f"req_{prompt.request_id}"
 
 
+async def test_models_have_the_fields_of_anthropics_api(anthropic: Any) -> None:
+    page = await anthropic.models.list()
+    [model] = page.data
+    assert (model.id, model.type, model.display_name, model.created_at.year) == (MODEL, "model", MODEL, 2023)
+    assert (page.has_more, page.first_id, page.last_id) == (False, MODEL, MODEL)
+    assert await anthropic.models.retrieve(MODEL) == model
+
+
 async def test_parameters_reach_the_mesh(anthropic: Any, mesh: FakeMesh) -> None:
     message = await anthropic.messages.create(
         **{**HELLO, "max_tokens": 3},

@@ -311,7 +311,36 @@ async def test_what_a_tool_gave_goes_back(thinker: tuple[Any, FakeMesh]) -> None
     with pytest.raises(package.BadRequestError) as refused:
         await client.responses.create(model=MODEL, input=[{**given, "call_id": "nobody's"}], tools=TOOLS)
     assert refused.value.param == "input[0].call_id"
-    assert "no 'function_call' since" in str(refused.value)
+    assert "no 'function_call' before" in str(refused.value)
+
+
+async def test_an_output_follows_its_call_if_messages_came_between(thinker: tuple[Any, FakeMesh]) -> None:
+    """A user may write while a tool runs."""
+    client, mesh = thinker
+    calls = [{"type": "function_call", "call_id": i, "name": "f", "arguments": "{}"} for i in ("one", "two")]
+    outputs = [{"type": "function_call_output", "call_id": i, "output": f"of {i}"} for i in ("one", "two")]
+    developer, user = ({"role": role, "content": f"by {role}"} for role in ("developer", "user"))
+    hello = {"role": "user", "content": "Hello"}
+    await client.responses.create(
+        model=MODEL, input=[hello, *calls, developer, outputs[0], user, outputs[1]], tools=TOOLS
+    )
+    await client.responses.create(model=MODEL, input=[hello, *calls, *outputs, developer, user], tools=TOOLS)
+    assert mesh.prompts[0].token_ids == mesh.prompts[1].token_ids
+
+
+async def test_items_go_back_with_all_fields_that_the_package_knows(thinker: tuple[Any, FakeMesh]) -> None:
+    """Fields that this server does not know are null in them, and were refused."""
+    client, mesh = thinker
+    mesh.answer = f"Hm.</think>See.{CALL}"
+    first = await client.responses.create(model=MODEL, input="Hello", tools=TOOLS)
+    hello, output = {"role": "user", "content": "Hello"}, {"type": "function_call_output", "output": "42"}
+    for by_alias in (False, True):
+        items = [item.model_dump(by_alias=by_alias) for item in first.output]
+        given = {**output, "call_id": first.output[-1].call_id}
+        await client.responses.create(model=MODEL, input=[hello, *items, given], tools=TOOLS)
+    assert mesh.prompts[1].token_ids == mesh.prompts[2].token_ids
+    with pytest.raises(package.BadRequestError, match=r"Unknown parameter: 'input\[0\].odd'"):
+        await client.responses.create(model=MODEL, input=[{**hello, "odd": 1}])
 
 
 async def test_reasoning_is_switched(thinker: tuple[Any, FakeMesh]) -> None:
@@ -417,8 +446,8 @@ CALL_OF_A = {"type": "function_call", "call_id": "a", "name": "f", "arguments": 
     ("items", "param"),
     [
         ([OUTPUT, CALL_OF_A], "input[0].call_id"),
-        ([CALL_OF_A, {"role": "user", "content": "a"}, OUTPUT], "input[2].call_id"),
-        ([CALL_OF_A, OUTPUT, {"role": "assistant", "content": "a"}, OUTPUT], "input"),  # refused by the chat
+        ([CALL_OF_A, OUTPUT, OUTPUT], "input[2].call_id"),
+        ([CALL_OF_A, OUTPUT, {"role": "user", "content": "a"}, OUTPUT], "input[3].call_id"),
     ],
 )
 async def test_an_output_without_its_call_is_refused(
