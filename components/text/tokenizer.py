@@ -17,6 +17,7 @@ from components.output.formats import FormatOptions, OutputFormats
 from components.output.template_names import variables_of
 from components.text.chat_template import NEXT_TURN, Ending, described, in_messages, instructed
 from components.text.detokenizer import (
+    REPLACEMENT,
     ByteDetokenizer,
     Detokenizer,
     Pieces,
@@ -33,6 +34,7 @@ T = TypeVar("T")
 INLINE_CHARS: Final = 4096  # 0.4 ms at worst; a hop to a thread and back costs about 0.1 ms
 MESSAGE_CHARS: Final = 32  # a message's share of a template
 CONTEXT_TOKENS: Final = 6  # of the prompt, enough for a decoder
+MAX_CONTEXT_TOKENS: Final = 32  # if the prompt ends with characters of several tokens
 TAIL_TOKENS: Final = 16  # of the prompt, enough for a marker and line ends
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 TEMPLATE_ERRORS: Final = (
@@ -216,12 +218,25 @@ class TextModel:
         self, prompt: Sequence[int] = (), shown: Set[int] = frozenset(), *, skip: bool = True
     ) -> Detokenizer:
         """`prompt`: what the generation continues; `shown`: special tokens to show; without `skip`, all."""
-        context = prompt[-CONTEXT_TOKENS:]
         if self._is_byte_level:
-            return ByteDetokenizer(self._pieces(frozenset(shown), skip=skip), context)
+            return ByteDetokenizer(self._pieces(frozenset(shown), skip=skip), prompt[-CONTEXT_TOKENS:])
+        context = self._context(prompt)
         if shown and skip:
             return SelectiveDetokenizer(self._tokenizer, self.specials - shown, context)
         return StreamDetokenizer(self._tokenizer, context, skip=skip)
+
+    def _context(self, prompt: Sequence[int]) -> Sequence[int]:
+        """Return the prompt's last tokens, from the beginning of a character.
+
+        The tokenizer decodes a run of bytes to "\ufffd" alone if one character in it is cut.
+        """
+        for count in range(min(CONTEXT_TOKENS, len(prompt)), min(MAX_CONTEXT_TOKENS, len(prompt)) + 1):
+            context = prompt[len(prompt) - count :]
+            if REPLACEMENT not in self.decode(context, skip=False):
+                return context
+        # The prompt ends within a character, or with "\ufffd" itself. After any token, a first word keeps its space.
+        whole = ([i] for i in prompt[: -MAX_CONTEXT_TOKENS - 1 : -1] if REPLACEMENT not in self.decode([i], skip=False))
+        return next(whole, ())
 
     def _pieces(self, shown: frozenset[int], *, skip: bool) -> Pieces:
         key = shown if skip else None

@@ -14,13 +14,12 @@ from typing import Any, Final
 import torch
 from gguf import GGMLQuantizationType, GGUFReader
 from safetensors.torch import save_file
-from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+from transformers import AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES, load_gguf_checkpoint
 from transformers.utils.logging import disable_progress_bar
 
 from engine.model.converted import PROGRESS_MARK, REASON_MARK, WARNING_MARK, finish
+from engine.model.gguf_tokenizer import end_tokens, save_tokenizer
 
 STEPS: Final = 3
 F32, F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
@@ -30,26 +29,6 @@ TELLING: Final = {
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
 }
-END_KEYS: Final = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
-END_NAMES: Final = frozenset(
-    {  # of control tokens, which llama.cpp takes for end tokens in any model
-        "<end_of_turn>",
-        "<|call|>",
-        "<|end_of_text|>",
-        "<|end|>",
-        "<|endoftext|>",
-        "<|eom_id|>",
-        "<|eot_id|>",
-        "<|im_end|>",
-        "<|return|>",
-    }
-)
-CONTROL: Final = 3  # a value of tokenizer.ggml.token_type
-# values of tokenizer.ggml.pre
-SINGLE_DIGITS: Final = frozenset({
-    "codeshell", "command-r", "exaone", "minerva-7b", "refact", "smollm", "starcoder",
-})  # fmt: skip
-AS_GPT2: Final = frozenset({"gpt-2", "jais", "mpt", "olmo", "phi-2"})
 GEMMA_27B: Final = {"gemma2": 46, "gemma3": 62}  # layers by architecture
 ROPE_FACTORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 
@@ -67,14 +46,12 @@ def convert(source: Path, target: Path) -> None:
     _report(0)
     reader = _read(source)
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-    tokenizer = AutoTokenizer.from_pretrained(**where)
-    _split_as_trained(tokenizer, reader)
-    tokenizer.save_pretrained(target)
+    save_tokenizer(source, reader, target, lambda warning: _write(f"{WARNING_MARK}{warning}"))
     _report(1)
     model, loading = AutoModelForCausalLM.from_pretrained(**where, dtype=_dtype(reader), output_loading_info=True)
     _check(reader, model.config, loading)
     _scale_attention(reader, model.config)
-    model.generation_config.eos_token_id = _end_tokens(reader) or model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = end_tokens(reader) or model.generation_config.eos_token_id
     _report(2)
     tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
@@ -132,37 +109,6 @@ def _scale_attention(reader: GGUFReader, config: Any) -> None:
             f"the scale of its attention is unknown: GGUF has no query_pre_attn_scalar, and of {architecture} with "
             f"{config.num_hidden_layers} layers and heads of {config.head_dim} no usual value is known. Use its safetensors"
         )
-
-
-def _end_tokens(reader: GGUFReader) -> list[int]:
-    """Ids that end a text or a turn. transformers reads the first of END_KEYS alone."""
-    tokens = reader.fields["tokenizer.ggml.tokens"].contents()
-    types = reader.fields.get("tokenizer.ggml.token_type")
-    named = {
-        token: i
-        for i, (token, kind) in enumerate(zip(tokens, types.contents() if types else (), strict=False))
-        if kind == CONTROL and token in END_NAMES
-    }
-    if "<|return|>" in named:
-        named.pop("<|end|>", None)  # in gpt-oss it ends a message, and the answer continues with the next
-    return sorted({*named.values(), *(reader.fields[key].contents() for key in END_KEYS if key in reader.fields)})
-
-
-def _split_as_trained(tokenizer: Any, reader: GGUFReader) -> None:
-    """Split texts before BPE as the authors did. transformers splits as GPT-2 where it does not know the splitter."""
-    if reader.fields["tokenizer.ggml.model"].contents() != "gpt2":
-        return  # other kinds of vocabulary have no splitters
-    field = reader.fields.get("tokenizer.ggml.pre")
-    splitter = field.contents() if field else None
-    if splitter in SINGLE_DIGITS:
-        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-            [
-                pre_tokenizers.Digits(individual_digits=True),
-                pre_tokenizers.ByteLevel(add_prefix_space=False),
-            ]
-        )
-    elif splitter not in AS_GPT2 and splitter not in GGUF_PRE_TOKENIZER_SPLITS:
-        _write(f"{WARNING_MARK}its tokenizer.ggml.pre is {splitter!r}, which is unknown: texts are split as for GPT-2")
 
 
 def _dtype(reader: GGUFReader) -> torch.dtype:

@@ -18,7 +18,7 @@ from engine.model.progress import Progress
 
 log = logging.getLogger(__name__)
 
-VERSION: Final = 2  # of the conversion; a new one converts again what an earlier release converted
+VERSION: Final = 3  # of the conversion; a new one converts again what an earlier release converted
 PROGRESS_MARK: Final = "progress\t"
 REASON_MARK: Final = "reason\t"  # starts the reason of a failure
 WARNING_MARK: Final = "warning\t"

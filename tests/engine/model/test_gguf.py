@@ -240,6 +240,53 @@ def test_texts_are_split_as_the_file_names_it(
     assert converted.WARNING_MARK not in capsys.readouterr().out
 
 
+def test_control_tokens_keep_the_names_and_ids_of_the_file(original: PreTrainedModel, tmp_path: Path) -> None:
+    """Names with other letters than those of bytes came twice, at last behind the vocabulary, and were refused there.
+
+    So did `<|endoftext|>`, which a user may write, where the file has no such token.
+    """
+    bar = "\uff5c"  # the wide one
+    names = [f"<{bar}{name}{bar}>" for name in ("User", "begin▁of▁sentence", "end▁of▁sentence")]
+    convert(write_gguf(tmp_path / "r1.gguf", original, tokens=[*TOKENS[:-3], *names]), tmp_path)
+    text = TextModel.load(tmp_path)
+    assert [text._encode(name, add_special_tokens=False) for name in names] == [[125], [126], [127]]
+    assert text.decode([126, *range(64, 67), 127], skip=True) == "abc"
+    assert text.vocab_size == len(TOKENS)
+    letters = text._encode("<|endoftext|>", add_special_tokens=False)
+    assert "".join(TOKENS[token_id] for token_id in letters) == "<|endoftext|>"
+
+
+@pytest.mark.parametrize(
+    ("splitter", "fields", "expected"),
+    [
+        ("llama-bpe", {}, ["<bos>", "12", "a"]),
+        ("llama-bpe", {"tokenizer.ggml.add_bos_token": False}, ["12", "a"]),
+        ("gpt-2", {}, ["12", "a"]),
+    ],
+)
+def test_a_text_begins_as_in_llama_cpp(
+    original: PreTrainedModel, tmp_path: Path, splitter: str, fields: dict[str, bool], expected: list[str]
+) -> None:
+    """Llama 3's files may not say that texts begin with a token."""
+    convert(write_gguf(tmp_path / "begins.gguf", original, splitter=splitter, **fields), tmp_path)
+    ids = TextModel.load(tmp_path)._encode("12a", add_special_tokens=True)
+    assert [TOKENS[token_id] for token_id in ids] == expected
+
+
+@pytest.mark.parametrize(("fields", "first"), [({}, "▁"), ({"tokenizer.ggml.add_space_prefix": False}, "a")])
+def test_words_begin_with_a_space_unless_the_file_says_otherwise(
+    tmp_path: Path, fields: dict[str, bool], first: str
+) -> None:
+    tokens = ["▁" if token == "Ġ" else token for token in TOKENS]
+    model = reference(save_model(tmp_path / "llama", FAMILIES["llama"]()))
+    convert(write_gguf(tmp_path / "words.gguf", model, splitter=None, tokens=tokens, **fields), tmp_path)
+    text = TextModel.load(tmp_path)
+    ids = text._encode("a c", add_special_tokens=False)
+    assert [tokens[token_id] for token_id in ids][-3:] == ["a", "▁", "c"]
+    assert tokens[ids[0]] == first
+    assert text.decode(ids, skip=True) == "a c"
+
+
 def test_an_unknown_splitter_is_reported(
     original: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

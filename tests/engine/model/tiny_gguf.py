@@ -1,6 +1,6 @@
 """GGUF files of tiny models, written with llama.cpp's own package."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +13,19 @@ TOKENS = [*LETTERS, "Ġ", "Ċ", "ab", "12", *(f"<extra{i}>" for i in range(27)),
 
 
 def write_gguf(
-    path: Path, model: PreTrainedModel, *, splitter: str = "qwen2", halves: Collection[str] = (), **fields: Any
+    path: Path,
+    model: PreTrainedModel,
+    *,
+    splitter: str | None = "qwen2",
+    tokens: Sequence[str] = TOKENS,
+    halves: Collection[str] = (),
+    **fields: Any,
 ) -> Path:
-    """Write weights of `model`, a Qwen 2 or Gemma, in float32.
+    """Write weights of `model`, a Qwen 2, Llama or Gemma, in float32.
 
     Args:
-        splitter: the value of tokenizer.ggml.pre.
+        splitter: the value of tokenizer.ggml.pre; None: the vocabulary is SentencePiece's.
+        tokens: the last two begin and end a text.
         halves: tensors in float16, by their names in transformers.
         fields: are added; "architecture" is the file's own.
     """
@@ -35,16 +42,21 @@ def write_gguf(
         f"{arch}.attention.head_count_kv": config.num_key_value_heads,
         f"{arch}.rope.freq_base": _rope_theta(config),
         f"{arch}.attention.layer_norm_rms_epsilon": config.rms_norm_eps,
-        "tokenizer.ggml.bos_token_id": TOKENS.index("<bos>"),
-        "tokenizer.ggml.eos_token_id": TOKENS.index("<|endoftext|>"),
+        "tokenizer.ggml.bos_token_id": len(tokens) - 2,
+        "tokenizer.ggml.eos_token_id": len(tokens) - 1,
     }
     for key, value in (described | fields).items():
-        (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre(splitter)
-    writer.add_token_list(TOKENS)
-    writer.add_token_types([3 if token.startswith("<") and len(token) > 1 else 1 for token in TOKENS])
-    writer.add_token_merges(["a b", "1 2"])
+        add = {float: writer.add_float32, bool: writer.add_bool, int: writer.add_uint32}[type(value)]
+        add(key, value)
+    writer.add_token_list(tokens)
+    writer.add_token_types([3 if token.startswith("<") and len(token) > 1 else 1 for token in tokens])
+    if splitter is None:
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([-float(i) for i in range(len(tokens))])
+    else:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(splitter)
+        writer.add_token_merges(["a b", "1 2"])
     writer.add_chat_template("{% for m in messages %}{{ m.content }}{% endfor %}")
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[kind.upper()], config.num_hidden_layers)
     for name, tensor in model.state_dict().items():
