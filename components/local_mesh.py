@@ -1,12 +1,12 @@
 """The mesh that `services.local` runs on this machine."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from components.certificates import TlsFiles
 from components.settings import MeshSettings
+from components.urls import without_password
 
 S = TypeVar("S", bound=MeshSettings)
 
@@ -17,11 +17,20 @@ PROOFS: Final = ("nats_name", "tls")
 ENV_OF_LOCAL_MESH: Final = 'for a running `make up`: eval "$(python -m services.inspect env)"'
 
 
+def started_at(pid: int) -> str:
+    """Return when process `pid` started, which distinguishes it from later ones with its id. Raises: OSError."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return f"{boot} {ticks}"
+
+
 def local_mesh(home: Path) -> dict[str, Any]:
     """What a running mesh wrote into its state directory; empty if none runs."""
     try:
         facts = json.loads((home / "local" / "running.json").read_text())
-        os.kill(facts["pid"], 0)
+        started = started_at(facts["pid"])
+        if facts.get("started", started) != started:
+            return {}
     except (OSError, ValueError, LookupError, TypeError):
         return {}
     return dict(facts)
@@ -41,6 +50,8 @@ def beside_local_mesh(settings: S, user: str = "") -> S:
 
 def no_answer_advice(settings: MeshSettings) -> str:
     flags = "--etcd-url and --nats-url (services.local prints both)"
-    if local_mesh(settings.home):
+    if mesh := local_mesh(settings.home):
+        if without_password(settings.nats_url) == without_password(str(mesh.get("nats_url"))):
+            return f"services.local (pid {mesh['pid']}) runs it; its logs are in {settings.home / 'local'}"
         return f"name them with {flags}"
     return f"no services.local runs with state directory {settings.home}: name its --state-dir, or {flags}"

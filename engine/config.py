@@ -102,7 +102,13 @@ class EngineConfig:
     dtype: Annotated[
         Literal["auto", "bfloat16", "float16", "float32"], Field(description="of weights and KV; auto: bfloat16")
     ] = "auto"
-    device: Annotated[str, Field(description="as torch names it; auto: the first CUDA device, else cpu")] = "auto"
+    device: Annotated[
+        str,
+        Field(
+            pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+            description="auto, cpu, cuda or cuda:N, as torch counts; auto: the first CUDA device, else cpu",
+        ),
+    ] = "auto"
     tensor_parallel: Annotated[
         int, Field(description="devices that hold the model together, of one machine, from `device` on; a process each")
     ] = 1

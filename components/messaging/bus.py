@@ -351,5 +351,7 @@ async def _close(client: Client) -> None:
             await client.flush(timeout=2)
     except (nats.errors.Error, OSError, TimeoutError):
         log.warning("NATS went away before the last messages left")
+    if not client.is_connected:  # close() would write unsent messages to the closed socket, and fail
+        client._pending, client._pending_data_size = [], 0
     with exact_cancellation():  # close() cancels a reconnecting task that waits for the same socket
         await client.close()

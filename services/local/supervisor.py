@@ -16,6 +16,7 @@ from typing import Any, Final
 
 from components.discovery.registry import remove_record
 from components.errors import BackendUnavailable, MeshError
+from components.local_mesh import started_at
 from components.messaging.bus import connect_bus
 from components.messaging.records import open_records
 from components.permissions import ADMINISTRATOR
@@ -258,7 +259,7 @@ class RunningFile:
 
     def write(self, **facts: Any) -> None:
         self._stream.truncate(0)
-        left = (json.dumps({"pid": os.getpid(), **facts}, indent=2) + "\n").encode()
+        left = (json.dumps({"pid": os.getpid(), "started": started_at(os.getpid()), **facts}, indent=2) + "\n").encode()
         while left:
             left = left[self._stream.write(left) :]
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from components.local_mesh import beside_local_mesh, local_mesh
+from components.local_mesh import beside_local_mesh, local_mesh, no_answer_advice, started_at
 from services.planner.__main__ import read_settings
 from services.planner.config import PlannerSettings
 
@@ -58,6 +58,29 @@ def test_a_mesh_that_has_ended_is_not_found(tmp_path: Path) -> None:
     assert local_mesh(tmp_path) == {}
     (tmp_path / "local" / "running.json").write_text("")
     assert local_mesh(tmp_path) == {}
+
+
+def test_a_mesh_whose_process_id_belongs_to_another_process_is_not_found(tmp_path: Path) -> None:
+    """`inspect env` printed the addresses and passwords of a mesh that had been killed."""
+    own = os.getpid()
+    running(tmp_path, own)
+    file = tmp_path / "local" / "running.json"
+    facts = json.loads(file.read_text())
+    file.write_text(json.dumps({**facts, "started": started_at(own)}))
+    assert local_mesh(tmp_path)["pid"] == own
+    file.write_text(json.dumps({**facts, "started": started_at(1)}))
+    assert local_mesh(tmp_path) == {}
+
+
+def test_a_mesh_that_was_found_and_does_not_answer_is_named(tmp_path: Path) -> None:
+    """The advice was to give the addresses, which were known."""
+    read = ["--state-dir", str(tmp_path)]
+    assert "no services.local runs" in no_answer_advice(PlannerSettings.read(read))
+    running(tmp_path, os.getpid())
+    found = beside_local_mesh(PlannerSettings.read(read))
+    assert no_answer_advice(found) == f"services.local (pid {os.getpid()}) runs it; its logs are in {tmp_path}/local"
+    other = PlannerSettings.read([*read, "--nats-url", "nats://n:9"])
+    assert no_answer_advice(other).startswith("name them with --etcd-url")
 
 
 def test_a_user_finds_its_own_access_and_the_administrators_is_for_those_that_name_none(

@@ -1,3 +1,5 @@
+from typing import Any
+
 import pytest
 
 from engine.config import EngineConfig
@@ -18,11 +20,13 @@ from engine.config import EngineConfig
         ({"itl_target_ms": float("inf")}, "itl_target_ms is inf; it must be a finite number"),
         ({"kv_memory_gb": float("nan")}, "kv_memory_gb is nan; it must be a finite number"),
         ({"compile_timeout_s": 1e10}, "compile_timeout_s is 10000000000.0; it must be at most"),
+        ({"device": "gpu"}, "device\n.*should match pattern"),
+        ({"device": "cuda:"}, "should match pattern"),
         ({"speculative_tokens": -1}, "greater than or equal to 0"),
         ({"speculative_tokens": 4, "pipeline": "on"}, "speculative_tokens needs pipeline=auto or off"),
     ],
 )
-def test_a_wrong_setting_is_refused_by_name(changes: dict[str, float], said: str) -> None:
+def test_a_wrong_setting_is_refused_by_name(changes: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         EngineConfig(**changes)
 

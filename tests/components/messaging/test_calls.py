@@ -444,6 +444,15 @@ async def test_leaving_needs_no_nats_that_answers(tmp_path: Path, namespace: str
             server.process.send_signal(signal.SIGCONT)
 
 
+async def test_leaving_with_unsent_messages_needs_no_nats(tmp_path: Path) -> None:
+    """Each process that was stopped while NATS was away ended with a traceback and status 1."""
+    async with running(NATS, tmp_path) as server, asyncio.timeout(LEAVES_WITHIN_S), connect_bus(server.url, "a") as bus:
+        assert server.process is not None
+        server.process.kill()
+        await until(lambda: not bus.client.is_connected)
+        await bus.publish_bytes("a.b", b"x")
+
+
 async def _enter(context: Any) -> tuple[Any, Bus]:
     return context, await context.__aenter__()
 

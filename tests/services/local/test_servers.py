@@ -111,6 +111,20 @@ def test_a_stopped_server_leaves_no_process_no_port_and_no_data(kind: Kind, tmp_
 
 
 @pytest.mark.mesh
+@pytest.mark.parametrize("kind", [ETCD, NATS], ids=lambda kind: kind.name)
+def test_any_folder_will_do(kind: Kind, tmp_path: Path) -> None:
+    """NATS refused its configuration if the name had other letters than English."""
+    home = tmp_path / 'jürgen "東" \\ x'
+    home.mkdir()
+
+    async def scenario() -> None:
+        async with running(kind, home) as server:
+            assert server.home.is_relative_to(home)
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.mesh
 def test_torn_data_of_an_earlier_run_does_not_stop_a_start(tmp_path: Path) -> None:
     torn = tmp_path / "etcd" / "data" / "member" / "snap" / "db"
     torn.parent.mkdir(parents=True)
@@ -200,6 +214,22 @@ def test_a_server_that_ends_at_once_is_quoted(tmp_path: Path) -> None:
     with pytest.raises(CannotStart, match=r"broken did not start \(exit code 3\): .*no space left") as caught:
         asyncio.run(scenario())
     assert str(tmp_path) in caught.value.message
+
+
+def test_a_full_disk_is_named_if_the_server_shows_only_its_stack(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = Kind("broken", "http", "nobody", lambda *_: ["/bin/sh", "-c", "echo main.main >&2; exit 2"], lambda *_: "")
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage._replace(free=17_000_000))
+
+    async def scenario() -> None:
+        async with running(kind, tmp_path):
+            pass
+
+    with pytest.raises(CannotStart, match=rf"exit code 2\): 17 MB are free in {tmp_path}: free some space") as caught:
+        asyncio.run(scenario())
+    assert "main.main" in caught.value.message
 
 
 def test_a_missing_binary_is_named_with_the_package_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
