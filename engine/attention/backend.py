@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import torch
+from torch import Tensor
 from transformers import AttentionInterface
 
 from engine.errors import UnsupportedModel
@@ -37,15 +37,8 @@ class StepAttention(Protocol):
     """A backend's plan for one step."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
+    ) -> Tensor:
         """Write the new keys and values into their slots, then attend.
 
         Args:
@@ -64,18 +57,18 @@ class AttentionBackend(Protocol):
 
 def attend_paged(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     scaling: float,
     step_attention: StepAttention,
     sliding_window: int | None = None,
     softcap: float | None = None,
-    s_aux: torch.Tensor | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Attend for one of transformers' modules, which calls sinks `s_aux`.
 
     Raises: UnsupportedModel, for arguments that change attention in other ways.

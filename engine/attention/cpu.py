@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
@@ -16,7 +17,7 @@ from engine.attention.backend import Scoring, StepShape
 class CpuAttention:
     """`engine.kernels.native_library` must have loaded the kernel."""
 
-    def __init__(self, pool: torch.Tensor, layout: KvLayout) -> None:
+    def __init__(self, pool: Tensor, layout: KvLayout) -> None:
         self._pool = pool
         self._layout = layout
 
@@ -27,28 +28,21 @@ class CpuAttention:
 
 @dataclass(frozen=True, slots=True)
 class CpuStep:
-    pool: torch.Tensor
-    plan: torch.Tensor
+    pool: Tensor
+    plan: Tensor
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
+    ) -> Tensor:
         """Attend; rows beyond the plan's tokens are zero and write no KV."""
         options = scoring.scaling, scoring.window, scoring.softcap, None if sinks is None else sinks.float()
-        attended: torch.Tensor = torch.ops.kvmesh.attend_pages(query, key, value, self.pool, self.plan, layer, *options)
+        attended: Tensor = torch.ops.kvmesh.attend_pages(query, key, value, self.pool, self.plan, layer, *options)
         return attended
 
 
 def pack_plan(
     query_lens: Sequence[int], context_lens: Sequence[int], block_tables: Sequence[Sequence[int]], table_len: int
-) -> torch.Tensor:
+) -> Tensor:
     """Pack a step for the kernel.
 
     Returns: int32 [2 + R + 1 + R + R * table_len]: R, table_len, first token of each request and the end, contexts,

@@ -12,6 +12,7 @@ from typing import Any, Final
 import flashinfer
 import numpy as np
 import torch
+from torch import Tensor
 
 from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
@@ -30,15 +31,15 @@ class Span:
     """Requests that one wrapper computes; int32 tensors on the host."""
 
     tokens: slice
-    query_starts: torch.Tensor  # [R + 1], from the span's first token
-    page_starts: torch.Tensor  # [R + 1]
-    pages: torch.Tensor
-    last_page_lens: torch.Tensor  # [R]
+    query_starts: Tensor  # [R + 1], from the span's first token
+    page_starts: Tensor  # [R + 1]
+    pages: Tensor
+    last_page_lens: Tensor  # [R]
     decodes: bool
 
 
 class FlashInferAttention:
-    def __init__(self, pool: torch.Tensor, layout: KvLayout, query_group: int, _limits: StepLimits) -> None:
+    def __init__(self, pool: Tensor, layout: KvLayout, query_group: int, _limits: StepLimits) -> None:
         """Raises: AttentionUnavailable, if the kernels do not support the model."""
         if pool.dtype == torch.float32 or layout.head_dim not in HEAD_DIMS:
             raise AttentionUnavailable(
@@ -121,15 +122,8 @@ class FlashInferStep:
         ]
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
+    ) -> Tensor:
         if sinks is not None:
             raise UnsupportedModel("attention=flashinfer computes no attention sinks: try attention=triton")
         owners, positions, pages, page_starts, last_page_lens = self._slots
@@ -141,9 +135,7 @@ class FlashInferStep:
         outputs = [self._run(span, queries[span.tokens].contiguous(), kv, scoring) for span in self._spans]
         return torch.cat(outputs)[None]
 
-    def _run(
-        self, span: Span, queries: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scoring: Scoring
-    ) -> torch.Tensor:
+    def _run(self, span: Span, queries: Tensor, kv: tuple[Tensor, Tensor], scoring: Scoring) -> Tensor:
         wrapper = self._backend.wrapper(span.decodes, scoring, self._turn)
         if (span.decodes, scoring) not in self._planned:
             layout = self._backend.layout
@@ -162,9 +154,9 @@ class FlashInferStep:
             else:
                 wrapper.plan(span.query_starts, *tables, *sizes, causal=True, **options)
             self._planned.add((span.decodes, scoring))
-        attended: torch.Tensor = wrapper.run(queries, kv)
+        attended: Tensor = wrapper.run(queries, kv)
         return attended
 
 
-def _int32(values: Any) -> torch.Tensor:
+def _int32(values: Any) -> Tensor:
     return torch.from_numpy(np.asarray(values, dtype=np.int32))

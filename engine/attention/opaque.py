@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from engine.attention.backend import Scoring, StepAttention
 
@@ -35,30 +36,23 @@ def attending(step: StepAttention, num_tokens: int) -> Iterator[None]:
 
 class OpaqueAttention:
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
+    ) -> Tensor:
         options = scoring.scaling, scoring.window, scoring.softcap
-        attended: torch.Tensor = torch.ops.kvmesh.attend(query, key, value, layer, *options, sinks)
+        attended: Tensor = torch.ops.kvmesh.attend(query, key, value, layer, *options, sinks)
         return attended
 
 
 def _attend(  # noqa: PLR0917 - the order of the schema below
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
     layer: int,
     scaling: float,
     window: int,
     softcap: float,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+    sinks: Tensor | None,
+) -> Tensor:
     current = _current.get()
     scoring = Scoring(scaling, window, softcap)
     length, num_tokens = query.shape[2], current.num_tokens
@@ -70,7 +64,7 @@ def _attend(  # noqa: PLR0917 - the order of the schema below
     return out
 
 
-def _like_output(query: torch.Tensor, *_others: object) -> torch.Tensor:
+def _like_output(query: Tensor, *_others: object) -> Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
 
 

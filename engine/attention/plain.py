@@ -11,6 +11,7 @@ from itertools import accumulate
 from typing import Final
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from components.wire.layout import KvLayout
@@ -24,9 +25,9 @@ PADDING_FREE_PAGES: Final = 8  # padded at any ratio
 class Reach:
     """Keys and values that requests see, padded to S tokens."""
 
-    rows: torch.Tensor  # int64 [2 * N * kv_heads * pages], rows of layer 0: keys, then values
-    bias: torch.Tensor  # [N, query_group * query_len, S]: 0 if seen, else -inf
-    unseen: torch.Tensor  # int64, of slots [2 * N * kv_heads * S] that no query sees
+    rows: Tensor  # int64 [2 * N * kv_heads * pages], rows of layer 0: keys, then values
+    bias: Tensor  # [N, query_group * query_len, S]: 0 if seen, else -inf
+    unseen: Tensor  # int64, of slots [2 * N * kv_heads * S] that no query sees
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Group:
 
 
 class PlainAttention:
-    def __init__(self, pool: torch.Tensor, layout: KvLayout, query_group: int) -> None:
+    def __init__(self, pool: Tensor, layout: KvLayout, query_group: int) -> None:
         self._layout = layout
         self._query_group = query_group
         self._pool = pool
@@ -53,7 +54,7 @@ class PlainAttention:
         groups = [self._group(shape, first, last, token) for first, last, token in _spans(shape)]
         return PlainStep(self._pool, self._layout, self._slots(shape), groups)
 
-    def _slots(self, shape: StepShape) -> torch.Tensor:
+    def _slots(self, shape: StepShape) -> Tensor:
         """Find the slots of the new tokens.
 
         Returns: int64 [2 * kv_heads * T], rows at layer 0.
@@ -89,7 +90,7 @@ class PlainAttention:
         unseen = self._unseen(first_query, query_len, length, window)
         return Reach(rows.flatten(), self._bias(first_query, query_len, length, window), unseen)
 
-    def _unseen(self, first_query: Sequence[int], query_len: int, padded_len: int, window: int) -> torch.Tensor:
+    def _unseen(self, first_query: Sequence[int], query_len: int, padded_len: int, window: int) -> Tensor:
         """Slots before the window of the first query, and behind the last query."""
         heads, slots = self._layout.num_heads, list[int]()
         for i, first in enumerate(first_query):
@@ -101,7 +102,7 @@ class PlainAttention:
         both = torch.arange(2, device=self._pool.device) * (len(first_query) * heads * padded_len)  # keys, values
         return (both[:, None, None] + each[:, None] + self._tensor(slots)).flatten()
 
-    def _bias(self, first_query: Sequence[int], query_len: int, padded_len: int, window: int) -> torch.Tensor:
+    def _bias(self, first_query: Sequence[int], query_len: int, padded_len: int, window: int) -> Tensor:
         """Causal mask [N, query_group * query_len, S]; `first_query` holds key indices."""
         queries = (self._tensor(first_query)[:, None] + self._tensor(range(query_len))).unsqueeze(-1)  # [N, T, 1]
         keys = self._tensor(range(padded_len))
@@ -111,12 +112,12 @@ class PlainAttention:
         zero = torch.zeros((), dtype=self._pool.dtype, device=self._pool.device)
         return torch.where(hidden, -torch.inf, zero).repeat(1, self._query_group, 1)
 
-    def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> torch.Tensor:
+    def _tensor(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return to_device(values, self._pool.device, torch.int64)
 
 
 class PlainStep:
-    def __init__(self, pool: torch.Tensor, layout: KvLayout, slots: torch.Tensor, groups: list[Group]) -> None:
+    def __init__(self, pool: Tensor, layout: KvLayout, slots: Tensor, groups: list[Group]) -> None:
         self._layout = layout
         self._slots = slots
         self._groups = groups
@@ -124,23 +125,14 @@ class PlainStep:
         self._by_page = pool.view(-1, layout.page_size * layout.head_dim)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
+    ) -> Tensor:
         new = torch.stack([key, value]).view(-1, self._layout.head_dim)  # [2 * kv_heads * T, head_dim]
         self._by_token.index_copy_(0, self._slots + layer * 2 * self._layout.page_size, new)
         outputs = [self._attend_group(group, layer, query, scoring, sinks) for group in self._groups]
         return torch.cat(outputs, dim=1)
 
-    def _attend_group(
-        self, group: Group, layer: int, query: torch.Tensor, scoring: Scoring, sinks: torch.Tensor | None
-    ) -> torch.Tensor:
+    def _attend_group(self, group: Group, layer: int, query: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
         kv_heads, head_dim = self._layout.num_heads, self._layout.head_dim
         num, length = group.num_requests, group.query_len
         reach = group.reach(scoring.window)
@@ -161,14 +153,14 @@ class PlainStep:
 
 
 def _attend_rows(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    bias: torch.Tensor,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    bias: Tensor,
     scoring: Scoring,
     *,
-    sinks: torch.Tensor | None,
-) -> torch.Tensor:
+    sinks: Tensor | None,
+) -> Tensor:
     """Attend in two matmuls, for few rows faster than a fused kernel.
 
     Args:

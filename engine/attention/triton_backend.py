@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
+from torch import Tensor
 
 from components.wire.layout import KvLayout
 from engine.attention import triton_kernels as kernels
@@ -50,7 +51,7 @@ def choose_tiles(head_dim: int, dtype: torch.dtype) -> Tiles:
 class TritonAttention:
     def __init__(
         self,
-        pool: torch.Tensor,
+        pool: Tensor,
         layout: KvLayout,
         query_group: int,
         limits: StepLimits,
@@ -111,11 +112,11 @@ class TritonAttention:
         self,
         step: "TritonStep",
         layer: int,
-        out: torch.Tensor,
-        new: tuple[torch.Tensor, ...],
+        out: Tensor,
+        new: tuple[Tensor, ...],
         scoring: Scoring,
         *,
-        sinks: torch.Tensor,
+        sinks: Tensor,
     ) -> None:
         """Attend and write KV; `new` is query, key, value [heads, T, D]."""
         partial = self._partials(out, step.pieces * self._heads if step.joins else 0)
@@ -139,11 +140,11 @@ class TritonAttention:
         self,
         step: "TritonStep",
         layer: int,
-        out: torch.Tensor,
-        new: tuple[torch.Tensor, ...],
+        out: Tensor,
+        new: tuple[Tensor, ...],
         scoring: Scoring,
         *,
-        sinks: torch.Tensor,
+        sinks: Tensor,
     ) -> None:
         query, key, value = new
         assert step.filled is not None
@@ -173,7 +174,7 @@ class TritonAttention:
                     ROWS=rows, DECODES=False, SINKS=sinks is not out, **self._join_shapes,
                 )  # fmt: skip
 
-    def _partials(self, out: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _partials(self, out: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         """Memory for partial results of `rows` queries and spans; `out` stands for none."""
         if not rows:
             return out, out
@@ -199,15 +200,8 @@ class TritonStep:
     replayable: bool  # what `recorded` returns may stand for it
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
+    ) -> Tensor:
         heads, tokens, head_dim = query.shape[1:]
         new = tuple(x[0] if x.stride(3) == 1 else x[0].contiguous() for x in (query, key, value))
         out = query.new_empty(1, tokens, heads, head_dim)
@@ -219,7 +213,7 @@ class TritonStep:
         return out
 
 
-def _tables(blocks: QueryBlocks) -> tuple[torch.Tensor, ...]:
+def _tables(blocks: QueryBlocks) -> tuple[Tensor, ...]:
     return blocks.requests, blocks.firsts, blocks.slots, blocks.counts, blocks.piece_blocks, blocks.piece_spans
 
 
@@ -232,9 +226,9 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
-def _strides(*tensors: torch.Tensor) -> tuple[int, ...]:
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
     return tuple(stride for tensor in tensors for stride in tensor.stride()[:2])
 
 
-def _kinds(scoring: Scoring, sinks: torch.Tensor, out: torch.Tensor) -> dict[str, bool]:
+def _kinds(scoring: Scoring, sinks: Tensor, out: Tensor) -> dict[str, bool]:
     return {"WINDOWED": scoring.window > 0, "CAPPED": scoring.softcap > 0, "SINKS": sinks is not out}

@@ -10,6 +10,7 @@ from time import monotonic
 from typing import Any, Final, Protocol, cast
 
 import torch
+from torch import Tensor
 
 from engine.attention.backend import AttentionBackend, Scoring, StepAttention, StepShape
 from engine.attention.opaque import OpaqueAttention, attending
@@ -46,15 +47,8 @@ class NoAttention:
     """Attention while a model is compiled: it uses no pages."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
+    ) -> Tensor:
         return torch.zeros_like(query).transpose(1, 2)
 
 
@@ -66,7 +60,7 @@ class Traced(torch.nn.Module):
         self._eager = EagerForward(module)
         self.module = module  # registers the parameters
 
-    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    def forward(self, token_ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
         return self._eager(token_ids, positions, keep, OpaqueAttention())
 
 
@@ -157,9 +151,7 @@ class DeviceForward:
         """Free the graphs, and let go of the pages that they read."""
         self._graphs = self._attention = None
 
-    def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
-    ) -> torch.Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor, keep: Tensor, step: StepAttention) -> Tensor:
         self._adopt()
         if self._compute is None:
             return self._eager(token_ids, positions, keep, step)
@@ -258,7 +250,7 @@ def why_eager(config: EngineConfig) -> str | None:
 
 
 def torch_compile(module: torch.nn.Module) -> Compute:
-    def merged(traced: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    def merged(traced: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
         merge_products(traced.graph)
         keep_rotations(traced.graph)
         traced.recompile()

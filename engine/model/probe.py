@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from components.startup import CannotServe
@@ -61,15 +62,8 @@ class _Witness:
         self._query_shape = (1, layout.num_heads * loaded.query_group, 1, layout.head_dim)
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
+    ) -> Tensor:
         shapes = [tuple(tensor.shape) for tensor in (query, key, value)]
         if shapes != [self._query_shape, self._kv_shape, self._kv_shape]:
             raise UnsupportedModel(f"layer {layer} has queries, keys and values of shapes {shapes}")
@@ -78,7 +72,7 @@ class _Witness:
         return self._step.attend(layer, query, key, value, scoring, sinks=sinks)
 
 
-def _mask(*, mask_function: Callable[..., torch.Tensor], **_: Any) -> torch.Tensor:
+def _mask(*, mask_function: Callable[..., Tensor], **_: Any) -> Tensor:
     """Mask hook of transformers.
 
     Returns: int64 [1, 1, 1, 1], the number of keys that the last of `POSITIONS` queries sees.
@@ -96,14 +90,14 @@ def _mask(*, mask_function: Callable[..., torch.Tensor], **_: Any) -> torch.Tens
 
 def _attend(
     module: Any,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
     *,
     sliding_window: int | None = None,
     **options: Any,
-) -> tuple[torch.Tensor, None]:
+) -> tuple[Tensor, None]:
     """Compare the mask, then call `attend_paged`.
 
     Raises: UnsupportedModel.

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 from engine.attention.backend import Scoring, StepAttention
 from engine.attention.opaque import OpaqueAttention, attending
@@ -114,18 +115,11 @@ class Seen:
 
     def __init__(self) -> None:
         self.shapes: list[list[int]] = []
-        self.sinks: list[torch.Tensor | None] = []
+        self.sinks: list[Tensor | None] = []
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
+    ) -> Tensor:
         self.sinks.append(sinks)
         self.shapes.append([tensor.shape[2] for tensor in (query, key, value)])
         return torch.ones(1, query.shape[2], query.shape[1], query.shape[3])
@@ -184,9 +178,7 @@ class Wrong:
     def __init__(self, path: Path, _module: object, _state_dir: Path) -> None:
         self._runs = (path / "forward.so").read_text() == "runs"
 
-    def __call__(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
-    ) -> torch.Tensor:
+    def __call__(self, token_ids: Tensor, positions: Tensor, keep: Tensor, step: StepAttention) -> Tensor:
         if not self._runs:
             raise RuntimeError("it was made for something else")
         return torch.randn(len(keep), VOCAB)

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import Tensor
 
 from bench.attention_case import AttentionCase
 from engine.attention.backend import Scoring, StepAttention, StepShape
@@ -30,7 +31,7 @@ class FakeRecorder:
         self.computed = 0  # rows of the latest computation
         self.fails_at: int | None = None
 
-    def compute(self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+    def compute(self, token_ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
         self.computed = len(token_ids)
         return compute(token_ids, positions, keep)
 
@@ -65,23 +66,16 @@ class FakeAttention:
 
 
 class FakeStep:
-    def __init__(self, contexts: torch.Tensor) -> None:
+    def __init__(self, contexts: Tensor) -> None:
         self.contexts = contexts
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
+    ) -> Tensor:
         return self.contexts.float().view(1, -1, 1, 1).expand(1, query.shape[2], 1, 1)
 
 
-def compute(token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
+def compute(token_ids: Tensor, positions: Tensor, keep: Tensor) -> Tensor:
     """Logits [K, VOCAB]: token, position and context of each row, then zeros."""
     one = torch.zeros(1, 1, len(token_ids), 1)
     contexts = OpaqueAttention().attend(0, one, one, one, Scoring(1.0)).view(-1)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from msgspec import structs
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from engine.attention.backend import Scoring, StepAttention, StepShape
@@ -54,12 +55,12 @@ def model(directory: Path) -> PreTrainedModel:
 
 
 @pytest.fixture(scope="module")
-def truth(model: PreTrainedModel) -> torch.Tensor:
+def truth(model: PreTrainedModel) -> Tensor:
     return reference_logits(model, prompt(131))
 
 
 @pytest.fixture(scope="module")
-def rounding(directory: Path, truth: torch.Tensor) -> Callable[[str], torch.Tensor]:
+def rounding(directory: Path, truth: Tensor) -> Callable[[str], Tensor]:
     """How far the logits of transformers are from the truth, by dtype."""
     return cache(lambda dtype: reference_logits(reference(directory, getattr(torch, dtype)), prompt(131)) - truth)
 
@@ -74,7 +75,7 @@ def answers(model: PreTrainedModel, max_tokens: int) -> dict[str, list[int]]:
 
 
 @torch.inference_mode()
-def paged_logits(loaded: LoadedModel, token_ids: Sequence[int], chunk: int, backend: AttentionKind) -> torch.Tensor:
+def paged_logits(loaded: LoadedModel, token_ids: Sequence[int], chunk: int, backend: AttentionKind) -> Tensor:
     """float32 [T, vocab], computed `chunk` tokens at a time over pages in any order."""
     num_pages = loaded.layout.pages_for(len(token_ids))
     storage = allocate_storage(loaded.layout, num_pages, loaded.device)
@@ -96,7 +97,7 @@ def paged_logits(loaded: LoadedModel, token_ids: Sequence[int], chunk: int, back
     [(16, 7, "torch"), (16, 1, "auto"), (32, 50, "auto"), (64, 17, "torch"), (128, 50, "torch"), (128, 131, "auto")],
 )
 def test_logits_of_a_prompt_in_chunks_are_those_of_transformers(
-    loaded: Callable[[str], LoadedModel], truth: torch.Tensor, page_size: int, chunk: int, backend: AttentionKind
+    loaded: Callable[[str], LoadedModel], truth: Tensor, page_size: int, chunk: int, backend: AttentionKind
 ) -> None:
     logits = paged_logits(sized(loaded("float32"), page_size), prompt(131), chunk, backend)
     torch.testing.assert_close(logits, truth, atol=2e-4 * float(truth.abs().max()), rtol=0)
@@ -106,8 +107,8 @@ def test_logits_of_a_prompt_in_chunks_are_those_of_transformers(
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_is_as_near_to_the_truth_as_that_of_transformers(
     loaded: Callable[[str], LoadedModel],
-    rounding: Callable[[str], torch.Tensor],
-    truth: torch.Tensor,
+    rounding: Callable[[str], Tensor],
+    truth: Tensor,
     dtype: str,
     backend: AttentionKind,
 ) -> None:
@@ -147,22 +148,20 @@ class Otherwise:
         self._forward = EagerForward(loaded.module)
         self._changes = changes
 
-    def __call__(
-        self, ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
-    ) -> torch.Tensor:
+    def __call__(self, ids: Tensor, positions: Tensor, keep: Tensor, step: StepAttention) -> Tensor:
         changes = self._changes
 
         class Step:
             def attend(
                 self,
                 layer: int,
-                query: torch.Tensor,
-                key: torch.Tensor,
-                value: torch.Tensor,
+                query: Tensor,
+                key: Tensor,
+                value: Tensor,
                 scoring: Scoring,
                 *,
-                sinks: torch.Tensor | None = None,
-            ) -> torch.Tensor:
+                sinks: Tensor | None = None,
+            ) -> Tensor:
                 told = {name: change for name, change in changes.items() if getattr(scoring, name, None)}
                 return step.attend(
                     layer, query, key, value, replace(scoring, **told), sinks=changes.get("sinks", sinks)

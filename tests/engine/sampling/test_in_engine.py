@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
+from torch import Tensor
 
 from components.wire.sampling import SamplingParams
 from engine.attention.backend import Scoring
@@ -252,15 +253,8 @@ class _Causal:
     """Attention over the tokens given, without pages."""
 
     def attend(
-        self,
-        layer: int,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        scoring: Scoring,
-        *,
-        sinks: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
+    ) -> Tensor:
         del layer
         out = torch.nn.functional.scaled_dot_product_attention(
             query, key, value, is_causal=True, scale=scoring.scaling, enable_gqa=True
