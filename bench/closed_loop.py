@@ -55,9 +55,13 @@ class Prompts:
         at = self._draw.randrange(len(self._words) - self._length)
         first = self._draw.choices(WORDS, k=12)
         text = " ".join([*first, *self._words[at : at + self._length - len(first)]])
-        body = json.dumps({**self._fields, "messages": [{"role": "user", "content": text}]}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(body)}\r\n"
-        return f"{head}content-type: application/json\r\n\r\n".encode() + body
+        return chat_request({**self._fields, "messages": [{"role": "user", "content": text}]})
+
+
+def chat_request(fields: Mapping[str, Any]) -> bytes:
+    body = json.dumps(fields).encode()
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(body)}\r\n"
+    return f"{head}content-type: application/json\r\n\r\n".encode() + body
 
 
 class Client(asyncio.Protocol):

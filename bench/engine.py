@@ -19,11 +19,11 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 import torch
 import typer
@@ -39,7 +39,7 @@ from engine.core.engine_core import EngineCore
 from engine.kernels.linear import pack_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
-from engine.ports import EngineRequest, Recording, StepOutput
+from engine.ports import EngineRequest, StepOutput
 from engine.runner.step_runner import Launched, Runner
 from engine.scheduler.request import Chunk
 
@@ -66,13 +66,8 @@ class TimedRunner:
         self._runner = runner
         self.spent_s = 0.0
 
-    @property
-    def takes_cpu(self) -> bool:
-        return self._runner.takes_cpu
-
-    @property
-    def forward_kind(self) -> str:
-        return self._runner.forward_kind
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._runner, name)
 
     def launch(self, chunks: Sequence[Chunk]) -> "TimedStep":
         with self.timed():
@@ -81,27 +76,6 @@ class TimedRunner:
     def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
         with self.timed():
             self._runner.copy_pages(moves)
-
-    def wait_s(self, has_prompts: Callable[[], bool]) -> float:
-        return self._runner.wait_s(has_prompts)
-
-    def done(self) -> None:
-        self._runner.done()
-
-    def rest(self) -> None:
-        self._runner.rest()
-
-    def start_profile(self, facts: Mapping[str, str]) -> None:
-        self._runner.start_profile(facts)
-
-    def stop_profile(self) -> Recording:
-        return self._runner.stop_profile()
-
-    def on_loss(self, callback: Callable[[Exception], None]) -> None:
-        self._runner.on_loss(callback)
-
-    def close(self) -> None:
-        self._runner.close()
 
     @contextmanager
     def timed(self) -> Iterator[None]:
@@ -135,7 +109,7 @@ class Bench:
         self.label = label
         self.engine = core
         self._runner = TimedRunner(core._runner)
-        core._runner = self._runner
+        core._runner = cast("Runner", self._runner)
         core._chunk_limit = None  # chunks beside decodes would be short on a slow machine, and filling take many steps
         self.vocab_size = core.vocab_size
         self._step_tokens = config.step_size(core.kv_region.device).tokens
@@ -144,7 +118,7 @@ class Bench:
     @property
     def forward_kind(self) -> str:
         """Kind of the latest step."""
-        return self._runner.forward_kind
+        return str(self._runner.forward_kind)
 
     def submit(self, prompt_lens: Sequence[int], output_tokens: int, **sampling: Any) -> list[str]:
         params = SamplingParams(**{"max_tokens": output_tokens, "temperature": 0, "ignore_eos": True, **sampling})

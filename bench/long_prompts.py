@@ -23,9 +23,10 @@ from typing import Annotated, Any, Final
 import typer
 import uvloop
 
-from bench.closed_loop import Client
+from bench.closed_loop import Client, chat_request
 from bench.load.report import quantile_ms
 from bench.load.workloads import WORDS
+from bench.mesh import mock_env
 from bench.processes import MESH_HOME, free_port, mesh, model_name
 from engine.model.resolve import model_dir
 
@@ -33,7 +34,6 @@ PROBE_S: Final = 0.005
 CONTEXT: Final = 131_072
 HEALTH: Final = b"GET /health HTTP/1.1\r\nhost: bench\r\n\r\n"
 LONG_BODIES: Final = 16  # each request changes the beginning
-MOCK: Final = {"LAYERS": "1", "KV_HEADS": "1", "HEAD_DIM": "8", "STEP_S": "0", "SPEEDUP": "inf"}
 
 
 @dataclass(slots=True)
@@ -77,9 +77,7 @@ class Requests:
 
     def next(self) -> bytes:
         text = " ".join([*self._draw.choices(WORDS, k=12), self._draw.choice(self._texts)])
-        body = json.dumps({**self._fields, "messages": [{"role": "user", "content": text}]}).encode()
-        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(body)}\r\n"
-        return f"{head}content-type: application/json\r\n\r\n".encode() + body
+        return chat_request({**self._fields, "messages": [{"role": "user", "content": text}]})
 
 
 async def _measure(port: int, short: Requests, long: Requests, rates: tuple[float, float], seconds: float) -> Load:
@@ -162,9 +160,7 @@ def main(
     prefill: Annotated[int, typer.Option(help="prefill workers; 0: aggregated")] = 1,
     label: Annotated[str, typer.Option(help="put into every line")] = "kvmesh",
 ) -> None:
-    env = {f"MESH_ENGINE__MOCK__{name}": value for name, value in MOCK.items()}
-    env |= {"MESH_ENGINE__NUM_PAGES": "262144", "MESH_ENGINE__MAX_RUNNING": "256"}
-    env["MESH_ENGINE__MAX_STEP_TOKENS"] = "8192"
+    env = mock_env(1, {}) | {"MESH_ENGINE__NUM_PAGES": "262144"}
     facts = {"label": label, "frontend": frontend, "prefill": prefill, "long_tokens": long_tokens, "seconds": seconds}
     port = free_port()
     with long_model() as model, mesh(model, {"prefill": prefill, "frontend": frontend}, env, port):

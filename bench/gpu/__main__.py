@@ -27,10 +27,17 @@ import typer
 from bench.engine import measure_machine
 from bench.gpu.correct import check_checksums, check_draws, check_ids, check_kernels, check_offload
 from bench.gpu.engines import config_of, make_bench
-from bench.gpu.ranks import measure_ranks
 from bench.gpu.report import Report, engine_lines, tell
 from bench.gpu.scale import CARD, ON_CPU, Scale
-from bench.gpu.steps import measure_host, measure_idle, measure_mixed, measure_sampling, measure_skew, measure_steps
+from bench.gpu.steps import (
+    measure_host,
+    measure_idle,
+    measure_mixed,
+    measure_ranks,
+    measure_sampling,
+    measure_skew,
+    measure_steps,
+)
 from bench.gpu.transfer import measure_transfer
 from bench.gpu.tune import tune
 from bench.gpu.whole_mesh import check_mesh, measure_mesh

@@ -3,7 +3,7 @@
     python -m bench.peers.vllm_pd --vllm DIRECTORY/bin/vllm
 
 The client plays vLLM's proxy, and its request to prefill counts as time to first token.
-`bench/peers/vllm_threads.py` helps vLLM on few cores; `--vllm-as-shipped` leaves that out.
+`untangle` of `bench/peers/vllm.py` helps vLLM on few cores; `--vllm-as-shipped` leaves that out.
 """
 
 from typing import Final

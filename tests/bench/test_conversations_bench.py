@@ -12,9 +12,8 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from prometheus_client import generate_latest
 
-from bench.conversations import Talked, compare, equal, spread
+from bench.conversations import Talked, Turn, compare, conversations, converse, equal, spread
 from bench.load.client import Run
-from bench.load.conversations import Turn, conversations, converse
 from bench.processes import free_port
 from bench.worker_counters import Counted, counted
 from components.telemetry.worker_metrics import WorkerMetrics

@@ -11,7 +11,7 @@ import torch
 
 import bench.gpu.__main__ as command
 from bench.engine import Machine
-from bench.gpu import engines, ranks
+from bench.gpu import engines, steps
 from bench.gpu.__main__ import Part, apart, main, run, run_apart, scale_of
 from bench.gpu.report import Report, Target, engine_lines
 from bench.gpu.scale import ON_CPU
@@ -102,8 +102,8 @@ def test_engines_of_one_and_two_ranks_never_share_the_device(monkeypatch: pytest
 
     monkeypatch.setattr(engines, "build_engine", build)
     monkeypatch.setattr(engines, "generate", lambda _engine, _asked: {})
-    monkeypatch.setattr(ranks, "Bench", IdleBench)
-    assert ranks.measure_ranks(ON_CPU)
+    monkeypatch.setattr(steps, "Bench", IdleBench)
+    assert steps.measure_ranks(ON_CPU)
     assert len(made) == 4
 
 

@@ -2,7 +2,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from bench.peers.vllm_threads import spinning_threads
+from bench.peers.vllm import spinning_threads
 
 SPIN = """
 import threading

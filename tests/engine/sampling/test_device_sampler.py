@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from bench.launches import Launches, LaunchesOnly
+from bench.host_step import Launches, LaunchesOnly
 from components.wire.sampling import SamplingParams
 from engine.core.engine_core import EngineCore
 from engine.device.copies import to_device
