@@ -28,8 +28,7 @@ from engine.kernels.native_library import kernels_are_loaded
 from engine.lora.adapters import pack_adapters
 from engine.model.load import LoadedModel, load_model, pick_device
 from engine.model.progress import Progress, silent
-from engine.parallel.followers import Followers
-from engine.parallel.led_model import LedModel
+from engine.parallel.followers import Followers, LedModel
 from engine.parallel.orders import transfer_socket_of
 from engine.parts import Pool, make_model, make_parts, make_pool
 from engine.runner.device_model import StepModel

@@ -14,29 +14,36 @@ from typing import Final
 import torch
 
 from components.wire.layout import of_shard
+from components.wire.sampling import SamplingParams
 from engine.attention.backend import AttentionBackend
 from engine.attention.choose_attention import make_attention
 from engine.attention.step_tables import StepLimits
 from engine.compilation.device import DeviceForward, choose_device_forward
 from engine.compilation.forward import EagerForward, Forward
-from engine.config import EngineConfig
+from engine.config import EngineConfig, StepSize
 from engine.device.memory import CudaMemory, DeviceMemory, MemoryUse, lack_of_memory
 from engine.kv.count import asked_pages, count_offloaded, count_pages
 from engine.kv.offload_memory import allocate_offloaded
 from engine.kv.page_copies import PageCopies
 from engine.kv.storage import allocate_storage
 from engine.model.load import LoadedModel
+from engine.model.pooling import Pooling
 from engine.model.probe import check_attention
 from engine.model.progress import Progress, silent
+from engine.ports import Phase
 from engine.runner.device_model import DeviceModel
-from engine.runner.largest_step import run_largest_step
+from engine.runner.step_inputs import inputs_of
 from engine.runner.step_runner import StepFailed
+from engine.runner.torch_runner import TorchRunner
+from engine.scheduler.request import Chunk, Request, RequestState
 from engine.sharding.group import of_all_ranks
 
 log = logging.getLogger(__name__)
 
 TRIAL_PAGES: Final = 2
 TRIAL_GRAPHS: Final = 4  # recorded to learn what all take: the largest, and three that share its memory
+# the most that a sampler keeps for a row
+SAMPLING: Final = SamplingParams(max_tokens=1, top_p=0.95, top_k=20, min_p=0.01, repetition_penalty=1.1, logprobs=20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +215,48 @@ def _report(uses: Sequence[MemoryUse], pool: Pool, memory: DeviceMemory, loaded:
         else:
             facts["device"] = f"rank {rank}"
         log.info("the device's memory is divided", extra=facts)
+
+
+def run_largest_step(model: DeviceModel, size: StepSize, max_context: int, loaded: LoadedModel, *, draws: bool) -> None:
+    """Compute the step that needs the most memory: as many prompt tokens and draws as a step may have.
+
+    It runs on page 0, whose content does not matter. Waits for its end.
+
+    Args:
+        draws: sample, too; not on a follower.
+    """
+    chunks = largest_chunks(size, max_context, loaded.layout.page_size, loaded.pooling)
+    if draws:
+        step = TorchRunner(model, pooling=loaded.pooling).launch(chunks)
+        step.sample()
+        step.result()
+        return
+    with torch.inference_mode():
+        model.compute(inputs_of(chunks, [1] * len(chunks)), None)
+
+
+def largest_chunks(size: StepSize, max_context: int, page_size: int, pooling: Pooling | None) -> Sequence[Chunk]:
+    """A chunk for each request, all of which draw, in `StepShape`'s order. The last prompts have what is left."""
+    lengths = [1] * size.requests
+    left = size.tokens - size.requests
+    for i in reversed(range(size.requests)):
+        lengths[i] += min(left, max_context - 1)
+        left -= lengths[i] - 1
+    return [_chunk(i, length, page_size, pooling) for i, length in enumerate(sorted(lengths))]
+
+
+def _chunk(i: int, length: int, page_size: int, pooling: Pooling | None) -> Chunk:
+    request = Request(
+        id=f"largest-{i}",
+        tokens=[0] * length,
+        prompt_len=length,
+        limit=length + 1,
+        sampling=SAMPLING,
+        phase=Phase.FULL if pooling is None else Phase.EMBED,
+        arrival=i,
+        root_hash=b"",
+        pages=[0] * -(-length // page_size),
+        pools_all=pooling is not None and pooling.reads_all,
+    )
+    request.advance(RequestState.RUNNING)
+    return Chunk(request, 0, length, samples=True, ahead=False)

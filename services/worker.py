@@ -13,7 +13,7 @@ from components.errors import Overloaded, UnknownModel
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import known_transport, kv_opener, own_address
 from components.kv_transfer.led_transfer import open_transfer
-from components.kv_transfer.transport import observed_transport
+from components.kv_transfer.network import observed_transport
 from components.kv_transfer.writes import Writes
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import Endpoint, serve_calls

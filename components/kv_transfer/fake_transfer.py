@@ -10,10 +10,8 @@ from contextlib import asynccontextmanager
 
 from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.backend import check_deadline, check_same_backend, endpoint_of
-from components.kv_transfer.doorbell import DoorbellServer
-from components.kv_transfer.doorbell_clients import DoorbellClients
-from components.kv_transfer.pieces import Pieces
-from components.kv_transfer.runs import runs
+from components.kv_transfer.doorbell import DoorbellClients, DoorbellServer
+from components.kv_transfer.pieces import Pieces, runs
 from components.startup import WrongSettings
 from components.wire.doorbell import Ring
 from components.wire.instances import KvEndpoint

@@ -12,12 +12,10 @@ from typing import Any
 from components.errors import BackendUnavailable, MeshError, TransferFailed
 from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.backend import check_same_backend, endpoint_of
-from components.kv_transfer.doorbell import DoorbellServer
-from components.kv_transfer.doorbell_clients import DoorbellClients
+from components.kv_transfer.doorbell import DoorbellClients, DoorbellServer
 from components.kv_transfer.mooncake_api import start_engine
 from components.kv_transfer.mooncake_peer import MooncakePeer, Piece
-from components.kv_transfer.pieces import Pieces
-from components.kv_transfer.runs import runs
+from components.kv_transfer.pieces import Pieces, runs
 from components.startup import WrongSettings
 from components.wire.doorbell import Ring
 from components.wire.instances import KvEndpoint

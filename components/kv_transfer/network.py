@@ -1,4 +1,4 @@
-"""Choose the network interface of NIXL's UCX.
+"""Choose the network interface of NIXL's UCX, and see in /proc which way it takes to peers.
 
 UCX listens on all interfaces by default, and a few bytes to its port end the process.
 """
@@ -14,6 +14,8 @@ from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 from typing import Final, NamedTuple
 
+from components.wire.status import Connection, TransportStatus
+
 log = logging.getLogger(__name__)
 
 UCX_DEVICES: Final = "UCX_NET_DEVICES"
@@ -26,6 +28,8 @@ _GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR of Linux
 # socket states in /proc/<pid>/net/tcp
 ESTABLISHED: Final = "01"
 LISTEN: Final = "0A"
+MAX_CONNECTIONS: Final = 1024  # reported; a worker has a few for each peer
+SELF: Final = Path("/proc/self")
 
 
 class Listener(NamedTuple):
@@ -144,3 +148,28 @@ def _interface(host: str) -> str | None:
 def _rdma_devices() -> list[str]:
     """`<device>:<port>` of each InfiniBand or RoCE device."""
     return sorted(f"{port.parent.parent.name}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*"))
+
+
+def observed_transport() -> TransportStatus:
+    """How this process reaches its peers for KV transfer. Reads files of /proc, which takes some 20 ms. Raises: OSError.
+
+    NIXL reports only its backend's name, and has no call for the transport that UCX chose for a peer. But a shared memory
+    segment, an RDMA device or a TCP connection is open in the process that uses it.
+    """
+    maps = (SELF / "maps").read_text(errors="replace")
+    files = open_files(SELF)
+    return TransportStatus(
+        ports=sorted({listener.port for listener in listeners()}),
+        connections=_connections(files)[:MAX_CONNECTIONS],
+        shared_memory="/ucx_shm_" in maps or "/SYSV" in maps,
+        rdma=any(name.startswith("/dev/infiniband") for name in files),
+    )
+
+
+def _connections(files: set[str]) -> list[Connection]:
+    sockets = tcp_sockets(SELF, ESTABLISHED, files)
+    return [Connection(local=_port(local), remote=_port(remote)) for local, remote in sockets]
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2], 16)

@@ -1,4 +1,4 @@
-"""The copies between two pools with different page sizes, or with other heads of each page.
+"""The copies between two pools: whole pages in runs, or pieces of pages with different sizes or other heads.
 
 A page is [heads, layers, 2, page_size, head_dim]; its contiguous [page_size, head_dim] parts are stripes. Heads are
 outermost, so a tensor-parallel rank's share is a slice of the stripes.
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from components.errors import TransferFailed
 from components.wire.layout import KvLayout
 
 Offsets = NDArray[np.int64]
@@ -79,3 +80,31 @@ def _merged(source: Offsets, target: Offsets, length: Offsets) -> Pieces:
     begins[1:] = (source[1:] != source[:-1] + length[:-1]) | (target[1:] != target[:-1] + length[:-1])
     first = np.flatnonzero(begins)
     return Pieces(source[first], target[first], np.add.reduceat(length, first))
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """`count` of our pages from `source`, and of the peer's from `target`."""
+
+    source: int
+    target: int
+    count: int
+
+
+def runs(source: Sequence[int], target: Sequence[int], num_ours: int, num_theirs: int) -> list[Run]:
+    """The fewest runs that copy page source[i] to page target[i].
+
+    Raises: TransferFailed, if the lists differ in length or a page is outside its pool.
+    """
+    if len(source) != len(target):
+        raise TransferFailed(f"{len(source)} pages cannot go into {len(target)}")
+    merged: list[Run] = []
+    for ours, theirs in zip(source, target, strict=True):
+        if not (0 <= ours < num_ours and 0 <= theirs < num_theirs):
+            raise TransferFailed(f"page {ours} of {num_ours} here or {theirs} of {num_theirs} there is out of range")
+        last = merged[-1] if merged else None
+        if last is not None and (ours, theirs) == (last.source + last.count, last.target + last.count):
+            merged[-1] = Run(last.source, last.target, last.count + 1)
+        else:
+            merged.append(Run(ours, theirs, 1))
+    return merged

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from random import Random
-from typing import Final, Literal, get_args
+from typing import Annotated, Final, Literal, get_args
+
+from pydantic import AfterValidator, Field, PositiveInt
 
 from components.routing.affinity import BoundedHashing, SessionAffinity, prefix_only, session_or_prefix
 from components.routing.cache_policies import CacheAware, CacheAwareThresholds, KvAware, KvWeights
@@ -127,3 +129,17 @@ def _default(role: WorkerRole) -> PolicySpec:
 
 def _overlap(role: WorkerRole, options: Options) -> float:
     return options.get("overlap", OVERLAP[role])
+
+
+def _checked(policy: str) -> str:
+    parse_policy(policy)
+    return policy
+
+
+RoutingPolicy = Annotated[str, AfterValidator(_checked)]
+ABOUT_POLICIES: Final = f"{', '.join(POLICIES)}; NAME@OPTION=NUMBER,… changes its numbers; docs/routing.md"
+
+KvIndexBlocks = Annotated[
+    PositiveInt,
+    Field(description="cached blocks of all workers that this process remembers, about 110 bytes each"),
+]

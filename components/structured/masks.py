@@ -5,19 +5,75 @@ import contextlib
 import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import Any, Final, TypeVar
 
 from llguidance import LLMatcher, LLTokenizer
 
-from components.errors import MeshError, Rejected
+from components.errors import MeshError, Overloaded, Rejected
 from components.structured.grammar import load_vocabulary, start_matcher
 from components.structured.mask import GrammarMask, Wear
 from components.structured.metrics import ConstraintMetrics
-from components.structured.threads import Threads
 from components.wire.sampling import Constraint
+
+T = TypeVar("T")
+
+
+class Threads:
+    """`ThreadPoolExecutor` would wait for the last work at exit."""
+
+    def __init__(self, count: int, name: str) -> None:
+        self._threads = [Thread(target=self._run, name=name, daemon=True) for _ in range(count)]
+        self._work: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
+        self._stopped = False
+
+    def do(self, work: Callable[[], T]) -> asyncio.Future[T]:
+        """Run `work` in order of arrival. If cancelled before, it never starts.
+
+        Raises: Overloaded after `stop`.
+        """
+        if self._stopped:
+            raise Overloaded("this process is leaving")
+        if self._threads[0].ident is None:
+            for thread in self._threads:
+                thread.start()
+        future: Future[T] = Future()
+        self._work.put((future, work))
+        return asyncio.wrap_future(future)
+
+    async def stop(self, patience_s: float) -> None:
+        """Start no further work, and wait at most `patience_s`."""
+        self._stopped = True
+        try:
+            while (waiting := self._work.get_nowait()) is not None:
+                waiting[0].cancel()
+        except Empty:
+            pass
+        for _ in self._threads:
+            self._work.put(None)
+        await asyncio.to_thread(self._join, time.monotonic() + patience_s)
+
+    def _join(self, until_s: float) -> None:
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, until_s - time.monotonic()))
+
+    def _run(self) -> None:
+        while (taken := self._work.get()) is not None:
+            future, work = taken
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(work())
+            except BaseException as exc:  # noqa: BLE001 - the caller gets it; a panic of Rust's is not an Exception
+                future.set_exception(exc)
+            del taken, future, work  # keeps nothing alive while idle
+
 
 THREADS: Final = 2  # a slow one does not block others
 STOP_S: Final = 2.0  # the process's end waits this long for a compilation

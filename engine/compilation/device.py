@@ -1,6 +1,7 @@
 """The forward on a CUDA device: compiled at run time, with decodes replayed from CUDA graphs."""
 
 import logging
+import operator
 import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,6 @@ from engine.attention.opaque import OpaqueAttention, attending
 from engine.attention.step_tables import SHORT_CHUNK, SPAN
 from engine.compilation.forward import EagerForward, Forward, padded
 from engine.compilation.graphs import CaptureFailed, Compute, CudaRecorder, DecodeGraphs, Recordable, Recorder
-from engine.compilation.rotations import keep_rotations
 from engine.config import EngineConfig
 from engine.device.c_compiler import find_c_compiler
 from engine.kernels.shared_linear import merge_products, share_linears
@@ -32,6 +32,7 @@ TASK: Final = "Compiling the model"
 RECORD_S: Final = 60.0  # for all graphs; the time to compile is not part of it
 FEW: Final = 8  # tokens
 TYPICAL: Final = 2048  # tokens: inductor chooses and times its kernels for this many
+ROTATIONS: Final = ("cos", "sin")  # of rotary embeddings
 
 Compiler = Callable[[torch.nn.Module], Compute]
 MakeRecorder = Callable[[], Recorder]  # each with memory of its own
@@ -262,3 +263,37 @@ def torch_compile(module: torch.nn.Module) -> Compute:
 
 def _current(device: torch.device) -> AbstractContextManager[object]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def keep_rotations(graph: torch.fx.Graph) -> int:
+    """Let the sines and cosines in `graph`, as torch.compile traced it, be tensors that are computed once a step.
+
+    On a GPU inductor would inline them into a kernel of each layer, which would compute them again for every head.
+    Returns: how many there are.
+    """
+    found = [node for node in graph.nodes if node.op == "call_method" and node.target in ROTATIONS]
+    for node in found:
+        ready = _scaled_and_cast(node)
+        with graph.inserting_after(ready):
+            kept = graph.call_function(torch.ops.kvmesh.keep.default, (ready,))
+        for user in list(ready.users):
+            if user is not kept:
+                user.replace_input_with(ready, kept)
+    return len(found)
+
+
+def _scaled_and_cast(node: torch.fx.Node) -> torch.fx.Node:
+    """The node behind factors and a change of type that all users share."""
+    while len(node.users) == 1:
+        (user,) = node.users
+        is_factor = user.target is operator.mul and not isinstance(user.args[1], torch.fx.Node)
+        if not is_factor and not (user.op == "call_method" and user.target == "to"):
+            break
+        node = user
+    return node
+
+
+_LIBRARY: Final = torch.library.Library("kvmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
+_LIBRARY.define("keep(Tensor tensor) -> Tensor")  # type: ignore[no-untyped-call]
+_LIBRARY.impl("keep", torch.clone, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+torch.library.register_fake("kvmesh::keep", torch.empty_like, lib=_LIBRARY)

@@ -1,6 +1,6 @@
 """The leader's followers on devices: their processes, the line of their steps, and the group in which they compute."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -9,11 +9,14 @@ import torch
 from pydantic import TypeAdapter
 
 from components.startup import CannotServe
+from engine.compilation.device import DeviceForward
 from engine.config import FOLLOWER, EngineConfig
-from engine.parallel.orders import MakeModel, Order, Report, encoder
+from engine.parallel.orders import Compute, CopyPages, MakeModel, Order, Report, encoder
 from engine.parallel.rank_processes import RankLost, RankProcesses
 from engine.parallel.step_line import LineBroken, StepLine
-from engine.sharding.group import abort_group, join_group, leave_group
+from engine.runner.device_model import DeviceModel
+from engine.runner.step_inputs import StepInputs
+from engine.sharding.group import abort_group, from_leader, join_group, leave_group
 
 LOST_S: Final = 2.0  # for the end of a follower to become known, when a step has failed
 DONE_LOOK_S: Final = 1e-4
@@ -82,3 +85,42 @@ class Followers:
         if self._processes.close():
             leave_group()
             self._line.close()
+
+
+class LedModel:
+    """Implements `engine.runner.device_model.StepModel`: each call goes to the followers first, then to the own part.
+
+    The followers made their parts as model `number`.
+    """
+
+    def __init__(self, own: DeviceModel, followers: Followers, number: int) -> None:
+        self.device = own.device
+        self._own = own
+        self._followers = followers
+        self._number = number
+
+    @property
+    def forward_kind(self) -> str:
+        return self._own.forward_kind
+
+    def compute(self, inputs: StepInputs, ahead_ids: torch.Tensor | None) -> torch.Tensor:
+        """Raises: RankLost, for any failure: the ranks no longer agree."""
+        with self._followers.together():
+            self._followers.send(Compute(self._number, inputs))
+            if ahead_ids is not None:
+                from_leader(ahead_ids)
+            return self._own.compute(inputs, ahead_ids)
+
+    def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
+        with self._followers.together():
+            self._followers.send(CopyPages(self._number, moves))
+            self._own.copy_pages(moves)
+            self._followers.wait_done()  # a page may be offered to a peer before the next step
+
+    def on_loss(self, callback: Callable[[Exception], None]) -> None:
+        self._followers.on_loss(callback)
+
+    def close(self) -> None:
+        if isinstance(self._own.forward, DeviceForward):
+            self._own.forward.forget_graphs()  # NCCL leaves no group while they hold sums of it
+        self._followers.close()

@@ -6,8 +6,7 @@ from pydantic import Field, PositiveFloat
 from pydantic_settings import CliImplicitFlag, SettingsConfigDict
 
 from components.routing.kv_index import MAX_BLOCKS
-from components.routing.policies import DEFAULT
-from components.routing.setting_types import ABOUT_POLICIES, KvIndexBlocks, RoutingPolicy
+from components.routing.policies import ABOUT_POLICIES, DEFAULT, KvIndexBlocks, RoutingPolicy
 from components.settings import WorkerSettings
 from engine.config import EngineConfig
 

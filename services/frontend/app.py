@@ -22,8 +22,7 @@ from components.openai.chat import ChatCompletion, ChatRequest
 from components.openai.completions import Completion, CompletionRequest
 from components.openai.embeddings import EmbeddingList, EmbeddingRequest
 from components.openai.errors import ApiError, from_validation, internal
-from components.openai.models import ModelCard, ModelList
-from components.openai.operations import Health, Live, Readiness, Version, WorkerList
+from components.openai.operations import Health, Live, ModelCard, ModelList, Readiness, Version, WorkerList
 from components.openai.parts import Parts
 from components.openai.responses import ResponseObject, ResponsesRequest
 from components.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest

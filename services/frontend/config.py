@@ -10,8 +10,7 @@ from pydantic_settings import CliSuppress, SettingsConfigDict
 from components.messaging.records import Bounds
 from components.output.formats import ReasoningParserName, ToolParserName
 from components.routing.kv_index import MAX_BLOCKS
-from components.routing.policies import DEFAULT
-from components.routing.setting_types import ABOUT_POLICIES, KvIndexBlocks, RoutingPolicy
+from components.routing.policies import ABOUT_POLICIES, DEFAULT, KvIndexBlocks, RoutingPolicy
 from components.settings import ModelSettings
 
 

@@ -1,4 +1,4 @@
-"""Tables without lines, which most commands print."""
+"""Tables without lines, which most commands print, and ages in them."""
 
 from typing import Literal
 
@@ -22,3 +22,11 @@ def columns(*names: str, gap: int = 2, folds: bool = False) -> Table:
             overflow="fold" if folds else "ellipsis",
         )
     return table
+
+
+def age(seconds: float) -> str:
+    """`35 s`, `12 min`, `3 h` or `4 d`."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"

@@ -10,7 +10,7 @@ from components.messaging.liveness import SILENT_AFTER_S
 from components.wire.instances import InstanceRecord
 from components.wire.layout import check_compatible
 from components.wire.protocol import PROTOCOL
-from services.inspect.ages import age
+from services.inspect.columns import age
 from services.inspect.facts import Facts
 from services.inspect.findings import Finding, note, ok, wrong
 from services.inspect.mesh import Seen

@@ -11,8 +11,7 @@ from rich.text import Text
 
 from components.settings import MeshSettings
 from components.wire.status import RoomStatus
-from services.inspect.ages import age
-from services.inspect.columns import columns
+from services.inspect.columns import age, columns
 from services.inspect.mesh import Seen, open_mesh
 
 OLD_S: Final = 10.0  # a transfer usually takes much less

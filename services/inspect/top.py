@@ -15,8 +15,7 @@ from rich.text import Text
 from components.messaging.liveness import SILENT_AFTER_S
 from components.settings import MeshSettings
 from components.telemetry.links import links_between
-from services.inspect.ages import age
-from services.inspect.columns import columns
+from services.inspect.columns import age, columns
 from services.inspect.mesh import STATUS_S, Mesh, Seen, heartbeat_ages_s, open_mesh, state_of
 
 EVERY_S: Final = 1.0

@@ -13,7 +13,7 @@ from components.telemetry.clock_skew import SHIFT, shift_of
 from components.telemetry.stored_spans import Span
 from components.telemetry.trace_pieces import REQUEST_ID
 from components.telemetry.trace_summary import TraceSummary, root_of
-from services.inspect.ages import age
+from services.inspect.columns import age
 
 BAR_WIDTH: Final = 24
 CLOCK: Final = 16  # characters: the time of another day has no seconds

@@ -18,8 +18,7 @@ from components.settings import MeshSettings
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
 from components.wire.plans import AskPlan, PlanReported
-from services.inspect.ages import age
-from services.inspect.columns import columns
+from services.inspect.columns import age, columns
 from services.inspect.mesh import WORKERS, Mesh, has_requests, open_bus, open_mesh, planners
 
 T = TypeVar("T")

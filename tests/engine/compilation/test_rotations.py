@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from engine.attention.opaque import attending
-from engine.compilation.device import NoAttention, Traced
-from engine.compilation.rotations import ROTATIONS, keep_rotations
+from engine.compilation.device import ROTATIONS, NoAttention, Traced, keep_rotations
 from tests.engine.model.families import FAMILIES, save_model
 from tests.engine.tiny_engine import load_tiny
 
