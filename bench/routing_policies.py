@@ -70,7 +70,6 @@ def policy_us(name: PolicyName, count: int, *, route: bool) -> float:
     def whole(at: int) -> None:
         ask = asks[at % 1000]
         choice = policy.choose(ask, health.candidates(book.members, 0.0), cached, 0.0)
-        assert choice is not None
         health.sent(choice.member.instance_id, 0.0)
         sent = book.send(choice.member.instance_id, ask.num_tokens, ask.num_tokens // 16, 0.0)
         assert sent is not None

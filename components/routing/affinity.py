@@ -2,12 +2,22 @@
 
 from bisect import bisect_left
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from random import Random
 from typing import Final, Literal
 
-from components.routing.policy import BY_ID, HasInstanceId, Load, Member, Policy, PolicyChoice, RouteRequest, lowest
+from components.routing.policy import (
+    BY_ID,
+    Cached,
+    HasInstanceId,
+    Load,
+    Member,
+    Policy,
+    PolicyChoice,
+    RouteRequest,
+    lowest,
+)
 
 LOAD_FACTOR: Final = 1.25  # of the mean; with more load and the slack, an instance takes no key
 SLACK_TOKENS: Final = 8192  # without it, one request in an idle fleet is far above the mean
@@ -85,11 +95,7 @@ class BoundedHashing:
         self._slack = slack_tokens
         self._rendezvous = Rendezvous()
 
-    def choose(
-        self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
-    ) -> PolicyChoice | None:
-        if not members:
-            return None
+    def choose(self, request: RouteRequest, members: Sequence[Member], cached: Cached, now_s: float) -> PolicyChoice:
         loads = [self._load(m, 0) for m in members]
         key = self._key(request)
         if not key:
@@ -130,14 +136,12 @@ class SessionAffinity:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def choose(
-        self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
-    ) -> PolicyChoice | None:
+    def choose(self, request: RouteRequest, members: Sequence[Member], cached: Cached, now_s: float) -> PolicyChoice:
         if not request.session:
             return self._inner.choose(request, members, cached, now_s)
         self._forget(now_s)
         choice = self._stay(request.session, members) or self._inner.choose(request, members, cached, now_s)
-        if choice is not None and not request.dry:
+        if not request.dry:
             self._sessions[request.session] = (choice.member.instance_id, now_s)
             self._sessions.move_to_end(request.session)
         return choice

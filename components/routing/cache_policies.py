@@ -1,7 +1,7 @@
 """Policies that compare cached prefixes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from random import Random
 from statistics import median_low
@@ -9,6 +9,7 @@ from typing import Final
 
 from components.routing.policy import (
     REQUEST_TOKENS,
+    Cached,
     Member,
     PolicyChoice,
     RouteRequest,
@@ -73,11 +74,7 @@ class KvAware:
         self._weights = weights
         self._given = _Given()
 
-    def choose(
-        self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
-    ) -> PolicyChoice | None:
-        if not members:
-            return None
+    def choose(self, request: RouteRequest, members: Sequence[Member], cached: Cached, now_s: float) -> PolicyChoice:
         running: list[float] = [m.running for m in members]
         queued: list[float] = [m.queued_tokens for m in members]
         speeds = [m.prompt_tokens_per_s for m in members]
@@ -111,7 +108,7 @@ class KvAware:
         members: Sequence[Member],
         running: Sequence[float],
         queued: Sequence[float],
-        cached: Mapping[str, int],
+        cached: Cached,
     ) -> list[float]:
         weights, tokens = self._weights, request.num_tokens
         each, a_request = weights.queued, weights.request
@@ -174,11 +171,7 @@ class CacheAware:
         self._rng = rng
         self._thresholds = thresholds
 
-    def choose(
-        self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
-    ) -> PolicyChoice | None:
-        if not members:
-            return None
+    def choose(self, request: RouteRequest, members: Sequence[Member], cached: Cached, now_s: float) -> PolicyChoice:
         limits, loads = self._thresholds, [m.running / m.devices for m in members]
         costs = cost_table(members, loads) if request.explain else None
         if is_unbalanced(loads, limits.balance_abs_threshold, limits.balance_rel_threshold):

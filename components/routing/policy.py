@@ -48,6 +48,9 @@ class Member:
     devices: int = 1  # that compute together: loads are compared by device
 
 
+Cached = Mapping[str, int]  # tokens of a prompt by instance id, without zeros
+
+
 class PolicyChoice(NamedTuple):
     member: Member
     why: str  # for spans and `inspect route`
@@ -55,15 +58,13 @@ class PolicyChoice(NamedTuple):
 
 
 class Policy(Protocol):
-    def choose(
-        self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
-    ) -> PolicyChoice | None:
-        """Return one of `members`, if there are any.
+    def choose(self, request: RouteRequest, members: Sequence[Member], cached: Cached, now_s: float) -> PolicyChoice:
+        """Return one of `members`.
 
         Args:
             request: the prompt to route.
-            members: sorted by instance id.
-            cached: tokens of the prompt by instance id, without zeros.
+            members: at least one, sorted by instance id.
+            cached: what each has of the prompt.
             now_s: monotonic.
         """
 
@@ -137,11 +138,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._last = ""  # an id, not a count: turns stay fair when the fleet changes
 
-    def choose(
-        self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
-    ) -> PolicyChoice | None:
-        if not members:
-            return None
+    def choose(self, request: RouteRequest, members: Sequence[Member], cached: Cached, now_s: float) -> PolicyChoice:
         at = bisect_right(members, self._last, key=BY_ID)
         chosen = members[at] if at < len(members) else members[0]
         if not request.dry:
@@ -153,10 +150,8 @@ class RandomChoice:
     def __init__(self, rng: Random) -> None:
         self._rng = rng
 
-    def choose(
-        self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
-    ) -> PolicyChoice | None:
-        return PolicyChoice(self._rng.choice(members), "drawn") if members else None
+    def choose(self, request: RouteRequest, members: Sequence[Member], cached: Cached, now_s: float) -> PolicyChoice:
+        return PolicyChoice(self._rng.choice(members), "drawn")
 
 
 class PowerOfTwo:
@@ -169,11 +164,9 @@ class PowerOfTwo:
         self._rng = rng
         self._load = load
 
-    def choose(
-        self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
-    ) -> PolicyChoice | None:
+    def choose(self, request: RouteRequest, members: Sequence[Member], cached: Cached, now_s: float) -> PolicyChoice:
         if len(members) < 2:
-            return PolicyChoice(members[0], "the only one") if members else None
+            return PolicyChoice(members[0], "the only one")
         one = int(self._rng.random() * len(members))
         other = int(self._rng.random() * (len(members) - 1))
         pair = members[one], members[other + (other >= one)]
@@ -191,11 +184,7 @@ class LeastLoad:
         self._load = load
         self._overlap = overlap
 
-    def choose(
-        self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
-    ) -> PolicyChoice | None:
-        if not members:
-            return None
+    def choose(self, request: RouteRequest, members: Sequence[Member], cached: Cached, now_s: float) -> PolicyChoice:
         load, tokens, overlap = self._load, request.num_tokens, self._overlap
         if overlap and cached:
             costs = [load(m, tokens) - overlap * min(cached.get(m.instance_id, 0), tokens) / m.devices for m in members]
@@ -234,11 +223,7 @@ class Bucket:
         self._sorted: list[int] = []
         self._below: list[int] = [0]  # tokens in the first i of `_sorted`
 
-    def choose(
-        self, request: RouteRequest, members: Sequence[Member], cached: Mapping[str, int], now_s: float
-    ) -> PolicyChoice | None:
-        if not members:
-            return None
+    def choose(self, request: RouteRequest, members: Sequence[Member], cached: Cached, now_s: float) -> PolicyChoice:
         if not request.dry:
             self._learn(max(request.num_tokens, 1))
         loads = [self._load(m, 0) for m in members]

@@ -202,12 +202,12 @@ class Router:
             reported: cached tokens that instances reported; None: use the index.
         """
         members = self.candidates(usable)
+        if not members:
+            return None
         cached = reported or {}
         if reported is None and self._index is not None and (len(members) > 1 or request.explain):
             cached = self._cached(blocks)
         choice = self.policy.choose(request, members, cached, self.now_s)
-        if choice is None:
-            return None
         member = choice.member
         hashes = (
             blocks(member.page_size)

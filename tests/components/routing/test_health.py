@@ -215,7 +215,6 @@ def test_one_that_comes_or_comes_back_idle_gets_a_share_that_grows(failed_before
     for at in range(per_s * int(WARM_S)):
         now_s = at / per_s
         choice = policy.choose(RouteRequest(1), health.candidates(members, now_s), {}, now_s)
-        assert choice is not None
         health.sent(choice.member.instance_id, now_s)
         got[int(now_s)] += choice.member is new
     fair = per_s / 10
@@ -227,7 +226,6 @@ def test_one_that_comes_or_comes_back_idle_gets_a_share_that_grows(failed_before
     for at in range(100):
         now_s = WARM_S + at / per_s
         choice = policy.choose(RouteRequest(1), health.candidates(members, now_s), {}, now_s)
-        assert choice is not None
         assert choice.member is new  # warm: the policy alone decides
 
 

@@ -257,7 +257,6 @@ def test_a_burst_between_two_heartbeats_does_not_hit_the_instance_that_looked_id
         )
     for _ in range(100):
         choice = policy.choose(RouteRequest(320), book.members, {}, 0.0)
-        assert choice is not None
         book.send(choice.member.instance_id, 320, 20, 0.0)
     assert sorted(m.running for m in book.members) == [40, 40, 40, 40]
 
@@ -280,7 +279,6 @@ def test_a_worker_that_reports_no_load_gets_no_more_than_its_bound(
         book.joined(instance_id, "1")
     for step in range(400):
         choice = policy.choose(RouteRequest(320), book.members, {}, 0.0)
-        assert choice is not None
         chosen = choice.member.instance_id
         sent = book.send(chosen, 320 if role == "prefill" else 0, 20, 0.0)
         assert sent is not None

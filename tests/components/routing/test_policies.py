@@ -60,7 +60,6 @@ def choose(
     policy: Policy, ask: RouteRequest, members: Sequence[Member], cached: Mapping[str, int] | None = None
 ) -> PolicyChoice:
     chosen = policy.choose(ask, members, cached or {}, 0.0)
-    assert chosen is not None
     assert any(chosen.member is m for m in members)
     assert chosen.why
     return chosen
@@ -135,14 +134,6 @@ def test_a_policy_is_deterministic_with_its_seed_and_changes_no_member(
             assert set(choice.costs) <= {m.instance_id for m in members}
             assert choice.costs[choice.member.instance_id] < math.inf
     assert repr(members) == before
-
-
-@pytest.mark.parametrize("name", POLICIES)
-@pytest.mark.parametrize("role", ROLES)
-def test_a_policy_chooses_none_of_no_members(name: PolicyName, role: WorkerRole) -> None:
-    assert (
-        parse_policy(name).make(role, Random(0)).choose(RouteRequest(5, session="s", prefix=b"p"), [], {}, 0.0) is None
-    )
 
 
 @pytest.mark.parametrize("name", POLICIES)
@@ -360,7 +351,6 @@ def test_instances_with_nearly_equal_costs_get_equal_shares() -> None:
     for at in range(40):
         tokens = draw.randrange(100, 300)
         choice = policy.choose(RouteRequest(tokens), members, {}, at * 0.1)
-        assert choice is not None
         given[choice.member.instance_id] += tokens
     assert max(given.values()) <= 1.15 * min(given.values())
 
@@ -370,7 +360,6 @@ def test_given_tokens_are_forgotten_and_dry_requests_do_not_count() -> None:
 
     def take(cached: dict[str, int], now_s: float, *, dry: bool = False) -> str:
         choice = policy.choose(RouteRequest(1000, dry=dry), members, cached, now_s)
-        assert choice is not None
         return choice.member.instance_id
 
     hot = {"i0001": 900}
@@ -476,7 +465,7 @@ def test_a_key_has_an_instance_though_rounding_puts_all_loads_above_the_mean() -
     for count in range(2, 12):
         for running in range(1, 40):
             members = [Member(f"i{i:02}", running=running, devices=5) for i in range(count)]
-            assert policy.choose(RouteRequest(10, session="s"), members, {}, 0.0) is not None
+            policy.choose(RouteRequest(10, session="s"), members, {}, 0.0)
 
 
 def test_a_prefix_whose_instance_is_too_full_or_a_request_without_one_goes_to_the_least_loaded() -> None:
@@ -582,7 +571,7 @@ def test_a_policy_is_named_with_options(text: str, role: WorkerRole, options: di
     spec = parse_policy(text)
     assert (spec.name, spec.options) == (text.partition("@")[0], options)
     policy = spec.make(role, Random(0))
-    assert policy.choose(RouteRequest(10, session="s", prefix=b"p"), fleet(3), {}, 0.0) is not None
+    policy.choose(RouteRequest(10, session="s", prefix=b"p"), fleet(3), {}, 0.0)
     if "temperature" in options:
         assert policy._weights == KvWeights(temperature=0.5, queued=1.0)  # type: ignore[attr-defined]
 
