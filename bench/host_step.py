@@ -20,7 +20,7 @@ from engine.attention.backend import StepAttention, StepShape
 from engine.attention.step_tables import Blocks, StepLimits, StepTables, count_decodes
 from engine.config import EngineConfig
 from engine.core.engine_core import EngineCore
-from engine.kv.page_copies import PageCopies
+from engine.kv.offload_memory import PageCopies
 from engine.lora.adapters import Adapters
 from engine.ports import EngineRequest
 from engine.runner.device_model import DeviceModel

@@ -23,8 +23,7 @@ from engine.compilation.forward import EagerForward, Forward
 from engine.config import EngineConfig, StepSize
 from engine.device.memory import CudaMemory, DeviceMemory, MemoryUse, lack_of_memory
 from engine.kv.count import asked_pages, count_offloaded, count_pages
-from engine.kv.offload_memory import allocate_offloaded
-from engine.kv.page_copies import PageCopies
+from engine.kv.offload_memory import PageCopies, allocate_offloaded
 from engine.kv.storage import allocate_storage
 from engine.model.load import LoadedModel
 from engine.model.pooling import Pooling

@@ -22,8 +22,7 @@ from components.wire.sampling import SamplingParams
 from engine.attention.backend import Scoring
 from engine.attention.triton_backend import TritonAttention
 from engine.device.copies import Arrival
-from engine.kv.offload_memory import allocate_offloaded
-from engine.kv.page_copies import PageCopies
+from engine.kv.offload_memory import PageCopies, allocate_offloaded
 from engine.kv.storage import allocate_storage
 from engine.sampling.device_sampler import DeviceSampler
 from engine.sampling.row import Row

@@ -1,4 +1,4 @@
-"""Server-sent events of a message, and the content blocks of an answer."""
+"""Server-sent events of a message, the content blocks of an answer, and errors."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -7,10 +7,22 @@ from typing import Any, Final
 from pydantic_core import from_json
 
 from components.anthropic.messages import MessageObject, MessageUsage, StopReason
+from components.openai.errors import ApiError
 from components.openai.events import as_json, quote
 from components.output.blocks import Block, Blocks
 from components.output.calls import CallDelta
 
+OVERLOADED: Final = 529  # Anthropic's own status; its clients retry after it
+TYPES: Final = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    OVERLOADED: "overloaded_error",
+}
 PING: Final = b'event: ping\ndata: {"type":"ping"}\n\n'
 STOP: Final = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 DELTAS: Final = {
@@ -93,3 +105,17 @@ def _start(block: Block) -> bytes:
 
 def _stop(block: Block) -> bytes:
     return b'event: content_block_stop\ndata: {"type":"content_block_stop","index":%d}\n\n' % block.index
+
+
+def status_of(error: ApiError) -> int:
+    """Errors are made from OpenAI's, so that one table holds all causes."""
+    return OVERLOADED if error.status == 503 else error.status
+
+
+def body_of(error: ApiError, request_id: str) -> bytes:
+    """Return the JSON of a failed request, or of an event that ends a stream."""
+    status = status_of(error)
+    kind = TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return as_json(
+        {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": f"req_{request_id}"}
+    )

@@ -20,10 +20,11 @@ from components.http.limits import (
     CloseCounter,
     Closed,
     OpenConnections,
+    Unread,
     WriteRefusal,
     plain_refusal,
+    undelivered_bytes,
 )
-from components.http.unread import Unread, undelivered_bytes
 from components.http.writer import ConnectionWriter, HeldWrites
 
 PUSH: Final = "kvmesh.push"  # key of a BodyPush in an ASGI scope

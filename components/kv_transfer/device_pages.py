@@ -1,4 +1,4 @@
-"""Read pages of a GPU, which first gathers them for one copy."""
+"""Read pages of a GPU, which first gathers them for one copy; and a CUDA context for the current thread."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -59,3 +59,10 @@ def at(region: KvRegion) -> torch.Tensor:
 
 def open_device_pages(region: KvRegion) -> DevicePages:
     return DevicePages(at(region))
+
+
+def open_context(device: str) -> None:
+    """Make a context current in this thread: without one, UCX may silently copy through host memory."""
+    index = torch.device(device).index or 0
+    torch.cuda.set_device(index)
+    torch.cuda.current_stream(index).synchronize()  # the first call that needs the context makes it

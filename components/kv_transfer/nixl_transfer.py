@@ -188,10 +188,8 @@ class NixlTransfer:
         drop_dead_connections()
         if self._region.device != "cpu":
             unmap_after_writes()
-            cuda_context = import_module(
-                "components.kv_transfer.cuda_context"
-            )  # not above: a mock starts without torch
-            cuda_context.open_context(self._region.device)
+            # not above: a mock starts without torch
+            import_module("components.kv_transfer.device_pages").open_context(self._region.device)
         config = nixl_agent_config(
             enable_prog_thread=False,  # it would spin on a core
             backends=[self._backend],

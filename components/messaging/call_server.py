@@ -23,7 +23,7 @@ from components.errors import InvariantBroken, MeshError, MessageTooLarge, PeerL
 from components.messaging.bus import Bus, nats_errors
 from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import BAD_TRACEPARENT, Refusals
-from components.telemetry.request_ids import request_id
+from components.telemetry.logs import request_id
 from components.telemetry.spans import trace_context, tracer
 from components.version import VERSION
 from components.wire.codec import Dated, Struct, UnknownMessage, pack, unpack

@@ -10,12 +10,33 @@ import math
 import sys
 import time
 from collections.abc import Callable, MutableMapping
+from contextvars import ContextVar
 from typing import Any, Final, Literal
 
 import structlog
+from opentelemetry import trace
 
 from components.telemetry.repeated_lines import CountingHandler, status
-from components.telemetry.request_ids import RequestIds
+
+request_id: Final[ContextVar[str]] = ContextVar("request_id", default="")  # tasks and timers inherit it
+
+
+class RequestIds(logging.Filter):
+    """Adds the ids of the task's request: `request_id`, and `trace_id` if it is traced. Ids in a line's own facts win.
+
+    A filter, since it runs where the line is logged: a line that is held back is written by another thread.
+    """
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        facts = record.__dict__
+        if "request_id" not in facts and (name := request_id.get()):
+            facts["request_id"] = name
+        if "trace_id" not in facts:
+            span = trace.get_current_span().get_span_context()
+            if span.is_valid:
+                facts["trace_id"] = trace.format_trace_id(span.trace_id)
+        return True
+
 
 PROGRESS_S: Final = 0.5
 COLOURS: Final = {"warning": 33, "error": 31, "critical": 31}

@@ -1,9 +1,11 @@
-"""Memory for pages that the pool evicts: main memory or a file."""
+"""Memory for pages that the pool evicts: main memory or a file; and copies of whole pages, also within the pool."""
 
 import mmap
 import os
 import tempfile
 import weakref
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -63,3 +65,36 @@ def _pin(memory: torch.Tensor) -> None:
             f"setting engine.kv_offload_gb: CUDA cannot lock {memory.nbytes / 1e9:.1f} GB of main memory ({error}); lower it"
         )
     weakref.finalize(memory, cuda.cudaHostUnregister, memory.data_ptr()).atexit = False
+
+
+class PageCopies:
+    """Pages by id: first those of the pool, then offloaded ones.
+
+    On a device, copies have their own stream: they run beside the step in flight, which uses none of their pages.
+    """
+
+    def __init__(self, storage: torch.Tensor, offloaded: torch.Tensor) -> None:
+        """Both are [num_pages, ...]; `offloaded` is in main memory."""
+        self._storage = storage
+        self._offloaded = offloaded
+        self._stream: torch.cuda.Stream | None = None
+        if storage.device.type == "cuda":
+            self._stream = torch.cuda.Stream(storage.device)  # type: ignore[no-untyped-call]  # as torch ships it
+
+    def copy(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy (source, target) pages. Return when it is done, as a peer may then write to either.
+
+        What was enqueued for these pages on other streams must have ended: this one does not wait for them.
+        """
+        on_stream: AbstractContextManager[object] = nullcontext()
+        if self._stream is not None:
+            on_stream = torch.cuda.stream(self._stream)
+        with on_stream:
+            for source, target in moves:
+                self._page(target).copy_(self._page(source), non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _page(self, page: int) -> torch.Tensor:
+        in_pool = len(self._storage)
+        return self._storage[page] if page < in_pool else self._offloaded[page - in_pool]

@@ -8,7 +8,7 @@ import torch
 from engine.attention.backend import AttentionBackend, StepShape
 from engine.compilation.forward import Forward
 from engine.device.copies import to_device
-from engine.kv.page_copies import PageCopies
+from engine.kv.offload_memory import PageCopies
 from engine.lora.adapters import Adapters
 from engine.runner.step_inputs import StepInputs
 

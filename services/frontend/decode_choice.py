@@ -4,11 +4,13 @@ import asyncio
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from opentelemetry import trace
+from prometheus_client import CollectorRegistry
 
 from components.errors import (
     BackendUnavailable,
@@ -30,6 +32,7 @@ from components.messaging.fleet import Fleet
 from components.routing.policy import RouteRequest
 from components.routing.router import Route, explained
 from components.telemetry.light_span import Step
+from components.telemetry.on_demand import OnDemand
 from components.text.tokenizer import TextModel
 from components.wire.inspection import ExplainRoute, RouteExplained
 from components.wire.instances import InstanceRecord
@@ -230,3 +233,49 @@ def explain_endpoint(choice: DecodeChoice, text: TextModel, model: str) -> Endpo
         return choice.explain(prompt)
 
     return Endpoint("explain_route", ExplainRoute, explain_route)
+
+
+class Moves:
+    """How often streams and requests moved to another decode instance, and what that cost."""
+
+    def __init__(self) -> None:
+        self._streams: Counter[str] = Counter()  # by class of the error
+        self._requests: Counter[str] = Counter()
+        self._tokens = 0
+
+    def count_stream(self, why: MeshError) -> None:
+        """Count a stream that had been accepted."""
+        self._streams[type(why).__name__] += 1
+
+    def count_request(self, why: MeshError) -> None:
+        """Count a request that an instance did not accept."""
+        self._requests[type(why).__name__] += 1
+
+    def computed_again(self, tokens: int) -> None:
+        """Count a moved stream's prompt and the tokens that it had."""
+        self._tokens += tokens
+
+    def show(self, metrics: CollectorRegistry) -> None:
+        shown = OnDemand(metrics)
+        shown.counter(
+            "kvmesh_streams_moved",
+            "Streams that moved to another decode instance, by the error of the instance that they left.",
+            lambda: _by_reason(self._streams),
+            ["reason"],
+        )
+        shown.counter(
+            "kvmesh_requests_retried",
+            "Requests sent to another decode instance because one did not accept them, by its error.",
+            lambda: _by_reason(self._requests),
+            ["reason"],
+        )
+        shown.counter(
+            "kvmesh_tokens_computed_again",
+            "Tokens of moved streams that another instance had to compute again, unless it had them cached.",
+            lambda: self._tokens,
+        )
+
+
+def _by_reason(counts: Counter[str]) -> dict[tuple[str, ...], float]:
+    """Counts by label, with a zero for the usual reason, so that a rate can be taken from the start."""
+    return {(reason,): float(count) for reason, count in {"DecodeLost": 0, **counts}.items()}

@@ -27,9 +27,8 @@ from components.wire.instances import InstanceRecord
 from components.wire.sampling import branch_seed
 from components.wire.step_stats import NO_DRAFTS
 from components.wire.tokens import pack_tokens
-from services.frontend.decode_choice import MOVING, NO_WORKER_WAIT_S, Attempts, DecodeChoice
+from services.frontend.decode_choice import MOVING, NO_WORKER_WAIT_S, Attempts, DecodeChoice, Moves
 from services.frontend.embed_calls import EmbedCalls
-from services.frontend.moves import Moves
 from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
 from services.frontend.request_record import request_record
 

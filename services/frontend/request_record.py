@@ -14,7 +14,7 @@ from opentelemetry.trace import Span, SpanKind, get_current_span
 from components.errors import MeshError
 from components.openai.errors import ApiError
 from components.telemetry.light_span import LightSpan, Step
-from components.telemetry.request_ids import request_id
+from components.telemetry.logs import request_id
 from components.telemetry.spans import NOT_KEPT, use_span
 from components.telemetry.trace_pieces import MOVED, REQUEST_ID, SLOW, TENANT, TTFT
 from components.wire.generate import PromptOrigin

@@ -6,8 +6,7 @@ from typing import Final
 
 from starlette.types import Scope
 
-from components.anthropic.errors import body_of, status_of
-from components.anthropic.events import MessageEvents, content_of
+from components.anthropic.events import MessageEvents, body_of, content_of, status_of
 from components.anthropic.messages import (
     PARAMS,
     CountRequest,

@@ -6,8 +6,7 @@ from typing import Final
 
 import pytest
 
-from components.http.limits import ClientLimits
-from components.http.unread import Unread, undelivered_bytes
+from components.http.limits import ClientLimits, Unread, undelivered_bytes
 from tests.waiting import wait_until
 
 LIMITS: Final = ClientLimits(unread_s=20.0, bytes_per_s=1000.0)

@@ -10,9 +10,8 @@ from contextlib import contextmanager
 import pytest
 from opentelemetry.sdk.trace import TracerProvider
 
-from components.telemetry.logs import configure_logs
+from components.telemetry.logs import RequestIds, configure_logs, request_id
 from components.telemetry.repeated_lines import BURST, CountingHandler
-from components.telemetry.request_ids import RequestIds, request_id
 
 ours, library = logging.getLogger("components.test"), logging.getLogger("a_library")
 

@@ -13,8 +13,7 @@ from components.startup import WrongSettings
 from components.wire.layout import KvLayout
 from engine.config import EngineConfig
 from engine.kv.count import count_offloaded
-from engine.kv.offload_memory import allocate_offloaded
-from engine.kv.page_copies import PageCopies
+from engine.kv.offload_memory import PageCopies, allocate_offloaded
 from engine.kv.storage import allocate_storage
 from tests.engine.simulated.simulated_cuda import simulated_cuda
 from tests.engine.simulated.simulated_device import SimulatedDevice

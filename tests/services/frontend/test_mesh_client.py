@@ -33,7 +33,7 @@ from components.messaging.fleet import Fleet
 from components.messaging.inbox import StreamInbox
 from components.messaging.liveness import Liveness, Loss
 from components.messaging.outbox import OutStream
-from components.telemetry.request_ids import RequestIds
+from components.telemetry.logs import RequestIds
 from components.telemetry.spans import NOT_KEPT
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, PromptOrigin, StreamItem
 from components.wire.heartbeat import Heartbeat

@@ -14,7 +14,7 @@ from components.errors import PeerLost, QueueFull
 from components.http.server import serve_http
 from components.openai.errors import from_status
 from components.telemetry import light_span
-from components.telemetry.request_ids import RequestIds
+from components.telemetry.logs import RequestIds
 from components.telemetry.spans import NOT_KEPT
 from components.telemetry.trace_pieces import TENANT
 from components.wire.generate import PromptOrigin
