@@ -269,7 +269,7 @@ class AuxArrivals:
         slot, future = self._expected.get(notification, (0, None))
         if future is not None and self._aux.is_damaged(slot, now_s):
             self._linger = LINGER_POLLS
-            self._thread.settle(future, error=KvCorrupt("the aux slot did not arrive as prefill wrote it"))
+            self._thread.settle(future, error=KvCorrupt("the aux slot was corrupted on its way from prefill"))
 
     def _forget(self, notification: str, future: asyncio.Future[None]) -> None:
         _, present = self._expected.get(notification, (0, None))

@@ -47,7 +47,7 @@ class GapCounts:
     def __init__(self) -> None:
         self.counts = [0] * (len(GAP_BUCKETS) + 1)
         self.total_s = 0.0
-        self.num_tokens = 0  # also those of first pieces
+        self.num_tokens = 0  # including those of first pieces
 
     def observe(self, gap_s: float) -> None:
         self.counts[bisect_left(GAP_BUCKETS, gap_s)] += 1
@@ -65,7 +65,7 @@ class GapHistogram(Collector):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have arrived, of all models."""
+        """Tokens received so far, over all models."""
         return sum(gaps.num_tokens for gaps in self._models.values())
 
     def collect(self) -> Iterator[Metric]:
