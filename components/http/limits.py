@@ -75,7 +75,7 @@ class CloseCounter:
     def __init__(self, registry: CollectorRegistry | None) -> None:
         self._counter = Counter(
             "kvmesh_http_connections_closed",
-            "Connections closed for what the client did.",
+            "Connections that this process closed because of what the client did.",
             ["reason"],
             registry=registry,
         )

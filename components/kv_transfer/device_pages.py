@@ -1,4 +1,4 @@
-"""Read pages of a GPU, which first gathers them for one copy."""
+"""Read pages from a GPU, which first gathers them so that one copy suffices."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -25,7 +25,7 @@ class DevicePages:
             yield from self._copy(pages[first : first + self._batch]).numpy()
 
     def _copy(self, pages: Sequence[int]) -> torch.Tensor:
-        if self._stream is not None:  # a thread begins on GPU 0, and a return to its stream would make a context there
+        if self._stream is not None:  # a thread starts on GPU 0; a return to its stream would open a context there
             torch.cuda.set_device(self._pool.device)
         shape = (len(pages), *self._pool.shape[1:])
         with self._on_own_stream():

@@ -1,4 +1,4 @@
-"""The copies between two pools with different page sizes, or with other heads of each page.
+"""The copies between two pools with different page sizes, or with different heads in each page.
 
 A page is [heads, layers, 2, page_size, head_dim]; its contiguous [page_size, head_dim] parts are stripes. Heads are
 outermost, so a tensor-parallel rank's share is a slice of the stripes.
@@ -17,7 +17,7 @@ Offsets = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """N copies of `length` bytes; `source` and `target` are offsets from page 0."""
+    """N copies; `source` and `target` are byte offsets from page 0, `length` is in bytes."""
 
     source: Offsets  # [N]
     target: Offsets
@@ -33,11 +33,11 @@ class Pieces:
 def cut(
     ours: KvLayout, theirs: KvLayout, tokens: range, our_pages: Sequence[int], their_pages: Sequence[int]
 ) -> Pieces:
-    """The copies of `tokens` from one rank's pool to another's, of compatible layouts.
+    """Return the copies of `tokens` from one rank's pool to another's, for compatible layouts.
 
     Both block tables begin at token 0; unused entries are not read.
     Returns: at most one piece for each stripe and page of the smaller size; fewer if neighbours touch on both
-    sides, as all stripes of whole pages of equal sizes do. No piece for ranks without a head in common.
+    sides, as all stripes of whole pages of equal size do. No piece for ranks without a common head.
     """
     heads = shared_heads(ours, theirs)
     unit = min(ours.page_size, theirs.page_size)
@@ -54,7 +54,7 @@ def cut(
 
 
 def shared_heads(ours: KvLayout, theirs: KvLayout) -> range:
-    """The heads that our rank writes into a rank of the peer. If several of our ranks hold a head, only the first writes it."""
+    """Return the heads that our rank writes into a peer's rank. If several of our ranks hold a head, only the first does."""
     copies = max(1, ours.shards // ours.kv_heads)
     if ours.shard % copies:
         return range(0)

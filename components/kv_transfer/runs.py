@@ -8,7 +8,7 @@ from components.errors import TransferFailed
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` of our pages from `source`, and of the peer's from `target`."""
+    """`count` of our pages from `source` on, and of the peer's pages from `target` on."""
 
     source: int
     target: int
@@ -16,12 +16,12 @@ class Run:
 
 
 def runs(source: Sequence[int], target: Sequence[int], num_ours: int, num_theirs: int) -> list[Run]:
-    """The fewest runs that copy page source[i] to page target[i].
+    """Return the fewest runs that copy each page source[i] to page target[i].
 
     Raises: TransferFailed, if the lists differ in length or a page is outside its pool.
     """
     if len(source) != len(target):
-        raise TransferFailed(f"{len(source)} pages cannot go into {len(target)}")
+        raise TransferFailed(f"{len(source)} pages cannot be written into {len(target)}")
     merged: list[Run] = []
     for ours, theirs in zip(source, target, strict=True):
         if not (0 <= ours < num_ours and 0 <= theirs < num_theirs):

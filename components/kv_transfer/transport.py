@@ -1,4 +1,4 @@
-"""How this process reaches its peers for KV transfer, seen in /proc.
+"""Report from /proc how this process reaches its peers for KV transfer.
 
 NIXL reports only its backend's name, and has no call for the transport that UCX chose for a peer. So read /proc: a shared
 memory segment, an RDMA device or a TCP connection is open in the process that uses it.
@@ -10,12 +10,12 @@ from typing import Final
 from components.kv_transfer.network import ESTABLISHED, listeners, open_files, tcp_sockets
 from components.wire.status import Connection, TransportStatus
 
-MAX_CONNECTIONS: Final = 1024  # reported; a worker has a few for each peer
+MAX_CONNECTIONS: Final = 1024  # maximum number reported; a worker has a few for each peer
 SELF: Final = Path("/proc/self")
 
 
 def observed_transport() -> TransportStatus:
-    """Reads files of /proc, which takes some 20 ms. Raises: OSError."""
+    """Read /proc, which takes about 20 ms. Raises: OSError."""
     maps = (SELF / "maps").read_text(errors="replace")
     files = open_files(SELF)
     return TransportStatus(

@@ -157,7 +157,7 @@ LogitBias = Annotated[dict[int, float] | None, PlainValidator(_bias, json_schema
 Stops = Annotated[list[str], PlainValidator(_stops, json_schema_input_type=str | list[str] | None)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenCount = Annotated[int, Field(ge=1, le=INT32_MAX)]
-Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]  # lower goes first
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]  # lower is served first
 
 
 class AskedConstraint(NamedTuple):

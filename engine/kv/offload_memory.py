@@ -19,7 +19,7 @@ ON_DISK: Final = "settings engine.kv_offload_gb and engine.kv_offload_dir: evict
 
 
 def allocate_offloaded(layout: KvLayout, num_pages: int, device: torch.device, directory: Path | None) -> torch.Tensor:
-    """Allocate main memory, or a file in `directory`.
+    """Allocate main memory, or a mapped file in `directory`.
 
     Returns: [num_pages, kv_heads, layers, 2, page_size, head_dim], in memory that copies from `device` need not wait for.
     Raises: WrongSettings, if there is not enough.
@@ -39,9 +39,9 @@ def allocate_offloaded(layout: KvLayout, num_pages: int, device: torch.device, d
 
 
 def _file(directory: Path, num_bytes: int) -> mmap.mmap:
-    """Map a file without a name, so that its space is free again however the process ends.
+    """Map a file without a name, so that its space is freed however the process ends.
 
-    All of its space is allocated now: a write into a mapped file on a full disk would end the process.
+    All of its space is allocated now, because a write into a mapped file on a full disk would end the process.
     """
     check_fits_in(directory, num_bytes, ON_DISK)
     try:

@@ -7,7 +7,7 @@ import torch
 
 
 class PageCopies:
-    """Pages by id: first those of the pool, then offloaded ones.
+    """Copies pages by id: first come the ids of the pool, then those of offloaded pages.
 
     On a device, copies have their own stream: they run beside the step in flight, which uses none of their pages.
     """
@@ -21,9 +21,9 @@ class PageCopies:
             self._stream = torch.cuda.Stream(storage.device)  # type: ignore[no-untyped-call]  # as torch ships it
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy (source, target) pages. Return when it is done, as a peer may then write to either.
+        """Copy (source, target) pages. Return only when all are copied, because a peer may then write to either page.
 
-        What was enqueued for these pages on other streams must have ended: this one does not wait for them.
+        Work on these pages in other streams must have ended, because this stream does not wait for it.
         """
         on_stream: AbstractContextManager[object] = nullcontext()
         if self._stream is not None:

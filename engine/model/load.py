@@ -82,7 +82,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
     forget(model_config)
     pooling = read_pooling(name, directory, matryoshka=config.matryoshka)
     if pooling is not None and config.lora:
-        raise UnsupportedModel(f"{name} makes embeddings: LoRA adapters are for models that generate")
+        raise UnsupportedModel(f"{name} computes embeddings: LoRA adapters are for models that generate text")
     text = model_config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
