@@ -1,4 +1,4 @@
-"""Notice a client that takes too little of an answer: a slow consumer."""
+"""Detect a slow consumer: a client that reads an answer too slowly."""
 
 import contextlib
 import fcntl
@@ -9,7 +9,7 @@ from components.http.limits import ClientLimits
 
 
 class Unread:
-    """Measures the time in which bytes wait for a client.
+    """Measures how long bytes wait for a client.
 
     Each byte that the client takes shortens it, also while as many are added behind. The buffer's size alone would not show
     that: an answer in equal parts fills it to the same level again and again. The kernel takes bytes from this process in
@@ -23,7 +23,7 @@ class Unread:
         self._taken = 0  # bytes, at the latest check
 
     def held_up(self, seconds: float) -> None:
-        """Leave out time in which this process did not run."""
+        """Exclude time in which this process did not run."""
         self._since_s += seconds
 
     def is_too_long(self, now_s: float, written: int, waiting: int, *, undelivered: int = 0, is_full: bool) -> bool:
@@ -45,7 +45,7 @@ class Unread:
 
 
 def undelivered_bytes(descriptor: int) -> int:
-    """Return how many bytes of a socket the peer has not acknowledged; 0 where the system does not tell."""
+    """Return how many bytes of a socket the peer has not acknowledged; 0 if the system does not report it."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: -1, of a closed socket
         (count,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))
         return int(count)

@@ -14,7 +14,7 @@ from engine.attention.backend import Scoring, StepShape
 
 
 class CpuAttention:
-    """`engine.kernels.native_library` must have loaded the kernel."""
+    """Requires that `engine.kernels.native_library` has loaded the kernel."""
 
     def __init__(self, pool: torch.Tensor, layout: KvLayout) -> None:
         self._pool = pool
@@ -40,7 +40,7 @@ class CpuStep:
         *,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend; rows beyond the plan's tokens are zero and write no KV."""
+        """Attend. Rows beyond the plan's tokens are zero, and write no KV."""
         options = scoring.scaling, scoring.window, scoring.softcap, None if sinks is None else sinks.float()
         attended: torch.Tensor = torch.ops.kvmesh.attend_pages(query, key, value, self.pool, self.plan, layer, *options)
         return attended

@@ -1,4 +1,4 @@
-"""The step that needs the most memory: as many prompt tokens and draws as a step may have."""
+"""The step that needs the most memory: the maximum numbers of prompt tokens and draws."""
 
 from collections.abc import Sequence
 
@@ -14,12 +14,12 @@ from engine.runner.step_inputs import inputs_of
 from engine.runner.torch_runner import TorchRunner
 from engine.scheduler.request import Chunk, Request, RequestState
 
-# the most that a sampler keeps for a row
+# the largest state that a sampler keeps for a row
 SAMPLING = SamplingParams(max_tokens=1, top_p=0.95, top_k=20, min_p=0.01, repetition_penalty=1.1, logprobs=20)
 
 
 def run_largest_step(model: DeviceModel, size: StepSize, max_context: int, loaded: LoadedModel, *, draws: bool) -> None:
-    """Compute it on page 0, whose content does not matter, and wait for its end.
+    """Compute the largest step on page 0, whose content does not matter, and wait until it has ended.
 
     Args:
         draws: sample, too; not on a follower.
@@ -35,7 +35,7 @@ def run_largest_step(model: DeviceModel, size: StepSize, max_context: int, loade
 
 
 def largest_chunks(size: StepSize, max_context: int, page_size: int, pooling: Pooling | None) -> Sequence[Chunk]:
-    """A chunk for each request, all of which draw, in `StepShape`'s order. The last prompts have what is left."""
+    """Return a chunk for each request, all of which draw, in `StepShape`'s order. The last prompts get the remaining tokens."""
     lengths = [1] * size.requests
     left = size.tokens - size.requests
     for i in reversed(range(size.requests)):
