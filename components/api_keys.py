@@ -7,7 +7,7 @@ The file is TOML, one table per key, with the key's name in metrics:
     requests_at_once = 8           # all limits are optional
     requests_per_minute = 600
     tokens_per_minute = 100_000
-    best_priority = 0              # lower goes first; default: the frontend's best_priority
+    best_priority = 0              # lower is served first; default: the frontend's best_priority
     tenant = "acme"                # keys of one tenant share the prefix cache; default: a cache of its own
     operator = true                # sees requests of all tenants at /ui; default: those of its own tenant
 """
@@ -50,7 +50,7 @@ class KeyLimits:
     requests_at_once: int | None = None
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
-    best_priority: int | None = None  # lower goes first; None: the frontend's setting
+    best_priority: int | None = None  # lower is served first; None: the frontend's setting
 
     @property
     def per_minute(self) -> bool:

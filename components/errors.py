@@ -1,11 +1,11 @@
-"""All errors, in a tree by what the caller does next.
+"""All errors, in a tree that is divided by what the caller should do next.
 
 Class names are part of the wire format: rename one only with a new message tag.
 """
 
 
 class MeshError(Exception):
-    """`fields` are facts for the log and the span."""
+    """Base of all errors. `fields` are facts for the log line and the span."""
 
     def __init__(self, message: str, /, **fields: str | int | float | None) -> None:
         super().__init__(message)
@@ -14,7 +14,7 @@ class MeshError(Exception):
 
 
 class Rejected(MeshError):
-    """Change the request before a retry. The field `param` may name the wrong parameter."""
+    """The request must be changed before a retry. The field `param` may name the parameter that is wrong."""
 
 
 class PromptTooLong(Rejected):
@@ -25,15 +25,15 @@ class UnknownModel(Rejected): ...
 
 
 class UnknownResponse(Rejected):
-    """No response has this id, or it belongs to another client."""
+    """No stored response has this id, or it belongs to another client."""
 
 
 class MessageTooLarge(Rejected):
-    """The message exceeds the NATS server's `max_payload`. The sender raises this, or answers it in place of the message."""
+    """The message exceeds the NATS server's `max_payload`. The sender raises this, or sends it in place of the message."""
 
 
 class MalformedMessage(Rejected):
-    """The receiver drops and counts it."""
+    """The receiver could not read a message, which it dropped and counted."""
 
 
 class IncompatibleLayout(Rejected): ...
@@ -54,7 +54,7 @@ class NoBootstrapInstance(Overloaded): ...
 
 
 class Stopping(Overloaded):
-    """This process stops before the request has ended."""
+    """This process is stopping, before the request has ended."""
 
 
 class QueueFull(Overloaded): ...
@@ -68,7 +68,7 @@ class KeyLimited(Overloaded):
 
 
 class PeerLost(MeshError):
-    """The other side has ended or is silent: retry elsewhere before the first token."""
+    """The other process has ended or is silent. Retry elsewhere, if no token has been sent."""
 
 
 class NobodyListens(PeerLost):
@@ -76,7 +76,7 @@ class NobodyListens(PeerLost):
 
 
 class ListenerGone(NobodyListens):
-    """Only repetitions of a call found no subscriber: a process may have taken it, and have lost NATS since."""
+    """Only repetitions of a call found no subscriber. A process may have received the call, and lost NATS since."""
 
 
 class PrefillLost(PeerLost): ...
@@ -86,11 +86,11 @@ class DecodeLost(PeerLost): ...
 
 
 class FramesLost(DecodeLost):
-    """Tokens of a stream are lost. Its decode instance is healthy."""
+    """Tokens of a stream were lost, although its decode instance is healthy."""
 
 
 class TransferFailed(PeerLost):
-    """KV did not arrive completely: none of it may be used."""
+    """KV did not arrive completely, so none of it may be used."""
 
 
 class KvCorrupt(TransferFailed): ...
@@ -111,22 +111,22 @@ class BackendUnavailable(MeshError):
 
 
 class DeadlineExceeded(MeshError):
-    """A time limit has passed. Retry elsewhere, unless it was the request's own deadline."""
+    """A timeout has expired. Retry elsewhere, unless it was the request's own deadline."""
 
 
 class Cancelled(MeshError):
-    """The client has gone, or decode took it for gone. Only a frontend that still has its client retries."""
+    """The client has disconnected, or decode assumed so. Only a frontend that still has the client retries."""
 
 
 class InvariantBroken(MeshError):
-    """A defect in this process: do not retry."""
+    """A bug in this process: do not retry."""
 
 
 class IllegalTransition(InvariantBroken): ...
 
 
 class PageLeak(InvariantBroken):
-    """Free, cached and held pages do not add up to the pool."""
+    """The free, cached and held pages do not add up to the pool."""
 
 
 class PeerBroken(InvariantBroken):
@@ -149,7 +149,7 @@ BY_NAME: dict[str, type[MeshError]] = {cls.__name__: cls for cls in _subclasses(
 def reported(name: str, unknown: type[MeshError] = PeerBroken) -> type[MeshError]:
     """Return the error class that another process named; `unknown` if this process has no such class.
 
-    InvariantBroken becomes PeerBroken: the defect is in the other process.
+    InvariantBroken becomes PeerBroken, because the bug is in the other process.
     """
     cls = BY_NAME.get(name, unknown)
     if issubclass(cls, PeerBroken):

@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 TRIAL_PAGES: Final = 2
 TRIAL_GRAPHS: Final = 4  # recorded to learn what all take: the largest, and three that share its memory
-# the most that a sampler keeps for a row
+# the largest state that a sampler keeps for a row
 SAMPLING: Final = SamplingParams(max_tokens=1, top_p=0.95, top_k=20, min_p=0.01, repetition_penalty=1.1, logprobs=20)
 
 
@@ -235,7 +235,7 @@ def run_largest_step(model: DeviceModel, size: StepSize, max_context: int, loade
 
 
 def largest_chunks(size: StepSize, max_context: int, page_size: int, pooling: Pooling | None) -> Sequence[Chunk]:
-    """A chunk for each request, all of which draw, in `StepShape`'s order. The last prompts have what is left."""
+    """Return a chunk for each request, all of which draw, in `StepShape`'s order. The last prompts get the remaining tokens."""
     lengths = [1] * size.requests
     left = size.tokens - size.requests
     for i in reversed(range(size.requests)):

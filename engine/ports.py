@@ -44,13 +44,13 @@ class TokenMask(Protocol):
     """
 
     def fill(self, allowed: "npt.NDArray[np.int32]") -> None:
-        """Write all of `allowed`, [ceil(vocab / 32)]: bit i % 32 of word i // 32 allows token i. Set at least one."""
+        """Write all of `allowed`, [ceil(vocab / 32)]: bit i % 32 of word i // 32 allows token i. Set at least one bit."""
 
     def accept(self, token_id: int) -> None:
         """Record a drawn token; the first may come from another process."""
 
     def allows(self, token_ids: Sequence[int]) -> int:
-        """Return how many of `token_ids` may follow, one after the other. It changes nothing."""
+        """Return how many of `token_ids` may follow, one after the other. The state does not change."""
 
     def fork(self) -> "TokenMask": ...
 
@@ -60,7 +60,7 @@ class TokenMask(Protocol):
 
     @property
     def fault(self) -> str | None:
-        """Why the text cannot end as required."""
+        """The reason why the text cannot satisfy the constraint; None if it can."""
 
 
 class EngineRequest(msgspec.Struct, frozen=True):
@@ -69,21 +69,21 @@ class EngineRequest(msgspec.Struct, frozen=True):
     sampling: SamplingParams
     phase: Phase = Phase.FULL
     cache_salt: str = ""  # prefixes are shared only between equal salts
-    num_generated: int = 0  # last token_ids that belong to the answer; 0 unless the stream moved
+    num_generated: int = 0  # how many of the last token_ids belong to the answer; 0 unless the stream moved
     mask: TokenMask | None = None  # has accepted these num_generated tokens
-    priority: int = 0  # lower goes first
+    priority: int = 0  # lower is served first
     adapter: str = ""  # "": none
     blocks: PromptBlocks | None = None
     prediction: Sequence[int] = ()  # tokens that the answer may repeat: a source of drafts
 
 
 class TokenOutput(msgspec.Struct, frozen=True):
-    """The tokens that one step drew for a branch. A frozen dataclass would take ten times as long to make."""
+    """The tokens that one step drew for a branch. A struct, because a frozen dataclass takes ten times as long to create."""
 
     request_id: str
     token_ids: list[int]
     finish: FinishReason | None = None
-    num_cached_tokens: int = 0  # prompt tokens; valid with branch 0's first token
+    num_cached_tokens: int = 0  # prompt tokens from the prefix cache; set with branch 0's first token
     branch: int = 0
     logprobs: list[TokenLogprobs] | None = None  # one per token
     prompt_logprobs: list[TokenLogprobs] | None = None  # from the second prompt token on
@@ -92,7 +92,7 @@ class TokenOutput(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Exposed:
-    """The block table of a request with exposed pages. Its first `num_computed` tokens have KV, or need none.
+    """The block table of a request with exposed pages. Its first `num_computed` tokens have KV, or need no KV.
 
     Prefill may write the other pages of a DECODE request. A PREFILL request is reported after each chunk.
     """
@@ -137,8 +137,8 @@ class StepOutput(msgspec.Struct):
 
 
 class Pause(NamedTuple):
-    reserved: list[Exposed]  # not repeated in the step's output
-    wait_s: float  # until the next look at the device; an earlier one is harmless
+    reserved: list[Exposed]  # new since the last pause; not repeated in the step's output
+    wait_s: float  # until the device should be checked again; an earlier check does no harm
 
 
 def max_request_pages(engine: "Engine") -> int:
@@ -156,7 +156,7 @@ class Recording(Protocol):
 class Engine(Protocol):
     """Any thread may call `prompt_blocks`, `peek_prefix` and `continues`; only the owning thread calls the rest.
 
-    Exception: between steps, another thread may call methods that touch no device. These touch it: profiling, `deliver`
+    Exception: between steps, another thread may call methods that do not use the device. These use it: profiling, `deliver`
     to a request with several branches, and a step for which `computes()` is true.
     """
 
@@ -192,7 +192,7 @@ class Engine(Protocol):
         """Return the prompt tokens in the prefix cache. They may be evicted before the request is admitted."""
 
     def continues(self, num_tokens: int, sampling: SamplingParams, first_token: int) -> bool:
-        """Whether an answer has more tokens than `first_token`, after a prompt of `num_tokens`."""
+        """Return whether an answer continues after `first_token`, for a prompt of `num_tokens`."""
 
     def submit(self, request: EngineRequest) -> None:
         """Queue a request. An answer that reaches `max_context` ends with "length".
@@ -214,7 +214,7 @@ class Engine(Protocol):
         Its old pages stay exposed. Unknown and delivered requests are ignored.
 
         Args:
-            first_token: one that the client has already; it is not drawn again.
+            first_token: a token that the client already has, which is not drawn again.
         """
 
     def cancel(self, request_id: str, branch: int | None = None) -> None:
@@ -229,10 +229,10 @@ class Engine(Protocol):
         """Whether a step would use the device, wait for it, or copy pages."""
 
     def wait_s(self) -> float:
-        """Return the seconds until the next try to get CPU cores for a step; 0 if it has them."""
+        """Return the seconds until the next attempt to get CPU cores for a step; 0 if the engine has them."""
 
     def step(self) -> StepOutput:
-        """Run one step and report it; with `pipeline`, report the one before. Without work, report the pool."""
+        """Run one step and report it; with `pipeline`, report the previous one. Without work, report the pool's state."""
 
     def stepping(self) -> Iterator[Pause | StepOutput]:
         """Run a step, with a pause whenever it waits for the device.
@@ -241,7 +241,7 @@ class Engine(Protocol):
         """
 
     def rest(self) -> None:
-        """Lend this engine's cores to other workers while it has no work."""
+        """Lend this engine's cores to other workers. Call it when the engine has no work."""
 
     def start_profile(self, facts: Mapping[str, str]) -> None:
         """Record a profile; `facts` are written into the trace.
@@ -256,4 +256,4 @@ class Engine(Protocol):
         """Call `callback` once, on any thread, if another process that computes for this engine is lost."""
 
     def close(self) -> None:
-        """End the other processes. Call it last."""
+        """Stop the processes of other ranks. Call it last."""

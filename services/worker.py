@@ -1,4 +1,4 @@
-"""What prefill and decode share: the parts of a worker process, and the check that a request is addressed to it."""
+"""Code shared by prefill and decode: the parts of a worker process, and the check that a request is addressed to it."""
 
 import logging
 from collections.abc import AsyncIterator, Container, Sequence
@@ -147,7 +147,7 @@ class Worker:
         max_context: int | None = None,
         embedding: EmbeddingModel | None = None,
     ) -> None:
-        """Answer and advertise until a stop signal, then drain. Raises: what the engine failed with."""
+        """Serve and stay registered until a stop signal, then drain. Raises: the engine's error, if it fails."""
         model, engine = model_name(self.settings), self.engine
         self.metrics.show_kv_events(lambda: self.kv_events.log.number, lambda: self.kv_events.log.dropped)
         self.metrics.show_ranks(self.config.tensor_parallel)
@@ -194,7 +194,7 @@ class Worker:
 
 @asynccontextmanager
 async def _start_logged(role: WorkerRole, model: str) -> AsyncIterator[None]:
-    """Log the start as soon as logs are set up: to reach servers and to load weights may take long."""
+    """Log the start as soon as logging is set up, because connecting to servers and loading weights may take long."""
     log.info("starting", extra={"role": role, "model": model})
     yield
 
@@ -203,7 +203,7 @@ async def _start_logged(role: WorkerRole, model: str) -> AsyncIterator[None]:
 async def open_worker(settings: WorkerSettings, config: EngineConfig, role: WorkerRole) -> AsyncIterator[Worker]:
     me = new_instance_id(settings.instance_id)
     subject = subject_of(settings.namespace, role, me)
-    kv_opener(settings.kv_transfer)  # first: a wrong name must not cost the start of a model
+    kv_opener(settings.kv_transfer)  # first, so that an invalid name is reported before a model is loaded
     registration = Registration(me)
     metrics = WorkerMetrics()
     async with (
@@ -223,7 +223,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Work
         open_transfer(
             settings.kv_transfer,
             engine.engine.kv_region,
-            f"{role}-{me}-{registration.epoch}",  # peers keep agents by name, and an instance may start again
+            f"{role}-{me}-{registration.epoch}",  # with the epoch: peers cache agents by name, and an instance may restart
             settings.kv_transfer_host or own_address(settings.etcd_url),
             max_request_pages(engine.engine),
         ) as opened,

@@ -13,8 +13,8 @@ Listener = Callable[[InstanceRecord | None, InstanceRecord | None], None]  # (be
 class InstanceBook:
     """Instance records by key.
 
-    If `doubt` is set, `remove` keeps a record until `put` or `drop`. Its instance may live: it lost etcd, or etcd
-    its data.
+    If `doubt` is set, `remove` keeps a record until `put` or `drop`. Its instance may be alive: it lost etcd, or etcd
+    lost its data.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class InstanceBook:
         return sorted((r for r in self._records.values() if r.role == role), key=lambda r: r.instance_id)
 
     def find(self, role: Role, instance_id: str, epoch: str | None = None) -> InstanceRecord | None:
-        """An id is unique among the instances of a role only."""
+        """Return a record. An id is unique only among the instances of a role."""
         for record in self._records.values():
             if record.instance_id == instance_id and record.role == role and epoch in (None, record.epoch):
                 return record

@@ -1,4 +1,4 @@
-"""A blocking etcd client that uses any member of the cluster and raises BackendUnavailable."""
+"""A blocking etcd client that uses any member of the cluster. Its errors are BackendUnavailable."""
 
 import random
 import threading
@@ -20,7 +20,7 @@ from components.startup import WrongSettings
 from components.urls import Login, wants_tls, without_password
 
 CALL_TIMEOUT_S: Final = 3.0
-PROBE_TIMEOUT_S: Final = 1.0  # for one member to prove a quorum
+PROBE_TIMEOUT_S: Final = 1.0  # for one member to prove that it has a quorum
 HAS_LEADER: Final = (("hasleader", "true"),)  # a member that loses its leader ends the call
 _CHANNEL: Final = (
     # Detects a dead host in 13 s; by default gRPC does not ping idle connections.
@@ -36,7 +36,7 @@ ANYONE: Final = EtcdAccess()
 
 
 class NotAllowed(BackendUnavailable):
-    """This user has no right to a key. Rights may be given later."""
+    """This user has no right to a key. The right may be granted later."""
 
 
 class Endpoint(NamedTuple):
@@ -58,7 +58,7 @@ def endpoints(url: str) -> list[Endpoint]:
 
 
 def check_access(url: str, access: EtcdAccess) -> None:
-    """Raises: WrongSettings, here and not in a thread."""
+    """Check the settings here rather than in a thread. Raises: WrongSettings."""
     if endpoints(url)[0].secure:
         access.certificates.current()
     if access.login is not None:
@@ -84,7 +84,7 @@ def _endpoint(url: str) -> Endpoint:
 
 @contextmanager
 def etcd_client(url: str, access: EtcdAccess = ANYONE) -> Iterator[Any]:
-    """A client of a member with a quorum. Each reads changed files of `access`."""
+    """Yield a client of a member that has a quorum. Each new client reads the files of `access` again if they changed."""
     with etcd_errors(url):
         client = _open_any(url, access)
         try:
@@ -119,15 +119,15 @@ def keep_lease(
     renewed: Callable[[float], object] = lambda _: None,
     failed: Callable[[BackendUnavailable, Backoff], object] = lambda *_: None,
 ) -> None:
-    """Refresh a lease until `stop` is set or etcd has dropped it.
+    """Renew a lease until `stop` is set or etcd has dropped the lease.
 
-    Retry the same lease: without a leader no lease expires, and the next leader extends it.
+    After a failure, retry the same lease: without a leader no lease expires, and the next leader extends it.
 
     Args:
         renewed: called with the monotonic time at which the lease expires.
         failed: called after each failure.
     """
-    backoff = Backoff(last_s=ttl_s / 3)  # after an outage, each lease must be refreshed in time
+    backoff = Backoff(last_s=ttl_s / 3)  # after an outage, the lease must be renewed in time
     while not stop.is_set():
         try:
             with etcd_client(url, access) as client:
@@ -146,9 +146,9 @@ def keep_lease(
 
 
 def revoke_lease(url: str, lease_id: int, access: EtcdAccess = ANYONE) -> None:
-    """Remove a lease with its keys; without etcd it expires.
+    """Revoke a lease, which removes its keys. If etcd cannot be reached, the lease expires.
 
-    A client that was idle must not do this: the token of its login has expired after five minutes.
+    Use a new client: the login token of one that was idle has expired after five minutes.
     """
     with suppress(BackendUnavailable), etcd_client(url, access) as client:
         client.revoke_lease(lease_id)
@@ -186,7 +186,7 @@ def _refresh(client: Any, lease_id: int) -> int:
 
 def _open_any(url: str, access: EtcdAccess) -> Any:
     members = endpoints(url)
-    random.shuffle(members)  # or all processes would use the first one
+    random.shuffle(members)  # so that processes do not all use the first one
     last: Exception | None = None
     for member in members:
         client = _open(member, access)
@@ -217,7 +217,7 @@ class _SecureClient(etcd3.Etcd3Client):  # type: ignore[misc]
         super().__init__(ca_cert="", **options)  # not None: a secure channel
 
     def _get_secure_creds(self, *_: object) -> Any:
-        """Instead of reading files by name, which may change between certificate and key."""
+        """Use PEM data, because files may change between the reads of certificate and key."""
         return grpc.ssl_channel_credentials(*self._pem)
 
 
@@ -239,7 +239,7 @@ def _login(member: Endpoint, access: EtcdAccess) -> Login:
 
 
 def _log_in(client: Any, login: Login, timeout_s: float) -> None:
-    """Add a token to all calls: gRPC refuses etcd3's call credentials without TLS."""
+    """Add a token to all calls, because gRPC refuses etcd3's call credentials without TLS."""
     asked = etcdrpc.AuthenticateRequest(name=login.user, password=login.password)
     token = etcdrpc.AuthStub(client.channel).Authenticate(asked, timeout_s).token
     client.channel = grpc.intercept_channel(client.channel, _Token(token))

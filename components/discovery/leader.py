@@ -21,7 +21,7 @@ LOOK_S: Final = 1.0  # between checks of a taken key
 
 
 class Leadership:
-    """It ends, by this process's clock, before another process can get the key."""
+    """A lease on leadership that ends, by this process's clock, before another process can get the key."""
 
     def __init__(self) -> None:
         self._until = 0.0  # monotonic; 0 without a lease
@@ -44,7 +44,7 @@ class Leadership:
 
 
 class _Campaign:
-    """Runs in a thread: etcd3 blocks."""
+    """Runs in a thread, because etcd3 blocks."""
 
     def __init__(self, url: str, key: str, facts: Mapping[str, str | int], ttl_s: float, access: EtcdAccess) -> None:
         self.leadership = Leadership()
@@ -82,7 +82,7 @@ class _Campaign:
             if taken:
                 self.stop.wait(LOOK_S)
                 continue
-            asked = time.monotonic()  # etcd's time to live begins later
+            asked = time.monotonic()  # before etcd starts to count the time to live
             lease = client.lease(self._ttl_s)
             won, _ = client.transaction(
                 compare=[client.transactions.create(self._key) == 0],
@@ -107,7 +107,7 @@ class _Campaign:
             if not self.stop.is_set():
                 log.warning("no longer leading", extra={"key": self._key})
         if self.stop.is_set():
-            revoke_lease(self._url, lease_id, self._access)  # or the next leader would wait for it to expire
+            revoke_lease(self._url, lease_id, self._access)  # so that the next leader need not wait until it expires
 
 
 def _report(exc: BackendUnavailable, backoff: Backoff) -> None:
@@ -119,12 +119,12 @@ def _report(exc: BackendUnavailable, backoff: Backoff) -> None:
 async def lead(
     url: str, key: str, facts: Mapping[str, str | int], ttl_s: float, access: EtcdAccess = ANYONE
 ) -> AsyncIterator[Leadership]:
-    """Take part in the election; yield at once.
+    """Take part in the election within the context. Yields at once.
 
     Args:
-        key: the leader's.
-        facts: its value, for people.
-        ttl_s: until a silent leader is replaced.
+        key: held by the leader.
+        facts: the key's value, for humans.
+        ttl_s: time after which a silent leader is replaced.
     """
     campaign = _Campaign(url, key, facts, ttl_s, access)
     thread = threading.Thread(target=campaign.run, name="etcd-leader")

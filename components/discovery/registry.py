@@ -1,6 +1,6 @@
 """This process's leased record in etcd, and a mirror of all records.
 
-etcd3 blocks: one thread keeps the lease, one follows the prefix. An outage of etcd removes no process from the
+etcd3 blocks, so one thread renews the lease, and one watches the prefix. An etcd outage removes no process from the
 mesh.
 """
 
@@ -35,8 +35,8 @@ from components.wire.instances import InstanceRecord, dump_record, load_record
 
 log = logging.getLogger(__name__)
 
-PAGE: Final = 256  # records, a megabyte
-SPREAD_S: Final = 0.02  # per instance, between returns of lost records
+PAGE: Final = 256  # records per read, about a megabyte
+SPREAD_S: Final = 0.02  # delay per instance, so that instances do not all write lost records at once
 
 MakeRecord = Callable[[str], InstanceRecord]  # epoch → record
 
@@ -47,8 +47,8 @@ class Registration:
         self.epoch = epoch or token_hex(4)
         self.leased_until = 0.0  # monotonic; set by the lease thread
         self.leaving = False
-        self.revision = 0  # etcd's at the last write; like `reads`, only for the lease thread
-        self.reads = 0  # number of reads that the mirror had begun at the last write
+        self.revision = 0  # etcd's revision at the last write; like `reads`, used by the lease thread only
+        self.reads = 0  # number of reads that the mirror had started at the last write
 
     def is_leased(self) -> bool:
         return time.monotonic() < self.leased_until
@@ -65,8 +65,8 @@ class Registry:
     def __init__(self, url: str, namespace: str, ttl_s: float, access: EtcdAccess = ANYONE) -> None:
         check_access(url, access)
         self.book = InstanceBook()
-        self.connected = False  # the mirror follows etcd; readable from any thread
-        self._contacted_s = time.monotonic()  # latest answer of etcd; written by both threads
+        self.connected = False  # whether the mirror is watching etcd; readable from any thread
+        self._contacted_s = time.monotonic()  # of etcd's latest answer; written by both threads
         self._url = url
         self._access = access
         self._prefix = _prefix(namespace)
@@ -75,12 +75,12 @@ class Registry:
         self._stop = threading.Event()
         self._watch_call: Any = None
         self._synced = asyncio.Event()
-        self._revision = 0  # of etcd, reached by the book; set by the event loop, as is `_reads_taken`
-        self._reads = 0  # of the whole prefix, begun by the mirror thread
-        self._reads_taken = 0  # the latest read in the book
+        self._revision = 0  # etcd's revision that the book has reached; set by the event loop, as is `_reads_taken`
+        self._reads = 0  # number of reads of the whole prefix that the mirror thread has started
+        self._reads_taken = 0  # number of the latest read that is in the book
 
     def contact_age_s(self) -> float:
-        """Seconds since etcd last answered. A registered process asks after a third of its lease's lifetime."""
+        """Seconds since etcd last answered. A registered process calls it after each third of its lease's lifetime."""
         return time.monotonic() - self._contacted_s
 
     def _contacted(self) -> None:
@@ -88,13 +88,13 @@ class Registry:
 
     @asynccontextmanager
     async def advertise(self, registration: Registration, make_record: MakeRecord) -> AsyncIterator[None]:
-        """Leaving revokes the lease, so no new requests arrive."""
+        """Register within the context. Leaving it revokes the lease, so that no new requests arrive."""
         registered = asyncio.Event()
         stop = threading.Event()
         record = make_record(registration.epoch)
         if (other := self.book.at(_key(self._prefix, record.role, record.instance_id))) is not None:
             log.warning(
-                "this instance id is registered already: if that process lives, give each its own MESH_INSTANCE_ID",
+                "this instance id is already registered: if that process is alive, give each its own MESH_INSTANCE_ID",
                 extra={"instance": record.instance_id, "host": other.host, "pid": other.pid},
             )
         thread = threading.Thread(
@@ -158,7 +158,7 @@ class Registry:
         if self._revision < registration.revision and self._reads_taken <= registration.reads:
             return
         if self.connected and (self.book.at(key) is None or key in self.book.doubted):
-            log.warning("the record has vanished from etcd, writing it again", extra={"epoch": record.epoch})
+            log.warning("the record is missing in etcd, writing it again", extra={"epoch": record.epoch})
             with etcd_client(self._url, self._access) as client:
                 self._write(client, registration, record, lease_id)
 
@@ -180,7 +180,7 @@ class Registry:
                 self._stop.wait(backoff.failed())
 
     def _follow(self, client: Any, backoff: Backoff) -> None:
-        """Read the prefix, then watch it until etcd cancels the watch: after a compaction no watch can resume."""
+        """Read the prefix, then watch it until etcd cancels the watch, which cannot resume after a compaction."""
         self._reads += 1
         reads = self._reads
         records, revision = self._read(client)
@@ -204,7 +204,7 @@ class Registry:
                     return
                 if response.created and response.header.revision < revision:
                     log.warning("etcd is behind what was read, reading again", extra={"revision": revision})
-                    return  # this watch would begin when etcd reaches the old revision again
+                    return  # this watch would only start when etcd reaches the old revision again
                 for event in response.events:
                     self._loop.call_soon_threadsafe(self._changed, event.kv, event.type)
         finally:
@@ -229,7 +229,7 @@ class Registry:
 
     def _snapshot_taken(self, records: dict[str, InstanceRecord], revision: int, reads: int) -> None:
         self.book.replace_all(records)
-        self._revision = revision  # not max(): an etcd that lost its data counts from 1 again
+        self._revision = revision  # not max(), because an etcd that lost its data restarts at 1
         self._reads_taken = reads
         self._synced.set()
 
@@ -253,7 +253,7 @@ class Registry:
 
 @asynccontextmanager
 async def join_registry(url: str, namespace: str, ttl_s: float, access: EtcdAccess = ANYONE) -> AsyncIterator[Registry]:
-    """Wait for etcd and fill the mirror."""
+    """Wait for etcd, and fill the mirror."""
     registry = Registry(url, namespace, ttl_s, access)
     thread = threading.Thread(target=registry._mirror, name="etcd-mirror")
     thread.start()
@@ -267,7 +267,7 @@ async def join_registry(url: str, namespace: str, ttl_s: float, access: EtcdAcce
 
 
 def check_readable(url: str, namespace: str, access: EtcdAccess = ANYONE) -> None:
-    """Blocks. Raises: NotAllowed, or another BackendUnavailable."""
+    """Check that this user may read the records. Blocks. Raises: NotAllowed, or another BackendUnavailable."""
     first = _prefix(namespace).encode()
     with etcd_client(url, access) as client:
         client.kvstub.Range(etcdrpc.RangeRequest(key=first, range_end=_end(first), count_only=True), CALL_TIMEOUT_S)
@@ -304,7 +304,7 @@ def _text(key: bytes) -> str:
 
 
 def _load(key: bytes, value: bytes) -> InstanceRecord | None:
-    """Return the record, or None if it is not understood or of another instance: a process may write under its own key only."""
+    """Return the record; None if it is unreadable, or under another instance's key: a process may only write its own key."""
     name = _text(key)
     try:
         record = load_record(value)

@@ -1,4 +1,4 @@
-"""uvicorn's HTTP connection, with limits on a client's bytes and time.
+"""uvicorn's HTTP connection, with limits on the bytes and the time of a client.
 
 uvicorn itself closes only idle connections. A check each second finds late clients, so nothing here runs per token.
 """
@@ -28,9 +28,9 @@ from components.http.limits import (
 from components.http.writer import ConnectionWriter, HeldWrites
 
 PUSH: Final = "kvmesh.push"  # key of a BodyPush in an ASGI scope
-# Closing a socket that still receives loses the last answer.
+# To close a socket that is still receiving data would lose the last answer.
 LINGER_S: Final = 2.0
-# While the server leaves: for the next request of a client that has not been sent "Connection: close".
+# While the server is stopping: wait for the next request of a client that has not received "Connection: close".
 LAST_REQUEST_S: Final = 1
 CHECKS_PER_TURN: Final = 512  # about 1 ms
 
@@ -39,7 +39,7 @@ class Waits(StrEnum):
     REQUEST = auto()
     HEAD = auto()
     BODY = auto()
-    END = auto()  # the last answer is sent; input is dropped
+    END = auto()  # the last answer was sent; input is discarded
 
 
 class Connection(HttpToolsProtocol):
@@ -58,20 +58,20 @@ class Connection(HttpToolsProtocol):
         self._closed = closed
         self._writes = writes
         self._refusal = refusal
-        self._cycles: deque[RequestResponseCycle] = deque()  # unanswered, in order
+        self._cycles: deque[RequestResponseCycle] = deque()  # unanswered requests, in order
         self._waits = Waits.REQUEST
-        self.since_s = 0.0  # loop time when the wait began
+        self.since_s = 0.0  # loop time at which the wait began
         self._taken_bytes = 0  # received since then
-        self._body_bytes = 0  # those of a body
+        self._body_bytes = 0  # received bytes that belong to a body
         self._bare_bytes = 0  # received since the body last grew
         self._rest_bytes = 0
-        self._moved = False  # the last read had body bytes or ended the wait
-        self._fault = Closed.MALFORMED  # why the parser stopped
-        self._spared = False  # a stop leaves this connection to its own timer
+        self._moved = False  # whether the last read had body bytes or ended the wait
+        self._fault = Closed.MALFORMED  # reason why the parser stopped
+        self._spared = False  # whether a stop leaves this connection to its own timer
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # uvicorn's closes then send held writes first
+        # so that a close by uvicorn first sends the held writes
         self.transport = self._writer = ConnectionWriter(transport, self._writes, self._lingers)
         self.since_s = self.loop.time()
         self._unread = Unread(self._limits, self.since_s)
@@ -126,7 +126,7 @@ class Connection(HttpToolsProtocol):
         if self._connections.leaving:
             self.cycle.keep_alive = False
         if self.scope["http_version"] == "1.0":
-            self.cycle.waiting_for_100_continue = False  # such a client would take 100 for the answer
+            self.cycle.waiting_for_100_continue = False  # such a client would read 100 as the answer
         if self.scope["http_version"] == "1.0" or self.expect_100_continue:
             self.cycle.send = _suited_send(self.cycle)  # type: ignore[assignment, method-assign]
         self.scope[PUSH] = BodyPush(self.cycle)  # type: ignore[typeddict-unknown-key]  # a server may add its own
@@ -163,7 +163,7 @@ class Connection(HttpToolsProtocol):
             self._cycles[-1].keep_alive = False
 
     def shutdown(self) -> None:
-        """Close if idle. uvicorn would also close right after an answer that has begun."""
+        """Close if idle. uvicorn would also close right after an answer that is in progress."""
         if not (self._is_serving or self._spared):
             self.transport.close()
 
@@ -177,7 +177,7 @@ class Connection(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def held_up(self, seconds: float) -> None:
-        """Leave out time in which this process did not run: what the client sent meanwhile has not been read yet."""
+        """Exclude time in which this process did not run, because the client's data of that time has not been read yet."""
         self.since_s += seconds
         self._unread.held_up(seconds)
 
@@ -185,7 +185,7 @@ class Connection(HttpToolsProtocol):
         limits, waited_s = self._limits, now_s - self.since_s
         if self._reads_too_little(now_s):
             self._closed.count(Closed.UNREAD)
-            self.transport.abort()  # a close would wait to send the rest
+            self.transport.abort()  # a close would wait until the rest is sent
         elif self.transport.is_closing():
             return
         elif self._waits is Waits.END:
@@ -273,14 +273,14 @@ class Connection(HttpToolsProtocol):
         return self._unread.is_too_long(now_s, writer.num_bytes, waiting, undelivered=undelivered, is_full=is_full)
 
     def _refuse(self, why: Closed) -> None:
-        """Answer with the reason, unless another answer is under way, and close."""
+        """Answer with the reason, unless another answer is in progress, and close."""
         self._closed.count(why)
         if self.transport.is_closing():
             return
         if self._waits is Waits.BODY:
             is_next = self._is_serving and not self.cycle.response_started and not self.pipeline
         else:
-            is_next = not self._is_serving  # else the refusal would answer an earlier request
+            is_next = not self._is_serving  # otherwise the refusal would be read as the answer to an earlier request
         if is_next:
             status, reason = REFUSALS[why]
             content_type, body = self._refusal(status, reason)
@@ -298,7 +298,7 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _end(self) -> None:
-        """Send nothing more, and drop input for LINGER_S."""
+        """Stop sending, and discard input for LINGER_S."""
         self._wait(Waits.END)
         self._unset_keepalive_if_required()
         self._end_cycles()
@@ -332,18 +332,18 @@ class BodyPush:
 def _suited_send(cycle: RequestResponseCycle) -> Callable[[ASGISendEvent], Coroutine[Any, Any, None]]:
     """`cycle.send` for a client of HTTP/1.0, which reads no chunks, or for one that may never send its body."""
     is_old, send = cycle.scope["http_version"] == "1.0", cycle.send
-    to_close = False  # the close ends the body
+    to_close = False  # whether the body ends with the connection
 
     async def suited(message: ASGISendEvent) -> None:
         nonlocal to_close
         if message["type"] == "http.response.start":
             if cycle.waiting_for_100_continue and cycle.more_body:
-                cycle.keep_alive = False  # a client that left the body out sends its next request in the body's place
+                cycle.keep_alive = False  # a client that omits the body would send its next request instead of the body
             to_close = is_old and all(name.lower() != b"content-length" for name, _ in message.get("headers", ()))
             if to_close:
                 cycle.chunked_encoding = False
         elif to_close and message["type"] == "http.response.body":
-            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn compares
+            cycle.expected_content_length = len(message.get("body", b""))  # uvicorn checks it
         await send(message)
 
     return suited

@@ -1,4 +1,4 @@
-"""One HTTP request over a connection of its own."""
+"""Send one HTTP request over a new connection."""
 
 import http.client
 import ssl
@@ -52,6 +52,6 @@ def fetch(
         raise ConnectionError(str(exc) or type(exc).__name__) from exc
     if len(content) > MOST_BYTES:
         raise ConnectionError(f"longer than {MOST_BYTES} bytes")
-    if answer.length:  # what is left of Content-Length
+    if answer.length:  # bytes missing according to Content-Length
         raise ConnectionError(f"cut off {answer.length} bytes before its end")
     return Answer(answer.status, answer.headers, content)

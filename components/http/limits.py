@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter
 
-SPARE_FILES: Final = 512  # files besides connections
+SPARE_FILES: Final = 512  # open files that are reserved for other uses than connections
 SHED: Final = 16  # a full server closes one in SHED idle connections, plus one
 
 T = TypeVar("T")
@@ -21,14 +21,14 @@ T = TypeVar("T")
 @dataclass(frozen=True, slots=True)
 class ClientLimits:
     head_bytes: int = 64 * 1024  # request line and headers
-    head_s: float = 20.0  # from first byte to end of headers
-    body_s: float = 20.0  # plus size / bytes_per_s
+    head_s: float = 20.0  # from the first byte to the end of the headers
+    body_s: float = 20.0  # for a body; plus size / bytes_per_s
     framing: int = 8  # bytes of chunk sizes, extensions and trailers per body byte, plus head_bytes
-    rest_bytes: int = 32 * 1024 * 1024  # of a body, dropped after its answer
-    requests: int = 100  # unanswered, per connection
+    rest_bytes: int = 32 * 1024 * 1024  # of a body, read and discarded after its answer
+    requests: int = 100  # unanswered requests per connection
     first_s: float = 75.0  # until a connection's first byte
-    handshake_s: float = 10.0  # TLS
-    unread_s: float = 20.0  # that a client may lag behind bytes_per_s
+    handshake_s: float = 10.0  # TLS handshake
+    unread_s: float = 20.0  # how far a client may lag behind bytes_per_s
     bytes_per_s: float = 4096.0
     check_every_s: float = 1.0
     connections: int | None = None  # None: the process's file limit less SPARE_FILES
@@ -79,7 +79,7 @@ class CloseCounter:
     def __init__(self, registry: CollectorRegistry | None) -> None:
         self._counter = Counter(
             "kvmesh_http_connections_closed",
-            "Connections closed for what the client did.",
+            "Connections that this process closed because of what the client did.",
             ["reason"],
             registry=registry,
         )
@@ -100,7 +100,7 @@ class OpenConnections:
 
     def __init__(self, limit: int, closed: CloseCounter) -> None:
         self.served: Collection[Any] = ()  # uvicorn's own set; TLS connections join after their handshake
-        self.leaving = False  # the server stops soon: an answer that begins now ends its connection
+        self.leaving = False  # the server will stop soon: connections close after answers that begin now
         self._handshakes: dict[object, Callable[[], object]] = {}  # connection to its abort, oldest first
         self._limit = limit
         self._closed = closed
@@ -117,7 +117,7 @@ class OpenConnections:
         self._handshakes.pop(connection, None)
 
     def admit(self, connection: object) -> bool:
-        """Return False if the server stays full."""
+        """Make room for a connection. Return False if the server is still full."""
         self.remove_handshake(connection)
         return self._make_room(connection)
 
@@ -143,7 +143,7 @@ def _share(found: Sequence[T]) -> Sequence[T]:
 
 
 class Unread:
-    """Measures the time in which bytes wait for a client.
+    """Measures how long bytes wait for a client.
 
     Each byte that the client takes shortens it, also while as many are added behind. The buffer's size alone would not show
     that: an answer in equal parts fills it to the same level again and again. The kernel takes bytes from this process in
@@ -157,7 +157,7 @@ class Unread:
         self._taken = 0  # bytes, at the latest check
 
     def held_up(self, seconds: float) -> None:
-        """Leave out time in which this process did not run."""
+        """Exclude time in which this process did not run."""
         self._since_s += seconds
 
     def is_too_long(self, now_s: float, written: int, waiting: int, *, undelivered: int = 0, is_full: bool) -> bool:
@@ -179,7 +179,7 @@ class Unread:
 
 
 def undelivered_bytes(descriptor: int) -> int:
-    """Return how many bytes of a socket the peer has not acknowledged; 0 where the system does not tell."""
+    """Return how many bytes of a socket the peer has not acknowledged; 0 if the system does not report it."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: -1, of a closed socket
         (count,) = struct.unpack("i", fcntl.ioctl(descriptor, termios.TIOCOUTQ, bytes(4)))
         return int(count)

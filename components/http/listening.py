@@ -41,7 +41,7 @@ def bind(host: str, port: int, *, share_port: bool, options: str = "--") -> sock
         listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
         listener.bind((host, port))
-        listener.listen(BACKLOG)  # only this reserves the port: two sockets may bind it
+        listener.listen(BACKLOG)  # only this reserves the port, as two sockets may bind it
     except (OSError, UnicodeError) as exc:
         listener.close()
         raise CannotServe(cannot_listen(host, port, exc, options)) from exc
@@ -51,7 +51,7 @@ def bind(host: str, port: int, *, share_port: bool, options: str = "--") -> sock
 
 def cannot_listen(host: str, port: int, exc: OSError | UnicodeError, options: str = "--") -> str:
     at = f"cannot listen on {host}:{port}"
-    if isinstance(exc, socket.gaierror | UnicodeError):  # UnicodeError: no name has this form, such as a..b
+    if isinstance(exc, socket.gaierror | UnicodeError):  # UnicodeError: an invalid name, such as a..b
         return f"{at}: {host!r} is not an address or name of this machine; give another {options}host"
     cause = os.strerror(exc.errno) if exc.errno and exc.errno > 0 else str(exc)
     return f"{at}: {cause}; {ADVICE.get(exc.errno or 0, OTHER_ADVICE).format(options)}"

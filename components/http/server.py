@@ -34,10 +34,10 @@ from components.http.writer import HeldWrites
 
 log = logging.getLogger(__name__)
 
-KEEP_ALIVE_S: Final = 75  # longer than clients do, so that no request meets a close
-LAST_HANDSHAKES_S: Final = 0.1  # a stop's wait for TCP handshakes
-LAST_REQUESTS_S: Final = 1.0  # its wait for requests on open connections
-LAST_ANSWERS_S: Final = 0.5  # for the answers of requests that outlive the drain time
+KEEP_ALIVE_S: Final = 75  # longer than clients keep connections, so that no request meets a close
+LAST_HANDSHAKES_S: Final = 0.1  # wait for TCP handshakes at a stop
+LAST_REQUESTS_S: Final = 1.0  # wait for requests on open connections at a stop
+LAST_ANSWERS_S: Final = 0.5  # wait for the answers of requests that outlive the drain timeout
 TICK_S: Final = 0.005
 DATE_S: Final = 1.0
 
@@ -91,7 +91,7 @@ class _Server(uvicorn.Server):
                     await self.ending.wait()
 
     def leave(self) -> None:
-        """Serve on, and let each answer end its connection."""
+        """Continue to serve, but close each connection after its next answer."""
         if not self._connections.leaving:
             self._connections.leaving = True
             for connection in list(self._served):
@@ -105,12 +105,12 @@ class _Server(uvicorn.Server):
             await self._tls.close()
         for connection in list(self._served):
             connection.shutdown()
-        await asyncio.sleep(TICK_S)  # idle connections close meanwhile
+        await asyncio.sleep(TICK_S)  # idle connections close in the meantime
         if self._served or self.server_state.tasks:
             await self._drain()
 
     async def _stop_listening(self, sockets: list[socket.socket]) -> None:
-        """Accept waiting connections first: a close would reset them."""
+        """Close the listening socket, after accepting waiting connections, which a close would reset."""
         began = time.monotonic()
         if self._shares_port:
             for listener in sockets:
@@ -140,7 +140,7 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(TICK_S)
 
     async def _drain(self) -> None:
-        """Wait for the requests in flight. Those that outlive the drain time are cancelled, and may answer that."""
+        """Wait for the requests in flight. Those that outlive the drain timeout are cancelled, and may still send an error."""
         if await self._ends_within(self.config.timeout_graceful_shutdown or 0):
             return
         tasks = list(self.server_state.tasks)
@@ -153,7 +153,7 @@ class _Server(uvicorn.Server):
         if not await self._ends_within(LAST_ANSWERS_S):
             for connection in list(self._served):
                 connection.transport.abort()
-            await asyncio.sleep(TICK_S)  # requests that waited for their client end
+            await asyncio.sleep(TICK_S)  # lets requests end that waited for their client
 
     async def _ends_within(self, seconds: float) -> bool:
         """Return whether all connections and requests ended in time."""
@@ -165,7 +165,7 @@ class _Server(uvicorn.Server):
         return True
 
     def _may_send_request(self, connection: Connection) -> bool:
-        """Return whether to wait for a request."""
+        """Return whether to wait for another request."""
         cycle = connection.cycle
         return cycle is None or (cycle.response_complete and self._shares_port)
 

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 
 class HeldWrites:
-    """Holds writes while entered, and then those of tasks woken meanwhile."""
+    """Holds writes within the context, and afterwards those of tasks that were woken in it."""
 
     def __init__(self) -> None:
         self._waiting: list[ConnectionWriter] = []
@@ -38,19 +38,19 @@ class HeldWrites:
 
 
 class ConnectionWriter(asyncio.Transport):
-    """A transport whose writes can be held; a close sends them first."""
+    """A transport whose writes can be held. A close sends held writes first."""
 
     def __init__(
         self, transport: asyncio.Transport, writes: HeldWrites, lingers: Callable[[], bool] = lambda: False
     ) -> None:
-        """`lingers` is called before a close; True: its owner closes later."""
+        """`lingers` is called before a close. If it returns True, its owner closes the transport later."""
         super().__init__()
         self._lingers = lingers
         self._transport = transport
         self._writes = writes
         self._unsent = b""
         self._is_head = False
-        self._ended = False  # later writes are dropped
+        self._ended = False  # after the end, writes are dropped
         self.num_bytes = 0  # written
 
     def expect_head(self) -> None:
@@ -99,7 +99,7 @@ class ConnectionWriter(asyncio.Transport):
         self._transport.abort()
 
     def write_eof(self) -> None:
-        """Send held writes and the end. A TLS client sees the end only at the close."""
+        """Send held writes and the end of the stream. A TLS client sees the end only at the close."""
         self.flush()
         self._ended = True
         if self._transport.can_write_eof():

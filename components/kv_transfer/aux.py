@@ -1,4 +1,4 @@
-"""Aux slots: prefill writes a record after the last page, so all pages have landed when it arrives."""
+"""Aux slots. Prefill writes a record after the last page, so when it arrives, all pages have arrived."""
 
 import asyncio
 import time
@@ -17,12 +17,12 @@ from components.wire.logprobs import TokenLogprobs
 MAX_ALTERNATIVES: Final = 20  # OpenAI's limit on `top_logprobs`
 HEAD: Final = np.dtype(
     [
-        ("stamp", "<u8"),  # of the transfer; 0: not landed
+        ("stamp", "<u8"),  # of the transfer; 0: no record yet
         ("num_pages", "<u4"),  # of decode's page size
         ("first_token", "<i4"),
         ("num_cached_tokens", "<u4"),  # prefix hit on prefill
         ("checked", "<u4"),  # 1 + number of checksums; 0: not requested
-        ("alternatives", "<u4"),  # 1 + their number; 0: no log-probability
+        ("alternatives", "<u4"),  # 1 + number of alternatives; 0: no log-probabilities
         ("logprob", "<f4"),
         ("top_ids", "<i4", (MAX_ALTERNATIVES,)),
         ("top_logprobs", "<f4", (MAX_ALTERNATIVES,)),
@@ -34,10 +34,10 @@ HEAD: Final = np.dtype(
 CHECKSUM: Final = np.dtype("<u4")
 CACHE_LINE: Final = 64  # bytes
 SLOTS: Final = 1024
-DAMAGED_AFTER_S: Final = 1.0  # longer than writing a slot takes
+DAMAGED_AFTER_S: Final = 1.0  # longer than it takes to write a slot
 POLL_COMING_S: Final = 0.0002
 POLL_EXPECTED_S: Final = 0.005  # frequent polls slow down the prompt's computation
-LINGER_POLLS: Final = 200  # extra polls after an arrival: its writer may still need our progress
+LINGER_POLLS: Final = 200  # extra polls after an arrival, as its writer may still need progress on our side
 COMING_S: Final = 1.0
 
 
@@ -56,7 +56,7 @@ class AuxRecord:
     first_token: int
     num_cached_tokens: int
     checksums: tuple[int, ...] | None = None  # of the sent pages, in order
-    intact: bool = True  # False if its own checksum is wrong
+    intact: bool = True  # False if the record's own checksum is wrong
     logprobs: TokenLogprobs | None = None  # of the first token
 
 
@@ -66,7 +66,7 @@ class AuxBuffer:
         self._heads = self._memory[:, : HEAD.itemsize].view(HEAD)[:, 0]
         self._checksums = self._memory[:, HEAD.itemsize :].view(CHECKSUM)
         self._seals = self._heads["seal"]
-        self._free = deque(range(slots))  # oldest first: late writes find unused slots
+        self._free = deque(range(slots))  # oldest first, so that late writes hit unused slots
         self._is_taken = bytearray(slots)
         self._wrong_seals: dict[int, tuple[int, float]] = {}  # seal and time first seen, by slot
 
@@ -93,7 +93,7 @@ class AuxBuffer:
 
     def take(self) -> int:
         if not self._free:
-            raise QueueFull(f"all {self.num_slots} aux slots are taken: too many transfers at once")
+            raise QueueFull(f"all {self.num_slots} aux slots are in use: too many concurrent transfers")
         slot = self._free.popleft()
         self._is_taken[slot] = True
         self._wrong_seals.pop(slot, None)
@@ -106,7 +106,7 @@ class AuxBuffer:
         self._free.append(slot)
 
     def write(self, slot: int, record: AuxRecord) -> None:
-        """Fill a slot; the record's checksums must fit."""
+        """Fill a slot, which must have room for the record's checksums."""
         head = self._heads[slot]
         head["stamp"] = record.stamp
         head["num_pages"] = record.num_pages
@@ -133,7 +133,7 @@ class AuxBuffer:
         )
 
     def seal(self, slot: int, notification: str) -> None:
-        """Mark the record complete for a receiver that polls for `notification`."""
+        """Mark the record as complete, for a receiver that polls for `notification`."""
         self._seals[slot] = self._seal(slot, notification)
 
     def is_sealed(self, slot: int, notification: str) -> bool:
@@ -141,7 +141,7 @@ class AuxBuffer:
         return bool(found and found == self._seal(slot, notification))
 
     def is_damaged(self, slot: int, now_s: float) -> bool:
-        """Return whether a wrong seal stays for DAMAGED_AFTER_S. Call it repeatedly; `now_s` is monotonic."""
+        """Return whether a wrong seal has been there for DAMAGED_AFTER_S. Call it repeatedly; `now_s` is monotonic."""
         seal = int(self._seals[slot])
         if not seal:
             return False
@@ -196,27 +196,27 @@ def _read_logprobs(head: np.void) -> TokenLogprobs | None:
 
 
 class AuxArrivals:
-    """Polls aux slots for complete records of peers. Event loop and thread share state by atomic operations only."""
+    """Polls aux slots for complete records from peers. Event loop and thread share state by atomic operations only."""
 
     def __init__(self, aux: AuxBuffer, thread: OwnThread) -> None:
         self._aux = aux
         self._thread = thread
         self._loop = asyncio.get_running_loop()
         self._expected: dict[str, tuple[int, asyncio.Future[None]]] = {}  # slot by notification
-        self._coming: dict[str, float] = {}  # announced ones; polled often until this time
-        self._look_at_all_s = 0.0  # next time for the others
+        self._coming: dict[str, float] = {}  # announced notifications, polled often until this time
+        self._look_at_all_s = 0.0  # next time to poll the others
         self._linger = 0  # polls left while no slot is expected
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         future: asyncio.Future[None] = self._loop.create_future()
         self._expected[notification] = slot, future
         future.add_done_callback(lambda done: self._forget(notification, done))
-        if len(self._expected) == 1:  # else the thread polls already
+        if len(self._expected) == 1:  # otherwise the thread is already polling
             self._thread.wake()
         return future
 
     def hasten(self, notification: str) -> None:
-        """Complete the slot if it has landed, else poll it often."""
+        """Complete the slot if its record has arrived, else poll it often."""
         if notification in self._expected and not self._look_at(notification):
             is_looking = self._looks_often()
             self._coming[notification] = time.monotonic() + COMING_S
@@ -229,7 +229,7 @@ class AuxArrivals:
         return POLL_COMING_S if self._looks_often() else POLL_EXPECTED_S
 
     def begin_look(self) -> bool:
-        """Return whether to make progress for peers; counts down the polls after an arrival."""
+        """Return whether to make progress for peers. Counts down the extra polls after an arrival."""
         if self._expected:
             return True
         lingers = self._linger > 0
@@ -237,7 +237,7 @@ class AuxArrivals:
         return lingers
 
     def look(self) -> None:
-        """Poll announced slots, and at times all: an announcement may be lost."""
+        """Poll announced slots, and from time to time all, because an announcement may be lost."""
         now_s = time.monotonic()
         if now_s < self._look_at_all_s:
             for notification in list(self._coming):
@@ -245,7 +245,7 @@ class AuxArrivals:
             return
         self._look_at_all_s = now_s + POLL_EXPECTED_S
         for notification in list(self._expected):
-            # before its announcement, a wrong seal is another transfer's
+            # before the announcement, a wrong seal belongs to another transfer
             if not self._look_at(notification) and notification in self._coming:
                 self._look_for_damage(notification, now_s)
 
@@ -256,7 +256,7 @@ class AuxArrivals:
         return any(until_s > now_s for until_s in self._coming.copy().values())
 
     def _look_at(self, notification: str) -> bool:
-        """Call it on either thread."""
+        """Check one slot; on either thread."""
         slot, future = self._expected.get(notification, (0, None))
         if future is None or not self._aux.is_sealed(slot, notification):
             return False
@@ -269,12 +269,12 @@ class AuxArrivals:
         slot, future = self._expected.get(notification, (0, None))
         if future is not None and self._aux.is_damaged(slot, now_s):
             self._linger = LINGER_POLLS
-            self._thread.settle(future, error=KvCorrupt("the aux slot did not arrive as prefill wrote it"))
+            self._thread.settle(future, error=KvCorrupt("the aux slot was corrupted on its way from prefill"))
 
     def _forget(self, notification: str, future: asyncio.Future[None]) -> None:
         _, present = self._expected.get(notification, (0, None))
-        if present is None or present is future:  # else it was cancelled and is expected again, in the same turn
+        if present is None or present is future:  # otherwise it was cancelled and is expected again, in the same turn
             self._expected.pop(notification, None)
             self._coming.pop(notification, None)
         if not future.cancelled():
-            future.exception()  # retrieved, in case its caller has gone
+            future.exception()  # mark as retrieved, in case the caller has gone

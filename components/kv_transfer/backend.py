@@ -16,15 +16,15 @@ if TYPE_CHECKING:  # services.local and services.inspect start without numpy
 
 
 class KvTransfer(Protocol):
-    """One process's end. Call it on the event loop; blocking work runs elsewhere.
+    """One process's end of all transfers. Call it on the event loop; blocking work runs elsewhere.
 
-    `deadline_unix_ms` of a write is that of the peer's offer, by our wall clock. After it the peer may reuse its pages
+    `deadline_unix_ms` of a write is the deadline of the peer's offer, by our clock. After it the peer may reuse its pages
     and slot, so a backend calls `check_deadline` just before each post.
     """
 
     @property
     def endpoint(self) -> KvEndpoint:
-        """Part of this instance's record in etcd."""
+        """What peers need to connect; part of this instance's record in etcd."""
 
     @property
     def aux(self) -> "AuxBuffer":
@@ -42,17 +42,17 @@ class KvTransfer(Protocol):
     def write_pages(
         self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int
     ) -> Awaitable[int]:
-        """Copy our pages `source` into the peer's pages `target`, of equal size.
+        """Copy our pages `source` into the peer's pages `target`, which have the same size.
 
-        A cancelled caller does not learn of the write's end: shield the call.
+        Shield the call: a cancelled caller is not notified of the write's end.
         Returns: an awaitable of the bytes that have landed, which may be done already.
         Raises: TransferFailed or DeadlineExceeded, when no byte is in flight any more but not all have landed.
         """
 
     def write_pieces(self, agent: str, pieces: "Pieces", deadline_unix_ms: int) -> Awaitable[int]:
-        """Copy at least one piece into a pool with another page size.
+        """Copy one or more pieces into a pool with another page size.
 
-        Other bytes of the target pages stay unchanged.
+        Other bytes of the target pages are not changed.
 
         Returns: as `write_pages`.
         """
@@ -60,7 +60,7 @@ class KvTransfer(Protocol):
     def write_aux(
         self, agent: str, source_slot: int, target_slot: int, notification: str, deadline_unix_ms: int
     ) -> Awaitable[object]:
-        """Copy one aux slot, which the peer recognises by `notification`.
+        """Copy one aux slot, which the peer identifies by `notification`.
 
         Raises: TransferFailed, DeadlineExceeded.
         """
@@ -68,16 +68,16 @@ class KvTransfer(Protocol):
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         """Return a future that completes when a peer has written this aux slot for `notification`.
 
-        Keep it until all writes have ended: they progress only while a slot is expected.
+        Keep it until all writes have ended, because they make progress only while a slot is expected.
         """
 
     def hasten(self, notification: str) -> None:
-        """Poll often: the peer will soon write its last pages. The hint may be lost or late."""
+        """Poll often, because the peer will soon write its last pages. This hint may be lost or late."""
 
     async def catch_up(self) -> None:
-        """Return when all bytes that have reached this machine are in memory.
+        """Return when all bytes that have reached this machine are in the pool.
 
-        After that, no byte of a peer's ended write can land. Over TCP they wait in a socket until this process reads it.
+        After that, no byte of an ended write can arrive. Over TCP, bytes wait in a socket until this process reads it.
         """
 
 
@@ -89,8 +89,8 @@ class OpenTransfer(Protocol):
 
         Args:
             region: the page pool.
-            agent_name: unique per process; peers name us by it.
-            plugin: what follows a slash in the name, as UCX in nixl/UCX; else empty.
+            agent_name: unique per process; peers identify us by it.
+            plugin: the part of the setting after a slash, such as UCX in nixl/UCX; else empty.
             host: this machine's address for peers.
             max_request_pages: number of checksums that an aux slot has room for.
         Raises: BackendUnavailable.
@@ -113,7 +113,7 @@ def endpoint_of(backend: str, agent: str, agent_metadata: str, region: KvRegion,
 
 
 def check_deadline(deadline_unix_ms: int) -> None:
-    """Call it just before each post.
+    """Check an offer's deadline. Call it just before each post.
 
     A timer is not enough: a process that was stopped and resumed may post before it runs the timer's callback.
 
@@ -126,5 +126,5 @@ def check_deadline(deadline_unix_ms: int) -> None:
 def check_same_backend(ours: str, theirs: str) -> None:
     if ours != theirs:
         raise IncompatibleLayout(
-            f"prefill and decode must move KV the same way (--kv-transfer: {ours} here, {theirs} there)"
+            f"prefill and decode must use the same KV transfer backend (--kv-transfer: {ours} here, {theirs} there)"
         )

@@ -1,4 +1,4 @@
-"""Checksums of KV, over sent pages by prefill and received pages by decode.
+"""Checksums of KV, computed over sent pages by prefill and over received pages by decode.
 
 A checksum covers a page of the larger size, in parts of the smaller size, so both sides sum the same bytes.
 zlib's CRC-32 releases the GIL (docs/decisions/015-kv-checksum.md).
@@ -36,7 +36,7 @@ class Checksums(Protocol):
 
 
 class PageChecksums:
-    """Reads one pool, which must outlive it. Raises: Rejected, if it cannot be read.
+    """Checksums of the pages of one pool, which must outlive it. Raises: Rejected, if it cannot be read.
 
     Args:
         connections: to the followers, which sum their own pages.
@@ -48,7 +48,7 @@ class PageChecksums:
         self._connections = connections
 
     def of_transfer(self, peer_page_size: int, peer_shards: int = 1, *, every_copy: bool = False) -> Checksums:
-        """`every_copy`: also compare the copies of heads that several of our ranks hold."""
+        """Return the checksums of one transfer. `every_copy`: also compare the copies of heads that several ranks hold."""
         layout = self._layout
         if layout.shards == peer_shards == 1:
             return TransferChecksums(self._reader, layout.page_size, peer_page_size)
@@ -57,7 +57,7 @@ class PageChecksums:
 
 
 def head_groups(layout: KvLayout) -> list[slice]:
-    """The stripes of each head of a rank."""
+    """Return the stripes of each head of a rank."""
     per_head = layout.layers * 2
     return [slice(i * per_head, (i + 1) * per_head) for i in range(layout.num_heads)]
 
@@ -66,7 +66,7 @@ class RankedChecksums:
     """Checksums between instances of several ranks.
 
     A page's checksum combines those of its heads, so it does not depend on which rank holds a head. Followers sum at the
-    end, all at once.
+    end of the transfer, all at once.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class RankedChecksums:
         return [self._joined([rank[page] for rank in ranks]) for page in range(len(self._own.groups))]
 
     def _joined(self, ranks: Sequence[Sequence[int]]) -> int:
-        """One page's checksum, from each rank's heads."""
+        """Combine the checksums of each rank's heads into one page's checksum."""
         heads: dict[int, int] = {}
         damaged = False
         for rank, sums in enumerate(ranks):
@@ -160,7 +160,7 @@ class TransferChecksums:
             self._add_page(page, range(max(tokens.start - first, 0), min(tokens.stop - first, self._page_size)), first)
 
     def _add_page(self, page: PageArray, rows: range, first: int) -> None:
-        """Row 0 of `page` is token `first`."""
+        """Add `rows` of a page, whose row 0 is token `first`."""
         for start in range(rows.start, rows.stop, self._small):
             if (first + start) // self._large != self._page:
                 self._page = (first + start) // self._large

@@ -25,7 +25,7 @@ class DevicePages:
             yield from self._copy(pages[first : first + self._batch]).numpy()
 
     def _copy(self, pages: Sequence[int]) -> torch.Tensor:
-        if self._stream is not None:  # a thread begins on GPU 0, and a return to its stream would make a context there
+        if self._stream is not None:  # a thread starts on GPU 0; a return to its stream would open a context there
             torch.cuda.set_device(self._pool.device)
         shape = (len(pages), *self._pool.shape[1:])
         with self._on_own_stream():
@@ -62,7 +62,7 @@ def open_device_pages(region: KvRegion) -> DevicePages:
 
 
 def open_context(device: str) -> None:
-    """Make a context current in this thread: without one, UCX may silently copy through host memory."""
+    """Make a context current in this thread, because without one UCX may silently copy through host memory."""
     index = torch.device(device).index or 0
     torch.cuda.set_device(index)
-    torch.cuda.current_stream(index).synchronize()  # the first call that needs the context makes it
+    torch.cuda.current_stream(index).synchronize()  # the first call that needs the context creates it

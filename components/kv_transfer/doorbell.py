@@ -88,14 +88,14 @@ class DoorbellClient:
         return self._writer.is_closing()
 
     async def ring(self, ring: Ring) -> None:
-        """Wait for the peer's acknowledgement, without a time limit.
+        """Notify the peer, and wait for its acknowledgement without a timeout.
 
         Raises: TransferFailed, also after `close`.
         """
         asking = asyncio.ensure_future(self._ask(ring))
         self._asking.add(asking)
         asking.add_done_callback(self._asked)
-        await asyncio.shield(asking)  # a cancelled caller must not leave an answer for the next
+        await asyncio.shield(asking)  # or a cancelled caller would leave its answer to the next one
 
     async def close(self) -> None:
         self._writer.transport.abort()  # a peer that reads nothing would block a close
@@ -114,7 +114,7 @@ class DoorbellClient:
                 raise TransferFailed(f"{self._agent} does not answer: {exc or type(exc).__name__}") from exc
             if answer.agent != self._agent:
                 self._writer.transport.abort()
-                raise TransferFailed(f"{answer.agent!r} answers where {self._agent!r} belongs")
+                raise TransferFailed(f"{answer.agent!r} answers at the address of {self._agent!r}")
 
     def _asked(self, asking: asyncio.Task[None]) -> None:
         self._asking.discard(asking)

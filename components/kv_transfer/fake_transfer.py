@@ -1,6 +1,6 @@
-"""The fake backend sends aux slots by doorbell and no KV, to measure the protocol.
+"""The fake backend, which sends aux slots by doorbell but no KV, to measure the protocol.
 
-Each write costs one round trip, so a dead peer fails as with another backend.
+Each write costs one round trip, so a write to a dead peer fails as with other backends.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ async def open_fake(
 ) -> AsyncIterator[FakeKvTransfer]:
     if plugin:
         raise WrongSettings(f"setting kv_transfer: the fake KV transfer has no plugin {plugin!r}: use fake")
-    log.warning("KV transfer is fake: no KV moves, and what is generated after a transfer means nothing")
+    log.warning("KV transfer is fake: no KV is moved, and text generated after a transfer is meaningless")
     transfer = FakeKvTransfer(region, agent_name, host, max_request_pages)
     async with transfer.doorbell.listening():
         try:

@@ -77,7 +77,7 @@ class LedTransfer:
 
 
 def _noticed(answer: asyncio.Future[Answer]) -> None:
-    """Ignore the answer: when a follower ends, the instance ends, too."""
+    """Ignore the answer, because when a follower ends, the instance ends, too."""
     if not answer.cancelled():
         answer.exception()
 

@@ -13,11 +13,11 @@ from components.errors import BackendUnavailable
 
 LISTENER_LOOKS_UP_S: Final = 1.0
 
-os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # by default a dozen lines on stderr per peer
+os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # by default it writes a dozen lines to stderr per peer
 os.environ.setdefault("MC_FORCE_TCP", "1")  # RDMA is not tested
 # without it, the first write waits for a connection
 os.environ.setdefault("MC_TCP_ENABLE_CONNECTION_POOL", "1")
-os.environ["MC_TCP_PROTO"] = "2"  # 1 completes a write when sent, so an aux slot could overtake pages
+os.environ["MC_TCP_PROTO"] = "2"  # 1 completes a write once it is sent, so an aux slot could overtake pages
 
 try:
     _engine: Any = import_module("mooncake.engine")
@@ -33,7 +33,7 @@ TransferEngine: Any = _engine.TransferEngine
 def start_engine(host: str) -> Any:
     engine = TransferEngine()
     if engine.initialize(host, "P2PHANDSHAKE", "tcp", ""):
-        raise BackendUnavailable(f"Mooncake's engine does not start on {host}")
+        raise BackendUnavailable(f"Mooncake's engine cannot start on {host}")
     return engine
 
 

@@ -1,4 +1,4 @@
-"""Writes to one peer with Mooncake, on an engine and a thread of their own.
+"""Writes to one peer with Mooncake, with an engine and a thread for this peer alone.
 
 A stopped peer that resumes late must not receive writes into reused pages; only ending the engine prevents that.
 Calls may block for a minute on such a peer.
@@ -18,7 +18,7 @@ from components.wire.instances import KvEndpoint
 
 log = logging.getLogger(__name__)
 
-IN_FLIGHT: Final = 64  # pieces; Mooncake queues 1,024 a peer and fails the rest
+IN_FLIGHT: Final = 64  # pieces; Mooncake queues 1,024 per peer and fails the rest
 POLL_S: Final = 0.0002
 LANDED: Final = 1
 FAILED: Final = -1
@@ -64,7 +64,7 @@ class MooncakePeer:
         self._thread.post(self._close)
         await self._thread.stop()
 
-    # Below: on the thread.
+    # The methods below run on the thread.
 
     def _open(self) -> None:
         self._engine = start_engine(self._host)
@@ -101,7 +101,7 @@ class MooncakePeer:
         return POLL_S if self._in_flight else None
 
     def _begin(self, piece: Piece) -> int:
-        """Mooncake's batch id; 0: refused."""
+        """Post a piece. Returns Mooncake's batch id; 0: refused."""
         try:
             return int(self._engine.transfer_submit_write(self._segment, piece.source, piece.target, piece.num_bytes))
         except (TypeError, RuntimeError) as exc:  # such as an invalid address

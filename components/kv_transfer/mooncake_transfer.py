@@ -51,12 +51,12 @@ class MooncakeTransfer:
         check_same_backend("mooncake", peer.backend)
         check_compatible(self._region.layout, peer.layout)
         segment, _, doorbell = peer.agent_metadata.partition(",")
-        await self._clients.connect(peer.agent, doorbell)  # first: it answers fast and identifies the process
+        await self._clients.connect(peer.agent, doorbell)  # first, because it answers fast and identifies the process
         known = self._peers.get(peer.agent) or MooncakePeer(peer, segment, self._host)
         self._peers[peer.agent] = known
         try:
             await known.opened()
-        except MeshError:  # else this peer would be lost until the process ends
+        except MeshError:  # without this, the peer would be unusable until this process ends
             if self._peers.get(peer.agent) is known:
                 await self.disconnect(peer.agent)
             raise

@@ -1,6 +1,6 @@
 """Choose the network interface of NIXL's UCX, and see in /proc which way it takes to peers.
 
-UCX listens on all interfaces by default, and a few bytes to its port end the process.
+UCX listens on all interfaces by default, and a few bytes sent to its port can crash the process.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ _GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR of Linux
 # socket states in /proc/<pid>/net/tcp
 ESTABLISHED: Final = "01"
 LISTEN: Final = "0A"
-MAX_CONNECTIONS: Final = 1024  # reported; a worker has a few for each peer
+MAX_CONNECTIONS: Final = 1024  # maximum number reported; a worker has a few for each peer
 SELF: Final = Path("/proc/self")
 
 
@@ -70,25 +70,25 @@ def drop_dead_connections() -> None:
 
 
 def unmap_after_writes() -> None:
-    """Make UCX unmap a peer's GPU memory when no write to it is in flight.
+    """Make UCX unmap a peer's GPU memory when no write is in flight.
 
-    By default it keeps it mapped, and a mapping holds the memory of a peer that was killed: its restart on the same GPU
-    would find none free. The first peer on each GPU stays mapped even so, until it is disconnected.
+    By default it stays mapped, and a mapping keeps the memory of a killed peer allocated. A restart on the same GPU
+    would then find no free memory. The first peer on each GPU stays mapped nevertheless, until it is disconnected.
     """
     os.environ.setdefault(UCX_IPC_CACHE, "n")
 
 
 @contextmanager
 def new_listeners_logged() -> Iterator[None]:
-    """Log the listening sockets that the block opens."""
+    """Log the listening sockets that are opened within the context."""
     before = listeners()
     yield
     since = sorted(listeners() - before)
     facts = {"addresses": [f"{listener.address}:{listener.port}" for listener in since]}
     if any(listener.address.is_global for listener in since):
         log.warning(
-            "KV transfer listens on a public address: anybody who reaches it can end this worker, and may read and write "
-            "its memory. Let MESH_KV_TRANSFER_HOST name a private address of this machine, or close the port",
+            "KV transfer listens on a public address: anyone who reaches it can crash this worker, and may read and write "
+            "its memory. Set MESH_KV_TRANSFER_HOST to a private address of this machine, or close the port",
             extra=facts,
         )
     elif since:
@@ -96,7 +96,7 @@ def new_listeners_logged() -> Iterator[None]:
 
 
 def listeners(pid: int | None = None) -> Set[Listener]:
-    """TCP listeners of a process, by default this one."""
+    """Return the TCP listeners of a process, by default of this one."""
     process = Path("/proc") / str(pid or "self")
     return {_listener(local) for local, _ in tcp_sockets(process, LISTEN, open_files(process))}
 

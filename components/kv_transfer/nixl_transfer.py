@@ -1,6 +1,6 @@
 """The NIXL backend: one agent, with a thread for long writes and polls.
 
-Within one machine UCX copies bytes in the thread that posts a write. Without a progress thread, other threads may use
+On one machine UCX copies the bytes in the thread that posts a write. Without a progress thread, other threads may use
 it one at a time (UCS_THREAD_MODE_SERIALIZED).
 """
 
@@ -39,17 +39,17 @@ log = logging.getLogger(__name__)
 
 
 POLL_WRITES_S: Final = 0.0002
-SHORT_BYTES: Final = 8 << 20  # posted on the event loop: about a millisecond
-DESCRIPTOR_BYTES: Final = 32 << 10  # bytes copied in the time of one more descriptor
-POSTED_PIECES: Final = 2048  # in one post; other transfers wait while it is posted
+SHORT_BYTES: Final = 8 << 20  # up to this size, a write is posted on the event loop, for about a millisecond
+DESCRIPTOR_BYTES: Final = 32 << 10  # bytes that are copied in the time that one descriptor costs
+POSTED_PIECES: Final = 2048  # in one post, during which other transfers wait
 
 
 @dataclass(slots=True)
 class _Peer:
     endpoint: KvEndpoint
     pages: Any  # prepared descriptors of the peer's whole pool
-    aux: "_Slots"  # whole slots, where both sides have room
-    heads: "_Slots"  # without checksums
+    aux: "_Slots"  # whole slots, if both sides have room for checksums
+    heads: "_Slots"  # slots without checksums
 
 
 @dataclass(slots=True)
@@ -72,15 +72,15 @@ class NixlTransfer:
         self.aux = AuxBuffer(max_checksums=max_request_pages)
         self._region = region
         self._page_bytes = region.layout.page_bytes
-        on_cpu = region.device == "cpu"  # CUDA has a context per thread
+        on_cpu = region.device == "cpu"  # CUDA needs a context in each thread
         self._short_pages = max(1, SHORT_BYTES // max(self._page_bytes, DESCRIPTOR_BYTES)) if on_cpu else 0
         self._name = agent_name
         self._backend = backend
         self._loop = asyncio.get_running_loop()
         self._peers: dict[str, _Peer] = {}
         self._writes: list[_Write] = []
-        self._failed: list[_Write] = []  # not yet released by NIXL
-        self._lost: set[str] = set()  # agents whose connection broke; the agents may live
+        self._failed: list[_Write] = []  # failed writes whose handles NIXL has not released
+        self._lost: set[str] = set()  # agents whose connection broke; the agents may be alive
         self._slow = SlowPeers()
         self._thread = OwnThread("NIXL", self._poll)
         self._arrivals = AuxArrivals(self.aux, self._thread)
@@ -101,22 +101,22 @@ class NixlTransfer:
             ) from exc
 
     async def stop(self) -> None:
-        """End the thread. Writes in flight fail, although bytes may land: nothing may report their transfers as over."""
+        """End the thread. Writes in flight fail, although their bytes may still arrive: do not report transfers as over."""
         await self._thread.stop()
-        for write in [*self._writes, *self._failed]:  # else their callers would keep this process from its end
+        for write in [*self._writes, *self._failed]:  # otherwise their callers would keep this process from exiting
             self._thread.settle(write.done, error=TransferFailed("this process is leaving"))
 
     async def connect(self, peer: KvEndpoint) -> None:
         check_same_backend(self.endpoint.backend, peer.backend)
         check_compatible(self._region.layout, peer.layout)
-        if peer.agent in self._lost:  # NIXL never connects again without this
-            log.info("NIXL connects again to a peer after a failed write", extra={"peer": peer.agent})
+        if peer.agent in self._lost:  # without a disconnect, NIXL never connects again
+            log.info("NIXL reconnects to a peer after a failed write", extra={"peer": peer.agent})
             await self.disconnect(peer.agent)
         if peer.agent not in self._peers:
             await self._thread.ask(lambda: self._connect(peer))
 
     async def disconnect(self, agent: str) -> None:
-        known = self._peers.pop(agent, None)  # at once: a new connection waits behind this
+        known = self._peers.pop(agent, None)  # at once, so that a new connection is queued behind this
         self._lost.discard(agent)
         self._slow.forget(agent)
         await self._thread.ask(lambda: self._disconnect(agent, known))
@@ -161,7 +161,7 @@ class NixlTransfer:
             slots = peer.aux if self.aux.has_checksums(source_slot) else peer.heads
             return self._agent.make_prepped_xfer("WRITE", slots.ours, [source_slot], slots.theirs, [target_slot])
 
-        # only bytes of pages count
+        # only bytes of pages are counted
         return self._write(make, agent, 0, deadline_unix_ms, short=self._short_pages > 0)
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
@@ -181,7 +181,7 @@ class NixlTransfer:
         post(lambda: self._post(make, agent, num_bytes, deadline_unix_ms, done))
         return done
 
-    # These run on NIXL's thread, and for short writes on the event loop; never both at once.
+    # The methods below run on NIXL's thread, or for short writes on the event loop, but never on both at once.
 
     def _create_agent(self) -> KvEndpoint:
         leave_out_rdma()
@@ -191,7 +191,7 @@ class NixlTransfer:
             # not above: a mock starts without torch
             import_module("components.kv_transfer.device_pages").open_context(self._region.device)
         config = nixl_agent_config(
-            enable_prog_thread=False,  # it would spin on a core
+            enable_prog_thread=False,  # it would keep a core busy
             backends=[self._backend],
         )
         self._agent = nixl_agent(self._name, config)
@@ -217,7 +217,7 @@ class NixlTransfer:
         return self._agent.prep_xfer_dlist(agent, self._descriptors(address, offsets, size, device))
 
     def _unprepared(self, peer: KvEndpoint, pieces: Pieces) -> Any:
-        # pieces differ in each write, so prepared descriptors do not help
+        # pieces differ between writes, so prepared descriptors do not help
         local = self._descriptors(self._region.address, pieces.source, pieces.length, self._region.device)
         remote = self._descriptors(peer.base_address, pieces.target, pieces.length, peer.device)
         return self._agent.initialize_xfer("WRITE", local, remote, peer.agent)
@@ -253,7 +253,7 @@ class NixlTransfer:
         peer = known or self._peers.pop(agent, None)
         if peer is not None:
             for prepared in (peer.pages, *(side for s in (peer.aux, peer.heads) for side in (s.ours, s.theirs))):
-                with contextlib.suppress(Exception):  # a dead peer has closed its side
+                with contextlib.suppress(Exception):  # a dead peer has already closed its side
                     prepared.release()
             with contextlib.suppress(Exception):
                 self._agent.remove_remote_agent(agent)  # writes in flight to it fail with the next poll
@@ -269,7 +269,7 @@ class NixlTransfer:
         deadline_unix_ms: int,
         done: asyncio.Future[int],
     ) -> bool:
-        """Return whether a write is in flight."""
+        """Post a write. Return whether it is in flight."""
         peer = self._peers.get(agent)
         if peer is None:
             self._thread.settle(done, error=TransferFailed(f"no connection to {agent}"))
@@ -282,7 +282,7 @@ class NixlTransfer:
             )
             return False
         try:
-            check_deadline(deadline_unix_ms)  # here: this process may have been stopped in the queue, or in `make`
+            check_deadline(deadline_unix_ms)  # this process may have been stopped in the queue, or in `make`
         except DeadlineExceeded as exc:
             with contextlib.suppress(Exception):  # nothing is in flight
                 handle.release()
@@ -310,7 +310,7 @@ class NixlTransfer:
         return POLL_WRITES_S if self._writes or self._failed else self._arrivals.patience_s()
 
     def _make_progress(self) -> None:
-        """Call NIXL: over TCP, bytes arrive only then."""
+        """Call NIXL, because over TCP bytes arrive only during a call."""
         try:
             self._agent.get_new_notifs()
         except Exception as exc:  # noqa: BLE001  the thread must live: others wait for their writes
@@ -324,7 +324,7 @@ class NixlTransfer:
             return "ERR"
 
     def _finished(self, write: _Write, state: str) -> bool:
-        """Settle an ended write, or return False."""
+        """Settle a write that has ended; return False for one that has not."""
         if state == "PROC":
             return False
         if state == "DONE":
@@ -348,7 +348,7 @@ class NixlTransfer:
         return peer is not None and "cpu" not in {self._region.device, peer.endpoint.device}
 
     def _gave_up(self, write: _Write) -> bool:
-        """Settle a failed write once NIXL releases its handle: until then bytes may be in flight."""
+        """Settle a failed write once NIXL has released its handle. Until then bytes may be in flight."""
         try:
             write.handle.release()
         except Exception:  # noqa: BLE001  still active inside NIXL: asked again with the next poll
@@ -358,7 +358,7 @@ class NixlTransfer:
 
 
 def _in_posts(count: int, step: int, write: Callable[[slice], Awaitable[int]]) -> Awaitable[int]:
-    """Write `count` parts, up to `step` in a post. Between posts others have a turn; each post checks its deadline."""
+    """Write `count` parts, up to `step` per post. Other writes may run between posts; each post checks its deadline."""
     return write(slice(None)) if count <= step else _one_by_one(count, step, write)
 
 

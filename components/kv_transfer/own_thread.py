@@ -1,4 +1,4 @@
-"""A thread that owns a transfer library and lends it to the event loop."""
+"""A thread that owns a transfer library, and lets the event loop use it while idle."""
 
 import asyncio
 import queue
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class OwnThread:
-    """Runs long work and polls. Short work runs on the caller's thread: a handover would cost more than the work."""
+    """Runs long work and polls. Short work runs on the caller's thread, because a handover would cost more than the work."""
 
     def __init__(self, name: str, poll: Callable[[], float | None]) -> None:
         """`poll` runs after each piece of work, and returns the seconds until the next poll; None: no poll."""
@@ -40,7 +40,7 @@ class OwnThread:
         self._work.put(work)
 
     def post_short(self, work: Callable[[], bool]) -> None:
-        """Run `work` here, or on the thread if that uses the library.
+        """Run `work` here, or on the thread if that is using the library.
 
         `work` must not raise, and returns whether to poll.
         """

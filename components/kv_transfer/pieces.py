@@ -18,7 +18,7 @@ Offsets = NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Pieces:
-    """N copies of `length` bytes; `source` and `target` are offsets from page 0."""
+    """N copies; `source` and `target` are byte offsets from page 0, `length` is in bytes."""
 
     source: Offsets  # [N]
     target: Offsets
@@ -34,11 +34,11 @@ class Pieces:
 def cut(
     ours: KvLayout, theirs: KvLayout, tokens: range, our_pages: Sequence[int], their_pages: Sequence[int]
 ) -> Pieces:
-    """The copies of `tokens` from one rank's pool to another's, of compatible layouts.
+    """Return the copies of `tokens` from one rank's pool to another's, for compatible layouts.
 
     Both block tables begin at token 0; unused entries are not read.
     Returns: at most one piece for each stripe and page of the smaller size; fewer if neighbours touch on both
-    sides, as all stripes of whole pages of equal sizes do. No piece for ranks without a head in common.
+    sides, as all stripes of whole pages of equal size do. No piece for ranks without a common head.
     """
     heads = shared_heads(ours, theirs)
     unit = min(ours.page_size, theirs.page_size)
@@ -55,7 +55,7 @@ def cut(
 
 
 def shared_heads(ours: KvLayout, theirs: KvLayout) -> range:
-    """The heads that our rank writes into a rank of the peer. If several of our ranks hold a head, only the first writes it."""
+    """Return the heads that our rank writes into a peer's rank. If several of our ranks hold a head, only the first does."""
     copies = max(1, ours.shards // ours.kv_heads)
     if ours.shard % copies:
         return range(0)
@@ -84,7 +84,7 @@ def _merged(source: Offsets, target: Offsets, length: Offsets) -> Pieces:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """`count` of our pages from `source`, and of the peer's from `target`."""
+    """`count` of our pages from `source` on, and of the peer's pages from `target` on."""
 
     source: int
     target: int
@@ -92,12 +92,12 @@ class Run:
 
 
 def runs(source: Sequence[int], target: Sequence[int], num_ours: int, num_theirs: int) -> list[Run]:
-    """The fewest runs that copy page source[i] to page target[i].
+    """Return the fewest runs that copy each page source[i] to page target[i].
 
     Raises: TransferFailed, if the lists differ in length or a page is outside its pool.
     """
     if len(source) != len(target):
-        raise TransferFailed(f"{len(source)} pages cannot go into {len(target)}")
+        raise TransferFailed(f"{len(source)} pages cannot be written into {len(target)}")
     merged: list[Run] = []
     for ours, theirs in zip(source, target, strict=True):
         if not (0 <= ours < num_ours and 0 <= theirs < num_theirs):

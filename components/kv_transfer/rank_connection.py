@@ -1,4 +1,4 @@
-"""Orders of an instance's leader to the transfer end of a follower, over a Unix socket of their machine."""
+"""Orders from an instance's leader to the transfer end of a follower, over a Unix socket."""
 
 import asyncio
 from collections.abc import Sequence
@@ -91,7 +91,7 @@ answers: Final = msgspec.msgpack.Decoder(Answer)
 
 
 async def read_frame(reader: asyncio.StreamReader) -> bytes | None:
-    """None at the end."""
+    """Read a frame; None at the end of the stream."""
     try:
         (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
         return await reader.readexactly(length)
@@ -111,7 +111,7 @@ class RankConnection:
         self._rank = rank
         self._writer = writer
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
-        self._writes: set[int] = set()  # orders to write that wait for their answer
+        self._writes: set[int] = set()  # numbers of write orders without an answer
         self._count = 0
         self._is_over = False
         self._reading = asyncio.create_task(self._read(reader), name=f"rank {rank}")
@@ -127,7 +127,7 @@ class RankConnection:
         return cls(rank, reader, writer)
 
     def ask(self, order: Order) -> asyncio.Future[Answer]:
-        """Future of the answer; TransferFailed if the order failed, or the follower has ended.
+        """Send an order. Returns a future of the answer; TransferFailed if the order failed, or the follower has ended.
 
         If the follower ends during a write, the write's future stays open until `close`: its last bytes may still land.
         This instance then ends, too. Until then it must not report the transfer as over.

@@ -1,4 +1,4 @@
-"""A follower's transfer end: it obeys the leader's orders, on a thread beside the one that computes."""
+"""A follower's transfer end: executes the leader's orders, on a separate thread from the computation."""
 
 import asyncio
 import os
@@ -31,18 +31,18 @@ from components.kv_transfer.writes import Copy, connect_ranks, write_ranks
 from components.wire.instances import KvEndpoint
 from components.wire.layout import KvRegion
 
-RECEIVING = "kvmesh-leader"  # no peer sends it
+RECEIVING = "kvmesh-leader"  # a notification that no peer ever sends
 
 
 def serve_rank(path: Path) -> None:
-    """Obey a leader that connects to `path`, until the process ends."""
+    """Execute the orders of a leader that connects to `path`, until the process ends."""
     listening = threading.Event()
 
     def run() -> None:
         try:
             asyncio.run(_serve(path, listening))
         finally:
-            listening.set()  # even after an error: then the leader cannot connect
+            listening.set()  # even after an error, in which case the leader cannot connect
 
     threading.Thread(target=run, name="transfers", daemon=True).start()
     listening.wait()
@@ -64,7 +64,7 @@ async def _serve(path: Path, listening: threading.Event) -> None:
 
 
 async def obey_orders(end: "RankEnd", reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Answer each order, until the leader ends."""
+    """Execute and answer each order, until the leader ends."""
     async with asyncio.TaskGroup() as tasks:
         while (frame := await read_frame(reader)) is not None:
             numbered = orders.decode(frame)
@@ -110,7 +110,7 @@ class RankEnd:
                 return Answer(number, num_bytes=moved)
             case Sum(pages, tokens, peer_page_size):
                 region = self._region
-                assert region is not None, "it is open"
+                assert region is not None, "the end is open"
                 sums = TransferChecksums(
                     open_reader(region), region.layout.page_size, peer_page_size, head_groups(region.layout)
                 )
@@ -132,7 +132,7 @@ class RankEnd:
         return Answer(number, endpoint=rank_endpoint(os.getpid(), self._transfer.endpoint))
 
     def _receive(self, transfer: KvTransfer, *, on: bool) -> None:
-        """A backend makes progress while a slot is expected; this one is never written."""
+        """Expect a slot that is never written, because a backend makes progress only while a slot is expected."""
         if on and self._receiving is None:
             slot = transfer.aux.take()
             self._receiving = transfer.expect(RECEIVING, slot)

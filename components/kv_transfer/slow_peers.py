@@ -1,4 +1,4 @@
-"""Warns of writes between GPUs that are too slow for a direct path: UCX does not report which path it chose."""
+"""Warn about writes between GPUs that are too slow for a direct path, because UCX does not report the path it chose."""
 
 import logging
 import time
@@ -6,8 +6,8 @@ from typing import Final
 
 log = logging.getLogger(__name__)
 
-SLOW_BYTES_S: Final = 3e9  # less than any direct way between two GPUs moves
-JUDGED_BYTES: Final = 16 << 20  # a shorter write tells little about the speed
+SLOW_BYTES_S: Final = 3e9  # slower than any direct path between two GPUs
+JUDGED_BYTES: Final = 16 << 20  # a shorter write says little about the speed
 
 
 class SlowPeers:
@@ -23,7 +23,7 @@ class SlowPeers:
             self._warned.add(agent)
             log.warning(
                 "KV moves slowly between GPUs: UCX may copy it through host memory. If both are on this machine, restart "
-                "this worker; UCX_PROTO_INFO=y lets UCX print the ways that it takes",
+                "this worker; UCX_PROTO_INFO=y makes UCX print the paths that it uses",
                 extra={"peer": agent, "gb_s": round(bytes_s / 1e9, 2)},
             )
 

@@ -1,6 +1,6 @@
 """Check whether a KV transfer backend works here: `python -m components.kv_transfer.try_backend <setting>`.
 
-It is a process, because a backend's library stays loaded.
+It runs in its own process, because a backend's library cannot be unloaded.
 """
 
 import asyncio

@@ -1,6 +1,6 @@
-"""Writes of tokens from the ranks of this instance into those of a peer.
+"""Write tokens from the ranks of this instance into the ranks of a peer.
 
-Each rank has its own end of the transfer backend. Rank 0's is here; a `RankConnection` reaches that of a follower.
+Each rank has its own end of the transfer backend. Rank 0's is in this process; a `RankConnection` reaches a follower's.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ from components.wire.layout import KvLayout, of_shard
 
 
 def of_rank(peer: KvEndpoint, rank: int) -> KvEndpoint:
-    """A peer's rank as an endpoint of its own."""
+    """Return the endpoint of one rank of a peer."""
     layout = of_shard(peer.layout, rank, peer.layout.shards)
     if rank == 0:
         return msgspec.structs.replace(peer, followers=[])
@@ -45,17 +45,17 @@ class Copy:
 
 
 def targets(ours: KvLayout, peer: KvEndpoint) -> list[KvEndpoint]:
-    """The peer's ranks into which our rank writes."""
+    """Return the ranks of the peer into which our rank writes."""
     ranks = (of_rank(peer, rank) for rank in range(1 + len(peer.followers)))
     return [rank for rank in ranks if shared_heads(ours, rank.layout)]
 
 
 def write_rank(transfer: KvTransfer, to: KvEndpoint, copy: Copy, deadline_unix_ms: int) -> Awaitable[int]:
-    """Write the heads that our rank shares with one of the peer's."""
+    """Write the heads that our rank shares with one rank of the peer."""
     ours, theirs, tokens = transfer.endpoint.layout, to.layout, copy.tokens
     if ours.page_size != theirs.page_size:
         return transfer.write_pieces(to.agent, cut(ours, theirs, tokens, copy.source, copy.target), deadline_unix_ms)
-    # Include the unused rows of the last page, so that a whole page is one piece.
+    # Include the unused rows of the last page, so that each page is a single piece.
     pages = slice(tokens.start // ours.page_size, ours.pages_for(tokens.stop))
     if ours.heads == theirs.heads:
         return transfer.write_pages(to.agent, copy.source[pages], copy.target[pages], deadline_unix_ms)
@@ -70,20 +70,20 @@ async def connect_ranks(transfer: KvTransfer, peer: KvEndpoint) -> None:
 
 
 async def write_ranks(transfer: KvTransfer, peer: KvEndpoint, copy: Copy, deadline_unix_ms: int) -> int:
-    """Write from our rank into all of the peer that share heads with it."""
+    """Write from our rank into all ranks of the peer that share heads with it."""
     ranks = targets(transfer.endpoint.layout, peer)
     return await all_ended([write_rank(transfer, to, copy, deadline_unix_ms) for to in ranks])
 
 
 async def all_ended(writes: Sequence[Awaitable[int]]) -> int:
-    """Wait for all, even if one fails or the caller is cancelled: afterwards no byte is in flight. Returns: the sum."""
+    """Wait for all writes, even if one fails or the caller is cancelled, so that no byte is in flight. Returns: the sum."""
     running = [asyncio.ensure_future(write) for write in writes]
     await ended(asyncio.gather(*running, return_exceptions=True))
     return sum(write.result() for write in running)
 
 
 class Writes:
-    """All ranks of this instance write through it."""
+    """Writes from all ranks of this instance."""
 
     def __init__(self, transfer: KvTransfer, connections: Sequence[RankConnection] = ()) -> None:
         self._transfer = transfer  # of rank 0

@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 S = TypeVar("S", bound=Struct)
 
 CONNECT_TIMEOUT_S: Final = 2
-# Leave a silent server after 1.6 s, before peers declare this process silent. nats-py's default is four minutes.
+# Disconnect from a silent server after 1.6 s, before peers count this process as silent. nats-py's default is four minutes.
 PING_EVERY_S: Final = 0.4
 MAX_PINGS: Final = 3  # unanswered
 RETRY_EVERY_S: Final = 0.5
@@ -56,7 +56,7 @@ HEADERS_BYTES: Final = 512  # headers count, too: NATS closes the connection for
 class Bus:
     def __init__(self, client: Client, url: str) -> None:
         self.client = client
-        self.url = without_password(url)  # for messages
+        self.url = without_password(url)  # for logs and errors
         self.refusals = Refusals()
         self.reconnected_at = -math.inf  # monotonic
         self.disconnected_at = -math.inf
@@ -68,8 +68,8 @@ class Bus:
         return bool(self.client.is_connected)
 
     def steady_s(self) -> float:
-        """Seconds since the latest reconnect: infinite without one, 0 while disconnected."""
-        # nats-py counts as connected before it calls us; answers to calls that waited for NATS arrive in between
+        """Seconds since the latest reconnect; infinite if there was none, 0 while disconnected."""
+        # nats-py reports itself as connected before it calls us; answers to calls that waited for NATS arrive in between
         if not self.client.is_connected or self.disconnected_at > self.reconnected_at:
             return 0.0
         return time.monotonic() - self.reconnected_at
@@ -87,7 +87,7 @@ class Bus:
         """Send `request` and return the answer, one of the classes `replies`.
 
         Raises: PeerLost at once if no process listens; DeadlineExceeded after `timeout_s`; BackendUnavailable if
-        NATS was away meanwhile; MessageTooLarge; the error that the receiver answered with.
+        NATS was unreachable during the call; MessageTooLarge; the error that the receiver answered with.
         """
         data = self._packed(subject, request)
         try:
@@ -95,7 +95,7 @@ class Bus:
                 message = await self._replies.call(subject, data, trace_headers(), timeout_s)
         except DeadlineExceeded as exc:
             if self.steady_s() < timeout_s:  # after our own outage the receiver may be healthy
-                raise BackendUnavailable(f"NATS at {self.url} was away during a call", subject=subject) from exc
+                raise BackendUnavailable(f"NATS at {self.url} was unreachable during a call", subject=subject) from exc
             raise
         try:
             answer = unpack(message.data, *replies, Refused)
@@ -114,7 +114,7 @@ class Bus:
             await publish(self.client, subject, data, reply)
 
     def on_no_responders(self, subject: str, callback: Callable[[], None]) -> str:
-        """Return a reply subject for messages to `subject`: `callback` is called at once if no process listens.
+        """Return a reply subject for messages to `subject`, for which NATS calls `callback` at once if no process listens.
 
         A new callback replaces the earlier one.
         """
@@ -129,10 +129,10 @@ class Bus:
             )
         try:
             with nats_errors(subject, self.url):
-                await self.flush()  # NATS must have it before any request leaves
+                await self.flush()  # NATS must know the subscription before any request is sent
             yield
         finally:
-            # also without a connection: nats-py subscribes again after an outage to all that it still has
+            # even while disconnected, because nats-py renews all its subscriptions after an outage
             with suppress(nats.errors.Error, OSError, RuntimeError, AttributeError), exact_cancellation():
                 await subscription.unsubscribe()
 
@@ -153,7 +153,7 @@ class Bus:
         if len(data) > self.client.max_payload - HEADERS_BYTES:
             error = MessageTooLarge(
                 f"{what} of {len(data)} bytes for {subject} exceeds the {self.client.max_payload} bytes "
-                "that this NATS server takes: raise max_payload there (kvmesh ships 8 MB)",
+                "that this NATS server accepts: raise max_payload there (kvmesh ships 8 MB)",
                 bytes=len(data),
             )
             self.refusals.count("sent", error)
@@ -165,8 +165,8 @@ class Bus:
         return data
 
 
-class nats_errors:  # noqa: N801 - a function with `contextmanager` takes thrice as long, at each message
-    """Turns NATS's exceptions into MeshErrors."""
+class nats_errors:  # noqa: N801 - a `contextmanager` function takes three times as long, per message
+    """Context manager that turns nats-py's exceptions into MeshErrors."""
 
     __slots__ = ("_subject", "_url")
 
@@ -193,7 +193,7 @@ def _ours(error: BaseException, subject: str, url: str) -> MeshError | None:
     if isinstance(error, nats.errors.MaxPayloadError):
         return MessageTooLarge(f"message for {subject} exceeds the server's max_payload", subject=subject)
     if isinstance(error, nats.errors.BadSubjectError):
-        return MalformedMessage(f"{subject[:80]!r} is not a subject of NATS", subject=subject[:80])
+        return MalformedMessage(f"{subject[:80]!r} is not a valid NATS subject", subject=subject[:80])
     # nats-py does not catch uvloop's error for a reset socket, nor errors of its own half-closed state
     if isinstance(error, nats.errors.Error | OSError | RuntimeError | AttributeError):
         return BackendUnavailable(unreachable(url, error), subject=subject)
@@ -222,14 +222,14 @@ def unreachable(url: str, exc: BaseException) -> str:
 
 @asynccontextmanager
 async def connect_bus(url: str, name: str, access: NatsAccess = ANYONE) -> AsyncIterator[Bus]:
-    """Connect, and reconnect automatically. While NATS is away at the start, wait and log.
+    """Connect, and reconnect automatically. If NATS is unreachable at the start, wait and log.
 
-    Raises: WrongSettings; BackendUnavailable, also within the body, if the connection cannot come back.
+    Raises: WrongSettings; BackendUnavailable, also within the `with` body, if the connection is closed for good.
 
     Args:
         url: server addresses, comma-separated.
-        name: shown by NATS's monitoring.
-        access: each connection uses what its files hold then.
+        name: client name in NATS's monitoring.
+        access: login and TLS files, which are read again for each connection.
     """
     reports = _ConnectionReports(url)
     async with waiting_logged("NATS", url):
@@ -244,7 +244,7 @@ async def connect_bus(url: str, name: str, access: NatsAccess = ANYONE) -> Async
 
 
 class _ConnectionReports:
-    """Logs an outage of NATS once; nats-py reports every attempt."""
+    """Logs a NATS outage once, because nats-py reports every reconnect attempt."""
 
     def __init__(self, url: str) -> None:
         self.closing = False
@@ -275,11 +275,11 @@ class _ConnectionReports:
 
 
 class _ServerChoice:
-    """Chooses the server not tried for longest, so a frozen one is not tried repeatedly."""
+    """Chooses the server that was not tried for the longest time, so a frozen one is not tried repeatedly."""
 
     def __init__(self) -> None:
         self._tried: dict[str, float] = {}  # monotonic time by host and port
-        self._every_s = RETRY_EVERY_S * random.uniform(0.5, 1.0)  # or all processes would retry in step
+        self._every_s = RETRY_EVERY_S * random.uniform(0.5, 1.0)  # jitter, so that processes do not retry in step
 
     def connected(self, client: Client) -> None:
         if (url := client.connected_url) is not None:
@@ -328,9 +328,9 @@ async def _connected(client: SecureClient, choice: _ServerChoice, reports: "_Con
 
 
 async def _watch(client: Client, url: str) -> None:
-    """Restart nats-py's reconnecting if it ends.
+    """Restart nats-py's reconnect task if it ends.
 
-    Raises: BackendUnavailable, if the client has closed itself: the process must not look alive.
+    Raises: BackendUnavailable, if the client has closed itself: the process must then end.
     """
     while True:
         await asyncio.sleep(WATCH_EVERY_S)
@@ -340,7 +340,7 @@ async def _watch(client: Client, url: str) -> None:
         reconnecting = client._reconnection_task
         if not client.is_connected and (reconnecting is None or reconnecting.done()):
             # uvloop raises RuntimeError for a socket reset within a handshake, which ends nats-py's task
-            log.warning("reconnecting to NATS broke off, trying again", extra={"url": without_password(url)})
+            log.warning("reconnecting to NATS failed, trying again", extra={"url": without_password(url)})
             client._status = Client.CONNECTING
             await client._process_op_err(nats.errors.StaleConnectionError())
 
@@ -350,7 +350,7 @@ async def _close(client: Client) -> None:
         if client.is_connected:
             await client.flush(timeout=2)
     except (nats.errors.Error, OSError, TimeoutError):
-        log.warning("NATS went away before the last messages left")
+        log.warning("NATS was lost before the last messages were sent")
     if not client.is_connected:  # close() would write unsent messages to the closed socket, and fail
         client._pending, client._pending_data_size = [], 0
     with exact_cancellation():  # close() cancels a reconnecting task that waits for the same socket

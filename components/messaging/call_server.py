@@ -1,4 +1,4 @@
-"""Serve calls as a NATS micro service, which `$SRV.PING/INFO/STATS` lists."""
+"""Serve calls as a NATS micro service, which `$SRV.PING`, `INFO` and `STATS` list."""
 
 import asyncio
 import logging
@@ -31,11 +31,11 @@ from components.wire.refused import refusal
 
 log = logging.getLogger(__name__)
 
-STOP_S: Final = 2.0  # for NATS to process our leaving
-LEAVE_S: Final = 5.0  # for running calls to end
-KEPT_S: Final = 30.0  # answers, for repeated calls
-OVER_NATS: Final = {"messaging.system": "nats"}  # attributes of a span
-KEPT_BYTES: Final = 32 << 20  # of all kept answers
+STOP_S: Final = 2.0  # timeout for NATS to process our unsubscription
+LEAVE_S: Final = 5.0  # timeout for running calls when this process leaves
+KEPT_S: Final = 30.0  # how long an answer is kept for a repeated call
+OVER_NATS: Final = {"messaging.system": "nats"}  # span attributes
+KEPT_BYTES: Final = 32 << 20  # limit on the size of all kept answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,18 +45,18 @@ class Endpoint:
     name: str
     request: type[Struct]
     handler: Callable[[Any], Awaitable[Struct]]  # returns the answer; a MeshError becomes Refused
-    span: str | None = None  # around the handler; None: no span
-    immediate: bool = False  # never waits, so needs no task
-    repeatable: bool = False  # a repeated call may run again: its answers, often large, are not kept
-    refusal_level: int = logging.INFO  # of a refused call's log line
+    span: str | None = None  # name of the span around the handler; None: no span
+    immediate: bool = False  # the handler never waits, so it needs no task
+    repeatable: bool = False  # a repeated call may run again, so answers, which are often large, are not kept
+    refusal_level: int = logging.INFO  # log level of a refused call
 
 
 class SentAnswers:
-    """Recent answers by reply subject: a repeated call gets the same answer and runs once."""
+    """Recent answers by reply subject, so that a repeated call runs once and gets the same answer."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._answers: OrderedDict[str, bytes | None] = OrderedDict()  # None: the call is running
+        self._answers: OrderedDict[str, bytes | None] = OrderedDict()  # None: the call is still running
         self._sent: deque[tuple[float, str]] = deque()  # in order
         self._bytes = 0
 
@@ -79,7 +79,7 @@ class SentAnswers:
             self._bytes -= len(self._answers.pop(oldest) or b"")
 
     def forget(self, reply: str) -> None:
-        """Let a call that ran run again."""
+        """Forget a call, so that it would run again if repeated."""
         del self._answers[reply]
 
 
@@ -92,7 +92,7 @@ class CallServer:
         url: str,
         refusals: Refusals,
         clocks: PeerClocks,
-        check_size: Callable[[str, bytes, str], None],  # of an answer
+        check_size: Callable[[str, bytes, str], None],  # raises if an answer is too large
     ) -> None:
         self._url = url  # for errors
         self._refusals = refusals
@@ -115,7 +115,7 @@ class CallServer:
         return start
 
     def cancel(self) -> None:
-        """Leave running calls without an answer."""
+        """Cancel running calls without an answer."""
         self._tasks.cancel()
 
     async def drain(self) -> None:
@@ -138,17 +138,17 @@ class CallServer:
             self._refusals.count(endpoint.name, exc)
             facts = {"call": endpoint.name, "error": type(exc).__name__, "cause": exc.message}
             log.log(endpoint.refusal_level, "call refused", extra=facts)
-            # every release tries another instance after PeerLost; that one may know this message
+            # callers of every release try another instance after PeerLost, and that one may support this message
             answer = refusal(PeerLost(exc.message) if isinstance(exc, UnknownMessage) else exc)
         except (Exception, asyncio.CancelledError) as exc:
             if isinstance(exc, asyncio.CancelledError) and _is_cancelled():
-                raise  # else only something that the handler awaited was cancelled, and the subscription keeps running
+                raise  # otherwise only something that the handler awaited was cancelled
             self._errors[endpoint.name] += 1
             log.exception("call failed", extra={"call": endpoint.name})
             answer = refusal(InvariantBroken(f"{endpoint.name} failed: {type(exc).__name__}"))
         finally:
             context.detach(token)
-            request_id.set("")  # the subscription's task continues with the next call
+            request_id.set("")  # this task continues with the next call of the subscription
         if reply:
             packed = self._packed(endpoint, reply, answer)
             if endpoint.repeatable:
@@ -158,7 +158,7 @@ class CallServer:
             await self._respond(endpoint, request, packed)
 
     def _packed(self, endpoint: Endpoint, reply: str, answer: Struct) -> bytes:
-        """The answer, or a refusal if NATS would not take it: without one its caller would wait for the whole timeout."""
+        """Pack the answer, or a refusal if it is too large for NATS: without one the caller would wait until its timeout."""
         packed = pack(answer)
         try:
             self._check_size(reply, packed, type(answer).__name__)
@@ -191,7 +191,7 @@ class CallServer:
 
 
 class _Subscribed(MicroEndpoint):  # type: ignore[misc]  # nats-py has no types
-    """An endpoint without a queue group: only one instance listens on its subject.
+    """An endpoint without a queue group, because only one instance listens on its subject.
 
     After a reconnect, a NATS cluster may deliver half of a group's calls to the old subscription at a frozen
     server.
@@ -202,7 +202,7 @@ class _Subscribed(MicroEndpoint):  # type: ignore[misc]  # nats-py has no types
         self._subscription = await self._service._client.subscribe(self._subject, cb=self._handle_request)
 
     async def _stop(self) -> None:
-        """Take the calls that NATS has delivered already: their callers would find out only by repeating them."""
+        """Unsubscribe, but still run the calls that NATS has already delivered, so that callers need not repeat them."""
         try:
             with exact_cancellation():
                 await self._subscription.drain()
@@ -212,7 +212,7 @@ class _Subscribed(MicroEndpoint):  # type: ignore[misc]  # nats-py has no types
             raise
 
     async def forget(self) -> None:
-        """Also without a connection: nats-py subscribes again after an outage to all that it still has."""
+        """Forget the subscription even while disconnected, because nats-py renews all its subscriptions after an outage."""
         with suppress(nats.errors.Error, OSError, RuntimeError, AttributeError), exact_cancellation():
             await self._subscription.unsubscribe()
 
@@ -226,7 +226,7 @@ def _is_cancelled() -> bool:
 async def serve_calls(
     bus: Bus, role: str, subject: str, endpoints: Sequence[Endpoint], metadata: Mapping[str, str]
 ) -> AsyncIterator[None]:
-    """Answer calls; leaving waits LEAVE_S for running ones, except after an error.
+    """Answer calls within the context. Leaving it waits up to LEAVE_S for running calls, except after an error.
 
     The wait is limited, because a call may wait for something that never happens: `quiesce` for a write of a rank that
     has ended, or to a peer that is out of reach. Its caller detects the failure when this process ends.
@@ -234,7 +234,7 @@ async def serve_calls(
     Args:
         role: name of the micro service, shared by the role's instances.
         subject: prefix of this instance; endpoint `x` listens on `<subject>.x`.
-        metadata: shown by `$SRV.INFO`.
+        metadata: returned by `$SRV.INFO`.
     """
     server = CallServer(endpoints, bus.url, bus.refusals, bus.clocks, bus.check_size)
     service = await micro.add_service(
@@ -259,9 +259,9 @@ async def serve_calls(
         has_failed = False
     finally:
         if bus.client.is_connected:
-            with suppress(nats.errors.Error, OSError, TimeoutError):  # NATS hangs or is gone, so no call arrives
+            with suppress(nats.errors.Error, OSError, TimeoutError):  # NATS hangs or is gone, so no call arrives anyway
                 async with asyncio.timeout(STOP_S):
-                    await service.stop()  # new calls are refused at once, not lost
+                    await service.stop()  # from now on callers get "no responders" at once
         for subscribed in listening:
             await subscribed.forget()
         if not has_failed:

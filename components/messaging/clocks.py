@@ -1,9 +1,9 @@
-"""Clock skew of other processes, and their deadlines by our clock.
+"""Clock skew of other processes, and conversion of their deadlines to our clock.
 
-Arrival minus sending is the skew plus the delay. A peer's smallest recent difference has the shortest delay, and
-corrects its deadlines. One message is not enough: it may have waited in a frozen process's socket, and is then late.
-Therefore old peers are not forgotten: after a long freeze all are old, and a message that waited would count as a
-peer's first one. A first message that waited looks like a skew, so until more messages arrive, the deadline of a
+Arrival time minus sending time is skew plus delay. A peer's smallest recent difference has the shortest delay, so it
+corrects the peer's deadlines. One message is not enough: it may have waited in the socket of a frozen process.
+Therefore old peers are not forgotten: after a long freeze all are old, and a delayed message would count as a
+peer's first one. A delayed first message looks like a skew, so until more messages arrive, the deadline of a
 write is not extended.
 """
 
@@ -22,19 +22,19 @@ from components.wire.codec import Dated
 
 log = logging.getLogger(__name__)
 
-TOLERATED_MS: Final = 1000  # a smaller skew is ignored: deadlines are tens of seconds away
+TOLERATED_MS: Final = 1000  # smaller skews are ignored, because deadlines are tens of seconds away
 WINDOW_S: Final = 30.0  # a clock set back makes deadlines early for one to two windows
 MAX_PEERS: Final = 4096
-SHOWN_S: Final = 600.0  # after a peer's last message: the skew of a peer that left must not raise an alert
-MIN_MESSAGES: Final = 3  # before a positive skew is reported: fewer may all be late
-MIN_KNOWN_S: Final = 1.0  # since the first one: those that waited together are read together
-MAX_WAIT_MS: Final = 600_000  # of first messages, in a frozen process; a greater difference is taken for a skew
+SHOWN_S: Final = 600.0  # since a peer's last message; the skew of a peer that left must not raise an alert
+MIN_MESSAGES: Final = 3  # before a positive skew is reported, because fewer may all be late
+MIN_KNOWN_S: Final = 1.0  # since the first message; messages that waited together arrive together
+MAX_WAIT_MS: Final = 600_000  # longest delay of a first message by a freeze; beyond it, a difference is a skew
 
 D = TypeVar("D", bound=Dated)
 
 
 def now_ms() -> int:
-    """Deadlines on the wire are of the wall clock: monotonic times differ between processes."""
+    """Wall-clock time, as in all deadlines on the wire: monotonic times differ between processes."""
     return time.time_ns() // 1_000_000
 
 
@@ -47,7 +47,7 @@ def remaining_s(deadline_unix_ms: int) -> float:
 
 @dataclass(slots=True)
 class _Peer:
-    """Smallest differences of this window and the one before, in milliseconds."""
+    """Smallest differences in the current and the previous window, in milliseconds."""
 
     since_s: float
     smallest: int
@@ -63,7 +63,7 @@ class _Peer:
 
     @property
     def is_known(self) -> bool:
-        """Whether its messages cannot all have waited."""
+        """Whether its messages cannot all have been delayed by a freeze."""
         return self.count >= MIN_MESSAGES and self.received_s - self.first_s >= MIN_KNOWN_S
 
 
@@ -72,7 +72,7 @@ class PeerClocks(Collector):
         self._peers: dict[tuple[str, str], _Peer] = {}  # by role and sender
 
     def converted(self, message: D) -> D:
-        """`message` with its deadline by our clock."""
+        """Return `message` with its deadline converted to our clock."""
         if not message.sent_unix_ms:
             return message
         sender = message.sent_by, message.sender
@@ -88,7 +88,7 @@ class PeerClocks(Collector):
         shown_ms = (abs(peer.skew_ms) for peer in self._peers.values() if peer.received_s >= since_s)
         yield GaugeMetricFamily(
             "kvmesh_clock_skew_seconds",
-            "Largest difference to the clock of a process that sends messages here, network delay included.",
+            "Largest difference from the clock of a process that sends messages here, including network delay.",
             value=max(shown_ms, default=0) / 1000,
         )
 
@@ -99,7 +99,7 @@ class PeerClocks(Collector):
             if len(self._peers) >= MAX_PEERS:
                 self._forget_oldest()
             peer = self._peers[sender] = _Peer(now_s, difference_ms, difference_ms, now_s, now_s)
-        elif now_s - peer.since_s > WINDOW_S:  # only on a message, so a frozen process keeps its measurement
+        elif now_s - peer.since_s > WINDOW_S:  # only when a message arrives, so a frozen process keeps its measurement
             peer.since_s, peer.before, peer.smallest = now_s, peer.smallest, difference_ms
         peer.smallest = min(peer.smallest, difference_ms)
         peer.received_s = now_s

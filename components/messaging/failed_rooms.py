@@ -10,7 +10,7 @@ log = logging.getLogger(__name__)
 
 
 async def report_room_failed(bus: Bus, decode: str, request_id: str, room: str, error: MeshError) -> None:
-    """`decode`: the instance's subject. A lost report is only logged: decode then waits for the transfer's timeout."""
+    """Report to `decode`, an instance's subject. If the report is lost, decode waits for the transfer's timeout."""
     failed = RoomFailed(request_id=request_id, room=room, error=type(error).__name__, cause=error.message)
     try:
         await bus.publish(f"{decode}.room_failed", failed)

@@ -1,4 +1,4 @@
-"""Whether decode instances follow prefill instances or ask them, and how often each instance sends. No I/O.
+"""Whether decode instances subscribe to prefill instances or query them, and how often each instance sends. No I/O.
 
 If every decode instance followed every prefill instance, deliveries would grow with the product of their numbers. So in a
 large fleet decode asks a few prefill instances about each prompt (`components/routing/candidates.py`). Frontends follow all
@@ -15,13 +15,13 @@ from components.wire.instances import InstanceRecord, Role
 
 ALL_PAIRS: Final = 4096  # pairs up to which decode instances follow prefill instances: 64 of each
 AGAIN_BELOW: Final = 0.75  # of ALL_PAIRS: hysteresis
-WATCHERS: Final = 1  # a planner follows the heartbeats of all workers
-# deliveries a second of one kind of message
+WATCHERS: Final = 1  # a planner subscribes to the heartbeats of all workers
+# deliveries a second, for each kind of message
 DELIVERIES_PER_S: Final = 12_000
 QUESTIONS_PER_S: Final = 11_000  # by all decode instances; each costs two deliveries
 RECEIVED_PER_S: Final = 2_000  # heartbeats of one role that one process receives
 SOONEST_S: Final = 0.05  # between two messages of an instance
-LONGEST_S: Final = 5.0  # enough for 60,000 pairs of a decode instance and a frontend
+LONGEST_S: Final = 5.0  # between two messages; enough for 60,000 pairs of a decode instance and a frontend
 
 ROLES: Final[tuple[Role, ...]] = ("frontend", "decode", "prefill")
 

@@ -42,7 +42,7 @@ class Fleet:
         self.index = KvIndex(kv_index_blocks) if self.policy.uses_caches(role) else None
         or_none = role == "prefill"  # decode can compute prompts itself
         self.router = Router(self.policy.make(role, rng), rng, time.monotonic, self.index, or_none=or_none)
-        self.inquiries: Inquiries | None = None  # if the fleet may be too large to follow
+        self.inquiries: Inquiries | None = None  # set if the fleet may be too large to subscribe to
         self._role = role
         for record in book.of_role(role):
             self._changed(None, record)
@@ -73,7 +73,7 @@ class Inquiries:
         return self._following.asks
 
     async def about(self, ask: RouteRequest, blocks: PromptBlocks, usable: Sequence[InstanceRecord]) -> Inquiry:
-        """Ask some of `usable` until one can begin the prompt at once, or enough were asked.
+        """Query some of `usable` until one can start the prompt at once, or enough have been queried.
 
         Args:
             ask: the request.
@@ -113,7 +113,7 @@ def _page_size(record: InstanceRecord) -> int:
 
 
 def _tokens(prefixes: Sequence[int], page_size: int, num_cached: int) -> int:
-    """Tokens up to the last cached depth. `num_cached` is another process's claim."""
+    """Tokens up to the last cached depth. `num_cached` comes from another process, so it may be wrong."""
     at = min(num_cached, len(prefixes))
     return prefixes[at - 1] * page_size if at > 0 else 0
 
@@ -135,7 +135,7 @@ async def watch_fleet(
 
     Args:
         metrics: shows the instances and the KV index.
-        following: whether instances are followed or asked; None: followed.
+        following: whether to subscribe to instances or query them; None: subscribe.
     """
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
@@ -162,13 +162,13 @@ def show_instances(metrics: CollectorRegistry, *alive: Liveness) -> None:
     shown = OnDemand(metrics)
     shown.gauge(
         "kvmesh_instances",
-        "Instances by what this process may do with them.",
+        "Instances by state, as this process sees them.",
         lambda: {(one.role, state): one.states()[state] for one in alive for state in InstanceState},
         ["role", "state"],
     )
     shown.counter(
         "kvmesh_instances_lost",
-        "Instances that this process lost; drained ones left in good order.",
+        "Instances that this process lost, by reason; `drained` is an orderly departure.",
         lambda: {(one.role, loss): one.losses[loss] for one in alive for loss in Loss},
         ["role", "reason"],
     )
@@ -185,12 +185,12 @@ class KvMirrorMetrics(Collector):
             "kvmesh_kv_index_blocks": ("Blocks in the KV index, of all instances.", index.num_blocks),
             "kvmesh_kv_index_max_blocks": ("Blocks that the KV index may hold.", index.max_blocks),
             "kvmesh_kv_index_missing_blocks": (
-                "Blocks missing from the KV index for want of room; an upper bound.",
+                "Blocks missing from the KV index because it was full; an upper bound.",
                 self._mirror.missing,
             ),
         }
         counters = {
-            "kvmesh_kv_index_refused_blocks": ("Blocks that the KV index refused for want of room.", index.refused),
+            "kvmesh_kv_index_refused_blocks": ("Blocks that the KV index refused because it was full.", index.refused),
             "kvmesh_kv_mirror_batches": ("Batches of KV events received.", counts.batches),
             "kvmesh_kv_mirror_gaps": ("Gaps in the numbers of these batches; each leads to a dump.", counts.gaps),
             "kvmesh_kv_mirror_dumps": ("Dumps of a whole prefix cache received.", counts.dumps),

@@ -1,4 +1,4 @@
-"""NATS subscriptions to a role's workers, open while this process follows them."""
+"""NATS subscriptions to a role's workers, which are open while this process follows them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -37,7 +37,7 @@ class _Subscription:
             self._open = stack
 
     async def run(self) -> None:
-        """Update after each change; after an outage nats-py subscribes again."""
+        """Update the subscription after each change. After an outage nats-py renews it."""
         while True:
             await self._stale.wait()
             try:
@@ -56,7 +56,7 @@ class _Subscription:
 
 @asynccontextmanager
 async def subscribed(bus: Bus, subject: str, handler: Handler, following: Following | None) -> AsyncIterator[None]:
-    """Pass messages of a role's workers to `handler` while `following` follows.
+    """Pass messages from a role's workers to `handler`, while `following` says to follow them.
 
     Args:
         subject: with `*` for the instance id.

@@ -1,6 +1,6 @@
-"""Orders the frames of one decode instance, and requests missing ones again.
+"""Puts the frames of one decode instance in order, and requests missing ones again.
 
-A later frame reveals a gap. None follows a lost last frame, so an instance that is quiet is asked.
+A later frame reveals a gap. No frame follows a lost last one, so a quiet instance is queried.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from components.wire.generate import FramesResent, TokenFrame
 
 log = logging.getLogger(__name__)
 
-QUIET_S: Final = 1.0  # without a frame, until the instance is asked
+QUIET_S: Final = 1.0  # time without a frame after which the instance is queried
 LOOK_S: Final = 0.25
-AGAIN_S: Final = 0.5  # after a failed call
-ARRIVE_S: Final = 0.5  # for frames that were sent again
-MAX_HELD: Final = 4096  # frames after a gap; later ones are requested again
+AGAIN_S: Final = 0.5  # pause after a failed call
+ARRIVE_S: Final = 0.5  # timeout for frames that were sent again
+MAX_HELD: Final = 4096  # frames kept after a gap; later ones are requested again
 
 Resend = Callable[[int], Awaitable[FramesResent]]  # number of the first missing frame
 
@@ -28,7 +28,7 @@ class FrameCounts:
     """Counts over all instances."""
 
     lost: int = 0  # frames that an instance no longer had
-    gaps: int = 0  # calls for frames that a later frame showed to be missing
+    gaps: int = 0  # calls after a gap in the numbers
     checks: int = 0  # calls to an instance that was quiet
 
 
@@ -41,19 +41,19 @@ class FrameOrder:
         resend: Resend,
         counts: FrameCounts | None = None,
     ) -> None:
-        """`deal` gets each frame once, in order. `lost` is called for frames that the instance no longer has."""
+        """`deal` is called once for each frame, in order; `lost` for frames that the instance no longer has."""
         self._instance_id = instance_id
         self._deal = deal
         self._lost = lost
         self._resend = resend
         self._counts = counts or FrameCounts()
         self._expected = 0  # number of the next frame
-        self._held: dict[int, TokenFrame] = {}  # after a gap, by number
+        self._held: dict[int, TokenFrame] = {}  # frames after a gap, by number
         self._loop = asyncio.get_running_loop()
         self._last_frame_s = self._loop.time()
         self._advanced = asyncio.Event()
         self._repairing: asyncio.Task[None] | None = None
-        self.is_wanted = False  # streams from this instance are open
+        self.is_wanted = False  # whether streams from this instance are open
 
     def opened(self) -> None:
         if not self.is_wanted:
@@ -115,7 +115,7 @@ class FrameOrder:
                 return
 
     async def _reached(self, number: int) -> None:
-        """Wait for the frames before `number`, which may be lost again."""
+        """Wait for the frames before `number`, which may get lost again."""
         try:
             async with asyncio.timeout(ARRIVE_S):
                 while self._expected < number:

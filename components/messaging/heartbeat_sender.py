@@ -36,7 +36,7 @@ def heartbeat_of(
     accepted: int = 0,
     num_requests: int = 0,
 ) -> Heartbeat:
-    """`load` is of the latest step. `is_stepping`: another one has begun, so a hang in it must count."""
+    """Build a heartbeat. `load`: of the latest step. `is_stepping`: another step has begun, and may hang."""
     return Heartbeat(
         instance_id=instance_id,
         epoch=epoch,
@@ -63,7 +63,7 @@ def none_cached(_hashes: Sequence[bytes]) -> int:
 
 
 class HeartbeatSender:
-    """Publishes soon after a step, and at least each `EVERY_S`, or `rest_s` if longer."""
+    """Publishes soon after a step, and at least every `EVERY_S`, or every `rest_s` if that is longer."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class HeartbeatSender:
 
     def _heartbeat(self, rest_s: float) -> Heartbeat:
         heartbeat, now_s = self._make(), time.monotonic()
-        was_stopped = now_s > self._due_s + LATE_S  # this process, its engine too
+        was_stopped = now_s > self._due_s + LATE_S  # the whole process was stopped, including its engine
         self._due_s = now_s + max(EVERY_S, rest_s)
         if heartbeat.step != self._made_of_step or not heartbeat.busy or was_stopped:
             self._made_of_step, self._progress_s = heartbeat.step, now_s
@@ -142,8 +142,8 @@ async def send_heartbeats(
 
     Args:
         subject: prefix of this instance.
-        rest_s: minimum seconds between heartbeats unless one is urgent; may change. See `FleetSizes`.
-        num_cached: counts cached hashes of a question; see `EventLog.num_cached`.
+        rest_s: returns the minimum seconds between heartbeats that are not urgent. See `FleetSizes`.
+        num_cached: counts the cached hashes of a query; see `EventLog.num_cached`.
     """
     sender = HeartbeatSender(bus, subject, make, rest_s, num_cached)
     of_role, _, _ = subject.rpartition(".")

@@ -1,4 +1,4 @@
-"""A frontend's side of token streams: pushes the items of decode's frames to readers."""
+"""A frontend's side of token streams: passes the items of decode's frames to the readers of their streams."""
 
 import asyncio
 import logging
@@ -32,7 +32,7 @@ from components.wire.refused import raised
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S: Final = 2.0
-UNWANTED_S: Final = 1.0  # a cancelled stream may continue this long before it is cancelled again
+UNWANTED_S: Final = 1.0  # a cancelled stream that still sends after this time is cancelled again
 
 
 class Reader(Protocol):
@@ -53,7 +53,7 @@ class InStream:
         self._refusals = refusals or Refusals()
         self._items: list[StreamItem] = []
         self._error: MeshError | None = None
-        self.failure = Failure()  # for a caller that waits for another event of this stream
+        self.failure = Failure()  # for a caller that waits for another event about this stream
         self._reader: Reader | None = None
         self._next_seq = 0
 
@@ -64,9 +64,9 @@ class InStream:
             self._end(self._error)
 
     def put(self, item: StreamItem) -> bool:
-        """Add an item. Drop a duplicate; fail the stream at a gap.
+        """Add an item. A duplicate is dropped; a gap fails the stream.
 
-        Returns: whether `deal` must follow: a reader is there, and this is its first new item.
+        Returns: whether the caller must `deal`: the stream has a reader, and this is its first new item.
         """
         if item.seq < self._next_seq:
             self._refusals.count("tokens", DUPLICATE)
@@ -95,7 +95,7 @@ class InStream:
             self.fail(raised(item.error))
 
     def fail(self, error: MeshError) -> None:
-        """End the stream, after the items that arrived before."""
+        """End the stream with an error, after the items that have already arrived."""
         if self._error is not None:
             return
         self.deal()
@@ -118,7 +118,7 @@ class _Source:
     epoch: str
     order: FrameOrder
     streams: dict[int, InStream] = field(default_factory=dict)
-    unwanted: dict[int, float] = field(default_factory=dict)  # closed streams that still send tokens, and since when
+    unwanted: dict[int, float] = field(default_factory=dict)  # closed streams that still send tokens; since when
 
 
 class StreamInbox:
@@ -126,9 +126,9 @@ class StreamInbox:
 
     Args:
         subject: of this frontend's frames.
-        resend: asks an instance to send its frames again, from a number on.
+        resend: requests an instance's frames again, from a number on.
         refusals: counts dropped frames and items.
-        together: entered while the items of one turn of the loop are pushed.
+        together: a context that is open while the items of one turn of the event loop are passed on.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class StreamInbox:
         self.counts = FrameCounts()
         self._refusals = refusals or Refusals()
         self._together = together or nullcontext()
-        self._waiting: list[InStream] = []  # with items to push
+        self._waiting: list[InStream] = []  # streams with items to pass on
         self._sources: dict[str, _Source] = {}  # by instance id
         self._ids = count()
         self._cancel: Callable[[str, int], None] = lambda instance_id, stream_id: None
@@ -198,7 +198,7 @@ class StreamInbox:
     async def receive(self, message: Msg) -> None:
         try:
             frame = unpack_frame(message.data)
-        except OtherFrameVersion as exc:  # its streams would wait until their deadline
+        except OtherFrameVersion as exc:  # move its streams, which would otherwise wait until their deadline
             self._refusals.count("tokens", exc)
             log.warning("tokens of another release refused, their streams move", extra={"cause": exc.message})
             self.fail_instance(exc.instance_id, DecodeLost(exc.message))
@@ -225,7 +225,7 @@ class StreamInbox:
 
     def _source(self, instance_id: str, epoch: str) -> _Source:
         source = self._sources.get(instance_id)
-        if source is not None and source.epoch != epoch:  # another process has the id: its frames count from 0 again
+        if source is not None and source.epoch != epoch:  # a restarted process with the same id; its frames start at 0
             self.fail_instance(instance_id, DecodeLost(f"decode {instance_id}: registered anew"))
             self.forget_instance(instance_id)
             source = None
@@ -253,7 +253,7 @@ class StreamInbox:
             asyncio.get_running_loop().call_soon(self._deal)
 
     def _put_unwanted(self, source: _Source, instance_id: str, item: StreamItem) -> None:
-        """Cancel the stream again if it still sends tokens: NATS may have lost the cancellation."""
+        """Cancel a closed stream again if it still sends tokens, because NATS may have lost the cancellation."""
         if item.finish is not None or item.error is not None:
             source.unwanted.pop(item.stream_id, None)
             return
@@ -281,7 +281,7 @@ def _joined(items: Sequence[StreamItem]) -> StreamItem:
 
 
 def _broken(cause: Exception) -> InvariantBroken:
-    """A defect in our own reader must not move the stream."""
+    """Return the error for a bug in our own reader, which must not move the stream."""
     error = InvariantBroken(f"a stream's reader: {cause}")
     error.__cause__ = cause
     return error

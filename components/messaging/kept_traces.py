@@ -1,4 +1,4 @@
-"""The decision to keep a trace, from the frontend that has its root to all processes that hold spans of it."""
+"""Announce the decision to keep a trace: from the frontend with its root to all processes that hold its spans."""
 
 import asyncio
 import logging
@@ -28,7 +28,7 @@ def subject(namespace: str) -> str:
 
 @asynccontextmanager
 async def announce_kept(bus: Bus, namespace: str, held: HeldTraces) -> AsyncIterator[None]:
-    """Publish the traces that this process decides to keep, in batches."""
+    """Publish the ids of the traces that this process decides to keep, in batches."""
     ids: list[int] = []
 
     async def publish() -> None:
@@ -38,7 +38,7 @@ async def announce_kept(bus: Bus, namespace: str, held: HeldTraces) -> AsyncIter
         ids.clear()
         try:
             await bus.publish(subject(namespace), KeepTraces(trace_ids=b"".join(batch)))
-        except MeshError as exc:  # the traces lack the spans of other processes
+        except MeshError as exc:  # these traces will lack the spans of other processes
             log.warning("kept traces not announced", extra={"count": len(batch), "cause": exc.message})
 
     async def run() -> None:
@@ -52,12 +52,12 @@ async def announce_kept(bus: Bus, namespace: str, held: HeldTraces) -> AsyncIter
             yield
     finally:
         held.announce_to(None)
-        await publish()  # of requests that failed as this process left
+        await publish()  # traces of requests that failed while this process was stopping
 
 
 @asynccontextmanager
 async def follow_kept(bus: Bus, namespace: str, held: HeldTraces) -> AsyncIterator[None]:
-    """Export what this process holds of the traces that a frontend keeps."""
+    """Export the spans that this process holds of the traces that a frontend keeps."""
 
     async def receive(message: Msg) -> None:
         try:

@@ -25,18 +25,18 @@ from components.wire.kv_events import (
 from components.wire.tokens import HASH_BYTES
 
 EVERY_S: Final = 0.05  # between two batches; longer in a large fleet
-MAX_WAITING_BLOCKS: Final = 65_536  # about 1 MB; more are dropped while NATS is away
-MARK_AFTER_S: Final = 0.5  # then an empty batch reveals whether the last one was lost
+MAX_WAITING_BLOCKS: Final = 65_536  # about 1 MB; beyond this, changes are dropped while NATS is unreachable
+MARK_AFTER_S: Final = 0.5  # pause after which an empty batch reveals whether the last one was lost
 LONGEST_MARK_PAUSE_S: Final = 60.0  # maximum of the doubling pauses
 MAX_DUMPS: Final = 8  # concurrent dumps of several parts
-DUMP_IDLE_S: Final = 10.0  # without a request for the next part
+DUMP_IDLE_S: Final = 10.0  # a dump is dropped after this time without a request for its next part
 
 
 class EventLog:
     """Changes of one worker's cache as numbered batches. No I/O.
 
-    A block stored and removed before `seal` is not reported. When too many changes wait, they are dropped with a
-    number, so readers notice the gap. Numbers are never reused.
+    A block stored and removed before `seal` is not reported. If there are too many changes, they are dropped and a
+    number is skipped, so readers notice the gap. Numbers are never reused.
     """
 
     def __init__(self, max_waiting: int = MAX_WAITING_BLOCKS, max_batch: int = MAX_BATCH_BLOCKS) -> None:
@@ -68,7 +68,7 @@ class EventLog:
             self.drop()
 
     def num_cached(self, hashes: Sequence[bytes]) -> int:
-        """Count `hashes`, in rising depth, up to the last cached one: its parents are cached, too."""
+        """Count `hashes`, in order of depth, up to the last cached one, whose parents are cached, too."""
         return next((at for at in range(len(hashes), 0, -1) if hashes[at - 1] in self._cached), 0)
 
     def seal(self, instance_id: str, epoch: str) -> list[KvEventBatch]:
@@ -79,7 +79,7 @@ class EventLog:
         ]
 
     def empty_batch(self, instance_id: str, epoch: str) -> KvEventBatch:
-        """An empty batch, which reveals to a reader that it missed the one before."""
+        """Return an empty batch, by which a reader notices that it missed the one before."""
         assert not self._waiting
         return self._batch(instance_id, epoch, [])
 
@@ -108,7 +108,7 @@ class EventLog:
 class _Dump:
     number: int
     blocks: bytes
-    asked: float  # monotonic: latest request
+    asked: float  # monotonic time of the latest request
 
 
 class KvEventPublisher:
@@ -170,7 +170,7 @@ class KvEventPublisher:
     def _seal(self) -> None:
         if self._epoch():
             self._sealed.extend(self.log.seal(self._instance_id, self._epoch()))
-        elif self.log:  # a worker that is not registered has no followers
+        elif self.log:  # a worker that is not registered has no readers
             self.log.drop()
 
     async def _send(self) -> None:
@@ -234,7 +234,7 @@ async def publish_kv_events(
 
     Args:
         epoch: "" while the worker is not registered.
-        rest_s: minimum seconds between batches; may change. See `FleetSizes.kv_events_rest_s`.
+        rest_s: returns the minimum seconds between batches. See `FleetSizes.kv_events_rest_s`.
     """
     publisher = KvEventPublisher(bus, subject, instance_id, epoch, on=on, rest_s=rest_s)
     if not on:

@@ -24,15 +24,15 @@ from components.wire.kv_events import FetchKvDump, KvDumpPart, unpack_batch, unp
 
 log = logging.getLogger(__name__)
 
-DUMP_TIMEOUT_S: Final = 2.0  # for each part
+DUMP_TIMEOUT_S: Final = 2.0  # for each part of a dump
 DUMPS_AT_ONCE: Final = 16
-SLICE_BLOCKS: Final = 1024  # of a dump per turn of the event loop: about a millisecond
-FIRST_WAIT_S: Final = 0.1  # after a failed dump; doubles
+SLICE_BLOCKS: Final = 1024  # blocks of a dump per turn of the event loop; about a millisecond
+FIRST_WAIT_S: Final = 0.1  # back-off after a failed dump; doubles
 LAST_WAIT_S: Final = 5.0
-CALM_S: Final = 10.0  # without a dump; then the waits start afresh
+CALM_S: Final = 10.0  # time without a dump after which the back-off is reset
 LOOK_EVERY_S: Final = 0.5
-SWEEPS: Final = 32  # slices in one look
-SWEEP_REST_S: Final = 0.01  # between two
+SWEEPS: Final = 32  # slices swept in one run of `look`
+SWEEP_REST_S: Final = 0.01  # pause between two slices
 
 
 @dataclass(slots=True)
@@ -62,7 +62,7 @@ class KvMirror:
         self._instances: dict[str, _Instance] = {}
         self._asking: set[str] = set()  # instances that need a dump
         self._has_warned_full = False
-        self._asked_again: _Instance | None = None  # its blocks had no room
+        self._asked_again: _Instance | None = None  # gets a new dump, because its blocks had no room
         self._wake = asyncio.Event()
         self._turns = asyncio.Semaphore(DUMPS_AT_ONCE)
         for record in book.of_role(role):
@@ -110,7 +110,7 @@ class KvMirror:
                 self._asking.clear()
 
     async def look(self) -> None:
-        """Fetch all dumps after a reconnect, as events were lost. Fetch those of refused blocks once the index has room."""
+        """Fetch all dumps after a reconnect, as events were lost, and those with refused blocks once the index has room."""
         seen = self._bus.client.stats["reconnects"]
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
@@ -123,7 +123,7 @@ class KvMirror:
             await self._sweep()
 
     async def _sweep(self) -> None:
-        """Free the room of instances that left, if others need it. New blocks do it too, but perhaps none come."""
+        """Free the room of instances that left, if others need it. New blocks also do so, but there may be none."""
         for _ in range(SWEEPS):
             if not (self.missing and self._index.sweep(SLICE_BLOCKS)):
                 return

@@ -1,4 +1,4 @@
-"""Liveness: leases reveal dead instances, heartbeats silent and hung ones."""
+"""Liveness: expired leases reveal dead instances, missing heartbeats silent and hung ones."""
 
 import asyncio
 import logging
@@ -27,15 +27,15 @@ from components.wire.protocol import OLDEST, PROTOCOL
 
 log = logging.getLogger(__name__)
 
-EVERY_S: Final = USUAL_NEXT_S  # between two heartbeats; in a large fleet `next_s`
-LATE_S: Final = 1.0  # tolerated delay
+EVERY_S: Final = USUAL_NEXT_S  # between two heartbeats; in a large fleet their `next_s`
+LATE_S: Final = 1.0  # tolerated delay of a heartbeat
 SILENT_AFTER_S: Final = 2 * EVERY_S + LATE_S  # two missing heartbeats
 HUNG_AFTER_S: Final = 20.0  # longest plausible step: a chunk on a busy CPU takes seconds
-STALLED_AFTER_S: Final = EVERY_S + LATE_S  # without a heartbeat or step: then other instances get new work
-LONG_STEPS: Final = 2.0  # in usual step times: an instance stalls only after that, if it is longer than STALLED_AFTER_S
-LONGEST_STEP_S: Final = 5.0  # upper bound of a usual step
-NATS_SILENT_AFTER_S: Final = PING_EVERY_S  # if NATS does not answer for longer, silence proves nothing
-LATEST: Final = 0.5  # weight of the latest step in the usual time; less for a short step
+STALLED_AFTER_S: Final = EVERY_S + LATE_S  # time without a heartbeat or step; then other instances are preferred
+LONG_STEPS: Final = 2.0  # in usual step times: an instance is stalled after this, or after STALLED_AFTER_S if longer
+LONGEST_STEP_S: Final = 5.0  # upper bound of the usual step time
+NATS_SILENT_AFTER_S: Final = PING_EVERY_S  # if NATS itself is silent for longer, an instance's silence is ignored
+LATEST: Final = 0.5  # weight of the latest step in the usual step time; less for a short step
 
 OnLost = Callable[[InstanceRecord, str], None]  # (instance, reason)
 OnEnded = Callable[[InstanceRecord], None]
@@ -46,17 +46,17 @@ class Loss(StrEnum):
     """Why an instance counts as lost."""
 
     SILENT = auto()
-    HUNG = auto()  # its engine makes no steps
+    HUNG = auto()  # its engine completes no steps
     LEFT = auto()  # its record has left etcd
-    REPLACED = auto()  # its process has registered anew
-    DRAINED = auto()  # it left in good order
+    REPLACED = auto()  # a new process has registered under its id
+    DRAINED = auto()  # it was drained before it left
 
 
 class InstanceState(StrEnum):
     """What this process may do with an instance."""
 
     USABLE = auto()
-    STALLED = auto()  # used only if all are
+    STALLED = auto()  # used only if all instances are stalled
     DRAINING = auto()
     LOST = auto()
     OTHER_PROTOCOL = auto()
@@ -65,11 +65,11 @@ class InstanceState(StrEnum):
 @dataclass(slots=True)
 class _InstanceHealth:
     record: InstanceRecord
-    received: float  # monotonic
-    advanced: float  # monotonic: last change of the step counter, or last idle heartbeat
+    received: float  # monotonic time of the latest heartbeat
+    advanced: float  # monotonic time of the last change of the step counter, or of the last idle heartbeat
     last: Heartbeat | None = None
-    usual_s: float = 0.0  # between steps under load
-    asked: float | None = None  # monotonic: oldest unanswered question
+    usual_s: float = 0.0  # usual time between steps under load
+    asked: float | None = None  # monotonic time of the oldest unanswered query
     is_lost: bool = False
     is_stalled: bool = False
 
@@ -91,8 +91,8 @@ class _InstanceHealth:
 class Liveness:
     """The usable instances of one role. Each loss is reported once.
 
-    A process follows all heartbeats, or asks some instances for one (`asks`). If it asks, an instance is silent
-    while a question is unanswered; the others count as alive.
+    A process subscribes to all heartbeats, or queries some instances for one (`asks`). If it queries, an instance is
+    silent while a query is unanswered; the others count as alive.
     """
 
     def __init__(self, book: InstanceBook, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
@@ -103,7 +103,7 @@ class Liveness:
         self._on_lost: list[OnLost] = []
         self._on_ended: list[OnEnded] = []
         self._on_heartbeat: list[OnHeartbeat] = []
-        self._next_s = EVERY_S  # of the latest heartbeat
+        self._next_s = EVERY_S  # `next_s` of the latest heartbeat
         self._asks = False
         self._watched: Counter[str] = Counter()  # by instance id
         self._unanswered: set[str] = set()  # instance ids
@@ -118,7 +118,7 @@ class Liveness:
     def on_ended(self, callback: OnEnded) -> None:
         """Call `callback` when a process has ended: its record has left etcd, or another one has its instance id.
 
-        A silent instance is lost before it has ended, and may be back.
+        A silent instance counts as lost before its process has ended, and may return.
         """
         self._on_ended.append(callback)
 
@@ -128,7 +128,7 @@ class Liveness:
     def usable(self, model: str | None = None, adapter: str = "", *, or_none: bool = False) -> Sequence[InstanceRecord]:
         """Return live instances that accept work, sorted by id.
 
-        Briefly silent or stalled ones are included only if all are so. With `or_none` they never are: the caller
+        Briefly silent or stalled ones are included only if there are no others. With `or_none` they never are: the caller
         has an alternative.
         """
         known = self._usable.get((model, adapter, or_none))
@@ -163,7 +163,7 @@ class Liveness:
 
     @contextmanager
     def watching(self, instance_id: str) -> Iterator[None]:
-        """Keep asking this instance: current work depends on it."""
+        """Keep querying this instance within the context, because work in progress depends on it."""
         self._watched[instance_id] += 1
         try:
             yield
@@ -179,12 +179,12 @@ class Liveness:
             self._unanswered.add(instance_id)
 
     def unanswered_s(self, instance_id: str) -> float:
-        """Age of the oldest unanswered question; 0 without one."""
+        """Age of the oldest unanswered query; 0 without one."""
         health = self._health.get(instance_id)
         return 0.0 if health is None or health.asked is None else self._clock() - health.asked
 
     def to_be_asked(self) -> list[InstanceRecord]:
-        """Watched instances, and those that get no work until they answer."""
+        """Return the watched instances, and those that get no work until they answer."""
         return [
             health.record
             for instance_id, health in self._health.items()
@@ -204,7 +204,7 @@ class Liveness:
         return None if health is None else health.record
 
     def is_lost(self, instance_id: str) -> bool:
-        """True if it is gone, silent or hung, but not for a brief stall."""
+        """True if the instance is gone, silent or hung. A brief stall does not count."""
         health = self._health.get(instance_id)
         return health is None or health.is_lost
 
@@ -216,7 +216,7 @@ class Liveness:
         return Counter(health.state for health in self._health.values())
 
     def ages_s(self) -> dict[str, float]:
-        """Age of the latest heartbeat, by instance; without one, of the record. Asked instances: of the open question."""
+        """Age of the latest heartbeat by instance, or else of its record. For queried instances: of the open query."""
         now = self._clock()
         return {instance_id: self._silent_s(health, now) for instance_id, health in self._health.items()}
 
@@ -282,7 +282,7 @@ class Liveness:
 
     def _next_s_of(self, health: _InstanceHealth) -> float:
         if self._asks:
-            return EVERY_S  # a question is repeated at this interval
+            return EVERY_S  # a query is repeated at this interval
         return self._next_s if health.last is None else health.last.next_s
 
     def _silent_s(self, health: _InstanceHealth, now: float) -> float:
@@ -291,11 +291,11 @@ class Liveness:
         return now - health.received
 
     def _since_step_s(self, health: _InstanceHealth, now: float) -> float:
-        """Seconds without a step; for a process that asks, as of the last answer."""
+        """Seconds without a step; for queried instances, as of the last answer."""
         return (health.received if self._asks else now) - health.advanced
 
     def forgive(self) -> None:
-        """Start all instances afresh: this process was held up, so their silence may be its own fault."""
+        """Reset all instances' times, because this process was stopped, which may have caused the silence."""
         now = self._clock()
         for health in self._health.values():
             health.received = health.advanced = now
@@ -349,7 +349,7 @@ def silent_after_s(next_s: float) -> float:
 
 
 def _beyond_usual_s(next_s: float) -> float:
-    """The result is bounded, so one bad heartbeat cannot keep an instance alive."""
+    """Seconds by which `next_s` exceeds the usual interval; bounded, so one bad heartbeat cannot keep an instance alive."""
     return min(max(EVERY_S, next_s), LONGEST_S) - EVERY_S
 
 
@@ -357,7 +357,7 @@ def _beyond_usual_s(next_s: float) -> float:
 async def watch_heartbeats(
     bus: Bus, namespace: str, role: Role, book: InstanceBook, following: Following | None = None
 ) -> AsyncIterator[Liveness]:
-    """While `following` asks, `Questions` delivers the heartbeats instead."""
+    """Receive heartbeats and check liveness. While instances are queried instead, `Questions` delivers the heartbeats."""
     liveness = Liveness(book, role)
     if following is not None:
         liveness.asks = following.asks

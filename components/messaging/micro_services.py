@@ -1,4 +1,4 @@
-"""The micro services of a mesh, by their answers on `$SRV`."""
+"""Find the micro services of a mesh by their answers on `$SRV`."""
 
 from collections.abc import Collection
 from typing import Final
@@ -9,7 +9,7 @@ from components.messaging.bus import Bus
 from components.messaging.scatter_gather import ask_all
 from components.wire.codec import MALFORMED
 
-EXPECTED_S: Final = 3.0  # for a registered instance, which may be busy
+EXPECTED_S: Final = 3.0  # timeout for registered instances, which may be busy
 OTHERS_S: Final = 0.5
 
 
@@ -46,11 +46,11 @@ _decoder: Final = msgspec.json.Decoder(MicroService)
 async def find_services(
     bus: Bus, subject: str, namespace: str, expected: Collection[str] = (), wait_s: float = OTHERS_S
 ) -> list[MicroService]:
-    """Micro services of a mesh that answer on `subject`, such as `$SRV.PING.kvmesh-planner`.
+    """Return the micro services of a mesh that answer on `subject`, such as `$SRV.PING.kvmesh-planner`.
 
     Args:
-        expected: subjects of registered instances. These have EXPECTED_S.
-        wait_s: time for all others.
+        expected: subjects of registered instances, which get EXPECTED_S to answer.
+        wait_s: timeout for all others.
     Raises: MeshError.
     """
     found = []
@@ -59,7 +59,7 @@ async def find_services(
     def receive(data: bytes) -> bool:
         try:
             service = _decoder.decode(data)
-        except MALFORMED:  # another program's, which may have any metadata
+        except MALFORMED:  # an answer of another program, which may have any metadata
             return False
         if service.metadata.subject.startswith(f"{namespace}."):
             found.append(service)

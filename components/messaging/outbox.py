@@ -1,6 +1,6 @@
-"""Decode's side of token streams: numbered frames to each frontend, kept for a while.
+"""Decode's side of token streams: sends numbered frames to each frontend, and keeps them for a while.
 
-NATS delivers at most once, so a frontend requests lost frames again.
+NATS delivers at most once, so a frontend may have to request lost frames again.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from components.wire.refused import refusal
 
 log = logging.getLogger(__name__)
 
-KEPT_S: Final = 60.0  # age of kept frames
-KEPT_BYTES: Final = 64 << 20  # of all frontends
-RESENT_BYTES: Final = 4 << 20  # in answer to one call
-PROBE_S: Final = 1.0  # between frames that also ask NATS whether the frontend listens
-GONE_AFTER_S: Final = 6.0  # without a listener: longer than a reconnect takes
-FORGET_S: Final = 60.0  # after a probe without a listener: it may have listened since
-QUICK_INTERVALS: Final = 4  # between two frames of a stream that makes several tokens in one interval
+KEPT_S: Final = 60.0  # how long a frame is kept
+KEPT_BYTES: Final = 64 << 20  # limit on the size of kept frames, over all frontends
+RESENT_BYTES: Final = 4 << 20  # limit on the frames in the answer to one call
+PROBE_S: Final = 1.0  # between probes: frames with a reply subject, on which NATS reports a missing listener
+GONE_AFTER_S: Final = 6.0  # time without a listener; longer than a reconnect takes
+FORGET_S: Final = 60.0  # an older report of a missing listener is ignored: the frontend may have listened since
+QUICK_INTERVALS: Final = 4  # intervals between two frames of a stream that gets several tokens in one interval
 
 
 class OutStream:
@@ -36,8 +36,8 @@ class OutStream:
     def __init__(self, reply_to: str, stream_id: int) -> None:
         self.reply_to = reply_to
         self.stream_id = stream_id
-        self.gathered: list[int] = []  # unsent; they have the stream's last numbers
-        self.last_left_s = 0.0  # monotonic
+        self.gathered: list[int] = []  # unsent tokens, which have the stream's latest numbers
+        self.last_left_s = 0.0  # monotonic time of the last sent tokens
         self.next_seq = 0
 
     def tokens(
@@ -87,8 +87,8 @@ class _Lane:
         self.reply_to = reply_to
         self.oldest = 0  # number of the first kept frame
         self.frames: deque[bytes] = deque()
-        self.probed_s = 0.0  # monotonic
-        self.is_probing = False  # NATS has not denied the last probe
+        self.probed_s = 0.0  # monotonic time of the last probe
+        self.is_probing = False  # the last probe had a listener, as far as NATS has reported
         self.no_listener_since_s: float | None = None
 
     @property
@@ -104,7 +104,7 @@ class SentFrames:
         self._bytes = 0
 
     def lane(self, reply_to: str) -> _Lane:
-        """A frontend's lane; its numbers never restart in this process."""
+        """Return a frontend's lane, whose frame numbers never restart within this process."""
         lane = self._lanes.get(reply_to)
         if lane is None:
             lane = self._lanes[reply_to] = _Lane(reply_to)
@@ -122,7 +122,7 @@ class SentFrames:
 
 
 class StreamOutbox:
-    """Sends items as frames: at once after a pause, else each `interval_s`. A frame costs two context switches."""
+    """Sends items in frames: at once after a pause, else every `interval_s`, as a frame costs two context switches."""
 
     def __init__(
         self, bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int], interval_s: float = 0.0
@@ -132,7 +132,7 @@ class StreamOutbox:
         self._epoch = epoch
         self._step = step
         self._interval_s = interval_s
-        self._gathering: list[OutStream] = []  # streams with unsent tokens, some of them twice
+        self._gathering: list[OutStream] = []  # streams with unsent tokens; may contain duplicates
         self._frames: dict[str, list[TokenFrame]] = {}  # by frontend
         self._sent = SentFrames()
         self._on_gone: list[Callable[[str], None]] = []
@@ -147,7 +147,7 @@ class StreamOutbox:
         stream.last_left_s = time.monotonic()
         if item.prompt_logprobs is None:
             frames[-1].add(item)
-        else:  # NATS may refuse so large a frame, and then all of its streams end
+        else:  # in a frame of its own: NATS may refuse a large frame, which would end all of its streams
             frames += TokenFrame(), TokenFrame()
             frames[-2].add(item)
         self._begin()
@@ -201,7 +201,7 @@ class StreamOutbox:
         self._wake.set()
 
     def _due(self, now_s: float) -> dict[str, list[TokenFrame]]:
-        """Frames to send now. A quick stream waits until it has gathered more tokens."""
+        """Return the frames to send now. A quick stream waits until it has gathered more tokens."""
         gathering, self._gathering = self._gathering, []
         quick_until_s = now_s - QUICK_INTERVALS * self._interval_s
         for stream in gathering:
@@ -224,14 +224,14 @@ class StreamOutbox:
         packed = self._packed(frame, lane.next)
         try:
             self._bus.check_size(reply_to, packed)
-        except MessageTooLarge as exc:  # it can never be sent, so its streams end
+        except MessageTooLarge as exc:  # the frame can never be sent, so its streams end
             packed = self._packed(frame.failed(exc), lane.next)
         self._sent.keep(lane, packed)
         try:
             await self._bus.publish_bytes(reply_to, packed, self._probe(lane))
         except MeshError as exc:
             log.warning(
-                "frame not sent, the frontend must ask for it", extra={"reason": exc.message, "items": len(frame)}
+                "frame not sent, the frontend must request it", extra={"reason": exc.message, "items": len(frame)}
             )
 
     def _packed(self, frame: TokenFrame, number: int) -> bytes:
@@ -244,7 +244,7 @@ class StreamOutbox:
         return frame.pack()
 
     def _probe(self, lane: _Lane) -> str:
-        """The subject on which NATS reports that no process listens, or ""."""
+        """Return the reply subject on which NATS reports a missing listener; "" if it is too early for a probe."""
         now = time.monotonic()
         if now - lane.probed_s < PROBE_S:
             return ""

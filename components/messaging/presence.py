@@ -1,6 +1,6 @@
-"""Ask instances whose records have left etcd whether they still live.
+"""Ask instances whose records have left etcd whether they are still alive.
 
-An instance may have lost etcd, or etcd its data. So a process keeps it while it answers over NATS.
+The instance may have lost its connection to etcd, or etcd its data. So it is kept while it answers over NATS.
 """
 
 import asyncio
@@ -20,10 +20,10 @@ from components.messaging.call_server import Endpoint
 from components.wire.instances import AskPresent, InstanceRecord, Present
 
 ASK_TIMEOUT_S: Final = 2.0
-AGAIN_S: Final = 5.0  # between questions to a missing instance
-SPREAD_S: Final = 0.1  # per missing instance: most return before they are asked
-STEADY_S: Final = 5.0  # since our own reconnect: other processes may reconnect later
-AT_ONCE: Final = 64  # concurrent questions
+AGAIN_S: Final = 5.0  # between calls to a missing instance
+SPREAD_S: Final = 0.1  # delay per missing instance, as most register again before they are called
+STEADY_S: Final = 5.0  # since our own reconnect, because other processes may reconnect later
+AT_ONCE: Final = 64  # concurrent calls
 
 
 def present_endpoint(registration: Registration) -> Endpoint:
@@ -33,7 +33,7 @@ def present_endpoint(registration: Registration) -> Endpoint:
             raise PeerLost("this instance is leaving")
         return Present(instance_id=registration.instance_id)
 
-    # Every peer asks when we leave, and expects a refusal.
+    # When we leave, every peer calls this, and expects a refusal.
     return Endpoint("present", AskPresent, present, immediate=True, refusal_level=logging.DEBUG)
 
 
@@ -42,7 +42,7 @@ class PresenceCheck:
         self._bus = bus
         self._book = book
         self._rng = rng
-        self._due: dict[str, float] = {}  # monotonic times by key
+        self._due: dict[str, float] = {}  # monotonic time of the next call, by key
         self._asking: set[str] = set()
         self._wake = asyncio.Event()
         book.doubt = self._doubted
@@ -59,12 +59,12 @@ class PresenceCheck:
                 ready = [key for key, due in self._due.items() if due <= now]
                 for key in ready[: AT_ONCE - len(self._asking)]:
                     del self._due[key]
-                    if key in self._book.doubted:  # otherwise etcd has it again
+                    if key in self._book.doubted:  # otherwise the record is in etcd again
                         self._asking.add(key)
                         group.create_task(self._ask(key), name=f"ask {key}")
 
     async def _next_due(self) -> None:
-        """Wait until a question is due and may be sent."""
+        """Wait until a call is due and allowed."""
         self._wake.clear()
         wait_s = min(self._due.values(), default=float("inf")) - time.monotonic()
         if wait_s <= 0 and len(self._asking) < AT_ONCE:
@@ -82,7 +82,7 @@ class PresenceCheck:
         self._asking.discard(key)
         self._wake.set()
         if key not in self._book.doubted or self._book.at(key) is not record:
-            return  # a later record of this key is asked about for itself
+            return  # a newer record of this key gets its own call
         if gone:
             self._book.drop(key)
         else:
@@ -90,7 +90,7 @@ class PresenceCheck:
             self._due[key] = time.monotonic() + self._rng.uniform(0.5, 1.0) * again_s
 
     async def _is_gone(self, record: InstanceRecord) -> bool:
-        """True if NATS or the instance reports it; silence proves nothing."""
+        """True if NATS or the instance itself reports that it is gone. Silence proves nothing."""
         asking = AskPresent(epoch=record.epoch)
         try:
             await self._bus.call(f"{record.subject}.present", asking, Present, timeout_s=ASK_TIMEOUT_S)

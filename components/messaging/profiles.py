@@ -1,4 +1,4 @@
-"""Profiles of a worker over NATS: one is recorded at a time, and fetched in parts."""
+"""Profiles of a worker over NATS: recorded one at a time, and fetched in parts."""
 
 import asyncio
 import os
@@ -15,10 +15,10 @@ from components.errors import InvariantBroken, Overloaded, Rejected
 from components.messaging.call_server import Endpoint
 from components.wire.inspection import FetchProfile, ProfilePart, ProfileStarted, StartProfile
 
-MAX_SECONDS: Final = 60.0  # a second is up to 10 MB, unpacked
+MAX_SECONDS: Final = 60.0  # a second takes up to 10 MB, uncompressed
 PART_BYTES: Final = 512 * 1024  # half of NATS's default payload
-WAIT_S: Final = 2.0  # for a profile to be ready, before an empty answer
-KEPT: Final = 2  # profiles; a new one removes the oldest
+WAIT_S: Final = 2.0  # wait for a profile to be ready before an empty answer
+KEPT: Final = 2  # number of profiles; a new one removes the oldest
 
 
 class Profiler(Protocol):
@@ -43,7 +43,7 @@ class Profiles:
     def __init__(self, who: str, profiler: Profiler) -> None:
         self._who = who
         self._profiler = profiler
-        # Made with the first profile. A kill -9 leaves it behind; services.local finds it by our process id in the name.
+        # Created for the first profile. After kill -9 it is left over; services.local finds it by the process id in its name.
         self._home: tempfile.TemporaryDirectory[str] | None = None
         self._ordered: dict[str, Ordered] = {}
         self._starting = False
@@ -74,7 +74,7 @@ class Profiles:
         return ProfileStarted(profile_id=profile_id)
 
     async def part(self, request: FetchProfile) -> ProfilePart:
-        """Some bytes of a profile; none while it is not ready.
+        """Return the next bytes of a profile; none if it is not ready.
 
         Raises: Rejected, or the error of the recording.
         """
@@ -100,7 +100,7 @@ class Profiles:
             self._home.cleanup()
 
     async def _begin(self) -> Path:
-        """Start the profiler. Returns: the folder for its files. A folder made for a start that fails is removed."""
+        """Start the profiler. Returns: the directory for its files, which is removed if the start fails."""
         home = self._home or tempfile.TemporaryDirectory(
             prefix=f"kvmesh-profile-{os.getpid()}-", ignore_cleanup_errors=True
         )

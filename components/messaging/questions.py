@@ -1,4 +1,4 @@
-"""Ask workers for a heartbeat and for cached blocks of a prompt, in a fleet too large to follow."""
+"""Query workers for a heartbeat and for cached blocks of a prompt, in a fleet too large to subscribe to."""
 
 import asyncio
 import time
@@ -16,9 +16,9 @@ from components.routing.candidates import Allowance
 from components.wire.heartbeat import AskHeartbeat, Heartbeat
 from components.wire.instances import InstanceRecord
 
-ANSWER_WITHIN_S: Final = 0.1  # then the prompt is routed without the answer
-GIVEN_UP_AFTER_S: Final = 1.0  # before the bus repeats the question; `run` asks again
-LONGEST_WAIT_S: Final = 5.0  # between two questions to a lost instance
+ANSWER_WITHIN_S: Final = 0.1  # after this time the prompt is routed without the answer
+GIVEN_UP_AFTER_S: Final = 1.0  # timeout; before the bus repeats the call, because `run` sends a new one
+LONGEST_WAIT_S: Final = 5.0  # longest back-off between queries to a lost instance
 
 
 class Questions:
@@ -37,7 +37,7 @@ class Questions:
         return self._allowance.take(wanted, self._per_s(), time.monotonic())
 
     async def ask(self, records: Sequence[InstanceRecord], hashes: Mapping[str, bytes]) -> dict[str, int | None]:
-        """Ask instances and wait for at most ANSWER_WITHIN_S. Skip those with an older unanswered question.
+        """Query instances and wait for at most ANSWER_WITHIN_S. Skip those with an older unanswered query.
 
         Args:
             records: the instances.

@@ -1,7 +1,7 @@
-"""Records shared by all processes on a NATS: a JetStream stream with the last message of each key.
+"""Records shared by all processes, in a JetStream stream that keeps the last message of each key.
 
-They survive their writers and a restart of NATS. If NATS loses its data, an empty stream takes the place of the lost one.
-Where users of NATS have rights, only the administrator may make the stream: it could read and write any subject.
+They survive their writers and a restart of NATS. If NATS loses its data, an empty stream replaces the lost one.
+If NATS restricts its users' rights, only the administrator may create a stream: a stream can read and write any subject.
 """
 
 import logging
@@ -23,7 +23,7 @@ from components.messaging.bus import HEADERS_BYTES, Bus, nats_errors
 log = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 2.0
-AGAIN_S: Final = 10.0  # after a stream was not made: without a right, each try takes TIMEOUT_S
+AGAIN_S: Final = 10.0  # between attempts to create the stream; without the right to, each one takes TIMEOUT_S
 NO_STREAM: Final = 10059  # JetStream's codes
 OTHER_REVISION: Final = 10071
 COMMAND: Final = "`python -m services.frontend.response_stream`, with the administrator's access,"
@@ -45,7 +45,7 @@ class Records:
         self._not_made_at = -math.inf  # monotonic
 
     async def put(self, key: str, value: bytes, revision: int | None = None) -> int | None:
-        """Store or replace a record; every process sees it when this returns.
+        """Store or replace a record. All processes can read it when this returns.
 
         Args:
             revision: store it only if this is still the record's revision.
@@ -54,7 +54,7 @@ class Records:
         """
         most = self._bus.client.max_payload - HEADERS_BYTES
         if len(value) > most:
-            raise MessageTooLarge(f"a record of {len(value)} bytes; NATS takes {most}", bytes=len(value))
+            raise MessageTooLarge(f"a record has {len(value)} bytes, but NATS accepts {most}", bytes=len(value))
         with _errors(self._prefix, self._bus.url):
             try:
                 return await self._publish(key, value, revision)
@@ -71,10 +71,10 @@ class Records:
     async def get(self, key: str) -> bytes | None:
         with _errors(self._prefix, self._bus.url):
             try:
-                # not `direct`: components/permissions.py has the reason
+                # not `direct`, for the reason in components/permissions.py
                 found = await self._jetstream.get_last_msg(self._stream, f"{self._prefix}.{key}")
             except NotFoundError as exc:
-                if exc.err_code == NO_STREAM:  # it is gone, with all records
+                if exc.err_code == NO_STREAM:  # the stream is gone, with all records
                     await self._make_anew()
                 return None
         data: bytes | None = found.data
@@ -102,9 +102,9 @@ class Records:
 
 
 async def open_records(bus: Bus, name: str, bounds: Bounds) -> Records:
-    """Open or create the records under `name`; `bounds` replace earlier ones.
+    """Open or create the stream of records `name`, with `bounds` in place of earlier ones.
 
-    Raises: BackendUnavailable, also without JetStream, or if there is no stream and this user may not make it.
+    Raises: BackendUnavailable, also without JetStream, or if there is no stream and this user may not create it.
     """
     jetstream = bus.client.jetstream(timeout=TIMEOUT_S)
     stream, prefix = _names(name)
@@ -137,9 +137,9 @@ def _same(one: Bounds, other: Bounds) -> bool:
 
 
 async def _make_stream(jetstream: JetStreamContext, name: str, bounds: Bounds) -> bool:
-    """Make the stream, or give it new bounds.
+    """Create the stream, or change its bounds.
 
-    Returns: False if there is no answer, as NATS does not answer calls that a user has no right to.
+    Returns: False if there is no answer, because NATS does not answer calls that the user has no right to make.
     """
     stream, prefix = _names(name)
     config = StreamConfig(

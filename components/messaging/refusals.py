@@ -1,4 +1,4 @@
-"""Metric of the mesh's messages that this process refuses."""
+"""Metric that counts the mesh's messages that this process refused."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ STRANGER: Final = "Stranger"  # its sender is not registered, has another epoch,
 
 
 class Refusals(Collector):
-    """Labels are our own names, never content."""
+    """Counts refused messages. Labels are our own names, never content of a message."""
 
     def __init__(self) -> None:
         self._counts: Counter[tuple[str, str]] = Counter()

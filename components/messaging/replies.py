@@ -1,4 +1,4 @@
-"""Calls over NATS with our own reply subjects, and one subscription for all answers.
+"""Calls over NATS, with our own reply subjects and one subscription for all answers.
 
 nats-py's `request` reads random bytes from the kernel at each call. That releases Python's lock to the engine's
 thread for up to half a millisecond. Its `asyncio.wait_for` loses a cancellation that arrives with the answer
@@ -19,21 +19,21 @@ from components.aio import exact_cancellation
 from components.permissions import answer_subject
 from components.wire.codec import MAX_SUBJECT
 
-AGAIN_S: Final = 1.0  # then an unanswered call is sent again
-QUICK_REPEATS: Final = 8  # the first ones, a second apart; after them the pause doubles, up to LONGEST_S
-LONGEST_S: Final = 8.0  # between repetitions: the receiver keeps an answer for 30 s, and two may be lost
+AGAIN_S: Final = 1.0  # time after which an unanswered call is sent again
+QUICK_REPEATS: Final = 8  # repetitions a second apart; after them the pause doubles, up to LONGEST_S
+LONGEST_S: Final = 8.0  # between repetitions; the receiver keeps an answer for 30 s, and two may be lost
 STATUS: Final = "Status"  # header of the server's own messages
 NO_RESPONDERS: Final = "503"
 
 
 class RespondersGone(nats.errors.NoRespondersError):  # type: ignore[misc]  # nats-py has no types
-    """The first message of the call may have had a receiver."""
+    """No process listens now, but one may have received the first message of the call."""
 
 
 async def publish(
     client: Client, subject: str, data: bytes, reply: str = "", headers: dict[str, str] | None = None
 ) -> None:
-    """Send a message. nats-py may lose a cancellation while it waits for the socket; this does not.
+    """Send a message. Unlike nats-py, this does not lose a cancellation while it waits for the socket.
 
     Raises: nats.errors.BadSubjectError, also for a subject that would end the connection.
     """
@@ -112,7 +112,7 @@ class _Call:
         return self._repeats > 0
 
     async def answer(self) -> Msg | None:
-        """Repeat the call until `end`. Return None if it is too late."""
+        """Repeat the call until it is answered. Return None if it times out."""
         self._repeat_after(AGAIN_S)
         try:
             await publish(self._client, *self._message)
@@ -125,7 +125,7 @@ class _Call:
 
     def answered_by(self, message: Msg) -> None:
         if _no_responders(message) and self._repeats:
-            # The first message was accepted; its receiver may be reconnecting, or about to answer and leave.
+            # The first message was received; the receiver may be reconnecting, or about to answer and leave.
             before, self._refused = self._refused, self._repeats
             if not 0 < before == self._repeats - 1:
                 return
@@ -140,7 +140,7 @@ class _Call:
 
     def _repeat(self, waited_s: float) -> None:
         self._repeats += 1
-        # While NATS is away the first message waits in the client's buffer, which others need.
+        # While NATS is unreachable, the first message is in the client's buffer, which other calls need, too.
         if self._client.is_connected and (self._repeating is None or self._repeating.done()):
             self._repeating = asyncio.ensure_future(self._publish_again())
         self._repeat_after(waited_s if self._repeats < QUICK_REPEATS else min(2 * waited_s, LONGEST_S))

@@ -11,7 +11,7 @@ from components.aio import time_limit
 from components.messaging.bus import Bus
 from components.permissions import answer_subject
 
-SEND_S: Final = 2.0  # for NATS to take a question; a silent NATS counts as disconnected after 1.6 s
+SEND_S: Final = 2.0  # timeout for NATS to accept a query; a silent NATS counts as disconnected after 1.6 s
 
 
 async def ask_all(
@@ -20,10 +20,10 @@ async def ask_all(
     """Publish `question` and wait for answers.
 
     Args:
-        receive: called with each answer. It returns whether all expected answers have arrived.
-        wait_s: limit of the wait for expected answers.
-        least_s: part of `wait_s` that is always waited, for answers that are not expected.
-    Raises: MeshError, if NATS does not take the question.
+        receive: called with each answer; returns whether all expected answers have arrived.
+        wait_s: timeout for the expected answers.
+        least_s: minimum wait, for answers that are not expected.
+    Raises: MeshError, if NATS does not accept the query.
     """
     complete = asyncio.Event()
 
@@ -33,7 +33,7 @@ async def ask_all(
 
     inbox = answer_subject(bus.client.new_inbox(), subject, 0)
     async with AsyncExitStack() as stack:
-        # a flush waits for 10 s, even after the client has noticed that NATS hangs
+        # a flush waits for up to 10 s, even after the client has noticed that NATS hangs
         async with time_limit(SEND_S, f"NATS at {bus.url} has not answered within"):
             await stack.enter_async_context(bus.subscription(inbox, take))
             await bus.publish_bytes(subject, question, reply=inbox)

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: request and answer, and the conversation that requests of all dialects become."""
+"""`/v1/chat/completions`: request and answer, and the conversation into which all dialects convert their requests."""
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
@@ -25,7 +25,7 @@ from components.text.chat_template import Ending
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 MAX_MESSAGES: Final = 4096
-MAX_PARTS: Final = 1024  # of one message
+MAX_PARTS: Final = 1024  # maximum parts of one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +33,11 @@ class Conversation:
     messages: list[dict[str, Any]]  # in the form of chat templates
     tools: Sequence[Tool] = ()
     choice: ToolChoice = ToolChoice("auto")  # noqa: RUF009  # a tuple
-    parallel: bool = True  # several calls in one answer
+    parallel: bool = True  # whether one answer may have several calls
     effort: Effort | None = None  # None: the model's default
-    variables: Mapping[str, JsonValue] = field(default_factory=dict)  # of the template, set by the client
+    variables: Mapping[str, JsonValue] = field(default_factory=dict)  # template variables set by the client
     ending: Ending = Ending()  # noqa: RUF009  # a tuple
-    call_chars: int = 0  # of the arguments of calls in `messages`
+    call_chars: int = 0  # characters of the arguments of calls in `messages`
 
     @property
     def begun(self) -> str:
@@ -56,7 +56,7 @@ def name_answers(messages: Sequence[dict[str, Any]]) -> None:
 
 
 class TextPart(Strict):
-    """Images, audio and files are refused; the server fetches no URL."""
+    """Check and join text parts. Images, audio and files are refused, and the server fetches no URL."""
 
     type: Literal["text"]
     text: str
@@ -69,7 +69,7 @@ def _content(value: JsonValue) -> str | None:
     if not isinstance(value, list):
         raise invalid("must be a string or a list of text parts")
     if not value:
-        raise invalid("must hold at least one part")
+        raise invalid("must have at least one part")
     if len(value) > MAX_PARTS:
         raise invalid(f"has {len(value)} parts, at most {MAX_PARTS} are allowed")
     return "\n".join(_part_text(part, i) for i, part in enumerate(value))
@@ -104,12 +104,12 @@ class Message(Strict):
     name: Annotated[str, Field(max_length=256)] | None = None
     tool_call_id: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # of the call that this answers
     tool_calls: Annotated[list[CalledTool], Field(max_length=MAX_CALLS)] | None = None
-    refusal: str | None = None  # in place of content
+    refusal: str | None = None  # instead of content
     reasoning_content: str | None = None  # templates decide how much earlier reasoning the model sees
     reasoning: str | None = None  # another name for it
-    # clients send an answer back with all its fields
+    # fields that clients send back with an answer
     annotations: Annotated[JsonValue, only([])] = None
-    parsed: JsonValue = None  # of the openai package's helpers
+    parsed: JsonValue = None  # added by the openai package's helpers
     audio: Annotated[JsonValue, only()] = None
     function_call: Annotated[JsonValue, only(instead="tool_calls")] = None
 
@@ -140,14 +140,14 @@ class Message(Strict):
 
 
 class Prediction(Strict):
-    """Text that the answer may repeat, such as a file that is to be changed."""
+    """Text that the answer may repeat, such as a file to be edited."""
 
     type: Literal["content"]
     content: Annotated[str, PlainValidator(_predicted, json_schema_input_type=str | list[TextPart])]
 
 
 class ChatRequest(ConstrainedFields):
-    # fail_fast: report only the first fault
+    # fail_fast: only the first fault is reported
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     max_completion_tokens: TokenCount | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
@@ -230,7 +230,7 @@ def chars_of_calls(messages: Sequence[Message]) -> int:
 
 def check_messages(messages: Sequence[Message]) -> None:
     """Raises: Rejected if a message is empty, or tool calls and results do not match."""
-    calls: set[str] = set()  # ids of earlier calls
+    calls: set[str] = set()  # ids of the calls that tool messages may answer
     answers = False  # whether tool messages may follow
     for i, message in enumerate(messages):
         at = f"messages[{i}]"
@@ -249,31 +249,31 @@ def check_messages(messages: Sequence[Message]) -> None:
 
 
 def _check_answer(message: Message, at: str, calls: Set[str]) -> None:
-    """Raises: Rejected if a tool message has none of these calls."""
+    """Raises: Rejected if a tool message answers none of these calls."""
     if message.tool_call_id is None:
         code = "missing_required_parameter"
         raise Rejected(f"Missing required parameter: '{at}.tool_call_id'.", param=f"{at}.tool_call_id", code=code)
     if not calls:
         raise Rejected(
-            f"'{at}.role' is 'tool', so the message must follow one of the assistant with 'tool_calls'.",
+            f"'{at}.role' is 'tool', so the message must follow an assistant message with 'tool_calls'.",
             param=f"{at}.role",
             code="invalid_value",
         )
     if message.tool_call_id not in calls:
         raise Rejected(
-            f"'{at}.tool_call_id' matches none of the 'tool_calls' before it.",
+            f"'{at}.tool_call_id' matches none of the preceding 'tool_calls'.",
             param=f"{at}.tool_call_id",
             code="invalid_value",
         )
 
 
 def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
-    """Raises: Rejected if two tools have one name, or the choice names an unknown tool."""
+    """Raises: Rejected if two tools have the same name, or the choice names an unknown tool."""
     names: set[str] = set()
     for i, tool in enumerate(tools):
         if tool.function.name in names:
             raise Rejected(
-                f"'tools[{i}].function.name' is the name of another tool already.",
+                f"'tools[{i}].function.name' is already the name of another tool.",
                 param=f"tools[{i}].function.name",
                 code="invalid_value",
             )
@@ -285,7 +285,7 @@ def check_tools(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
     if choice.mode == "named" and choice.name not in names:
         shown = choice.name[:64]
         raise Rejected(
-            f"'tool_choice' names '{shown}', which is none of the 'tools'.", param="tool_choice", code="invalid_value"
+            f"'tool_choice' names '{shown}', which is not in 'tools'.", param="tool_choice", code="invalid_value"
         )
 
 
@@ -293,7 +293,7 @@ class CallMade(BaseModel):
     """A tool call by the model."""
 
     class Called(BaseModel):
-        """The arguments are JSON text."""
+        """A called function; its arguments are JSON text."""
 
         name: str
         arguments: str
@@ -312,12 +312,12 @@ def ending_of(add: bool | None, go_on: bool | None, special: bool | None) -> End
 
 
 def check_ending(messages: Sequence[Message], *, add: bool | None, go_on: bool | None) -> None:
-    """Raises: Rejected if the last message cannot be continued, or a new turn is requested, too."""
+    """Raises: Rejected if the last message cannot be continued, or a new turn is also requested."""
     if add and go_on:
         raise Rejected(
             "'continue_final_message' and 'add_generation_prompt' cannot both be true.", param="continue_final_message"
         )
-    if go_on and messages and messages[-1].tool_calls:  # calls follow the text, so the text cannot be continued
+    if go_on and messages and messages[-1].tool_calls:  # calls come after the text, so that cannot be continued
         raise Rejected(
             "'continue_final_message' cannot continue a message that has 'tool_calls'.",
             param="continue_final_message",

@@ -24,7 +24,7 @@ MAX_PROMPTS: Final = 128
 
 
 def prompts(value: JsonValue, most: int = MAX_PROMPTS) -> list[str | list[int]]:
-    """Return the prompts of any form of `prompt`, each a text or token ids."""
+    """Return the prompts, each a text or token ids, from any form of `prompt`."""
     if isinstance(value, str):
         return [value]
     if not isinstance(value, list) or not value:
@@ -41,14 +41,14 @@ def prompts(value: JsonValue, most: int = MAX_PROMPTS) -> list[str | list[int]]:
 
 
 def token_ids(value: JsonValue, at: str = "") -> list[int]:
-    """`at`: path below the field."""
+    """Check token ids. `at`: path below the field, for errors."""
     if not isinstance(value, list):
         raise invalid("must be a list of token ids", at=at)
     if not value:
         raise invalid("must not be empty", at=at)
     ids = [item for item in value if type(item) is int]  # a bool is an int to isinstance
     if len(ids) != len(value) or min(ids) < 0 or max(ids) > INT32_MAX:
-        raise invalid("must hold token ids: whole numbers from 0 on", at=at)
+        raise invalid("must have token ids: integers of at least 0", at=at)
     return ids
 
 
@@ -60,7 +60,7 @@ class CompletionRequest(ConstrainedFields):
         list[str | list[int]],
         PlainValidator(prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
-    # 0: the answer holds the prompt alone
+    # 0: the answer is the prompt alone
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     best_of: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
@@ -88,7 +88,7 @@ class CompletionRequest(ConstrainedFields):
         super().check()
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise Rejected(
-                "Invalid 'max_tokens': 0 asks for an empty answer. Send at least 1, or send 'echo' or 'prompt_logprobs' to "
+                "Invalid 'max_tokens': 0 requests an empty answer. Send at least 1, or send 'echo' or 'prompt_logprobs' to "
                 "see the prompt.",
                 param="max_tokens",
                 code="invalid_value",

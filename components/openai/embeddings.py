@@ -36,7 +36,7 @@ class EmbeddingRequest(Strict):
     priority: Priority | None = None
 
     def check(self, model: EmbeddingModel) -> None:
-        """Raises: Rejected if the vectors cannot be cut to `dimensions`."""
+        """Raises: Rejected if the vectors cannot be truncated to `dimensions`."""
         wanted = self.dimensions
         if wanted is None or wanted == model.dimensions:
             return
@@ -67,7 +67,7 @@ class Embedding(BaseModel):
 
 
 class EmbeddingUsage(BaseModel):
-    """Tokens of all inputs, with special tokens."""
+    """Number of tokens in all inputs, including special tokens."""
 
     prompt_tokens: int
     total_tokens: int

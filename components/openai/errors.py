@@ -15,7 +15,7 @@ from components.errors import MeshError, Overloaded
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Without `text` a client reads the error's own message, which must be safe to show."""
+    """One row of the table. Without `text`, clients get the error's own message, which must be safe to show."""
 
     status: int
     type: str
@@ -41,8 +41,8 @@ TABLE: Final[dict[type[MeshError], Row]] = {
     e.PromptTooLong: Row(400, _INVALID, "context_length_exceeded"),
     e.UnknownModel: Row(404, _INVALID, "model_not_found"),
     e.UnknownResponse: Row(404, _INVALID, "response_not_found"),
-    e.MessageTooLarge: Row(413, _INVALID, "request_too_large", "The request is larger than the mesh carries."),
-    e.MalformedMessage: Row(500, _SERVER, "internal_error", _OURS),  # a peer's message, never the client's
+    e.MessageTooLarge: Row(413, _INVALID, "request_too_large", "The request is too large for the mesh."),
+    e.MalformedMessage: Row(500, _SERVER, "internal_error", _OURS),  # a peer's message was malformed, not the client's
     e.IncompatibleLayout: Row(500, _SERVER, "internal_error", _OURS),
     e.Overloaded: Row(503, _BUSY, "overloaded", "The server is overloaded. Try again shortly."),
     e.NoDecodeInstance: Row(503, _BUSY, "no_instance", _NO_INSTANCE),
@@ -83,7 +83,7 @@ WHY_NO_KV: Final[dict[str, str]] = {  # by `KvUnavailable.fields["cause"]`
     e.NoBootstrapInstance.__name__: "no bootstrap instance is available.",
     e.Overloaded.__name__: "the instance is full.",
     e.QueueFull.__name__: "the instance is full.",
-    e.IncompatibleLayout.__name__: "its layout does not fit.",
+    e.IncompatibleLayout.__name__: "its layout is not compatible.",
 }
 
 HTTP: Final[dict[int, tuple[str | None, str]]] = {  # refusals before a request reaches a dialect
@@ -138,7 +138,7 @@ class ApiError:
 
 
 def from_mesh(error: MeshError, request_id: str) -> ApiError:
-    """A newer peer's unknown class becomes its nearest known parent."""
+    """Return the client's error for a MeshError. A class without a row of its own uses its nearest parent's."""
     row = next(TABLE[cls] for cls in type(error).__mro__ if cls in TABLE)
     message = row.text or error.message
     if isinstance(error, e.KvUnavailable):
@@ -166,22 +166,22 @@ def _text(value: object) -> str | None:
 
 
 def from_status(status: int, message: str | None = None) -> ApiError:
-    """A refusal by the web server, such as a wrong method."""
+    """Return the error for a refusal by the web framework, such as a wrong method."""
     code, text = HTTP.get(status, (None, _OURS if status >= 500 else HTTP[400][1]))
     return ApiError(status, message or text, _SERVER if status >= 500 else _INVALID, None, code)
 
 
 def http_refusal(status: int, reason: str) -> tuple[bytes, bytes]:
-    """Content type and body of a refusal by the HTTP server, for `serve_http`."""
+    """Return content type and body for a refusal by the HTTP server, for `serve_http`."""
     return b"application/json", from_status(status, reason).body()
 
 
 def from_validation(faults: Sequence[Mapping[str, Any]]) -> ApiError:
-    """A refusal of a parameter in the URL."""
+    """Return the error for an invalid parameter in the URL."""
     param = str(faults[0]["loc"][-1])
     return ApiError(400, f"Invalid '{param}': {faults[0]['msg']}.", _INVALID, param, "invalid_value")
 
 
 def internal(request_id: str) -> ApiError:
-    """The answer to a bug. Only the log has its traceback."""
+    """Return the error for a bug. Only the log has the traceback."""
     return ApiError(500, f"{_OURS} (request {request_id})", _SERVER, None, "internal_error")

@@ -13,12 +13,12 @@ from components.output.calls import CallDelta
 DONE: Final = b"data: [DONE]\n\n"
 
 _encode: Final = json.JSONEncoder(ensure_ascii=False).encode
-# line ends for str.splitlines, which some clients use, but not for JSON
+# line breaks for str.splitlines, which some clients use, but not in JSON
 _LINE_ENDS: Final = str.maketrans({"\x85": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"})
 
 
 def quote(text: str) -> bytes:
-    """Return `text` as a JSON string without line ends."""
+    """Return `text` as a JSON string without line breaks."""
     return _in_one_line(_encode(text))
 
 
@@ -48,9 +48,9 @@ NOTHING: Final = More()
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """One stream's events. Chat and completions differ only around the text."""
+    """The events of one stream. Chats and completions differ only in what is around the text."""
 
-    head: bytes  # up to the choice's index
+    head: bytes  # start of an event, up to the choice's index
     before_text: bytes
     after_text: bytes
     empty: bytes  # a choice without text, for the finish event

@@ -26,22 +26,22 @@ from components.openai.json_size import check_text, check_value
 from components.wire.sampling import Constraint
 from components.wire.step_stats import DraftCounts
 
-MAX_CHOICES: Final = 128  # per prompt
+MAX_CHOICES: Final = 128  # maximum `n` per prompt
 MAX_BRANCHES: Final = 512  # per request, over all its prompts
-MAX_ERROR_CHARS: Final = 256  # of a message that quotes the client
+MAX_ERROR_CHARS: Final = 256  # of an error message that quotes the client
 MAX_LOGPROBS: Final = 20
 MAX_STOPS: Final = 4
 MAX_STOP_CHARS: Final = 1024
 MAX_LOGIT_BIAS: Final = 1024
 MAX_BIAS: Final = 100
-MAX_PRIORITY: Final = 127  # each step lets 256 later requests overtake
+MAX_PRIORITY: Final = 127  # for each step of priority, 256 later requests may overtake
 INT32_MAX: Final = 2**31 - 1
-CODES: Final = {  # pydantic's error types to OpenAI's codes; others are invalid_value
+CODES: Final = {  # OpenAI's codes by pydantic's error types; others are invalid_value
     "extra_forbidden": "unknown_parameter",
     "missing": "missing_required_parameter",
     "unsupported": "unsupported_parameter",
 }
-SHAPES: Final = {  # in JSON's words, not Python's
+SHAPES: Final = {  # error texts in JSON's terms rather than Python's
     "model_type": "Input should be an object",
     "dict_type": "Input should be an object",
     "list_type": "Input should be an array",
@@ -49,17 +49,17 @@ SHAPES: Final = {  # in JSON's words, not Python's
 
 R = TypeVar("R", bound=BaseModel)
 
-_UNKNOWN_TYPE: Final = "has a value that this server does not support: it takes {kinds}"
+_UNKNOWN_TYPE: Final = "has a value that this server does not support: it accepts {kinds}"
 
 
 class Strict(BaseModel):
-    """Part of a request: no unknown field, no coercion, no NaN or infinity."""
+    """Base of request models: no unknown fields, no coercion, no NaN or infinity."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, frozen=True, hide_input_in_errors=True)
 
 
 def only(*neutral: JsonValue, instead: str = "") -> AfterValidator:
-    """Accept null and these values; refuse others as unsupported. `instead`: the field to use."""
+    """Accept null and these values; refuse others as unsupported. `instead`: the field that clients should use."""
     shown = " or ".join(repr(value).lower() if isinstance(value, bool) else repr(value) for value in neutral)
     what = "has a value that this server does not support" if neutral and not instead else "is not supported"
     hint = f"use '{instead}'" if instead else f"send {shown} or leave it out" if neutral else "leave it out"
@@ -77,7 +77,7 @@ def _same(value: JsonValue, allowed: JsonValue) -> bool:
 
 
 def invalid(message: str, at: str = "") -> PydanticCustomError:
-    """`at`: path below the field, such as `[0].type`."""
+    """Return a validation error. `at`: path below the field, such as `[0].type`."""
     return PydanticCustomError("value_error", message, {"at": at})
 
 
@@ -126,7 +126,7 @@ def _stops(value: JsonValue) -> list[str]:
     if len(stops) > MAX_STOPS:
         raise invalid(f"has {len(stops)} strings, at most {MAX_STOPS} are allowed")
     if not all(0 < len(str(stop)) <= MAX_STOP_CHARS for stop in stops):
-        raise invalid(f"must hold strings of 1 to {MAX_STOP_CHARS} characters")
+        raise invalid(f"must have strings of 1 to {MAX_STOP_CHARS} characters")
     return [str(stop) for stop in stops]
 
 
@@ -157,7 +157,7 @@ LogitBias = Annotated[dict[int, float] | None, PlainValidator(_bias, json_schema
 Stops = Annotated[list[str], PlainValidator(_stops, json_schema_input_type=str | list[str] | None)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 TokenCount = Annotated[int, Field(ge=1, le=INT32_MAX)]
-Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]  # lower goes first
+Priority = Annotated[int, Field(ge=-MAX_PRIORITY, le=MAX_PRIORITY)]  # lower is served first
 
 
 class AskedConstraint(NamedTuple):
@@ -197,7 +197,7 @@ class GenerationFields(Strict):
     stop_token_ids: Annotated[list[TokenId], Field(max_length=128)] | None = None
     cache_salt: Annotated[str, Field(max_length=256)] | None = None
     priority: Priority | None = None
-    # keys for session affinity; the first one counts
+    # keys for session affinity; the first one that is set is used
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     skip_special_tokens: bool | None = None  # true by default
@@ -259,7 +259,7 @@ class GenerationFields(Strict):
 
 
 T = TypeVar("T")
-# a member that is present only if requested, as in vLLM
+# a member that is in the answer only if requested, as in vLLM
 IfAsked = Annotated[T | None, Field(exclude_if=lambda value: value is None)]
 
 
@@ -320,7 +320,7 @@ def parse_value(cls: type[R], value: Any) -> R:
 
 
 def _read_json(body: bytes) -> Any:
-    """Refuse duplicate keys: a parser in front of us may read the other value.
+    """Refuse duplicate keys, because a proxy's parser may use the other value.
 
     NaN and numbers beyond a float pass: their fields refuse them by name.
     """
@@ -346,14 +346,14 @@ def _rejection(fault: ErrorDetails, body: Any) -> Rejected:
         return Rejected(f"Unknown parameter: '{shown}'.", param=shown, code=code)
     if kind == "missing":
         return Rejected(f"Missing required parameter: '{shown}'.", param=shown, code=code)
-    if kind in {"unsupported", "value_error"}:  # our own messages, which continue after the parameter's name
+    if kind in {"unsupported", "value_error"}:  # our own messages, which follow the parameter's name
         return Rejected(f"'{shown}' {reason}.", param=shown, code=code)
     reason = SHAPES.get(kind, reason.replace(" after validation", ""))
     return Rejected(f"Invalid '{shown}': {reason}.", param=shown, code=code)
 
 
 def _path(loc: tuple[int | str, ...], body: Any, *, missing: bool) -> str:
-    """A path such as `messages[0].content`. Steps of `loc` that are not places in `body` name types, and are left out."""
+    """Return a path such as `messages[0].content`. Steps of `loc` that are not in `body` are type names, and are left out."""
     steps, place = [], body
     for step in loc[:-1] if missing else loc:
         if step in place if isinstance(place, Mapping) else isinstance(place, list) and step in range(len(place)):

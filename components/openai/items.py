@@ -31,7 +31,7 @@ class InputText(Item):
 
 
 class OutputText(Item):
-    """Text of the model, sent back by a client."""
+    """Text from the model that a client sends back."""
 
     type: Literal["output_text"]
     text: str
@@ -173,7 +173,7 @@ def _assistants_turn(messages: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _add(turn: dict[str, Any], item: MessageItem | CallItem | ReasoningItem) -> None:
-    """`reasoning_content` is a list until all is added."""
+    """An assistant turn; `reasoning_content` is a list until all items are added."""
     if isinstance(item, MessageItem):
         turn["content"] = turn["content"] or []
         turn["content"] += _texts(item.content)

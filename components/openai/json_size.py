@@ -1,4 +1,4 @@
-"""Limits on a JSON text's contents, before parsing: a parser creates all objects at once and holds the GIL.
+"""Limits on a JSON text's contents, checked before it is parsed: a parser creates all objects while it holds the GIL.
 
 A text of 4 MB may hold a million empty objects. Useful requests have few strings, objects and arrays, but may have
 many token ids. So there are two limits.
@@ -13,13 +13,13 @@ from components.errors import Rejected
 
 MAX_VALUES: Final = 100_000  # strings (keys, too), objects and arrays; also items of lists other than token ids
 MAX_ITEMS: Final = 1 << 19  # of all lists: half a million token ids take 30 ms to parse
-MAX_DIGITS: Final = 400  # a float has at most 309, and long integers take quadratic time
+MAX_DIGITS: Final = 400  # a float has at most 309, and parsing long integers takes quadratic time
 MAX_KEYS: Final = 2048  # per object: pydantic creates an error for each unknown key
 TOKEN_FIELDS: Final = frozenset({"prompt", "input", "tokens"})
-SLICE_BYTES: Final = 32 * 1024  # checked at once, in 0.1 to 2 ms
+SLICE_BYTES: Final = 32 * 1024  # checked in one go, in 0.1 to 2 ms
 SMALL_BYTES: Final = 64 * 1024  # smaller texts need no check
 DIGITS: Final = bytes(ord("0") if chr(byte).isdecimal() and byte < 128 else byte for byte in range(256))
-TOO_MUCH: Final = f"holds too much: at most {MAX_VALUES} strings, objects and arrays, and {MAX_ITEMS} token ids"
+TOO_MUCH: Final = f"is too complex: at most {MAX_VALUES} strings, objects and arrays, and {MAX_ITEMS} token ids"
 ESCAPE: Final = re.compile(rb"\\.", re.DOTALL)
 
 
@@ -30,25 +30,25 @@ def check_text(body: bytes) -> None:
 
 
 def fault_in_text(body: bytes) -> str | None:
-    """The fault of a text, even if it is not JSON."""
+    """Return what is wrong with a text, even if it is not JSON."""
     if len(body) <= SMALL_BYTES:
         return None
     opened = quotes = commas = 0
-    rest = b""  # a backslash that ended the last slice
+    rest = b""  # a backslash at the end of the last slice
     for start in range(0, len(body), SLICE_BYTES):
         some = rest + body[start : start + SLICE_BYTES]
         if b"\\" in some:
             some = ESCAPE.sub(b"", some)
         rest = b"\\" if some.endswith(b"\\") else b""
         between = some.removesuffix(b"\\").split(b'"')
-        outside = b"".join(between[quotes % 2 :: 2])  # of strings
+        outside = b"".join(between[quotes % 2 :: 2])  # everything outside strings
         quotes += len(between) - 1
         opened += outside.count(b"{") + outside.count(b"[")
         commas += outside.count(b",")
         if opened + (quotes + 1) // 2 > MAX_VALUES or commas > MAX_ITEMS + MAX_VALUES:
             return TOO_MUCH
         if b"0" * MAX_DIGITS in outside.translate(DIGITS):
-            return f"holds a number of more than {MAX_DIGITS} digits"
+            return f"has a number of more than {MAX_DIGITS} digits"
     return None
 
 

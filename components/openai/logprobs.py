@@ -16,7 +16,7 @@ TOKENS_AT_ONCE: Final = 32  # with 20 alternatives each, 2 ms
 
 
 class ShownToken(NamedTuple):
-    token: bytes  # maybe part of a character
+    token: bytes  # may be part of a character
     logprob: float | None  # None for a prompt's first token
     top: list[tuple[bytes, float]]  # most probable first
     offset: int  # in characters of the choice's text

@@ -37,7 +37,7 @@ WorkerState = Literal["up", "draining", "silent"]
 
 
 class Health(BaseModel):
-    """This process answers. `models` is set only for clients that may use them."""
+    """The process is alive. `models` is set only for clients that may use them."""
 
     status: Literal["ok"] = "ok"
     models: IfAsked[list[str]] = None

@@ -156,7 +156,7 @@ class ResponsesRequest(Strict):
                 param="top_logprobs",
             )
         if self.background and self.store is False:
-            raise Rejected("'background' needs 'store': it is how its answer is found.", param="store")
+            raise Rejected("'background' requires 'store', because the answer is read from the store.", param="store")
         if self.background and self.stream:
             raise Rejected(
                 "'stream' and 'background' cannot be combined.",
@@ -202,7 +202,7 @@ class ResponsesRequest(Strict):
 
 
 def _check_outputs(earlier: Sequence[InputItem], items: Sequence[InputItem]) -> None:
-    """Raises: Rejected, if an output belongs to no call before it, or to one that has an output."""
+    """Raises: Rejected, if an output does not belong to an earlier call, or to one that already has an output."""
     calls: set[str] = set()
     for i, item in enumerate([*earlier, *items], -len(earlier)):
         if isinstance(item, CallItem):
@@ -261,7 +261,7 @@ ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed", "ca
 
 
 class ResponseObject(BaseModel):
-    """An answer, complete or in progress, with the request's parameters."""
+    """A response, complete or in progress, with the request's parameters."""
 
     id: str
     object: Literal["response"] = "response"

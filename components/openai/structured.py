@@ -20,7 +20,7 @@ MAX_CHOICES: Final = 10_000
 Regex = Annotated[str, Field(min_length=1, max_length=MAX_REGEX_CHARS)]
 Grammar = Annotated[str, Field(min_length=1, max_length=MAX_GRAMMAR_CHARS)]
 Choice = Annotated[list[Annotated[str, Field(max_length=MAX_TEXT_CHARS)]], Field(min_length=1, max_length=MAX_CHOICES)]
-Schema = dict[str, JsonValue] | str  # a string is the JSON of one
+Schema = dict[str, JsonValue] | str  # or its JSON text
 
 
 class JsonSchemaFormat(Strict):
@@ -57,11 +57,11 @@ class ConstrainedFields(GenerationFields):
 
     @cached_property
     def asked_constraint(self) -> AskedConstraint | None:
-        """Raises: Rejected if there are several, or it is invalid."""
+        """Return the constraint, if there is one. Raises: Rejected, if there are several, or it is invalid."""
         asked = [*self._of_response_format(), *self._of_structured_outputs(), *self._guided()]
         if len(asked) > 1:
             raise Rejected(
-                f"'{asked[0].param}' and '{asked[1].param}' each say what the answer must be; send one of them.",
+                f"'{asked[0].param}' and '{asked[1].param}' both constrain the answer; send only one of them.",
                 param=asked[1].param,
                 code="invalid_value",
             )

@@ -28,7 +28,7 @@ def _ids(value: JsonValue) -> list[int]:
 
 
 class TokenizeRequest(Strict):
-    """Has either `prompt` or `messages`."""
+    """A request with either `prompt` or `messages`."""
 
     model: Annotated[str, Field(min_length=1, max_length=256)] | None = None  # None: the first one served
     prompt: str | None = None

@@ -9,7 +9,7 @@ from components.openai.fields import Strict, invalid
 from components.openai.json_size import fault_in_text
 
 MAX_TOOLS: Final = 128
-MAX_CALLS: Final = 256  # of one message
+MAX_CALLS: Final = 256  # maximum calls of one message
 TYPES: Final = frozenset(("string", "number", "integer", "boolean", "null", "array", "object"))
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
@@ -38,7 +38,7 @@ def _check_property(schema: JsonValue, at: str) -> None:
     kinds = schema.get("type", [])
     named = kinds if isinstance(kinds, list) else [kinds]
     if not all(isinstance(kind, str) and kind in TYPES for kind in named):
-        raise invalid("must be a type of JSON Schema, or a list of them", at=f"{at}.type")
+        raise invalid("must be a JSON Schema type, or a list of types", at=f"{at}.type")
 
 
 class Function(Strict):

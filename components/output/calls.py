@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-MAX_NAME: Final = 256  # characters; a client could not send a call with a longer name back
+MAX_NAME: Final = 256  # characters; clients could not send back a call with a longer name
 
 
 class CallDelta(NamedTuple):
@@ -18,7 +18,7 @@ class CallDelta(NamedTuple):
 class Call(NamedTuple):
     id: str
     name: str
-    arguments: str  # JSON, unless the model wrote something else
+    arguments: str  # JSON, if the model wrote valid JSON
 
 
 def is_tool_name(text: str) -> bool:

@@ -68,7 +68,7 @@ class ReasoningFormat:
     read: Format | None = None  # reads the whole answer, with its calls
     special: tuple[str, ...] = ()  # its markers, if they are more than `begin` and `end`
     answers: tuple[str, ...] = ()  # how an answer or a call begins; without any, after `end`
-    efforts: tuple[str, ...] = ()  # that the model knows; (): any
+    efforts: tuple[str, ...] = ()  # reasoning efforts that the model supports; (): any
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ class ReasoningFormat:
 
     @property
     def over(self) -> tuple[str, ...]:
-        """Any of these ends the reasoning."""
+        """The markers that end the reasoning."""
         return self.answers or (self.end,)
 
 
@@ -146,7 +146,7 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat]] = {
 
 
 def tool_format_of(template: str, name: ToolParserName | None = None) -> ToolFormat:
-    """The format called `name`, or else the template's."""
+    """Return the format `name`, or else the template's."""
     found = TOOL_FORMATS[name or _shown_by(template)]
     return replace(found, style=MISTRAL_NAMED) if found.name == "mistral" and ARGS in template else found
 
@@ -177,7 +177,7 @@ _MARKS: Final[tuple[tuple[str, ToolParserName], ...]] = (
 
 
 def reasoning_format_of(template: str) -> ReasoningFormat | None:
-    """The format that `template` mentions, if any."""
+    """Return the format that `template` contains, if any."""
     if _has_channels(template):
         return REASONING_FORMATS["gpt_oss"]
     for name in ("qwen3", "mistral"):
@@ -197,7 +197,7 @@ class FormatOptions:
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
     tools: ToolFormat | None  # None: the model cannot get tools
-    instructed: bool  # our own words describe the tools, not the template
+    instructed: bool  # the tools are described by our own text, not by the template
     reasoning: ReasoningFormat | None
 
     @classmethod

@@ -15,7 +15,7 @@ from components.output.reader import Schema
 from components.structured.grammar import ASCII, WHITESPACE, as_lark
 from components.wire.sampling import Constraint
 
-MAX_CALLS: Final = 32  # of one answer with only calls: a small model would never stop
+MAX_CALLS: Final = 32  # in an answer that must be calls, because a small model would never stop
 TEXT: Final = r"/(?s:.*)/"
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
@@ -68,7 +68,7 @@ class Grammar:
         return "\n".join([*self._rules, f"start: {start}"])
 
     def rule(self, name: str, body: str) -> str:
-        """Returns: its name."""
+        """Add a rule. Returns: its name."""
         self._rules.append(f"{name}: {body}")
         return name.partition("[")[0]
 
@@ -170,7 +170,7 @@ def _schema(tool: CallableTool) -> dict[str, Any]:
     whole = schema.keys() & {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
     properties = schema.get("properties")
     if isinstance(properties, dict) and not whole and properties.keys() >= set(schema.get("required", ())):
-        schema["additionalProperties"] = False  # otherwise models invent parameters
+        schema["additionalProperties"] = False  # because models otherwise invent parameters
     schema["title"] = tool.name  # for the error, if the compiler refuses the schema
     return {**schema, "x-guidance": JSON_STYLE if tool.strict else {**JSON_STYLE, "lenient": True}}
 

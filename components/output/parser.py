@@ -28,7 +28,7 @@ class OutputParser:
 
     @property
     def done(self) -> bool:
-        """The one requested call is complete."""
+        """Whether the only requested call is complete."""
         return self._calls is not None and self._calls.done
 
     @property
@@ -68,7 +68,7 @@ class OutputParser:
         return Parsed(answer, thought + more, calls)
 
     def flush(self) -> Parsed:
-        """Return the held text at the end."""
+        """End the text, and return what was held back."""
         thought = text = ""
         if self._reasoning is not None:
             thought, text = self._reasoning.flush()

@@ -1,4 +1,4 @@
-"""Policies that send requests with an equal key to one instance: hashing and sessions."""
+"""Policies that send all requests with the same key to one instance: hashing and sessions."""
 
 from bisect import bisect_left
 from collections import OrderedDict
@@ -19,15 +19,15 @@ from components.routing.policy import (
     lowest,
 )
 
-LOAD_FACTOR: Final = 1.25  # of the mean; with more load and the slack, an instance takes no key
-SLACK_TOKENS: Final = 8192  # without it, one request in an idle fleet is far above the mean
+LOAD_FACTOR: Final = 1.25  # multiple of the mean load, plus the slack, above which an instance gets no key
+SLACK_TOKENS: Final = 8192  # because in an idle fleet, a single request is far above the mean
 _MASK: Final = (1 << 64) - 1
 _MIX: Final = 0x9E3779B97F4A7C15  # odd, 2^64 / golden ratio: multiplying spreads the bits upwards
 _MIX_AGAIN: Final = 0xD6E8FEB86659FD93
 
 
 class Rendezvous:
-    """A leaving instance moves only its own keys. A new one takes an equal share from the others.
+    """If an instance leaves, only its own keys move. A new one takes an equal share from the others.
 
     Source: Thaler and Ravishankar 1998, "Using name-based mappings to increase hit rates".
     """
@@ -36,7 +36,7 @@ class Rendezvous:
         self._names: dict[str, int] = {}
 
     def scores(self, key: bytes, members: Sequence[HasInstanceId]) -> list[int]:
-        """64 bits per member, equal in every process. The highest score has the key."""
+        """Return 64 bits per member, the same in every process. The member with the highest score owns the key."""
         hashed = _hash(key)
         names = self._of(members)
         mixed = [((name ^ hashed) * _MIX) & _MASK for name in names]
@@ -86,7 +86,7 @@ class BoundedHashing:
         slack_tokens: float = SLACK_TOKENS,
     ) -> None:
         if load_factor < 1 or slack_tokens < 0:
-            raise ValueError("with a load factor below 1 or negative slack, no instance might remain")
+            raise ValueError("with a load factor below 1 or a negative slack, all instances might be excluded")
         self._rng = rng
         self._load = load
         self._key = key
@@ -102,7 +102,7 @@ class BoundedHashing:
             return PolicyChoice(members[lowest(loads, self._rng)], "least load: no key")
         scores = self._rendezvous.scores(key, members)
         first = scores.index(max(scores))
-        # rounding may put the mean below every load
+        # rounding may make the mean smaller than every load
         bound = max(self._factor * sum(loads) / len(loads) + self._slack, min(loads))
         if loads[first] <= bound:
             return PolicyChoice(members[first], "its key")
@@ -120,9 +120,9 @@ SPILL_TOKENS: Final = 8192
 
 
 class SessionAffinity:
-    """`inner` chooses for new sessions, and if the instance has left or is too full.
+    """Sends a session to the same instance. `inner` chooses for new sessions, and if the instance has left or is too full.
 
-    Unlike with hashing, a new instance moves no session.
+    Unlike with hashing, no session moves when an instance joins.
     """
 
     def __init__(self, inner: Policy, load: Load, *, idle_s: float = IDLE_S, sessions: float = SESSIONS) -> None:
@@ -155,7 +155,7 @@ class SessionAffinity:
         mean = sum(self._load(m, 0) for m in members) / len(members)
         if self._load(member, 0) > SPILL * mean + SPILL_TOKENS:
             return None
-        return PolicyChoice(member, "its session is there")
+        return PolicyChoice(member, "the instance of its session")
 
     def _forget(self, now_s: float) -> None:
         while self._sessions:

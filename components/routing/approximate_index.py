@@ -1,4 +1,4 @@
-"""Guess which instances hold blocks, for workers without KV events."""
+"""Estimate which instances hold blocks, for workers without KV events."""
 
 import time
 from collections import OrderedDict
@@ -10,12 +10,12 @@ from components.routing.kv_index import KvIndex
 
 TTL_S: Final = 120.0
 MAX_BLOCKS: Final = 500_000
-BLOCKS_PER_PROMPT: Final = 1024  # 3 ms of the event loop, also for their hashes
+BLOCKS_PER_PROMPT: Final = 1024  # take 3 ms of the event loop, including their hashes
 EXPIRED_PER_CALL: Final = 4096
 
 
 class ApproximateIndex:
-    """The first blocks of each prompt, which suffice to send its continuation to the same instance.
+    """Records the first blocks of each routed prompt, which suffice to send its continuation to the same instance.
 
     Blocks expire after `ttl_s`. Above `max_blocks` pairs of block and instance, the oldest are evicted.
     """
@@ -40,7 +40,7 @@ class ApproximateIndex:
         self._expire()
         blocks = list(islice(block_hashes, min(BLOCKS_PER_PROMPT, self._max_blocks)))  # hashed on demand
         expires_s = self._clock() + self._ttl_s
-        for block in reversed(blocks):  # the end expires first: alone it is useless
+        for block in reversed(blocks):  # later blocks expire first, because they are useless without the earlier ones
             pair = (instance_id, block)
             self._expires[pair] = expires_s
             self._expires.move_to_end(pair)

@@ -18,8 +18,8 @@ from components.routing.policy import (
     lowest,
 )
 
-SPEED_RANGE: Final = 4.0  # largest factor between a speed and the median that counts
-USUAL_SPEEDS: Final = 2.0  # a speed within this factor of the median equals it
+SPEED_RANGE: Final = 4.0  # a speed counts as at most this factor from the median
+USUAL_SPEEDS: Final = 2.0  # a speed within this factor of the median counts as the median
 EVEN_S: Final = 60.0  # half-life of the tokens given to an instance
 REBASE: Final = 64.0  # half-lives until values are rebased, against overflow
 
@@ -63,10 +63,10 @@ class _Given:
 
 
 class KvAware:
-    """Minimise queued plus uncached tokens, for each device of an instance.
+    """Minimise queued plus uncached tokens, per device of an instance.
 
     Reports are late, and routers do not see each other's requests. So a router spreads its requests evenly among
-    nearly equal costs. With a spill of at least 2 an instance remains: fewer than half exceed twice the mean.
+    nearly equal costs. With a spill of at least 2 some instance remains, because fewer than half exceed twice the mean.
     """
 
     def __init__(self, rng: Random, weights: KvWeights = KvWeights()) -> None:
@@ -124,7 +124,7 @@ class KvAware:
         return costs
 
     def _exclude_crowded(self, running: Sequence[float], queued: Sequence[float], costs: list[float]) -> int:
-        """Give excluded members an infinite cost. Returns: their number."""
+        """Set the cost of excluded members to infinity. Returns: the number of these."""
         weights, count = self._weights, len(costs)
         most_running = weights.spill * sum(running) / count + weights.spill_requests
         most_queued = weights.spill * sum(queued) / count + weights.spill_tokens
@@ -143,7 +143,7 @@ def _by_device(values: Sequence[float], devices: Sequence[int]) -> list[float]:
 
 
 def _by_speed(costs: list[float], speeds: Sequence[float]) -> list[float]:
-    """Costs in the time of an instance of usual speed."""
+    """Scale costs by speed, relative to an instance of usual speed."""
     known = [speed for speed in speeds if speed > 0]
     if not known:
         return costs
@@ -165,7 +165,7 @@ class CacheAwareThresholds:
 
 
 class CacheAware:
-    """The SGLang router's rule: the longest cached prefix or, without balance, the least load."""
+    """The SGLang router's rule: the longest cached prefix or, if loads are unbalanced, the least load."""
 
     def __init__(self, rng: Random, thresholds: CacheAwareThresholds = CacheAwareThresholds()) -> None:
         self._rng = rng
@@ -181,4 +181,4 @@ class CacheAware:
             best = [m for m in members if cached.get(m.instance_id) == most]
             chosen = best[lowest([m.running / m.devices for m in best], self._rng)]
             return PolicyChoice(chosen, f"{most} of {request.num_tokens} tokens cached", costs)
-        return PolicyChoice(members[lowest(loads, self._rng)], "least load: too little is cached anywhere", costs)
+        return PolicyChoice(members[lowest(loads, self._rng)], "least load: no long cached prefix", costs)

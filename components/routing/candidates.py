@@ -1,6 +1,6 @@
-"""The instances that a router asks about a prompt, in a large fleet. No I/O.
+"""The instances that a router queries about a prompt, in a large fleet. No I/O.
 
-All routers ask the same instances about a common prefix: those with the highest rendezvous scores for its block
+All routers query the same instances about a common prefix: those with the highest rendezvous scores for its block
 hashes. A popular prefix gets more instances, in rounds.
 """
 
@@ -22,14 +22,14 @@ MAX_DEPTHS: Final = 12
 SAMPLED: Final = 6  # instances per later round, from all depths
 REMEMBERED: Final = 4096
 LEAST_BURST: Final = 32.0
-BURST_S: Final = 20.0  # of the rate
-FEWEST: Final = 2  # questions per round
+BURST_S: Final = 20.0  # capacity of the token bucket, in seconds of its rate
+FEWEST: Final = 2  # queries per round
 MAX_SHARE: Final = 0.1  # share of the allowance per round
 
 
 class Round(NamedTuple):
-    ranks: int  # lowest rank at each depth
-    queued_tokens: int  # queue of the best answer, from which the round is needed
+    ranks: int  # ranks queried at each depth, up to this one
+    queued_tokens: int  # the round is needed if the best answer has a queue of at least this
 
 
 # Each candidate computes the prefix once, so only longer queues add more of them.
@@ -37,7 +37,7 @@ ROUNDS: Final = (Round(1, 0), Round(3, 512), Round(8, 512), Round(24, 8192), Rou
 
 
 def depths(num_blocks: int, page_size: int) -> list[int]:
-    """Prefix lengths in blocks, ascending. A short prompt has one: all its blocks."""
+    """Return prefix lengths in blocks, ascending. A short prompt has only one: all its blocks."""
     found: list[int] = []
     tokens = float(FIRST_DEPTH_TOKENS)
     while len(found) < MAX_DEPTHS and (depth := max(1, round(tokens / page_size))) < num_blocks:
@@ -48,14 +48,14 @@ def depths(num_blocks: int, page_size: int) -> list[int]:
 
 
 class Allowance:
-    """A token bucket of questions."""
+    """A token bucket that limits queries."""
 
     def __init__(self) -> None:
         self._left = LEAST_BURST
         self._at_s = -math.inf
 
     def take(self, wanted: int, per_s: float, now_s: float) -> int:
-        """Take up to `wanted` questions. A busy router asks a little about each prompt, instead of nothing about some."""
+        """Take up to `wanted` queries. A busy router gets a few for each prompt, rather than none for some prompts."""
         most = max(LEAST_BURST, BURST_S * per_s)
         self._left = min(most, self._left + per_s * min(now_s - self._at_s, BURST_S))
         self._at_s = now_s
@@ -72,7 +72,7 @@ class CandidateChoice:
         self._best: OrderedDict[bytes, list[int]] = OrderedDict()  # ranked indices by key
 
     def rounds(self, keys: Sequence[bytes], members: Sequence[HasInstanceId]) -> Iterator[Sequence[int]]:
-        """Indices of new candidates, by round. Pass another `members` if it changes.
+        """Yield the indices of new candidates, round by round. Pass another `members` object if the members change.
 
         `keys`: the prompt's hashes at its `depths`.
         """
@@ -127,7 +127,7 @@ class Inquiry:
                 self._answered[instance_id] = member
 
     def add_fallbacks(self, instance_ids: Iterable[str]) -> None:
-        """These are chosen only if no instance answers."""
+        """Add instances that are chosen only if no queried instance answers."""
         self._unanswered.update(instance_ids)
 
     @property

@@ -1,4 +1,4 @@
-"""Which instances may be chosen, by circuit breakers and warm-up."""
+"""Circuit breakers and slow start: which instances may be chosen."""
 
 from collections.abc import Sequence, Set
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from components.lifecycle import Lifecycle
 from components.routing.policy import Member
 
 WARM_S: Final = 10.0
-FIRST_SHARE: Final = 0.1  # of an equal share
+FIRST_SHARE: Final = 0.1  # initial share of a new instance, relative to an equal share
 MAX_CREDIT: Final = 2.0  # requests
 
 
@@ -40,13 +40,13 @@ USUAL: Final = BreakerSettings()
 
 
 class Trial:
-    """One request's turn at an instance whose breaker is half open."""
+    """One request that tests an instance whose breaker is half open."""
 
     __slots__ = ()
 
 
 class Breaker:
-    """After failures in a row, an instance gets no requests, then one on trial."""
+    """Circuit breaker: after several failures in a row, an instance gets no requests, and later one trial request."""
 
     def __init__(self, name: str, rng: Random, settings: BreakerSettings) -> None:
         self._rng = rng
@@ -55,7 +55,7 @@ class Breaker:
         self._failures = 0
         self._tries = 0  # failed trials in a row
         self._until_s = 0.0  # end of the back-off or trial
-        self._trial: Trial | None = None  # the latest
+        self._trial: Trial | None = None  # latest trial
 
     @property
     def state(self) -> BreakerState:
@@ -63,11 +63,11 @@ class Breaker:
 
     @property
     def ready_s(self) -> float:
-        """Requests may pass from this time on; 0: any time."""
+        """Time from which requests are allowed; 0: always."""
         return 0.0 if self.state is B.CLOSED else self._until_s
 
     def sent(self, now_s: float) -> Trial | None:
-        """Returns: the trial that this request is."""
+        """Record a sent request. Returns: its trial, if it is one."""
         if self.state is B.CLOSED or now_s < self._until_s:
             return None
         if self.state is B.OPEN:
@@ -77,7 +77,7 @@ class Breaker:
         return self._trial
 
     def succeeded(self) -> bool:
-        if self.state is B.OPEN:  # a request from before
+        if self.state is B.OPEN:  # the request was sent before the breaker opened
             return False
         self._failures = self._tries = 0
         if self.state is B.CLOSED:
@@ -98,7 +98,7 @@ class Breaker:
         self._tries += self.state is B.HALF_OPEN
         self._lifecycle.advance(B.OPEN)
         back_off_s = min(self._settings.most_s, self._settings.first_s * 2.0 ** min(self._tries, 30))
-        jitter = 0.5 + 0.5 * self._rng.random()  # or all routers would try at once
+        jitter = 0.5 + 0.5 * self._rng.random()  # so that routers do not all retry at once
         self._until_s = now_s + back_off_s * jitter
 
 
@@ -109,7 +109,7 @@ class _Warming:
 
 
 class Health:
-    """Slow start: a new instance is a candidate only while it has credit, unless all are new.
+    """Breakers of all instances, and slow start: a new instance is a candidate only while it has credit, unless all are new.
 
     Each request of the role adds credit: at first a tenth of an equal share, after WARM_S a full share.
     """
@@ -132,7 +132,7 @@ class Health:
         self._breakers.pop(instance_id, None)
 
     def candidates(self, members: Sequence[Member], now_s: float, *, or_none: bool = False) -> Sequence[Member]:
-        """Members that may get a request now. If every breaker is open: all or, with `or_none`, none."""
+        """Return the members that may get a request now. If all breakers are open: all members or, with `or_none`, none."""
         if self._breakers:
             ready = [m for m in members if self._ready_s(m.instance_id) <= now_s]
             members = ready if ready or or_none else members
@@ -172,7 +172,7 @@ class Health:
             del self._breakers[instance_id]
 
     def undecided(self, instance_id: str, trial: Trial, now_s: float) -> None:
-        """The request of this trial was refused or cancelled: another one may follow."""
+        """Record that a trial request was refused or cancelled, so another request may take its place."""
         if (breaker := self._breakers.get(instance_id)) is not None:
             breaker.undecided(trial, now_s)
 

@@ -1,11 +1,11 @@
-"""Follow one instance's KV events, with dumps after gaps. No I/O."""
+"""Mirror one instance's prefix cache from its KV events, with a dump after each gap. No I/O."""
 
 from collections.abc import Iterable
 from typing import Final, Protocol
 
 from components.wire.kv_events import KvEventBatch
 
-MAX_HELD: Final = 1024  # batches, of most of a minute
+MAX_HELD: Final = 1024  # batches; those of most of a minute
 MAX_HELD_BLOCKS: Final = 1 << 18  # 4 MB of hashes
 
 
@@ -24,17 +24,17 @@ class BlockIndex(Protocol):
         pass
 
     def sweep(self, num_blocks: int) -> bool:
-        """Free room of removed instances. Returns whether some may be left."""
+        """Free the room of removed instances. Returns whether there may be more to free."""
 
 
 class Follower:
-    """Batches may arrive out of order, twice, or never. While a dump is needed, they are held."""
+    """Applies batches, which may arrive out of order, twice, or never. While a dump is needed, they are held back."""
 
     def __init__(self, instance_id: str, epoch: str, index: BlockIndex) -> None:
         self.instance_id = instance_id
         self.epoch = epoch
         self.needs_dump = True
-        self.number: int | None = None  # of the last applied batch; None: no dump, or one in progress
+        self.number: int | None = None  # of the last applied batch; None: no dump yet, or a dump is in progress
         self.gaps = 0
         self.missing = 0  # upper bound of the blocks that the index refused; a new dump is needed to get them
         self._index = index
@@ -58,7 +58,7 @@ class Follower:
         self.needs_dump = self._doubted = True
 
     def dump_asked(self) -> int | None:
-        """The batch number to send with the dump request; a worker without a later batch sends no dump."""
+        """Return the batch number to send with the dump request. A worker that has no later batch sends no dump."""
         self._doubted = False
         return None if self.missing else self.number
 

@@ -1,4 +1,4 @@
-"""Which instances hold which blocks.
+"""Index of which instances hold which blocks.
 
 Each block has a bit mask of instances; equal masks may share an object: 110 bytes a block. A removed instance's bits
 are ignored, then swept in small steps.
@@ -9,29 +9,29 @@ from itertools import compress, count
 from typing import Final
 
 MAX_BLOCKS: Final = 4_000_000
-ROOMY: Final = 1 / 16  # of `max_blocks`
-SHARDS: Final = 256  # by a hash's first byte: a growing dictionary of millions would stop the process
-INTERNED: Final = 1 << 16  # masks
-MANY: Final = 24  # above one set bit in this many, text is faster than arithmetic
+ROOMY: Final = 1 / 16  # share of `max_blocks` that must be free before refused blocks are requested again
+SHARDS: Final = 256  # by a hash's first byte; to resize one dictionary of millions would stop the process
+INTERNED: Final = 1 << 16  # masks kept for sharing
+MANY: Final = 24  # if more than one bit in this many is set, it is faster to scan the mask as text
 AS_NUMBERS: Final = bytes.maketrans(b"01", b"\0\1")
 SWEPT_PER_ADD: Final = 4  # blocks
 
 
 class KvIndex:
-    """The index refuses blocks beyond `max_blocks`. Evictions make room: see `Follower.missing`."""
+    """Holds at most `max_blocks` and refuses further ones, until evictions make room: see `Follower.missing`."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
-        self.num_blocks = 0  # with removed instances' blocks, until they are swept
+        self.num_blocks = 0  # including blocks of removed instances, until they are swept
         self.refused = 0
         self.max_blocks = max_blocks
         self._shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
         self._masks: dict[int, int] = {}
         self._slots: dict[str, int] = {}
         self._ids: list[str] = []
-        self._live = 0  # slots
+        self._live = 0  # mask of the slots in use
         self._written = 0  # slots that masks may have
         self._free: list[int] = []  # slots in no mask
-        self._left = 0  # removed slots, not swept
+        self._left = 0  # mask of removed slots that are not swept
         self._sweeping = 0  # of the current pass
         self._next_shard = 0
         self._credit = 0  # blocks to sweep
@@ -44,7 +44,7 @@ class KvIndex:
         return instance_id in self._slots
 
     def find(self, block_hashes: Sequence[bytes]) -> Mapping[str, int]:
-        """The number of leading blocks by instance, without zeros."""
+        """Return how many leading blocks each instance holds, without zeros."""
         shards, alive, mask, depth = self._shards, self._live, -1, 0
         ended: list[tuple[int, int]] = []  # (number of blocks, slots with exactly these)
         for block in block_hashes:  # hashed on demand, up to the first unknown block
@@ -101,7 +101,7 @@ class KvIndex:
                 self.num_blocks -= 1
 
     def sweep(self, num_blocks: int) -> bool:
-        """Look for blocks that removed instances alone had. Returns whether some may be left."""
+        """Remove blocks that only removed instances had. Returns whether there may be more."""
         self._credit += num_blocks
         self._sweep(0)
         return self._left != 0

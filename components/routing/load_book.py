@@ -1,4 +1,4 @@
-"""Each instance's load: its last heartbeat plus later requests, so that a burst spreads.
+"""Each instance's load: its last heartbeat plus requests sent since, so that a burst is spread.
 
 No clocks are compared: a heartbeat has the number of the latest accepted request.
 """
@@ -12,14 +12,14 @@ from typing import Final
 from components.routing.policy import BY_ID, Member
 from components.wire.heartbeat import Heartbeat
 
-FORGET_AFTER_S: Final = 12.0  # longer than a call, and than a lost instance's silence
-OURS_FOR_S: Final = 600.0  # a request whose end was never reported
-OVERTAKEN_FOR_S: Final = 2.0  # for this long, a lower number is a late heartbeat; after that it corrects a wrong one
+FORGET_AFTER_S: Final = 12.0  # longer than a call takes, and than a lost instance's silence
+OURS_FOR_S: Final = 600.0  # after this time, a request whose end was never reported no longer counts
+OVERTAKEN_FOR_S: Final = 2.0  # until then a lower number is a late heartbeat; later it corrects a wrong one
 
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A request sent to an instance; the sender must pass it to `over` at its end."""
+    """A request sent to an instance. The sender must pass it to `over` when it has ended."""
 
     tokens: int
     pages: int
@@ -40,7 +40,7 @@ class _InstanceLoad:
     running: int = 0
     used_pages: int = 0
     ours: int = 0  # this router's branches
-    ours_tokens: int = 0  # not computed
+    ours_tokens: int = 0  # their prompt tokens that are not computed yet
     ours_pages: int = 0
     uncovered: dict[Sent, None] = field(default_factory=dict)
     uncovered_tokens: int = 0
@@ -48,9 +48,9 @@ class _InstanceLoad:
     uncovered_branches: int = 0
 
     def show(self) -> None:
-        """Our own counts are lower bounds if a worker reports fewer requests.
+        """Update the member that policies see. Our own counts are lower bounds if a worker reports fewer requests.
 
-        Otherwise its report is right: requests may share pages.
+        Otherwise the worker's report is used, because requests may share pages.
         """
         member = self.member
         member.queued_tokens = self.queued_tokens + self.uncovered_tokens
@@ -92,7 +92,7 @@ class LoadBook:
         return member
 
     def left(self, instance_id: str) -> None:
-        """A silent instance stays, since it may return."""
+        """Remove an instance that has ended. A silent one stays, because it may return."""
         instance = self._instances.pop(instance_id, None)
         if instance is None:
             return
@@ -104,7 +104,7 @@ class LoadBook:
             del self._ours[sent]
 
     def send(self, instance_id: str, tokens: int, pages: int, now_s: float, branches: int = 1) -> Sent | None:
-        """Returns None for an unknown instance."""
+        """Record a request that is sent to an instance. Returns None for an unknown instance."""
         self.expire(now_s)
         instance = self._instances.get(instance_id)
         if instance is None:
@@ -121,7 +121,7 @@ class LoadBook:
         return sent
 
     def accepted(self, sent: Sent, number: int) -> None:
-        """Record the instance's number of the request. With 0, the next heartbeat covers it."""
+        """Record the number that the instance gave the request. With 0, the next heartbeat covers it."""
         sent.number = number
         if 0 < number <= sent.where.order[0]:
             self._cover(sent)

@@ -41,7 +41,7 @@ LOADS: Final[dict[WorkerRole, Load]] = {"prefill": prompt_load, "decode": memory
 OVERLAP: Final[dict[WorkerRole, float]] = {"prefill": 0.0, "decode": 1.0}  # of least_load
 
 Options = Mapping[str, float]
-MAX_OPTION: Final = 1e9  # of any option, to keep products finite
+MAX_OPTION: Final = 1e9  # largest value of an option, to keep products finite
 OPTIONS: Final[dict[PolicyName, Sequence[str]]] = {
     "least_load": ("overlap",),
     "kv_aware": ("cached", "queued", "temperature"),
@@ -86,7 +86,7 @@ class PolicySpec:
         )
 
     def meeting_key(self, role: WorkerRole, request: RouteRequest) -> bytes | None:
-        """The key whose candidates are asked in a large fleet.
+        """Return the key that determines the queried candidates in a large fleet.
 
         None: the hashes of the prompt's prefixes. Empty: a random key.
         """
@@ -104,7 +104,7 @@ def parse_policy(text: str) -> PolicySpec:
     name, _, rest = text.partition("@")
     known = next((policy for policy in POLICIES if policy == name), None)
     if known is None:
-        raise ValueError(f"{name!r} is none of {', '.join(POLICIES)}")
+        raise ValueError(f"{name!r} is not one of {', '.join(POLICIES)}")
     options: dict[str, float] = {}
     allowed = OPTIONS.get(known, ())
     for given in rest.split(",") if rest else ():
@@ -118,7 +118,7 @@ def parse_policy(text: str) -> PolicySpec:
         if not 0 <= options[option] <= MAX_OPTION:
             raise ValueError(f"{name}@{given}: the number must be from 0 to {MAX_OPTION:g}")
     spec = PolicySpec(text, known, options)
-    spec.make("prefill", Random())  # refuses numbers that would exclude all
+    spec.make("prefill", Random())  # raises for numbers that would exclude all instances
     return spec
 
 

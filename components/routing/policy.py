@@ -1,6 +1,6 @@
-"""The interface of routing policies, the loads that they compare, and policies that compare nothing else. No I/O.
+"""The interface of routing policies, the loads that they compare, and the policies that compare only loads. No I/O.
 
-docs/routing.md has formulas and advice.
+docs/routing.md has the formulas, and says which policy to use when.
 """
 
 from bisect import bisect_left, bisect_right
@@ -13,8 +13,8 @@ from random import Random
 from typing import Final, NamedTuple, Protocol
 
 REQUEST_TOKENS: Final = 64  # fixed cost of a request, such as its transfer
-NO_ROOM: Final = 10  # cost factor of a token without a free page
-SMOOTHING: Final = 0.2  # weight of the latest step in a speed of prompts
+NO_ROOM: Final = 10  # cost factor of a token for which there is no free page
+SMOOTHING: Final = 0.2  # weight of the latest step in the prefill speed
 MARGIN_S: Final = 0.5  # interval between heartbeats
 BY_ID: Final = attrgetter("instance_id")  # the order of sorted members
 
@@ -27,25 +27,25 @@ class HasInstanceId(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    num_tokens: int  # of the prompt, and of output before a move
+    num_tokens: int  # prompt tokens, plus generated tokens after a move
     session: str = ""
     prefix: bytes = b""  # hash of its first tokens
     explain: bool = False  # also report costs, which takes time
-    dry: bool = False  # only a question, which changes no state
+    dry: bool = False  # dry run, which changes no state
 
 
 @dataclass(slots=True)
 class Member:
-    """Updated in place, without allocation."""
+    """One instance as policies see it. Updated in place, without allocation."""
 
     instance_id: str
-    queued_tokens: int = 0  # prompt tokens not computed
-    running: int = 0  # branches there and on their way
+    queued_tokens: int = 0  # prompt tokens that are not computed yet
+    running: int = 0  # branches that run there or are being sent
     used_pages: int = 0  # neither free nor merely cached
     total_pages: int = 0
-    prompt_tokens_per_s: float = 0.0  # recent; 0: unknown
+    prompt_tokens_per_s: float = 0.0  # recent prefill speed; 0: unknown
     page_size: int = 16  # tokens
-    devices: int = 1  # that compute together: loads are compared by device
+    devices: int = 1  # number of devices; loads are compared per device
 
 
 Cached = Mapping[str, int]  # tokens of a prompt by instance id, without zeros
@@ -59,17 +59,17 @@ class PolicyChoice(NamedTuple):
 
 class Policy(Protocol):
     def choose(self, request: RouteRequest, members: Sequence[Member], cached: Cached, now_s: float) -> PolicyChoice:
-        """Return one of `members`.
+        """Choose one of `members`.
 
         Args:
             request: the prompt to route.
             members: at least one, sorted by instance id.
-            cached: what each has of the prompt.
+            cached: cached tokens of the prompt by instance id, without zeros.
             now_s: monotonic.
         """
 
 
-Load = Callable[[Member, int], float]  # in tokens a device, for an instance and prompt tokens
+Load = Callable[[Member, int], float]  # (instance, prompt tokens) → load in tokens per device
 
 
 def prompt_load(member: Member, tokens: int) -> float:
@@ -84,7 +84,7 @@ def memory_load(member: Member, tokens: int) -> float:
 
 
 def lowest(costs: Sequence[float], rng: Random) -> int:
-    """Index of the smallest cost. Ties are random, so that routers differ."""
+    """Return the index of the smallest cost. Ties are broken at random, so that routers choose differently."""
     least = min(costs)
     at = costs.index(least)
     if (equal := costs.count(least)) > 1:
@@ -106,7 +106,7 @@ def is_unbalanced(loads: Sequence[float], absolute: float, relative: float) -> b
 @dataclass(frozen=True, slots=True)
 class PromptLoad:
     queued_tokens: int
-    tokens_per_s: float  # of prompts; 0: unknown
+    tokens_per_s: float  # prefill speed; 0: unknown
     age_s: float = 0.0  # of the report
 
     def seconds_for(self, tokens: int, usual: float) -> float:
@@ -125,7 +125,7 @@ class PromptRate:
 
 
 def sooner_here(tokens: int, here: PromptLoad, there: Iterable[PromptLoad]) -> bool:
-    """Whether `tokens` end here before any worker `there` begins them. False if no speed is known."""
+    """Return whether `tokens` would be finished here before any worker `there` starts them. False if speeds are unknown."""
     others = list(there)
     speeds = [load.tokens_per_s for load in (here, *others) if load.tokens_per_s]
     if not others or not speeds:
@@ -136,7 +136,7 @@ def sooner_here(tokens: int, here: PromptLoad, there: Iterable[PromptLoad]) -> b
 
 class RoundRobin:
     def __init__(self) -> None:
-        self._last = ""  # an id, not a count: turns stay fair when the fleet changes
+        self._last = ""  # an id rather than an index, so that turns stay fair when the fleet changes
 
     def choose(self, request: RouteRequest, members: Sequence[Member], cached: Cached, now_s: float) -> PolicyChoice:
         at = bisect_right(members, self._last, key=BY_ID)
@@ -155,7 +155,7 @@ class RandomChoice:
 
 
 class PowerOfTwo:
-    """The less loaded of two random instances, so that routers with the same stale reports differ.
+    """Choose the less loaded of two random instances, so that routers with the same stale reports choose differently.
 
     Source: Mitzenmacher 2001, "The power of two choices in randomized load balancing".
     """
@@ -202,9 +202,9 @@ BALANCE_REL: Final = 1.5
 
 
 class Bucket:
-    """Instances serve ranges of prompt length, so that short prompts do not wait for long ones.
+    """Each instance serves a range of prompt lengths, so that short prompts do not wait for long ones.
 
-    Without history or balance, the least loaded is chosen.
+    Before there is a history, or with unbalanced loads, the least loaded instance is chosen.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class Bucket:
             self._learn(max(request.num_tokens, 1))
         loads = [self._load(m, 0) for m in members]
         if not self._sorted or is_unbalanced(loads, self._absolute, self._relative):
-            why = "least load: " + ("the fleet is unbalanced" if self._sorted else "no lengths are known")
+            why = "least load: " + ("the fleet is unbalanced" if self._sorted else "too few prompts so far")
             return PolicyChoice(members[lowest(loads, self._rng)], why)
         share = self._share(request.num_tokens)
         chosen = members[min(int(share * len(members)), len(members) - 1)]

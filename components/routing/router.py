@@ -1,4 +1,4 @@
-"""The choice among one role's instances in one process. No I/O: the simulator runs this code."""
+"""One process's choice among the instances of a role. No I/O, so that the simulator can run this code."""
 
 import json
 import math
@@ -19,7 +19,7 @@ from components.wire.inspection import Candidate, RouteExplained
 
 BlocksOf = Callable[[int], Sequence[bytes]]  # page size → block hashes
 SHOWN: Final = 8  # candidates in a span
-# an instance's failures
+# errors that count as an instance's failure
 AGAINST: Final = (PeerLost, DeadlineExceeded, PeerBroken, MalformedMessage)
 
 
@@ -29,13 +29,13 @@ class RouteChoice:
     cached_tokens: int  # of the prompt, as expected
     why: str
     num_candidates: int
-    blocks: Sequence[bytes]  # for the approximate index
+    blocks: Sequence[bytes]  # block hashes, for the approximate index
     candidates: Sequence[Candidate] = ()  # if explained: the chosen one first
 
     def facts(self) -> dict[str, Any]:
-        """For a span."""
+        """Return the choice as span attributes."""
         facts: dict[str, Any] = {"kvmesh.route.why": self.why, "kvmesh.route.candidates": self.num_candidates}
-        if self.num_candidates > 1:  # else its cache is not looked up
+        if self.num_candidates > 1:  # with a single one, its cache is not looked up
             facts["kvmesh.route.cached_tokens"] = self.cached_tokens
         if self.candidates:
             facts["kvmesh.route.compared"] = _Compared(self.candidates[:SHOWN])
@@ -43,7 +43,7 @@ class RouteChoice:
 
 
 class _Compared:
-    """JSON when it is read: most spans are never exported."""
+    """Converted to JSON only when it is read, because most spans are never exported."""
 
     __slots__ = ("_candidates",)
 
@@ -80,7 +80,7 @@ def explained(policy: str, token_ids: bytes, chosen: RouteChoice | str) -> Route
 
 
 class Route:
-    """A request at an instance. Its sender reports each outcome, and `over` for every branch."""
+    """A request that was routed to an instance. The sender reports outcomes, and calls `over` for every branch."""
 
     __slots__ = ("_failed", "_left", "_router", "_sent", "_succeeded", "_trial", "instance_id")
 
@@ -106,7 +106,7 @@ class Route:
             self._router.health.succeeded(self.instance_id, self._router.now_s)
 
     def failed(self, error: MeshError) -> None:
-        """Counts once for all branches."""
+        """Record a failure of the instance; counted once for all branches."""
         counts = isinstance(error, AGAINST) and not isinstance(error, StaleInstance) and self._is_of_present
         if counts and not self._failed:
             self._failed = True
@@ -123,7 +123,7 @@ class Route:
 
     @property
     def _is_of_present(self) -> bool:
-        """Whether the instance is still the process that got the request: a restarted one is not to blame."""
+        """Whether the instance is still the same process. A restarted one must not be blamed."""
         return self._sent is not None and self._router.book.find(self.instance_id) is self._sent.where.member
 
 

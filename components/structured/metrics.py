@@ -19,7 +19,7 @@ class ConstraintMetrics:
         )
         self._requests = Counter(
             "kvmesh_structured_output_requests",
-            "Constraints asked for, by result.",
+            "Constraints requested, by result.",
             ["result"],
             registry=registry,
         )

@@ -1,4 +1,4 @@
-"""Sends encoded spans to an OTLP/HTTP receiver. It keeps a bounded number of bytes while the receiver is away.
+"""Sends encoded spans to an OTLP/HTTP receiver. Keeps a bounded number of bytes while the receiver is unreachable.
 
 Runs on the thread of the export. OpenTelemetry's own variables for headers, certificate and compression are honoured.
 """
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 PATH: Final = "/v1/traces"
 TIMEOUT_S: Final = 2.0  # a receiver that hangs must not delay a stop
-WAITING_BYTES: Final = 8 << 20  # while the receiver is away
+WAITING_BYTES: Final = 8 << 20  # kept while the receiver is unreachable
 FIRST_WAIT_S: Final = 0.5  # doubled with each failure
 LONGEST_WAIT_S: Final = 10.0
 RETRIED: Final = frozenset({408, 429, 502, 503, 504})
@@ -49,7 +49,7 @@ class OtlpSender:
         self._waiting_bytes = 0
         self._wait_s = FIRST_WAIT_S
         self._not_before = 0.0  # monotonic
-        self._has_warned = False  # that the receiver is away
+        self._has_warned = False  # whether the outage of the receiver was logged
         self.is_observer: bool | None = None  # None: the receiver has not answered yet
         self.takes_pieces = False  # an observer's answer has said so
         self.dropped = 0  # spans that the receiver was away for

@@ -66,7 +66,7 @@ def show_process(figures: Figures, registry: CollectorRegistry) -> None:
     )
     lag = Histogram(
         "kvmesh_event_loop_lag_seconds",
-        "How late the event loop woke a task that sleeps 0.25 s.",
+        "Delay with which the event loop wakes a task that sleeps 0.25 s.",
         buckets=LAG_BUCKETS,
         registry=registry,
     )

@@ -42,22 +42,22 @@ class WorkerMetrics:
         )
         shown.gauge(
             "kvmesh_kv_offloaded_pages",
-            "KV pages that were evicted to main memory or disk, and are still there.",
+            "Evicted KV pages that are kept in main memory or on disk.",
             self._of_step(lambda step: step.offloaded_pages),
         )
         shown.counter(
             "kvmesh_kv_restored_pages",
-            "KV pages that a prompt got back from main memory or disk.",
+            "KV pages restored from main memory or disk for a prompt.",
             self._of_step(lambda step: step.restored_pages),
         )
         shown.counter(
             "kvmesh_spec_decode_num_draft_tokens",
-            "Tokens guessed by speculative decoding and checked.",
+            "Drafts that steps checked (speculative decoding).",
             self._of_step(lambda step: step.drafted_tokens),
         )
         shown.counter(
             "kvmesh_spec_decode_num_accepted_tokens",
-            "Guessed tokens that were right.",
+            "Drafts that were accepted.",
             self._of_step(lambda step: step.accepted_tokens),
         )
         shown.counter("kvmesh_prompt_tokens", "Prompt tokens computed here.", lambda: self.num_prompt_tokens)
@@ -121,7 +121,7 @@ class WorkerMetrics:
     def show_kv_events(self, batches: Callable[[], int], dropped: Callable[[], int]) -> None:
         self._shown.counter("kvmesh_kv_event_batches", "Batches of KV events, numbered.", batches)
         self._shown.counter(
-            "kvmesh_kv_event_batches_dropped", "Batches of KV events not sent; routers ask for a dump.", dropped
+            "kvmesh_kv_event_batches_dropped", "Batches of KV events not sent; routers then request a dump.", dropped
         )
 
     def transferred(

@@ -1,4 +1,4 @@
-"""What chat templates take: how a prompt ends, variables, and tools for templates without them."""
+"""The inputs of chat templates: how a prompt ends, variables, and tools for templates that do not support them."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,7 @@ class Ending(NamedTuple):
 
     open_turn: bool = True
     continue_last: bool = False  # continue the last message's text
-    add_special_tokens: bool = False  # the model's own, around the template's text
+    add_special_tokens: bool = False  # add the model's own special tokens around the template's text
 
 
 NEXT_TURN = Ending()
@@ -39,7 +39,7 @@ def template_variables(
     reasons: bool,
     efforts: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Variables for the template that a client may set.
+    """Return the template variables that a client may set.
 
     Args:
         effort: the request's `reasoning_effort`.
@@ -146,7 +146,7 @@ def in_messages(messages: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, 
 
 
 def described(tools: Sequence[Mapping[str, Any]]) -> Sequence[Mapping[str, Any]]:
-    """Return tools as gpt-oss's template takes for granted: with descriptions, and some defaults as texts."""
+    """Return tools in the form that gpt-oss's template requires: with descriptions, and some defaults as texts."""
     found = []
     for tool in tools:
         function = {"description": "", **tool["function"]}

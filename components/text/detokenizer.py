@@ -1,4 +1,4 @@
-"""Token ids to text: incrementally, without incomplete characters, up to a stop string; and the bytes of each token."""
+"""Turn token ids into text: incrementally, without incomplete characters, up to a stop string; and the bytes of tokens."""
 
 import json
 import re
@@ -15,8 +15,8 @@ from components.text.byte_letters import byte_letters
 BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-F]{2})>")
 WORD_BEGINS: Final = "\u2581"  # SentencePiece's space
 REPLACEMENT: Final = "\ufffd"
-LOOK_AFTER: Final = 8  # held tokens: some characters must be complete
-GIVE_UP_AFTER: Final = 64  # held tokens: this is no text, and each look reads all
+LOOK_AFTER: Final = 8  # held tokens, after which some characters must be complete
+GIVE_UP_AFTER: Final = 64  # held tokens, after which this is not text; each check reads all of them
 
 
 class TokenBytes:
@@ -28,7 +28,7 @@ class TokenBytes:
         self._read = _reader(tokenizer)
 
     def of(self, token_id: int) -> bytes:
-        """Empty for an id without a token."""
+        """Return a token's bytes; empty for an id without a token."""
         if (name := self._added.get(token_id)) is not None:
             return name.encode()
         piece: str | None = self._tokenizer.id_to_token(token_id)
@@ -45,7 +45,7 @@ def _reader(tokenizer: Tokenizer) -> Callable[[str], bytes]:
 
 
 def _kinds(decoder: Any) -> Iterator[str]:
-    """Types of a decoder and its parts, which only its pickle shows."""
+    """Return the types of a decoder and its parts, which only its pickle reveals."""
     if decoder is not None:
         state = json.loads(decoder.__getstate__())
         for part in (state, *state.get("decoders", ())):
@@ -82,16 +82,16 @@ class StopStrings:
     __slots__ = ("_failure", "_held", "_included", "_matched", "_stops", "found")
 
     def __init__(self, stops: Sequence[str], *, included: bool = False) -> None:
-        """`included`: show the stop string that ends the text."""
+        """`included`: whether to show the stop string that ends the text."""
         self._included = included
-        self._stops = sorted(stops, key=len, reverse=True)  # longest first: it begins earliest
+        self._stops = sorted(stops, key=len, reverse=True)  # longest first, because it begins earliest
         self._failure = [_failure_table(stop) for stop in self._stops]
         self._matched = [0] * len(self._stops)  # for each, its longest prefix that ends the text so far
         self._held = ""
-        self.found: str | None = None  # the one that ended the text
+        self.found: str | None = None  # the stop string that ended the text
 
     def feed(self, text: str, *, counts: bool = True) -> tuple[str, bool]:
-        """The text that is safe to show, and whether a stop string is complete.
+        """Return the text that is safe to show, and whether a stop string is complete.
 
         `counts`: whether a stop string that ends in `text` ends the answer.
         """
@@ -110,7 +110,7 @@ class StopStrings:
         return held
 
     def _step(self, char: str, *, counts: bool) -> int:
-        """The length of the completed stop string, or 0. Source: Knuth, Morris and Pratt, 1977."""
+        """Return the length of the completed stop string, or 0. Source: Knuth, Morris and Pratt, 1977."""
         for i, stop in enumerate(self._stops):
             length = self._matched[i]
             while length and stop[length] != char:
@@ -126,7 +126,7 @@ class StopStrings:
         return 0
 
 
-@lru_cache(maxsize=64)  # many choices share their stop strings, and the longest takes a millisecond
+@lru_cache(maxsize=64)  # choices share their stop strings, and the longest takes a millisecond
 def _failure_table(stop: str) -> tuple[int, ...]:
     table = [0] * len(stop)
     length = 0
@@ -141,14 +141,14 @@ def _failure_table(stop: str) -> tuple[int, ...]:
 
 class Detokenizer(Protocol):
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; "" within a character."""
+        """Return the text that these tokens complete; "" within a character."""
 
     def flush(self) -> str:
         pass
 
 
 class Pieces(dict[int, bytes]):
-    """A byte-level tokenizer's tokens as bytes, without skipped ones."""
+    """The tokens of a byte-level tokenizer as bytes, without skipped tokens."""
 
     def __init__(self, tokenizer: Tokenizer, skipped: Set[int]) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ class Pieces(dict[int, bytes]):
 
 
 class ByteDetokenizer:
-    """A tenth of the work of `StreamDetokenizer`.
+    """Detokenizer for byte-level tokenizers, with a tenth of the work of `StreamDetokenizer`.
 
     Args:
         pieces: shared.
@@ -175,7 +175,7 @@ class ByteDetokenizer:
 
     def __init__(self, pieces: Pieces, prefix: Sequence[int] = ()) -> None:
         self._pieces = pieces
-        self._rest = b""  # of an incomplete character
+        self._rest = b""  # bytes of an incomplete character
         self.feed(prefix)
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -190,7 +190,7 @@ class ByteDetokenizer:
 
 
 class StreamDetokenizer:
-    """For any tokenizer.
+    """Detokenizer for any tokenizer.
 
     Args:
         tokenizer: shared, only read.
@@ -205,8 +205,8 @@ class StreamDetokenizer:
         self._tokenizer = tokenizer
         self._skip = skip
         self._stream = DecodeStream(ids=list(prefix), skip_special_tokens=skip)
-        self._shown = list(prefix)  # the last text's tokens: context for the held ones
-        self._held: list[int] = []  # the last one ends within a character
+        self._shown = list(prefix)  # tokens of the last text, as context for the held ones
+        self._held: list[int] = []  # tokens of which the last one ends within a character
         self._early = 0  # characters of the held tokens already shown
 
     def feed(self, token_ids: Sequence[int]) -> str:

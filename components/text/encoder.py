@@ -1,4 +1,4 @@
-"""Text to token ids, fast, and in threads if it is long."""
+"""Tokenise text, fast, and in threads if the text is long."""
 
 import asyncio
 import logging
@@ -36,13 +36,13 @@ LONG: Final = 100  # repetitions of the probes: 150 kB
 T = TypeVar("T")
 
 MAX_THREADS: Final = 4
-S_PER_CHAR: Final = 2.5e-7  # of `tokenizers`
+S_PER_CHAR: Final = 2.5e-7  # speed of `tokenizers`
 OVERTAKEN_S_PER_CHAR: Final = 20 * S_PER_CHAR  # 1 s for 200,000 characters
 MAX_WAITING_CHARS: Final = 32 << 20  # about eight million tokens
 
 
 class Encoder:
-    """Encodes by `fastokens` if its ids equal those of `tokenizers`, in a tenth of the time.
+    """Encodes with `fastokens`, which takes a tenth of the time, if its ids equal those of `tokenizers`.
 
     Shared by all threads. Encoding releases the GIL.
     """
@@ -81,7 +81,7 @@ def _fast_encoded(tokenizer: Any, text: str, *, add_special_tokens: bool) -> lis
 
 
 def _checked(tokenizer: Tokenizer) -> Any:
-    """`fastokens`' version; None if that fails or gives other ids."""
+    """Return the tokenizer of `fastokens`; None if it fails or gives other ids."""
     added = [token.content for token in tokenizer.get_added_tokens_decoder().values()]
     together = [
         "".join(f"{content} a{content}\n" for content in added[at : at + 64]) for at in range(0, len(added), 64)
@@ -122,12 +122,12 @@ class LongPrompts:
     """
 
     def __init__(self, threads: int | None = None, max_waiting_chars: int = MAX_WAITING_CHARS) -> None:
-        """`threads` None: half of this process's cores, at most `MAX_THREADS`."""
+        """`threads`: None means half of this process's cores, at most `MAX_THREADS`."""
         self._free = threads or max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 2))
         self._executor = ThreadPoolExecutor(self._free, "tokenize")
         self._threads = self._free
         self._max_chars = max_waiting_chars
-        self._chars = 0  # waiting
+        self._chars = 0  # characters that wait
         self._waiting: list[tuple[float, int, asyncio.Future[None]]] = []
         self._numbers = count()
 
@@ -155,7 +155,7 @@ class LongPrompts:
         try:
             await turn
         except asyncio.CancelledError:
-            if not turn.cancelled():  # its turn came, so another prompt may have it
+            if not turn.cancelled():  # its turn had come, so pass it to another prompt
                 self._pass_on()
             raise
         finally:

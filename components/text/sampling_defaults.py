@@ -19,7 +19,7 @@ def read_sampling_defaults(directory: Path) -> SamplingDefaults:
     if not path.is_file():
         return SamplingDefaults()
     config = json.loads(path.read_text())
-    if config.get("do_sample") is False:  # the model's makers mean greedy decoding; vLLM ignores this field
+    if config.get("do_sample") is False:  # the authors mean greedy decoding; vLLM ignores this field
         return SamplingDefaults()
     temperature = config.get("temperature")  # 0: greedy
     return SamplingDefaults(

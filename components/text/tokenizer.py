@@ -32,10 +32,10 @@ from components.text.tokenizer_file import check_tokenizer_file
 T = TypeVar("T")
 
 INLINE_CHARS: Final = 4096  # 0.4 ms at worst; a hop to a thread and back costs about 0.1 ms
-MESSAGE_CHARS: Final = 32  # a message's share of a template
-CONTEXT_TOKENS: Final = 6  # of the prompt, enough for a decoder
+MESSAGE_CHARS: Final = 32  # characters that a template adds per message
+CONTEXT_TOKENS: Final = 6  # prompt tokens that a decoder needs as context
 MAX_CONTEXT_TOKENS: Final = 32  # if the prompt ends with characters of several tokens
-TAIL_TOKENS: Final = 16  # of the prompt, enough for a marker and line ends
+TAIL_TOKENS: Final = 16  # last prompt tokens, enough for a marker and line breaks
 NOTHING: Final[Mapping[str, Any]] = MappingProxyType({})
 TEMPLATE_ERRORS: Final = (
     TemplateError,
@@ -61,7 +61,7 @@ A_CALL: Final[Sequence[Mapping[str, Any]]] = (
 
 
 class TextModel:
-    """Shared by requests and threads."""
+    """A model's text functions, shared by all requests and threads."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class TextModel:
         self.ends = frozenset(ends)
         self.formats = OutputFormats.of(tool_template or chat_template or "", options)
         self._tokenizer = tokenizer
-        self._tokenizer.no_truncation()  # a tokenizer.json may ask for either
+        self._tokenizer.no_truncation()  # tokenizer.json may enable truncation and padding
         self._tokenizer.no_padding()
         self._encoder = Encoder(tokenizer)
         self._is_byte_level = is_byte_level(tokenizer)
@@ -107,7 +107,7 @@ class TextModel:
         return cls(loaded.backend_tokenizer, template, specials, tools, options, ends=ends)
 
     def warm_up(self) -> None:
-        """Encode a short conversation, or a text if the template refuses it.
+        """Encode a short conversation, or a plain text if the template refuses it.
 
         The first one compiles the template, and `fastokens` sets itself up for each thread: 30 ms together.
         """
@@ -150,7 +150,7 @@ class TextModel:
         try:
             return self._render(messages, tools, variables, ending)
         except TEMPLATE_ERRORS as exc:
-            # a template is foreign code: unexpected messages raise any of these
+            # a template is foreign code, in which unexpected messages may raise any of these
             raise Rejected(f"The model's chat template refuses these messages: {exc}", param="messages") from exc
 
     def _render(
@@ -173,7 +173,7 @@ class TextModel:
 
     @cached_property
     def _calls_as_text(self) -> bool:
-        """Whether the template needs arguments as JSON text, like DeepSeek's."""
+        """Whether the template needs arguments as JSON text, as DeepSeek's does."""
         try:
             self._render(A_CALL, (), {})
         except TEMPLATE_ERRORS:
@@ -211,7 +211,7 @@ class TextModel:
         return text
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
-        """Tokens as in the vocabulary; "" for an id without a token."""
+        """Return the tokens' names in the vocabulary; "" for an id without a token."""
         return [self._tokenizer.id_to_token(token_id) or "" for token_id in token_ids]
 
     def detokenizer(

@@ -14,8 +14,8 @@ from components.errors import MalformedMessage
 
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 MAX_ITEMS: Final = 1 << 20
-# Characters of a message's subject and reply subject. NATS ends a connection whose line exceeds 4 kB, and nats-py does
-# not connect again after that.
+# Characters of a message's subject and reply subject. NATS closes a connection whose line exceeds 4 kB, and nats-py does
+# not reconnect after that.
 MAX_SUBJECT: Final = 1000
 MALFORMED: Final = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -46,7 +46,7 @@ def message(tag: str) -> Callable[[type[S]], type[S]]:
 
     def register(cls: type[S]) -> type[S]:
         if tag in _by_tag:
-            raise ValueError(f"message tag {tag!r} is taken by {_by_tag[tag].__name__}")
+            raise ValueError(f"message tag {tag!r} is already used by {_by_tag[tag].__name__}")
         _by_tag[tag] = cls
         _tags[cls] = tag
         _heads[cls] = b"\x92" + _encoder.encode(tag)
@@ -99,7 +99,7 @@ def unpack_plain(data: bytes) -> Any:
 
 
 class Dated(Struct, kw_only=True):
-    """`components.messaging.clocks` converts the deadline to the receiver's clock."""
+    """A message with a deadline, which `components.messaging.clocks` converts to the receiver's clock."""
 
     sent_by: ClassVar[str] = ""  # role of the sender
     fences_writes: ClassVar[bool] = False  # a deadline too late would allow writes into reused pages

@@ -1,4 +1,4 @@
-"""inspect → any process, on `<subject>.control`: changes of a running process, in force until it ends."""
+"""inspect → any process, on `<subject>.control`: changes settings of a running process until it ends."""
 
 from typing import Literal
 
@@ -10,18 +10,18 @@ Work = Literal["go-on", "drain", "stop"]
 
 @message("control.v1")
 class Control(Struct):
-    """What is left out stays as it is."""
+    """Settings to change. Fields that are left out do not change."""
 
     log_level: LogLevel | None = None
-    logger: str = ""  # that gets `log_level`; "": all
+    logger: str = ""  # logger whose level is set; "": all
     traces_per_s: float | None = None
     work: Work | None = None  # stop: drain, then end, as at SIGTERM
 
 
 @message("controlled.v1")
 class Controlled(Struct):
-    """The process after the change."""
+    """The settings of the process after the change."""
 
-    log_level: str  # of the logger that was named
+    log_level: str  # of the named logger
     traces_per_s: float
     draining: bool

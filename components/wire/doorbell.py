@@ -1,4 +1,4 @@
-"""prefill → decode, by TCP: notifications for KV transfer backends that have none.
+"""prefill → decode, over TCP: notifications for KV transfer backends that have none of their own.
 
 A frame is a length (four bytes, big-endian) and a message.
 """
@@ -8,7 +8,7 @@ from components.wire.codec import Struct, message
 
 @message("doorbell-ring.v1")
 class Ring(Struct):
-    """An empty `notification` asks for the agent."""
+    """A notification. If it is empty, the receiver only answers with its agent name."""
 
     notification: str = ""
     aux_slot: int = 0
@@ -17,4 +17,4 @@ class Ring(Struct):
 
 @message("doorbell-heard.v1")
 class RingAcknowledged(Struct):
-    agent: str  # another agent may have the address now
+    agent: str  # name of the receiver, as another agent may have the address by now

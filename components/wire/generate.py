@@ -30,30 +30,30 @@ PLAIN: Final = (None, None, 0, 0, None, None, None, None)  # an item's fields af
 
 @message("generate.v5")  # new with each FRAME_VERSION
 class GenerateRequest(Dated):
-    """A stream that moves is sent again with its tokens so far."""
+    """A request. After a move it is sent again, with the tokens generated so far."""
 
     sent_by = "frontend"
 
     request_id: str
     epoch: str
     model: str
-    stream_id: int  # of the first branch; the others' follow
+    stream_id: int  # of the first branch; those of the others follow it
     reply_to: Subject
     token_ids: bytes  # int32[T], after a move with the tokens so far
     sampling: SamplingParams
-    num_generated: int = 0  # of `token_ids`, after a move
+    num_generated: int = 0  # how many of `token_ids` are generated, after a move
     cache_salt: str = ""
-    priority: int = 0  # lower goes first
+    priority: int = 0  # lower is served first
     adapter: str = ""
     session: str = ""
-    wants_origin: bool = False  # with the first token; an older process would refuse such an item
+    wants_origin: bool = False  # send `origin` with the first token; an older frontend would refuse such an item
     prediction: bytes = b""  # int32[P], tokens that the answer may repeat; with it the draft counts are sent
 
 
 @message("generate-accepted.v1")
 class GenerateAccepted(Struct):
     request_id: str
-    number: int = 0  # heartbeats with this `accepted` or more cover it; 0: none
+    number: int = 0  # a heartbeat whose `accepted` is at least this covers the request; 0: unknown
 
 
 @message("cancel.v1")
@@ -75,21 +75,21 @@ class ResendFrames(Struct):
 
 @message("resent.v1")
 class FramesResent(Struct):
-    oldest: int  # earlier frames are lost
-    next: int  # end of the resent frames
-    made: int  # end of all frames
+    oldest: int  # number of the oldest frame that decode still has
+    next: int  # number after the last resent frame
+    made: int  # number after the last frame of all
 
 
 class PromptOrigin(NamedTuple):
     """Where a prompt was computed."""
 
-    prefill: str = ""  # instance that was chosen; its transfer may have failed
-    why_local: str = ""  # computed on decode: the reason
+    prefill: str = ""  # id of the chosen prefill instance, whose transfer may have failed
+    why_local: str = ""  # reason, if decode computed the prompt
 
 
 class StreamItem(NamedTuple):
     stream_id: int
-    seq: int  # of its first token; a gap is a lost frame
+    seq: int  # number of its first token; a gap means that a frame was lost
     token_ids: list[int]
     finish: str | None = None  # "stop" or "length", with the last tokens
     error: Refused | None = None
@@ -107,7 +107,7 @@ def num_numbers(token_ids: Sequence[int]) -> int:
 
 
 class OtherFrameVersion(MalformedMessage):
-    """In every version, the instance id has the same place."""
+    """A frame of another version. The instance id has the same position in all versions."""
 
     def __init__(self, version: int, instance_id: str) -> None:
         super().__init__(
@@ -118,16 +118,16 @@ class OtherFrameVersion(MalformedMessage):
 
 @dataclass(slots=True)
 class TokenFrame:
-    """Items of one frontend's streams. Plain ones are in columns: one tuple each would be most of a token's cost."""
+    """Items of one frontend's streams. Plain ones are stored in columns, because a tuple each would dominate the cost."""
 
     instance_id: str = ""  # this and the next three are set when it is sent
     epoch: str = ""
     step: int = 0
-    number: int = 0  # counts frames to this frontend, from 0
+    number: int = 0  # number of the frame to this frontend, from 0
     streams: "array[int]" = field(default_factory=partial(array, "q"))
     seqs: "array[int]" = field(default_factory=partial(array, "q"))
     token_ids: list[list[int]] = field(default_factory=list)
-    others: list[tuple[int, StreamItem]] = field(default_factory=list)  # each after this many plain ones
+    others: list[tuple[int, StreamItem]] = field(default_factory=list)  # each with the number of plain items before it
 
     def __len__(self) -> int:
         return len(self.seqs) + len(self.others)
@@ -155,7 +155,7 @@ class TokenFrame:
             self.others.append((len(self.seqs), item))
 
     def failed(self, error: MeshError) -> "TokenFrame":
-        """A frame that ends this one's streams with `error`."""
+        """Return a frame that ends the streams of this one with `error`."""
         failed, refused = TokenFrame(), refusal(error)
         firsts: dict[int, int] = {}
         for stream_id, seq in [*zip(self.streams, self.seqs, strict=True), *(item[:2] for _, item in self.others)]:

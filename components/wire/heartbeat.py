@@ -1,4 +1,4 @@
-"""A worker's load, on `<subject>.heartbeat` or as the answer to AskHeartbeat."""
+"""A worker's load: published on `<subject>.heartbeat`, or sent as the answer to AskHeartbeat."""
 
 from typing import Final
 
@@ -11,28 +11,28 @@ USUAL_NEXT_S: Final = 0.5
 class Heartbeat(Struct):
     instance_id: str
     epoch: str
-    step: int  # constant while `busy`: the engine hangs
+    step: int  # if it does not change while `busy`, the engine hangs
     busy: bool
     draining: bool = False
     num_running: int = 0
     num_waiting: int = 0
-    num_reserved: int = 0  # their KV has not arrived
-    num_held: int = 0  # finished, with exposed pages
+    num_reserved: int = 0  # requests whose KV has not arrived
+    num_held: int = 0  # finished requests with exposed pages
     free_pages: int = 0
     cached_pages: int = 0
     held_pages: int = 0
     total_pages: int = 0
-    queued_tokens: int = 0  # of prompts
-    prompt_tokens_per_s: float = 0.0  # 0: unknown
-    accepted: int = 0  # requests since start
-    num_requests: int = 0  # branches, also those not yet in the engine
-    next_s: float = USUAL_NEXT_S  # at most, until the next heartbeat
-    still_s: float = 0.0  # since the last step or idle moment
-    cached: int = 0  # asked hashes in its prefix cache
+    queued_tokens: int = 0  # prompt tokens that are not computed yet
+    prompt_tokens_per_s: float = 0.0  # prefill speed; 0: unknown
+    accepted: int = 0  # number of requests accepted since the start
+    num_requests: int = 0  # branches, including those that are not in the engine yet
+    next_s: float = USUAL_NEXT_S  # maximum time until the next heartbeat
+    still_s: float = 0.0  # time since the last step or idle moment
+    cached: int = 0  # how many of the query's hashes are in the prefix cache
 
 
 @message("heartbeat-ask.v1")
 class AskHeartbeat(Struct):
-    """On `<subject>.ask_heartbeat`, or `<namespace>.<role>.ask_heartbeat` for all."""
+    """Query on `<subject>.ask_heartbeat`, or on `<namespace>.<role>.ask_heartbeat` for all workers of a role."""
 
     hashes: bytes = b""  # 16 bytes each, of a prompt's prefixes, ascending

@@ -22,13 +22,13 @@ class RankEndpoint(Struct):
     base_address: int
     agent: str = ""
     agent_metadata: str = ""
-    aux_address: int = 0  # of as many slots as the first rank's
+    aux_address: int = 0  # of its aux slots, as many as the first rank has
 
 
 class KvEndpoint(Struct):
     backend: str  # as in --kv-transfer
     agent: str
-    agent_metadata: str  # base64, or addresses
+    agent_metadata: str  # base64, or a backend's addresses
     base_address: int
     num_pages: int
     device: str  # "cpu" or "cuda:0"
@@ -59,16 +59,16 @@ class InstanceRecord(Struct):
     started_unix_ms: int
     subject: Subject
     model: str | None = None
-    adapters: dict[str, str] = field(default_factory=dict)  # hash of the weights by name
+    adapters: dict[str, str] = field(default_factory=dict)  # hash of each adapter's weights, by name
     max_context: int | None = None  # tokens of prompt and output
     kv: KvEndpoint | None = None
     http: str | None = None
-    metrics: str | None = None  # several may share `http`
+    metrics: str | None = None  # URL of the metrics page; several frontends may share `http`
     kv_events: bool = False
     embedding: EmbeddingModel | None = None
     protocol: int = UNNAMED
     oldest_protocol: int = UNNAMED
-    max_running: int = 0  # requests of a step; 0: none is computed here
+    max_running: int = 0  # maximum requests of a step; 0: this instance has no engine
     max_step_tokens: int = 0
 
     @property

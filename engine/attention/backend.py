@@ -10,7 +10,7 @@ from transformers import AttentionInterface
 from engine.errors import UnsupportedModel
 
 IMPLEMENTATION: Final = "kvmesh"  # for `from_pretrained(attn_implementation=...)`
-# these change no result in eval mode
+# these arguments have no effect in eval mode
 HARMLESS: Final = frozenset({"dropout", "position_ids", "use_cache", "output_attentions", "output_router_logits"})
 
 
@@ -29,7 +29,7 @@ class StepShape:
 @dataclass(frozen=True, slots=True)
 class Scoring:
     scaling: float
-    window: int = 0  # keys that a query sees, its own included; 0: all
+    window: int = 0  # number of keys that a query reads, including its own; 0: all
     softcap: float = 0.0  # softcap * tanh(scores / softcap); 0: off
 
 

@@ -1,4 +1,4 @@
-"""Choose an attention backend. Only the chosen one is imported: others may not be installed."""
+"""Choose an attention backend. Only the chosen one is imported, because others may not be installed."""
 
 import logging
 import os
@@ -21,8 +21,8 @@ from engine.kernels.native_library import KernelsUnavailable, kernels_are_loaded
 
 log = logging.getLogger(__name__)
 
-HEAD_DIM_STEP: Final = 16  # the C++ kernel needs a multiple
-# Of the Triton kernels: blocks of larger heads exceed a GPU's shared memory, or spill registers.
+HEAD_DIM_STEP: Final = 16  # the C++ kernel needs a multiple of this
+# Limit of the Triton kernels: with larger heads, blocks exceed a GPU's shared memory, or spill registers.
 LARGEST_HEAD: Final = 256
 # name: module that the kernels need, its package, our module and class
 ON_CUDA: Final = {
@@ -36,7 +36,7 @@ class AttentionUnavailable(WrongSettings):
 
 
 def prepare_attention(kind: AttentionKind, device: torch.device, state_dir: Path) -> None:
-    """Load the kernels for `make_attention`. Compiling them takes seconds, once for a machine.
+    """Load the kernels for `make_attention`. The first time on a machine, compiling them takes seconds.
 
     Raises: AttentionUnavailable.
     """
@@ -56,7 +56,7 @@ def prepare_attention(kind: AttentionKind, device: torch.device, state_dir: Path
 def make_attention(
     kind: AttentionKind, pool: torch.Tensor, layout: KvLayout, query_group: int, limits: StepLimits
 ) -> AttentionBackend:
-    """Make a backend over `pool`, [num_pages, kv_heads, layers, 2, page_size, head_dim].
+    """Create a backend for `pool`, [num_pages, kv_heads, layers, 2, page_size, head_dim].
 
     Raises: AttentionUnavailable.
     """

@@ -16,8 +16,8 @@ import torch
 
 from engine.attention.backend import StepShape
 
-SPAN: Final = 512  # keys of a decode's piece of work
-SHORT_CHUNK: Final = 16  # tokens of a chunk that gets smaller blocks
+SPAN: Final = 512  # keys of one work item of a decode
+SHORT_CHUNK: Final = 16  # chunks up to this many tokens get smaller blocks
 ALIGNMENT: Final = 4  # int32 values, as Triton assumes
 HEADER: Final = 4  # int32 values before the tables: number of decodes' pieces, where they begin behind `pages`
 
@@ -27,7 +27,7 @@ AnyInts = npt.NDArray[np.integer[Any]]
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    """Upper bounds of a step, which fix its tables' addresses."""
+    """Upper bounds of a step, which determine the addresses of its tables."""
 
     requests: int
     tokens: int
@@ -68,7 +68,7 @@ class QueryBlocks:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What a step's tables hold."""
+    """The contents of a step's tables."""
 
     pieces: int  # of decodes
     query_starts: torch.Tensor  # [P + 1] of P chunks, tokens of the step
@@ -84,7 +84,7 @@ class PageRows:
         self._arrays: list[Ints] = []
 
     def take(self, shape: StepShape) -> list[Ints]:
-        """Each request's pages up to its context, read-only."""
+        """Return each request's pages up to its context, read-only."""
         for i, (table, context) in enumerate(zip(shape.block_tables, shape.context_lens, strict=True)):
             pages = list(table[: -(-context // self._page_size)])
             if i == len(self._lists):
@@ -107,7 +107,7 @@ class DecodeSpans:
     def take(self, contexts: Ints) -> tuple[AnyInts, AnyInts, AnyInts]:
         """Returns: row and span of each piece of work; index of each row's first partial result."""
         whole = (contexts - 1) // self._span
-        if not np.array_equal(whole, self._whole):  # it changes once in `span` steps of a row
+        if not np.array_equal(whole, self._whole):  # for each row this changes only every `span` steps
             self._whole = whole
             self._rows = np.repeat(np.arange(len(whole), dtype=np.int32), whole)
             self._slots = np.cumsum(whole + 1, dtype=np.int32) - whole - 1
@@ -142,7 +142,7 @@ class StepTables:
         self.pages = self._buffer[HEADER + 3 * rows :]
 
     def fill(self, shape: StepShape, num_decodes: int) -> Filled:
-        """Copy `shape` in stream order, behind the previous step's kernels."""
+        """Copy `shape` in stream order, after the previous step's kernels."""
         tables = self._page_rows.take(shape)
         assert len(tables) <= self.limits.requests, "more requests than the tables were made for"
         lens = np.array([len(table) for table in tables], dtype=np.int32)
@@ -184,7 +184,7 @@ class _Launch:
 
 
 def _launches(query_lens: Ints, contexts: Ints, blocks: Blocks) -> Iterator[_Launch]:
-    """Cut chunks into blocks of queries, and these into launches by size and number of partial results."""
+    """Divide chunks into blocks of queries, and the blocks into launches by size and number of partial results."""
     sizes = blocks.of_chunks(query_lens)
     for size in np.unique(sizes).tolist():
         tokens = blocks.tokens[size]
@@ -214,7 +214,7 @@ def _launches(query_lens: Ints, contexts: Ints, blocks: Blocks) -> Iterator[_Lau
 
 
 def _count_up(counts: AnyInts) -> Ints:
-    """0 to n - 1 for each n of `counts`, one after the other."""
+    """Concatenate the ranges 0 to n - 1 for each n of `counts`."""
     ends = np.cumsum(counts, dtype=np.int32)
     total = int(ends[-1]) if len(ends) else 0
     return np.arange(total, dtype=np.int32) - np.repeat(ends - counts, counts)

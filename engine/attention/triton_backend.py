@@ -20,10 +20,10 @@ from engine.attention.step_tables import (
     count_decodes,
 )
 
-PROGRAMS_PER_PROCESSOR: Final = 8  # of a decode launch, at most; some hide others' memory latency
-PARTIAL_BYTES: Final = 256 * 2**20  # of a prompt launch's partial results
+PROGRAMS_PER_PROCESSOR: Final = 8  # maximum of a decode launch; several hide each other's memory latency
+PARTIAL_BYTES: Final = 256 * 2**20  # memory for the partial results of a prompt launch
 SHARING: Final = 4  # times the pool's tokens: contexts of a recorded step together, for which graphs have memory
-JOINED: Final = 16  # spans that a join adds at a time
+JOINED: Final = 16  # spans that a join kernel adds at a time
 MIN_TILE: Final = 16  # minimum of tl.dot
 
 
@@ -60,7 +60,7 @@ class TritonAttention:
         programs: int | None = None,
         span: int = SPAN,
     ) -> None:
-        """Decode with at most `programs` at a time, by default some for each processor."""
+        """`programs`: maximum number of concurrent decode programs; by default several per processor."""
         self._pool = pool
         self._layout = layout
         self._tiles = tiles or choose_tiles(layout.head_dim, pool.dtype)
@@ -218,7 +218,7 @@ def _tables(blocks: QueryBlocks) -> tuple[Tensor, ...]:
 
 
 def _power_of_two(n: int) -> int:
-    """The next one from `n` on."""
+    """Return the smallest power of two that is at least `n`."""
     return 1 << (n - 1).bit_length()
 
 

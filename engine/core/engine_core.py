@@ -1,7 +1,7 @@
 """The engine without the device.
 
-With `pipeline`, a step is planned and launched while the one before runs, and a decode may read its last token on the
-device. Draws wait for the step before, because penalties and masks need the whole text. A request skips a step if the
+With `pipeline`, a step is planned and launched while the previous one runs, and a decode may read its last token on the
+device. Draws wait for the previous step, because penalties and masks need the whole text. A request skips a step if the
 token in flight is its last, or if branches fork there. If a request ends meanwhile, its draw is dropped. No request is
 preempted while a step is in flight. Without `pipeline`, a step lands before the next one is planned.
 """
@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 
 PACK_TOKENS: Final = 1536  # enough to keep a device busy
 CPU_ITL_TARGET_MS: Final = 50.0
-# Decodes and drafts of a step. On a CPU weights are multiplied with twelve rows at a time (linear.cpp); on a GPU a guess.
+# Decodes and drafts in a step. A CPU multiplies weights by twelve rows at a time (linear.cpp); the GPU's number is a guess.
 CPU_DRAFT_ROWS: Final = 12
 GPU_DRAFT_ROWS: Final = 64
-CPU_STRETCH: Final = 4.0  # of a decode step by a prompt chunk, where no target is given
+CPU_STRETCH: Final = 4.0  # factor by which a prompt chunk may lengthen a decode step if no target is set
 
 
 class EngineCore:
@@ -68,12 +68,12 @@ class EngineCore:
         num_offloaded: int = 0,
         make_drafter: Callable[[Sequence[int], Sequence[int]], Drafter] | None = None,
     ) -> None:
-        """Make an engine without requests.
+        """Create an engine without requests.
 
         Args:
-            window: keys that a layer sees at most, a token's own included; 0: all.
-            num_offloaded: evicted pages that `runner` can keep, with ids behind those of `region`.
-            make_drafter: takes the growing text of a request and its prediction; None: no speculative decoding.
+            window: maximum number of keys that a layer reads, including the token's own; 0: all.
+            num_offloaded: evicted pages that `runner` can keep; their ids follow those of `region`.
+            make_drafter: called with the growing text of a request and its prediction; None: no speculative decoding.
         """
         self._runner = runner
         self._region = region
@@ -81,8 +81,8 @@ class EngineCore:
         self._pooling = pooling
         self._limits = Limits(max_context, vocab_size, eos_token_ids, embeds=pooling is not None)
         self._make_drafter = make_drafter
-        self._guesses_all = config.speculative_tokens is not None  # else only where drafts cost little
-        auto = not runner.takes_cpu and make_drafter is None  # drafts follow the token that a step in flight draws
+        self._guesses_all = config.speculative_tokens is not None  # otherwise only if drafts cost little
+        auto = not runner.takes_cpu and make_drafter is None  # a draft needs the token that the step in flight draws
         self._pipelined = config.pipeline == "on" or (config.pipeline == "auto" and auto)
         self._memory = RequestMemory(
             region.num_pages,
@@ -94,7 +94,7 @@ class EngineCore:
             kv_events=config.kv_events,
         )
         size = config.step_size(region.device)
-        # the memory of max_running draws was measured on a GPU; few more make no difference
+        # on a GPU, memory was measured with max_running draws; a few more make no difference
         draft_rows = CPU_DRAFT_ROWS if runner.takes_cpu else min(GPU_DRAFT_ROWS, max(CPU_DRAFT_ROWS, size.requests))
         self._scheduler = Scheduler(
             self._memory, size.requests, size.tokens, config.pack_tokens or pack_tokens, draft_rows
@@ -102,8 +102,8 @@ class EngineCore:
         self._requests = Requests(self._scheduler, self._memory)
         self._outcomes = Outcomes(self._requests, self._scheduler, self._memory, self._limits)
         self._offloads = num_offloaded > 0
-        self._flight: Launched | None = None  # drawn, not landed
-        self._behind: Launched | None = None  # not drawn
+        self._flight: Launched | None = None  # step whose tokens are drawn, but have not landed
+        self._behind: Launched | None = None  # step whose tokens are not drawn yet
         self._failed_steps = FailedSteps()
         self._chunk_limit: ChunkLimit | None = None
         if config.itl_target_ms:
@@ -113,12 +113,12 @@ class EngineCore:
         self._row_cost = None if make_drafter is None else RowCost()
         self._arrivals = count()
         self._step = 0
-        # in the steps that landed in this one
+        # counts of the steps that landed during this one
         self._prompt_tokens = 0
-        self._prompt_rows = 0  # with tokens that are computed again
+        self._prompt_rows = 0  # including tokens that are computed again
         self._decodes = 0
-        self._decode_rows = 0  # of decodes and drafts
-        self._copied_s = 0.0  # in this one, for copies of pages
+        self._decode_rows = 0  # rows of decodes and drafts
+        self._copied_s = 0.0  # time that copies of pages took in this step
 
     @property
     def kv_region(self) -> KvRegion:
@@ -250,7 +250,7 @@ class EngineCore:
         output = StepOutput()
         if self._scheduler.must_preempt():
             if pauses:
-                yield from self._pauses(output, reserve=False)  # pages are short
+                yield from self._pauses(output, reserve=False)  # there are too few pages
             self._land(output)
         beside = None if self._chunk_limit is None else self._chunk_limit.tokens
         least_chance = None if self._row_cost is None else self._row_cost.least_chance
@@ -330,14 +330,14 @@ class EngineCore:
                 self._decode_rows += chunk.length
             if start < request.prompt_len:
                 self._prompt_tokens += min(chunk.end, request.prompt_len) - start
-            if request.in_flight is chunk:  # else already in the next step
+            if request.in_flight is chunk:  # otherwise the request is already in the next step
                 self._requests.landed(chunk)
             if not chunk.dropped:
                 self._outcomes.commit(chunk, drawn, output)
 
     def _fail(self, error: StepFailed, chunks: Sequence[Chunk], output: StepOutput) -> None:
         log.error("step failed", exc_info=error, extra={"requests": len(chunks)})
-        self._land(output)  # if a launch failed, the step before is in flight
+        self._land(output)  # if a launch failed, the previous step is still in flight
         self._failed_steps.failed((chunk.request for chunk in chunks), error.message)
         for chunk in chunks:
             self._requests.landed(chunk)
@@ -386,8 +386,8 @@ def _reserved(requests: Sequence[Request]) -> list[Exposed]:
 
 
 def guesses_cost_little(request: EngineRequest) -> bool:
-    """Return whether rows of drafts take no more than their computation.
+    """Return whether drafts cost nothing beyond the computation of their rows.
 
-    Drafts wear out a compiled grammar, which its requests share. And penalties count a text anew for each draft.
+    Drafts use up the limit of a compiled grammar, which its requests share. Penalties count the text again for each draft.
     """
     return request.mask is None and not is_penalised(request.sampling)

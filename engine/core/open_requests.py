@@ -1,4 +1,4 @@
-"""All requests by id, until their pages are free, and the limits of those that an engine accepts."""
+"""All requests by id, until their pages are free, and the limits on requests that an engine accepts."""
 
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,7 +29,7 @@ class Limits:
             raise Rejected("a prompt needs at least one token", param="token_ids")
         if (request.phase is Phase.EMBED) != self.embeds:
             raise Rejected(
-                "this model makes embeddings" if self.embeds else "this model makes no embeddings", param="model"
+                "this model computes embeddings" if self.embeds else "this model computes no embeddings", param="model"
             )
         if len(tokens) > self.max_context - (not self.embeds):
             raise PromptTooLong(
@@ -57,7 +57,7 @@ class Limits:
         check_sampling(request.sampling, self.vocab_size, self.eos_token_ids, request.num_generated)
 
     def length(self, num_tokens: int, sampling: SamplingParams) -> int:
-        """Tokens at which a request ends."""
+        """Return the total number of tokens at which a request ends."""
         return min(num_tokens + sampling.max_tokens, self.max_context)
 
     def stops(self, sampling: SamplingParams, token_id: int) -> bool:
@@ -65,15 +65,15 @@ class Limits:
 
 
 class Requests:
-    """An ended request keeps its pages while a transfer or the step in flight may use them."""
+    """All requests. One that has ended keeps its pages while a transfer or the step in flight may use them."""
 
     def __init__(self, scheduler: Scheduler, memory: RequestMemory) -> None:
         self._scheduler = scheduler
         self._memory = memory
         self._live: dict[str, Request] = {}
-        self._held: dict[str, Request] = {}  # ended, pages still exposed
+        self._held: dict[str, Request] = {}  # ended, but their pages are still exposed
         self._branches: dict[str, list[Request]] = {}  # live branches, except branch 0
-        self._leaving: set[Request] = set()  # ended, pages still in the step in flight
+        self._leaving: set[Request] = set()  # ended, but the step in flight still uses their pages
 
     def __contains__(self, request_id: object) -> bool:
         return any(request_id in known for known in (self._live, self._held, self._branches))
@@ -97,13 +97,13 @@ class Requests:
         return request if request is not None and request.state is RequestState.RESERVED else None
 
     def branches(self, request_id: str) -> list[Request]:
-        """The live ones, and those whose pages the step in flight still uses."""
+        """Return the live branches, and those whose pages the step in flight still uses."""
         first = self._live.get(request_id)
         leaving = (request for request in self._leaving if request.id == request_id)
         return [*([] if first is None else [first]), *self._branches.get(request_id, ()), *leaving]
 
     def fork(self, request: Request) -> None:
-        """Start the other branches after the prompt."""
+        """Start the other branches once the prompt is computed."""
         for number in range(1, request.sampling.n):
             if number in request.unwanted:
                 continue
@@ -193,7 +193,7 @@ class Requests:
             self._memory.give_back(request)
 
     def _give_back(self, request: Request) -> None:
-        """`landed` does it for a request in flight."""
+        """Release the request's pages; for a request in flight, `landed` does it later."""
         if request.in_flight is None:
             self._memory.give_back(request)
         else:

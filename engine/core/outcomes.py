@@ -1,4 +1,4 @@
-"""Apply the results of steps and transfers to requests, and detect an engine that cannot compute any more."""
+"""Apply the results of steps and transfers to requests, and detect an engine that can no longer compute."""
 
 import logging
 from collections.abc import Iterable, Sequence
@@ -45,7 +45,7 @@ class FailedSteps:
 
     def check(self) -> None:
         if self._count >= MAX_FAILED_STEPS:
-            log.critical("every step fails: the engine ends", extra={"steps": self._count, "cause": self._cause})
+            log.critical("every step fails, so the engine stops", extra={"steps": self._count, "cause": self._cause})
             raise EngineBroken(f"{self._count} steps in a row failed, the last one with: {self._cause}")
 
 
@@ -112,7 +112,7 @@ class Outcomes:
             self._requests.finish(request)
 
     def _verified(self, chunk: Chunk, drawn: Sequence[int]) -> Sequence[int]:
-        """Return the tokens that were drawn from right contexts: each accepted draft, and the one after these."""
+        """Return the tokens drawn after correct contexts: each accepted draft, and the token after the last of them."""
         accepted = 0
         while accepted < len(chunk.drafts) and drawn[accepted] == chunk.drafts[accepted]:
             accepted += 1
@@ -132,7 +132,7 @@ class Outcomes:
                 return
         token_ids = [drawn[0]]
         finish = self._append(request, drawn[0])
-        for token_id in drawn[1:]:  # the one before was a draft, so it has KV
+        for token_id in drawn[1:]:  # the token before it was a draft, so that has KV
             if finish is not None:
                 break
             request.num_computed += 1

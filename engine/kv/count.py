@@ -1,4 +1,4 @@
-"""The number of pages in the pool and beyond it."""
+"""The numbers of pages in the pool and of offloaded pages."""
 
 from typing import Final
 
@@ -7,11 +7,11 @@ from components.wire.layout import KvLayout, largest_shard
 from engine.config import EngineConfig
 
 CPU_GB: Final = 1.0
-MOST_GB: Final = 1e9  # more than any machine has: its bytes are still a number for the system
+MOST_GB: Final = 1e9  # more than any machine has; as bytes it still fits into an integer of the system
 
 
 def count_pages(config: EngineConfig, layout: KvLayout) -> int:
-    """The number that a rank with the most KV heads has room for.
+    """Return the number of pages for which a rank with the most KV heads has room.
 
     Raises: WrongSettings, if kv_memory_gb holds no page.
     """
@@ -19,7 +19,7 @@ def count_pages(config: EngineConfig, layout: KvLayout) -> int:
 
 
 def asked_pages(config: EngineConfig, layout: KvLayout) -> int | None:
-    """The number that the settings fix; None: they fix none.
+    """Return the number of pages that the settings fix; None if they fix none.
 
     Raises: WrongSettings, if kv_memory_gb holds no page.
     """
@@ -29,7 +29,7 @@ def asked_pages(config: EngineConfig, layout: KvLayout) -> int | None:
 
 
 def count_offloaded(config: EngineConfig, layout: KvLayout) -> int:
-    """The number of evicted pages to keep.
+    """Return the number of evicted pages to keep.
 
     Raises: WrongSettings, if kv_offload_gb holds no page.
     """
@@ -40,5 +40,5 @@ def _held_by(memory_gb: float, layout: KvLayout, setting: str = "kv_memory_gb") 
     page_bytes = largest_shard(layout).page_bytes
     pages = int(min(memory_gb, MOST_GB) * 1e9) // page_bytes
     if pages < 1:
-        raise WrongSettings(f"setting engine.{setting}: {memory_gb:g} GB hold no page of {page_bytes} bytes")
+        raise WrongSettings(f"setting engine.{setting}: {memory_gb:g} GB is less than one page, {page_bytes} bytes")
     return pages

@@ -21,7 +21,7 @@ ON_DISK: Final = "settings engine.kv_offload_gb and engine.kv_offload_dir: evict
 
 
 def allocate_offloaded(layout: KvLayout, num_pages: int, device: torch.device, directory: Path | None) -> torch.Tensor:
-    """Allocate main memory, or a file in `directory`.
+    """Allocate main memory, or a mapped file in `directory`.
 
     Returns: [num_pages, kv_heads, layers, 2, page_size, head_dim], in memory that copies from `device` need not wait for.
     Raises: WrongSettings, if there is not enough.
@@ -41,9 +41,9 @@ def allocate_offloaded(layout: KvLayout, num_pages: int, device: torch.device, d
 
 
 def _file(directory: Path, num_bytes: int) -> mmap.mmap:
-    """Map a file without a name, so that its space is free again however the process ends.
+    """Map a file without a name, so that its space is freed however the process ends.
 
-    All of its space is allocated now: a write into a mapped file on a full disk would end the process.
+    All of its space is allocated now, because a write into a mapped file on a full disk would end the process.
     """
     check_fits_in(directory, num_bytes, ON_DISK)
     try:
@@ -68,7 +68,7 @@ def _pin(memory: torch.Tensor) -> None:
 
 
 class PageCopies:
-    """Pages by id: first those of the pool, then offloaded ones.
+    """Copies pages by id: first come the ids of the pool, then those of offloaded pages.
 
     On a device, copies have their own stream: they run beside the step in flight, which uses none of their pages.
     """
@@ -82,9 +82,9 @@ class PageCopies:
             self._stream = torch.cuda.Stream(storage.device)  # type: ignore[no-untyped-call]  # as torch ships it
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy (source, target) pages. Return when it is done, as a peer may then write to either.
+        """Copy (source, target) pages. Return only when all are copied, because a peer may then write to either page.
 
-        What was enqueued for these pages on other streams must have ended: this one does not wait for them.
+        Work on these pages in other streams must have ended, because this stream does not wait for it.
         """
         on_stream: AbstractContextManager[object] = nullcontext()
         if self._stream is not None:

@@ -1,17 +1,17 @@
-"""Pages that the pool evicts to main memory or disk. Their ids follow the pool's."""
+"""Pages that the pool evicts to main memory or disk. Their ids follow those of the pool."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Container, Sequence
 
 from components.errors import PageLeak
 
-CopyPages = Callable[[Sequence[tuple[int, int]]], None]  # takes (source, target) pages, and returns when all are copied
+CopyPages = Callable[[Sequence[tuple[int, int]]], None]  # takes (source, target) pages; returns when all are copied
 
 
 class OffloadedPages:
-    """A block is in the pool or here, not in both. Without room, the block that came first is forgotten.
+    """Evicted blocks, each of which is either in the pool or here. If there is no room, the oldest block is dropped.
 
-    Copies end before other calls begin, so no page is given away while it is read or written.
+    Copies finish before other calls begin, so no page is reallocated while it is read or written.
     """
 
     def __init__(
@@ -23,16 +23,16 @@ class OffloadedPages:
         forget: Callable[[int], None],
         copy_pages: CopyPages,
     ) -> None:
-        """Make room for `count` pages, with ids from `first` on.
+        """`count`: room for this many pages, with ids from `first` on.
 
         Args:
-            rename: gives the block of a page another page, in the prefix cache.
-            forget: removes a page from it.
+            rename: assigns another page to a block, in the prefix cache.
+            forget: removes a page from the prefix cache.
         """
         self._ids = range(first, first + count)
         self._free = list(reversed(self._ids))
         self._kept: OrderedDict[int, None] = OrderedDict()  # oldest first
-        self._leaving = 0  # being restored
+        self._leaving = 0  # number of pages that are being restored
         self._rename = rename
         self._forget = forget
         self._copy_pages = copy_pages
@@ -47,7 +47,7 @@ class OffloadedPages:
         return len(self._kept)
 
     def keep(self, pages: Sequence[int]) -> None:
-        """Copy evicted pages of the pool, and rename them. If there is not room for all, the first of them are forgotten."""
+        """Copy evicted pages here, and rename them. If there is not room for all, the first ones are dropped."""
         room = len(self._ids) - self._leaving
         lost = max(0, len(pages) - room)
         for page in pages[:lost]:
@@ -60,7 +60,7 @@ class OffloadedPages:
             self._copy_pages(moves)
 
     def leave(self, places: Sequence[int]) -> None:
-        """Take pages out, before `restore`: allocating pages for them may evict others to here."""
+        """Take pages out before `restore`, because allocating pool pages for them may evict others to here."""
         for place in places:
             del self._kept[place]
         self._leaving += len(places)
@@ -76,12 +76,12 @@ class OffloadedPages:
         self.num_restored += len(moves)
 
     def drop(self, place: int) -> None:
-        """Give up a page whose block was forgotten."""
+        """Free a page whose block was removed from the prefix cache."""
         del self._kept[place]
         self._free.append(place)
 
     def check(self, named: Container[int]) -> None:
-        """Raises: PageLeak, unless each place is free, or kept with a name."""
+        """Raises: PageLeak, unless each place is either free, or kept and in the prefix cache."""
         unnamed = [place for place in self._kept if place not in named]
         if sorted([*self._free, *self._kept]) != list(self._ids) or self._leaving or unnamed:
             raise PageLeak(

@@ -1,4 +1,4 @@
-"""The pool of page ids: free pages as runs of neighbours, cached pages by block hash, and holders of the others."""
+"""The pool of page ids: free pages in runs of neighbours, cached pages by block hash, and reference counts of held pages."""
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
@@ -9,13 +9,13 @@ from components.errors import PageLeak
 from engine.kv.offloaded_pages import OffloadedPages
 from engine.ports import CacheEvent
 
-SPARE: Final = 1 / 16  # at most this share of unheld pages is evicted only for neighbours
-# Pages that are restored, or evicted for a single one, by one copy, which costs a call and on several ranks a message.
+SPARE: Final = 1 / 16  # at most this share of unheld pages is evicted just to get neighbouring pages
+# Pages restored or evicted together in one copy, because each copy costs a call, and on several ranks a message.
 COPIED_TOGETHER: Final = 64  # fewer in small pools
 
 
 class FreeRuns:
-    """Free pages as runs of neighbours: NIXL costs per run, so block tables should have few."""
+    """Free pages as runs of neighbours. A NIXL write costs time per run, so block tables should have few runs."""
 
     def __init__(self, num_pages: int) -> None:
         self._length: dict[int, int] = {}  # first page -> length
@@ -37,7 +37,7 @@ class FreeRuns:
         return [page for first, length in sorted(self._length.items()) for page in range(first, first + length)]
 
     def take(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` free pages: those after page `after` first, then the fewest runs."""
+        """Take `count` free pages: first those after page `after`, then from as few runs as possible."""
         taken: list[int] = []
         if after is not None and after + 1 in self._length:
             taken += self._cut(after + 1, count)
@@ -66,15 +66,15 @@ class FreeRuns:
         self._put(first, end - first)
 
     def _best_run(self, count: int) -> int:
-        """First page of a shortest run that fits, else of a longest one."""
+        """Return the first page of the shortest run that fits, or else of the longest run."""
         at = min(bisect_left(self._lengths, count), len(self._lengths) - 1)
         alike = self._of_length[self._lengths[at]]
-        first, _ = alike.popitem()  # finding a dict's first key skips all deleted ones
+        first, _ = alike.popitem()  # not the first key: to find that, a dict skips all deleted ones
         alike[first] = None
         return first
 
     def _cut(self, first: int, count: int) -> list[int]:
-        """Take up to `count` pages of the run at `first`."""
+        """Take up to `count` pages from the run that starts at `first`."""
         length = self._pull(first)
         if count < length:
             self._put(first + count, length - count)
@@ -103,13 +103,13 @@ class FreeRuns:
 
 
 class PrefixCache:
-    """Chained block hashes name full pages, so equal prefixes share them. `PagePool` owns the pages.
+    """Maps chained block hashes to full pages, so that equal prefixes share pages. `PagePool` owns the pages.
 
-    Other threads may call `match` for a hint; the rest belongs to the engine's thread.
+    Other threads may call `match` for an estimate; only the engine's thread may call the rest.
     """
 
     def __init__(self, *, records_events: bool = False) -> None:
-        """If it `records_events`, the caller must take them."""
+        """`records_events`: record changes, which the caller must fetch by `take_events`."""
         self.events: list[CacheEvent] = []
         self._records_events = records_events
         self._page_of: dict[bytes, int] = {}
@@ -119,7 +119,7 @@ class PrefixCache:
         return page in self._hash_of
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Pages of the longest known prefix of `hashes`."""
+        """Return the pages of the longest cached prefix of `hashes`."""
         pages: list[int] = []
         for block in hashes:
             page = self._page_of.get(block)
@@ -129,9 +129,9 @@ class PrefixCache:
         return pages
 
     def match_last(self, hashes: Sequence[bytes], count: int) -> tuple[int, list[int]]:
-        """Pages of the last `count` blocks of the longest prefix of `hashes` of which these are known.
+        """Find the longest prefix of `hashes` whose last `count` blocks are cached.
 
-        Returns: the number of blocks before them, and the pages.
+        Returns: the number of blocks before these, and their pages.
         """
         end = len(hashes)
         pages: list[int] = []
@@ -149,7 +149,7 @@ class PrefixCache:
         return self._page_of.get(block)
 
     def insert(self, hashes: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Name full pages; a block keeps its page."""
+        """Add full pages. A block that is already cached keeps its page."""
         for block, page in zip(hashes, pages, strict=True):
             if block not in self._page_of and page not in self._hash_of:
                 self._page_of[block] = page
@@ -158,7 +158,7 @@ class PrefixCache:
                     self.events.append((block, True))
 
     def move(self, page: int, to: int) -> None:
-        """Rename a block's page."""
+        """Assign the block of `page` to page `to`."""
         block = self._hash_of.pop(page)
         self._page_of[block] = to
         self._hash_of[to] = block
@@ -175,9 +175,9 @@ class PrefixCache:
 
 
 class PagePool:
-    """Every page is *free*, *cached* (unreferenced, but in the prefix cache) or *held*.
+    """Every page is *free*, *cached* (not held, but in the prefix cache) or *held*.
 
-    With `offloaded`, evicted pages move there, and the prefix cache has their ids instead. `hold` brings them back.
+    With `offloaded`, evicted pages are copied there, and the prefix cache refers to the copies. `hold` restores them.
     """
 
     def __init__(self, num_pages: int, prefix: PrefixCache, offloaded: OffloadedPages | None = None) -> None:
@@ -187,10 +187,10 @@ class PagePool:
         smaller = min(num_pages, 0 if offloaded is None else offloaded.room)
         self._batch = max(1, min(COPIED_TOGETHER, int(smaller * SPARE)))
         self._free = FreeRuns(num_pages)
-        # oldest release first; a dict would skip all deleted keys to find its first
+        # oldest release first; not a dict, which would skip all deleted keys to find its first one
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._holders = [0] * num_pages
-        self._broken: set[int] = set()  # not to be published before they are allocated anew
+        self._broken: set[int] = set()  # must not be published until they are allocated again
 
     @property
     def num_free(self) -> int:
@@ -209,17 +209,17 @@ class PagePool:
         return self.num_free + self.num_cached
 
     def num_cached_among(self, pages: Sequence[int]) -> int:
-        """Pages of the pool that `hold` would make unavailable."""
+        """Count the pages of the pool that `hold` would make unavailable."""
         return sum(1 for page in pages if page in self._cached)
 
     def num_offloaded_among(self, pages: Sequence[int]) -> int:
-        """Pages for which `hold` would allocate others."""
+        """Count the offloaded pages, for which `hold` would allocate pages of the pool."""
         return 0 if self._offloaded is None else sum(1 for page in pages if page >= self.num_pages)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Hold `count` pages, at most `num_available`, if possible neighbours of each other and of `after`.
+        """Allocate `count` pages, at most `num_available`, if possible neighbours of each other and of `after`.
 
-        Evicts some more pages than needed if free ones are scattered: a full pool has hardly two neighbours.
+        If free pages are scattered, it evicts some more than needed: a full pool has hardly any neighbouring free pages.
         """
         free = self._free
         missing = count - len(free)
@@ -235,20 +235,20 @@ class PagePool:
         return pages
 
     def hold(self, found: Sequence[int]) -> list[int]:
-        """Share pages of the prefix cache. Restore those that were offloaded.
+        """Hold pages of the prefix cache, and restore those that were offloaded.
 
-        Returns: `found`, with pages of the pool for these.
+        Returns: `found`, with offloaded pages replaced by pages of the pool.
         """
         offloaded = [page for page in found if page >= self.num_pages]
         if self._offloaded is None or not offloaded:
             self.share(found)
             return list(found)
-        self.share([page for page in found if page < self.num_pages])  # else they could be evicted now
+        self.share([page for page in found if page < self.num_pages])  # first, or they could be evicted below
         self._offloaded.leave(offloaded)
         before = found.index(offloaded[0]) - 1
         last = found[before] if before >= 0 else None
         page_of: dict[int, int] = {}
-        for first in range(0, len(offloaded), self._batch):  # its places are free for pages evicted for the next ones
+        for first in range(0, len(offloaded), self._batch):  # a batch frees places for pages evicted for the next
             places = offloaded[first : first + self._batch]
             fresh = self.allocate(len(places), after=last)
             self._offloaded.restore(places, fresh)
@@ -257,7 +257,7 @@ class PagePool:
         return [page_of.get(page, page) for page in found]
 
     def publish(self, hashes: Sequence[bytes], pages: Sequence[int]) -> None:
-        """Name full pages. A block keeps its page, unless that one was offloaded."""
+        """Add full pages to the prefix cache. A cached block keeps its page, unless that page was offloaded."""
         if self._offloaded is not None:
             for block, page in zip(hashes, pages, strict=True):
                 named = self._prefix.page_of(block)
@@ -272,7 +272,7 @@ class PagePool:
             self._holders[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Release the last page first, so that eviction shortens prefixes from the end.
+        """Release pages, the last one first, so that eviction shortens prefixes from the end.
 
         Raises: PageLeak, for a page that is not held.
         """
@@ -292,7 +292,7 @@ class PagePool:
             self._free.give(free)
 
     def forget(self, block: bytes) -> None:
-        """Unpublish a block, if it is published."""
+        """Remove a block from the prefix cache, if it is there."""
         page = self._prefix.page_of(block)
         if page is None:
             return
@@ -304,7 +304,7 @@ class PagePool:
             self._offloaded.drop(page)
 
     def distrust(self, pages: Sequence[int]) -> None:
-        """Unpublish held pages whose KV may be broken. Other holders must not publish them again."""
+        """Unpublish held pages whose KV may be wrong. Other holders must not publish them again."""
         for page in pages:
             if page in self._prefix:
                 self._prefix.forget(page)
@@ -314,7 +314,7 @@ class PagePool:
         return not self._broken or self._broken.isdisjoint(pages)
 
     def check(self) -> None:
-        """Raises: PageLeak, unless each page is free, cached or held once."""
+        """Raises: PageLeak, unless each page is exactly one of free, cached or held."""
         free = self._free.pages()
         held = [page for page, holders in enumerate(self._holders) if holders]
         everywhere = sorted([*free, *self._cached, *held])

@@ -1,4 +1,4 @@
-"""One tensor for all pages, each contiguous: NIXL needs one descriptor a page."""
+"""One tensor for all pages. Each page is contiguous, so that NIXL needs one descriptor per page."""
 
 import os
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ TORCH_DTYPES: Final = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fl
 
 
 def allocate_storage(layout: KvLayout, num_pages: int, device: torch.device) -> torch.Tensor:
-    """Allocate a zeroed pool: a backend may multiply slots that nobody wrote by 0, and 0 x NaN is NaN.
+    """Allocate a pool of zeros: a backend may multiply slots that were never written by 0, and 0 x NaN is NaN.
 
     Returns: [num_pages, kv_heads, layers, 2, page_size, head_dim].
     Raises: WrongSettings, if there is not enough memory; CannotServe, if other processes of a device hold it.
@@ -42,13 +42,13 @@ def allocate_storage(layout: KvLayout, num_pages: int, device: torch.device) -> 
 
 
 def check_allocator(environment: Mapping[str, str]) -> None:
-    """A peer maps the pool by its first address, so it must be one allocation of `cudaMalloc`.
+    """Check that the pool will be one allocation of `cudaMalloc`, because a peer maps it by its first address.
 
-    Raises: WrongSettings, for allocators that put it together from pieces.
+    Raises: WrongSettings, for allocators that assemble it from several allocations.
     """
     for name in ALLOCATOR_SETTINGS:
         value = environment.get(name, "")
         if any(setting in value.lower().replace(" ", "") for setting in SCATTERED):
             raise WrongSettings(
-                f"{name}={value}: peers cannot map KV pages of such an allocator; remove expandable_segments and backend"
+                f"{name}={value}: peers cannot map KV pages from such an allocator; remove expandable_segments and backend"
             )

@@ -1,4 +1,4 @@
-"""Base of the loops that step an engine beside asyncio."""
+"""Base of the loops that run an engine next to asyncio."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -14,8 +14,8 @@ from engine.ports import Engine, Exposed, StepOutput
 
 T = TypeVar("T")
 
-BLOCKED_TICK_S: Final = 0.25  # interval of steps while requests wait for pages
-REPORT_AFTER_S: Final = 0.003  # tokens and pages of a step leave before
+BLOCKED_TICK_S: Final = 0.25  # interval between steps while requests wait for pages
+REPORT_AFTER_S: Final = 0.003  # delay of reports, so that a step's tokens and pages are sent first
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +47,11 @@ class Done:
 
 
 class EngineLoop(ABC):
-    """Public methods belong to the event loop's thread."""
+    """Runs an engine. Only the event loop's thread may call public methods."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         self.stats = StepStats()  # of the latest step
-        self.is_stepping = False  # a step has begun and not ended; `stats` may show an idle engine meanwhile
+        self.is_stepping = False  # a step is running; meanwhile `stats` may still show an idle engine
         self._build = build
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[BaseException | None] = self._loop.create_future()
@@ -62,7 +62,7 @@ class EngineLoop(ABC):
 
     @property
     def engine(self) -> Engine:
-        """For attributes and `peek_prefix`; use `between_steps` for the rest."""
+        """The engine, for its attributes and `peek_prefix`. Use `between_steps` for all other calls."""
         assert self._engine is not None, "the engine is not loaded yet"
         return self._engine
 
@@ -80,25 +80,25 @@ class EngineLoop(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Build the engine on a thread and begin.
+        """Build the engine on a thread, and start the loop.
 
         Raises: what building raises.
         """
 
     @abstractmethod
     async def stop(self) -> None:
-        """Let the current step end, then refuse calls."""
+        """Wait for the current step, then refuse calls."""
 
     def on_output(self, callback: Callable[[StepOutput], None]) -> None:
-        """Outputs may be empty."""
+        """Pass each output to `callback`. Outputs may be empty."""
         self._callbacks.append(callback)
 
     def report(self, callback: Callable[[StepOutput], None]) -> None:
-        """Pass each output to `callback` REPORT_AFTER_S later: no request waits for it."""
+        """Pass each output to `callback` after REPORT_AFTER_S, so that no request waits for the report."""
         self._reports.append(callback)
 
     async def failed(self) -> BaseException:
-        """Wait until the engine ends, and return its error."""
+        """Wait until the engine fails, and return its error."""
         error = await asyncio.shield(self._ended)
         return error or dead(None)
 

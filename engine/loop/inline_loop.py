@@ -17,17 +17,17 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-SHORTEST_S: Final = 1e-3  # uvloop treats shorter timers as zero and would spin
+SHORTEST_S: Final = 1e-3  # uvloop treats shorter timers as zero, and would busy-wait
 
 
 class InlineLoop(EngineLoop):
-    """Calls run at once, also while the device computes."""
+    """Runs calls at once, even while the device computes."""
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         super().__init__(build)
-        self._step: Iterator[Pause | StepOutput] | None = None  # it waits for the device
+        self._step: Iterator[Pause | StepOutput] | None = None  # step that waits for the device
         self._next: asyncio.Handle | None = None
-        self._is_soon = False  # in the event loop's next turn
+        self._is_soon = False  # whether a step is scheduled for the event loop's next turn
         self._context = Context()  # empty: a step must not inherit the request id of the call that started it
 
     def between_steps(self, call: Callable[[Engine], T], *, light: bool = False) -> asyncio.Future[T]:
@@ -86,7 +86,7 @@ class InlineLoop(EngineLoop):
             self._receive_early(result.reserved)
 
     def _advance(self) -> Pause | StepOutput | None:
-        """Continue or begin a step. None: other workers have the cores."""
+        """Continue or begin a step. Returns None while other workers use the cores."""
         if self._step is None:
             if wait_s := self.engine.wait_s():
                 self._later(wait_s)

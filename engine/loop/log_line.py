@@ -1,4 +1,4 @@
-"""The engine's log: one line a second under load, with SGLang's names, and warnings of slow steps."""
+"""The engine's log: one line a second under load, with SGLang's names, and warnings about slow steps."""
 
 import logging
 import resource
@@ -12,10 +12,10 @@ from engine.ports import StepOutput
 
 log = logging.getLogger(__name__)
 
-SLOW: Final = 4  # factor over the usual time
-SLOW_S: Final = 0.1  # shorter steps are ignored
-KNOWN: Final = 20  # steps of a kind before its usual time is known
-LEARN: Final = 0.05  # weight of one step
+SLOW: Final = 4  # a step is slow if it takes this many times its usual time
+SLOW_S: Final = 0.1  # shorter steps are never slow
+KNOWN: Final = 20  # steps of a kind that are needed to know its usual time
+LEARN: Final = 0.05  # weight of the latest step in the usual time
 CAUSE: Final = 0.25  # share of a step that identifies a cause
 FAULTS_PER_S: Final = 100  # major page faults per second
 WARN_EVERY_S: Final = 30.0
@@ -27,8 +27,8 @@ EVERY_S: Final = 1.0
 class Held(NamedTuple):
     """Total delays of this process's threads."""
 
-    cores_s: float = 0.0  # ready without a core
-    quota_s: float = 0.0  # throttled by the CPU quota
+    cores_s: float = 0.0  # time in which threads were ready but had no core
+    quota_s: float = 0.0  # time throttled by the CPU quota
     faults: int = 0
 
 
@@ -50,7 +50,7 @@ class SlowSteps:
         if not stats.prompt_tokens and not stats.decode_tokens:
             return
         now, step_s = self._clock(), stats.step_s
-        # tokens of one kind differ by less than a factor of two
+        # steps of one kind differ in tokens by less than a factor of two
         tokens = stats.prompt_tokens or stats.decode_tokens
         kind = ("prompt" if stats.prompt_tokens else "decode", tokens.bit_length())
         count, usual_s = self._usual.get(kind, (0, step_s))
@@ -107,7 +107,7 @@ class BatchLog:
         *,
         more: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
-        """`more` returns figures of the service. Zeros are left out."""
+        """`more` returns additional figures from the service. Zeros are left out."""
         self._more = more
         self._page_size = page_size
         self._clock = clock

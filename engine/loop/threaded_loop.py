@@ -27,10 +27,10 @@ class ThreadedLoop(EngineLoop):
     def __init__(self, build: Callable[[], Engine]) -> None:
         super().__init__(build)
         self._calls: Queue[Call | None] = Queue()  # None: wake up. CPython's SimpleQueue.get may hang with a timeout
-        self._own = threading.Lock()  # held by the thread, unless it sleeps
-        self._unsettled = 0  # calls without a delivered result
+        self._own = threading.Lock()  # held by the engine's thread, unless it sleeps
+        self._unsettled = 0  # number of calls whose result was not delivered yet
         self._num_made = self._num_delivered = 0  # outputs; `_num_made` changes under the lock
-        self._num_waiting = 0  # for pages
+        self._num_waiting = 0  # number of requests that wait for pages
         self._broken: Exception | None = None  # error of a step on the event loop's thread
         self._ready: asyncio.Future[Engine] = self._loop.create_future()
         # daemon: an exit does not wait for it
@@ -69,7 +69,7 @@ class ThreadedLoop(EngineLoop):
         self._calls.put(None)
 
     def _take(self) -> bool:
-        """Lock `_own` if the engine rests and all outputs were delivered."""
+        """Lock `_own` if the engine is idle and all outputs were delivered."""
         if self._unsettled or self._stopping or self._ended.done() or not self._own.acquire(blocking=False):
             return False
         if self._num_made == self._num_delivered and self._broken is None:
@@ -78,7 +78,7 @@ class ThreadedLoop(EngineLoop):
         return False
 
     def _light_step(self, engine: Engine) -> None:
-        """Step after a call, unless the step would compute."""
+        """Run a step after a call, unless the step would compute."""
         try:
             if not engine.computes():
                 output = engine.step()
@@ -108,7 +108,7 @@ class ThreadedLoop(EngineLoop):
         call_on_loop(self._loop, self._end, error)
 
     def _lose(self, error: Exception) -> None:
-        """End the thread, from another one."""
+        """Stop the engine's thread; called on another thread."""
         self._broken = error
         self._calls.put(None)
 
@@ -126,7 +126,7 @@ class ThreadedLoop(EngineLoop):
             if self._broken is not None:
                 raise self._broken
             if wait_s := engine.wait_s():
-                continue  # calls are answered meanwhile
+                continue  # run calls in the meantime
             self.is_stepping = True
             for output in engine.stepping():
                 if isinstance(output, Pause):
@@ -145,12 +145,12 @@ class ThreadedLoop(EngineLoop):
             self._run_calls(engine, pause.wait_s)
 
     def _run_calls(self, engine: Engine, timeout_s: float | None, *, rests: bool = False) -> None:
-        """Run queued calls now: a first token must not wait for a step."""
+        """Run queued calls now, because a first token must not wait for a step."""
         if calls := self._take_calls(timeout_s, rests=rests):
             call_on_loop(self._loop, self._settle, [call.made(engine) for call in calls])
 
     def _take_calls(self, timeout_s: float | None, *, rests: bool = False) -> list[Call]:
-        """Take queued calls, or wait for the first.
+        """Return the queued calls, or wait for one.
 
         Args:
             timeout_s: None: no limit.
@@ -178,7 +178,7 @@ class ThreadedLoop(EngineLoop):
             done.settle()
 
     def _send_to_loop(self, receive: Callable[[T], None], what: T) -> None:
-        """Deliver a turn later, so that tasks that await earlier calls resume first."""
+        """Deliver in the next turn of the event loop, so that tasks that await earlier calls resume first."""
         self._num_made += 1
         call_on_loop(self._loop, self._loop.call_soon, receive, what)
 

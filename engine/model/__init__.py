@@ -1,1 +1,1 @@
-"""Models: where they come from, how they load, what they support."""
+"""Models: find, download or convert, check, and load them."""

@@ -34,7 +34,7 @@ ROPE_FACTORS: Final = ("rope_freqs.weight", "rope_factors_long.weight", "rope_fa
 
 
 class CannotConvert(Exception):
-    """The file is damaged, or would be converted wrongly."""
+    """The file is damaged, or the conversion would be wrong."""
 
 
 def convert(source: Path, target: Path) -> None:
@@ -42,7 +42,7 @@ def convert(source: Path, target: Path) -> None:
 
     Raises: CannotConvert.
     """
-    disable_progress_bar()  # we show our own
+    disable_progress_bar()  # we show our own progress
     _report(0)
     reader = _read(source)
     where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
@@ -69,7 +69,7 @@ def _read(source: Path) -> GGUFReader:
     except (ValueError, LookupError, OSError, OverflowError, MemoryError) as exc:
         raise CannotConvert(f"it is not a GGUF file, or truncated ({type(exc).__name__}: {exc})") from exc
     if "split.count" in reader.fields and reader.fields["split.count"].contents() > 1:
-        raise CannotConvert("it is one part of several: merge them first")
+        raise CannotConvert("it is one of several parts: merge them first")
     if "tokenizer.ggml.tokens" not in reader.fields:
         raise CannotConvert("it has no tokenizer")
     try:
@@ -130,7 +130,7 @@ def _write(line: str) -> None:
     try:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
-    except BrokenPipeError:  # the parent has died, but others will use the result
+    except BrokenPipeError:  # the parent has died, but other processes will use the result
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):
             os.dup2(nowhere, stream)

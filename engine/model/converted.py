@@ -18,7 +18,7 @@ from engine.model.progress import Progress
 
 log = logging.getLogger(__name__)
 
-VERSION: Final = 3  # of the conversion; a new one converts again what an earlier release converted
+VERSION: Final = 3  # of the conversion; a new version converts models again
 PROGRESS_MARK: Final = "progress\t"
 REASON_MARK: Final = "reason\t"  # starts the reason of a failure
 WARNING_MARK: Final = "warning\t"
@@ -38,7 +38,7 @@ def converted_dir(
     It appears complete, by a rename. A lock makes other processes wait.
 
     Args:
-        name: for people.
+        name: for humans.
         key: changes with the file's content.
         source: returns the file; called only if it is needed.
         generation: sampling defaults, which a GGUF file lacks.
@@ -75,13 +75,13 @@ def finish(partial: Path, done: Path, generation: Mapping[str, float | bool]) ->
 
 
 def _seconds(file: Path) -> int:
-    """Estimate half a minute for 100 MB, on two cores."""
+    """Estimate the duration of a conversion: half a minute for 100 MB on two cores."""
     return 10 + 10 * round(file.stat().st_size / 50e6)
 
 
 @contextmanager
 def _locked(path: Path, waiting: Callable[[int], object]) -> Iterator[IO[str]]:
-    """Lock `path` against other processes; closing or dying releases it.
+    """Lock `path` against other processes. The lock is released when it is closed, or when this process dies.
 
     Calls `waiting` with 0 before it waits, and with 1 after.
     """
@@ -96,9 +96,9 @@ def _locked(path: Path, waiting: Callable[[int], object]) -> Iterator[IO[str]]:
 
 
 def _convert(task: str, source: Path, finishing: Sequence[Path | str], lock: IO[str], progress: Progress) -> None:
-    """Convert in a child process, which keeps its memory and torch out of this one.
+    """Convert in a child process, so that this one needs neither torch nor the memory.
 
-    The child inherits the lock, so it stays locked if this process is killed.
+    The child inherits the lock, so the path stays locked if this process is killed.
     """
     command = [sys.executable, "-m", "engine.model.convert", str(source), *map(str, finishing)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
@@ -121,7 +121,7 @@ def _convert(task: str, source: Path, finishing: Sequence[Path | str], lock: IO[
                 reason = line.removeprefix(REASON_MARK).strip()
             elif line.startswith(WARNING_MARK):
                 log.warning(
-                    "a GGUF file may be converted wrongly",
+                    "the conversion of a GGUF file may be wrong",
                     extra={"file": str(source), "reason": line.removeprefix(WARNING_MARK).strip()},
                 )
             else:

@@ -11,11 +11,11 @@ from engine.errors import ModelUnavailable
 from engine.model.progress import Progress
 
 FILES: Final = ["*.safetensors", "*.json", "*.jinja", "*.txt", "*.model"]
-OTHERS: Final = ["original/*", "consolidated*.safetensors"]  # the same weights in their authors' own formats
+OTHERS: Final = ["original/*", "consolidated*.safetensors"]  # not fetched: the same weights in other formats
 
 
 def fetch(model: str, progress: Progress) -> Path:
-    """The hub's snapshot of `model`, from the local cache if nothing changed.
+    """Return the directory of the hub's snapshot of `model`, from the local cache if nothing has changed.
 
     Raises: ModelUnavailable.
     """
@@ -37,13 +37,13 @@ def fetch(model: str, progress: Progress) -> Path:
 
 
 def _cause(exc: Exception) -> str:
-    """What is wrong and what to do, in one line: a supervisor shows the last line of a message."""
+    """Return the cause and the remedy in one line, because a supervisor shows only the last line of a message."""
     if isinstance(exc, LocalEntryNotFoundError):
         return "no connection, or no such model. Check both, or give a local directory"
     if isinstance(exc, HFValidationError):
-        return "no hub id has this form. Check the name, or give a local directory"
+        return "this is not a valid hub id. Check the name, or give a local directory"
     if isinstance(exc, RepositoryNotFoundError):
-        return "no such model, or one that asks for a login. Check the name, or set HF_TOKEN"
+        return "no such model, or one that requires a login. Check the name, or set HF_TOKEN"
     return f"{' '.join(str(exc).split()) or type(exc).__name__}. Check the connection, or give a local directory"
 
 

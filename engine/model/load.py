@@ -1,4 +1,4 @@
-"""Load transformers' model with our attention."""
+"""Load a model of transformers with our attention."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -39,7 +39,7 @@ RANDOM_SEED: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    module: Any  # transformers', in eval mode
+    module: Any  # transformers' module, in eval mode
     layout: KvLayout  # of this rank
     device: torch.device
     vocab_size: int
@@ -82,7 +82,7 @@ def load_model(model: str, config: EngineConfig, state_dir: Path, progress: Prog
     forget(model_config)
     pooling = read_pooling(name, directory, matryoshka=config.matryoshka)
     if pooling is not None and config.lora:
-        raise UnsupportedModel(f"{name} makes embeddings: LoRA adapters are for models that generate")
+        raise UnsupportedModel(f"{name} computes embeddings: LoRA adapters are for models that generate text")
     text = model_config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads
@@ -139,14 +139,14 @@ def _read_config(directory: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(directory)
     except (OSError, ValueError, KeyError, StrictDataclassError) as exc:
-        # The cause is the first paragraph; after it transformers explains how to update itself.
+        # The first paragraph is the cause; the rest explains how to update transformers.
         cause = " ".join(str(exc).partition("\n\n")[0].split())
         raise ModelUnavailable(f"the configuration in {directory} cannot be read: {cause}") from exc
 
 
 @contextmanager
 def _built(name: str, directory: Path) -> Iterator[None]:
-    """Report what transformers cannot build. Raises: ModelUnavailable."""
+    """Turn transformers' errors while it builds a model into ModelUnavailable."""
     try:
         yield
     except (KeyError, TypeError, AttributeError, ZeroDivisionError) as exc:
@@ -157,7 +157,7 @@ def _built(name: str, directory: Path) -> Iterator[None]:
 
 
 def _skeleton(auto: Any, model_config: Any) -> Any:
-    """The whole model without memory."""
+    """Return the whole model without allocating its weights."""
     with torch.device("meta"):
         return auto.from_config(model_config, attn_implementation=IMPLEMENTATION)
 
@@ -175,7 +175,7 @@ def _trained_model(
     device: torch.device,
     progress: Progress,
 ) -> Any:
-    """`read` returns what `from_pretrained(output_loading_info=True)` does."""
+    """Load trained weights. `read` returns the result of `from_pretrained(output_loading_info=True)`."""
     try:
         with _reported_bars("Loading weights", progress), _built(name, directory):
             module, report = read()
@@ -201,7 +201,7 @@ def _weight_files(directory: Path) -> list[Path]:
 
 
 def _moved(module: Any, device: torch.device) -> Any:
-    """Raises: WrongSettings, if the weights do not fit; CannotServe, if other processes leave no room for them."""
+    """Move weights to `device`. Raises: WrongSettings, if they do not fit; CannotServe, if other processes hold the memory."""
     try:
         return module.to(device)
     except torch.OutOfMemoryError as exc:
@@ -226,7 +226,7 @@ def _whole_model(auto: Any, directory: Path, dtype: torch.dtype) -> Any:
 
 
 def _random_model(auto: Any, model_config: Any, dtype: torch.dtype, device: torch.device) -> Any:
-    """Make equal weights in every process; the caller's random state is unchanged."""
+    """Create random weights, the same in every process. The caller's random state does not change."""
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:
         torch.manual_seed(RANDOM_SEED)
         return auto.from_config(model_config, dtype=dtype, attn_implementation=IMPLEMENTATION)
@@ -278,7 +278,7 @@ class _Bar:
 def pick_device(name: str, rank: int = 0) -> torch.device:
     """Choose a device: `auto` is the first CUDA device, else the CPU; `cuda` is torch's current one.
 
-    Later ranks have the devices after it; on a CPU they share it.
+    Later ranks use the devices after it; on a CPU they share it.
 
     Returns: the device; a CUDA device has an index.
     Raises: DeviceUnavailable.

@@ -67,7 +67,7 @@ def _files() -> dict[str, dict[str, Any]]:
 
 
 def _write(path: Path, text: str) -> None:
-    """Rename a draft, because several workers may start at once."""
+    """Write a file atomically, by a rename, because several workers may start at once."""
     if path.is_file() and path.read_text() == text:
         return
     draft = path.with_name(f".{path.name}.{uuid4().hex}")

@@ -35,7 +35,7 @@ class Pooling:
 
     @property
     def reads_all(self) -> bool:
-        """Whether a vector needs all tokens' states, which the prefix cache does not keep."""
+        """Whether a vector needs the hidden states of all tokens, which the prefix cache does not keep."""
         return self.mode != "last"
 
 
@@ -43,7 +43,7 @@ def read_pooling(name: str, directory: Path, *, matryoshka: bool = False) -> Poo
     """Read how the model pools; None if it generates text.
 
     Args:
-        matryoshka: vectors may be cut, even if config.json does not say so.
+        matryoshka: vectors may be truncated, even if config.json does not say so.
 
     Raises: UnsupportedModel, ModelUnavailable.
     """

@@ -17,14 +17,14 @@ from engine.errors import UnsupportedModel
 from engine.model.load import LoadedModel
 
 PROBE: Final = "kvmesh-probe"
-POSITIONS: Final = 1 << 18  # compared; a window this wide is none
+POSITIONS: Final = 1 << 18  # number of positions compared; a window of at least this size counts as none
 
 
 @torch.inference_mode()
 def check_attention(loaded: LoadedModel, attention: AttentionBackend) -> int:
     """Run one token through page 0, which is unused.
 
-    Returns: the keys that any layer sees at most, a token's own included; 0: all.
+    Returns: the maximum number of keys that any layer reads, including the token's own; 0: all.
     Raises: UnsupportedModel, if a layer attends without our function or with a mask that we would not apply; CannotServe,
     if the device has no memory left.
     """
@@ -37,7 +37,7 @@ def check_attention(loaded: LoadedModel, attention: AttentionBackend) -> int:
     config._attn_implementation = PROBE
     try:
         loaded.module(input_ids=zero, position_ids=zero, use_cache=False, step_attention=witness)
-    except torch.OutOfMemoryError as exc:  # the weights did fit: other processes hold the rest
+    except torch.OutOfMemoryError as exc:  # the weights fitted, so other processes hold the rest
         raise CannotServe(
             f"too little memory on {loaded.device} for one token ({exc}). To do: {BESIDE_OTHERS}"
         ) from exc
@@ -51,7 +51,7 @@ def check_attention(loaded: LoadedModel, attention: AttentionBackend) -> int:
 
 
 class _Witness:
-    """Records the layers that attend, and refuses other shapes."""
+    """Records which layers attend, and refuses unexpected shapes."""
 
     def __init__(self, step: StepAttention, loaded: LoadedModel) -> None:
         self.layers: list[int] = []

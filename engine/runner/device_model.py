@@ -14,7 +14,7 @@ from engine.runner.step_inputs import StepInputs
 
 
 class StepModel(Protocol):
-    """Computes steps: on one device, or on all ranks of an instance."""
+    """The model that computes steps, on one device or on all ranks of an instance."""
 
     @property
     def device(self) -> torch.device: ...
@@ -31,13 +31,13 @@ class StepModel(Protocol):
         """
 
     def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
-        """As `Runner.copy_pages`."""
+        """Copy pages, as `Runner.copy_pages` does."""
 
     def on_loss(self, callback: Callable[[Exception], None]) -> None:
         """Call `callback` once, on any thread, if another process of the instance is lost."""
 
     def close(self) -> None:
-        """End the other processes of the instance."""
+        """Stop the other processes of the instance."""
 
 
 class DeviceModel:

@@ -43,7 +43,7 @@ class PooledStep:
         self._wanted = wanted
         self._hidden: torch.Tensor | None = hidden
         self._pooling = pooling
-        self._vectors: list[tuple[Request, torch.Tensor]] = []  # on their way to the host
+        self._vectors: list[tuple[Request, torch.Tensor]] = []  # being copied to the host
 
     @torch.inference_mode()
     def sample(self) -> None:
@@ -77,7 +77,7 @@ class PooledStep:
         request = chunk.request
         match self._pooling.mode:
             case "mean":
-                # fp32 in the order of tokens; chunks change only the last bits
+                # fp32, in token order, so that chunk boundaries change only the last bits
                 request.hidden = rows.sum(0) if request.hidden is None else request.hidden + rows.sum(0)
             case "cls" if chunk.start == 0:
                 request.hidden = rows[0].clone()

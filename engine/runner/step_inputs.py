@@ -1,4 +1,4 @@
-"""What a device needs to compute a step: numbers on the host, for one device or for many."""
+"""The inputs of a step as numbers on the host, for one device or several."""
 
 from collections.abc import Sequence
 
@@ -10,14 +10,14 @@ from engine.scheduler.request import Chunk
 class StepInputs(msgspec.Struct, frozen=True, array_like=True):
     """R requests with T tokens, in `StepShape`'s order."""
 
-    token_ids: list[int]  # [T]; 0 where the step before draws it
+    token_ids: list[int]  # [T]; 0 for a token that the previous step draws
     positions: list[int]  # [T]
     keep: list[int]  # indices of the tokens whose logits are read
-    ahead: list[int]  # indices of the tokens that the step before draws
+    ahead: list[int]  # indices of the tokens that the previous step draws
     query_lens: list[int]  # [R]
     context_lens: list[int]  # [R]
     block_tables: list[list[int]]  # [R]
-    adapters: list[tuple[str, int]]  # (adapter or "", its tokens), in order
+    adapters: list[tuple[str, int]]  # (adapter or "", number of its tokens), in order
 
 
 def inputs_of(chunks: Sequence[Chunk], wanted: Sequence[int]) -> StepInputs:

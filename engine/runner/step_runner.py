@@ -9,7 +9,7 @@ from engine.scheduler.request import Chunk
 
 
 class StepFailed(InvariantBroken):
-    """One step failed; the next may succeed."""
+    """One step failed. The next one may succeed."""
 
 
 class Launched(Protocol):
@@ -17,7 +17,7 @@ class Launched(Protocol):
 
     @property
     def chunks(self) -> Sequence[Chunk]:
-        """As given to `launch`."""
+        """The chunks that were passed to `launch`."""
 
     def sample(self) -> None:
         """Draw the tokens without waiting, before the next launch.
@@ -26,7 +26,7 @@ class Launched(Protocol):
         """
 
     def wait_s(self) -> float:
-        """Seconds until `result` is likely to return at once."""
+        """Estimated seconds until `result` returns without waiting."""
 
     def result(self) -> Sequence[Sequence[int]]:
         """Wait for the tokens of each chunk: none unless it `samples`; with drafts, one more than these.
@@ -54,7 +54,7 @@ class Runner(Protocol):
         """
 
     def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy all layers' KV of (source, target) pages, none of which the step in flight uses. Return when it is done.
+        """Copy the KV of all layers for (source, target) pages that the step in flight does not use. Return when it is done.
 
         Ids beyond the pool are those of offloaded pages.
         """

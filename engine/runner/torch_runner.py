@@ -25,8 +25,8 @@ from engine.sampling.row import NO_TOKEN, Row
 from engine.sampling.sampler import Draw, Sampler, choose_sampler
 from engine.scheduler.request import Chunk, Request
 
-COPY_BYTES: Final = 1 << 20  # of a profile, at once
-GZIP_LEVEL: Final = 3  # of a profile; 20 times smaller already
+COPY_BYTES: Final = 1 << 20  # bytes of a profile that are copied at once
+GZIP_LEVEL: Final = 3  # makes a profile 20 times smaller
 DROPPED: Final = Row(SamplingParams(max_tokens=1, temperature=0), [], 0)  # for a request that has ended
 
 
@@ -89,8 +89,8 @@ class TorchRunner:
         self._device = model.device
         self.sampler: Sampler = choose_sampler(model.device)
         self._profile: Profile | None = None
-        self._drawn_ids = torch.empty(0)  # int64 [S], on the device: the latest draws
-        self._drawn_for: dict[Request, int] = {}  # their indices
+        self._drawn_ids = torch.empty(0)  # int64 [S] on the device: the tokens drawn last
+        self._drawn_for: dict[Request, int] = {}  # index in `_drawn_ids` by request
 
     @property
     def takes_cpu(self) -> bool:
@@ -131,7 +131,7 @@ class TorchRunner:
             threads = self._cores.ask(prompts=prompts, most=threads)
             if not threads:
                 return LOOK_S
-        torch.set_num_threads(threads)  # always: earlier steps may have set OpenMP's threads only, not MKL's
+        torch.set_num_threads(threads)  # in any case, as earlier steps may have set OpenMP's threads but not MKL's
         self._limit.begin(threads)
         return 0
 
@@ -175,7 +175,7 @@ class TorchRunner:
             raise StepFailed(f"computing a step of {num_requests} requests failed: {exc}") from exc
 
     def _ahead_ids(self, chunks: Sequence[Chunk]) -> torch.Tensor | None:
-        """The tokens that the step before draws for these chunks."""
+        """Return the tokens that the previous step draws for these chunks."""
         drawn = [self._drawn_for[chunk.request] for chunk in chunks if chunk.ahead]
         return self._drawn_ids[to_device(drawn, self._device, torch.int64)] if drawn else None
 
@@ -216,7 +216,7 @@ class TorchStep:
                 logits = self._read_prompts(logits)
             if rows:
                 self._draw = self._runner.sampler.draw(logits, rows)
-                # of use only to a step planned ahead, and none is while steps have drafts
+                # only needed by a step planned ahead, and with drafts no step is
                 self._runner.drawn([chunk.request for chunk in self._ordered if chunk.samples], self._draw.token_ids)
             self._arrival = Arrival(logits.device)
 
@@ -237,7 +237,7 @@ class TorchStep:
         return token_ids
 
     def _read_prompts(self, logits: torch.Tensor) -> torch.Tensor:
-        """Note prompt log-probabilities.
+        """Record prompt log-probabilities.
 
         Returns: the logits to sample from, [rows, vocab].
         """

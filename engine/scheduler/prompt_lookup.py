@@ -1,4 +1,4 @@
-"""Guess tokens by prompt lookup: what followed the same last tokens earlier in the text, or in a prediction of the answer.
+"""Guess tokens by prompt lookup: the tokens that followed the same last tokens earlier in the text, or in a prediction.
 
 Source: Saxena 2023, "Prompt lookup decoding", github.com/apoorvumang/prompt-lookup-decoding. Verification: Leviathan et
 al. 2023, arXiv:2211.17192.
@@ -10,11 +10,11 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-NGRAM: Final = 3  # most tokens to look up
-FIRST_CHANCE: Final = 0.3  # of a guess, before any was seen
-PREDICTED_CHANCE: Final = 0.8  # the same for a prediction: a client that sends one expects most of it
-LEARNING: Final = 0.15  # weight of the latest guess
-SELDOM: Final = 4  # steps from one lookup to the next while no guess is likely enough, as a lookup takes time, too
+NGRAM: Final = 3  # maximum number of last tokens to look up
+FIRST_CHANCE: Final = 0.3  # assumed chance that a guess is right, before any was checked
+PREDICTED_CHANCE: Final = 0.8  # the same for a prediction: a client that sends one expects most of it to be repeated
+LEARNING: Final = 0.15  # weight of the latest guess in the moving average
+SELDOM: Final = 4  # steps between lookups while no guess is likely enough, because a lookup takes time
 FIRST_CAPACITY: Final = 256  # tokens
 
 Tokens = npt.NDArray[np.int32]
@@ -23,13 +23,13 @@ Tokens = npt.NDArray[np.int32]
 class PromptLookup:
     """Implements `engine.scheduler.request.Drafter`.
 
-    It looks in the request's own text and in the client's prediction of the answer. It learns for both how often guesses
-    are right, for each number of equal tokens before them. Each token that was drawn shows that, also where the guess was
-    no draft.
+    It searches the request's own text and the client's prediction of the answer. For both it learns how often guesses
+    are right, by the number of equal tokens before them. It learns from each drawn token, even if the guess was
+    not used as a draft.
     """
 
     def __init__(self, most: int, tokens: Sequence[int], prediction: Sequence[int] = ()) -> None:
-        """`tokens` is extended by the request. `most`: drafts of a step."""
+        """`tokens`: the request's text, which the request extends. `most`: maximum number of drafts in a step."""
         self._tokens = tokens
         self._most = most
         self._own = _Guesses(FIRST_CHANCE)
@@ -67,9 +67,9 @@ class PromptLookup:
         return guesses.likely(most, least_chance)
 
     def _predict(self, text: Tokens, drawn: Sequence[int]) -> None:
-        """Guess what follows in the prediction. A place behind the last one is more likely than one before it.
+        """Guess the next tokens from the prediction. A match after the last one is more likely than one before it.
 
-        If at most one token is equal, the drawn tokens may have replaced as many of the prediction.
+        If at most one token matches, assume that the drawn tokens replaced the same number of tokens of the prediction.
         """
         guesses = self._predicted
         right = guesses.learn(drawn)
@@ -94,7 +94,7 @@ class PromptLookup:
 
 
 class _Guesses:
-    """The latest guess at what follows, and how often guesses were right."""
+    """The latest guess of the next tokens, and how often guesses were right."""
 
     __slots__ = ("_size", "_tokens", "chances")
 
@@ -104,14 +104,14 @@ class _Guesses:
 
     @property
     def chance(self) -> float:
-        """That its first token is right; 0: there is none."""
+        """The chance that the first token of the guess is right; 0 without a guess."""
         return self.chances[self._size] if self._tokens else 0.0
 
     def clear(self) -> None:
         self.guess((), 0)
 
     def guess(self, tokens: Sequence[int], size: int) -> None:
-        """`size`: equal tokens before it."""
+        """Set the guess. `size`: the number of equal tokens before it."""
         self._tokens, self._size = tokens, size
 
     def learn(self, drawn: Sequence[int]) -> int:
@@ -125,9 +125,9 @@ class _Guesses:
         return right
 
     def likely(self, most: int, least_chance: float) -> Sequence[int]:
-        """Return at most `most` leading tokens that are right with at least this chance, each with all before it."""
+        """Return the leading tokens, at most `most`, that are likely enough, each together with all tokens before it."""
         count, chance = 0, self.chance
-        right = chance  # all so far
+        right = chance  # that all tokens so far are right
         while count < min(most, len(self._tokens)) and right >= least_chance:
             count += 1
             right *= chance
@@ -135,9 +135,9 @@ class _Guesses:
 
 
 def latest_match(text: Tokens) -> tuple[int, int]:
-    """Find the latest earlier occurrence of the last tokens, of as many as possible.
+    """Find the latest earlier occurrence of the longest possible run of last tokens.
 
-    Returns: the index behind it, and the number of its tokens, at most NGRAM; 0: even the last token is new.
+    Returns: the index after it, and its length, at most NGRAM; 0 if even the last token is new.
     """
     places, size = _places(text[:-1], text)
     return (int(places[-1]) + 1, size) if size else (0, 0)

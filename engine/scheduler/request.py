@@ -16,14 +16,14 @@ from engine.kv.page_pool import PagePool, PrefixCache
 from engine.ports import Phase, TokenMask
 from engine.sampling.row import Row
 
-LEAST_COMPUTED: Final = 2  # last prompt tokens, always computed for their logits; `chunk_length` says why two
+LEAST_COMPUTED: Final = 2  # last prompt tokens, always computed for their logits; `chunk_length` explains why two
 
 
 class RequestState(StrEnum):
     WAITING = auto()  # queued without pages
-    RESERVED = auto()  # DECODE: another process writes KV into its pages
+    RESERVED = auto()  # phase DECODE: another process is writing KV into its pages
     RUNNING = auto()
-    HELD = auto()  # ended, but a transfer may touch its pages
+    HELD = auto()  # ended, but a transfer may still access its pages
     FINISHED = auto()  # ended; pages are kept until the step in flight lands
 
 
@@ -42,7 +42,7 @@ class Drafter(Protocol):
     """Guesses the next tokens of one request (speculative decoding)."""
 
     def drafts(self, most: int, least_chance: float) -> Sequence[int]:
-        """Return up to `most` tokens that may follow, each with at least this chance that it and all before it do."""
+        """Return up to `most` next tokens. Each is right, together with all before it, with at least `least_chance`."""
 
 
 @dataclass(slots=True, eq=False)
@@ -50,32 +50,32 @@ class Request:
     id: str
     tokens: list[int]  # prompt, then generated tokens
     prompt_len: int
-    limit: int  # total length at which it ends
+    limit: int  # total number of tokens at which it ends
     sampling: SamplingParams
     phase: Phase  # DECODE becomes FULL with `deliver`, and the request `disaggregated`
     arrival: int  # order of submission
     root_hash: bytes  # parent of its first block
     pages: list[int] = field(default_factory=list)  # block table
-    first_page: int = 0  # index of the first that it holds; entries before are copies of that one
+    first_page: int = 0  # index of the first page that it holds; earlier entries are copies of that one
     hashes: list[bytes] = field(default_factory=list)  # of full pages
-    num_computed: int = 0  # leading tokens with KV in `pages`
-    num_published: int = 0  # leading pages in the prefix cache
+    num_computed: int = 0  # number of leading tokens with KV in `pages`
+    num_published: int = 0  # number of leading pages that are in the prefix cache
     num_cached_tokens: int = 0
-    was_looked_up: bool = False  # its prefix hit is counted
-    released: bool = False  # `release` came before the end
+    was_looked_up: bool = False  # whether its prefix hit has been counted
+    released: bool = False  # whether `release` was called before the end
     num_generated: int = 0
     draft_counts: DraftCounts = NO_DRAFTS
     eos_token_ids: frozenset[int] = frozenset()
     mask: TokenMask | None = None
-    branch: int = 0  # index among n
+    branch: int = 0  # index among the n branches
     unwanted: set[int] = field(default_factory=set)  # branches cancelled before the fork
     priority: int = 0
     adapter: str = ""
     disaggregated: bool = False  # its prompt was computed elsewhere
-    pools_all: bool = False  # EMBED: needs all tokens' states
-    hidden: Any = None  # EMBED: pooled so far
+    pools_all: bool = False  # EMBED: needs the hidden states of all tokens
+    hidden: Any = None  # EMBED: result of pooling so far
     vector: bytes = b""
-    in_flight: "Chunk | None" = None  # in a launched step
+    in_flight: "Chunk | None" = None  # its chunk in a launched step
     make_drafter: Callable[[Sequence[int]], Drafter] | None = None  # takes `tokens`, which the request extends
     drafter: Drafter | None = field(init=False)
     row: Row = field(init=False)
@@ -93,9 +93,9 @@ class Request:
 
     @property
     def upcoming(self) -> tuple[int, int]:
-        """Start and count of the tokens to compute before the next draw, after a token in flight.
+        """Start and count of the tokens to compute before the next draw, after any token in flight.
 
-        The count is 0 if that token is the last, or if branches fork there.
+        The count is 0 if the token in flight is the last one, or if branches fork there.
         """
         flight = self.in_flight
         if flight is None:
@@ -117,7 +117,7 @@ class Request:
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether all prompt tokens' logits or states are needed, so that none may come from a cache."""
+        """Whether the logits or hidden states of all prompt tokens are needed, so none may come from a cache."""
         return self.pools_all or self.reads_logits
 
     @property
@@ -127,7 +127,7 @@ class Request:
         return logprobs is not None and len(logprobs) < self.prompt_len - 1
 
     def forked(self, branch: int) -> "Request":
-        """A new branch without pages."""
+        """Return a new branch, without pages."""
         seed = branch_seed(self.sampling.seed, branch)
         return replace(
             self,
@@ -153,10 +153,10 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
     request: Request
     start: int
     end: int
-    samples: bool  # includes the last token, so the next is drawn
-    ahead: bool  # that token is still being drawn
-    drafts: Sequence[int] = ()  # behind the request's tokens
-    draft_rows: Sequence[Row] = ()  # of the draw after each draft
+    samples: bool  # it includes the last token, so the next one is drawn
+    ahead: bool  # the last token is still being drawn by the step before
+    drafts: Sequence[int] = ()  # follow the request's tokens
+    draft_rows: Sequence[Row] = ()  # sampler rows for the draw after each draft
 
     @property
     def length(self) -> int:
@@ -164,12 +164,12 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def is_prompt(self) -> bool:
-        """Whether it has more tokens than a decode and its drafts."""
+        """Whether it computes more than a decode and its drafts."""
         return self.length > 1 + len(self.drafts)
 
     @property
     def rows(self) -> Sequence[Row]:
-        """Rows of the tokens that are drawn."""
+        """Sampler rows of all tokens that are drawn."""
         return (self.request.row, *self.draft_rows) if self.samples else ()
 
     @property
@@ -180,15 +180,15 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 class Found(NamedTuple):
     """The result of a prefix-cache lookup."""
 
-    first: int  # leading pages that it does not need
-    pages: list[int]  # cached, from there on
-    num_tokens: int  # of the prompt, that need no computation
+    first: int  # number of leading pages that the request does not need
+    pages: list[int]  # cached pages from index `first` on
+    num_tokens: int  # prompt tokens that need no computation
 
 
 class RequestMemory:
     """Block tables, admission, and publication to the prefix cache; the only user of `PagePool`.
 
-    If no layer reads more than the last `window` keys, a request releases the pages before them; they stay in the prefix
+    If no layer reads more than the last `window` keys, a request releases the pages before those; they stay in the prefix
     cache. A later request needs only the last window of a cached prefix. A PREFILL request keeps all pages: decode's page
     size may differ, so its offer may start at an earlier token.
     """
@@ -204,7 +204,7 @@ class RequestMemory:
         window: int = 0,
         kv_events: bool = False,
     ) -> None:
-        """Make memory of `num_pages` in the pool, and of `num_offloaded` with ids behind these."""
+        """`num_pages`: pages in the pool. `num_offloaded`: room for offloaded pages, whose ids follow those of the pool."""
         self.prefix = PrefixCache(records_events=kv_events)
         self.offloaded = OffloadedPages(
             num_pages, num_offloaded, rename=self.prefix.move, forget=self.prefix.forget, copy_pages=copy_pages
@@ -216,15 +216,15 @@ class RequestMemory:
         self.prefix_hits = 0
         self._reserve_tokens = reserve_tokens
         self._most_promised = self._pages_for(reserve_tokens) + 1  # pages that a request may still need
-        # branches compute the last tokens again
-        # in a window shorter than a page, released entries could name the page that is being filled
+        # because branches compute the last tokens again
+        # with a window shorter than a page, released entries could refer to the page that is being filled
         self._kept_tokens = window + LEAST_COMPUTED - 1 if window >= page_size else 0
-        self._kept_pages = self._pages_for(self._kept_tokens)  # the last of full ones
+        self._kept_pages = self._pages_for(self._kept_tokens)  # last full pages that are kept
 
     def fits(self, request: Request, others: Collection[Request], before: Collection[Request] = ()) -> bool:
-        """Whether pages suffice for `request` with its reserve, for `others`, and for those `before` it.
+        """Return whether there are enough pages for `request` with its reserve, for `others`, and for those `before` it.
 
-        A request that fits the empty pool is admitted when it is alone.
+        A request that fits into the empty pool is always admitted if it is alone.
         """
         first, found, _ = self._match(request)
         wanted = self._most_held(request, first) - len(found) + self.pool.num_offloaded_among(found)
@@ -232,12 +232,12 @@ class RequestMemory:
         left -= sum(self._most_held(other, self._first_at_start(other)) for other in before)
         if left >= len(others) * self._most_promised:  # the common case
             return True
-        # one that drafts gave a page beyond its reserve needs none, and gives none back
+        # a request that got a page beyond its reserve for drafts needs no more pages, and returns none
         more = (max(0, self._most_held(r, r.first_page) + r.first_page - len(r.pages)) for r in others)
         return left >= sum(more)
 
     def admit(self, request: Request) -> None:
-        """Give a request its pages. Cached tokens count as computed; so do tokens of a DECODE request that no layer reads."""
+        """Allocate a request's pages. Cached tokens count as computed, as do tokens of a DECODE request that no layer reads."""
         first, found, num_tokens = self._match(request)
         found = self.pool.hold(found)
         missing = self._pages_for(len(request.tokens)) - first - len(found)
@@ -246,14 +246,14 @@ class RequestMemory:
         request.first_page = first
         request.num_published = first + len(found)
         request.num_computed = request.num_published * self.page_size
-        if not request.was_looked_up:  # after a preemption it would find what it computed itself; so would a branch
+        if not request.was_looked_up:  # after a preemption it would find its own blocks, as would a branch
             request.was_looked_up = True
             request.num_cached_tokens = num_tokens
             self.prefix_queries += request.prompt_len
             self.prefix_hits += num_tokens
 
     def fork(self, request: Request, branch: Request) -> None:
-        """Give `branch` pages of the prompt; it computes the last `LEAST_COMPUTED` tokens again."""
+        """Let `branch` share the prompt's pages; it computes the last `LEAST_COMPUTED` tokens again."""
         branch.num_computed = max(0, request.prompt_len - LEAST_COMPUTED)
         branch.first_page = request.first_page
         branch.num_published = num_shared = branch.num_computed // self.page_size
@@ -267,9 +267,9 @@ class RequestMemory:
             self._copy_pages(list(zip(copied, own, strict=True)))
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Make sure that `num_tokens` have slots.
+        """Allocate pages until `num_tokens` tokens have slots.
 
-        Returns: False if a page is missing.
+        Returns: False if there are not enough pages.
         """
         if num_tokens <= len(request.pages) * self.page_size:
             return True
@@ -279,7 +279,7 @@ class RequestMemory:
         return True
 
     def computed(self, request: Request) -> None:
-        """Publish newly full pages, and release pages that left every layer's window."""
+        """Publish newly filled pages, and release pages that no layer's window reaches any more."""
         done, full = request.num_published, request.num_computed // self.page_size
         if full > done:
             self._publish(request, done, full)
@@ -288,7 +288,7 @@ class RequestMemory:
             self._release_before_window(request)
 
     def forget(self, request: Request) -> None:
-        """Unpublish blocks whose KV may be broken, also in pages that were given back."""
+        """Unpublish blocks whose KV may be wrong, including those in pages that were released."""
         for block in self._hashes(request, request.num_published):
             self.pool.forget(block)
         self.pool.distrust(request.pages[request.first_page :])
@@ -297,7 +297,7 @@ class RequestMemory:
 
     def give_back(self, request: Request) -> None:
         first, full = request.first_page, request.num_computed // self.page_size
-        self._publish(request, first, full)  # again: the page with an equal block may have been evicted
+        self._publish(request, first, full)  # again, because the page with an equal block may have been evicted
         self.pool.release(request.pages[first:])
         request.pages = []
         request.first_page = 0
@@ -305,14 +305,14 @@ class RequestMemory:
         request.num_published = 0
 
     def _publish(self, request: Request, first: int, full: int) -> None:
-        """Publish pages from `first` to `full`. If the request shares a broken page, what it computed may be broken, too."""
+        """Publish pages from `first` to `full`. If the request shares a broken page, its own pages may be broken, too."""
         if self.pool.trusts(request.pages):
             self.pool.publish(self._hashes(request, full)[first:], request.pages[first:full])
         else:
             self.pool.distrust(request.pages[request.first_page :])
 
     def num_cached(self, blocks: Sequence[bytes]) -> int:
-        """Leading tokens of a prompt that need no computation. Other threads may ask for a hint."""
+        """Return the number of leading tokens that need no computation. Other threads may call this for an estimate."""
         _, _, num_blocks = self._find(blocks)
         return num_blocks * self.page_size
 
@@ -320,14 +320,14 @@ class RequestMemory:
         first = self._first_needed(request.num_computed)
         if first > request.first_page:
             self.pool.release(request.pages[request.first_page : first])
-            # a kernel that loads a whole block of keys must not find another request's
+            # so that a kernel that loads a whole block of keys does not read another request's
             request.pages[:first] = request.pages[first : first + 1] * first
             request.first_page = first
 
     def _match(self, request: Request) -> Found:
         if request.reads_prompt:
             return Found(0, [], 0)
-        if request.has_begun:  # after a preemption the last token is computed alone
+        if request.has_begun:  # after a preemption, the last token is computed alone
             usable = (len(request.tokens) - 1) // self.page_size
         else:
             usable = usable_pages(request.prompt_len, self.page_size)
@@ -341,7 +341,7 @@ class RequestMemory:
         return Found(first, pages, num_blocks * self.page_size)
 
     def _find(self, hashes: Sequence[bytes]) -> tuple[int, list[int], int]:
-        """Returns: leading pages that are not needed, cached pages after them, and blocks that need no computation."""
+        """Returns: the number of leading pages not needed, the cached pages after those, and the number of cached blocks."""
         if not self._kept_pages:
             pages = self.prefix.match(hashes)
             return 0, pages, len(pages)
@@ -357,15 +357,15 @@ class RequestMemory:
         return request.hashes[:count]
 
     def _first_needed(self, num_computed: int) -> int:
-        """Index of the first page that tokens after `num_computed` see."""
+        """Index of the first page that tokens after `num_computed` read."""
         return max(0, num_computed - self._kept_tokens) // self.page_size if self._kept_tokens else 0
 
     def _first_at_start(self, request: Request) -> int:
-        """Index of the first page that is computed or received."""
+        """Index of the first page that the request computes or receives."""
         return self._first_needed(request.prompt_len) if request.phase is Phase.DECODE else 0
 
     def _most_held(self, request: Request, first: int) -> int:
-        """Pages from `first` on that it may hold at a time, with its reserve."""
+        """Maximum number of pages from `first` on that it may hold at one time, with its reserve."""
         if request.phase in ENDS_WITH_PROMPT:  # its one token gets no KV here
             return self._pages_for(request.prompt_len) - first
         tokens = sum(request.upcoming)
@@ -379,5 +379,5 @@ class RequestMemory:
 
 
 def usable_pages(prompt_len: int, page_size: int) -> int:
-    """Leading full pages that a cache may provide."""
+    """Number of leading full pages that a cache may provide."""
     return max(0, prompt_len - LEAST_COMPUTED) // page_size

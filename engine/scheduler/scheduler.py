@@ -22,11 +22,11 @@ PASSED: Final = 64  # queued prompts that a DECODE may overtake
 # Limit of a chunk with log-probabilities: each token has a row of logits, as wide as the vocabulary.
 READ_TOKENS: Final = 1024
 
-by_rank = attrgetter("priority", "arrival")  # the last is preempted first
+by_rank = attrgetter("priority", "arrival")  # sort key; the last request is preempted first
 
 
 def by_turn(request: Request) -> tuple[int, int]:
-    """Sort key of prompts to compute. Preempted and moved requests count as short, so they do not wait again."""
+    """Sort key of the prompts to compute. Preempted and moved requests count as short, so they do not wait again."""
     fresh = not (request.has_begun or request.num_generated or request.branch)
     return turn(request.arrival, request.priority, request.prompt_len if fresh else 0)
 
@@ -40,11 +40,11 @@ class Scheduler:
     def __init__(
         self, memory: RequestMemory, max_running: int, max_step_tokens: int, pack_tokens: int, draft_rows: int = 0
     ) -> None:
-        """Make a scheduler without requests.
+        """Create a scheduler without requests.
 
         Args:
-            pack_tokens: a step with this many prompt tokens begins no further prompt.
-            draft_rows: decodes and drafts that a step with drafts may have together.
+            pack_tokens: a step with this many prompt tokens starts no further prompt.
+            draft_rows: maximum number of decodes and drafts together in a step with drafts.
         """
         self.memory = memory
         self.waiting: list[Request] = []
@@ -55,7 +55,7 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._pack_tokens = pack_tokens
         self._draft_rows = min(draft_rows, max_step_tokens)
-        self._made_room = False  # the latest plan preempted a request
+        self._made_room = False  # whether the latest plan preempted a request
         self._decodes_wait = False
 
     def add(self, request: Request) -> None:
@@ -68,7 +68,7 @@ class Scheduler:
         insort(self.running, request, key=by_rank)
 
     def fork(self, request: Request, branch: Request) -> None:
-        """Start `branch` after the prompt of `request`; or queue it, as the prompt will be cached."""
+        """Start `branch` after the prompt of `request`. Without enough pages, queue it: the prompt will be cached."""
         if not self._has_place(branch):
             self.add(branch)
             return
@@ -77,7 +77,7 @@ class Scheduler:
         insort(self.running, branch, key=by_rank)
 
     def remove(self, request: Request) -> None:
-        """Call it before the request's state changes."""
+        """Remove a request. Call it before the request's state changes."""
         lists = {
             RequestState.WAITING: self.waiting,
             RequestState.RUNNING: self.running,
@@ -111,12 +111,12 @@ class Scheduler:
     def schedule(
         self, beside: Callable[[int, int], int] | None = None, least_chance: Callable[[int], float] | None = None
     ) -> tuple[list[Chunk], list[Request]]:
-        """Plan one step. If `must_preempt`, no step may be in flight.
+        """Plan one step. No step may be in flight if `must_preempt` is true.
 
         Args:
             beside: returns the prompt tokens that may share a step with N decodes, of which M are disaggregated;
                 None: only the budget limits them.
-            least_chance: returns how likely a draft must be in a step with N decodes; None: any is checked.
+            least_chance: returns how likely a draft must be in a step with N decodes; None: all drafts are checked.
 
         Returns: what to compute, and the DECODE requests that got pages.
         """
@@ -124,7 +124,7 @@ class Scheduler:
         preemptions, page_size = self.preemptions, self.memory.page_size
         chunks: list[Chunk] = []
         decodes = [(r, start) for r in self.running for start, pending in [r.upcoming] if pending == 1]
-        # beside a prompt a draft would take the time of a prompt token
+        # in a step with a prompt, a draft would take the time of a prompt token
         places = 0 if len(decodes) < len(self.running) or self._admits_prompt() else self._draft_rows - len(decodes)
         least = 0.0 if least_chance is None else least_chance(len(decodes))
         for handled, (request, start) in enumerate(decodes):
@@ -141,7 +141,7 @@ class Scheduler:
         if chunks and beside is not None:
             disaggregated = sum(chunk.request.disaggregated for chunk in chunks)
             budget = min(budget, beside(len(chunks), disaggregated))
-        full = max(0, budget - self._pack_tokens)  # at this budget, no further prompt begins
+        full = max(0, budget - self._pack_tokens)  # with no more than this budget left, no further prompt starts
         prompts = [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else []
         prompts.sort(key=by_turn, reverse=True)
         self._made_room = self.preemptions > preemptions
@@ -157,7 +157,7 @@ class Scheduler:
         return chunks, reserved
 
     def _with_drafts(self, chunk: Chunk, drafter: Drafter, places: int, least_chance: float) -> Chunk:
-        """Add drafts to a decode: at most `places`, and only in pages that no decode needs now."""
+        """Add drafts to a decode: at most `places`, and only into pages that no decode needs now."""
         request, pool, page_size = chunk.request, self.memory.pool, self.memory.page_size
         pages = len(request.pages) + (pool.num_available > len(self.running))  # each decode may need one
         most = min(places, pages * page_size - chunk.end, request.limit - 1 - chunk.end)
@@ -169,9 +169,9 @@ class Scheduler:
         return Chunk(request, chunk.start, end, True, False, drafts[: len(rows)], rows)
 
     def reserve(self) -> list[Request]:
-        """Reserve pages for DECODE requests: their prefill workers hold pages meanwhile.
+        """Reserve pages for DECODE requests as soon as possible, because their prefill workers hold pages in the meantime.
 
-        They may overtake queued prompts if pages remain for all of those.
+        These requests may overtake queued prompts if pages remain for all of those.
         """
         reserved: list[Request] = []
         while not self._made_room and (at := self._first_decode()) is not None:
@@ -179,7 +179,7 @@ class Scheduler:
         return reserved
 
     def _first_decode(self) -> int | None:
-        """Queue position of the first DECODE request, if pages suffice for it and for all requests before it."""
+        """Return the queue position of the first DECODE request, if there are pages for it and for all requests before it."""
         if not self._decodes_wait:
             return None
         at = next((i for i, r in enumerate(self.waiting[: PASSED + 1]) if r.phase is Phase.DECODE), None)
@@ -191,11 +191,11 @@ class Scheduler:
     def _next(self, prompts: list[Request], *, admit: bool, more: bool) -> Request | None:
         """Pop the next prompt from `prompts`, which is in reverse order.
 
-        First admit queued requests, as long as one of them comes before all `prompts`.
+        First admit queued requests, as long as one of them sorts before all `prompts`.
 
         Args:
-            admit: False after a preemption, as the preempted request would be next.
-            more: there is budget.
+            admit: False after a preemption, because the preempted request would be admitted again.
+            more: whether there is budget left.
         """
         while admit and self._takes_first(prompts, more=more) and self._can_admit():
             prompts.append(self._admit())
@@ -215,7 +215,7 @@ class Scheduler:
         return bool(self.waiting) and self._has_place(self.waiting[0])
 
     def _has_place(self, request: Request, before: Sequence[Request] = ()) -> bool:
-        """True if there is room for `request`, and later for those `before` it."""
+        """True if there is room for `request` now, and later for those `before` it."""
         if len(self.running) + len(self.reserved) + len(before) >= self._max_running:
             return False
         return self.memory.fits(request, [*self.running, *self.reserved], before)
@@ -232,7 +232,7 @@ class Scheduler:
         return request
 
     def _make_room(self, request: Request, num_tokens: int) -> bool:
-        """Give a decode slots. Preempt others if needed, but no PREFILL, whose pages a transfer reads.
+        """Allocate slots for a decode. Preempt others if needed, except PREFILL requests, whose pages a transfer reads.
 
         Returns: False if the decode itself was preempted.
         """

@@ -1,34 +1,34 @@
-"""What steps cost: how many prompt tokens may share one with decodes, and which drafts pay for themselves."""
+"""Models of the cost of steps: how many prompt tokens may share a step with decodes, and which drafts are worthwhile."""
 
 from collections import deque
 from statistics import median
 from typing import Final
 
-FEWEST: Final = 32  # tokens; each step has a fixed cost
+FEWEST: Final = 32  # minimum tokens of a chunk, because each step has a fixed cost
 FEWEST_DISAGGREGATED: Final = 16  # beside streams whose prompts were computed elsewhere
-STRETCH: Final = 2.0  # of a decode step by a prompt chunk
-UNKNOWN: Final = 64  # tokens, before the speed is known
-REMEMBERED: Final = 9  # steps of a kind
-LATEST: Final = 64  # steps from which the cost of a row is learned
+STRETCH: Final = 2.0  # factor by which a prompt chunk may lengthen a decode step
+UNKNOWN: Final = 64  # tokens of a chunk before the speed is known
+REMEMBERED: Final = 9  # latest steps of each kind in a median
+LATEST: Final = 64  # latest steps from which the cost of a row is estimated
 SUPPOSED: Final = 1 / 16  # cost of a row, as a share of a step, until steps of different sizes are known
 SUPPOSED_SPREAD: Final = 32.0  # weight of that cost, as a sum of squared distances from the mean number of rows
 LEAST: Final = 1 / 100  # lowest cost of a row, as a share of a step
-LONGEST: Final = 3.0  # a longer step counts as so many mean ones
-MARGIN: Final = 1.25  # for chances: those that were overestimated are chosen more often
+LONGEST: Final = 3.0  # in mean step times; a longer step counts as this long
+MARGIN: Final = 1.25  # safety factor for chances, because overestimated ones are selected more often
 
 
 class StepCost:
     """Medians of the latest steps.
 
-    One slow step changes nothing; a lasting change, such as another busy process, shows after five steps.
+    One slow step has no effect. A lasting change, such as another busy process, takes effect after five steps.
     """
 
     def __init__(self) -> None:
-        self._decode_s: dict[int, deque[float]] = {}  # of steps without prompts; key: bit length of the decodes
-        self._token_s: deque[float] = deque(maxlen=REMEMBERED)  # of a prompt token, beyond the decodes beside it
+        self._decode_s: dict[int, deque[float]] = {}  # steps without prompts, by bit length of the number of decodes
+        self._token_s: deque[float] = deque(maxlen=REMEMBERED)  # per prompt token, without the step's decodes
 
     def decode_s(self, decodes: int) -> float:
-        """Seconds of a step of `decodes` decodes, or of the most similar number; 0: unknown."""
+        """Seconds of a step with `decodes` decodes, or with the most similar number that is known; 0: unknown."""
         if not self._decode_s:
             return 0.0
         size = decodes.bit_length()
@@ -36,7 +36,7 @@ class StepCost:
         return median(self._decode_s[nearest])
 
     def prompt_token_s(self) -> float:
-        """0: unknown."""
+        """Seconds per prompt token; 0: unknown."""
         return median(self._token_s) if self._token_s else 0.0
 
     def stepped(self, prompt_tokens: int, decodes: int, step_s: float) -> None:
@@ -49,7 +49,7 @@ class StepCost:
 
 
 class RowCost:
-    """What one more row adds to a step without prompts, by a straight line through the latest steps.
+    """Cost of one more row in a step without prompts, by linear regression over the latest steps.
 
     A row is a decode or a draft. A step of few rows waits for the weights, so another row is almost free there. The cost
     also depends on the context, and on the cores that other processes use now.
@@ -62,23 +62,23 @@ class RowCost:
     def stepped(self, rows: int, step_s: float) -> None:
         if self._steps:
             _, all_s, _, _ = self._sums
-            step_s = min(step_s, LONGEST * all_s / len(self._steps))  # others took the cores of a longer one
+            step_s = min(step_s, LONGEST * all_s / len(self._steps))  # in a longer step other processes took the cores
         self._steps.append((rows, step_s))
         self._add(rows, step_s, 1)
         if len(self._steps) > LATEST:
             self._add(*self._steps.popleft(), -1)
 
     def without_drafts_s(self, decodes: int, rows: int, step_s: float) -> float:
-        """Return what a step of `rows` would have taken with its `decodes` alone."""
+        """Return the time that a step of `rows` would have taken with its `decodes` alone."""
         if rows == decodes or not self._steps:
             return step_s
-        # no less than their share, as if a row cost the same in a step of any size
+        # at least their share of the rows, as if each row cost the same
         return max(step_s - (rows - decodes) * self._row_s, step_s * decodes / rows)
 
     def least_chance(self, decodes: int) -> float:
-        """Return how likely a draft must be to pay for its row, with a margin for what was not measured well.
+        """Return how likely a draft must be to be worth its row, with a margin for inexact measurements.
 
-        A row pays for itself if it makes a token at no higher cost than the step's other tokens.
+        A row is worthwhile if its expected token costs no more than the step's other tokens.
         """
         count, (all_rows, all_s, _, _) = len(self._steps), self._sums
         if not all_s or not decodes:
@@ -89,7 +89,7 @@ class RowCost:
 
     @property
     def _row_s(self) -> float:
-        """Seconds of one more row, once there was a step."""
+        """Seconds of one more row. There must have been a step."""
         count, (all_rows, all_s, squares, products) = len(self._steps), self._sums
         mean_rows, mean_s = all_rows / count, all_s / count
         together, spread = products - all_rows * mean_s, squares - all_rows * mean_rows
@@ -112,7 +112,7 @@ class ChunkLimit:
     A step may also take `stretch` times as long as the decodes alone, if that is longer. So prompts get at least the share
     1 - 1 / `stretch` of the time. The speeds are measured, as a machine may be shared.
 
-    Disaggregated streams, whose prompts were computed elsewhere, should hardly wait for prompts that are computed here.
+    Disaggregated streams, whose prompts were computed elsewhere, should barely wait for prompts that are computed here.
     Beside them `stretch` is at most STRETCH, and a chunk may be shorter.
 
     Source: chunked prefill, Agrawal et al. 2023, "SARATHI", arXiv:2308.16369.

@@ -28,7 +28,7 @@ from components.wire.status import RoomStatus
 log = logging.getLogger(__name__)
 
 FORWARD_TIMEOUT_S: Final = 10.0
-LEAVE_S: Final = 5.0  # less than the supervisor waits before it kills
+LEAVE_S: Final = 5.0  # less than the supervisor waits before SIGKILL
 
 
 class _Room(NamedTuple):
@@ -90,7 +90,7 @@ class BootstrapService:
         return RoomOk(room=request.room)
 
     async def leave(self) -> None:
-        """Refuse further rooms, and wait for the offers that are being forwarded."""
+        """Refuse new rooms, and wait for the offers that are being forwarded."""
         self.draining = True
         with suppress(TimeoutError):
             async with asyncio.timeout(LEAVE_S):
@@ -100,7 +100,7 @@ class BootstrapService:
         return RoomsClosed(count=sum(self._close(room, "closed") for room in request.rooms))
 
     async def clean(self, every_s: float) -> None:
-        """Forget rooms past their deadline, forever: a prefill instance that is gone closes none."""
+        """Remove expired rooms every `every_s` seconds, because a prefill instance that is gone does not close its rooms."""
         while True:
             await asyncio.sleep(every_s)
             expired = [room for room, each in self._open.items() if each.deadline_unix_ms <= now_ms()]
@@ -112,7 +112,7 @@ class BootstrapService:
                 )
 
     async def _forward(self, request: OpenRoom) -> None:
-        """Forward the offer as a call with an answer: if it were lost unnoticed, the transfer would time out."""
+        """Forward the offer as a call with an answer. If it were lost unnoticed, the transfer would time out."""
         offer = PagesOffered(
             request_id=request.request_id,
             room=request.room,

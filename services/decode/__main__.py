@@ -1,4 +1,4 @@
-"""python -m services.decode: requests in, KV from a prefill instance, tokens out."""
+"""python -m services.decode: receives requests, gets their KV from prefill instances and generates tokens."""
 
 from collections.abc import Sequence
 
@@ -20,7 +20,7 @@ from services.worker import model_name, open_worker
 
 
 def page_checksums(region: KvRegion, connections: Sequence[RankConnection] = ()) -> PageChecksums:
-    """Ends the process if the pages cannot be read."""
+    """Open the checksums of our pages. Exit if the pages cannot be read."""
     try:
         return PageChecksums(region, connections)
     except Rejected as exc:

@@ -10,8 +10,8 @@ from components.errors import DeadlineExceeded, NoBootstrapInstance, Overloaded,
 from components.routing.health import Breaker, BreakerSettings
 from components.wire.instances import InstanceRecord
 
-LIMIT_S: Final = 1.5  # timeout of a call: opening a room only writes to memory
-HEDGE_S: Final = 0.1  # without an answer, until the next replica is asked as well
+LIMIT_S: Final = 1.5  # timeout of a call; short, because a replica only writes to memory to open a room
+HEDGE_S: Final = 0.1  # hedging delay: the next replica is called, too, if there is no answer by then
 PAUSES: Final = BreakerSettings(failures=1, first_s=5.0, most_s=30.0, try_s=LIMIT_S)
 
 Ask = Callable[[InstanceRecord], Coroutine[Any, Any, None]]
@@ -19,7 +19,7 @@ Ask = Callable[[InstanceRecord], Coroutine[Any, Any, None]]
 
 class BootstrapChoice:
     def __init__(self, rng: Random, *, or_none: bool = True) -> None:
-        """`or_none`: ask no replica if all breakers are open, because the prompt can be computed here instead."""
+        """`or_none`: call no replica if all breakers are open, because decode can compute the prompt itself."""
         self._rng = rng
         self._or_none = or_none
         self._turn = count()
@@ -28,16 +28,16 @@ class BootstrapChoice:
         self._calls: set[asyncio.Task[None]] = set()
 
     def states(self) -> dict[str, str]:
-        """State of the breaker of each replica that was asked."""
+        """Circuit breaker state of each replica that was called."""
         return {instance_id: str(breaker.state) for instance_id, breaker in self._breakers.items()}
 
     async def open(self, replicas: Sequence[InstanceRecord], ask: Ask) -> None:
-        """Return when a replica has opened the room. `ask` calls it, with a timeout of `LIMIT_S`.
+        """Open a room at one of `replicas`; return when one has opened it. `ask` calls a replica, with a timeout of `LIMIT_S`.
 
         Several replicas may open the same room: prefill takes the first offer, and closes the other rooms.
         Raises: NoBootstrapInstance; a replica's refusal, unless the replica drains.
         """
-        cause = "every replica has failed to answer lately"
+        cause = "no replica has answered lately"
         waiting: set[asyncio.Task[None]] = set()
         order = self._order(replicas)
         while order or waiting:
@@ -55,7 +55,7 @@ class BootstrapChoice:
         raise NoBootstrapInstance(f"no bootstrap instance opened a room: {cause}")
 
     def _order(self, replicas: Sequence[InstanceRecord]) -> list[InstanceRecord]:
-        """Return the replicas to ask, in turn; those with a late answer last."""
+        """Return the replicas in the order in which to call them: those whose answer is late come last."""
         now_s = asyncio.get_running_loop().time()
         ids = {replica.instance_id for replica in replicas}
         self._breakers = {i: breaker for i, breaker in self._breakers.items() if i in ids}
@@ -71,7 +71,7 @@ class BootstrapChoice:
         return asked_s is not None and now_s - asked_s[0] >= HEDGE_S
 
     def _call(self, replica: InstanceRecord, ask: Ask) -> asyncio.Task[None]:
-        """Start a call. It continues after another replica has answered, so that its timeout counts for the breaker."""
+        """Start a call. It continues after another replica has answered, so that the breaker also counts its timeout."""
         task = asyncio.create_task(self._judged(replica.instance_id, ask(replica)), name="open room")
         self._calls.add(task)
         task.add_done_callback(self._over)
@@ -80,10 +80,10 @@ class BootstrapChoice:
     def _over(self, call: asyncio.Task[None]) -> None:
         self._calls.discard(call)
         if not call.cancelled():
-            call.exception()  # retrieved: asyncio would log it
+            call.exception()  # mark the exception as retrieved, or asyncio logs it
 
     async def _judged(self, instance_id: str, call: Coroutine[Any, Any, None]) -> None:
-        """Await the call, and report to the breaker. A refusal is an answer."""
+        """Await the call, and report its outcome to the breaker. A refusal counts as success: the replica is alive."""
         clock = asyncio.get_running_loop().time
         if instance_id not in self._breakers:
             self._breakers[instance_id] = Breaker(f"bootstrap {instance_id}", self._rng, PAUSES)
@@ -95,7 +95,7 @@ class BootstrapChoice:
         except DeadlineExceeded:
             breaker.failed(clock())
             raise
-        except PeerLost:  # no listener, which costs no time
+        except PeerLost:  # no listener: the call failed at once
             if trial is not None:
                 breaker.undecided(trial, clock())
             raise

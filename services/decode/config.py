@@ -14,7 +14,7 @@ OnTransferFailure = Literal["recompute", "fail"]
 
 
 class DecodeSettings(WorkerSettings):
-    """kvmesh decode: receives every request first, fetches its KV from a prefill instance, and generates."""
+    """kvmesh decode: receives each request, gets the prompt's KV from a prefill instance, and generates tokens."""
 
     model_config = SettingsConfigDict(env_prefix="MESH_DECODE_", cli_prog_name="python -m services.decode")
 
@@ -23,7 +23,7 @@ class DecodeSettings(WorkerSettings):
         PositiveFloat, Field(description="seconds from the offer of decode's pages to the last byte of KV")
     ] = 60.0
     verify_kv: Annotated[
-        CliImplicitFlag[bool], Field(description="check all KV from prefill by checksums; prefill needs no setting")
+        CliImplicitFlag[bool], Field(description="verify all KV from prefill by checksums; prefill needs no setting")
     ] = False
     on_transfer_failure: Annotated[
         OnTransferFailure,

@@ -1,4 +1,4 @@
-"""Embeddings: each text of a call is a request of the engine, and the call waits for all of them."""
+"""Embeddings: each text of a call becomes one engine request; the call is answered when all have finished."""
 
 import asyncio
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ class EmbeddingService:
         self._engine = engine
         self._model = model
         self._texts: dict[str, asyncio.Future[bytes]] = {}  # by engine id
-        self._calls: dict[str, list[str]] = {}  # engine ids of each
+        self._calls: dict[str, list[str]] = {}  # engine ids of a call's texts, by request id
         self._idle = asyncio.Event()
         self._idle.set()
         engine.on_output(self._stepped)
@@ -38,7 +38,7 @@ class EmbeddingService:
         ]
 
     async def embed(self, request: EmbedRequest) -> Vectors:
-        """Raises: MeshError; unless it is Rejected or DeadlineExceeded, the frontend tries another instance."""
+        """Raises: MeshError; the frontend then tries another instance, unless it is Rejected or DeadlineExceeded."""
         left_s = check_addressed(request, self._registration, draining=self.draining)
         check_model(request.model, self._model)
         if request.request_id in self._calls:
@@ -84,7 +84,7 @@ class EmbeddingService:
         return count
 
     def _forget(self, request_id: str) -> None:
-        """Drop a call, and cancel its texts that have no vector."""
+        """Remove a call, and cancel its texts that have no vector yet."""
         left = []
         for name in self._calls.pop(request_id):
             future = self._texts.pop(name)

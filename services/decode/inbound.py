@@ -23,10 +23,10 @@ MAX_NAMED: Final = 16  # pages in an error message
 class InboundState(StrEnum):
     """In TRANSFER and PINNED prefill may write into our pages, so they must not be reused."""
 
-    PREALLOC = auto()  # prefill is asked to compute, and the engine to reserve pages; no page is offered yet
+    PREALLOC = auto()  # prefill has the prompt, and the engine is to reserve pages; no page has been offered yet
     TRANSFER = auto()  # pages are offered to prefill
     LANDED = auto()  # prefill has written everything
-    PINNED = auto()  # failed after the offer: kept until prefill is quiet or gone
+    PINNED = auto()  # failed after the offer; pages are kept until prefill can no longer write
     CLOSED = auto()  # failed, and prefill cannot write
 
 
@@ -43,7 +43,7 @@ class InboundTransfer:
 
     asking: asyncio.Task[None] | None = None  # the call to prefill
     is_room_open = False
-    offer_end_s = 0.0  # monotonic: prefill posts no write after it
+    offer_end_s = 0.0  # monotonic; deadline of the offer: prefill posts no write after it
 
     def __init__(
         self,
@@ -64,8 +64,8 @@ class InboundTransfer:
         self.stamp = stamp
         self.failure = Failure()
         self.began_s = time.monotonic()
-        self.exposed_s = 0.0  # monotonic: when the offer left; 0: it has not
-        self.duration_s = 0.0  # from the offer to the landing
+        self.exposed_s = 0.0  # monotonic time at which the offer was sent; 0: not yet
+        self.duration_s = 0.0  # from the offer to the arrival of all KV
         self.lifecycle = Lifecycle(f"inbound {engine_id}", NEXT, S.PREALLOC, tally)
         self.reserved: asyncio.Future[Exposed] = asyncio.get_running_loop().create_future()
         self._transfer = transfer
@@ -74,7 +74,7 @@ class InboundTransfer:
 
     @property
     def refusal(self) -> BaseException | None:
-        """Why prefill has not accepted the prompt."""
+        """The error with which prefill refused the prompt, or with which the call failed."""
         if self.asking is None or not self.asking.done() or self.asking.cancelled():
             return None
         return self.asking.exception()
@@ -86,17 +86,17 @@ class InboundTransfer:
 
     @property
     def another_may_accept(self) -> bool:
-        """True if the prefill instance never began the prompt, for a reason that need not hold for another one."""
+        """True if this prefill instance never started the prompt, for a reason that may not apply to another one."""
         return isinstance(self.refusal, REFUSALS) and not isinstance(self.refusal, ListenerGone)
 
     @property
     def reached_no_process(self) -> bool:
-        """True if certainly no process has the prompt, so that none can write."""
+        """True if it is certain that no process received the prompt, so none can write into our pages."""
         return isinstance(self.refusal, NobodyListens) and not isinstance(self.refusal, ListenerGone)
 
     @property
     def waits_for_prefill(self) -> bool:
-        """True if prefill is to blame for a delay; False while the transfer waits for our own pages or for bootstrap."""
+        """True if prefill causes a delay; False while the transfer waits for our own pages or for bootstrap."""
         return self.is_room_open or self.asking is None or not self.asking.done() or self.refusal is not None
 
     def expose(self, offer_end_s: float) -> None:
@@ -109,12 +109,12 @@ class InboundTransfer:
     async def landed(self, pages: Sequence[int], tokens: range) -> AuxRecord:
         """Wait until prefill has written `tokens` into our block table `pages`. Raises: TransferFailed; KvCorrupt."""
         assert self._landed is not None, "expose() comes first"
-        await asyncio.shield(self._landed)  # cancelling the future would stop the polling that prefill's write needs
+        await asyncio.shield(self._landed)  # to cancel it would stop our polls, which prefill's write needs
         record = self._transfer.aux.read(self.slot)
         found, expected = (record.stamp, record.num_pages), (self.stamp, len(pages))
         if found != expected:
             raise TransferFailed(
-                f"the aux slot is of another transfer: it has stamp {found[0]} and {found[1]} pages instead of "
+                f"the aux slot belongs to another transfer: it has stamp {found[0]} and {found[1]} pages instead of "
                 f"{expected[0]} and {expected[1]}"
             )
         if self._checksums is not None:
@@ -129,7 +129,7 @@ class InboundTransfer:
         return record
 
     def abandon(self) -> InboundState:
-        """Give up. Returns PINNED if prefill may still write: then `close` must follow."""
+        """Give the transfer up. Returns PINNED if prefill may still write into our pages: the caller must then `close` it."""
         if self.lifecycle.state is S.TRANSFER:
             self.lifecycle.advance(S.PINNED)
         elif self.lifecycle.state is S.PREALLOC:
@@ -137,7 +137,7 @@ class InboundTransfer:
         return self.lifecycle.state
 
     def close(self) -> None:
-        """Call when prefill cannot write."""
+        """Call once prefill can no longer write into our pages."""
         self.lifecycle.advance(S.CLOSED)
         if self._landed is not None:
             self._landed.cancel()
@@ -149,7 +149,7 @@ async def _verify(record: AuxRecord, pages: Sequence[int], tokens: range, landed
     if record.checksums is None:
         raise TransferFailed("KV cannot be verified: prefill sent no checksums; its version is too old")
     if not record.intact or len(record.checksums) != landed.num_sums(tokens):
-        raise KvCorrupt("the aux slot did not arrive as prefill wrote it")
+        raise KvCorrupt("the aux slot was corrupted on its way from prefill")
     await landed.add(pages, tokens)
     both = zip(record.checksums, await landed.total(), strict=True)
     wrong = [i for i, (was, now) in enumerate(both) if was != now]

@@ -28,13 +28,13 @@ class LocalPrefillReason(StrEnum):
     """Why decode computes a prompt itself."""
 
     FEW_TOKENS = auto()  # few uncached tokens
-    PROMPT_LOGPROBS = auto()  # they do not travel with KV
-    NO_AUX_SLOT = auto()  # as many transfers as slots
-    QUEUES = auto()  # every prefill queue takes longer
+    PROMPT_LOGPROBS = auto()  # requested by the client, and not transferred with KV
+    NO_AUX_SLOT = auto()  # all slots are in use
+    QUEUES = auto()  # waiting in any prefill queue would take longer
     NO_PREFILL = auto()  # none is registered and alive
-    UNUSABLE = auto()  # all that are alive hang or are incompatible
-    BREAKERS = auto()  # all that are usable have just failed
-    UNANSWERED = auto()  # no instance that was asked accepts work
+    UNUSABLE = auto()  # all live instances hang or are incompatible
+    BREAKERS = auto()  # the circuit breakers of all usable instances are open
+    UNANSWERED = auto()  # none of the queried instances accepts work
     TRANSFER_FAILED = auto()  # its KV did not arrive
 
 
@@ -46,7 +46,7 @@ class LocalPrefill(NamedTuple):
 
 
 SOONER: Final = LocalPrefill(LocalPrefillReason.QUEUES, "every prefill queue takes longer than computing it here")
-NO_SLOT: Final = LocalPrefill(LocalPrefillReason.NO_AUX_SLOT, "there are as many transfers as aux slots")
+NO_SLOT: Final = LocalPrefill(LocalPrefillReason.NO_AUX_SLOT, "all aux slots are in use by other transfers")
 
 
 class PrefillChoice:
@@ -66,7 +66,7 @@ class PrefillChoice:
         max_local_prefill: int,
         local_prefill_on_queue: bool,
     ) -> None:
-        """`own_prompts` returns the load of prompts that are computed here."""
+        """`own_prompts` returns the load of the prompts that this decode instance computes itself."""
         self._fleet = fleet
         self._alive = fleet.alive
         self._engine = engine
@@ -76,7 +76,7 @@ class PrefillChoice:
         self._max_local_prefill = max_local_prefill
         self._overflow = local_prefill_on_queue
         self._compatible: dict[str, _Compatible] = {}  # by adapter
-        self._refused: dict[str, set[str]] = {}  # logged reasons by instance, so that each is logged once
+        self._refused: dict[str, set[str]] = {}  # reasons already logged, by instance: each is logged once
         fleet.alive.on_lost(self._lost)
 
     def endpoint(self) -> Endpoint:
@@ -102,12 +102,12 @@ class PrefillChoice:
         if not self._prefill.has_free_aux_slot:
             return NO_SLOT
         usable = self._usable(adapter, but_not)
-        explain = explain and (dry or len(usable) > 1)  # else there is nothing to compare
+        explain = explain and (dry or len(usable) > 1)  # with a single candidate there is nothing to compare
         ask = RouteRequest(blocks.num_tokens, session=session, prefix=blocks.prefix(), explain=explain, dry=dry)
         inquiries = self._fleet.inquiries
         if inquiries is not None and inquiries.are_needed:
             inquiry = await inquiries.about(ask, blocks, usable)
-            if not self._prefill.has_free_aux_slot:  # other requests took the last ones meanwhile
+            if not self._prefill.has_free_aux_slot:  # other requests have taken the last slots in the meantime
                 return NO_SLOT
             return self._chosen_by(inquiry, remaining, usable, adapter)
         if self._is_sooner_here(remaining, [member.instance_id for member in self._fleet.router.candidates(usable)]):
@@ -140,7 +140,7 @@ class PrefillChoice:
     def _why_none(self, usable: Sequence[InstanceRecord], adapter: str) -> LocalPrefill:
         which = f"prefill instance{f' with adapter {adapter}' if adapter else ''}"
         if usable:
-            return LocalPrefill(LocalPrefillReason.BREAKERS, f"every {which} has just failed, and is retried later")
+            return LocalPrefill(LocalPrefillReason.BREAKERS, f"every {which} has failed recently, and is retried later")
         if self._alive.usable(self._model, adapter):
             return LocalPrefill(LocalPrefillReason.UNUSABLE, f"every {which} hangs, or is incompatible")
         return LocalPrefill(LocalPrefillReason.NO_PREFILL, f"no {which} is alive")
@@ -152,11 +152,11 @@ class PrefillChoice:
 
     def record_of(self, chosen: RouteChoice) -> InstanceRecord:
         record = self._alive.find(chosen.instance_id)
-        assert record is not None, "usable instances are known"
+        assert record is not None, "a usable instance has a record"
         return record
 
     async def explain_route(self, request: ExplainRoute) -> RouteExplained:
-        """Report where a prompt would be computed now, and why. Raises: UnknownModel."""
+        """Return where a prompt would be computed now, and why. Raises: UnknownModel."""
         check_adapter(request.adapter, self._engine.adapters, self._model)
         blocks = self._engine.prompt_blocks(request.token_ids, request.cache_salt, request.adapter)
         remaining = blocks.num_tokens - self._engine.peek_prefix(blocks)

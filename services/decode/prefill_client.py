@@ -61,13 +61,13 @@ T = TypeVar("T")
 CALL_TIMEOUT_S: Final = 10.0
 QUIESCE_TIMEOUT_S = 5.0
 QUIESCE_AGAIN_S = 0.5
-TAKE_BACK_S: Final = 1.0  # for an instance that refused the prompt to confirm that it writes nothing
-GONE_AFTER_S = 5.0  # without a listener under prefill's name: longer than a reconnection
+TAKE_BACK_S: Final = 1.0  # timeout for an instance that refused the prompt to confirm that it will not write
+GONE_AFTER_S = 5.0  # time without a listener on prefill's subject; longer than a reconnect takes
 FENCE_MARGIN_S: Final = 4.0  # after the offer's deadline: for a write posted just before it, and for clocks that differ
 
 
 class PrefillClient:
-    """All inbound transfers. Deadlines are checked in `_within`, lost peers in `instance_lost`."""
+    """All inbound transfers. `_within` enforces deadlines, `instance_lost` handles lost peers."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class PrefillClient:
         return transfer is not None and transfer.lifecycle.state not in (S.PINNED, S.CLOSED)
 
     def num_bytes(self, transfer: InboundTransfer) -> int:
-        """Bytes that prefill wrote, once they have landed."""
+        """Bytes that prefill has written. Call it after they have arrived."""
         return self._num_exposed(transfer.reserved.result()) * self._transfer.endpoint.page_bytes
 
     def _num_exposed(self, reserved: Exposed) -> int:
@@ -142,17 +142,17 @@ class PrefillClient:
         return self._bootstraps.states()
 
     def check(self, endpoint: KvEndpoint) -> None:
-        """Raises: IncompatibleLayout, for another backend than ours; Rejected, if its KV cannot be verified."""
+        """Raises: IncompatibleLayout, for another KV transfer backend; Rejected, if the instance's KV cannot be verified."""
         check_same_backend(self._transfer.endpoint.backend, endpoint.backend)
         if self._checksums is not None:
             check_readable(endpoint.device)
 
     def begin(self, engine_id: str, prefill: InstanceRecord, refused: InboundTransfer | None = None) -> InboundTransfer:
-        """`refused`: an earlier transfer, which prefill refused and `take_back` stopped; its pages are offered again.
+        """Start a transfer. `refused`: an earlier one that `take_back` stopped; its pages are offered again.
 
         Raises: QueueFull, if no aux slot is free.
         """
-        # A process that knows a room may offer pages for it, so rooms must not be predictable.
+        # Any process that knows a room's id may offer pages for it, so the ids must not be predictable.
         room, stamp = f"{randbits(63):x}", randbits(62) + 1
         transfer = InboundTransfer(
             self._transfer,
@@ -185,7 +185,7 @@ class PrefillClient:
             transfer.failure.report(kind(f"prefill {transfer.prefill.instance_id}: {failed.cause}"))
 
     def offered(self, engine_id: str, room: str) -> Exposed | None:
-        """The pages of a transfer whose room is `room`, while prefill may write into them."""
+        """Return the pages of the transfer in `room` while prefill may write into them, else None."""
         transfer = self._transfers.get(engine_id)
         if transfer is None or transfer.room != room or transfer.lifecycle.state is not S.TRANSFER:
             return None
@@ -201,7 +201,7 @@ class PrefillClient:
         transfer.asking.add_done_callback(partial(_fail_if_refused, transfer))
 
     async def run(self, transfer: InboundTransfer, request: GenerateRequest) -> AuxRecord:
-        """Receive the KV. Raises: MeshError. In any case prefill may write into our pages until `settle` returns."""
+        """Receive the KV. Raises: MeshError. Even then prefill may write into our pages until `settle` returns."""
         left_s = min(self._bootstrap_timeout_s, remaining_s(request.deadline_unix_ms))
         reserved = await self._within(
             left_s, "page of this decode instance became free for KV from", transfer, _pages_of(transfer)
@@ -212,23 +212,23 @@ class PrefillClient:
         return await self._within(left_s, "KV arrived from", transfer, work)
 
     async def take_back(self, transfer: InboundTransfer) -> bool:
-        """Make sure that a prefill instance that has refused writes nothing, so that its pages can be offered to another.
+        """Make sure that a prefill instance that refused will not write, so that the pages can be offered to another one.
 
-        Returns: False, if that is not certain soon. Then `settle` must follow.
+        Returns: False, if this cannot be confirmed in TAKE_BACK_S. The caller must then call `settle`.
         """
         try:
             async with asyncio.timeout(TAKE_BACK_S):
-                await self._stop(transfer, "it goes to another prefill instance")
+                await self._stop(transfer, "decode sends it to another prefill instance")
         except TimeoutError:
             return False
         return True
 
     async def settle(self, transfer: InboundTransfer, *, cancelled: bool = False) -> None:
-        """End a transfer: stop prefill if it still works on it, and return when prefill cannot write into the pages.
+        """End a transfer: stop prefill if it is still working on it, and return when it can no longer write into the pages.
 
         `cancelled`: the client has gone.
         """
-        cause = "the client has gone" if cancelled else "decode gave this transfer up"
+        cause = "the client has gone" if cancelled else "decode has given this transfer up"
         await self._stop(transfer, cause, cancelled=cancelled)
         if self._transfers.get(transfer.engine_id) is transfer:
             del self._transfers[transfer.engine_id]
@@ -240,16 +240,16 @@ class PrefillClient:
                 await _until_answered(transfer)
                 if not transfer.reached_no_process:
                     await self._until_quiet(transfer, quiesce)
-                    with suppress(MeshError):  # this process leaves
+                    with suppress(MeshError):  # this process is stopping
                         await self._transfer.catch_up()
                 transfer.close()
             case S.CLOSED if transfer.asking is not None:
-                # Without this message prefill computes the prompt, and holds its own pages until a time limit.
+                # Without this message prefill would compute the prompt, and hold its own pages until a timeout.
                 await _until_answered(transfer)
-                with suppress(MeshError):  # a prefill instance that is gone holds nothing
+                with suppress(MeshError):  # a prefill instance that is gone holds no pages
                     await self._bus.publish(f"{transfer.prefill.subject}.quiesce", quiesce)
             case S.LANDED if transfer.asking is not None:
-                transfer.asking.cancel()  # its answer may be lost
+                transfer.asking.cancel()  # the answer may have been lost
 
     async def _within(self, seconds: float, what: str, transfer: InboundTransfer, work: Coroutine[Any, Any, T]) -> T:
         late = DeadlineExceeded(f"no {what} prefill {transfer.prefill.instance_id} within {seconds:.3g} s")
@@ -311,7 +311,7 @@ class PrefillClient:
         replicas = [r for r in self._registry.book.of_role("bootstrap") if r.is_understood]
         if not replicas:
             raise NoBootstrapInstance("no bootstrap instance is registered")
-        # Monotonic: after a step of the wall clock, pages would return too early or too late.
+        # Monotonic, because a jump of the wall clock would free the pages too early or too late.
         transfer.expose(time.monotonic() + timeout_s)
 
         async def ask(replica: InstanceRecord) -> None:
@@ -321,7 +321,7 @@ class PrefillClient:
             await self._bootstraps.open(replicas, ask)
 
     async def _until_quiet(self, transfer: InboundTransfer, quiesce: Quiesce) -> None:
-        """Return when prefill cannot write into our pages.
+        """Return when prefill can no longer write into our pages.
 
         Only prefill's own answer proves it; a released transfer handle or a report of its loss does not. A prefill without
         a listener on NATS may be cut off and still write. So may a frozen one in whose place another process now answers
@@ -342,7 +342,7 @@ class PrefillClient:
                 log.debug("not quiet yet", extra={"cause": exc.message})
             except Exception:  # must not pin the pages forever
                 gone_since = None
-                log.exception("quiesce failed, trying again")
+                log.exception("quiesce failed, retrying")
             else:
                 return
             await asyncio.sleep(QUIESCE_AGAIN_S)
@@ -350,7 +350,7 @@ class PrefillClient:
 
 async def _pages_of(transfer: InboundTransfer) -> Exposed:
     asked_ns = time.time_ns()
-    reserved = await asyncio.shield(transfer.reserved)  # a refusal does not cancel it: another prefill may use them
+    reserved = await asyncio.shield(transfer.reserved)  # a refusal does not cancel it: the pages may be offered again
     record_step("decode.reserve", asked_ns, attributes={"kvmesh.pages": len(reserved.pages)})
     return reserved
 

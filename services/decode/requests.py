@@ -1,4 +1,4 @@
-"""The requests that decode answers. Each branch of a request is one stream to one frontend."""
+"""The requests in progress on decode. Each branch of a request is one token stream to one frontend."""
 
 import asyncio
 import logging
@@ -28,10 +28,10 @@ SPAN_FIRST: Final = "decode.first_token"
 class RequestState(StrEnum):
     """While prefill computes the prompt, the request is ACCEPTED; `InboundState` has the details."""
 
-    ACCEPTED = auto()  # the prompt is not queued on this instance
-    WAITING = auto()  # prompt queued or computed here
+    ACCEPTED = auto()  # accepted; the prompt is not queued on this instance
+    WAITING = auto()  # the prompt is queued or being computed on this instance
     RUNNING = auto()  # it has its first token
-    ENDED = auto()  # after its last token, or with an error
+    ENDED = auto()  # finished, failed or cancelled
 
 
 S = RequestState
@@ -53,34 +53,34 @@ class ActiveRequest:
     span: Span
     lifecycle: Lifecycle[RequestState]
     mask: TokenMask | None = None
-    num_cached: int = 0  # prefix hit at arrival
-    prefill_hit: int = 0  # prefix hit on prefill, which computed the rest
+    num_cached: int = 0  # tokens; prefix hit on decode when the request arrived
+    prefill_hit: int = 0  # tokens; prefix hit on prefill
     waiting_since_ns: int = 0
-    waiting_span: str = SPAN_LOCAL_PREFILL  # span that ends with the first token
+    waiting_span: str = SPAN_LOCAL_PREFILL  # name of the span that ends with the first token
     accepted_ns: int = field(default_factory=time.time_ns)
     first_token_ns: int = 0
-    early_token: int | None = None  # the first one, sent before the prompt's KV arrived
+    early_token: int | None = None  # first token, if it was sent before the prompt's KV arrived
     num_generated: int = 0  # over all branches
     draft_counts: dict[int, DraftCounts] = field(default_factory=dict)  # by branch
-    prefill: str = ""  # instance that was chosen
+    prefill: str = ""  # id of the chosen prefill instance
     why_local: str = ""  # reason for local prefill; empty: none
     expiry: asyncio.TimerHandle | None = None
     error: MeshError | None = None
 
     def enter(self, state: RequestState) -> None:
-        """Enter `state`. Ignored after ENDED: the request's task may still run."""
+        """Enter `state`. Ignored after ENDED, because the request's task may still be running."""
         if not self.lifecycle.is_over:
             self.lifecycle.advance(state)
 
     def drafts(self) -> dict[str, int]:
-        """Attributes of the span: guessed tokens, over all branches; empty: none was checked."""
+        """Span attributes that count drafts over all branches; empty if none was checked."""
         if not self.draft_counts:
             return {}
         counts = reduce(DraftCounts.plus, self.draft_counts.values())
         return {"kvmesh.draft_tokens": counts.checked, "kvmesh.accepted_tokens": counts.right}
 
     def wait(self, span: str) -> None:
-        """Start the span that ends with the first token; it replaces an earlier one."""
+        """Start the span that ends with the first token, in place of an earlier one."""
         self.waiting_since_ns, self.waiting_span = time.time_ns(), span
 
 
@@ -161,7 +161,7 @@ class ActiveRequests:
             self._end(active)
 
     def fail_branch(self, active: ActiveRequest, branch: int, error: MeshError) -> None:
-        """End a branch. The frontend waits for its last item, also after it has closed the stream."""
+        """End a branch with an error. The frontend waits for the last item even after it has closed the stream."""
         stream = active.streams[branch]
         self.outbox.put(stream, stream.error(error))
         self.drop(active, branch)
@@ -198,7 +198,7 @@ class ActiveRequests:
         now_ns = time.time_ns()
         first_ns = active.first_token_ns or now_ns
         facts = {
-            "request_id": active.request.request_id,  # called for all requests, so no request id is current
+            "request_id": active.request.request_id,  # explicit, because this runs outside the request's own context
             "prompt_tokens": len(active.token_ids),
             "cached_tokens": active.num_cached,
             "output_tokens": active.num_generated,

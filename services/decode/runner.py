@@ -1,4 +1,4 @@
-"""Runs requests on decode: chooses where a prompt is computed, receives its KV, generates, ends it."""
+"""Runs requests on decode: chooses where the prompt is computed, receives its KV, and generates."""
 
 import asyncio
 import logging
@@ -44,16 +44,16 @@ from services.worker import engine_request
 log = logging.getLogger(__name__)
 
 PROMPT_LOGPROBS: Final = LocalPrefill(
-    LocalPrefillReason.PROMPT_LOGPROBS, "the prompt's log-probabilities are asked for"
+    LocalPrefillReason.PROMPT_LOGPROBS, "the client requested the prompt's log-probabilities"
 )
-LIGHT_TOKENS: Final = 4096  # checking and hashing this many takes less than a millisecond
-MAX_ASKED: Final = 3  # prefill instances for one prompt
-REFUSAL_S: Final = 0.1  # after a failed transfer, for the answer to the call with the prompt
-SETTLE_S: Final = 1.0  # when this process leaves: for prefill workers to answer that they write no more
+LIGHT_TOKENS: Final = 4096  # checking and hashing this many tokens takes less than a millisecond
+MAX_ASKED: Final = 3  # prefill instances to which one prompt is sent in turn
+REFUSAL_S: Final = 0.1  # timeout, after a failed transfer, for prefill's answer to the call with the prompt
+SETTLE_S: Final = 1.0  # timeout, when this process stops, for prefill workers to confirm that they no longer write
 
 
 class RequestRunner:
-    """Runs accepted requests: each is a task until its first token is out, then the engine's steps carry it."""
+    """Runs accepted requests. Each has a task until its first token is sent; after that engine steps drive it."""
 
     def __init__(
         self,
@@ -86,8 +86,8 @@ class RequestRunner:
         self._on_transfer_failure = on_transfer_failure
         self._masks = masks
         self._rate = PromptRate()
-        self._tasks: dict[str, asyncio.Task[None]] = {}  # of requests, by engine id
-        self._settling = BackgroundTasks()  # the request has ended, its pages are still pinned
+        self._tasks: dict[str, asyncio.Task[None]] = {}  # by the engine id of the request
+        self._settling = BackgroundTasks()  # of requests that have ended, but whose pages are still pinned
         self._local = Counter(
             "kvmesh_prompts_computed_on_decode",
             "Prompts that decode computed itself, by reason.",
@@ -126,7 +126,7 @@ class RequestRunner:
     def kv_coming(self, coming: KvComing) -> None:
         """Send the first token before the prompt's KV arrives, unless the answer may end with it.
 
-        Do nothing while other requests run: the second token would wait for the end of their step, so an early first token
+        Do nothing while other requests run. The second token would wait for the end of their step, so an early first token
         would only lengthen the gap after it.
         """
         active, first_token = self.active.find(coming.request_id), coming.first_token
@@ -136,7 +136,7 @@ class RequestRunner:
         if self.engine.stats.num_running:
             return
         if self._on_transfer_failure == "fail" and not active.request.num_generated:
-            return  # before the first token, an error still has its HTTP status
+            return  # as long as no token was sent, an error can still set the HTTP status
         sampling = active.request.sampling
         is_simple = sampling.n == 1 and sampling.logprobs is None and active.mask is None
         if is_simple and self.engine.engine.continues(len(active.token_ids), sampling, first_token):
@@ -145,9 +145,9 @@ class RequestRunner:
             self.active.emit(TokenOutput(active.engine_id, [first_token], None, reserved.num_cached_tokens))
 
     def prompts(self) -> PromptLoad:
-        """Return the prompt tokens queued here, and the speed of their computation."""
+        """Return the number of prompt tokens queued on this instance, and its prefill speed."""
         queued = 0
-        if self.active.tally[RequestState.WAITING]:  # rare if there are prefill instances
+        if self.active.tally[RequestState.WAITING]:  # rarely the case if there are prefill instances
             waiting = (a for a in self.active.all() if a.lifecycle.state is RequestState.WAITING)
             queued = sum(len(active.token_ids) - active.num_cached for active in waiting)
         return PromptLoad(queued, self._rate.tokens_per_s)
@@ -155,7 +155,7 @@ class RequestRunner:
     async def drained(self) -> None:
         """Wait until every request is answered.
 
-        Pinned pages get SETTLE_S. A live prefill answers within it. A dead one never does, and the offer to it may last a
+        Wait for pinned pages for SETTLE_S. A live prefill answers within it. A dead one never does, and its offer may last a
         minute. Giving up is safe: this process ends, so no request reuses the pages.
         """
         await self.active.drained()
@@ -187,14 +187,14 @@ class RequestRunner:
     async def _mask_of(self, constraint: Constraint, active: ActiveRequest) -> TokenMask:
         """Compile the constraint. Call it before pages are reserved and prefill is called.
 
-        A request that waits for its mask must not hold pages on either side.
+        A request that waits for its mask must hold no pages, neither on decode nor on prefill.
         Raises: Rejected.
         """
         with step("decode.compile", active.span):
             return await self._masks.mask_of(constraint, active.token_ids, active.request.num_generated)
 
     async def _choose(self, active: ActiveRequest) -> RouteChoice | None:
-        """Choose a prefill instance. Returns None if the prompt should be computed here."""
+        """Choose a prefill instance. Returns None if decode should compute the prompt itself."""
         with step("decode.lookup", active.span) as lookup:
             hit = self.engine.engine.peek_prefix(active.blocks)
             lookup.note({"kvmesh.cached_tokens": hit})
@@ -237,9 +237,9 @@ class RequestRunner:
         }
 
     async def _fetch(self, active: ActiveRequest, chosen: RouteChoice) -> None:
-        """Let a prefill instance compute the prompt: the one chosen, or another one if it refuses.
+        """Have a prefill instance compute the prompt: the chosen one, or another one if that refuses.
 
-        If that fails, compute it here: the client sees only latency.
+        If that fails, compute it here: for the client this only adds latency.
         Raises: KvUnavailable instead, if `on_transfer_failure` is "fail", the request has no token yet, and an instance has
         begun the prompt.
         """
@@ -255,7 +255,7 @@ class RequestRunner:
     async def _fetch_by(
         self, active: ActiveRequest, transfer: InboundTransfer, chosen: RouteChoice, asked: Sequence[str]
     ) -> RouteChoice | None:
-        """Returns the instance to ask next, if this one has refused."""
+        """Receive the KV from one prefill instance. Returns the instance to try next if this one refused."""
         tokens, peer = len(active.token_ids), chosen.instance_id
         router = self.prefills.router
         route = router.send(chosen, tokens - chosen.cached_tokens, router.pages_for(peer, tokens))
@@ -268,10 +268,10 @@ class RequestRunner:
             raise
         finally:
             route.over()
-        if failure is not None and following is None:  # a refusal is no failure if another instance takes the prompt
+        if failure is not None and following is None:  # a refusal is no failure if another instance accepts
             self._metrics.transfer_failed(peer, failure)
             self._settle_later(transfer)
-            # prefill's engine, which may have fewer pages, refuses a prompt after its acceptance
+            # prefill may accept the prompt and its engine still refuse it, for example because it has fewer pages
             was_begun = not (transfer.another_may_accept or isinstance(failure, PromptTooLong))
             self._compute_here(active, failure, was_begun=was_begun)
         return following
@@ -279,7 +279,7 @@ class RequestRunner:
     async def _receive(
         self, active: ActiveRequest, transfer: InboundTransfer, route: Route, *, submit: bool
     ) -> MeshError | None:
-        """Receive the prompt's KV and give it to the engine. Returns why it failed.
+        """Receive the prompt's KV and pass it to the engine. Returns the error if this failed.
 
         `submit`: the engine does not have the request yet.
         """
@@ -294,13 +294,13 @@ class RequestRunner:
             route.succeeded()
             active.wait(SPAN_FIRST)
             first_token = record.first_token if active.early_token is None else active.early_token
-            # Branches copy pages, and masks take time: not on the event loop.
+            # Not on the event loop: branches copy pages, and masks take time.
             light = active.request.sampling.n == 1 and active.mask is None
             outputs = await self.engine.between_steps(
                 lambda engine: engine.deliver(active.engine_id, first_token, record.logprobs), light=light
             )
         except MeshError as exc:
-            in_time = now_ms() < active.request.deadline_unix_ms  # else the request ran out of its own time
+            in_time = now_ms() < active.request.deadline_unix_ms  # else the instance is not at fault
             if in_time and (transfer.waits_for_prefill or isinstance(exc, PrefillLost | PeerBroken)):
                 route.failed(exc)
             if isinstance(exc, PrefillLost):
@@ -308,7 +308,7 @@ class RequestRunner:
             return exc
         active.prefill_hit = record.num_cached_tokens
         if active.early_token is None:
-            for output in outputs:  # before the next await: the next step's tokens may follow at once
+            for output in outputs:  # before any await, because the next step's tokens may arrive at once
                 self.active.emit(output)
         num_bytes = self.prefill.num_bytes(transfer)
         self._metrics.transferred(active.prefill, num_bytes, transfer.duration_s, exemplar_of(active.span))
@@ -318,9 +318,9 @@ class RequestRunner:
     async def _choose_another(
         self, active: ActiveRequest, transfer: InboundTransfer, failure: MeshError, asked: Sequence[str]
     ) -> RouteChoice | None:
-        """Choose another instance after a refusal. None: there is no other, or the instance did not refuse."""
+        """Choose another instance after a refusal. None: there is no other one, or the instance did not refuse."""
         if transfer.asking is not None and isinstance(failure, TransferFailed):
-            # A leaving instance also refuses the pages. That report may arrive before the refusal of the prompt.
+            # An instance that is leaving also refuses the offer. That report may arrive before the refusal of the prompt.
             await asyncio.wait([transfer.asking], timeout=REFUSAL_S)
         if not transfer.another_may_accept or len(asked) == MAX_ASKED:
             return None
@@ -333,12 +333,12 @@ class RequestRunner:
         if isinstance(chosen, LocalPrefill):
             return None
         facts = {"from": asked[-1], "to": chosen.instance_id, "cause": failure.message}
-        log.info("asking another prefill instance", extra=facts)
+        log.info("sending the prompt to another prefill instance", extra=facts)
         active.span.add_event("prefill_refused", facts)
         return chosen
 
     def _compute_here(self, active: ActiveRequest, cause: MeshError, *, was_begun: bool) -> None:
-        """`was_begun`: prefill may have begun the prompt. If it has refused, no KV was lost.
+        """Compute the prompt on this instance. `was_begun`: prefill may have started it; after a refusal, no KV was lost.
 
         Raises: KvUnavailable.
         """
@@ -381,13 +381,13 @@ class RequestRunner:
                 failed = error if isinstance(error, MeshError) else PeerLost(f"decode failed: {type(error).__name__}")
                 self.stop(active, failed)
 
-        # Checking and hashing a long prompt takes milliseconds, which the event loop should not lose.
+        # Checking and hashing a long prompt would block the event loop for milliseconds.
         light = phase is Phase.DECODE and len(active.token_ids) + len(active.prediction) <= LIGHT_TOKENS
         self.engine.between_steps(submit, light=light).add_done_callback(submitted)
 
     def _settle_later(self, transfer: InboundTransfer, *, cancelled: bool = False) -> None:
-        """Free the exposed pages as soon as prefill cannot write into them any more."""
-        transfer.abandon()  # at once: a late `KvComing` must not send a token that is computed here again
+        """Free the exposed pages as soon as prefill can no longer write into them."""
+        transfer.abandon()  # at once, so that a late `KvComing` cannot send a token that this instance computes again
 
         async def settle() -> None:
             await self.prefill.settle(transfer, cancelled=cancelled)

@@ -61,7 +61,7 @@ class DecodeService:
         if (running := self._active.find(engine_id)) is not None:
             if running.request.reply_to != request.reply_to:
                 raise Rejected(f"request id {engine_id!r} is in use", param="request_id")
-            # The answer was lost in an outage of NATS: the frontend has sent the request again, in another call.
+            # The answer was lost in a NATS outage, and the frontend has sent the request again in another call.
             return GenerateAccepted(request_id=request.request_id, number=self._num_accepted)
         check_branches(request.sampling)
         num_branches = request.sampling.n
@@ -83,7 +83,7 @@ class DecodeService:
         active.span.set_attributes(
             {"kvmesh.decode.instance": self._registration.instance_id, "kvmesh.prompt_tokens": len(active.token_ids)}
         )
-        # Enforce the deadline here, too: a frontend that has died sends no cancel.
+        # Enforce the deadline here as well, because a frontend that has died sends no cancel.
         expired = DeadlineExceeded("the request's deadline passed")
         active.expiry = asyncio.get_running_loop().call_later(left_s, self._runner.stop, active, expired)
         self._active.add(active)
@@ -131,7 +131,7 @@ class DecodeService:
         self._metrics.num_exposed_pages = lambda: self._prefill.num_exposed_pages
 
     def _queues(self) -> dict[str, Queue]:
-        """While its transfer is under way, a request counts only in the queue of transfers."""
+        """Queues by name. A request whose transfer is in progress counts only in the transfer's queue."""
         alone = (one.lifecycle for one in self._active.all() if not self._prefill.is_under_way(one.engine_id))
         return queues_of(alone, self._active.tally.states) | self._prefill.queues()
 

@@ -1,4 +1,4 @@
-"""python -m services.frontend: the OpenAI endpoint of the mesh."""
+"""python -m services.frontend: the mesh's OpenAI endpoint."""
 
 import asyncio
 import logging
@@ -49,7 +49,7 @@ SHARED_PORT: Final = (
 
 
 def warn_if_exposed(settings: FrontendSettings, keys: KeyRing | None) -> None:
-    """Warn if others can reach this address and keys or TLS are missing."""
+    """Log a warning if other machines can reach this address and API keys or TLS are missing."""
     if is_loopback(settings.host):
         return
     if keys is None:
@@ -61,7 +61,7 @@ def warn_if_exposed(settings: FrontendSettings, keys: KeyRing | None) -> None:
 
 
 async def load_text(settings: FrontendSettings) -> tuple[Path, TextModel]:
-    """Return the model's folder, and its tokenizer and chat template. Exits if they cannot be used."""
+    """Return the model's directory, and its tokenizer and chat template. Exit if they cannot be used."""
     folder = await asyncio.to_thread(model_dir, settings.model, settings.home, log_progress)
     options = FormatOptions(settings.tool_format, settings.tool_parser, settings.reasoning_parser)
     ends = read_end_tokens(folder)
@@ -69,7 +69,7 @@ async def load_text(settings: FrontendSettings) -> tuple[Path, TextModel]:
         text = await asyncio.to_thread(TextModel.load, folder, options, ends=ends)
     except ValueError as exc:
         refuse(f"settings: {exc}")
-    text.warm_up()  # on this thread, which encodes short prompts
+    text.warm_up()  # on this thread, because it encodes the short prompts
     return folder, text
 
 
@@ -77,7 +77,7 @@ def make_operations(settings: FrontendSettings, links: Connections, mesh: MeshCl
     book, registration = links.registry.book, links.registration
 
     async def workers() -> WorkerList:
-        """Ask prefill instances: a frontend does not follow their heartbeats."""
+        """Ask prefill instances for their load, because a frontend does not subscribe to their heartbeats."""
         return workers_of(book, {"decode": links.decodes.alive, "prefill": await prefills.answers()})
 
     return Operations(
@@ -94,7 +94,7 @@ def make_operations(settings: FrontendSettings, links: Connections, mesh: MeshCl
 def endpoints_of(
     links: Connections, mesh: MeshClient, text: TextModel, control: ProcessControl, stored: StoredResponses | None
 ) -> list[Endpoint]:
-    """What this frontend answers on NATS, besides its page at `/ui`."""
+    """Return the calls that this frontend answers on NATS, except those for `/ui`."""
     own = [
         explain_endpoint(mesh.choice, text, links.model),
         present_endpoint(links.registration),
@@ -111,7 +111,7 @@ def client_limits(settings: FrontendSettings) -> ClientLimits:
 
 async def main(settings: FrontendSettings) -> None:
     """Serve until a stop signal, then finish the requests."""
-    writes = HeldWrites()  # a frame has tokens of many requests; their events leave together
+    writes = HeldWrites()  # a frame has tokens of many requests, whose events are written to the sockets together
     async with open_keys(settings) as keys, open_connections(settings, writes) as links:
         folder, text = await load_text(settings)
         mesh = MeshClient(
@@ -145,7 +145,7 @@ async def main(settings: FrontendSettings) -> None:
                 reasons=lambda: [DRAINING] if operations.is_draining else [],
             ) as page,
             keep_present(links.bus, links.registry.book),
-            # outside serve_http, which drains: background requests can be cancelled until then
+            # outside serve_http, which drains, so that background requests can be cancelled until that has ended
             serve_calls(links.bus, "frontend", links.subject, endpoints, {"instance_id": links.instance_id}),
             serve_http(
                 create_app(
@@ -182,7 +182,7 @@ async def main(settings: FrontendSettings) -> None:
                 control.leave()
                 operations.draining = True
                 leaving.set()
-                await asyncio.sleep(settings.unready_s)  # a load balancer and clients see it, and go elsewhere
+                await asyncio.sleep(settings.unready_s)  # a load balancer and clients notice, and connect elsewhere
 
 
 if __name__ == "__main__":

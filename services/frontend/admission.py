@@ -1,6 +1,6 @@
-"""Admission control: a request goes to decode while there is room and none waits. Else it is queued or refused.
+"""Admission control: a request is sent to decode if there is room and the queue is empty. Else it is queued or refused.
 
-There is room while
+There is room as long as
 
     tokens in held pages + our tokens that have not begun + others' tokens without a page  <  admit_load · capacity
 
@@ -8,8 +8,8 @@ Heartbeats report the first and the last term, up to half a second late. Our own
 first token. So a request with pages but no token counts twice, and memory fills only if `admit_load` is above 1. The request
 that crosses the limit is admitted: otherwise a request larger than the limit would never be.
 
-Before the first instance registers, no request is queued, because an instance may never come. When all instances are lost
-later, queued requests wait `no_worker_wait_s`.
+Before the first instance registers, no request is queued, because there may never be one. If all instances are lost
+later, requests stay queued for `no_worker_wait_s`.
 """
 
 import asyncio
@@ -25,15 +25,15 @@ from services.frontend.fair_queue import FairQueue, Place
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.ports import FleetRoom, Mesh
 
-LOOK_EVERY_S: Final = 0.05  # between two checks of decode's load, and of requests that have waited too long
+LOOK_EVERY_S: Final = 0.05  # between checks of decode's load and of how long requests have waited
 RATE_OVER_S: Final = 10.0
 REFUSALS: Final = {  # by their reason in the metric
     "full": "the admission queue is full",
-    "shed": "the admission queue was full, and another request took this one's place",
+    "shed": "the admission queue was full, and another request replaced this one",
     "age": "this request waited too long in the admission queue",
 }
-RETRY_S: Final = (1.0, 60.0)  # bounds of Retry-After: OpenAI's clients ignore a much longer one
-ANSWER_WEIGHT: Final = 2  # price of an answer's token in prompt tokens, as in arXiv:2401.00588
+RETRY_S: Final = (1.0, 60.0)  # bounds of Retry-After; OpenAI's clients ignore values that are much longer
+ANSWER_WEIGHT: Final = 2  # cost of an answer token in prompt tokens, as in arXiv:2401.00588
 ANONYMOUS: Final = b""
 _PEPPER: Final = os.urandom(16)
 
@@ -53,11 +53,11 @@ class Limits(Protocol):
 
     @property
     def max_inflight(self) -> int | None:
-        """Most admitted requests; None: no limit."""
+        """Maximum number of admitted requests; None: no limit."""
 
 
 def queue_key(api_key: bytes) -> bytes:
-    """Return the fair queue's name for the clients that send `api_key`: it does not reveal the key."""
+    """Return the fair queue's key for clients that send `api_key`; it does not reveal the API key."""
     return blake2b(api_key, digest_size=16, key=_PEPPER).digest() if api_key else ANONYMOUS
 
 
@@ -85,11 +85,11 @@ class Admission:
         self._max_inflight = limits.max_inflight or math.inf
         self._queue = FairQueue(limits.queue_tokens)
         self._inflight = 0
-        self._not_begun = 0  # our choices
+        self._not_begun = 0  # our choices without a token yet
         self._tokens_not_begun = 0
-        self._usual_tokens = 0.0  # of a choice, moving average
+        self._usual_tokens = 0.0  # tokens of a choice; moving average
         self._room: FleetRoom | None = None
-        self._known_tokens = 0.0  # load of decode without ours
+        self._known_tokens = 0.0  # load of decode without our own requests
         self._limit_tokens = math.inf
         self._look_at_s = -math.inf
         self._rate: AdmittedRate | None = None
@@ -106,9 +106,9 @@ class Admission:
         return Batch(self._inflight, len(self._queue))
 
     def enter(self, key: bytes, priority: int, prompt_tokens: int, choices: int = 1) -> Place:
-        """Admit or queue a request. If the place has a `turn`, await `admitted`. Always `leave` the place.
+        """Admit or queue a request. If the returned place has a `turn`, await `admitted`. Always call `leave` at the end.
 
-        Raises: QueueFull, if the request cannot wait either.
+        Raises: QueueFull, if the request cannot be queued either.
         """
         now_s = asyncio.get_running_loop().time()
         place = Place(key, priority, prompt_tokens + REQUEST_TOKENS * choices, now_s, choices)
@@ -119,7 +119,7 @@ class Admission:
         return place
 
     def began(self, place: Place, prompt_tokens: int) -> None:
-        """Record the first token of a choice. `prompt_tokens`: of its prompt, at the prompt's first choice; else 0."""
+        """Record the first token of a choice. `prompt_tokens`: length of the prompt for its first choice; 0 for the others."""
         if place.inside:
             self._count_begun(place, 1, prompt_tokens + REQUEST_TOKENS)
             self._pump()
@@ -143,13 +143,13 @@ class Admission:
         self._look_at_s = now_s + LOOK_EVERY_S
         room = self._mesh.room()
         if room == self._room:
-            return  # unchanged: our requests that have begun since would be counted as others'
+            return  # no new heartbeat: our requests that have begun since would count as other frontends'
         self._room = room
         others = max(0, room.num_waiting - self._not_begun)
         self._known_tokens = room.held_tokens + others * self._usual_tokens
         if room.capacity_tokens is not None:
             self._limit_tokens = self._limits.admit_load * room.capacity_tokens
-        elif self._limit_tokens < math.inf:  # all are lost: the first to come back must not get the whole queue at once
+        elif self._limit_tokens < math.inf:  # all are lost: the first to return must not get the whole queue
             self._known_tokens = self._limit_tokens
 
     def _admit(self, place: Place, now_s: float) -> None:
@@ -217,6 +217,6 @@ class Admission:
 
 
 def _end_wait(place: Place, refusal: Overloaded | None) -> None:
-    """Admit (None) or refuse a request. Ignores one that was cancelled just now: it calls `leave`."""
+    """Admit (None) or refuse a queued request. A request that was just cancelled is ignored, because it calls `leave`."""
     if place.turn is not None and not place.turn.done():
         place.turn.set_result(refusal)

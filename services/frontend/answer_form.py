@@ -1,4 +1,4 @@
-"""What all answers of an API have in common: headers, and the form of errors."""
+"""What all answers of an API have in common: the headers and the form of errors."""
 
 import logging
 from collections.abc import Mapping
@@ -42,6 +42,6 @@ def error_of(exc: Exception, request_id: str) -> ApiError:
     if isinstance(exc, MeshError):
         return from_mesh(exc, request_id)
     if isinstance(exc, HTTPException):
-        filled_in = exc.detail == HTTPStatus(exc.status_code).phrase  # by starlette, where it has no message
+        filled_in = exc.detail == HTTPStatus(exc.status_code).phrase  # starlette's default if there is no message
         return from_status(exc.status_code, None if filled_in else exc.detail)
     return internal(request_id)

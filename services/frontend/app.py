@@ -1,4 +1,4 @@
-"""The HTTP routes. `services.frontend.exchange` serves the generating ones."""
+"""The HTTP routes. `services.frontend.exchange` serves those that generate text."""
 
 from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
@@ -85,27 +85,27 @@ def create_app(
     server_metrics: ServerMetrics | None = None,
     ui: Ui | None = None,
 ) -> FastAPI:
-    """Make the HTTP application over `mesh`.
+    """Create the HTTP application that serves requests with `mesh`.
 
     Args:
         registry: what `/metrics` shows besides the frontend's own metrics.
         defaults: sampling parameters for requests that set none.
-        keys: requests must have one of them; None: requests need no key.
-        stored: where responses are stored; None: they are not.
-        checker: of grammars and schemas; without one, requests that have some are refused.
-        figures: of the process; they get the admission queue and the speed of tokens.
-        server_metrics: OpenTelemetry's, if a collector gets them.
-        ui: the page at `/ui`; None: there is none.
+        keys: each request must have one of these API keys; None: requests need no key.
+        stored: the store for responses; None: responses are not stored.
+        checker: checks grammars and schemas; without it, requests with such constraints are refused.
+        figures: the process's figures, to which the admission queue and the token rate are added.
+        server_metrics: OpenTelemetry metrics, if a collector receives them.
+        ui: the page at `/ui`; None: no page.
     """
-    # FastAPI serves the GET routes: it checks their parameters, writes their models and describes them in /openapi.json.
-    # Requests with a body read it themselves, with a limit, and go through plain Starlette routes, at a fraction of the cost.
+    # FastAPI serves the GET routes: it validates parameters, serialises models and describes them in /openapi.json.
+    # Routes with a body are plain Starlette routes, at a fraction of the cost. Their handlers read the body, up to a limit.
     app = FastAPI(
         title="kvmesh",
         version=VERSION,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        telemetry={"tracing": False, "metrics": False, "logs": False},  # our own spans tell more and cost less
+        telemetry={"tracing": False, "metrics": False, "logs": False},  # our own spans contain more and cost less
     )
     metrics = FrontendMetrics(registry or CollectorRegistry(), server_metrics)
     admission = Admission(mesh, settings, metrics)
@@ -133,9 +133,9 @@ def create_app(
 
 
 class _Shortcut:
-    """Calls the endpoints of generating routes without routing, which costs a frontend some percent of its time.
+    """Calls the endpoints of generating routes directly, because routing takes several percent of a frontend's CPU time.
 
-    Only exact paths are taken: the routes still serve an application that is mounted elsewhere.
+    Only exact paths match. The routes stay, for an application that is mounted under a prefix.
     """
 
     def __init__(self, app: ASGIApp, endpoints: Mapping[str, ASGIApp]) -> None:
@@ -166,7 +166,7 @@ def _with_id(scope: Scope, send: Send) -> Send:
 
 
 class _Exchanges:
-    """An ASGI application that makes an `Exchange` of each request."""
+    """An ASGI application that creates an `Exchange` for each request."""
 
     def __init__(self, frontend: Frontend, dialect: Callable[[str], Dialect]) -> None:
         self._frontend = frontend
@@ -242,7 +242,7 @@ def _unary_routes(frontend: Frontend) -> list[PostRoute]:
             EmbeddingList,
             embed,
             name="embeddings",
-            description="The vectors of one or several texts, of a model that is meant for that.",
+            description="The vectors of one or several texts, computed by an embedding model.",
         ),
         route(
             COUNT_ROUTE,
@@ -360,7 +360,7 @@ def _allow_origins(app: FastAPI, origins: str | None) -> None:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    """Answer all errors in the form of their API."""
+    """Answer all errors in the form of the API that was called."""
 
     async def on_http(request: Request, exc: Exception) -> Response:
         assert isinstance(exc, HTTPException)

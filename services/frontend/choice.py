@@ -1,4 +1,4 @@
-"""One choice of an answer: its tokens become pieces of text."""
+"""One choice of an answer: turns its tokens into pieces of text."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ class Piece(NamedTuple):
     tokens: list[ShownToken] | None = None  # with log-probabilities, if these are requested
     reasoning: str = ""  # new text
     calls: Sequence[CallDelta] = ()
-    token_ids: Sequence[int] = ()  # all that count, also those without shown text
+    token_ids: Sequence[int] = ()  # all tokens that count, including those without visible text
 
     @property
     def shows(self) -> bool:
@@ -32,7 +32,7 @@ class Piece(NamedTuple):
 
     @classmethod
     def joined(cls, pieces: "Sequence[Piece]", *, has_logprobs: bool) -> Self:
-        """A whole choice, of all its pieces."""
+        """Join all pieces of a choice into one."""
         return cls(
             pieces[-1].choice,
             "".join([piece.text for piece in pieces]),
@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 
 
 def shown_token(names: TokenBytes, token_id: int, logprobs: TokenLogprobs, offset: int) -> ShownToken:
-    """`offset`: of the token's first character in the text."""
+    """Return a token as the client sees it. `offset`: index of its first character in the text."""
     top = [(names.of(other), logprob) for other, logprob in logprobs.top]
     return ShownToken(names.of(token_id), logprobs.logprob, top, offset)
 
@@ -53,9 +53,9 @@ def shown_token(names: TokenBytes, token_id: int, logprobs: TokenLogprobs, offse
 def shown_prompt(
     text: TextModel, prompt: Prompt, logprobs: Sequence[TokenLogprobs], alternatives: int
 ) -> list[ShownToken]:
-    """A prompt's tokens. The first one has no log-probability, as nothing comes before it.
+    """Return a prompt's tokens as the client sees them. The first one has no log-probability, as no token precedes it.
 
-    The echo has a special token if the client wrote it, or wants to see it; one that the tokenizer added has no text.
+    The echo includes a special token if the client wrote it or asked to see it. One that the tokenizer added has no text.
     """
     names, detokenizer, offset = text.token_bytes, text.detokenizer(skip=False), 0
     shown = []
@@ -99,15 +99,15 @@ class Choice:
         self.draft_counts = NO_DRAFTS
         self.shown_s = 0.0  # perf_counter() of the last piece; 0 before the first
         self.prompt_tokens: list[ShownToken] = []  # shown before the first token
-        self.prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt from its second token on
+        self.prompt_logprobs: Sequence[TokenLogprobs] | None = None  # of the prompt's tokens, from the second one on
         self._echo = prompt.echo
         shown = frozenset[int]() if prompt.output is None else prompt.output.shown
-        self._ends: frozenset[int] = frozenset()  # tokens without text if the answer ends with them
+        self._ends: frozenset[int] = frozenset()  # tokens that are not shown if the answer ends with them
         if not prompt.shows_end:
             own = frozenset[int]() if prompt.sampling.ignore_eos else text.ends - shown
             self._ends = own.union(prompt.sampling.stop_token_ids, text.specials if prompt.shows_special else ())
         self._text = text
-        self._length = len(prompt.echo)  # of the text so far, with what a stop string may remove
+        self._length = len(prompt.echo)  # characters so far, including those that a stop string may still remove
         self._detokenizer = text.detokenizer(
             prompt.token_ids if prompt.continues else (), shown, skip=not prompt.shows_special
         )
@@ -120,7 +120,7 @@ class Choice:
 
     @property
     def counted_drafts(self) -> DraftCounts:
-        """Those behind the end of the answer do not count as right."""
+        """Draft counts of the choice. Drafts after the end of the answer do not count as accepted."""
         checked, right = self.draft_counts
         return DraftCounts(checked, min(right, self.generated_tokens))
 
@@ -132,7 +132,7 @@ class Choice:
         """Call before the first `take`."""
 
     def take(self, item: StreamItem) -> Piece:
-        """The text that `item` adds. Sets `finish` at the last piece."""
+        """Return the text that `item` adds. Sets `finish` with the last piece."""
         if not self.prompt.generates:
             item = item._replace(
                 token_ids=[], logprobs=None if item.logprobs is None else [], finish=item.finish and "length"
@@ -161,7 +161,7 @@ class Choice:
     def _one_by_one(
         self, stops: StopStrings, item: StreamItem, *, hides_last: bool
     ) -> tuple[str, list[ShownToken] | None]:
-        """The text, and the tokens that count: none after a stop string."""
+        """Return the text, and the tokens that count: those up to a stop string."""
         logprobs, shown = item.logprobs, ""
         tokens: list[ShownToken] | None = None if logprobs is None else []
         last = len(item.token_ids) - 1
@@ -185,7 +185,7 @@ class Choice:
 
 
 class ParsedChoice(Choice):
-    """Parses the text into reasoning, answer and tool calls. Stop strings apply to the whole."""
+    """Parses the text into reasoning, answer and tool calls. Stop strings apply to the unparsed text."""
 
     __slots__ = ("_before", "_parser", "_thought")
 
@@ -205,7 +205,7 @@ class ParsedChoice(Choice):
         await self._text.run(len(self._before), self._parser.begin)
 
     def take(self, item: StreamItem) -> Piece:
-        """Sets `finish` also when the only wanted call is complete."""
+        """As in `Choice`. Also sets `finish` when the only allowed call is complete."""
         piece = super().take(item)
         parser = self._parser
         if self._thought is not None:
@@ -222,7 +222,7 @@ class ParsedChoice(Choice):
 
 
 class UpToMarker:
-    """Counts the tokens of a text up to the first marker, which may be several tokens or begin within one."""
+    """Counts tokens up to the first marker, which may span several tokens or begin within one."""
 
     __slots__ = ("_end", "_found", "_longest", "_markers", "_text", "num_tokens")
 

@@ -16,11 +16,11 @@ from components.settings import ModelSettings
 
 @dataclass(frozen=True, slots=True)
 class SlowLimits:
-    """A request that reaches one of these is slow: for its log line, its trace, the metrics and /ui."""
+    """A request that reaches one of these limits counts as slow, in logs, traces, metrics and /ui."""
 
-    ttft_s: float = 2.0  # to the first token; the whole time of a request without tokens
+    ttft_s: float = 2.0  # time to first token; for a request without tokens, its whole duration
     tpot_s: float = 0.25  # per output token after the first
-    stall_s: float = 2.0  # without a token after the first
+    stall_s: float = 2.0  # longest gap between two tokens
 
 
 class FrontendSettings(ModelSettings):
@@ -56,7 +56,7 @@ class FrontendSettings(ModelSettings):
     ] = 2.0
     tls_cert: Annotated[Path | None, Field(description="PEM file of a certificate and its chain: serve https")] = None
     tls_key: Annotated[Path | None, Field(description="PEM file of the certificate's private key")] = None
-    # No option: everyone on the machine can read a command line.
+    # Not a command-line option, because all users of the machine can read those.
     api_keys: Annotated[
         CliSuppress[SecretStr | None], Field(description="API keys of clients: name:key, comma-separated")
     ] = None

@@ -37,7 +37,7 @@ class Connections:
 
 @asynccontextmanager
 async def open_connections(settings: FrontendSettings, writes: HeldWrites) -> AsyncIterator[Connections]:
-    """Connect to etcd and NATS, and follow the decode instances. `writes` are held while a frame is handled."""
+    """Connect to etcd and NATS, and watch the decode instances. `writes` are buffered while a frame is handled."""
     me = new_instance_id(settings.instance_id)
     model = settings.served_model_name or served_name(settings.model)
     metrics = CollectorRegistry()
@@ -90,8 +90,8 @@ async def open_connections(settings: FrontendSettings, writes: HeldWrites) -> As
 def tokens_subject(settings: FrontendSettings, registration: Registration) -> str:
     """Return the subject of this frontend's token frames.
 
-    It names the NATS user, so that rights can keep other frontends from reading it. It names the epoch, because a process
-    that starts again has the id and the stream numbers of the one before, for which decode may still send frames.
+    It has the NATS user's name, so that access rights can keep other frontends from reading it. It has the epoch, because a
+    restarted process has the same id and the same stream numbers as before, and decode may still send frames for those.
     """
     me = f"{registration.instance_id}-{registration.epoch}"
     return f"{settings.namespace}.tokens.{settings.nats_name or 'frontend'}.{me}"

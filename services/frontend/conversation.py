@@ -1,4 +1,4 @@
-"""The prompt of a conversation, and the plan of its answer: how it is parsed, and what it must be."""
+"""The prompt of a conversation, and the plan for its answer: how it is parsed, and its constraint."""
 
 import json
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ from components.wire.sampling import Constraint
 
 class AnswerPlan(NamedTuple):
     output: OutputPlan | None = None  # None: the text is shown as it is
-    asked: AskedConstraint | None = None  # in place of the constraint in the request's fields; None: that one
+    asked: AskedConstraint | None = None  # replaces the constraint in the request's fields; None: that one applies
 
 
 async def conversation_of(text: TextModel, request: ChatRequest | TokenizeRequest) -> Conversation:
@@ -59,13 +59,13 @@ async def encode_conversation(text: TextModel, conversation: Conversation) -> li
 async def plan_answer(
     text: TextModel, conversation: Conversation, prompt: Sequence[int], asked: AskedConstraint | None
 ) -> AnswerPlan:
-    """The plan for one request.
+    """Return the answer plan for one request.
 
     Args:
         text: the model's formats.
         conversation: tools, and which of them to call.
         prompt: its token ids, by `encode_conversation`.
-        asked: the constraint in the request's fields. It holds for the answer, not for reasoning or calls.
+        asked: the constraint in the request's fields. It applies to the answer, not to reasoning or calls.
     Raises: Rejected, if the constraint is not compatible with the tools, or with the text that the answer continues.
     """
     reasoning = text.formats.reasoning
@@ -91,7 +91,7 @@ async def plan_answer(
     grammar = Grammar(text.marker_ids(tokens))
     held_to: AskedConstraint | None = None
     if tools is not None:
-        # an answer that is continued is a message already, and calls are messages of their own
+        # a continued answer is already a message, and in this format calls are separate messages
         answer_only = thinking is None and reasoning is not None and reasoning.messages is not None
         held_to = _constraint_of(grammar, tools, conversation, thinking, asked, single=single, answer_only=answer_only)
     elif asked is not None and thinking is not None:
@@ -103,7 +103,7 @@ async def plan_answer(
 
 
 def _thinking(text: TextModel, reasoning: ReasoningFormat, prompt: Sequence[int], before: str) -> Thinking | None:
-    """The reasoning that follows the prompt, which ends with `before`; None: there is none, or it is over."""
+    """Return the reasoning that follows the prompt, which ends with `before`; None if there is none, or it has ended."""
     if (style := reasoning.messages) is not None:
         within = before.strip() or text.ends_with(prompt, style.answer)
         return None if within else Thinking(reasoning.begin, reasoning.end, False, style)
@@ -123,7 +123,7 @@ async def _check_continuation(text: TextModel, output: OutputPlan, held_to: Aske
     answer, _, calls = await text.run(len(output.before), parser.begin)
     param = "continue_final_message"
     if parser.done:
-        raise _unsupported(param, "the last message already has a tool call, and only one is wanted")
+        raise _unsupported(param, "the last message already has a tool call, and only one is allowed")
     if held_to is None:
         return
     if parser.undecided:
@@ -143,7 +143,7 @@ def _constraint_of(
     single: bool,
     answer_only: bool,
 ) -> AskedConstraint | None:
-    """What the answer must be, by tools and the request's constraint. `answer_only`: it cannot be calls."""
+    """Combine tools and the request's constraint into one constraint. `answer_only`: no calls are possible."""
     mode, name = conversation.choice
     callable_tools = _callable_tools(conversation)
     strict = any(tool.strict for tool in callable_tools)
@@ -174,7 +174,7 @@ def _constraint_of(
 
 
 def _callable_tools(conversation: Conversation) -> list[CallableTool]:
-    """The tools in the grammar's form. Raises: Rejected, if a strict tool's schema cannot be kept."""
+    """Convert the tools for the grammar. Raises: Rejected, if a strict tool's schema is not supported."""
     found = []
     for i, tool in enumerate(conversation.tools):
         function, strict = tool.function, bool(tool.function.strict)
@@ -186,7 +186,7 @@ def _callable_tools(conversation: Conversation) -> list[CallableTool]:
 
 
 def _style_beside_answers(grammar: Grammar, tools: ToolFormat, asked: AskedConstraint) -> CallStyle:
-    """A style of calls that cannot be confused with an answer in JSON. Raises: Rejected."""
+    """Return a style of calls that cannot be confused with an answer in JSON. Raises: Rejected."""
     style = tools.style
     if style is not None and style.marker:
         return style
@@ -196,7 +196,7 @@ def _style_beside_answers(grammar: Grammar, tools: ToolFormat, asked: AskedConst
 
 
 def _answer_rule(asked: AskedConstraint) -> str:
-    """Raises: Rejected, in the request's terms, which the check of the whole grammar does not know."""
+    """Return the grammar rule of the answer. Raises: Rejected, naming the request's field; a later check could not."""
     kind, text = asked.constraint.kind, asked.constraint.text
     try:
         fault = fault_in_schema(json.loads(text)) if kind == "json_schema" else None

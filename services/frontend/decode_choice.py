@@ -1,4 +1,4 @@
-"""Chooses a decode instance for a request, and decides how often it may move to another one."""
+"""Chooses a decode instance for a request, and limits how often the request may move to another one."""
 
 import asyncio
 import logging
@@ -46,31 +46,31 @@ log = logging.getLogger(__name__)
 WAIT_FOR_DECODE_S: Final = 30.0  # for a request whose instance was lost and may restart
 NO_WORKER_WAIT_S: Final = 5.0  # for a new request, since the last instance was lost
 MOVES: Final = 5
-NO_RESPONDERS_S: Final = 10.0  # for this long, sends that find no listener do not count as moves
-BROKEN_MOVES: Final = 3  # what a BREAKING error counts as: one request breaks at most two instances
+NO_RESPONDERS_S: Final = 10.0  # during this time, attempts that find no listener do not count as moves
+BROKEN_MOVES: Final = 3  # moves that a BREAKING error counts as, so that one request breaks at most two instances
 FIRST_BACK_OFF_S: Final = 0.05  # before an instance is tried again; doubles
 MAX_BACK_OFF_S: Final = 1.0
 # The instance or this request is broken, or the two do not understand each other.
 BREAKING: Final = (PeerBroken, MalformedMessage)
-# With these errors a request tries another instance. Cancelled: NATS had no listener for this process's tokens for a while,
-# and decode took it for gone.
+# After these errors a request tries another instance. Cancelled: NATS had no listener for our token frames for a while,
+# so decode treated this frontend as gone.
 MOVING: Final = (PeerLost, *BREAKING, Overloaded, BackendUnavailable, DeadlineExceeded, Cancelled)
-BLAMELESS: Final = (FramesLost, BackendUnavailable, Cancelled)  # NATS's fault: the instance may be tried again
+BLAMELESS: Final = (FramesLost, BackendUnavailable, Cancelled)  # caused by NATS: the same instance may be tried again
 
 
 @dataclass(slots=True)
 class Attempts:
-    failed: list[str] = field(default_factory=list)  # ids of instances, the latest last
+    failed: list[str] = field(default_factory=list)  # ids of instances, latest last
     moves: int = 0
-    no_responders_s: float | None = None  # monotonic: since when its instances do not listen
+    no_responders_s: float | None = None  # monotonic time since when the chosen instances have had no listener
 
 
 class DecodeChoice:
     def __init__(self, decodes: Fleet, model: str, no_worker_wait_s: float = NO_WORKER_WAIT_S) -> None:
         self._decodes = decodes.alive
         self._no_worker_wait_s = no_worker_wait_s
-        self._seen_s: dict[str, float] = {}  # by adapter, "" for the model: monotonic, when an instance was last usable
-        self._measured: Sequence[InstanceRecord] = ()  # the usable instances of `_smallest`
+        self._seen_s: dict[str, float] = {}  # monotonic, last time an instance was usable, by adapter or ""
+        self._measured: Sequence[InstanceRecord] = ()  # usable instances for which `_smallest` was computed
         self._smallest: float = math.inf  # tokens of context
         self._decodes.on_lost(lambda record, _reason: self.seen("", *record.adapters))
         self._router = decodes.router
@@ -85,7 +85,7 @@ class DecodeChoice:
         return usable
 
     def seen(self, *adapters: str) -> None:
-        """Note that an instance with these is usable now, or was until now."""
+        """Record that an instance with these adapters is usable now."""
         self._seen_s.update(dict.fromkeys(adapters, time.monotonic()))
 
     def may_come_back(self, adapter: str = "") -> bool:
@@ -118,7 +118,7 @@ class DecodeChoice:
                 waited_s = time.monotonic() - began
                 if attempts.moves:
                     worth_it = waited_s < WAIT_FOR_DECODE_S
-                elif self._decodes.usable(self._model, adapter):  # but too small
+                elif self._decodes.usable(self._model, adapter):  # there are instances, but with too small a context
                     worth_it = waited_s < self._no_worker_wait_s
                 else:
                     worth_it = self.may_come_back(adapter)
@@ -144,8 +144,8 @@ class DecodeChoice:
             raise why
         remaining_s(prompt.deadline_unix_ms)
         facts = {"from": route.instance_id, "cause": why.message}
-        if isinstance(why, Overloaded):  # it is full, or has just begun to drain: nothing is lost
-            log.info("request refused, another instance is tried", extra=facts)
+        if isinstance(why, Overloaded):  # the instance is full, or has just begun to drain: no work is lost
+            log.info("request refused, trying another instance", extra=facts)
         else:
             log.warning("stream moves", extra=facts)
         trace.get_current_span().add_event("moved", facts)
@@ -154,8 +154,8 @@ class DecodeChoice:
         if not isinstance(why, NobodyListens | StaleInstance):
             attempts.no_responders_s = None
             return BROKEN_MOVES if isinstance(why, BREAKING) else 1
-        # The request reached no instance, or one that has gone since. All may have died just now: their silence is
-        # detected in two seconds, and then the request waits for another one.
+        # No instance received the request, or it has been replaced since. All may have just died: their silence is
+        # detected within two seconds, and then the request waits for a new one.
         now_s = time.monotonic()
         attempts.no_responders_s = attempts.no_responders_s or now_s
         return 0 if now_s - attempts.no_responders_s < NO_RESPONDERS_S else 1
@@ -170,7 +170,7 @@ class DecodeChoice:
         return [record for record in usable if tokens <= (record.max_context or math.inf)]
 
     def adapter(self, prompt: Prompt) -> str:
-        """Any name but the model's own is an adapter's, as in vLLM."""
+        """Any name other than the model's own is an adapter's, as in vLLM."""
         return "" if prompt.model == self._model else prompt.model
 
     def explain(self, prompt: Prompt) -> RouteExplained:
@@ -183,7 +183,7 @@ class DecodeChoice:
         return explained(self._policy, pack_tokens(prompt.token_ids), chosen)
 
     def _back_off_s(self, tries: int) -> float:
-        """`tries`: attempts after each instance was tried once."""
+        """Return the pause before the next attempt. `tries`: attempts since all instances were tried once."""
         return self._rng.uniform(0.5, 1.0) * min(MAX_BACK_OFF_S, FIRST_BACK_OFF_S * 2.0 ** min(tries, 10))
 
     def _route(
@@ -202,7 +202,7 @@ class DecodeChoice:
         if of.is_kept:
             step.note({"kvmesh.decode.instance": chosen.instance_id, **chosen.facts()})
         pages = self._router.pages_for(chosen.instance_id, num_tokens - chosen.cached_tokens)
-        # no prompt tokens: decode chooses where the prompt is computed
+        # without the prompt's tokens, because decode chooses where the prompt is computed
         route = self._router.send(chosen, 0, pages, prompt.sampling.n)
         return record, route
 
@@ -216,7 +216,7 @@ class DecodeChoice:
 
 
 def explain_endpoint(choice: DecodeChoice, text: TextModel, model: str) -> Endpoint:
-    """For `inspect route`: where a text would go now. Nothing is sent to decode."""
+    """Return the endpoint for `inspect route`: where a text would be routed now. It sends nothing to decode."""
 
     async def explain_route(request: ExplainRoute) -> RouteExplained:
         messages = [{"role": "user", "content": request.text}]

@@ -1,4 +1,4 @@
-"""The mesh's side of embeddings: texts go to decode instances, vectors come back."""
+"""The mesh's side of embeddings: sends texts to decode instances and receives vectors."""
 
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ from services.frontend.decode_choice import MOVING, Attempts, DecodeChoice
 from services.frontend.ports import Prompt, Texts
 from services.frontend.request_record import request_record
 
-# A call has more only if it is one longer text. Large enough to batch, small enough to spread.
+# Tokens of a call, unless it is a single longer text. Large enough to batch, small enough to spread over instances.
 TOKENS_A_CALL: Final = 8192
 
 
@@ -32,7 +32,7 @@ class EmbedCalls:
         model: str,
         send_later: Callable[[str, Struct], None],
     ) -> None:
-        """`send_later`: publishes on a subject without waiting."""
+        """`send_later`: publishes a message without waiting."""
         self._bus = bus
         self._inbox = inbox
         self._choice = choice
@@ -40,7 +40,7 @@ class EmbedCalls:
         self._send_later = send_later
 
     async def embed(self, texts: Texts) -> list[bytes]:
-        """The texts are shared out to several calls. A call whose instance is lost is retried elsewhere."""
+        """Return a vector for each text. Texts are divided into calls; a call whose instance is lost is retried elsewhere."""
         calls = [
             replace(texts, request_id=f"{texts.request_id}-{number}", token_ids=texts.token_ids[first:last])
             for number, (first, last) in enumerate(_shares(texts.token_ids))
@@ -53,18 +53,18 @@ class EmbedCalls:
         return [vector for task in tasks for vector in task.result()]
 
     async def _embed(self, texts: Texts) -> list[bytes]:
-        # one prompt of all texts, to choose an instance by
+        # all texts as one prompt, to choose an instance
         together = [token for tokens in texts.token_ids for token in tokens]
         nothing = SamplingParams(max_tokens=1)
         prompt = Prompt(texts.request_id, texts.model, together, nothing, texts.cache_salt, texts.deadline_unix_ms)
         attempts, numbers = Attempts(), count()
         while True:
             record, route = await self._choice.choose(prompt, attempts, max(map(len, texts.token_ids)))
-            route.accepted(0)  # the next heartbeat counts it: its answer comes at its end
+            route.accepted(0)  # covered by the next heartbeat: its answer only arrives at its end
             stream = self._inbox.open(record.instance_id, record.epoch)  # only for its failure
             try:
                 with request_record().dispatching():
-                    # another id at each try: an instance may still run the one before
+                    # a new id for each attempt: an instance may still run the previous one
                     again = replace(texts, request_id=f"{texts.request_id}-{next(numbers)}")
                     vectors = await self._call_embed(again, record, stream)
                 route.succeeded()
@@ -103,7 +103,7 @@ class EmbedCalls:
 
 
 def _shares(texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """The first and the last text of each call: [first, last). Bounded by MAX_TEXTS and TOKENS_A_CALL."""
+    """Yield the range of texts of each call, [first, last), bounded by MAX_TEXTS and TOKENS_A_CALL."""
     first = tokens = 0
     for i, text in enumerate(texts):
         if i > first and (i - first == MAX_TEXTS or tokens + len(text) > TOKENS_A_CALL):

@@ -15,11 +15,11 @@ from services.frontend.ports import ServedModel, Texts
 from services.frontend.prompts import find_model
 from services.frontend.unary import Call
 
-OTHERS_AFTER: Final = 4  # short texts are tokenised on the event loop; then other requests run
+OTHERS_AFTER: Final = 4  # short texts tokenised on the event loop before other requests get a turn
 
 
 async def embed(call: Call, request: EmbeddingRequest) -> Parts:
-    """The answer is made while its client reads it. Raises: MeshError."""
+    """Answer with the vectors. The JSON is written while the client reads it. Raises: MeshError."""
     frontend = call.frontend
     model = find_model(frontend.mesh.models(), request.model)
     about = _embedding_of(model)
@@ -64,10 +64,10 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
 
 
 def _embedding_of(model: ServedModel) -> EmbeddingModel:
-    """Raises: Rejected, when it makes none."""
+    """Raises: Rejected, if the model computes no embeddings."""
     if model.embedding is None:
         raise Rejected(
-            f"The model '{model.name}' generates text and makes no embeddings. Serve a model that is meant for them, such "
+            f"The model '{model.name}' generates text and computes no embeddings. Serve an embedding model, such "
             "as Qwen/Qwen3-Embedding-0.6B or any directory with sentence-transformers' modules.json.",
             param="model",
             code="unsupported_model",

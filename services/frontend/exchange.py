@@ -1,4 +1,4 @@
-"""One generating request, from the first header to the last byte."""
+"""One request that generates text, from the first header to the last byte."""
 
 import time
 from collections.abc import Callable
@@ -50,16 +50,16 @@ class Frontend:
 
 
 class Exchange:
-    """An ASGI application for one request. One coroutine has its record, its time limit and its edge for errors.
+    """An ASGI application for one request. `__call__` holds its record, its time limit and its error handling.
 
-    Errors before the first token have their HTTP status; later ones become the stream's last event.
+    An error before the first token sets the HTTP status; a later one becomes the stream's last event.
     """
 
     def __init__(self, frontend: Frontend, dialect: Callable[[str], Dialect]) -> None:
         self._frontend = frontend
         self._request_id = uuid4().hex  # ours: the client's X-Request-Id is never a key
         self._dialect = dialect(self._request_id)
-        self._events: EventStream | None = None  # None: not a stream, or not begun
+        self._events: EventStream | None = None  # None: not a stream, or not started
         self._record: RequestRecord
         self._caller: Caller = NOBODY
         self._model = NO_MODEL
@@ -76,7 +76,7 @@ class Exchange:
         )
         with self._record:
             try:
-                # the mesh keeps the deadline of the generation; this limit also ends a client that stops reading
+                # the mesh enforces the deadline of the generation; this limit also covers a client that stops reading
                 async with limited_time(self._frontend.settings.request_timeout_s):
                     await self._serve(scope, receive, reply)
             except Exception as exc:  # noqa: BLE001 - bugs are logged by `error_of`
@@ -165,7 +165,7 @@ class Exchange:
         ]
 
     async def _checked(self, asked: AskedConstraint) -> Constraint:
-        """Check that an answer can keep the constraint. Raises: Rejected, which names the field; TooManyChecks."""
+        """Compile the constraint. Raises: Rejected, naming the field, if it is not supported; TooManyChecks."""
         if self._frontend.checker is None:
             raise Rejected(f"'{asked.param}' is not supported by this server.", param=asked.param)
         self._record.begin("frontend.compile")
@@ -188,7 +188,7 @@ class Exchange:
 
         def show(piece: Piece, is_last: bool) -> bool:
             data = events.piece(piece)
-            if is_last:  # leaves together with what `end` adds
+            if is_last:  # sent together with the events of `end`
                 reply.hold_end(data)
                 return False
             return not data or reply.write(data)
@@ -226,7 +226,7 @@ class Exchange:
         return 0 if self._generation is None else self._generation.num_generated
 
     def _begin_first_token(self, generation: Generation) -> bool:
-        """Begin the phase of the first token, at its arrival. Returns False if it was sent before."""
+        """Begin the phase `first_token` when the first token arrives. Returns False if a token was sent before."""
         is_first, self._awaits_first_token = self._awaits_first_token, False
         if is_first:
             self._record.first_ns = generation.first_unix_ns

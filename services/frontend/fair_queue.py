@@ -5,8 +5,8 @@ keys share by start-time fair queueing in tokens: a key's next request starts, i
 not before now, and the earliest start goes first. Tokens of answers are charged when they are known.
 Sources: Goyal, Vin, Cheng 1996, "Start-time fair queuing"; Sheng et al. 2023, arXiv:2401.00588 (virtual token counter).
 
-When the queue is full, worse priorities than the newcomer's are dropped first. Then the key of the newcomer's priority with the
-most tokens loses its youngest requests, if it has more than the newcomer's key would have. Else the newcomer is refused.
+When the queue is full, requests of worse priorities than the newcomer's are dropped first. Then, within its priority, the key
+with most tokens loses its youngest requests, if it has more than the newcomer's key would have. Else the newcomer is refused.
 Source: Suter, Lakshman, Stiliadis, Choudhury 1998 (longest queue drop).
 """
 
@@ -25,16 +25,16 @@ SWEEP_AT: Final = 64  # stale entries that a heap or a dict may hold
 
 @dataclass(slots=True, eq=False)
 class Place:
-    """One request between `Admission.enter` and `leave`."""
+    """A request from `Admission.enter` to `leave`."""
 
     key: bytes
-    priority: int  # lower goes first
+    priority: int  # lower is served first
     tokens: int
     since_s: float
-    not_begun: int = 1  # choices
-    arrival: int = -1  # written by the queue
-    inside: bool = False  # admitted, and not over
-    turn: asyncio.Future[Overloaded | None] | None = None  # of a request that has to wait
+    not_begun: int = 1  # choices without a token
+    arrival: int = -1  # set by the queue
+    inside: bool = False  # admitted and not ended
+    turn: asyncio.Future[Overloaded | None] | None = None  # of a queued request; result: a refusal, or None if admitted
     tokens_not_begun: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -45,7 +45,7 @@ class Place:
         return turn(self.arrival, self.priority, self.tokens)
 
     async def admitted(self) -> None:
-        """Wait for the request's turn. Raises: QueueFull, NoDecodeInstance."""
+        """Wait until the request is admitted. Raises: QueueFull, NoDecodeInstance."""
         if self.turn is not None and (refusal := await self.turn) is not None:
             raise refusal
 
@@ -57,7 +57,7 @@ class _Line:
     __slots__ = ("_turns", "listed", "start", "tokens", "waiting", "weighed")
 
     def __init__(self) -> None:
-        self._turns: list[tuple[int, int]] = []  # heap; may hold requests that have left: a turn holds the arrival, too
+        self._turns: list[tuple[int, int]] = []  # heap; may hold requests that have left the queue
         self.listed = False  # in `_Order`
         self.weighed = 0  # tokens by its latest entry in `_Heaviest`; never less than `tokens`
         self.start = 0  # of its next request, in virtual time
@@ -81,7 +81,7 @@ class _Line:
 
 
 class _Order:
-    """Lines by rank. Ranks only grow: a stale one is corrected at the top of the heap."""
+    """Lines by rank. Ranks only grow, so a stale entry is corrected when it reaches the top of the heap."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[tuple[int, int], _Line]] = []
@@ -96,7 +96,7 @@ class _Order:
         heappush(self._heap, (line.rank(), line))
 
     def first(self) -> _Line:
-        """The line with the least rank. There must be one."""
+        """Return the line with the lowest rank. There must be one."""
         while True:
             rank, line = self._heap[0]
             if not line.waiting:
@@ -116,12 +116,12 @@ class _Order:
 
 
 class _Heaviest:
-    """Finds the line with the most tokens. One that grew is pushed again; one that shrank is corrected at the top."""
+    """Finds the line with the most tokens. A line that grew is pushed again; one that shrank is corrected at the top."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, _Line]] = []
         self._sweep_at = SWEEP_AT
-        self._notes = count()  # no two entries are equal
+        self._notes = count()  # tie-breaker, so that no two entries are equal
 
     def grown(self, line: _Line) -> None:
         if line.tokens <= line.weighed:
@@ -164,7 +164,7 @@ class _Level:
         self.num_waiting = 0
         self.tokens = 0
         self._priority = priority
-        self._now = 0  # virtual time: where the request that was taken last started
+        self._now = 0  # virtual time: the start of the request that was taken last
         self._lines: dict[bytes, _Line] = {}
         self._order = _Order()
         self._heaviest = _Heaviest()
@@ -207,7 +207,7 @@ class _Level:
         return next(reversed(self._heaviest.line().waiting.values()))
 
     def beyond(self, newcomer: Place, over: int) -> list[Place] | None:
-        """Requests of the heaviest key to drop for `newcomer`, at least `over` tokens; None: drop the newcomer."""
+        """Return requests of the heaviest key to drop for `newcomer`, at least `over` tokens; None: refuse the newcomer."""
         mine = self._lines.get(newcomer.key)
         share = newcomer.tokens + (0 if mine is None else mine.tokens)
         heaviest = self._heaviest.line()
@@ -224,7 +224,7 @@ class _Level:
         return None
 
     def _line(self, key: bytes) -> _Line:
-        """A line outlives its requests until virtual time has reached its start."""
+        """Return a key's line. It outlives its requests until virtual time has reached its start."""
         line = self._lines.get(key)
         if line is None:
             if len(self._lines) >= self._sweep_at:
@@ -249,9 +249,9 @@ class FairQueue:
         return one.arrival in self._waiting
 
     def put(self, one: Place) -> list[Place]:
-        """Queue a request, unless it is dropped itself. One larger than the queue may wait alone.
+        """Queue a request, unless it is refused. A request larger than the queue may wait if it is alone.
 
-        Returns: the requests that are dropped, `[one]` or others; they are no longer in the queue.
+        Returns: the requests that were dropped, which are no longer in the queue: `[one]` if it was refused.
         """
         leaving = self._make_room(one)
         if leaving is None:
@@ -267,19 +267,19 @@ class FairQueue:
         return leaving
 
     def take(self) -> Place:
-        """The next request. There must be one."""
+        """Remove and return the next request. There must be one."""
         one = min(self._levels.values(), key=_Level.turn).take()
         self._forget(one)
         return one
 
     def remove(self, one: Place) -> None:
-        """The request must be in the queue."""
+        """Remove a request, which must be in the queue."""
         self._levels[one.priority].remove(one)
         self._forget(one)
 
     @property
     def oldest_since_s(self) -> float | None:
-        """When the request that waits longest arrived; None if the queue is empty."""
+        """Return when the oldest queued request arrived; None if the queue is empty."""
         return next((one.since_s for one in self._waiting.values()), None)
 
     def waiting_since(self, until_s: float) -> list[Place]:
@@ -292,13 +292,13 @@ class FairQueue:
         return found
 
     def charge(self, key: bytes, priority: int, tokens: int) -> None:
-        """Charge a key for an answer. Ignored if nothing of that priority waits."""
+        """Charge a key for an answer. Ignored if no request of that priority is queued."""
         level = self._levels.get(priority)
         if level is not None:
             level.charge(key, tokens)
 
     def _make_room(self, newcomer: Place) -> list[Place] | None:
-        """Drop and return requests for `newcomer`; None: drop it alone."""
+        """Drop requests to make room for `newcomer`, and return them; None: refuse it instead."""
         over = self.tokens + newcomer.tokens - self._max_tokens
         if over <= 0 or not self._waiting:
             return []

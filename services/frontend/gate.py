@@ -26,16 +26,16 @@ from services.frontend.request_lines import RequestLines
 from services.frontend.sites import Sites
 from services.frontend.ui.page import PATHS, ROOT
 
-# For load balancers: without a key, only the status is shown. And the page at /ui, without its API.
+# For load balancers, which without a key get the status only; and the static files of /ui, without its API.
 OPEN: Final = frozenset({"/health", "/live", "/ready"}) | PATHS
 CALLER: Final = "kvmesh.caller"  # key of a Caller in an ASGI scope
-ROUTE_CHARS: Final = 128  # of a refused request's path that are logged: any client may have chosen it
+ROUTE_CHARS: Final = 128  # of a refused request's path in the log, because any client can choose it
 LABEL: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # a client's X-Request-Id
 MISSING: Final = from_status(401)
 WRONG: Final = from_status(401, "Incorrect API key provided.")
 LEAVING: Final = ApiError(
     503,
-    "This frontend takes no new requests, because an operator drains it. Send the request to another one, or try later.",
+    "This frontend takes no new requests, because an operator is draining it. Send the request to another one, or retry later.",
     "service_unavailable_error",
     code="draining",
     retry_after_s=1.0,
@@ -47,37 +47,37 @@ SEVERAL: Final = from_status(
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    label: str = ""  # the client's X-Request-Id if valid; shown only, never used as a key
-    sent: bytes = b""  # distinguishes clients if no API keys are set: the key that it sent anyway, or its Authorization
+    label: str = ""  # the client's X-Request-Id if valid; for display only, never used as a key
+    sent: bytes = b""  # key or Authorization header; distinguishes clients if no API keys are set
     account: Account | None = None  # None without API keys
-    stranger: bool = False  # API keys are set, and the request has no valid one; only on open paths
+    stranger: bool = False  # without a valid API key although keys are set; only on open paths
 
     @property
     def sees_tenant(self) -> str | None:
-        """The tenant whose requests this client may look at; None: all requests."""
+        """The tenant whose requests this client may see; None: all requests."""
         return None if self.account is None or self.account.is_operator else self.account.tenant
 
     @property
     def queue_key(self) -> bytes:
-        """Requests with one key share a line of the fair queue."""
+        """The fair queue's key: requests with equal keys share a line."""
         return queue_key(self.sent) if self.account is None else self.account.name.encode()
 
     @property
     def owner(self) -> bytes:
-        """The owner of what is stored for a request: a key's name, which outlives the key, or else what was sent."""
+        """The owner of stored responses: the key's name, which outlives the key itself, or without keys what was sent."""
         return self.sent if self.account is None else self.account.name.encode()
 
     def cache_salt(self, asked: str | None, *, shared: bool) -> str:
-        """Return a request's cache salt. Unless `shared`, each tenant has a prefix cache of its own.
+        """Return a request's cache salt. Unless `shared`, each tenant has its own prefix cache.
 
-        A tenant's name holds no slash, so salts of different tenants never collide.
+        A tenant's name contains no slash, so salts of different tenants never collide.
         """
         if self.account is None or shared:
             return asked or ""
         return f"{self.account.tenant}/{asked or ''}"
 
     def priority(self, asked: int | None, best: int) -> int:
-        """Return a request's priority; lower goes first. `best` is the limit for keys without one of their own.
+        """Return a request's priority; lower is served first. `best` is the limit for keys that have none of their own.
 
         Raises: Rejected.
         """
@@ -85,7 +85,7 @@ class Caller:
             best = self.account.limits.best_priority
         if asked is not None and asked < best:
             raise Rejected(
-                f"Invalid 'priority': {asked} is better than your limit, {best}; lower goes first.",
+                f"Invalid 'priority': {asked} is better than your limit, {best}; lower is served first.",
                 param="priority",
                 code="invalid_value",
             )
@@ -117,7 +117,7 @@ class Caller:
         return place
 
     def leave(self, admission: Admission, place: Place, *, prompt_tokens: int, answer_tokens: int = 0) -> None:
-        """Leave admission. The API key gets the tokens of a prompt back that was refused, or given up, in the queue."""
+        """Leave admission. The tokens of a prompt that was never admitted are given back to the API key."""
         if self.account is not None and not place.inside:
             self.account.take(-prompt_tokens)
         admission.leave(place, answer_tokens)
@@ -148,7 +148,7 @@ class Gate:
     ) -> None:
         """`sites` checks requests if there is no `ring`.
 
-        Requests to the model are refused while an operator's drain lasts, which `operations` knows.
+        Requests that need the model are refused while `operations` says that an operator is draining this frontend.
         """
         self._operations = operations
         self._lines = lines
@@ -240,7 +240,7 @@ class Gate:
 
 
 def _asks_for_work(scope: Scope) -> bool:
-    """Whether it is a new request: not an order of the page, nor the cancel of a response that runs here."""
+    """Whether this is a new request, not a call of the page at /ui or the cancellation of a response."""
     path: str = scope["path"]
     return scope["method"] == "POST" and not path.startswith(f"{ROOT}/") and not path.endswith("/cancel")
 
@@ -253,7 +253,7 @@ class _Refusal(NamedTuple):
 class Credentials(NamedTuple):
     key: bytes | None  # from Authorization or x-api-key
     label: str
-    several: bool  # more than one key: refused, since either could be meant
+    several: bool  # more than one key: refused, because it is unclear which one is meant
     sent: bytes  # the key, or an Authorization header of another kind
 
 
@@ -282,7 +282,7 @@ def read_credentials(headers: Iterable[tuple[bytes, bytes]]) -> Credentials:
 def _with_headers(account: Account, send: Send) -> Send:
     """Return `send` with rate-limit headers added to the answer."""
 
-    def send_with_headers(message: Message) -> Awaitable[None]:  # not a coroutine, as it runs per token
+    def send_with_headers(message: Message) -> Awaitable[None]:  # not a coroutine, because it runs for each token
         if message["type"] == "http.response.start":
             message["headers"] = [*message.get("headers", ()), *account.headers()]
         return send(message)

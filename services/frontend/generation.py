@@ -1,4 +1,4 @@
-"""The choices of one request: tokens are pushed in, pieces of text are shown."""
+"""The choices of one request: receives tokens, and passes pieces of text to the client."""
 
 import asyncio
 import time
@@ -18,14 +18,14 @@ from services.frontend.choice import Choice, ParsedChoice, Piece, shown_prompt
 from services.frontend.metrics import GapCounts
 from services.frontend.ports import Branch, Mesh, Prompt
 
-AT_ONCE_TOKENS: Final = 1 << 16  # of the prompts of all choices that begin in one turn of the event loop
-MAX_HELD_ITEMS: Final = 100_000  # of all choices of a request, while a client reads those before them
+AT_ONCE_TOKENS: Final = 1 << 16  # prompt tokens, over all choices that begin in one turn of the event loop
+MAX_HELD_ITEMS: Final = 100_000  # over all choices of a request, while the client reads earlier ones
 
 Show = Callable[[Piece, bool], bool]  # (piece, is it the last of all) → False: wake the request's task
 
 
 class PromptChoices:
-    """One prompt and its choices: the `Sink` of its branches."""
+    """One prompt and its choices; the `Sink` of its branches."""
 
     def __init__(self, generation: "Generation", first: int, prompt: Prompt, text: TextModel) -> None:
         self.prompt = prompt
@@ -76,7 +76,7 @@ class PromptChoices:
         return bool(self._held) and (not self._awaits_prompt or self._prompt_logprobs is not None)
 
     async def show_one(self) -> None:
-        """Take the held items of one choice. Call only if `is_ready`."""
+        """Show the held items of one choice. Call only if `is_ready`."""
         if self._awaits_prompt and self._prompt_logprobs is not None:
             await self._show_prompt(self._prompt_logprobs)
         branch = next(iter(self._held))
@@ -86,7 +86,7 @@ class PromptChoices:
             self._generation.take(self.choices[branch], item)
 
     async def _show_prompt(self, logprobs: Sequence[TokenLogprobs]) -> None:
-        """Put the prompt's tokens before each choice."""
+        """Add the prompt's tokens to each choice, before its first token."""
         tokens: list[ShownToken] = []
         if (count := self.prompt.echo_alternatives) is not None:
             shown = partial(shown_prompt, self._text, self.prompt, logprobs, count)
@@ -97,7 +97,7 @@ class PromptChoices:
 
 
 class Generation:
-    """All choices of one request. Tokens are pushed here and shown at once; the request's task sleeps in `woken`."""
+    """All choices of one request. Tokens are shown as soon as they arrive, while the request's task sleeps in `woken`."""
 
     def __init__(
         self,
@@ -107,9 +107,9 @@ class Generation:
         gaps: GapCounts,
         began: Callable[[int, int], None],
     ) -> None:
-        """`began` is called at the first token of each choice, with the number of its prompt's tokens and of those cached.
+        """`began` is called at the first token of each choice, with the numbers of its prompt's tokens and of cached ones.
 
-        Both are 0 after the first choice of a prompt.
+        Both are 0 for all but the first choice of a prompt.
         """
         self._prompts: list[PromptChoices] = []
         self.choices: list[Choice] = []  # prompt by prompt
@@ -121,7 +121,7 @@ class Generation:
         self.text = text
         self.num_generated = 0  # tokens so far, over all choices
         self._num_prompt = sum(len(prompt.token_ids) for prompt in prompts)
-        self._num_cached = 0  # of them cached
+        self._num_cached = 0  # prompt tokens found in a prefix cache
         self._num_unfinished = len(self.choices)
         self._num_held = 0  # items, over all choices
         prompt_tokens = sum(len(choice.prompt.token_ids) for choice in self.choices)
@@ -139,7 +139,7 @@ class Generation:
         return self._num_unfinished == 0
 
     def usage(self) -> Usage:
-        """A prompt counts once, whatever the number of its choices."""
+        """Return the usage so far. A prompt counts once, whatever the number of its choices."""
         reasoning = sum(choice.reasoning_tokens for choice in self.choices)
         drafts = None
         if any(choice.prompt.prediction for choice in self.choices):
@@ -147,14 +147,14 @@ class Generation:
         return Usage.of(self._num_prompt, self.num_generated, self._num_cached, reasoning, drafts)
 
     def longest_gap_s(self) -> float:
-        """The longest time without a piece, in one choice; until now for those that never ended."""
+        """Return the longest time without a piece in any choice, up to now for those that have not ended."""
         now_s = time.perf_counter()
         open_s = (now_s - choice.shown_s for choice in self.choices if choice.shown_s and choice.finish is None)
         return max(self._longest_gap_s, *open_s, 0.0)
 
     @asynccontextmanager
     async def running(self, show: Show) -> AsyncIterator[None]:
-        """Generate all choices while inside; leaving cancels those that still run. Raises: MeshError."""
+        """Generate all choices within the context; leaving it cancels those that have not ended. Raises: MeshError."""
         self._show = show
         try:
             await self._start()
@@ -165,7 +165,7 @@ class Generation:
     async def woken(self) -> None:
         """Wait for a piece that `show` could not send, the last piece, a choice that was held, or an error.
 
-        Held choices are shown one per call, so that the caller can send each before the next is made. Raises: that error.
+        Shows one held choice per call, so that the caller can send each before the next is built. Raises: that error.
         """
         await self._wake.wait()
         self._wake.clear()
@@ -173,13 +173,13 @@ class Generation:
             raise self._error
         ready = next((prompt for prompt in self._prompts if prompt.is_ready), None)
         if ready is not None:
-            await asyncio.sleep(0)  # other requests run between two choices
+            await asyncio.sleep(0)  # let other requests run between two choices
             await ready.show_one()
             if any(prompt.is_ready for prompt in self._prompts):
                 self._wake.set()
 
     def held(self, change: int) -> None:
-        """Count held items. Raises: Cancelled, if too many come while the client reads the choices before them."""
+        """Count held items. Raises: Cancelled, if too many arrive while the client reads earlier choices."""
         self._num_held += change
         if self._num_held > MAX_HELD_ITEMS:
             raise Cancelled("the client reads too slowly")
@@ -196,8 +196,8 @@ class Generation:
             self._began(0, 0)
 
     def take(self, choice: Choice, item: StreamItem) -> bool:
-        """Make and show a piece. Returns False if the choice wants no more tokens."""
-        if choice.finish is not None or self._error is not None:  # more tokens were on their way
+        """Build a piece and show it. Returns False if the choice needs no more tokens."""
+        if choice.finish is not None or self._error is not None:  # these tokens were already on their way
             return False
         piece = self._piece(choice, item)
         is_last = piece.finish is not None and self._num_unfinished == 1
@@ -206,7 +206,7 @@ class Generation:
             self._wake.set()
         if piece.finish is None:
             return True
-        self._num_unfinished -= 1  # not before: a `show` that raises must end the generation, also at the last piece
+        self._num_unfinished -= 1  # only now: a `show` that raises must end the generation even at the last piece
         return False
 
     def fail(self, error: Exception) -> None:

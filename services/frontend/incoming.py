@@ -1,4 +1,4 @@
-"""What a client sends: a body, limited before it is read, and its disconnect."""
+"""The client's input: its request body, whose size is limited, and its disconnect."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable
@@ -16,11 +16,11 @@ from components.errors import Cancelled, Stopping
 from components.text.tokenizer import TextModel
 
 DISCARD_TIMES: Final = (
-    4  # a body up to this many times the limit is read to its end, so that its client reads the answer
+    4  # a body up to this many times the limit is read to its end, so that the client reads our answer
 )
 DISCARD_S: Final = 5.0
 UTF_8: Final = {"utf-8", "utf8"}
-INLINE_BYTES: Final = 64 * 1024  # a larger body is parsed in a thread; this takes 10 ms at most
+INLINE_BYTES: Final = 64 * 1024  # a larger body is parsed in a thread; parsing this much takes 10 ms at most
 
 T = TypeVar("T")
 
@@ -37,7 +37,7 @@ class Body:
         return await self.run(partial(make, self.data))
 
     async def run(self, work: Callable[[], T], more: int = 0) -> T:
-        """Return `work()`. It runs in a thread if the body, with `more` characters of the stored turns, is large.
+        """Return `work()`. It runs in a thread if the body plus `more`, the characters of stored turns, is large.
 
         Raises: what that raises; QueueFull.
         """
@@ -49,7 +49,7 @@ async def read_json_body(scope: Scope, receive: Receive, max_bytes: int) -> byte
     """Read the whole body.
 
     Raises: HTTPException, 415 unless it is plain JSON in UTF-8, 413 if it is larger than `max_bytes`;
-        Cancelled, if the client leaves before its end.
+        Cancelled, if the client disconnects before the end of the body.
     """
     headers = Headers(scope=scope)
     _check_type(headers)
@@ -87,12 +87,12 @@ def _check_type(headers: Headers) -> None:
 async def _read(receive: Receive) -> tuple[bytes, bool]:
     message = await receive()
     if message["type"] == "http.disconnect":
-        raise Cancelled("the client left while sending its request")
+        raise Cancelled("the client disconnected while it sent its request")
     return message.get("body", b""), message.get("more_body", False)
 
 
 async def _discard(receive: Receive, max_bytes: int) -> bool:
-    """Read and drop the rest. Returns whether it ended. Closing while the client sends would lose the answer."""
+    """Read and discard the rest. Returns whether it ended. To close while the client sends would lose our answer."""
     size, more = 0, True
     try:
         async with asyncio.timeout(DISCARD_S):
@@ -111,7 +111,7 @@ def _too_large(max_bytes: int, *, whole: bool) -> HTTPException:
 
 @asynccontextmanager
 async def limited_time(seconds: float) -> AsyncGenerator[None, None]:
-    """End the body after `seconds`, or when the server cancels the request at the end of its drain time.
+    """Limit the `with` body to `seconds`, and to the time until the server cancels it at the end of its drain timeout.
 
     Raises: DeadlineExceeded; Stopping, in place of the asyncio.CancelledError.
     """
@@ -119,14 +119,14 @@ async def limited_time(seconds: float) -> AsyncGenerator[None, None]:
         async with time_limit(seconds, "the request took longer than"):
             yield
     except asyncio.CancelledError as exc:
-        raise Stopping("the frontend's drain time has ended") from exc
+        raise Stopping("the frontend's drain timeout has passed") from exc
 
 
 @asynccontextmanager
 async def cancelled_on_disconnect(receive: Receive, answered: Callable[[], bool]) -> AsyncGenerator[None, None]:
-    """Cancel the body if the client disconnects before `answered`.
+    """Cancel the `with` body if the client disconnects before `answered`.
 
-    Raises: Cancelled, in place of the asyncio.CancelledError that it caused.
+    Raises: Cancelled, in place of the asyncio.CancelledError that this caused.
     """
     task = asyncio.current_task()
     assert task is not None

@@ -1,4 +1,4 @@
-"""The API keys that are valid now, with the usage of each."""
+"""The currently valid API keys, with the usage of each."""
 
 import asyncio
 import hmac
@@ -34,7 +34,7 @@ class KeyRing:
         self.replace(keys)
 
     def replace(self, keys: Iterable[ApiKey]) -> None:
-        """Replace all keys; a key that stays keeps its usage. Raises: BadKeys, and then changes nothing."""
+        """Replace all keys; a key that is still listed keeps its usage. Raises: BadKeys, without changing anything."""
         keys = list(keys)
         for what, values in (("name", {key.name for key in keys}), ("value", {key.digest for key in keys})):
             if len(values) < len(keys):
@@ -59,13 +59,13 @@ class KeyRing:
 
 @asynccontextmanager
 async def open_keys(settings: FrontendSettings) -> AsyncIterator[KeyRing | None]:
-    """Yield the keys that clients need, and follow their file; None if clients need no key. Exits if they are invalid."""
+    """Yield the valid keys, and reload their file when it changes; None if clients need no key. Exit if they are invalid."""
     given = None if settings.api_keys is None else settings.api_keys.get_secret_value()
     file = settings.api_keys_file
     if given is None and file is None:
         yield None
         return
-    seen = None if file is None else stamp_of(file)  # before it is read, or a change just after would never be seen
+    seen = None if file is None else stamp_of(file)  # before it is read, or a change just after would go unnoticed
     try:
         ring = KeyRing(read_keys(given, file))
     except BadKeys as exc:
@@ -78,7 +78,7 @@ async def open_keys(settings: FrontendSettings) -> AsyncIterator[KeyRing | None]
 async def follow_keys(
     ring: KeyRing, from_environment: str | None, file: Path | None, seen: Stamp | None
 ) -> AsyncIterator[None]:
-    """While entered, reload the file when it no longer has the stamp `seen`, and on SIGHUP. An invalid file changes nothing."""
+    """Within the context, reload the file when its stamp differs from `seen`, and on SIGHUP. An invalid file is ignored."""
     if file is None:
         yield
         return
@@ -111,7 +111,7 @@ async def _follow(ring: KeyRing, from_environment: str | None, file: Path, seen:
 
 
 def stamp_of(file: Path) -> Stamp | None:
-    """Return a value that changes with the file, also when the file is replaced by a rename."""
+    """Return a value that changes whenever the file changes or is replaced by a rename."""
     try:
         found = file.stat()
     except OSError:

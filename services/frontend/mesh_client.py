@@ -1,4 +1,4 @@
-"""The frontend's side of the mesh: sends requests, reads their streams, moves a stream whose instance is lost."""
+"""The frontend's client of the mesh: sends requests, reads their streams, and moves a stream whose instance is lost."""
 
 import asyncio
 import contextlib
@@ -35,7 +35,7 @@ from services.frontend.request_record import request_record
 log = logging.getLogger(__name__)
 
 DISPATCH_TIMEOUT_S: Final = 10.0
-RECONNECT_S: Final = 2.0  # after our own reconnect others have reconnected, too
+RECONNECT_S: Final = 2.0  # after our own reconnect; by then other processes have reconnected, too
 ASK_AGAIN_S: Final = 0.1
 
 
@@ -55,8 +55,8 @@ class MeshClient:
         self._inbox = inbox
         self._decodes = decodes.alive
         self._model = model
-        self._sending = BackgroundTasks()  # messages on their way
-        self._known: dict[str, ServedModel] = {}  # those served now, and those that may be again soon
+        self._sending = BackgroundTasks()  # messages that are being sent
+        self._known: dict[str, ServedModel] = {}  # models served now, and those that may be served again soon
         self.moves = Moves()
         self.choice = DecodeChoice(decodes, model, no_worker_wait_s)
         self._embed_calls = EmbedCalls(bus, inbox, self.choice, model, self._send_later)
@@ -65,7 +65,7 @@ class MeshClient:
         inbox.on_unwanted(self._cancel_again)
 
     def models(self) -> list[ServedModel]:
-        """The model and its adapters; each for a while after its last instance was lost, as requests wait for it."""
+        """Return the model and its adapters. Each stays for a while after its last instance was lost: requests wait for it."""
         usable, now = self.choice.usable(), dict[str, ServedModel]()
         if usable:
             adapters = sorted({name for record in usable for name in record.adapters})
@@ -73,7 +73,7 @@ class MeshClient:
             now[self._model] = _served(self._model, usable)
             now |= {a: _served(a, [r for r in usable if a in r.adapters], self._model) for a in adapters}
         soon = {name: model for name, model in self._known.items() if name not in now and self._may_come_back(model)}
-        if usable:  # else what was there last stays listed
+        if usable:  # otherwise the last known models stay listed
             self._known = now | soon
         return [*now.values(), *soon.values()]
 
@@ -101,7 +101,7 @@ class MeshClient:
     async def generate(self, prompt: Prompt, sink: Sink) -> "list[Branch]":
         """Start the branches of `prompt` on one instance, which computes the prompt once.
 
-        Each moves alone, with the seed of its branch. Draws depend on (seed, position) alone, so a move changes no token.
+        Each branch moves independently. Draws depend only on its (seed, position), so a move changes no random number.
         """
         attempts = Attempts()
         branches = [Branch(self, _of_branch(prompt, i), index=i, sink=sink) for i in range(prompt.sampling.n)]
@@ -137,7 +137,7 @@ class MeshClient:
                         branch.detach()
 
     def close(self, record: InstanceRecord, stream: InStream, *, is_over: bool) -> None:
-        """Stop reading, and cancel the work if it is not over."""
+        """Stop reading, and cancel the work if it has not ended."""
         self._inbox.close(stream)
         if not is_over:
             self._cancel(record, stream.stream_id)
@@ -153,7 +153,7 @@ class MeshClient:
             self._cancel(record, stream_id)
 
     async def _send(self, prompt: Prompt, record: InstanceRecord, stream: InStream) -> int:
-        """Returns: the number of requests that the instance has accepted."""
+        """Send the request. Returns: the instance's number of accepted requests, for the load book."""
         request = GenerateRequest(
             request_id=prompt.request_id,
             epoch=record.epoch,
@@ -182,10 +182,10 @@ class MeshClient:
             except NobodyListens:
                 if self._bus.steady_s() > RECONNECT_S:
                     raise
-                await asyncio.sleep(ASK_AGAIN_S)  # NATS has restarted; the instance may not be back yet
+                await asyncio.sleep(ASK_AGAIN_S)  # NATS has restarted; the instance may not have reconnected yet
 
     async def _until_connected(self, prompt: Prompt, stream: InStream) -> None:
-        """Wait for NATS: its client's buffer holds some hundred prompts, and then refuses.
+        """Wait until NATS is connected, because its client's buffer has room for only some hundred prompts.
 
         Raises: DeadlineExceeded, at the prompt's deadline; an error of the stream.
         """
@@ -194,7 +194,7 @@ class MeshClient:
             await stream.failure.unless(asyncio.sleep(ASK_AGAIN_S))
 
     def _send_later(self, subject: str, message: Struct) -> None:
-        """For callers that are being cancelled and cannot wait."""
+        """Send in the background, for callers that are being cancelled and cannot wait."""
 
         async def send() -> None:
             with contextlib.suppress(MeshError):  # a lost instance needs no message
@@ -235,21 +235,21 @@ class Branch:
     _record: InstanceRecord
     _route: Route
     stream: InStream
-    dispatched: trace.Span | Step  # of the call that the instance accepted
+    dispatched: trace.Span | Step  # span of the call that the instance accepted
 
     def __init__(self, client: MeshClient, prompt: Prompt, *, index: int, sink: Sink) -> None:
         self._client = client
         self._prompt = prompt
         self._index = index
         self._sink = sink
-        self._span = trace.get_current_span()  # items come outside the request's task
+        self._span = trace.get_current_span()  # items arrive outside the request's task
         self._context, self._record_of_request = contextvars.copy_context(), request_record()
         self._generated: list[int] = []
-        self._counts = self._earlier_counts = NO_DRAFTS  # of this instance, and of those before it
+        self._counts = self._earlier_counts = NO_DRAFTS  # drafts of this instance, and of earlier ones
         self._moving: asyncio.Task[None] | None = None
         self._is_attached = False
         self._has_begun = False  # the instance has sent tokens
-        self._is_over = False  # it has sent the last
+        self._is_over = False  # the instance has sent the last token
 
     def attach(self, record: InstanceRecord, route: Route, stream: InStream) -> None:
         self._record, self._route, self.stream = record, route, stream
@@ -257,7 +257,7 @@ class Branch:
         self._earlier_counts, self._counts = self._earlier_counts.plus(self._counts), NO_DRAFTS
 
     def detach(self) -> None:
-        """Leave the instance. Idempotent."""
+        """Close the stream from the instance. Idempotent."""
         if self._is_attached:
             self._is_attached = False
             self._route.over()
@@ -287,7 +287,7 @@ class Branch:
         try:
             wants_more = self._sink.take(self._index, item)
         except MeshError as exc:
-            # The reader failed, such as a slow client: a move would compute everything again in vain.
+            # The reader failed, for example because the client is slow: a move would only repeat the work.
             self.close()
             self._sink.fail(exc)
             return

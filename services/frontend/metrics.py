@@ -47,7 +47,7 @@ class GapCounts:
     def __init__(self) -> None:
         self.counts = [0] * (len(GAP_BUCKETS) + 1)
         self.total_s = 0.0
-        self.num_tokens = 0  # also those of first pieces
+        self.num_tokens = 0  # including those of first pieces
 
     def observe(self, gap_s: float) -> None:
         self.counts[bisect_left(GAP_BUCKETS, gap_s)] += 1
@@ -65,7 +65,7 @@ class GapHistogram(Collector):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that have arrived, of all models."""
+        """Tokens received so far, over all models."""
         return sum(gaps.num_tokens for gaps in self._models.values())
 
     def collect(self) -> Iterator[Metric]:
@@ -112,13 +112,13 @@ class FrontendMetrics:
         )
         self.prompt_tokens = Counter(
             "kvmesh_prompt_tokens",
-            "Tokens of prompts, counted when the first token of the answer arrives.",
+            "Prompt tokens, counted when the first token of the answer arrives.",
             ["model_name"],
             registry=registry,
         )
         self.running = Gauge(
             "kvmesh_num_requests_running",
-            "Requests not yet answered, those that wait included.",
+            "Requests in progress, including those that wait for admission.",
             ["model_name"],
             registry=registry,
         )
@@ -130,7 +130,7 @@ class FrontendMetrics:
         )
         self.slow = Counter(
             "kvmesh_requests_slow",
-            "Slow requests: the first token was late (ttft), the others on average (tpot), or one of them (stall).",
+            "Slow requests: a late first token (ttft), slow tokens on average (tpot), or a long gap between two (stall).",
             ["reason"],
             registry=registry,
         )
@@ -156,7 +156,7 @@ class FrontendMetrics:
             "kvmesh_api_key_requests", "Requests accepted, by API key.", by_key, registry=registry
         )
         self.key_tokens = Counter(
-            "kvmesh_api_key_tokens", "Tokens of prompts and answers, by API key.", [*by_key, "kind"], registry=registry
+            "kvmesh_api_key_tokens", "Prompt and answer tokens, by API key.", [*by_key, "kind"], registry=registry
         )
         self.limited = Counter(
             "kvmesh_api_key_limited", "Requests over the limits of their API key.", by_key, registry=registry

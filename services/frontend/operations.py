@@ -1,4 +1,4 @@
-"""What operators ask a frontend: is it alive, is it ready, which workers are there."""
+"""The operators' view of a frontend: whether it is alive and ready, and which workers exist."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ async def _no_workers() -> WorkerList:
 
 @dataclass(slots=True)
 class DrainOrder:
-    """An operator's order: new requests are refused, and this process keeps running."""
+    """An operator's drain order: new requests are refused, while the process keeps running."""
 
     draining: bool = False
 
@@ -48,7 +48,7 @@ class Operations:
         workers: Callable[[], Awaitable[WorkerList]] = _no_workers,
         targets: Callable[[str], list[ScrapeTarget]] = lambda _: [],
     ) -> None:
-        """`conditions` are checked besides draining and available models. `workers` may use NATS. `targets`: by Host."""
+        """`conditions`: further checks for readiness. `workers`: lists all workers; may use NATS. `targets`: by Host header."""
         self.draining = False  # set when this process stops
         self.order = DrainOrder()
         self.workers = workers
@@ -57,7 +57,7 @@ class Operations:
         self._conditions: tuple[Condition, ...] = (self._draining, *conditions, self._no_models)
 
     def reasons(self) -> list[str]:
-        """Return why a request would fail now."""
+        """Return the reasons why a request would fail now; empty if this frontend is ready."""
         return [reason for condition in self._conditions if (reason := condition()) is not None]
 
     @property
@@ -72,7 +72,7 @@ class Operations:
 
 
 def workers_of(book: InstanceBook, seen: Mapping[Role, Seen]) -> WorkerList:
-    """Return all of `book`, with the load of those in `seen`."""
+    """Return all instances of `book`, with their load if they are in `seen`."""
     return WorkerList(data=[_worker(record, seen.get(role)) for role in ROLES for record in book.of_role(role)])
 
 

@@ -20,19 +20,19 @@ class Prompt:
     sampling: SamplingParams
     cache_salt: str
     deadline_unix_ms: int
-    num_generated: int = 0  # last token ids that belong to the answer, after a move
+    num_generated: int = 0  # after a move: how many of the last token ids belong to the answer
     priority: int = 0  # lower goes first
     session: str = ""  # equal for prompts that belong together
     prediction: Sequence[int] = ()  # tokens that the answer may repeat
-    # the rest does not leave the frontend
+    # the fields below are used by the frontend only
     stops: Sequence[str] = ()
     echo: str = ""  # shown before the generated text; not searched for stop strings
-    generates: bool = True  # False: the answer holds the prompt alone; the mesh generates one token, which is dropped
+    generates: bool = True  # False: the answer is the prompt alone; the mesh generates one token, which is dropped
     continues: bool = False  # the answer continues the prompt's text
     output: OutputPlan | None = None  # how to parse the text; None: it is shown as it is
-    shows_special: bool = False  # special tokens are text
-    shows_end: bool = False  # of a stop string, or of a token that ends the answer
-    echo_alternatives: int | None = None  # per prompt token, which are shown before the first one
+    shows_special: bool = False  # show special tokens as text
+    shows_end: bool = False  # show the stop string, or the token that ends the answer
+    echo_alternatives: int | None = None  # log-probabilities per prompt token, shown before the first token
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,15 +50,15 @@ class ServedModel:
     name: str
     max_context: int  # tokens of prompt and answer
     created_unix_s: int
-    parent: str | None = None  # of an adapter: the model
-    embedding: EmbeddingModel | None = None  # None: it generates
+    parent: str | None = None  # an adapter's base model
+    embedding: EmbeddingModel | None = None  # None: it generates text
 
 
 class FleetRoom(NamedTuple):
     """The load of all decode instances that take new work, by their last heartbeats."""
 
-    held_tokens: int  # in pages that requests hold; at most the capacity
-    capacity_tokens: int | None  # of all pages; None: there is no instance
+    held_tokens: int  # capacity of the pages that requests hold
+    capacity_tokens: int | None  # capacity of all pages; None: no instance
     num_waiting: int  # accepted branches of all frontends that hold no page yet
 
 
@@ -72,15 +72,15 @@ class Sink(Protocol):
 
 class Branch(Protocol):
     def close(self) -> None:
-        """Cancel the branch if it runs; its sink is called no more."""
+        """Cancel the branch if it is running. Its sink is not called again."""
 
 
 class Mesh(Protocol):
     def models(self) -> list[ServedModel]:
-        """What requests may name now."""
+        """Return the models that requests may name now."""
 
     def listed_models(self) -> list[ServedModel]:
-        """`models`, or those that were last seen while no instance serves them: clients drop a model that is not listed."""
+        """Return `models`, or the last known ones while there is no instance: clients drop a model that is not listed."""
 
     def room(self) -> FleetRoom:
         pass

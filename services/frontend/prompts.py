@@ -1,4 +1,4 @@
-"""Makes the mesh's prompts of a validated request and its token ids."""
+"""Builds the mesh's prompts from a validated request and its token ids."""
 
 import random
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ NAMED: Final = 8  # models in the error for an unknown one
 
 
 def find_model(models: Sequence[ServedModel], name: str) -> ServedModel:
-    """Raises: UnknownModel; NoDecodeInstance, if nothing is served, so that no name is known."""
+    """Return the named model. Raises: UnknownModel; NoDecodeInstance, if no instance is registered, so no name is known."""
     for model in models:
         if model.name == name:
             return model
@@ -31,11 +31,11 @@ def find_model(models: Sequence[ServedModel], name: str) -> ServedModel:
 
 
 def find_generator(mesh: Mesh, name: str) -> ServedModel:
-    """A model that generates. Raises: as `find_model`; Rejected, if it makes embeddings."""
+    """Return the named model, which must generate text. Raises: as `find_model`; Rejected, for an embedding model."""
     model = find_model(mesh.models(), name)
     if model.embedding is not None:
         raise Rejected(
-            f"The model '{name}' makes embeddings and generates nothing; send its texts to /v1/embeddings.",
+            f"The model '{name}' computes embeddings and does not generate text; send its texts to /v1/embeddings.",
             param="model",
             code="unsupported_model",
         )
@@ -43,12 +43,12 @@ def find_generator(mesh: Mesh, name: str) -> ServedModel:
 
 
 def token_budget(prompt_tokens: int, wanted: int | None, model: ServedModel, param: str) -> int:
-    """The most tokens to generate: as requested, else the rest of the context. Raises: Rejected."""
+    """Return the maximum number of tokens to generate: as requested, else the rest of the context. Raises: Rejected."""
     if prompt_tokens < 1:
         raise Rejected(f"'{param}' holds no tokens.", param=param, code="invalid_value")
     left = model.max_context - prompt_tokens
     if left < 1:
-        raise PromptTooLong(  # clients know it by "prompt is too long", among them langchain's ContextOverflowError
+        raise PromptTooLong(  # clients recognise "prompt is too long", for example langchain's ContextOverflowError
             f"This model's maximum context length is {model.max_context} tokens. However, your prompt has "
             f"{prompt_tokens} tokens, which leaves none to generate: the prompt is too long.",
             param=param,
@@ -89,7 +89,7 @@ def make_prompt(
     echo: str = "",
     output: OutputPlan | None = None,
 ) -> Prompt:
-    """A prompt with all defaults filled in. `deadline`: Unix time in ms. Raises: Rejected."""
+    """Build a prompt, with all defaults filled in. `deadline`: Unix time in ms. Raises: Rejected."""
     _check_logprobs(request, len(token_ids))
     return Prompt(
         request_id=request_id,
@@ -128,7 +128,7 @@ def _check_logprobs(request: GenerationFields, num_tokens: int) -> None:
 def _sampling(
     request: GenerationFields, max_tokens: int, defaults: SamplingDefaults, constraint: Constraint | None
 ) -> SamplingParams:
-    """The client's values, else those of the model's authors, else OpenAI's defaults. Raises: Rejected."""
+    """Use the client's values, else those of the model's authors, else OpenAI's defaults. Raises: Rejected."""
     min_tokens = request.min_tokens or 0
     if min_tokens > max_tokens:
         raise Rejected(
@@ -137,7 +137,7 @@ def _sampling(
             code="invalid_value",
         )
     return SamplingParams(
-        max_tokens=max(max_tokens, 1),  # the mesh computes no prompt without generating a token
+        max_tokens=max(max_tokens, 1),  # the mesh always generates at least one token
         temperature=_first(request.temperature, defaults.temperature),
         top_p=_first(request.top_p, defaults.top_p),
         top_k=int(_first(request.top_k, defaults.top_k)),

@@ -1,8 +1,8 @@
 """The limits of one API key, its usage, and OpenAI's rate-limit headers.
 
-Limits per minute refill continuously. Tokens are charged when they are known: a prompt's when it enters, an answer's when it
-ends. The tokens of a prompt that is never admitted are given back. The requests in flight may put a key into debt; its
-next requests wait until that is paid.
+Limits per minute refill continuously. Tokens are charged once they are known: a prompt's when the request is accepted, an
+answer's when it ends. The tokens of a prompt that is never admitted are given back. Requests in flight may put a key into
+debt; its next requests are refused until the limit has refilled.
 """
 
 import time
@@ -12,19 +12,19 @@ from typing import Final
 from components.api_keys import KeyLimits
 from components.errors import KeyLimited
 
-RETRY_AT_ONCE_S: Final = 1.0  # a guess: a place is free when another request ends
+RETRY_AT_ONCE_S: Final = 1.0  # a guess: another request may end by then
 
 
 class Minute:
     __slots__ = ("_at_s", "_left", "_limit")
 
     def __init__(self) -> None:
-        self._limit = 0  # of the last call of `left`
+        self._limit = 0  # from the last call of `left`
         self._left = 0.0
         self._at_s = 0.0
 
     def left(self, limit: int, now_s: float) -> float:
-        """Return what is left now, if `limit` is the amount per minute; negative in debt."""
+        """Return how much is left now if `limit` is allowed per minute; negative for a key in debt."""
         if not self._limit:  # first use
             self._left = limit
         else:
@@ -55,7 +55,7 @@ class Account:
         self._tokens = Minute()
 
     def enter(self) -> None:
-        """Count a request until `leave`. Raises: KeyLimited, and then it does not count."""
+        """Count a request until `leave`. Raises: KeyLimited, in which case it is not counted."""
         at_once, per_minute = self.limits.requests_at_once, self.limits.requests_per_minute
         if at_once is not None and self._at_once >= at_once:
             raise self._refusal("requests", f"{at_once} requests at once", RETRY_AT_ONCE_S)
@@ -69,7 +69,7 @@ class Account:
         self._at_once -= 1
 
     def check_prompt(self, tokens: int) -> None:
-        """Check a prompt against the tokens left. A prompt above a whole minute's tokens needs all of these.
+        """Check a prompt against the tokens left. A prompt larger than the limit needs a full minute's tokens.
 
         Raises: KeyLimited.
         """
@@ -81,14 +81,14 @@ class Account:
             raise self._refusal("tokens", f"{limit} tokens a minute", self._tokens.wait_s(needed))
 
     def take(self, tokens: int) -> None:
-        """Charge the tokens of a prompt that enters, or of an answer, however it ended; below 0, give them back."""
+        """Charge the tokens of an accepted prompt, or of an answer, however it ended. A negative number gives them back."""
         limit = self.limits.tokens_per_minute
         if limit is not None:
             self._tokens.left(limit, self._clock())
             self._tokens.take(tokens)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """Return OpenAI's rate-limit headers: for each limit its size, the rest, and the time until it is full."""
+        """Return OpenAI's rate-limit headers: for each limit its size, what is left, and the time until it is full again."""
         headers: list[tuple[bytes, bytes]] = []
         limits = self.limits
         for what, limit, minute in (

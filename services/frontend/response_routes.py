@@ -57,7 +57,7 @@ def add_response_routes(app: FastAPI, stored: StoredResponses | None) -> None:
 
 def _at_hand(stored: StoredResponses | None, response_id: str) -> StoredResponses:
     if stored is None:
-        raise UnknownResponse(f"Response with id '{response_id[:128]}' not found: this server keeps no responses.")
+        raise UnknownResponse(f"Response with id '{response_id[:128]}' not found: this server stores no responses.")
     return stored
 
 

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 CALL_TIMEOUT_S: Final = 5.0
 STEADY_S: Final = 5.0  # since our own reconnect: other frontends may reconnect later
 ASK_AGAIN_S: Final = 0.2
-PUT_FOR_S: Final = 60.0  # while NATS is away
+PUT_FOR_S: Final = 60.0  # how long to retry while NATS is unreachable
 PUT_AGAIN_S: Final = 0.5
 SALT_BYTES: Final = 16
 RESPONSE_ID: Final = re.compile(r"resp_[0-9a-f]{32}")
@@ -121,9 +121,9 @@ class StoredResponses:
         mine.revision = mine.revision if revision is None else revision
 
     async def put_end(self, response: ResponseObject, remembered: Remembered) -> None:
-        """Store the end of a background response. Retry while NATS is away, because no client has received it.
+        """Store the end of a background response. Retry while NATS is unreachable: no client has it yet.
 
-        Raises: MeshError, also if NATS is away for PUT_FOR_S.
+        Raises: MeshError, also if NATS is unreachable for PUT_FOR_S.
         """
         clock = asyncio.get_running_loop().time
         until_s = clock() + PUT_FOR_S

@@ -118,7 +118,7 @@ async def _until_drained(mesh: Mesh, one: Seen) -> None:
     while True:
         try:
             status = await mesh.bus.call(f"{one.subject}.status", StatusRequest(), Status, timeout_s=ANSWER_S)
-        except MeshError as exc:  # perhaps it is busy, or NATS is away for a moment
+        except MeshError as exc:  # it may be busy, or NATS briefly unreachable
             if _is_gone(mesh, one, exc):
                 return
         else:

@@ -1,4 +1,4 @@
-"""Checks of the instances: do they answer, do they fit together, can decode use prefill."""
+"""Checks of the instances: whether they answer, are compatible, and whether decode can use prefill."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Final

@@ -17,9 +17,9 @@ from services.local.plan import Plan
 from services.local.supervisor import run_mesh
 
 ABOUT_SET = (
-    "Names for --set NAME=VALUE. A name without a role is for all services, such as engine.page_size; with a role in front, "
-    "such as decode.engine.page_size, for that role alone. drain_timeout_s is 8 here unless it is set: 10 s after SIGTERM a "
-    "process is killed."
+    "Names for --set NAME=VALUE. A name without a role applies to all services, such as engine.page_size; with a role in "
+    "front, such as decode.engine.page_size, to that role only. drain_timeout_s is 8 here by default, because a "
+    "process is killed 10 s after SIGTERM."
 )
 
 app = typer.Typer(rich_markup_mode=None, add_completion=False)  # rich cuts long names
@@ -99,9 +99,9 @@ def main(
     """Run etcd, NATS, bootstrap, prefill, decode and frontend on this machine until Ctrl-C.
 
     Each setting is also an environment variable: decode.engine.page_size is MESH_DECODE_ENGINE__PAGE_SIZE,
-    port is MESH_FRONTEND_PORT. Options win over variables. Secrets are variables only.
+    port is MESH_FRONTEND_PORT. Options take precedence over variables. Secrets can only be set as variables.
     """
-    os.umask(0o077)  # logs, traces and passwords of this run are for its user alone
+    os.umask(0o077)  # only this user may read the logs, traces and passwords of this run
     options = {
         "MESH_MODEL": model,
         "MESH_FRONTEND_HOST": host,

@@ -1,4 +1,4 @@
-"""Users of the embedded servers, one for each role, made anew at each start."""
+"""Users of the embedded servers, one for each role, created at each start."""
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
@@ -13,13 +13,13 @@ from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 
 S = TypeVar("S", bound=MeshSettings)
 
-OBSERVER: Final = "observer"  # a server with a certificate, and no user of etcd or NATS
-GATEWAY: Final = "gateway"  # a certificate of no user: etcd's JSON gateway refuses those of users
+OBSERVER: Final = "observer"  # has a server certificate, but is no user of etcd or NATS
+GATEWAY: Final = "gateway"  # has a certificate without a user, because etcd's JSON gateway refuses those of users
 
 
 @dataclass(frozen=True, slots=True)
 class Accounts:
-    """Each user has a password, or with an authority a certificate instead."""
+    """The users. Each has a password, or a certificate if there is an authority."""
 
     namespace: str = "kvmesh"
     roles: Mapping[str, str] = field(default_factory=dict)  # by user
@@ -36,7 +36,7 @@ class Accounts:
     ) -> Self:
         """`authority_home` is for certificates, whose users need no passwords."""
         roles = {role: role for role in ROLES if role != "frontend"}
-        roles |= {f"frontend-{i}": "frontend" for i in range(frontends)}  # none may read another's answers
+        roles |= {f"frontend-{i}": "frontend" for i in range(frontends)}  # one each: none may read another's answers
         users = (*roles, ADMINISTRATOR)
         if authority_home is None:
             return cls(namespace, roles, {user: secrets.token_urlsafe(24) for user in users})

@@ -1,4 +1,4 @@
-"""A throw-away certificate authority for `--secure`. Its key stays in memory, so it signs nothing after this process.
+"""A temporary certificate authority for `--secure`. Its key is only in memory, so it cannot sign after this process ends.
 
 `python -m services.local.authority FOLDER` makes one for docker-compose.secure.yml: a certificate for each role.
 """
@@ -29,7 +29,7 @@ class Authority:
     def __init__(self, home: Path) -> None:
         """`home` is a directory for the files of certificates and keys; it may not exist yet."""
         self._home = home
-        self.life = LIFE  # of the certificates that it signs
+        self.life = LIFE  # validity of the certificates that it signs
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = _named("kvmesh throw-away authority")
         self.ca = home / "ca.pem"
@@ -71,7 +71,7 @@ class Authority:
             .serial_number(x509.random_serial_number())
             .not_valid_before(now - CLOCKS_DIFFER_BY)
             .not_valid_after(now + self.life)
-            # tells authorities of one name apart, where two are trusted while one replaces the other
+            # distinguishes authorities of the same name while one replaces the other and both are trusted
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
         )
 
@@ -84,7 +84,7 @@ class Authority:
         new.unlink(missing_ok=True)
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:  # noqa: PTH123 - with a mode
             file.write(content)
-        new.replace(path)  # a reader sees the old or the new one
+        new.replace(path)  # atomic: readers see the old or the new file
 
 
 def _named(name: str) -> x509.Name:

@@ -1,4 +1,4 @@
-"""Checks of a run before any work: a wrong setting is one line at once, not after the model was converted."""
+"""Checks before a run, so that an invalid setting is reported in one line at once, not after a model conversion."""
 
 import socket
 import sys
@@ -59,13 +59,13 @@ def _check_memory(plan: Plan) -> None:
 
 
 def _pool_gb(engine: EngineConfig) -> float:
-    """Main memory for a worker's pools, if its settings fix it."""
+    """Return the main memory for a worker's pools, if its settings fix it."""
     on_cpu = engine.device == "cpu" or (engine.device == "auto" and not CUDA.exists())
     return engine.tensor_parallel * (engine.kv_memory_gb or 0) if on_cpu and engine.num_pages is None else 0
 
 
 def _evicted_gb(engine: EngineConfig) -> float:
-    """Main memory for a worker's evicted pages."""
+    """Return the main memory for a worker's evicted pages."""
     return engine.tensor_parallel * (engine.kv_offload_gb or 0) if engine.kv_offload_dir is None else 0
 
 
@@ -90,7 +90,7 @@ def _check_frontend(plan: Plan) -> None:
 
 
 def _check_ports(plan: Plan) -> None:
-    """Processes take ports one after the other."""
+    """Check that there are enough ports, as processes use consecutive ones."""
     ports = [port for _, port in plan.addresses]
     _check_last("port of frontend", ports[0], ports[-1])
     if first := plan.settings.metrics_port:
@@ -112,7 +112,7 @@ def _check_adapters(worker: WorkerSettings, engine: EngineConfig) -> None:
         path = Path(directory).expanduser()
         read_adapter_config(name, path)
         if not (path / ADAPTER_WEIGHTS).is_file():
-            raise WrongSettings(f"LoRA adapter {name!r}: {path / ADAPTER_WEIGHTS} is not there")
+            raise WrongSettings(f"LoRA adapter {name!r}: {path / ADAPTER_WEIGHTS} does not exist")
 
 
 async def _check_backend(setting: str) -> None:

@@ -1,4 +1,4 @@
-"""Child processes that cannot outlive this process, each in a session of its own."""
+"""Child processes that cannot outlive this process, each in its own session."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _TETHER: Final = str(Path(__file__).with_name("tether.py"))
 KILL_WAIT_S: Final = 5.0  # a process that takes longer is stuck in the kernel
-DRAIN_S: Final = 1.0  # for a dead child's last lines
+DRAIN_S: Final = 1.0  # wait for a dead child's last lines
 LONGEST_LINE_BYTES: Final = 2**20
 
 
@@ -27,7 +27,7 @@ class CannotStart(MeshError):
 
 
 def tethered() -> list[str]:
-    # The kernel ties the tether to the thread that forks; the end of a worker thread would kill the child.
+    # The kernel ties the child to the thread that forks, so the end of a worker thread would kill the child.
     assert threading.current_thread() is threading.main_thread()
     return [sys.executable, "-I", "-S", _TETHER, str(os.getpid())]
 
@@ -61,7 +61,7 @@ async def run(
 
     Raises: CannotStart, if the kernel refuses a new process.
     """
-    # Not asyncio's PIPE: `Process.wait` would wait for all processes that inherited it.
+    # Not asyncio's PIPE, because `Process.wait` would wait for all processes that inherited it.
     read_end, write_end = os.pipe()
     lines = asyncio.StreamReader(limit=LONGEST_LINE_BYTES)
     pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
@@ -96,7 +96,7 @@ async def _each_line(stream: asyncio.StreamReader, show: Callable[[str], object]
             return
         try:
             show(line.decode(errors="replace").rstrip())
-        except Exception:  # an unread pipe would block the child
+        except Exception:  # continue, because an unread pipe would block the child
             log.exception("cannot show a line of a child")
 
 
@@ -120,7 +120,7 @@ async def stop(process: Process, timeout_s: float, hurry: asyncio.Event | None =
 
 
 async def kill(process: Process) -> None:
-    """Kill the group of `process`, before the kernel can reuse its id. Wait for its end, at most KILL_WAIT_S."""
+    """Kill the group of `process` before the kernel can reuse its id. Wait at most KILL_WAIT_S for its end."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(TimeoutError):

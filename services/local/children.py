@@ -1,4 +1,4 @@
-"""Services as child processes: restarted with back-off when they die, and stopped."""
+"""Run services as child processes: restart them with back-off when they die, and stop them."""
 
 import asyncio
 import contextlib
@@ -22,7 +22,7 @@ from services.local.shared_memory import SharedMemoryFiles
 
 FIRST_DELAY_S: Final = 0.5
 LONGEST_DELAY_S: Final = 10.0
-STEADY_S: Final = 30.0  # a life this long resets the delay
+STEADY_S: Final = 30.0  # a process that ran for this long resets the back-off
 GIVE_UP_AFTER: Final = 3  # deaths before the first "ready"
 
 Announce = Callable[[str, str], Awaitable[None]]  # (name, instance id) of a child that died
@@ -40,19 +40,19 @@ class RestartDelays:
         self._backoff = Backoff(FIRST_DELAY_S, LONGEST_DELAY_S, jitter=0.0)
 
     def after(self, lived_s: float) -> float:
-        """Seconds until the restart of a process that lived `lived_s`."""
+        """Return the delay before the restart of a process that ran for `lived_s`."""
         if lived_s >= STEADY_S:
             self._backoff.reset()
         return self._backoff.failed()
 
 
 class Supervision:
-    gave_up: asyncio.Future[CannotStart | WrongSettings]  # ends the run
+    gave_up: asyncio.Future[CannotStart | WrongSettings]  # the error that ends the run
 
     def __init__(self, output: Output, stop_timeout_s: float) -> None:
         self.output = output
         self.stop_timeout_s = stop_timeout_s
-        self.hurry = asyncio.Event()  # after a second Ctrl-C: kill
+        self.hurry = asyncio.Event()  # set by a second Ctrl-C: kill at once
         self.shared_memory = SharedMemoryFiles()
         self.gave_up = asyncio.get_running_loop().create_future()
 
@@ -81,7 +81,7 @@ class Child:
         self._stopping = asyncio.Event()
         self._process: Process | None = None
         self._was_ready = False
-        self._last_line = ""  # of its output, logs left out
+        self._last_line = ""  # of its output, without log lines
 
     @property
     def leaving(self) -> bool:
@@ -118,7 +118,7 @@ class Child:
                 self._give_up(CannotStart(f"{ended}; see its output above"))
                 return
             delay_s = delays.after(time.monotonic() - started)
-            asked = returncode == 0 and self._was_ready  # by SIGTERM or `inspect drain --stop`
+            asked = returncode == 0 and self._was_ready  # ended on request, by SIGTERM or `inspect drain --stop`
             what = "ended, starting again" if asked else f"died ({cause}), restart"
             self._shared.output.report(
                 self.spec.name, f"{what} in {delay_s:g} s", level="info" if asked else "error", restarts=deaths
@@ -138,7 +138,7 @@ class Child:
 
                 try:
                     return await run(self.spec.command, self._show, env=self.spec.env, started=started)
-                except CannotStart as exc:  # too many processes, for example: there may be room later
+                except CannotStart as exc:  # too many processes, for example, so retry later
                     self._shared.output.report(self.spec.name, exc.message, level="error")
                     return os.EX_OSERR
         finally:
@@ -156,7 +156,7 @@ class Child:
             process.kill()
 
     async def _announce_death(self, process: Process) -> None:
-        """An exit code of 0 is not announced: that process has removed its own record."""
+        """Announce a death. Exit code 0 is not announced, because that process has removed its own record."""
         if await process.wait() != 0 and self._instance_id is not None and not self._shared.hurry.is_set():
             await self._announce(self.spec.name, self._instance_id)
 
@@ -178,7 +178,7 @@ class Child:
             self._shared.gave_up.set_result(why)
 
     async def stop(self, timeout_s: float | None = None, hurry: asyncio.Event | None = None) -> bool:
-        """Return whether the process is gone; a killed one may take some time to free its memory."""
+        """Return whether the process is gone. A killed one may take some time to free its memory."""
         timeout_s, hurry = timeout_s or self._shared.stop_timeout_s, hurry or self._shared.hurry
         self._stopping.set()
         process = self._process
@@ -192,7 +192,7 @@ class Child:
 
 
 def remove_folders_of(pid: int) -> None:
-    """Remove temporary folders of a process that was killed, and with it all that would have removed them."""
+    """Remove the temporary directories of a killed process, which could not remove them itself."""
     for folder in Path(tempfile.gettempdir()).glob(f"kvmesh-*-{pid}-*"):
         shutil.rmtree(folder, ignore_errors=True)
 

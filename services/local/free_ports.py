@@ -1,4 +1,4 @@
-"""Ports for servers that keep theirs when they are restarted."""
+"""Choose ports for servers that keep their port across restarts."""
 
 import errno
 import random
@@ -6,11 +6,11 @@ import socket
 from contextlib import ExitStack
 from typing import Final
 
-# Outgoing connections have higher ports (Linux: from 32,768). One could take a server's port while that is restarted.
+# Outgoing connections use higher ports (Linux: from 32,768), and could take a server's port during its restart.
 FIRST: Final = 20_000
 LAST: Final = 32_000
 
-_draw = random.SystemRandom()  # processes whose generators have one seed would draw the same ports
+_draw = random.SystemRandom()  # because processes with equal seeds would draw the same ports
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:

@@ -1,4 +1,4 @@
-"""The supervisor's stdout. Its reader may stop reading: the supervisor must still drain the pipes of its children."""
+"""The supervisor's stdout. If its reader stops reading, the supervisor must still drain the pipes of its children."""
 
 import io
 import os
@@ -10,11 +10,11 @@ from typing import IO, Final, cast
 from rich.console import Console
 
 LIMIT_CHARS: Final = 2**20  # of waiting text; the write that blocks may hold as much again
-CLOSE_WAIT_S: Final = 2.0  # for the last lines
+CLOSE_WAIT_S: Final = 2.0  # wait for the last lines
 
 
 class LossyFile(io.TextIOBase):
-    """Writes to a file descriptor in a thread of its own: `write` never blocks, and raises no error of the descriptor.
+    """Writes to a file descriptor in its own thread: `write` never blocks, and never raises the descriptor's errors.
 
     If the reader is too slow (`| less`, Ctrl-S, a hung ssh), lines are dropped, and a later line has their number. Text
     that a full disk or a closed pipe refuses is dropped silently. Characters that the encoding lacks are escaped.
@@ -26,7 +26,7 @@ class LossyFile(io.TextIOBase):
         self._is_terminal = is_terminal
         self._waiting: list[str] = []
         self._waiting_chars = 0
-        self._dropped = 0  # lines, since the last one that was kept
+        self._dropped = 0  # lines dropped since the last one that was kept
         self._ended = False
         self._changed = threading.Condition()
         # A daemon, and no buffer of Python's: the interpreter's end waits for neither.

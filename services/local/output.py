@@ -1,4 +1,4 @@
-"""The output of all processes: each line under its service's name, in that service's colour."""
+"""The output of all processes: each line with its service's name, in that service's colour."""
 
 import json
 import re
@@ -50,7 +50,7 @@ class Output:
             for key, value in shown.items():
                 text.append(f"  {key}=", style="dim").append(value)
             self._line(name, text, facts.get("ts"))
-        else:  # rich takes ten times as long, and under load many requests have a line
+        else:  # rich takes ten times as long, which matters when many requests log a line
             pairs = "".join([f"  {key}={value}" for key, value in shown.items()])
             said = with_level(str(facts.get("level")), said)
             self._console.file.write(f"{_clock(facts.get('ts'))}  {name:<{self._width}}  {said}{pairs}\n")
@@ -81,7 +81,7 @@ class Output:
 
 
 class ProgressLines:
-    """Bars on a terminal; elsewhere a line at the start, each quarter and the end."""
+    """Progress bars on a terminal; elsewhere a line at the start, at each quarter and at the end."""
 
     def __init__(self, console: Console, print_line: Callable[[str, str], None]) -> None:
         self._print = print_line

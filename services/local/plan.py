@@ -1,6 +1,6 @@
-"""What `services.local` runs, and the environment of each child process.
+"""The plan of a run: which processes `services.local` starts, and the environment of each.
 
-Its options are variables of this process by now, so children inherit them.
+Its options have been set as variables of this process, so children inherit them.
 """
 
 import os
@@ -27,7 +27,7 @@ from services.local.children import ChildSpec
 from services.observer.config import ObserverSettings
 from services.prefill.config import PrefillSettings
 
-TIERS: Final = ("bootstrap", "prefill", "decode", "frontend")  # each needs those before it
+TIERS: Final = ("bootstrap", "prefill", "decode", "frontend")  # start order: each needs those before it
 SETTINGS: Final[Mapping[str, type[MeshSettings]]] = {
     "bootstrap": BootstrapSettings,
     "prefill": PrefillSettings,
@@ -53,7 +53,7 @@ class Plan:
 
     @classmethod
     def read(cls, counts: dict[str, int], stop_timeout_s: float = 10.0, *, secure: bool = False) -> Self:
-        """Raises: WrongSettings, with a line for each wrong setting."""
+        """Raises: WrongSettings, with a line for each invalid setting."""
         faults = misspelled(os.environ, *SETTINGS.values())
         if faults:
             raise WrongSettings("\n".join(faults))
@@ -66,7 +66,7 @@ class Plan:
         if secure and (yours := {"etcd_url", "nats_url", "tls"} & settings.model_fields_set):
             raise WrongSettings(
                 f"--secure makes servers and certificates of its own: unset {', '.join(sorted(yours))}, or leave it out and "
-                "name your certificates (docs/security.md)"
+                "set your own certificates (docs/security.md)"
             )
         if settings.instance_id is not None:
             raise WrongSettings("MESH_INSTANCE_ID names one process, and this starts several: unset it")
@@ -99,7 +99,7 @@ class Plan:
 
     @property
     def subject(self) -> str:
-        """Where this process answers calls on NATS."""
+        """The NATS subject on which this process answers calls."""
         return f"{self.settings.namespace}.local.{self.instance_id}"
 
     def threads_each(self) -> int:

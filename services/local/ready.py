@@ -1,4 +1,4 @@
-"""The wait until the mesh serves, and the greeting: its address, and commands to paste."""
+"""Wait until the mesh serves, and print its address and commands to paste."""
 
 import asyncio
 import json

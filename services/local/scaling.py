@@ -1,4 +1,4 @@
-"""A planner's calls on NATS: how many workers this machine runs, one more, one fewer."""
+"""Answer a planner's calls on NATS: the number of workers on this machine, one more, one fewer."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ MakeSpec = Callable[[str, int, Mapping[str, int]], ChildSpec]  # (role, number, 
 
 
 class Scaling:
-    """The workers of both roles. The name of a stopped worker is not used again."""
+    """The workers of both roles. The name of a stopped worker is not reused."""
 
     def __init__(self, tiers: Mapping[str, Tier], make_spec: MakeSpec, output: Output) -> None:
         self._tiers = tiers
@@ -84,7 +84,7 @@ class _Shown(logging.Handler):
 
 
 async def answer_scaling(scaling: Scaling, settings: MeshSettings, subject: str, output: Output) -> None:
-    """Answer until cancelled; connect again whenever NATS fails."""
+    """Answer calls until cancelled; reconnect whenever NATS fails."""
     me = subject.rpartition(".")[2]
     logger = logging.getLogger("components")
     shown = _Shown(output)

@@ -48,7 +48,7 @@ class Site:
     port: int = 0  # for clients
     second_port: int = 0  # NATS: monitoring; etcd: peers
     accounts: Accounts = field(default_factory=Accounts)
-    is_monitored: bool = False  # NATS: with a page that shows everyone on this machine its connections and subjects
+    is_monitored: bool = False  # NATS: with a page that shows its connections and subjects to all users of this machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ class Kind:
 
 
 class Server:
-    """Its ports, name and users stay the same over a `restart`."""
+    """A server whose ports, name and users stay the same across a `restart`."""
 
     def __init__(self, kind: Kind, home: Path, accounts: Accounts | None = None, *, is_monitored: bool = False) -> None:
         self.kind = kind
@@ -198,7 +198,7 @@ def _ask(port: int, method: str, path: str, context: ssl.SSLContext | None = Non
 
 def _nats_command(site: Site) -> list[str]:
     config = site.home / "nats.conf"
-    config.touch(mode=0o600)  # it holds passwords
+    config.touch(mode=0o600)  # it contains passwords
     config.write_bytes(
         (
             f"server_name: {site.name}\n"

@@ -1,4 +1,4 @@
-"""The whole mesh on one machine: opened in the order of dependence, closed in the reverse."""
+"""Run the whole mesh on one machine: open its parts in order of dependency, and close them in reverse."""
 
 import asyncio
 import errno
@@ -135,7 +135,7 @@ async def _backends(plan: Plan, supervision: Supervision) -> AsyncIterator[Reach
 
 
 async def _make_response_stream(plan: Plan, administrator: Backends, output: Output) -> None:
-    """Frontends have no right to make it."""
+    """Create the stream of stored responses, which frontends have no right to create."""
     if plan.frontend.max_stored_responses == 0:
         return
     settings = administrator.applied(plan.frontend)
@@ -148,7 +148,7 @@ async def _make_response_stream(plan: Plan, administrator: Backends, output: Out
 
 @contextmanager
 def _own_folder(path: Path) -> Iterator[Path]:
-    """A new folder; an earlier run may have left one."""
+    """Return a new directory. An earlier run may have left one, which is removed."""
     shutil.rmtree(path, ignore_errors=True)
     try:
         yield path
@@ -186,7 +186,7 @@ async def _keep(server: Server, output: Output) -> None:
 
 
 async def prepare_model(model: str, command: Sequence[str], output: Output) -> None:
-    """Run `command` before any worker starts: two would do its work twice. Raises: CannotStart, WrongSettings."""
+    """Run `command` before any worker starts, or two would do its work twice. Raises: CannotStart, WrongSettings."""
     last_line = ""
 
     def show(line: str) -> None:
@@ -226,7 +226,7 @@ async def _greet(children: list[Child], plan: Plan, output: Output) -> None:
 
 @contextmanager
 def _stop_signals(serving: asyncio.Task[CannotStart | WrongSettings], supervision: Supervision) -> Iterator[None]:
-    """The first signal cancels `serving`, whose contexts stop everything. The second one kills."""
+    """Handle signals. The first one cancels `serving`, whose contexts stop everything. The second one kills."""
     loop, stopping = asyncio.get_running_loop(), asyncio.Event()
 
     def on_signal(number: signal.Signals) -> None:

@@ -12,7 +12,7 @@ class PlannerMetrics:
         self.registry = CollectorRegistry()
         self._workers = Gauge(
             "kvmesh_planner_workers",
-            "Workers of a role: needed by the load, kept by the connector (wanted), serving.",
+            "Workers of a role: needed by the load, maintained by the connector (wanted), and serving.",
             ["role", "which"],
             registry=self.registry,
         )

@@ -1,4 +1,4 @@
-"""One transfer out of this prefill instance: a prompt is computed in chunks, and written as it is computed."""
+"""One transfer from this prefill instance: pages are written to decode while the next chunk is computed."""
 
 import asyncio
 import logging
@@ -29,10 +29,10 @@ T = TypeVar("T")
 
 
 class OutboundState(StrEnum):
-    BOOTSTRAPPING = auto()  # decode's pages are unknown; the prompt may be computed
+    BOOTSTRAPPING = auto()  # waits for decode's offer; the prompt may already be computed
     WAITING = auto()  # the prompt is queued
     COMPUTING = auto()  # chunks are computed and written
-    INFLIGHT = auto()  # the prompt is computed, writes are left
+    INFLIGHT = auto()  # the prompt is computed; writes are in progress
     DONE = auto()  # decode has all pages and the aux slot
     FAILED = auto()  # no write is in flight or will be posted
 
@@ -51,7 +51,7 @@ async def _announce_nothing(_offer: PagesOffered, _last: Exposed) -> None:
 
 
 class OutboundTransfer:
-    """Joins the pages that decode offers and those that the engine has computed."""
+    """Writes the pages that the engine computes into the pages that decode offers."""
 
     task: asyncio.Task[None]
 
@@ -67,13 +67,13 @@ class OutboundTransfer:
         bootstrap_timeout_s: float | None = None,  # until decode's offer
         announce: Callable[[PagesOffered, Exposed], Awaitable[None]] = _announce_nothing,  # before the last write
         num_cached: int = 0,  # prefix hit: must not count as queued
-        step_s: Callable[[], float] = float,  # of the engine's last step
+        step_s: Callable[[], float] = float,  # duration of the engine's last step
     ) -> None:
         self.request = request
         self.offer: PagesOffered | None = None
         self.failure = Failure()
         self.num_tokens = num_tokens(request.token_ids)
-        self.number = 0  # in the answer to decode's call
+        self.number = 0  # number of the request in our answer to decode; heartbeats report the latest one
         self.num_bytes = 0
         self.duration_s = 0.0  # from the offer to the aux slot
         self.lifecycle = Lifecycle(f"prefill {request.request_id}", NEXT, S.BOOTSTRAPPING, tally)
@@ -93,7 +93,7 @@ class OutboundTransfer:
         self._peer: KvEndpoint | None = None
         self._computed: Exposed | None = None
         self._sums: Checksums | None = None
-        self._changed = asyncio.Event()  # an offer, or a chunk
+        self._changed = asyncio.Event()  # set by an offer, a chunk or a failure
         self._limit: asyncio.TimerHandle | None = None
 
     @property
@@ -101,7 +101,7 @@ class OutboundTransfer:
         return self.num_tokens - (self._num_cached if self._computed is None else self._computed.num_computed)
 
     def offered(self, offer: PagesOffered, peer: KvEndpoint) -> None:
-        """Ignores a second offer, and one after the end."""
+        """Record decode's offer. A second offer, and one after the end, are ignored."""
         if self.lifecycle.state is not S.BOOTSTRAPPING:
             return
         self.offer, self._peer = offer, peer
@@ -124,7 +124,7 @@ class OutboundTransfer:
         self._changed.set()
 
     async def run(self, before: Callable[[], Awaitable[None]] | None = None) -> MeshError | None:
-        """Send everything, after `before`. Returns why it failed. No write is in flight afterwards."""
+        """Send all pages, after `before`. Returns the error if it failed. No write is in flight afterwards."""
         with use_span(self.span, end_on_exit=True):
             try:
                 outcome = await self._outcome(before)
@@ -188,17 +188,17 @@ class OutboundTransfer:
         self._limit_to(None, "")
         if before is not None:
             await before()
-        self._limit_to(self._bootstrap_timeout_s, "decode did not offer its pages in")
+        self._limit_to(self._bootstrap_timeout_s, "decode did not offer its pages within")
         while self.offer is None or self._peer is None:
             await self._change()
-        self._limit_to(remaining_s(self.offer.deadline_unix_ms), "the transfer did not end in")
+        self._limit_to(remaining_s(self.offer.deadline_unix_ms), "the transfer did not finish within")
         await self._send(self.offer, self._peer)
 
     def _limit_to(self, seconds: float | None, late: str) -> None:
-        """Fail in `seconds`, or at the request's deadline. Replaces the previous limit."""
+        """Fail the transfer after `seconds`, or at the request's deadline. Replaces the previous limit."""
         self._stop_limit()
         left_s = max(0.0, self.request.deadline_unix_ms - now_ms()) / 1000
-        error = DeadlineExceeded("the transfer did not end before the request's deadline")
+        error = DeadlineExceeded("the transfer did not finish before the request's deadline")
         if seconds is not None and seconds < left_s:
             left_s, error = seconds, DeadlineExceeded(f"{late} {seconds:g} s")
         self._limit = asyncio.get_running_loop().call_later(left_s, self.failure.report, error)
@@ -250,7 +250,7 @@ class OutboundTransfer:
     async def _write_and_sum(
         self, sums: Checksums, offer: PagesOffered, peer: KvEndpoint, ours: list[int], tokens: range
     ) -> int:
-        """Write and sum `tokens` at the same time: both only read."""
+        """Write `tokens` and compute their checksums at the same time: both only read the pages."""
         write = self._begin_write(offer, peer, ours, tokens)
         summing = asyncio.ensure_future(sums.add(ours, tokens))
         try:
@@ -294,7 +294,7 @@ class OutboundTransfer:
 
 
 async def _to_its_end(write: Awaitable[T]) -> T:
-    """Await a write to its end, even if the caller is cancelled: pages may be reused after it."""
+    """Await the end of a write even if the caller is cancelled, because its pages may be reused afterwards."""
     writing: asyncio.Future[Any] = asyncio.ensure_future(write)
     await ended(writing)
     result: T = writing.result()

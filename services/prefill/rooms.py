@@ -1,4 +1,4 @@
-"""Rooms without a transfer: offers that arrived before their request, and requests that have ended."""
+"""Rooms without a transfer: offers that arrived before their request, and ids of requests that have ended."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from components.wire.prefill import CloseRooms, PagesOffered, PrefillRequest
 CLOSE_EVERY_S: Final = 0.02
 EARLY_FOR_S: Final = 10.0  # decode's timeout for an answer
 MAX_EARLY: Final = 4096
-OVER_FOR_S: Final = 60.0  # longer than any message is late
+OVER_FOR_S: Final = 60.0  # longer than any message is delayed
 
 
 class Rooms:
@@ -31,7 +31,7 @@ class Rooms:
         self._over: OrderedDict[str, float] = OrderedDict()  # end by request id
 
     def hold(self, offer: PagesOffered) -> bool:
-        """Keep an offer until its request arrives. Returns False if the request has ended, or for too many offers."""
+        """Keep an offer until its request arrives. Returns False if the request has ended, or too many offers are kept."""
         if offer.request_id in self._over or len(self._early) >= MAX_EARLY:
             return False
         key = offer.request_id, offer.room  # an offer with a wrong room must not replace the right one

@@ -1,4 +1,4 @@
-"""The prefill service: takes prompts and decode's pages, and stops transfers."""
+"""The prefill service: accepts prompts and offers of decode's pages, and stops transfers."""
 
 import asyncio
 import logging
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 
 class PrefillService:
-    """Serves prompts for decode instances. Decode checks that KV layout and adapters are compatible, when it chooses one."""
+    """Computes prompts for decode instances. Decode checks KV layout and adapters when it chooses an instance."""
 
     def __init__(
         self,
@@ -57,7 +57,7 @@ class PrefillService:
         masks: MaskMaker,
         metrics: WorkerMetrics,
         writes: Writes | None = None,  # of all ranks; default: of `transfer`
-        bootstrap_timeout_s: float | None = None,  # limit on the wait for decode's pages
+        bootstrap_timeout_s: float | None = None,  # timeout for decode's offer
     ) -> None:
         self._bus = bus
         self._registration = registration
@@ -71,7 +71,7 @@ class PrefillService:
         self._outbound: dict[str, OutboundTransfer] = {}  # by request id
         self._idle = asyncio.Event()
         self._idle.set()
-        self._tasks = BackgroundTasks()  # messages to send, peers to disconnect
+        self._tasks = BackgroundTasks()  # sends messages, disconnects peers
         self._rooms = Rooms(bus, registry, self._in_background)
         self._tally = Tally(NEXT)
         self._rate = PromptRate()
@@ -106,7 +106,7 @@ class PrefillService:
                 self._rooms.end(request.request_id)
             raise
         if (offer := self._rooms.take(request.request_id, request.room)) is not None:
-            with suppress(TransferFailed):  # `pages` has notified decode
+            with suppress(TransferFailed):  # `pages` has already notified decode
                 await self.pages(offer)
         return accepted
 
@@ -120,7 +120,7 @@ class PrefillService:
             raise
 
     def _begun(self, request: PrefillRequest) -> OutboundTransfer | None:
-        """The transfer of a call that is repeated: its first answer was lost. Refusing it would end the transfer."""
+        """Return the transfer of a repeated call, whose first answer was lost. A refusal would end the transfer."""
         transfer = self._outbound.get(request.request_id)
         return transfer if transfer is not None and _call_of(transfer.request) == _call_of(request) else None
 
@@ -129,13 +129,13 @@ class PrefillService:
         if request.request_id in self._outbound or self._rooms.is_over(request.request_id):
             raise Rejected(f"request id {request.request_id!r} is in use, or was a moment ago", param="request_id")
         if self._registry.book.find("decode", request.decode_id, request.decode_epoch) is None:
-            # its pages would be refused later; now decode can ask an instance that sees it in etcd
+            # refuse now, so that decode can try an instance that sees it in etcd; we would refuse its offer later
             raise Overloaded(f"decode instance {request.decode_id} is not registered with epoch {request.decode_epoch}")
 
     async def pages(self, offer: PagesOffered) -> RoomOk:
-        """Take decode's pages, which may arrive before the request.
+        """Accept an offer of decode's pages, which may arrive before the request.
 
-        Raises: TransferFailed, after notifying decode; nothing will be written into those pages.
+        Raises: TransferFailed, after notifying decode; no write into those pages will follow.
         """
         if offer.request_id not in self._outbound and self._rooms.hold(offer):
             return RoomOk(room=offer.room)
@@ -152,7 +152,7 @@ class PrefillService:
         if transfer is None or transfer.request.room != offer.room:
             raise TransferFailed(
                 f"this prefill instance does not hold room {offer.room}: its request has ended or names another room, "
-                "or too many offers wait"
+                "or too many offers are waiting"
             )
         if (offer.decode_id, offer.decode_epoch) != (transfer.request.decode_id, transfer.request.decode_epoch):
             # KV goes only to the instance that sent the request
@@ -163,7 +163,7 @@ class PrefillService:
         # Both count pages of decode's size.
         limit, num_pages = record.kv.num_pages, record.kv.layout.pages_for(transfer.num_tokens)
         if len(offer.pages) != num_pages or not all(0 <= page < limit for page in offer.pages):
-            raise TransferFailed(f"the offer must name {num_pages} pages below {limit}")
+            raise TransferFailed(f"the offer must have {num_pages} page ids below {limit}")
         if not 0 <= offer.num_cached_pages <= num_pages:
             raise TransferFailed(
                 f"the offer has {offer.num_cached_pages} cached pages, but the prompt has {num_pages} pages"
@@ -177,11 +177,11 @@ class PrefillService:
             self._rooms.close_later(offer)
 
     async def quiesce(self, request: Quiesce) -> Quiet:
-        """Stop a transfer. After the answer no write of it is in flight, and none will be posted.
+        """Stop a transfer. Once this has been answered, no write of it is in flight, and none will be posted.
 
         Raises: StaleInstance, for the transfer of another process under this instance id: that one may still write.
         """
-        if request.epoch:  # decode of an earlier release sends none
+        if request.epoch:  # a decode instance of an earlier release sends no epoch
             self._registration.check_epoch(request.epoch)
         transfer = self._outbound.get(request.request_id)
         if transfer is not None:
@@ -224,7 +224,7 @@ class PrefillService:
         ]
 
     async def drained(self) -> None:
-        """Wait until every transfer is over and every message is sent."""
+        """Wait until all transfers have ended and all messages are sent."""
         await self._idle.wait()
         self._rooms.send_closes()
         await self._tasks.drain()
@@ -274,9 +274,9 @@ class PrefillService:
         return PageChecksums(self._engine.engine.kv_region, self._writes.connections)
 
     async def _announce(self, offer: PagesOffered, last: Exposed) -> None:
-        """Notify decode that the last pages follow: it may send the first token, and polls more often.
+        """Notify decode that the last pages follow. It may then send the first token, and polls more often.
 
-        Without this a transfer ends milliseconds later.
+        Without this message a transfer takes milliseconds longer.
         """
         decode = self._registry.book.find("decode", offer.decode_id, offer.decode_epoch)
         if decode is not None:
@@ -288,7 +288,7 @@ class PrefillService:
                     num_cached_tokens=last.num_cached_tokens,
                 )
                 await self._bus.publish(f"{decode.subject}.kv_coming", coming)
-                await asyncio.sleep(0)  # nats-py sends it now: the write that follows may hold this thread
+                await asyncio.sleep(0)  # let nats-py send it now, because the write that follows may block this thread
 
     async def _run(self, transfer: OutboundTransfer, prompt: EngineRequest) -> None:
         request, constraint = transfer.request, prompt.sampling.constraint
@@ -313,7 +313,7 @@ class PrefillService:
             self._forget(request.request_id)
 
     def _forget(self, request_id: str) -> None:
-        """Release the pages of a transfer that has no write in flight. The prefix cache keeps what was computed."""
+        """Release the pages of a transfer that has no write in flight. Computed blocks stay in the prefix cache."""
         self._outbound.pop(request_id, None)
         self._rooms.end(request_id)
         if not self._outbound:
@@ -336,7 +336,7 @@ class PrefillService:
                 transfer.failure.report(failed.error)
 
     def _instance_changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
-        """Fail the transfers to a decode instance that has left etcd. This is prefill's only check for a lost peer."""
+        """Fail the transfers to a decode instance whose record has left etcd. Prefill detects lost peers in no other way."""
         if was is None or was.role != "decode" or (now is not None and now.epoch == was.epoch):
             return
         for transfer in self._outbound.values():

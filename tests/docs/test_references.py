@@ -80,7 +80,7 @@ def test_the_spans_that_the_readme_shows_are_recorded() -> None:
 
 def files_on_the_way() -> list[str]:
     """Of the tour's table, where a folder stands before the names of its modules."""
-    table = (REPO / "docs/tour.md").read_text().partition("## All files on the way")[2].partition("## ")[0]
+    table = (REPO / "docs/tour.md").read_text().partition("## All files on the path")[2].partition("## ")[0]
     found: list[str] = []
     for group in re.split(r"[;|\n]", table):
         first, *modules = re.findall(r"`([^`]+)`", group) or [""]

@@ -103,9 +103,9 @@ def test_an_embedding_model_embeds_and_others_generate(loaded: dict[str, LoadedM
     assert (embedding.embedding.dimensions, embedding.embedding.normalised) == (SIZE, True)
     assert generating.embedding is None
     for phase in (Phase.FULL, Phase.PREFILL, Phase.DECODE):
-        with pytest.raises(Rejected, match="makes embeddings"):
+        with pytest.raises(Rejected, match="computes embeddings"):
             embedding.submit(EngineRequest("r", [3], SAMPLING, phase))
-    with pytest.raises(Rejected, match="makes no embeddings"):
+    with pytest.raises(Rejected, match="computes no embeddings"):
         generating.submit(EngineRequest("r", [3], SAMPLING, Phase.EMBED))
 
 

@@ -295,7 +295,7 @@ class MemoryTransfer:
         if self.aux.is_sealed(slot, notification):
             future.set_result(None)
         elif self.aux.is_damaged(slot, loop.time()):
-            future.set_exception(KvCorrupt("the aux slot did not arrive as prefill wrote it"))
+            future.set_exception(KvCorrupt("the aux slot was corrupted on its way from prefill"))
             future.exception()  # seen: whoever waited may have gone
         else:
             loop.call_later(LOOK_EVERY_S, self._look, notification, slot)

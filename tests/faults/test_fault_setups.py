@@ -13,7 +13,7 @@ from tests.faults.setup import ADAPTER, POOL_TOKENS, SLOW_STEP_S, Adapters, Setu
 
 CORRUPTED: Final = {
     "pages": ([Fault(Do.WRITE_CORRUPT, "write pages", 2)], "pages did not arrive as prefill sent them: "),
-    "aux": ([Fault(Do.WRITE_CORRUPT, "write aux", 2)], "the aux slot did not arrive as prefill wrote it"),
+    "aux": ([Fault(Do.WRITE_CORRUPT, "write aux", 2)], "the aux slot was corrupted on its way from prefill"),
 }
 A_TRANSFER_FAILS: Final = [Fault(Do.WRITE_FAILS, "write pages", 2)]
 ONE_PREFILL: Final[dict[str, Any]] = {"counts": {"frontend": 1, "decode": 2, "prefill": 1, "bootstrap": 1}}

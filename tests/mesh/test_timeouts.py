@@ -32,7 +32,7 @@ def test_a_prompt_for_which_decode_has_no_pages_in_time_is_given_up_by_prefill_a
             await until(lambda: '"is": "transfer"' in decode.logged(), decode.logged)
             assert len(await client.generate([7] * 600, 5, model=MODEL)) == 5
             assert len(await longest) == 500
-            gave_up = "decode did not offer its pages in 0.5 s"
+            gave_up = "decode did not offer its pages within 0.5 s"
             assert gave_up in prefill.logged()
             assert gave_up in decode.logged(), "prefill reports it"
             await _no_page_is_lost(client)

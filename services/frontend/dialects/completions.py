@@ -1,4 +1,4 @@
-"""`/v1/completions`: texts or token ids are continued."""
+"""`/v1/completions`: continues texts or token ids."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -42,7 +42,7 @@ class CompletionDialect(Dialect):
         return self.request.token_limit
 
     async def encode(self, text: TextModel) -> Encoded:
-        """Tokenise texts; take token ids as they are if the model knows them."""
+        """Tokenise texts. Token ids are used as they are, if they are in the vocabulary."""
         request = self.request
         prompts: list[list[int]] = []
         for prompt in request.prompt:

@@ -1,4 +1,4 @@
-"""What differs between the APIs: how a body becomes prompts, and how text becomes an answer."""
+"""What differs between the APIs: how a body is turned into prompts, and text into an answer."""
 
 import time
 from abc import ABC, abstractmethod
@@ -25,18 +25,18 @@ from services.frontend.reply import Reply
 
 class Encoded(NamedTuple):
     prompts: list[list[int]]
-    echoes: Sequence[str] = ()  # text before the choices of each prompt; empty: none
+    echoes: Sequence[str] = ()  # text returned before each prompt's choices; empty: none
     output: OutputPlan | None = None  # how to parse the text; None: it is shown as it is
-    asked: AskedConstraint | None = None  # in place of the constraint in the request's fields
+    asked: AskedConstraint | None = None  # replaces the constraint in the request's fields
     prediction: Sequence[int] = ()  # tokens that the answers may repeat
 
 
 class EventStream(Protocol):
     def piece(self, piece: Piece) -> bytes:
-        """Events for a piece of the answer; may be empty, except for the first piece."""
+        """Return the events for a piece of the answer; may be empty, except for the first piece."""
 
     async def end(self) -> bytes:
-        """Events after the last piece."""
+        """Return the events after the last piece."""
 
     def fail(self, error: ApiError) -> bytes:
         pass
@@ -71,7 +71,7 @@ class Dialect(AnswerForm, ABC):
     async def encode(self, text: TextModel) -> Encoded: ...
 
     def underway(self, reply: Reply, generation: Generation) -> AbstractAsyncContextManager[None]:
-        """Entered around admission and generation, once the request is known to be valid."""
+        """Return a context that is open during admission and generation, for a request that has been validated."""
         return nullcontext()
 
     @abstractmethod
@@ -109,7 +109,7 @@ def whole_choices(pieces: Sequence[Sequence[Piece]], request: GenerationFields) 
 def prompt_extras(
     request: GenerationFields, generation: Generation, index: int
 ) -> tuple[list[int] | None, dict[str, Items]]:
-    """Return what the request wants of a choice's prompt: its token ids, and the list of its log-probabilities."""
+    """Return what the request asks for about a choice's prompt: its token ids, and the list of its log-probabilities."""
     choice, count = generation.choices[index], request.prompt_logprobs
     token_ids = choice.prompt.token_ids
     lists: dict[str, Items] = {}

@@ -63,14 +63,14 @@ class MessagesDialect(ConversationDialect):
         return filled(self.begun(generation).model_copy(update=changes))
 
     def begun(self, generation: Generation) -> MessageObject:
-        """The message before its first block."""
+        """Return the message before its first block."""
         return MessageObject(id=self.response_id, model=self.chat.model, usage=MessageUsage.of(generation.usage()))
 
     def refusal(self, error: ApiError) -> tuple[int, bytes]:
         return status_of(error), body_of(in_other_words(error, self._params), self.request_id)
 
     def headers(self, shown_id: str) -> Headers:
-        # Anthropic's clients look for the id under another name
+        # Anthropic's clients expect the id in another header
         return [*super().headers(shown_id), (b"request-id", b"req_" + self.request_id.encode())]
 
 

@@ -1,4 +1,4 @@
-"""`/v1/responses`: a chat in items. It may be stored when it is over, and may run without its client, in the background."""
+"""`/v1/responses`: a chat in items. A response may be stored when it has ended, and may run in the background."""
 
 import logging
 import time
@@ -41,7 +41,7 @@ from services.frontend.stored import Remembered, StoredResponses, items_before
 
 log = logging.getLogger(__name__)
 
-NO_STORE: Final = "has a value that this server does not support: it keeps no responses"
+NO_STORE: Final = "has a value that this server does not support: it stores no responses"
 
 
 class ResponsesDialect(ConversationDialect):
@@ -51,13 +51,13 @@ class ResponsesDialect(ConversationDialect):
     request: ResponsesRequest
 
     def __init__(self, stored: StoredResponses | None, request_id: str) -> None:
-        """`stored`: where responses are kept; None: they are not."""
+        """`stored`: the store for responses; None: responses are not stored."""
         super().__init__(request_id)
         self._stored = stored
-        self._remembered: Remembered | None = None  # None: this response is not kept
+        self._remembered: Remembered | None = None  # None: this response is not stored
 
     async def read(self, body: Body, scope: Scope) -> ChatRequest:
-        """Parse the request into a chat, after the items of the response that it continues."""
+        """Turn the request into a chat that begins with the items of the response that it continues."""
         self.request = request = await body.made_into(partial(parse_body, ResponsesRequest))
         request.check()
         key = caller_of(scope).owner
@@ -72,7 +72,7 @@ class ResponsesDialect(ConversationDialect):
         return self.chat
 
     async def _earlier(self, key: bytes) -> StoredResponse | None:
-        """The response that this one continues. Raises: Rejected."""
+        """Return the response that this one continues. Raises: Rejected."""
         previous = self.request.previous_response_id
         if previous is None:
             return None
@@ -88,7 +88,7 @@ class ResponsesDialect(ConversationDialect):
             ) from None
         if record.frontend:
             raise Rejected(
-                f"Previous response with id '{previous}' is not over yet.",
+                f"Previous response with id '{previous}' has not ended yet.",
                 param="previous_response_id",
                 code="invalid_value",
             )
@@ -96,7 +96,7 @@ class ResponsesDialect(ConversationDialect):
 
     @asynccontextmanager
     async def underway(self, reply: Reply, generation: Generation) -> AsyncIterator[None]:
-        """Answer a background response at once. It runs on without its client, until it is cancelled."""
+        """Answer a background request at once. The response continues without its client until it is cancelled."""
         if self._stored is None or self._remembered is None or not self.request.background:
             yield
             return
@@ -154,7 +154,7 @@ class ResponsesDialect(ConversationDialect):
         return self.begun(generation).model_copy(update=changes)
 
     async def kept(self, response: ResponseObject) -> ResponseObject:
-        """Store `response` before its client reads it. If that fails, return it with `store` false rather than fail."""
+        """Store `response` before its client reads it. If that fails, return it with `store` false."""
         if self._stored is None or self._remembered is None:
             return response
         put = self._stored.put_end if self.request.background else self._stored.put
@@ -166,7 +166,7 @@ class ResponsesDialect(ConversationDialect):
         return response
 
     def _in_own_names(self, error: ApiError) -> ApiError:
-        """`error` with this API's names of the parameters."""
+        """Return `error` with this API's parameter names."""
         return in_other_words(error, PARAMS)
 
 
@@ -177,7 +177,7 @@ class ResponseStream:
         self._events = ResponseEvents(dialect.request_id)
         self._begun = False
         self._ended = False
-        self._tokens: list[ShownToken] = []  # that made no text yet: they go with the next
+        self._tokens: list[ShownToken] = []  # without text so far: they are sent with the next ones
 
     def piece(self, piece: Piece) -> bytes:
         _, text, _, tokens, reasoning, calls, _ = piece
@@ -200,20 +200,20 @@ class ResponseStream:
         return data + self._events.last(status, response)
 
     def fail(self, error: ApiError) -> bytes:
-        """The error and the output so far. Not stored."""
+        """Return the events for an error, with the output so far. It is not stored."""
         data = b"" if self._ended else self._events.end("incomplete")
         if self._generation.is_over:
-            data = b""  # the error takes the place of the last piece, too, so these events would not fit
+            data = b""  # the error also replaces the last piece, so these events would contradict it
         data += self._events.error(_code(error), error.message)
         response = self._dialect.over("failed", self._events.items, self._generation, error)
         return data + self._events.last("failed", response.model_copy(update={"store": False}))
 
 
 def items_of(pieces: Sequence[Piece], request_id: str, generation: Generation) -> list[OutputItem]:
-    """The items of a whole answer. An answer without text has one empty message."""
+    """Return the items of a whole answer. An answer without text has one empty message."""
     blocks = Blocks()
     tokens: defaultdict[int, list[ShownToken]] = defaultdict(list)  # by the index of a block of text
-    rest: list[ShownToken] = []  # that made no text yet: they go with the next
+    rest: list[ShownToken] = []  # without text so far: they belong to the next text
     for piece in pieces:
         rest += piece.tokens or ()
         for step in blocks.feed(piece.reasoning, piece.text, piece.calls):
@@ -232,7 +232,7 @@ def status_of(generation: Generation) -> Literal["completed", "incomplete"]:
 
 
 def end_of(blocks: Sequence[Block], generation: Generation) -> Status:
-    """The status of the last item. A call may be cut off, though the answer came to its own end."""
+    """Return the status of the last item. A call may be incomplete even if the answer ended on its own."""
     finish = generation.choices[0].finish
     cut = bool(blocks) and blocks[-1].kind == "call" and finish != "tool_calls"
     return "incomplete" if cut or finish == "length" else "completed"

@@ -23,7 +23,7 @@ MAX_BREAKERS: Final = 16  # shown of one instance
 
 class State(NamedTuple):
     name: str
-    why: str = ""  # for people
+    why: str = ""  # for humans
 
 
 UP: Final = State("up")

@@ -39,7 +39,7 @@ async def test_nixl_takes_a_plugin_and_names_those_it_has_when_asked_for_another
 @pytest.mark.anyio
 async def test_the_fake_backend_says_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
     assert await _opens("fake", Pages()) == "fake"
-    assert "KV transfer is fake: no KV moves, and what is generated after a transfer means nothing" in caplog.messages
+    assert "KV transfer is fake: no KV is moved, and text generated after a transfer is meaningless" in caplog.messages
     with pytest.raises(WrongSettings, match="no plugin 'UCX'"):
         await _opens("fake/UCX", Pages())
 

@@ -59,7 +59,7 @@ async def test_a_ring_for_nobody_leaves_a_slot_that_is_anothers_by_now(
 
 
 async def test_it_is_the_right_process_or_none(doorbell: DoorbellServer) -> None:
-    with pytest.raises(TransferFailed, match="'decode-d' answers where 'decode-e' belongs"):
+    with pytest.raises(TransferFailed, match="'decode-d' answers at the address of 'decode-e'"):
         await connect(doorbell.address, "decode-e")
     for nowhere in ("", "nonsense", "127.0.0.1:1", "127.0.0.1:99999"):
         with pytest.raises(TransferFailed, match="decode-e"):

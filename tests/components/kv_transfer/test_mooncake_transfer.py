@@ -44,7 +44,7 @@ async def test_a_peer_is_connected_again_after_an_engine_did_not_start(
     def start_engine(_host: str) -> Any:
         engine = engines.pop()
         if engine is None:
-            raise BackendUnavailable("Mooncake's engine does not start: no free port")
+            raise BackendUnavailable("Mooncake's engine cannot start: no free port")
         return engine
 
     transfer = mooncake(start_engine).MooncakeTransfer(KvRegion(0, 100, LAYOUT, "cpu"), "prefill-p", HOST, 0)

@@ -434,7 +434,7 @@ async def test_a_record_that_was_damaged_on_its_way_is_told_long_before_the_tran
     await asyncio.sleep(0.2)
     assert not damaged.done(), "it may be of somebody else, as long as nobody says that ours is coming"
     transfer.hasten("boot/1")
-    with pytest.raises(KvCorrupt, match="did not arrive as prefill wrote it"):
+    with pytest.raises(KvCorrupt, match="was corrupted on its way from prefill"):
         await asyncio.wait_for(damaged, PATIENCE_S)
     assert list(transfer._arrivals._expected) == ["boot/2"]
     assert not waits.done()

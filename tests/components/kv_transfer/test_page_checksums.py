@@ -124,7 +124,7 @@ async def test_a_damaged_aux_slot_is_not_believed() -> None:
     pair.sender.computed(last_chunk(OURS, 42, 0))
     await sending
     pair.decode.aux._heads[pair.receiver.slot]["first_token"] = 43
-    with pytest.raises(KvCorrupt, match="the aux slot did not arrive"):
+    with pytest.raises(KvCorrupt, match="the aux slot was corrupted"):
         await pair.receiver.landed(THEIRS, pair.tokens)
 
 

@@ -579,7 +579,7 @@ def test_a_policy_is_named_with_options(text: str, role: WorkerRole, options: di
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("fastest", "is none of round_robin"),
+        ("fastest", "is not one of round_robin"),
         ("round_robin@turns=2", "round_robin has no option 'turns': it has none"),
         ("kv_aware@heat=1", "it has cached, queued, temperature"),
         ("kv_aware@temperature", "OPTION=NUMBER"),

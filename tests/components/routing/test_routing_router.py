@@ -209,7 +209,7 @@ def test_an_explanation_names_the_candidates_and_leaves_no_trace() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "why"),
-    [("round_robin", "its turn"), ("session_affinity", "cost 64"), ("bucket", "no lengths are known")],
+    [("round_robin", "its turn"), ("session_affinity", "cost 64"), ("bucket", "too few prompts so far")],
 )
 def test_a_policy_with_a_memory_forgets_what_was_only_a_question(policy: PolicyName, why: str) -> None:
     fleet = Fleet(policy)

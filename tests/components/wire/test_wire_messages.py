@@ -212,7 +212,7 @@ def test_a_missing_field_is_named() -> None:
 
 
 def test_a_tag_belongs_to_one_class() -> None:
-    with pytest.raises(ValueError, match="taken by RoomOk"):
+    with pytest.raises(ValueError, match="already used by RoomOk"):
 
         @message("room-ok.v1")
         class Another(Struct):

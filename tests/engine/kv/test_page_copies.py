@@ -34,7 +34,7 @@ def test_memory_is_counted_in_whole_pages() -> None:
     assert count_offloaded(EngineConfig(), LAYOUT) == 0
     assert count_offloaded(EngineConfig(kv_offload_gb=3.9 * LAYOUT.page_bytes / 1e9), LAYOUT) == 3
     assert count_offloaded(EngineConfig(kv_offload_gb=0.0), LAYOUT) == count_offloaded(EngineConfig(), LAYOUT) == 0
-    with pytest.raises(WrongSettings, match=f"kv_offload_gb: 1e-06 GB hold no page of {LAYOUT.page_bytes} bytes"):
+    with pytest.raises(WrongSettings, match=f"1e-06 GB is less than one page, {LAYOUT.page_bytes} bytes"):
         count_offloaded(EngineConfig(kv_offload_gb=1e-6), LAYOUT)
 
 

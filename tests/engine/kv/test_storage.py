@@ -17,7 +17,7 @@ def test_memory_is_counted_in_whole_pages() -> None:
 
 
 def test_too_little_memory_for_a_page_says_how_much_one_needs() -> None:
-    with pytest.raises(WrongSettings, match="no page of 368640 bytes"):
+    with pytest.raises(WrongSettings, match="less than one page, 368640 bytes"):
         count_pages(EngineConfig(kv_memory_gb=0.0001), LAYOUT)
 
 

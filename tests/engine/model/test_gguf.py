@@ -126,7 +126,7 @@ def test_other_weights_under_the_same_name_are_another_model(
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ModelUnavailable, match=f"there is no file {tmp_path / 'no.gguf'}"):
+    with pytest.raises(ModelUnavailable, match=f"no such file: {tmp_path / 'no.gguf'}"):
         model_dir(str(tmp_path / "no.gguf"), tmp_path)
 
 
@@ -207,7 +207,7 @@ def test_a_truncated_file_is_called_that(file: Path, tmp_path: Path, kept: float
         ({"architecture": "rwkv6"}, "transformers does not read 'rwkv6' from GGUF"),
         ({"qwen2.attention.sliding_window": 32}, "its sliding_window is 32, which transformers reads as None"),
         ({"qwen2.block_count": 5}, r"lacks 12 of the model's tensors, among them model\.layers\.4"),
-        ({"split.count": 3}, "one part of several"),
+        ({"split.count": 3}, "one of several parts"),
     ],
     ids=["architecture", "window", "tensor", "split"],
 )
@@ -303,7 +303,7 @@ def test_a_warning_of_the_converter_is_logged(
     monkeypatch.setattr(sys, "executable", str(converter))
     with (tmp_path / "lock").open("w") as lock:
         converted._convert("Converting", file, [], lock, silent)
-    [warned] = [record for record in caplog.records if record.message == "a GGUF file may be converted wrongly"]
+    [warned] = [record for record in caplog.records if record.message == "the conversion of a GGUF file may be wrong"]
     assert (vars(warned)["file"], vars(warned)["reason"]) == (str(file), "odd splitter")
 
 

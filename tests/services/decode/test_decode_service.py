@@ -557,7 +557,7 @@ async def test_a_prefill_with_another_transfer_backend_is_passed_over_with_both_
     assert not decode.prefill.asked
     assert decode.engine.engine.submitted[ID].phase is Phase.FULL
     [said] = [vars(r)["cause"] for r in caplog.records if r.message == "prefill instance not used"]
-    assert said == "prefill and decode must move KV the same way (--kv-transfer: fake here, nixl/UCX there)"
+    assert said == "prefill and decode must use the same KV transfer backend (--kv-transfer: fake here, nixl/UCX there)"
     await decode.finish()
     decode.assert_nothing_is_kept()
 

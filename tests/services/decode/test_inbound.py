@@ -40,7 +40,7 @@ async def test_another_rooms_stamp_is_a_failed_transfer_whose_pages_stay(
     receiver = inbound(decode)
     receiver.expose(DEADLINE)
     decode.land(ROOM, receiver.slot, AuxRecord(stamp, num_pages, 42, 4))
-    with pytest.raises(TransferFailed, match="the aux slot is of another transfer"):
+    with pytest.raises(TransferFailed, match="the aux slot belongs to another transfer"):
         await receiver.landed(*SENT)
     assert receiver.abandon() is InboundState.PINNED
     assert decode.aux.num_free == decode.aux.num_slots - 1

@@ -103,7 +103,7 @@ def test_a_mock_takes_any_adapter() -> None:
 def test_an_adapter_without_weights_is_refused(tmp_path: Path) -> None:
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    assert "adapter_model.safetensors is not there" in refusal(engine__lora=json.dumps({"x": str(tmp_path)}))
+    assert "adapter_model.safetensors does not exist" in refusal(engine__lora=json.dumps({"x": str(tmp_path)}))
 
 
 def test_more_memory_than_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -144,7 +144,7 @@ def test_a_setting_that_is_given_twice_is_refused() -> None:
     [
         (
             ["--set", "decode.prefill_policy=best"],
-            "error: setting prefill_policy of decode: 'best' is none of round_robin",
+            "error: setting prefill_policy of decode: 'best' is not one of round_robin",
         ),
         (
             ["--set", "engine.page_size=17"],

@@ -141,7 +141,7 @@ async def test_another_layout_is_refused_before_any_byte_moves() -> None:
 async def test_a_sender_gives_up_when_decode_offers_nothing() -> None:
     prefill = FakeTransfer()
     sender = outbound(prefill, num_tokens=18, bootstrap_timeout_s=0.02)
-    with pytest.raises(DeadlineExceeded, match=r"decode did not offer its pages in 0\.02 s"):
+    with pytest.raises(DeadlineExceeded, match=r"decode did not offer its pages within 0\.02 s"):
         await asyncio.wait_for(run(sender), PATIENCE_S)
     sender.offered(offer(), endpoint())
     assert sender.lifecycle.state is OutboundState.FAILED
@@ -157,7 +157,7 @@ async def test_a_transfer_that_takes_too_long_is_given_up_when_its_write_is_over
     await asyncio.sleep(0.4)
     assert not task.done(), "decode may not hear that it is over while a write is in flight"
     prefill.gate.set()
-    with pytest.raises(DeadlineExceeded, match="the transfer did not end in"):
+    with pytest.raises(DeadlineExceeded, match="the transfer did not finish within"):
         await task
     assert prefill.in_flight == 0
     assert sender.lifecycle.state is OutboundState.FAILED

@@ -1,4 +1,4 @@
-"""The Responses API, as the openai package reads it, over a frontend that keeps no responses."""
+"""The Responses API, as the openai package reads it, over a frontend that stores no responses."""
 
 import json
 from collections.abc import AsyncIterator
@@ -406,7 +406,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"background": True, "store": False}, "store", None),
     ({"n": 2}, "n", "unknown_parameter"),
     ({"messages": []}, "messages", "unknown_parameter"),
-    # this frontend keeps no responses
+    # this frontend stores no responses
     ({"store": True}, "store", "unsupported_parameter"),
     ({"background": True}, "background", "unsupported_parameter"),
     ({"previous_response_id": "resp_1"}, "previous_response_id", "unsupported_parameter"),
@@ -479,7 +479,7 @@ async def test_nothing_is_found_where_nothing_is_kept(http: httpx.AsyncClient, p
     method = "POST" if path == "/cancel" else "GET"
     answer = await http.request(method, f"{URL}/resp_1{path}")
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "response_not_found")
-    assert "keeps no responses" in answer.json()["error"]["message"]
+    assert "stores no responses" in answer.json()["error"]["message"]
 
 
 async def test_the_description_mixes_no_two_models(mesh: FakeMesh, settings: FrontendSettings) -> None:
