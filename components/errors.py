@@ -64,7 +64,7 @@ class TooManyChecks(QueueFull): ...
 
 
 class KeyLimited(Overloaded):
-    """The field `kind` names the limit: requests or tokens."""
+    """`kind` is what the limit counts: requests or tokens. `limit` is the limit in words, for the client."""
 
 
 class PeerLost(MeshError):

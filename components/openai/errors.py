@@ -143,6 +143,9 @@ def from_mesh(error: MeshError, request_id: str) -> ApiError:
     message = row.text or error.message
     if isinstance(error, e.KvUnavailable):
         message = f"{message}: {WHY_NO_KV.get(str(error.fields.get('cause')), 'the transfer failed.')}"
+    if isinstance(error, e.KeyLimited) and (limit := error.fields.get("limit")) is not None:
+        wait_s = max(1, math.ceil(error.retry_after_s or 0))
+        message = f"Rate limit reached for this API key: {limit}. Try again in {wait_s} s."
     if row.status >= 500:
         message = f"{message} (request {request_id})"
     param, code = error.fields.get("param"), error.fields.get("code", row.code)

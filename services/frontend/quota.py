@@ -105,4 +105,4 @@ class Account:
         return headers
 
     def _refusal(self, kind: str, limit: str, wait_s: float) -> KeyLimited:
-        return KeyLimited(f"{self.name}: {limit}", retry_after_s=wait_s, kind=kind)
+        return KeyLimited(f"{self.name}: {limit}", retry_after_s=wait_s, kind=kind, limit=limit)

@@ -261,6 +261,7 @@ async def test_requests_at_once_are_limited_by_key(mesh: FakeMesh) -> None:
         answer = await http.post(CHAT, json=HELLO, headers=AUTH)
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
         error = answer.json()["error"]
+        assert error["message"] == "Rate limit reached for this API key: 2 requests at once. Try again in 1 s."
         assert (error["type"], error["code"]) == ("requests", "rate_limit_exceeded")
         assert await value_of_with_key(http, 'kvmesh_api_key_limited_total{api_key="alice"}') == 1
         bobs = asyncio.create_task(http.post(CHAT, json=HELLO, headers={"x-api-key": BOB}))
