@@ -8,6 +8,7 @@ from typing import Final, Literal, Self
 from uuid import uuid4
 
 from components.output.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR, deepseek
+from components.output.glm import KEY, KEY_END, VALUE, VALUE_END, glm
 from components.output.grammar import CallStyle, MessageStyle
 from components.output.harmony import (
     CHANNEL,
@@ -36,7 +37,16 @@ from components.output.reasoning import MISTRAL_THINK, THINK
 from components.output.template_names import variables_of
 
 ToolParserName = Literal[
-    "hermes", "llama3_json", "mistral", "deepseek_v3", "deepseek_v31", "qwen3_coder", "pythonic", "gpt_oss", "json"
+    "hermes",
+    "llama3_json",
+    "mistral",
+    "deepseek_v3",
+    "deepseek_v31",
+    "qwen3_coder",
+    "glm45",
+    "pythonic",
+    "gpt_oss",
+    "json",
 ]
 ReasoningParserName = Literal["qwen3", "deepseek_r1", "mistral", "gpt_oss", "none"]
 
@@ -120,6 +130,7 @@ TOOL_FORMATS: Final[dict[ToolParserName, ToolFormat]] = {
             CallStyle(f"{CALL}{{}}{SEPARATOR}", CALL_END, "", CALLS, CALLS_END, marker=CALLS),
         ),
         ToolFormat("qwen3_coder", qwen3_coder, HERMES),
+        ToolFormat("glm45", glm, (*HERMES, KEY, KEY_END, VALUE, VALUE_END)),
         ToolFormat("pythonic", pythonic, (START, END)),
         ToolFormat("gpt_oss", harmony, MARKERS, HARMONY_CALLS),
         PLAIN_JSON,
@@ -160,6 +171,8 @@ def _shown_by(template: str) -> ToolParserName:
         return "gpt_oss"
     if FUNCTION in template and HERMES[0] in template:
         return "qwen3_coder"
+    if KEY in template and HERMES[0] in template:
+        return "glm45"
     if CALLS in template:
         return "deepseek_v3" if "```json" in template else "deepseek_v31"
     return next((name for mark, name in _MARKS if mark in template), "hermes")

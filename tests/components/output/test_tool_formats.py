@@ -69,6 +69,11 @@ SEVERAL: list[tuple[str, str]] = [  # ways to write f({}) and g({"a": 1}) in one
     ),
     ("qwen3_coder", "<function=f></function><function=g><parameter=a>1</parameter></function></tool_call>"),
     (
+        "glm45",
+        "<tool_call>f\n</tool_call>\n<tool_call>g\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    ),
+    ("glm45", "<tool_call>f</tool_call><tool_call>g<arg_key>a</arg_key><arg_value>1</tool_call>"),
+    (
         "gpt_oss",
         (
             "<|channel|>commentary to=functions.f <|constrain|>json<|message|>{}<|end|>"
@@ -130,12 +135,18 @@ def test_several_calls_are_told_apart_wherever_the_text_is_cut(name: str, text: 
     assert [(tool, json.loads(arguments)) for tool, arguments in found.calls] == [("f", {}), ("g", {"a": 1})]
 
 
-@pytest.mark.parametrize("name", [*MARKED, "qwen3_coder"])
+ELEMENTS: dict[str, str] = {  # a call without arguments of the tool {}
+    "qwen3_coder": "<tool_call><function={}></function></tool_call>",
+    "glm45": "<tool_call>{}\n</tool_call>",
+}
+
+
+@pytest.mark.parametrize("name", [*MARKED, *ELEMENTS])
 def test_a_name_that_no_client_could_send_back_makes_no_call(name: str) -> None:
     """Its response was stored, but could not be continued: requests with such a name are refused."""
     for length, calls in ((256, 1), (257, 0)):
         tool = "f" * length
-        call = ONE[name](tool, "{}") if name in ONE else f"<tool_call><function={tool}></function></tool_call>"
+        call = ONE[name](tool, "{}") if name in ONE else ELEMENTS[name].format(tool)
         found = read_any_way(name, call)
         assert len(found.calls) == calls
         assert calls or found.text.strip() == call.strip()
@@ -193,6 +204,8 @@ def test_arguments_arrive_before_the_call_is_whole() -> None:
     assert read("hermes", text).calls == [("f", '{"s": "once upon a time')]
     coder = "<tool_call>\n<function=f>\n<parameter=s>\nonce upon\na time"
     assert read_any_way("qwen3_coder", coder).calls == [("f", '{"s": "once upon\\na time')]
+    glm = "<tool_call>f\n<arg_key>s</arg_key>\n<arg_value>once upon\na time"
+    assert read_any_way("glm45", glm).calls == [("f", '{"s": "once upon\\na time')]
 
 
 @pytest.mark.parametrize(
@@ -224,9 +237,11 @@ def test_arguments_arrive_before_the_call_is_whole() -> None:
     ],
 )
 def test_parameters_in_elements_have_the_types_of_their_schemas(parameter: str, text: str, value: Any) -> None:
-    call = f"<tool_call>\n<function=f>\n<parameter={parameter}>\n{text}\n</parameter>\n</function>\n</tool_call>"
-    ((_, arguments),) = read_any_way("qwen3_coder", call).calls
-    assert json.loads(arguments) == {parameter: value}
+    coder = f"<tool_call>\n<function=f>\n<parameter={parameter}>\n{text}\n</parameter>\n</function>\n</tool_call>"
+    glm = f"<tool_call>f\n<arg_key>{parameter}</arg_key>\n<arg_value>{text}</arg_value>\n</tool_call>"
+    for name, call in (("qwen3_coder", coder), ("glm45", glm)):
+        ((_, arguments),) = read_any_way(name, call).calls
+        assert json.loads(arguments) == {parameter: value}
 
 
 @pytest.mark.parametrize(
@@ -260,6 +275,10 @@ PIECES = [
         "<tool_call>",
         "</tool_call>",
         "<function=",
+        "<arg_key>",
+        "</arg_key>",
+        "<arg_value>",
+        "</arg_value>",
         "<parameter=a>",
         "</parameter>",
         "</function>",

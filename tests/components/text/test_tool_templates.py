@@ -77,6 +77,7 @@ def test_earlier_calls_are_shown_though_no_tool_is_offered() -> None:
         (TEMPLATE, "hermes", None),
         (NATIVE, "hermes", None),
         ("{{ tools }}<tool_call>\n<function=x>", "qwen3_coder", None),
+        ("{{ tools }}<tool_call>f<arg_key>a</arg_key> <think>", "glm45", "qwen3"),
         ("{{ tools }}<tool_call> <think>", "hermes", "qwen3"),
         ("{{ tools }}<|python_tag|>", "llama3_json", None),
         ('{{ tools }}{"name": function name, "parameters": ', "llama3_json", None),
