@@ -205,10 +205,11 @@ class Router:
         if not members:
             return None
         cached = reported or {}
-        if reported is None and self._index is not None and (len(members) > 1 or request.explain):
+        is_alone = reported is None and len(members) == 1 and not request.explain  # then its cache is not looked up
+        if reported is None and self._index is not None and not is_alone:
             cached = self._cached(blocks)
         choice = self.policy.choose(request, members, cached, self.now_s)
-        member = choice.member
+        member, why = choice.member, "the only instance" if is_alone else choice.why
         hashes = (
             blocks(member.page_size)
             if self._index is not None and member.instance_id in self._without_kv_events
@@ -216,7 +217,7 @@ class Router:
         )
         hit = min(cached.get(member.instance_id, 0), max(request.num_tokens - 1, 0))
         seen = self._seen(members, choice, cached) if request.explain else ()
-        return RouteChoice(member.instance_id, hit, choice.why, len(members), hashes, seen)
+        return RouteChoice(member.instance_id, hit, why, len(members), hashes, seen)
 
     def candidates(self, usable: Sequence[HasInstanceId]) -> Sequence[Member]:
         """Those of `usable` that `choose` may take now: without open breakers, and with credit while they warm up."""

@@ -34,6 +34,7 @@ from components.routing.router import Route, explained
 from components.telemetry.light_span import Step
 from components.telemetry.on_demand import OnDemand
 from components.text.tokenizer import TextModel
+from components.wire.heartbeat import Heartbeat
 from components.wire.inspection import ExplainRoute, RouteExplained
 from components.wire.instances import InstanceRecord
 from components.wire.sampling import SamplingParams
@@ -73,10 +74,16 @@ class DecodeChoice:
         self._measured: Sequence[InstanceRecord] = ()  # usable instances for which `_smallest` was computed
         self._smallest: float = math.inf  # tokens of context
         self._decodes.on_lost(lambda record, _reason: self.seen("", *record.adapters))
+        self._decodes.on_heartbeat(self._heard)  # one that drains is not lost
         self._router = decodes.router
         self._policy = decodes.policy.text
         self._rng = decodes.rng
         self._model = model
+
+    def _heard(self, beat: Heartbeat) -> None:
+        record = self._decodes.find(beat.instance_id)
+        if record is not None and record.model == self._model and self._decodes.is_usable(beat.instance_id):
+            self.seen("", *record.adapters)
 
     def usable(self, adapter: str = "") -> Sequence[InstanceRecord]:
         usable = self._decodes.usable(self._model, adapter)

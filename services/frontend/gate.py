@@ -27,7 +27,7 @@ from services.frontend.sites import Sites
 from services.frontend.ui.page import PATHS, ROOT
 
 # For load balancers, which without a key get the status only; and the static files of /ui, without its API.
-OPEN: Final = frozenset({"/health", "/live", "/ready"}) | PATHS
+OPEN: Final = frozenset({"/", "/health", "/live", "/ready"}) | PATHS  # "/" sends a browser to the page
 CALLER: Final = "kvmesh.caller"  # key of a Caller in an ASGI scope
 ROUTE_CHARS: Final = 128  # of a refused request's path in the log, because any client can choose it
 LABEL: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # a client's X-Request-Id

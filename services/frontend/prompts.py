@@ -18,12 +18,12 @@ NAMED: Final = 8  # models in the error for an unknown one
 
 
 def find_model(models: Sequence[ServedModel], name: str) -> ServedModel:
-    """Return the named model. Raises: UnknownModel; NoDecodeInstance, if no instance is registered, so no name is known."""
+    """Return the named model. Raises: UnknownModel; NoDecodeInstance, if no instance is usable, so no name is known."""
     for model in models:
         if model.name == name:
             return model
     if not models:
-        raise NoDecodeInstance("no decode instance is registered")
+        raise NoDecodeInstance("no decode instance is usable")
     there = ", ".join(f"'{model.name}'" for model in models[:NAMED]) + (", …" if len(models) > NAMED else "")
     raise UnknownModel(
         f"The model '{name}' does not exist. There {'are' if len(models) > 1 else 'is'} {there}.", param="model"

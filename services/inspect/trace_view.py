@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from components.telemetry.clock_skew import SHIFT, shift_of
+from components.telemetry.logs import printable
 from components.telemetry.stored_spans import Span
 from components.telemetry.trace_pieces import REQUEST_ID
 from components.telemetry.trace_summary import TraceSummary, root_of
@@ -43,12 +44,12 @@ def trace_table(spans: Sequence[Span], width: int = ROOMY, *, wide: bool = False
     for depth, span in _in_order(spans):
         style = "red" if span.status == "ERROR" else ""
         table.add_row(
-            Text("  " * depth + span.name, style=style or ("bold" if depth == 0 else "")),
+            Text(printable("  " * depth + span.name), style=style or ("bold" if depth == 0 else "")),
             Text(_ms(span.start_ns - start), style="dim"),
             _ms(span.end_ns - span.start_ns),
             Text(_bar(span, start, end, bar_width), style=style or "cyan"),
             Text(
-                f"{span.service}  {_facts(span, wide=wide)}".rstrip() if shows_facts else span.service,
+                printable(f"{span.service}  {_facts(span, wide=wide)}".rstrip() if shows_facts else span.service),
                 style="dim",
                 no_wrap=not wide,
                 overflow="ellipsis",
@@ -74,12 +75,14 @@ def _title(spans: Sequence[Span], root: Span, total_ns: int) -> Text:
     request_id = next((s.attributes[REQUEST_ID] for s in spans if REQUEST_ID in s.attributes), "unknown")
     old_s = time.time() - root.start_ns / 1e9
     ago = f"; {age(old_s)} ago" if old_s > OLD_S else ""
-    text = Text(f"{root.name}: {len(spans)} spans, {total_ns / 1e6:.1f} ms, at {clock(root.start_ns)}", style="bold")
+    text = Text(
+        f"{printable(root.name)}: {len(spans)} spans, {total_ns / 1e6:.1f} ms, at {clock(root.start_ns)}", style="bold"
+    )
     text.append(ago, style="yellow")
     for service, ms in shift_of(spans).items():
         way = "later" if ms > 0 else "earlier"
         text.append(f"\nclocks differ: {service} is shown {abs(ms):.1f} ms {way}, to begin with its caller", "yellow")
-    return text.append(f"\ntrace {root.trace_id}  request {request_id}", style="dim")
+    return text.append(f"\ntrace {root.trace_id}  request {printable(str(request_id))}", style="dim")
 
 
 def _ms(ns: int) -> str:
@@ -115,7 +118,7 @@ def trace_list(traces: Iterable[TraceSummary]) -> Table:
             str(trace.num_spans),
             ",".join(marks).removeprefix("ok,"),
             Text(
-                f"{trace.name}: {trace.error}" if trace.status in {"error", "refused"} else trace.name,
+                printable(f"{trace.name}: {trace.error}" if trace.status in {"error", "refused"} else trace.name),
                 no_wrap=True,
                 overflow="ellipsis",
             ),

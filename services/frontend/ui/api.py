@@ -54,7 +54,7 @@ class Ui:
 
     async def _about(self, request: Request) -> Response:
         """Return what this viewer may do."""
-        may_kill = self.control is not None and is_from_this_machine(request)
+        may_kill = self.control is not None and is_from_this_machine(request) and _is_operator(request)
         return JSONResponse({"may_kill": may_kill}, headers=NO_STORE)
 
     async def _feed(self, _: Request) -> Response:
@@ -99,6 +99,8 @@ class Ui:
         if self.control is None:
             raise Rejected("no services.local runs this mesh with a control for this page", code="no_control")
         check_origin(request)
+        if not _is_operator(request):
+            raise Rejected("only a key with operator = true may kill workers", code="not_operator")
         body = await _body(request)
         try:
             order = msgspec.json.decode(body, type=dict[str, str])
@@ -158,3 +160,8 @@ async def _body(request: Request) -> bytes:
         if len(body) > MAX_BODY_BYTES:
             raise Rejected("the body is too long")
     return body
+
+
+def _is_operator(request: Request) -> bool:
+    """Return whether this client may see requests of all tenants; without API keys, every client may."""
+    return caller_of(request.scope).sees_tenant is None

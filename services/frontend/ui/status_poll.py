@@ -48,7 +48,10 @@ class StatusPoll:
     async def once(self) -> None:
         if not self._bus.is_connected:
             return
-        self._reports.prefills = await self._prefills.answers()
+        prefills = await self._prefills.answers()
+        if not self._bus.is_connected:
+            return  # none could answer
+        self._reports.prefills = prefills
         turn = asyncio.Semaphore(AT_ONCE)
         frontends = [record for record in self._book.of_role("frontend") if record.instance_id != self._me]
         await asyncio.gather(

@@ -63,6 +63,14 @@ def test_kv_events_of_an_instance_attract_the_prompt() -> None:
     assert (chosen.instance_id, chosen.cached_tokens, chosen.num_candidates) == ("b", 32, 3)
 
 
+def test_a_single_instance_is_chosen_for_that_alone() -> None:
+    """Its cache is not looked up, and the reason said that it held none of the prompt."""
+    fleet = Fleet()
+    fleet.index.add("b", block_hashes(PROMPT, 16, SEED)[:2])
+    assert fleet.choose("b").why == "the only instance"
+    assert "32 of 64 tokens cached" in fleet.choose("b", explain=True).why
+
+
 def test_with_pages_of_several_sizes_each_is_looked_up_by_its_own() -> None:
     fleet = Fleet(sizes={"a": 16, "b": 32, "c": 32})
     fleet.index.add("a", block_hashes(PROMPT, 16, SEED)[:1])

@@ -172,7 +172,7 @@ PATHS: Final = [
     "/v1/models", "/v1/chat/completions", "//v1/models", "/v1//models", "/v1/../v1/models", "/health/../v1/models",
     "/health/..;/v1/models", "/health%2f..%2fv1/models", "/%76%31/models", "/v1%2fmodels", "/V1/MODELS", "/v1/models/",
     "/v1/models?x=/health", "/v1/models#/health", "/v1/models;/health", "/health/", "//health", "/health%00", "/metrics",
-    "/openapi.json", "/", "*", "/nowhere", "http://127.0.0.1/v1/models", "http://localhost/v1/models",
+    "/openapi.json", "*", "/nowhere", "http://127.0.0.1/v1/models", "http://localhost/v1/models",
     "https://health/v1/models", "http://evil//v1/models", "/live/x", "/\x80",
 ]  # fmt: skip
 

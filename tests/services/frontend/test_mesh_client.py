@@ -584,6 +584,19 @@ async def test_a_request_waits_for_a_decode_instance_that_was_there_a_moment_ago
     assert tokens(await asking) == WHOLE
 
 
+async def test_a_request_waits_for_a_decode_instance_that_is_draining(mesh: Mesh) -> None:
+    """The first request after a drain of the only decode was refused at once, if the mesh had been idle."""
+    Decode(mesh, "a", answers)
+    up = Heartbeat(instance_id="a", epoch="1", step=0, busy=False)
+    mesh.decodes.record_heartbeat(up)
+    mesh.decodes.record_heartbeat(structs.replace(up, draining=True))
+    asking = asyncio.create_task(mesh.ask())
+    await asyncio.sleep(0.05)
+    assert not asking.done()
+    Decode(mesh, "b", answers)
+    assert tokens(await asking) == WHOLE
+
+
 async def test_a_request_outlives_instances_that_have_just_died(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """With both decodes killed, requests used up their moves before two seconds of silence had told, and got 502."""
     monkeypatch.setattr("services.frontend.decode_choice.MOVES", 1)

@@ -128,6 +128,15 @@ def test_a_row_of_a_list_has_the_time_and_the_outcome(one: Span, status: str) ->
     assert re.match(r"1970-01-0\d \d\d:\d\d  f{12} ", row)
 
 
+def test_words_of_clients_cannot_control_the_terminal() -> None:
+    """A model's name in a request could set the title of an operator's terminal, or its clipboard."""
+    nasty = "chat \x1b]52;c;eA==\x07\nx"
+    one = replace(span(nasty, None, 0, 1, "ERROR"), error=nasty)
+    lines = [*rendered(trace_list([summary_of([one])]), 300), *rendered(trace_table([one], 300), 300)]
+    assert "chat \\x1b]52" in lines[1]
+    assert not any(char in line for line in lines for char in "\x1b\x07")
+
+
 def test_a_list_of_traces_fits_into_80_columns() -> None:
     """It had 91: every line was wrapped."""
     cancelled = span("chat smollm2-135m", None, 0, 123_456.7, cancelled="the client has gone")

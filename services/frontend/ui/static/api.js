@@ -22,6 +22,9 @@ export class ApiError extends Error {
   }
 }
 
+// Browsers have words of their own for a lost connection: "Failed to fetch", "network error".
+export const reason = (error) => (error instanceof TypeError ? "The connection to the frontend was lost." : error.message);
+
 export async function call(path, options = {}) {
   const headers = { ...options.headers };
   if (apiKey()) headers.authorization = `Bearer ${apiKey()}`;

@@ -69,6 +69,11 @@ function Header({ part, onForget }) {
   </header>`;
 }
 
+function Fault() {
+  const { fault } = useMesh();
+  return fault && html`<p class="fault" role="alert">${fault}</p>`;
+}
+
 function skip(event) {
   event.preventDefault();
   document.getElementById("main")?.focus();
@@ -106,6 +111,7 @@ function App() {
   if (refused !== null) return html`<${KeyForm} message=${refused} onKey=${onKey} />`;
   return html`<${Header} part=${part} onForget=${onForget} />
     <main id="main" tabindex="-1">
+      <${Fault} />
       ${part === "mesh" && html`<${MeshPicture} selected=${rest} mayKill=${mayKill} />`}
       ${part === "requests" && html`<${Requests} selected=${rest} />`}
       ${part === "load" && html`<${Load} />`}

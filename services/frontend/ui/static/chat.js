@@ -1,6 +1,6 @@
 // A box to chat with the model: the answer streams, its tokens are drawn as they come, its trace follows.
-import { useEffect, useRef, useState } from "preact/hooks";
-import { call, callJson, events } from "./api.js";
+import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
+import { call, callJson, events, reason } from "./api.js";
 import { useMesh } from "./feed.js";
 import { ms, percent, short } from "./format.js";
 import { html } from "./html.js";
@@ -11,6 +11,7 @@ import { Waterfall } from "./waterfall.js";
 const TRACE_AFTER_MS = 700; // of the answer's end: its spans have been exported by then
 const SERVING_EVERY_MS = 500;
 const RHYTHM_EVERY_MS = 100;
+const NEAR_END_PX = 40;
 
 function hex(size) {
   return [...crypto.getRandomValues(new Uint8Array(size))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
@@ -129,7 +130,10 @@ export function Chat({ shown, mayKill }) {
   const stop = useRef(null);
   const log = useRef(null);
   const field = useRef(null);
-  const model = useRef(null);
+  const atEnd = useRef(true); // the reader has not scrolled up
+  const [draft, setDraft] = useState(""); // it outlives a look at another part
+  const [chosen, setChosen] = useState("");
+  const model = models.includes(chosen) ? chosen : models[0];
   const found = useTrace(run.isOver ? run.traceId : "", TRACE_AFTER_MS);
   const serving = useServing(run.traceId, run.isOver);
   useEffect(() => {
@@ -137,15 +141,16 @@ export function Chat({ shown, mayKill }) {
     const known = (list) => list.data.length && setModels(list.data.map((card) => card.id)); // none: decode may be back soon
     callJson("v1/models").then(known, () => {});
   }, [shown, about.frontend, decodes]);
-  useEffect(() => {
-    if (log.current) log.current.scrollTop = log.current.scrollHeight;
-  }, [turns]);
+  useLayoutEffect(() => {
+    if (log.current && atEnd.current) log.current.scrollTop = log.current.scrollHeight;
+  }, [turns, shown]);
 
   const send = async (event) => {
     event.preventDefault();
-    const text = field.current.value.trim();
-    if (!text || !run.isOver || !model.current.value) return;
-    field.current.value = "";
+    const text = draft.trim();
+    if (!text || !run.isOver || !model) return;
+    setDraft("");
+    atEnd.current = true;
     const asked = [...turns, { role: "user", content: text }];
     const traceId = hex(16);
     const startedAt = performance.now();
@@ -155,7 +160,7 @@ export function Chat({ shown, mayKill }) {
     setTurns([...asked, { role: "assistant", content: "" }]);
     setRun({ ...IDLE, traceId, startedAt, times, isOver: false });
     const body = {
-      model: model.current.value,
+      model,
       messages: asked,
       stream: true,
       stream_options: { include_usage: true },
@@ -165,6 +170,8 @@ export function Chat({ shown, mayKill }) {
     let scheduled = false;
     const show = () => {
       scheduled = false;
+      const box = log.current;
+      atEnd.current = !box || box.scrollHeight - box.scrollTop - box.clientHeight < NEAR_END_PX;
       setTurns([...asked, { role: "assistant", content: answer }]);
     };
     try {
@@ -178,10 +185,12 @@ export function Chat({ shown, mayKill }) {
       });
       setRun((was) => ({ ...was, tokens, isOver: true }));
     } catch (error) {
-      const fault = error.name === "AbortError" ? "stopped" : error.message;
+      const fault = error.name === "AbortError" ? "stopped" : reason(error);
       setRun((was) => ({ ...was, isOver: true, fault }));
+      if (!answer) setDraft((since) => since || text);
     }
-    show();
+    if (answer) show();
+    else setTurns(turns); // or each later request would have it, and an answer without text
     field.current?.focus();
   };
   const onKilled = (of, name) => {
@@ -200,15 +209,16 @@ export function Chat({ shown, mayKill }) {
         ${turns.map(
           (turn, i) => html`<div key=${i} class=${`turn ${turn.role}`}>
             <b>${turn.role === "user" ? "You" : "Model"}</b>
-            <p>${turn.content}${turn.role === "assistant" && i === turns.length - 1 && !run.isOver && html`<span class="caret" aria-hidden="true"></span>`}</p>
+            <p dir="auto">${turn.content}${turn.role === "assistant" && i === turns.length - 1 && !run.isOver && html`<span class="caret" aria-hidden="true"></span>`}</p>
           </div>`,
         )}
       </div>
       ${run.fault && html`<p class="fault" role="alert">${run.fault}</p>`}
       <form onSubmit=${send}>
-        <textarea ref=${field} rows="2" aria-label="Message" placeholder="Message" onKeyDown=${onKeyDown}></textarea>
+        <textarea ref=${field} rows="2" dir="auto" aria-label="Message" placeholder="Message" value=${draft}
+          onInput=${(event) => setDraft(event.target.value)} onKeyDown=${onKeyDown}></textarea>
         <div class="options">
-          <label>Model <select ref=${model}>${models.map((name) => html`<option key=${name}>${name}</option>`)}</select></label>
+          <label>Model <select value=${model} onChange=${(event) => setChosen(event.target.value)}>${models.map((name) => html`<option key=${name}>${name}</option>`)}</select></label>
           <label>At most <input type="number" min="1" max="4096" value=${limit} onInput=${(event) => setLimit(Number(event.target.value))} /> tokens</label>
           <label><input type="checkbox" checked=${goesOn} onChange=${(event) => setGoesOn(event.target.checked)} /> do not stop at the end of the answer</label>
           <span class="push">

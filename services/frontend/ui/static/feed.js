@@ -13,6 +13,7 @@ export const mesh = {
   about: {},
   samples: [],
   status: "connecting", // or live, lost, closed
+  fault: "", // why the server refused the feed
   updates: 0,
 };
 
@@ -92,11 +93,13 @@ async function read(signal) {
     try {
       const answer = await call("ui/api/feed", { signal });
       failures = 0;
+      mesh.fault = "";
       setStatus("live");
       for await (const [event, data] of events(answer)) apply(event, JSON.parse(data));
     } catch (error) {
       if (signal.aborted) return;
       if (error.status === 401) return setStatus("closed");
+      mesh.fault = error.status ? error.message : ""; // such as a Host that is not allowed
     }
     setStatus("lost");
     await new Promise((done) => setTimeout(done, RETRY_MS[Math.min(failures, RETRY_MS.length - 1)]));

@@ -1,7 +1,7 @@
 // The mesh as a live picture: instances by role, and the KV that prefill sends to decode.
 import { Component } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
-import { call } from "./api.js";
+import { call, reason } from "./api.js";
 import { useMesh } from "./feed.js";
 import { age, bytes, clock, ms, percent, rate, short } from "./format.js";
 import { html } from "./html.js";
@@ -241,7 +241,7 @@ export function KillButton({ of, onKilled }) {
       setNote("killed");
       onKilled?.(of, name);
     } catch (error) {
-      setNote(error.message);
+      setNote(reason(error));
     }
   };
   return html`<button class="danger" onClick=${press} disabled=${note === "…" || note === "killed"} aria-label=${`Kill ${of.role} ${of.id}`}>
@@ -313,7 +313,7 @@ function Detail({ of, id, links, mayKill, onClose }) {
   </aside>`;
 }
 
-function Summary({ roles, links, samples }) {
+function Summary({ roles, links, samples, about }) {
   const workers = [...roles.prefill, ...roles.decode];
   const all = [...roles.frontend, ...roles.bootstrap, ...workers];
   const sum = (list, name) => list.reduce((total, of) => total + (of[name] || 0), 0);
@@ -324,9 +324,11 @@ function Summary({ roles, links, samples }) {
   const stuck = hasDecode(roles) ? 0 : sum(roles.frontend, "running"); // admitted, and none can compute them
   const counts = {};
   for (const of of unwell) counts[of.state] = (counts[of.state] || 0) + 1;
-  const isDown = all.length > 0 && !roles.decode.length;
+  const hasNone = all.length > 0 && !roles.decode.some((of) => of.state === "up" || of.state === "late");
+  const isDown = hasNone || about.nats_away > 0;
   const words = Object.entries(counts).map(([state, n]) => `${n} ${STATES[state]}`);
-  if (isDown) words.unshift("no decode worker");
+  if (hasNone) words.unshift("no decode worker");
+  if (about.nats_away) words.splice(0, words.length, `no answer from NATS for ${age(about.nats_away)}`);
   const figures = [
     ["instances", `${all.length}`],
     ["requests running", short(sum(roles.decode, "running"))],
@@ -365,7 +367,7 @@ export function MeshPicture({ selected, mayKill }) {
   const layout = `${width} ${[...instances.keys()].length} ${roles.prefill.map((of) => of.id)} ${roles.decode.map((of) => of.id)}`;
   return html`<div class=${`mesh ${selected ? "with-detail" : ""}`}>
     <h1 class="unseen">Mesh</h1>
-    <${Summary} roles=${roles} links=${links} samples=${samples} />
+    <${Summary} roles=${roles} links=${links} samples=${samples} about=${about} />
     <div class="flow" ref=${box}>
       <${Arrows} links=${links} layout=${layout} box=${box} selected=${selected} />
       ${COLUMNS.map(

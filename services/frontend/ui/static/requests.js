@@ -1,6 +1,6 @@
 // Requests: recent, slow, failed; and the trace of one.
 import { useEffect, useState } from "preact/hooks";
-import { callJson } from "./api.js";
+import { callJson, reason } from "./api.js";
 import { clock, ms } from "./format.js";
 import { html } from "./html.js";
 import { useTrace } from "./trace.js";
@@ -28,7 +28,7 @@ function usePolled(path, everyMs) {
         if (!document.hidden) setFound({ data: await callJson(path, { signal: stop.signal }), fault: "" });
       } catch (error) {
         if (stop.signal.aborted) return;
-        setFound((was) => ({ ...was, fault: error.message }));
+        setFound((was) => ({ ...was, fault: reason(error) }));
       }
       if (!stop.signal.aborted) timer = setTimeout(ask, everyMs);
     };

@@ -1,6 +1,6 @@
 // One trace. Each process exports its own spans, so that a trace is not whole at once: it is asked for again.
 import { useEffect, useState } from "preact/hooks";
-import { callJson } from "./api.js";
+import { callJson, reason } from "./api.js";
 
 const EVERY_MS = 700;
 const TRIES = 12; // until the trace has the frontend's first span
@@ -29,7 +29,7 @@ export function useTrace(id, afterMs = 0) {
       } catch (error) {
         if (stop.signal.aborted) return;
         const isWaiting = left > 0;
-        setFound((was) => (was.id === id && was.trace ? was : { id, trace: null, fault: error.message, isWaiting }));
+        setFound((was) => (was.id === id && was.trace ? was : { id, trace: null, fault: reason(error), isWaiting }));
       }
       if (left > 0 && !stop.signal.aborted) timer = setTimeout(ask, EVERY_MS);
     };

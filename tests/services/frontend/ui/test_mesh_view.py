@@ -32,7 +32,15 @@ class Shown:
         self.decodes = Liveness(self.book, "decode", lambda: self.now_s)
         self.reports = Reports()
         about = about_mesh("ns", "m", "f1")
-        self.view = MeshView(self.book, self.decodes, self.reports, about, lambda: STARTED_S + self.now_s)
+        self.nats_away_s = 0.0
+        self.view = MeshView(
+            self.book,
+            self.decodes,
+            self.reports,
+            about,
+            lambda: STARTED_S + self.now_s,
+            nats_away_s=lambda: self.nats_away_s,
+        )
 
     def state(self, name: str) -> str:
         return str(self.view.look().instances[name]["state"])
@@ -40,6 +48,16 @@ class Shown:
 
 def instance(name: str, role: str = "decode", **facts: Any) -> InstanceRecord:
     return record(name, role=role, started_unix_ms=int(STARTED_S * 1000), **facts)
+
+
+def test_a_picture_without_nats_says_how_old_it_is() -> None:
+    """The page showed its last figures as live, and all prefill instances as silent."""
+    shown = Shown()
+    assert shown.view.look().about["nats_away"] == 0
+    shown.nats_away_s = 1.0
+    assert shown.view.look().about["nats_away"] == 0
+    shown.nats_away_s = 6.2
+    assert shown.view.look().about["nats_away"] == 6
 
 
 def test_an_instance_on_several_devices_names_them() -> None:

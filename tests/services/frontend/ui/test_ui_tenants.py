@@ -11,7 +11,7 @@ from components.api_keys import parse_file, parse_list
 from components.telemetry.stored_spans import Span
 from services.frontend.keys import KeyRing
 from tests.services.frontend.fake_mesh import FakeMesh
-from tests.services.frontend.ui.parts import FakeReader, make_page, served, trace
+from tests.services.frontend.ui.parts import FakeControl, FakeReader, make_page, served, trace
 
 pytestmark = pytest.mark.anyio
 
@@ -98,3 +98,15 @@ async def test_a_key_that_becomes_an_operator_sees_all_at_once() -> None:
     assert not account.is_operator
     ring.replace(parse_file(FILE.replace('"sk-bob-0123456789"', '"sk-bob-0123456789"\noperator = true')))
     assert account.is_operator
+
+
+async def test_only_an_operator_kills(mesh: FakeMesh) -> None:
+    """With API keys, each tenant could end the worker of all."""
+    control = FakeControl()
+    async with served(mesh, make_page(control=control), KeyRing(parse_file(FILE))) as http:
+        for name, may, status in (("bob", False, 400), ("root", True, 200)):
+            headers = {"authorization": f"Bearer sk-{name}-0123456789", "x-kvmesh-ui": "1"}
+            assert (await http.get("/ui/api/about", headers=headers)).json() == {"may_kill": may}
+            killed = await http.post("/ui/api/kill", json={"instance": "d1"}, headers=headers)
+            assert killed.status_code == status
+    assert control.killed == ["d1"]
