@@ -1,4 +1,4 @@
-"""Server-sent events of a message, the content blocks of an answer, and errors."""
+"""Server-sent events of a message, content blocks of an answer, and errors."""
 
 from collections.abc import Sequence
 from math import isfinite
@@ -12,7 +12,7 @@ from components.openai.events import as_json, quote
 from components.output.blocks import Block, Blocks
 from components.output.calls import CallDelta
 
-OVERLOADED: Final = 529  # Anthropic's own status; its clients retry after it
+OVERLOADED: Final = 529  # Anthropic's own status, after which its clients retry
 TYPES: Final = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -42,7 +42,7 @@ def content_of(block: Block) -> dict[str, Any]:
 
 
 def _input(arguments: str) -> dict[str, Any]:
-    """Return a call's arguments, even if cut off. What is not a JSON object is returned as text."""
+    """Return a call's arguments, even if cut off. If they are not a JSON object, they are returned as text."""
     try:
         read = from_json(arguments or "{}", allow_partial=True, allow_inf_nan=False)
     except ValueError:
@@ -53,7 +53,7 @@ def _input(arguments: str) -> dict[str, Any]:
 
 
 def _is_finite(value: Any) -> bool:
-    """Whether no number in `value` overflowed: JSON has no infinity."""
+    """Return whether all numbers in `value` are finite, because JSON has no infinity."""
     if isinstance(value, float):
         return isfinite(value)
     inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -108,7 +108,7 @@ def _stop(block: Block) -> bytes:
 
 
 def status_of(error: ApiError) -> int:
-    """Errors are made from OpenAI's, so that one table holds all causes."""
+    """Return the HTTP status of an error. Errors are converted from OpenAI's, so that one table maps all causes."""
     return OVERLOADED if error.status == 503 else error.status
 
 

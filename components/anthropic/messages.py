@@ -13,7 +13,7 @@ from components.openai.fields import INT32_MAX, Strict, TokenCount, Usage, by_ty
 MAX_MESSAGES: Final = 4096
 MAX_BLOCKS: Final = 1024
 MAX_TOOLS: Final = 1024
-PARAMS: Final = {  # a pattern of a chat's parameter to its name here, where they differ
+PARAMS: Final = {  # pattern of a chat's parameter: its name in this API, if different
     r"max_completion_tokens": "max_tokens",
     r"stop": "stop_sequences",
     r"response_format.*": "output_config.format",
@@ -107,7 +107,7 @@ class Tool(Cacheable):
     description: str | None = None
     input_schema: dict[str, JsonValue]
     strict: bool | None = None
-    eager_input_streaming: bool | None = None  # always so
+    eager_input_streaming: bool | None = None  # always the case
     input_examples: Annotated[JsonValue, only([])] = None
 
 
@@ -166,11 +166,11 @@ class CountRequest(Strict):
         return PARAMS | {"reasoning_effort": "output_config.effort"} if by_effort else PARAMS
 
     def chat(self) -> ChatRequest:
-        """Raises: Rejected, with the chat's parameter names."""
+        """Convert the request to a chat. Raises: Rejected, with the chat's parameter names."""
         return parse_value(ChatRequest, {name: value for name, value in self._wanted().items() if value is not None})
 
     def check(self) -> None:
-        """Raises: Rejected, if fields contradict each other."""
+        """Check that fields do not contradict each other. Raises: Rejected."""
         _check_blocks(self.messages)
         choice = self.tool_choice
         if choice is not None and (choice.name is None) == (choice.type == "tool"):
@@ -250,10 +250,10 @@ class MessagesRequest(CountRequest):
 
 
 def _check_blocks(messages: Sequence[Turn]) -> None:
-    """Raises: Rejected, if a block is in the wrong turn, or a result belongs to no call."""
+    """Check that blocks are in the right turn and each result belongs to a call. Raises: Rejected."""
     uses: set[str] = set()  # ids of the previous turn
     made: set[str] = set()  # ids of this turn
-    only_results = True  # so far in this turn
+    only_results = True  # this turn has had nothing but results so far
     for i, message in enumerate(messages):
         if i and message.role != messages[i - 1].role:  # consecutive messages of a role are one turn
             uses, made, only_results = made, set(), True
@@ -263,7 +263,7 @@ def _check_blocks(messages: Sequence[Turn]) -> None:
             if isinstance(block, TextBlock):
                 only_results = False
             elif isinstance(block, ToolResult) != (message.role == "user") or message.role == "system":
-                raise _wrong(f"{at}.type", f"there is no '{block.type}' in a turn of the {message.role}")
+                raise _wrong(f"{at}.type", f"'{block.type}' is not allowed in a turn of the {message.role}")
             elif isinstance(block, ToolResult) and not only_results:
                 raise _wrong(at, "a 'tool_result' must come before any text of its turn")
             elif isinstance(block, ToolResult) and block.tool_use_id not in uses:
@@ -275,7 +275,7 @@ def _wrong(param: str, why: str) -> Rejected:
 
 
 def turns(system: Sequence[TextBlock], messages: Iterable[Turn]) -> list[dict[str, Any]]:
-    """Return the messages of a chat. Consecutive turns of a role are joined; each tool result becomes a message."""
+    """Return the messages of a chat. Consecutive turns of a role are joined. Each tool result becomes a message."""
     made: list[dict[str, Any]] = []
     if system:
         made.append({"role": "system", "content": [_chats_text(block.text) for block in system]})
@@ -294,7 +294,7 @@ def turns(system: Sequence[TextBlock], messages: Iterable[Turn]) -> list[dict[st
 
 
 def _add(turn: dict[str, Any], block: TextBlock | ToolUse | Thinking) -> None:
-    """Add to a turn; its `reasoning_content` is a list until all is added."""
+    """Add a block to a turn, whose `reasoning_content` is a list until `turns` joins it."""
     if isinstance(block, TextBlock):
         turn["content"] = turn["content"] or []
         turn["content"].append(_chats_text(block.text))
@@ -306,7 +306,7 @@ def _add(turn: dict[str, Any], block: TextBlock | ToolUse | Thinking) -> None:
 
 
 def _result(block: ToolResult) -> list[dict[str, str]]:
-    """Return a result as text. A chat has no field for an error, so the text starts with it."""
+    """Return a result as text. It starts with "Error:" for an error, because a chat has no field for that."""
     texts = [part.text for part in block.content or ()]
     return [_chats_text(text) for text in (["Error:", *texts] if block.is_error else texts or [""])]
 

@@ -30,7 +30,7 @@ _CHANNEL: Final = (
     ("grpc.http2.ping_timeout_ms", 3_000),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.enable_retries", 0),
-    ("grpc.max_receive_message_length", -1),  # a watch event may carry the records of a whole fleet
+    ("grpc.max_receive_message_length", -1),  # a watch event may contain the records of a whole fleet
 )
 ANYONE: Final = EtcdAccess()
 
@@ -48,7 +48,7 @@ class Endpoint(NamedTuple):
 
 
 def endpoints(url: str) -> list[Endpoint]:
-    """Raises: WrongSettings."""
+    """Return the members in MESH_ETCD_URL. Raises: WrongSettings."""
     members = [_endpoint(one.strip()) for one in url.split(",")]
     try:
         secure = wants_tls(url, "http", "https", "MESH_ETCD_URL")
@@ -70,7 +70,7 @@ def _endpoint(url: str) -> Endpoint:
     try:
         parts = urlsplit(url if "//" in url else f"//{url}")
         host, port = parts.hostname, parts.port
-    except ValueError:  # an invalid port, half an IPv6 address
+    except ValueError:  # an invalid port, or an incomplete IPv6 address
         host = port = None
     if not host:
         raise WrongSettings(f"etcd endpoint {shown!r} is not http://host:port (MESH_ETCD_URL)")
@@ -178,7 +178,7 @@ def refused(url: str, cause: str) -> str:
 
 
 def _refresh(client: Any, lease_id: int) -> int:
-    """Return the seconds to live; 0 if the lease is gone."""
+    """Renew a lease. Return its time to live in seconds; 0 if it is gone."""
     requests = iter([etcdrpc.LeaseKeepAliveRequest(ID=lease_id)])
     answers = client.leasestub.LeaseKeepAlive(requests, PROBE_TIMEOUT_S, metadata=HAS_LEADER)
     return int(next(iter(answers)).TTL)
@@ -222,12 +222,12 @@ class _SecureClient(etcd3.Etcd3Client):  # type: ignore[misc]
 
 
 def _prove_quorum(client: Any, timeout_s: float) -> None:
-    """Raises: grpc.RpcError."""
+    """Check that the member has a quorum. Raises: grpc.RpcError."""
     try:
         # a linearizable read needs a quorum, `status` does not
         client.kvstub.Range(etcdrpc.RangeRequest(key=b"\0", count_only=True), timeout_s)
     except grpc.RpcError as exc:
-        # etcd checks rights after it has asked the quorum
+        # etcd checks rights only after the quorum has answered
         if exc.code() is not grpc.StatusCode.PERMISSION_DENIED:
             raise
 
@@ -262,7 +262,7 @@ class _Token(grpc.UnaryUnaryClientInterceptor, grpc.StreamStreamClientIntercepto
 
 
 def _is_refusal(exc: grpc.RpcError) -> bool:
-    """etcd answers INVALID_ARGUMENT to a wrong or missing password."""
+    """Return whether etcd refused the login. It returns INVALID_ARGUMENT for a wrong or missing password."""
     if not hasattr(exc, "code"):
         return False
     refusals = (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED)

@@ -17,7 +17,7 @@ from components.errors import BackendUnavailable
 
 log = logging.getLogger(__name__)
 
-LOOK_S: Final = 1.0  # between checks of a taken key
+LOOK_S: Final = 1.0  # interval of checks while another process has the key
 
 
 class Leadership:
@@ -82,7 +82,7 @@ class _Campaign:
             if taken:
                 self.stop.wait(LOOK_S)
                 continue
-            asked = time.monotonic()  # before etcd starts to count the time to live
+            asked = time.monotonic()  # before etcd starts the lease's time to live
             lease = client.lease(self._ttl_s)
             won, _ = client.transaction(
                 compare=[client.transactions.create(self._key) == 0],
@@ -122,7 +122,7 @@ async def lead(
     """Take part in the election within the context. Yields at once.
 
     Args:
-        key: held by the leader.
+        key: the key that the leader holds.
         facts: the key's value, for humans.
         ttl_s: time after which a silent leader is replaced.
     """

@@ -1,4 +1,4 @@
-"""Where instances serve their metrics, for the planner and for Prometheus."""
+"""Addresses of instances' metrics pages, for the planner and Prometheus."""
 
 import socket
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class ScrapeTarget:
 
 
 def page_of(record: InstanceRecord, own_host: str = socket.gethostname()) -> str | None:
-    """URL of an instance's page. A loopback address of another host is replaced by that host's name."""
+    """Return the URL of an instance's page. A loopback address of another host is replaced by that host's name."""
     url = record.metrics or record.http
     if url is None:
         return None
@@ -32,13 +32,13 @@ def page_of(record: InstanceRecord, own_host: str = socket.gethostname()) -> str
 
 
 def scrape_targets(book: InstanceBook, namespace: str, asked: str = "localhost") -> list[ScrapeTarget]:
-    """Every registered instance that has a metrics page.
+    """Return a target for every registered instance that has a metrics page.
 
     Args:
         book: the instances.
         namespace: a label.
-        asked: host and port under which the scraper reached this process. If that is no loopback address, the scraper is on
-            another host, and this host's loopback pages are named by the host.
+        asked: host and port at which the scraper reached this process. If that is no loopback address, the scraper is on
+            another host, so loopback pages of this host are listed under the host's name.
     """
     is_local = is_loopback(urlsplit(f"//{asked}").hostname or "")
     own_host = socket.gethostname() if is_local else ""

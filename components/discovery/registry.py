@@ -138,7 +138,7 @@ class Registry:
 
     def _register(self, registration: Registration, record: InstanceRecord) -> int:
         with etcd_client(self._url, self._access) as client:
-            asked = time.monotonic()  # etcd's time to live begins later
+            asked = time.monotonic()  # before etcd starts the lease's time to live
             lease_id = int(client.lease(self._ttl_s).id)
             self._write(client, registration, record, lease_id)
         registration.renewed(asked + self._ttl_s)
@@ -253,7 +253,7 @@ class Registry:
 
 @asynccontextmanager
 async def join_registry(url: str, namespace: str, ttl_s: float, access: EtcdAccess = ANYONE) -> AsyncIterator[Registry]:
-    """Wait for etcd, and fill the mirror."""
+    """Wait for etcd and yield a registry whose mirror is filled."""
     registry = Registry(url, namespace, ttl_s, access)
     thread = threading.Thread(target=registry._mirror, name="etcd-mirror")
     thread.start()
@@ -304,15 +304,15 @@ def _text(key: bytes) -> str:
 
 
 def _load(key: bytes, value: bytes) -> InstanceRecord | None:
-    """Return the record; None if it is unreadable, or under another instance's key: a process may only write its own key."""
+    """Return the record; None if it is unreadable or another instance's, because a process may write only its own key."""
     name = _text(key)
     try:
         record = load_record(value)
     except MalformedMessage as exc:
-        log.warning("instance record not understood", extra={"key": name, "cause": str(exc)})
+        log.warning("unreadable instance record", extra={"key": name, "cause": str(exc)})
         return None
     if not name.endswith(f"/{record.role}/{record.instance_id}"):
         cause = f"it names {record.role} {record.instance_id[:80]!r}"
-        log.warning("instance record not understood", extra={"key": name, "cause": cause})
+        log.warning("unreadable instance record", extra={"key": name, "cause": cause})
         return None
     return record

@@ -9,13 +9,13 @@ Kind = Literal["reasoning", "text", "call"]
 
 
 class Block:
-    """`id` and `name` are a call's; its text is the arguments."""
+    """A block. `id` and `name` are set for a call, whose text is its arguments."""
 
     __slots__ = ("_pieces", "id", "index", "kind", "name")
 
     def __init__(self, kind: Kind, index: int, call_id: str = "", name: str = "") -> None:
         self.kind = kind
-        self.index = index  # among all blocks
+        self.index = index  # position among all blocks
         self.id = call_id
         self.name = name
         self._pieces: list[str] = []
@@ -36,14 +36,14 @@ class Step(NamedTuple):
 
 
 class Blocks:
-    """The last block is open. Deltas of a call are consecutive."""
+    """The blocks of an answer, of which the last one is open. Deltas of a call are consecutive."""
 
     def __init__(self) -> None:
         self.all: list[Block] = []
         self._call = -1  # index of the open call; -1: none is open
 
     def feed(self, reasoning: str, text: str, calls: Sequence[CallDelta]) -> Iterator[Step]:
-        rest = 0  # of the open call: what else is new follows it
+        rest = 0  # number of deltas of the open call, which precede all other new text
         while rest < len(calls) and calls[rest].index == self._call:
             yield self._grow("call", calls[rest].arguments, calls[rest])
             rest += 1

@@ -1,15 +1,15 @@
-"""Tool calls, piece by piece, independent of the model's format."""
+"""Tool calls and their deltas, independent of the model's format."""
 
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-MAX_NAME: Final = 256  # characters; clients could not send back a call with a longer name
+MAX_NAME: Final = 256  # characters; we would refuse a longer name when the client sends the call back
 
 
 class CallDelta(NamedTuple):
     """A call's first delta has `id` and `name`; later ones have arguments only."""
 
-    index: int  # type: ignore[assignment]  # of the call in its choice, from 0; hides the tuple's method
+    index: int  # type: ignore[assignment]  # number of the call in its choice, from 0; hides the tuple's method
     id: str | None
     name: str | None
     arguments: str  # the next characters of a JSON text

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001, RUF002  # the bars in DeepSeek's tokens are wide
-"""DeepSeek's calls: special tokens around each and around all.
+"""DeepSeek's calls, with special tokens around each call and around all.
 
 V3 and R1: `function<｜tool▁sep｜>name`, a line end, and arguments in a fence. V3.1: `name<｜tool▁sep｜>{…}`.
 """
@@ -41,7 +41,7 @@ def _call(r: Reader) -> Steps[bool]:
         return False
     r.skip(len(SEPARATOR))
     yield from r.spaces()
-    if (yield from r.char()) != "{":  # then the head was the call's type, and its name follows
+    if (yield from r.char()) != "{":  # the head was the call's type, and its name follows
         head.clear()
         yield from r.until(["\n", "```", "{", CALL_END], head.append)
         yield from r.spaces()

@@ -63,8 +63,8 @@ def mistral_id() -> str:
 class ToolFormat:
     name: ToolParserName
     read: Format
-    tokens: tuple[str, ...] = ()  # its markers; the detokenizer must show special tokens among them
-    style: CallStyle | None = None  # for a grammar; None: calls are plain JSON
+    tokens: tuple[str, ...] = ()  # its markers; the detokenizer must output those that are special tokens
+    style: CallStyle | None = None  # for grammars; None: calls are plain JSON
     new_id: Callable[[], str] = call_id
 
 
@@ -74,15 +74,15 @@ class ReasoningFormat:
     begin: str
     end: str
     always: bool = False  # the model reasons unless the prompt prevents it, and may omit `begin`
-    messages: MessageStyle | None = None  # `begin` and `end` are those of one message
+    messages: MessageStyle | None = None  # if set, `begin` and `end` are those of one message
     read: Format | None = None  # reads the whole answer, with its calls
-    special: tuple[str, ...] = ()  # its markers, if they are more than `begin` and `end`
-    answers: tuple[str, ...] = ()  # how an answer or a call begins; without any, after `end`
+    special: tuple[str, ...] = ()  # its markers, if it has more than `begin` and `end`
+    answers: tuple[str, ...] = ()  # beginnings of an answer or a call; (): it begins after `end`
     efforts: tuple[str, ...] = ()  # reasoning efforts that the model supports; (): any
 
     @property
     def tokens(self) -> tuple[str, ...]:
-        """Markers; the detokenizer must show special tokens among them."""
+        """All markers. The detokenizer must output those that are special tokens."""
         return self.special or (self.begin, self.end)
 
     @property
@@ -93,7 +93,7 @@ class ReasoningFormat:
 
 _DEEPSEEK: Final = (CALLS, CALL, SEPARATOR, CALL_END, CALLS_END)
 _MISTRAL: Final = (TOOL_CALLS, ARGS, CALL_ID)
-# since version 11 of its tokenizer
+# since version 11 of Mistral's tokenizer
 MISTRAL_NAMED: Final = CallStyle(TOOL_CALLS + "{}" + ARGS, "", "", marker=TOOL_CALLS)
 PLAIN_JSON: Final = ToolFormat(
     "json", plain_json, style=CallStyle('{"name": "{}", "arguments": ', "}", ", ", before="[", after="]")
@@ -209,19 +209,19 @@ class FormatOptions:
 
 @dataclass(frozen=True, slots=True)
 class OutputFormats:
-    tools: ToolFormat | None  # None: the model cannot get tools
-    instructed: bool  # the tools are described by our own text, not by the template
+    tools: ToolFormat | None  # None: tools are not supported
+    instructed: bool  # whether our own text, not the template, describes the tools
     reasoning: ReasoningFormat | None
 
     @classmethod
     def of(cls, template: str, options: FormatOptions) -> Self:
-        """Raises: ValueError if the options contradict the chat template."""
+        """Choose the formats. Raises: ValueError, if the options contradict the chat template."""
         knows_tools = "tools" in variables_of(template)
         ours = options.tool_format == "hermes" or (options.tool_format == "auto" and not knows_tools)
         if ours and options.tool_parser not in {None, "hermes"}:
             raise ValueError(
-                f"--tool-parser {options.tool_parser} needs a model whose chat template speaks of tools, and --tool-format "
-                "auto or template: otherwise the prompt asks the model to write calls in the format hermes"
+                f"--tool-parser {options.tool_parser} needs a model whose chat template supports tools, and --tool-format "
+                "auto or template: otherwise the prompt instructs the model to write calls in the format hermes"
             )
         reasoning = reasoning_format_of(template)
         if options.reasoning_parser is not None:
@@ -233,7 +233,7 @@ class OutputFormats:
         tools = chosen if ours or knows_tools or options.tool_parser else None
         if tools is not None and (tools.name == "gpt_oss") != in_messages:
             raise ValueError(
-                "the format gpt_oss is for reasoning and calls together: set --tool-parser and --reasoning-parser both to "
-                "gpt_oss, or neither; and --tool-format to auto or template"
+                "the format gpt_oss is for both reasoning and calls: set --tool-parser and --reasoning-parser both to "
+                "gpt_oss, or set neither; and set --tool-format to auto or template"
             )
         return cls(tools, ours, reasoning)

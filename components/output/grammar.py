@@ -1,6 +1,6 @@
-"""Answers as a grammar in llguidance's Lark: tool calls in the model's format, limited to their parameters.
+"""Grammars of answers in llguidance's Lark: tool calls in the model's format, with the parameters that tools allow.
 
-Source: llguidance's docs/syntax.md. A special token is written `<[id]>`: its text would match other tokens.
+A special token is written `<[id]>`, because its text would match other tokens. Source: llguidance's docs/syntax.md.
 """
 
 import json
@@ -15,31 +15,33 @@ from components.output.reader import Schema
 from components.structured.grammar import ASCII, WHITESPACE, as_lark
 from components.wire.sampling import Constraint
 
-MAX_CALLS: Final = 32  # in an answer that must be calls, because a small model would never stop
+MAX_CALLS: Final = 32  # limit in an answer that must consist of calls, because a small model might never stop
 TEXT: Final = r"/(?s:.*)/"
 JSON_STYLE: Final = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
 
 
 @dataclass(frozen=True, slots=True)
 class CallStyle:
-    """`before`, calls with `separator` between them, `after`; `{}` is the name."""
+    """The form of an answer's calls: `before`, calls separated by `separator`, `after`. `{}` is replaced by the name."""
 
-    head: str  # up to the arguments
+    head: str  # text of a call before its arguments
     tail: str
     separator: str
     before: str = ""
     after: str = ""
-    marker: str = ""  # starts the first call and no other answer; "": other answers start without a bracket
+    marker: str = (
+        ""  # starts the first call and no other answer; "": no marker, but other answers never start with a bracket
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class MessageStyle:
-    """An answer of several messages: any number of others, then one with the answer or a call."""
+    """The form of an answer in several messages: any number of others, then one with the answer or a call."""
 
-    others: tuple[str, ...]  # how each kind of them begins
-    end: str  # of a message, if another one follows
-    next: str  # between `end` and the next message
-    answer: str  # how the message with the answer begins
+    others: tuple[str, ...]  # beginning of each kind of other message
+    end: str  # end of a message that another one follows
+    next: str  # text between `end` and the next message
+    answer: str  # beginning of the message with the answer
 
 
 class CallableTool(NamedTuple):
@@ -51,8 +53,8 @@ class CallableTool(NamedTuple):
 class Thinking(NamedTuple):
     begin: str
     end: str
-    opened: bool  # by the prompt
-    messages: MessageStyle | None = None  # reasoning is messages of these
+    opened: bool  # whether the prompt ends with `begin`
+    messages: MessageStyle | None = None  # if set, reasoning is in messages of this form
 
 
 class Grammar:
@@ -68,7 +70,7 @@ class Grammar:
         return "\n".join([*self._rules, f"start: {start}"])
 
     def rule(self, name: str, body: str) -> str:
-        """Add a rule. Returns: its name."""
+        """Add a rule and return its name."""
         self._rules.append(f"{name}: {body}")
         return name.partition("[")[0]
 
@@ -86,13 +88,13 @@ class Grammar:
         return self.rule(f"{name}[lazy]", rf"/(?s:.*){_escaped(marker)}/")
 
     def calls(self, style: CallStyle, tools: Sequence[CallableTool], *, single: bool, within_text: bool = False) -> str:
-        """`within_text`: the first call's marker is already written."""
+        """Return an expression for calls. `within_text`: the first call's marker has already been matched."""
         before, head = style.before, style.head
         if within_text:
             before, head = before.removeprefix(style.marker), head if before else head.removeprefix(style.marker)
         call = self.rule("call", " | ".join(self._call(f"call_{i}", style, head, tool) for i, tool in enumerate(tools)))
         further = f"({self.literal(style.separator)} {call}){{0,{MAX_CALLS - 1}}}"
-        several = not single and not (within_text and not style.before)  # then text separates them
+        several = not single and not (within_text and not style.before)  # within text, text separates the calls
         return " ".join(
             part for part in (self.literal(before), call, further if several else "", self.literal(style.after)) if part
         )
@@ -142,7 +144,7 @@ def calls_or(
     *,
     single: bool,
 ) -> str:
-    """`answer`: a rule from `answer_rule`, or TEXT. `style`: the answer may also be calls."""
+    """Return a grammar for `answer`, from `answer_rule` or TEXT. With a `style`, calls are allowed instead."""
     before = grammar.thinking(thinking)
     either = grammar.rule("answer", answer)
     if thinking is not None and thinking.messages is not None:
@@ -153,7 +155,7 @@ def calls_or(
 
 
 def answer_rule(kind: str, text: str) -> str:
-    """Raises: ValueError, for a wrong pattern or grammar."""
+    """Return the rule for a constraint. Raises: ValueError, for an invalid pattern or grammar."""
     if kind == "json_schema":
         schema = json.loads(text)
         style = {"x-guidance": {"whitespace_pattern": WHITESPACE}}
@@ -164,13 +166,13 @@ def answer_rule(kind: str, text: str) -> str:
 
 
 def _schema(tool: CallableTool) -> dict[str, Any]:
-    """The parameters as the compiler accepts them. If not strict, unsupported keywords are ignored."""
+    """Return a tool's parameters in a form that the compiler accepts. If not strict, it ignores unsupported keywords."""
     schema: dict[str, Any] = dict(tool.parameters or {"type": "object", "properties": {}})
     schema.setdefault("type", "object")
     whole = schema.keys() & {"additionalProperties", "patternProperties", "allOf", "anyOf", "oneOf", "$ref"}
     properties = schema.get("properties")
     if isinstance(properties, dict) and not whole and properties.keys() >= set(schema.get("required", ())):
-        schema["additionalProperties"] = False  # because models otherwise invent parameters
+        schema["additionalProperties"] = False  # otherwise models invent parameters
     schema["title"] = tool.name  # for the error, if the compiler refuses the schema
     return {**schema, "x-guidance": JSON_STYLE if tool.strict else {**JSON_STYLE, "lenient": True}}
 

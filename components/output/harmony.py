@@ -3,8 +3,8 @@
     <|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>final<|message|>…
     <|channel|>commentary to=functions.f <|constrain|>json<|message|>{…}
 
-The prompt ends with `<|start|>assistant`. `<|return|>` ends an answer, and `<|call|>` one with a call. Both are end tokens of
-the model. The text shows them, so a call that is not JSON has an end, too.
+The prompt ends with `<|start|>assistant`. `<|return|>` ends an answer, and `<|call|>` an answer with a call. Both are end
+tokens of the model, but included in the text, so that even a call that is not JSON has an end.
 
 Source: openai/harmony, docs/format.md.
 """
@@ -29,17 +29,17 @@ HARMONY_MESSAGES: Final = MessageStyle(
     next=NEXT,
     answer=f"{CHANNEL}final{MESSAGE}",
 )
-# how all messages begin but reasoning
+# beginnings of all messages except reasoning
 HARMONY_ANSWERS: Final = (f"{CHANNEL}final", f"{CHANNEL}commentary", f"{CHANNEL}analysis to=", f"{NEXT} to=")
-TO_OTHERS: Final = frozenset({"assistant", "user", "all"})  # recipients that are no tools
+TO_OTHERS: Final = frozenset({"assistant", "user", "all"})  # recipients that are not tools
 _RECIPIENT: Final = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL: Final = re.compile(r"<\|channel\|>\s*(\w+)")
-_BETWEEN: Final = "\n\n"  # two messages that a client sees as one text
+_BETWEEN: Final = "\n\n"  # separator of messages that are joined into one text
 
 
 def harmony(r: Reader) -> Steps[None]:
-    """Text without a header is part of the answer, because a prompt may end within a message."""
-    header = "to=" if (yield from r.literal(" to=")) else ""  # of the header that the prompt began
+    """Read an answer. Text without a header belongs to it, because a prompt may end within a message."""
+    header = "to=" if (yield from r.literal(" to=")) else ""  # the part of the header that the prompt does not contain
     marker = START if header else (yield from r.until(MARKERS, r.emit_text))
     while marker:
         if marker in IN_HEADER or marker == MESSAGE:
@@ -52,7 +52,7 @@ def harmony(r: Reader) -> Steps[None]:
 
 
 def _header(r: Reader, begun: str) -> Steps[tuple[str, bool]]:
-    """Skip all up to the message's content. Returns: `begun` and the rest of the header, and whether content follows."""
+    """Skip to the message's content. Return `begun` with the rest of the header, and whether content follows."""
     parts = [begun]
     while (marker := (yield from r.until(MARKERS, parts.append))) in IN_HEADER:
         r.skip(len(marker))
@@ -62,7 +62,7 @@ def _header(r: Reader, begun: str) -> Steps[tuple[str, bool]]:
 
 
 def _content(r: Reader, header: str) -> Steps[str]:
-    """Report a message's content. Returns: the marker behind it."""
+    """Report a message's content. Return the marker after it."""
     recipient = _RECIPIENT.search(header)
     name = recipient[1].removeprefix(FUNCTIONS) if recipient is not None else ""
     if r.tools and name not in TO_OTHERS and is_tool_name(name):
@@ -80,7 +80,7 @@ def _content(r: Reader, header: str) -> Steps[str]:
 
 
 def _call(r: Reader, name: str) -> Steps[str]:
-    """Report a call; one without arguments gets none. Returns: the marker behind it."""
+    """Report a call, with `{}` if it has no arguments. Return the marker after it."""
     given = False
 
     def argue(text: str) -> None:

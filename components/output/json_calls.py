@@ -6,15 +6,15 @@ from typing import Final
 from components.output.calls import is_tool_name
 from components.output.reader import Reader, Steps
 
-ARGUMENTS: Final = ("arguments", "parameters")  # keys that models use for them
-OTHER_KEYS: Final = ("type", "id")  # allowed in a bare call; an object with any other key is an answer
+ARGUMENTS: Final = ("arguments", "parameters")  # keys that models use for arguments
+OTHER_KEYS: Final = ("type", "id")  # also allowed in a bare call; an object with any other key is an answer
 HERMES: Final = ("<tool_call>", "</tool_call>")
 PYTHON_TAG: Final = "<|python_tag|>"
 TOOL_CALLS, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 def hermes(r: Reader) -> Steps[None]:
-    """`<tool_call>{…}</tool_call>`, as in Hermes and Qwen 2.5 and 3."""
+    """Read `<tool_call>{…}</tool_call>`, the format of Hermes and of Qwen 2.5 and 3."""
     begin, end = HERMES
     while (yield from r.until([begin], r.emit_text)):
         r.hold()
@@ -27,7 +27,7 @@ def hermes(r: Reader) -> Steps[None]:
 
 
 def llama3_json(r: Reader) -> Steps[None]:
-    """Llama 3: the answer is calls separated by semicolons, or they follow a tag."""
+    """Read Llama 3's calls, separated by semicolons: the whole answer, or after a tag."""
     yield from _bare(r, [PYTHON_TAG])
     while (yield from r.until([PYTHON_TAG], r.emit_text)):
         r.hold()
@@ -45,7 +45,7 @@ def plain_json(r: Reader) -> Steps[None]:
 
 
 def mistral(r: Reader) -> Steps[None]:
-    """Mistral: a list after one token, or since tokenizer version 11 `f[ARGS]{…}` after a token each."""
+    """Read Mistral's calls: a list after one token, or since tokenizer version 11 a token before each `f[ARGS]{…}`."""
     while (yield from r.until([TOOL_CALLS], r.emit_text)):
         r.hold()
         r.skip(len(TOOL_CALLS))
@@ -77,7 +77,7 @@ def _named(r: Reader) -> Steps[bool]:
 
 
 def _bare(r: Reader, ends: Sequence[str]) -> Steps[None]:
-    """Calls at the beginning of the text, in a list or separated by semicolons."""
+    """Read calls at the beginning of the text, in a list or separated by semicolons."""
     r.hold()
     yield from r.spaces()
     listed = yield from r.literal("[")
@@ -91,7 +91,7 @@ def _bare(r: Reader, ends: Sequence[str]) -> Steps[None]:
 
 
 def _more(r: Reader, separator: str, ends: Sequence[str]) -> Steps[None]:
-    """A separator without a call is text."""
+    """Read further calls. A separator without a call after it is text."""
     while True:
         yield from r.spaces()
         r.hold()
@@ -103,18 +103,18 @@ def _more(r: Reader, separator: str, ends: Sequence[str]) -> Steps[None]:
 
 
 def call_object(r: Reader, ends: Sequence[str], *, bare: bool = False) -> Steps[bool]:
-    """Read one object with keys in any order, and surplus brackets after it, which models miscount.
+    """Read one object with keys in any order, and surplus closing brackets, because models miscount them.
 
     Args:
-        r: in front of it.
-        ends: markers that end arguments that are not JSON.
-        bare: without a marker, so it must name an offered tool, have arguments and no keys that calls lack.
-    Returns: whether it became a call, whatever follows its arguments.
+        r: a reader that is at the object.
+        ends: markers that end arguments which are not JSON.
+        bare: no marker precedes the object, so it must name an offered tool and have arguments, but no unknown keys.
+    Returns: whether it was reported as a call.
     """
     if not (yield from r.literal("{")):
         return False
     name: str | None = None
-    early: list[str] = []  # these came before the name
+    early: list[str] = []  # arguments that precede the name
     while True:
         key = yield from _key(r)
         if key in ARGUMENTS and name is not None and (yield from r.char()) == "{":
@@ -144,7 +144,7 @@ def call_object(r: Reader, ends: Sequence[str], *, bare: bool = False) -> Steps[
 
 
 def arguments(r: Reader, ends: Sequence[str]) -> Steps[None]:
-    """The call's arguments. If they are not JSON, they extend to one of `ends`."""
+    """Report the call's arguments. If they are not JSON, they extend to one of `ends`."""
     if (yield from r.value(r.argue)) or (yield from r.until(ends, r.argue)):
         r.end_call()
 

@@ -1,4 +1,4 @@
-"""Split a generated text into reasoning, answer and tool calls."""
+"""Splits a generated text into reasoning, answer and tool calls."""
 
 from collections.abc import Sequence
 from typing import Final, NamedTuple
@@ -18,7 +18,7 @@ NOTHING: Final = Parsed("", "", ())
 
 
 class OutputParser:
-    """The result does not depend on how the text is cut."""
+    """Parses a text that arrives in pieces. The result does not depend on the pieces' boundaries."""
 
     __slots__ = ("_calls", "_reasoning")
 
@@ -28,7 +28,7 @@ class OutputParser:
 
     @property
     def done(self) -> bool:
-        """Whether the only requested call is complete."""
+        """Whether no more text is needed, because only one call was requested and is complete."""
         return self._calls is not None and self._calls.done
 
     @property
@@ -44,7 +44,7 @@ class OutputParser:
 
     @property
     def held(self) -> str:
-        """The end of the text, if only later text can decide what it is."""
+        """The end of the text that is held back, because only later text can decide what it is."""
         if self._reasoning is not None and not self._reasoning.over:
             return self._reasoning.held
         return "" if self._calls is None else self._calls.held
@@ -55,7 +55,7 @@ class OutputParser:
         return bool(self.held.strip()) or (self._calls is not None and self._calls.calling)
 
     def begin(self) -> Parsed:
-        """Read the earlier text, and return its parts."""
+        """Parse the text before the continuation, if any, and return its parts."""
         return NOTHING
 
     def feed(self, text: str) -> Parsed:
@@ -68,7 +68,7 @@ class OutputParser:
         return Parsed(answer, thought + more, calls)
 
     def flush(self) -> Parsed:
-        """End the text, and return what was held back."""
+        """End the text and return the held parts."""
         thought = text = ""
         if self._reasoning is not None:
             thought, text = self._reasoning.flush()
@@ -79,9 +79,9 @@ class OutputParser:
 
 
 class ContinuingParser(OutputParser):
-    """Parses the continuation of a text, which `begin` reads.
+    """Parses the continuation of an earlier text, which `begin` parses.
 
-    Unless `reports_before`, the earlier text is not reported, except a call that it ends within.
+    The earlier text is reported only if `reports_before` is set, except a call within which it ends.
     """
 
     __slots__ = ("_before", "_earlier", "_known", "_reports_before", "_unreported")
@@ -91,8 +91,8 @@ class ContinuingParser(OutputParser):
         self._unreported = NOTHING  # parts of `before` to report later
         self._before = before
         self._reports_before = reports_before
-        self._known = ""  # held end of `before`: not new when it is shown
-        self._earlier = 0  # complete calls in it
+        self._known = ""  # held end of `before`, which is not new when it is reported
+        self._earlier = 0  # complete calls in `before`
 
     @property
     def called(self) -> bool:
@@ -111,7 +111,7 @@ class ContinuingParser(OutputParser):
 
     def feed(self, text: str) -> Parsed:
         parts, at = [], 0
-        while self._known and at < len(text):  # one by one: text after a call or a marker is new
+        while self._known and at < len(text):  # one by one, because text after a call or a marker is new
             parts.append(self._new(super().feed(text[at])))
             at += 1
         if at < len(text) or not parts:
@@ -134,7 +134,7 @@ class ContinuingParser(OutputParser):
                 thought = self._without_known(thought)
             elif text:
                 text = self._without_known(text)
-            if calls or not self.held.startswith(self._known):  # it belongs to a call or a marker
+            if calls or not self.held.startswith(self._known):  # the known text belongs to a call or a marker
                 self._known = ""
         if (first := self._unreported) is not NOTHING:
             text, thought, calls = first.text + text, first.reasoning + thought, [*first.calls, *calls]

@@ -1,4 +1,4 @@
-"""How one request's texts are parsed."""
+"""The plan by which one request's texts are parsed."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -12,15 +12,15 @@ from components.output.reasoning import Reasoning
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
     reasoning: ReasoningFormat | None
-    opened: bool  # the text begins within reasoning
+    opened: bool  # whether the text begins within reasoning
     tools: ToolFormat | None
     offered: Mapping[str, Schema] = field(default_factory=dict)  # parameters by tool name
-    single: bool = False  # one call ends the answer
-    shown: frozenset[int] = frozenset()  # special tokens of either format
-    before: str = ""  # the model continues this text
+    single: bool = False  # whether the answer ends after one call
+    shown: frozenset[int] = frozenset()  # special tokens of both formats, which the detokenizer must output
+    before: str = ""  # earlier text that the model continues
 
     def parser(self, *, reports_before: bool = False) -> OutputParser:
-        """`reports_before`: report the parts of `before`, too."""
+        """Return a new parser. `reports_before`: whether it also reports the parts of `before`."""
         reasoning, tools = self.reasoning, self.tools
         thoughts, read = None, None if tools is None else tools.read
         if reasoning is not None and reasoning.read is not None:

@@ -1,4 +1,4 @@
-"""Calls in Python, `[f(a="x"), g()]`, as in Llama 4. A call's arguments are reported when complete."""
+"""Calls in Python's syntax, `[f(a="x"), g()]`, as in Llama 4. A call is reported when it is complete."""
 
 import ast
 import json
@@ -10,7 +10,7 @@ from typing import Any, Final
 from components.output.reader import Reader, Steps
 
 START, END = "<|python_start|>", "<|python_end|>"
-LONGEST: Final = 65536  # characters for Python's parser
+LONGEST: Final = 65536  # limit in characters for Python's parser
 _SURROGATES: Final = re.compile("[\ud800-\udfff]")
 
 
@@ -24,7 +24,7 @@ def pythonic(r: Reader) -> Steps[None]:
 
 
 def _calls(r: Reader) -> Steps[bool]:
-    """The calls and the list's end. Returns False, without consuming text, if anything else follows."""
+    """Read the calls and the list's end. Return False, without consuming text, if anything else follows."""
     while True:
         yield from r.spaces()
         call = _read((yield from _source(r)), r.tools)
@@ -44,7 +44,7 @@ def _calls(r: Reader) -> Steps[bool]:
 
 
 def _source(r: Reader) -> Steps[str]:
-    """Skip `name(…)`, with strings and brackets. Returns: its source; "" for anything else."""
+    """Skip `name(…)`, with strings and brackets. Return its source; "" for anything else."""
     source: list[str] = []
     depth = 0
     quote = ""
@@ -92,11 +92,11 @@ def as_json(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     if not _SURROGATES.search(text):
         return text
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # half a pair becomes U+FFFD
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a lone surrogate becomes U+FFFD
 
 
 def python_value(source: str) -> Any:
-    """Raises: ValueError, RecursionError."""
+    """Return the value of a Python literal. Raises: ValueError, RecursionError."""
     return ast.literal_eval(_parse(source))
 
 
@@ -107,4 +107,4 @@ def _parse(source: str) -> ast.expr:
         with warnings.catch_warnings(action="ignore"):  # invalid escapes
             return ast.parse(source, mode="eval").body
     except (SyntaxError, MemoryError) as exc:
-        raise ValueError("no Python") from exc
+        raise ValueError("not valid Python") from exc

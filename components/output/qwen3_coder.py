@@ -1,4 +1,4 @@
-"""Qwen3-Coder's calls: an element per function and parameter, typed by the tool's schema."""
+"""Qwen3-Coder's calls: an element for each function and parameter. The tool's schema determines the values' types."""
 
 import json
 from typing import Final
@@ -14,7 +14,7 @@ VALUE_ENDS: Final = ("\n" + PARAMETER_END, PARAMETER_END, "\n" + PARAMETER, "\n"
 
 
 def qwen3_coder(r: Reader) -> Steps[None]:
-    """`<tool_call> <function=f> <parameter=a> 1 </parameter> </function> </tool_call>`, the outermost optional."""
+    """Read `<tool_call> <function=f> <parameter=a> 1 </parameter> </function> </tool_call>`; the outermost is optional."""
     while begin := (yield from r.until([CALL, FUNCTION], r.emit_text)):
         r.hold()
         if begin == CALL:
@@ -39,7 +39,7 @@ def _tag(r: Reader) -> Steps[str]:
 
 
 def _parameters(r: Reader, schemas: Schema) -> Steps[None]:
-    """All parameters. A cut-off value leaves the JSON object open, so that clients notice."""
+    """Report all parameters. A cut-off value leaves the JSON object open, so that clients notice."""
     r.argue("{")
     comma = ""
     while (yield from r.until([PARAMETER, FUNCTION_END, CALL_END], ignore)) == PARAMETER:

@@ -1,6 +1,6 @@
 """A reader for text that is still arriving, for the formats of tool calls.
 
-A format is a generator function over a `Reader`. It yields where it needs more text.
+A format is a generator function over a `Reader`. It yields whenever it needs more text.
 """
 
 import re
@@ -18,9 +18,9 @@ Schema = Mapping[str, JsonValue]  # JSON Schema
 Format = Callable[["Reader"], Steps[None]]
 
 SPACES: Final = " \t\r\n"
-LONGEST_WORD: Final = 400  # characters of a number, more than a double needs
+LONGEST_WORD: Final = 400  # limit on a number's characters; a double needs fewer
 _SPACES: Final = re.compile(r"[ \t\r\n]*")
-_PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]*')  # of a JSON string
+_PLAIN: Final = re.compile(r'[^"\\\x00-\x1f]*')  # part of a JSON string without escapes
 _WORD: Final = re.compile(r"[-+.0-9A-Za-z]*")  # a number, true, false or null
 _NUMBER: Final = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _HEX: Final = "0123456789abcdefABCDEF"
@@ -51,7 +51,7 @@ class _Spaced:
         self.spaces = ""
 
     def shown(self, text: str, *, strip: bool) -> str:
-        """Return what `text` makes visible. `strip`: nothing that is shown precedes it, so spaces before it are not either."""
+        """Return the text that can now be reported. `strip`: drop spaces before the first reported text."""
         whole = self.spaces + text
         shown = whole.rstrip(SPACES)
         if not shown:
@@ -68,16 +68,16 @@ class Reader:
     def __init__(
         self, read: Format, tools: Mapping[str, Schema], new_id: Callable[[], str], *, single: bool = False
     ) -> None:
-        """`tools`: parameters by tool name; `single`: stop after the first call."""
+        """`tools`: parameters by tool name. `single`: stop after the first call."""
         self.tools = tools
-        self.done = False  # the rest will not be read
+        self.done = False  # whether the rest of the text is ignored
         self.num_calls = 0
-        self.calling = False  # the last call is incomplete
+        self.calling = False  # whether the last call is incomplete
         self._new_id = new_id
         self._single = single
         self._buffer = ""
         self._at = 0
-        self._mark: int | None = None  # where to return to if no call follows
+        self._mark: int | None = None  # position to return to if no call follows
         self._ended = False
         self._text = _Spaced()
         self._thoughts = _Spaced()
@@ -86,7 +86,7 @@ class Reader:
 
     @property
     def held(self) -> str:
-        """The end of the text, if only later text can decide whether it belongs to a call."""
+        """The end of the text that is held back, because only later text can decide whether it belongs to a call."""
         return "" if self.calling else self._text.spaces + self._buffer[self._kept :]
 
     @property
@@ -122,7 +122,7 @@ class Reader:
             self.done = True
             if not self.num_calls and self._text.spaces:
                 self._found.append(self._text.spaces)
-        # reasoning is shown before text and calls: what follows them waits for the next report
+        # clients get reasoning before text and calls, so reasoning after these waits for the next report
         rest = next((at for at in range(1, len(self._found)) if self._begins_again(at)), len(self._found))
         if self.done:
             rest = len(self._found)
@@ -138,7 +138,7 @@ class Reader:
         return isinstance(self._found[at], _Thought) and not isinstance(self._found[at - 1], _Thought)
 
     def char(self) -> Steps[str]:
-        """The next character, not consumed; "" at the end."""
+        """Return the next character without consuming it; "" at the end."""
         while self._at >= len(self._buffer):
             if self._ended:
                 return ""
@@ -153,7 +153,7 @@ class Reader:
             self._at += 1
 
     def run(self, pattern: re.Pattern[str]) -> Steps[str]:
-        """Skip a match of `pattern`, which must match any number of characters."""
+        """Skip a match of `pattern`, which must also match the empty text. Return the match."""
         found = []
         while (yield from self.char()):
             match = pattern.match(self._buffer, self._at)
@@ -181,10 +181,10 @@ class Reader:
             self._at = len(self._buffer)
 
     def until(self, markers: Sequence[str], emit: Callable[[str], None]) -> Steps[str]:
-        """Report the text before the first of `markers`. Returns: that marker, not consumed; "" at the end."""
+        """Report the text before the first of `markers`. Return that marker, not consumed; "" at the end."""
         while True:
             found = [(at, marker) for marker in markers if (at := self._buffer.find(marker, self._at)) >= 0]
-            # of two at one place the longer counts
+            # of two at the same place the longer one is chosen
             at, marker = min(found, key=lambda hit: (hit[0], -len(hit[1])), default=(len(self._buffer), ""))
             if not marker and not self._ended:
                 at -= beginning(self._buffer, self._at, markers)
@@ -199,7 +199,7 @@ class Reader:
         self._mark = self._at
 
     def give_back(self, count: int = 0) -> None:
-        """There is no call: the first `count` characters are text, the rest may be anything."""
+        """Return to the mark, because no call follows: the first `count` characters are text, the rest is read again."""
         assert self._mark is not None
         self._at, self._mark = self._mark + count, None
         if count:
@@ -231,24 +231,24 @@ class Reader:
             raise Enough
 
     def string(self) -> Steps[str | None]:
-        """Skip a JSON string without escapes, such as a name. Returns: its value; None for anything else."""
+        """Skip a JSON string without escapes, such as a name. Return its value; None for anything else."""
         if not (yield from self.literal('"')):
             return None
         text = yield from self.run(_PLAIN)
         return text if (yield from self.literal('"')) else None
 
     def value(self, emit: Callable[[str], None]) -> Steps[bool]:
-        """Report a JSON value as it arrives, numbers and names whole.
+        """Report a JSON value as it arrives; numbers and names only when complete. Control characters in strings are escaped.
 
-        Returns: False in front of a fault. Control characters in strings become escapes.
+        Returns: False if the text is not JSON; the reader is then at the fault.
         """
         opened: list[str] = []  # expected closing brackets
-        first = False  # directly after an opening bracket
+        first = False  # whether the reader is directly after an opening bracket
         while True:
             yield from self._pass_spaces(emit)
             char = yield from self.char()
             if first and char == opened[-1]:
-                pass  # an empty one
+                pass  # an empty object or list
             elif opened and opened[-1] == "}" and not (yield from self._key(emit)):
                 return False
             else:
@@ -359,7 +359,7 @@ def _joined(deltas: Sequence[CallDelta]) -> list[CallDelta]:
 
 
 def beginning(text: str, start: int, markers: Sequence[str]) -> int:
-    """The length of a possible marker's beginning at the end of `text[start:]`."""
+    """Return the length of the end of `text[start:]` that may be the beginning of a marker."""
     longest = max(map(len, markers), default=1)
     for at in range(max(start, len(text) - longest + 1), len(text)):
         if any(marker.startswith(text[at:]) for marker in markers):

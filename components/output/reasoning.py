@@ -1,4 +1,4 @@
-"""Separate a model's reasoning from its answer."""
+"""Separates a model's reasoning from its answer."""
 
 from typing import Final, NamedTuple
 
@@ -16,20 +16,20 @@ class Thought(NamedTuple):
 class Reasoning:
     """Reasoning between two markers, then the answer, both without surrounding spaces.
 
-    Without the first marker there is no reasoning, unless the prompt ends with it.
+    If the first marker is missing, there is no reasoning, unless the prompt ends with that marker.
     """
 
     __slots__ = ("_begin", "_end", "_has_reported", "_held", "_inside", "_opened", "over")
 
     def __init__(self, begin: str, end: str, *, opened: bool) -> None:
         """`opened`: the prompt ends with `begin`."""
-        self.over = False  # all that follows is answer
+        self.over = False  # whether all further text is answer
         self._begin = begin
         self._end = end
         self._opened = opened
-        self._inside: bool | None = None  # None: not known yet
+        self._inside: bool | None = None  # None: undecided
         self._held = ""
-        self._has_reported = False  # some reasoning was reported; once `over`, some answer
+        self._has_reported = False  # whether some reasoning, or once `over` some answer, was reported
 
     @property
     def inside(self) -> bool:
@@ -37,7 +37,7 @@ class Reasoning:
 
     @property
     def found(self) -> bool:
-        """Whether there is reasoning, or was."""
+        """Whether the text has reasoning."""
         return bool(self._inside)
 
     @property

@@ -7,23 +7,23 @@ from statistics import NormalDist
 from typing import Final
 
 MAX_WORKERS: Final = 1000
-NEWEST: Final = 0.03  # least weight of a new sample
+NEWEST: Final = 0.03  # minimum weight of a new sample
 
 
 def waits(workers: int, offered: float) -> float:
-    """Erlang's C: the share of arrivals that find all `workers` busy."""
+    """Return the share of arrivals that find all `workers` busy (Erlang's C)."""
     if offered <= 0:
         return 0.0
     if offered >= workers:
         return 1.0
-    blocked = 1.0  # Erlang's B, one worker after the other
+    blocked = 1.0  # Erlang's B, by recursion over the number of workers
     for count in range(1, workers + 1):
         blocked = offered * blocked / (count + offered * blocked)
     return blocked / (1 - offered / workers * (1 - blocked))
 
 
 def late(workers: int, offered: float, patience_s: float, service_s: float, variability: float) -> float:
-    """The share of arrivals that wait longer than `patience_s`. Source: Erlang; Allen and Cunneen for `variability`."""
+    """Return the share of arrivals that wait longer than `patience_s`. Source: Erlang; Allen, Cunneen: `variability`."""
     if offered >= workers:
         return 1.0
     if service_s <= 0:
@@ -34,13 +34,13 @@ def late(workers: int, offered: float, patience_s: float, service_s: float, vari
 def prefill_workers(
     offered: float, patience_s: float, service_s: float, *, late_share: float, variability: float
 ) -> int:
-    """The fewest workers with which at most `late_share` of the prompts wait longer than `patience_s`.
+    """Return the fewest workers with which at most `late_share` of the prompts wait longer than `patience_s`.
 
     Args:
-        offered: arriving work in workers, seconds of computing a second.
+        offered: arriving work in workers, that is, seconds of computing per second.
         patience_s: accepted wait.
         service_s: mean computing time of a prompt.
-        late_share: 0 to 1.
+        late_share: accepted share of late prompts, 0 to 1.
         variability: 1 for random arrivals and lengths, more for bursts.
     """
     fewest = max(1, floor(offered) + 1)
@@ -59,14 +59,14 @@ class _Bucket:
 
 @dataclass(frozen=True, slots=True)
 class StepLine:
-    """Seconds of a decode step: `fixed_s + each_s · batch`."""
+    """Duration of a decode step in seconds: `fixed_s + each_s · batch`."""
 
     fixed_s: float
     each_s: float
 
 
 class StepCurve:
-    """Step times by batch size. Sizes in buckets of a factor √2 weigh the same, however long each was seen."""
+    """Step times by batch size. Sizes are in buckets of a factor √2. All buckets have the same weight."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, _Bucket] = {}
@@ -82,7 +82,7 @@ class StepCurve:
         bucket.step_s += weight * (step_s - bucket.step_s)
 
     def line(self) -> StepLine | None:
-        """Least squares of relative errors; None while all sizes are within a factor of 1.5."""
+        """Fit by least squares of relative errors; None while all sizes are within a factor of 1.5."""
         seen = list(self._buckets.values())
         if not seen or max(b.batch for b in seen) < 1.5 * min(b.batch for b in seen):
             return None
@@ -109,12 +109,12 @@ def _fit(points: Iterable[tuple[float, float]]) -> StepLine:
 
 
 def crowded(batch: float, share: float) -> float:
-    """The quantile `share` of a Poisson distribution with mean `batch`."""
+    """Return the quantile `share` of a Poisson distribution with mean `batch`, by its normal approximation."""
     return batch + max(0.0, NormalDist().inv_cdf(share)) * sqrt(batch)
 
 
 def gap_s(workers: int, tokens_per_s: float, line: StepLine, share: float) -> float:
-    """The gap that a share of the tokens keeps while `workers` generate `tokens_per_s`. Source: Little's law."""
+    """Return the ITL within which `share` of the tokens are when `workers` generate `tokens_per_s`. Source: Little's law."""
     left = 1 - tokens_per_s * line.each_s / workers
     if left <= 0:
         return inf
@@ -123,7 +123,7 @@ def gap_s(workers: int, tokens_per_s: float, line: StepLine, share: float) -> fl
 
 
 def decode_workers(tokens_per_s: float, line: StepLine, target_s: float, share: float) -> int | None:
-    """The fewest workers that keep gaps within `target_s`; None if a single request is too slow."""
+    """Return the fewest workers whose ITL is within `target_s`; None if even a single request is too slow."""
     if line.fixed_s + line.each_s > target_s:
         return None
     for workers in range(1, MAX_WORKERS):

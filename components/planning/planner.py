@@ -1,4 +1,4 @@
-"""When to change the number of workers: one worker at a time, without oscillation."""
+"""Decides when to change the number of workers: one worker at a time, without oscillation."""
 
 import logging
 from collections import deque
@@ -13,8 +13,8 @@ from components.planning.samples import PLANNED, Observation, Planned
 
 log = logging.getLogger(__name__)
 
-LONGEST_PATIENCE: Final = 16  # times `down_after_s`
-GAP: Final = 3.0  # times `every_s`: longest gap between observations
+LONGEST_PATIENCE: Final = 16  # upper bound of `patience`
+GAP: Final = 3.0  # longest gap between observations, as a multiple of `every_s`
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,14 +31,14 @@ class Bounds:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    every_s: float = 5.0  # between two observations
+    every_s: float = 5.0  # interval of observations
     window_s: float = 60.0  # averaging time
-    up_after_s: float = 10.0  # since more workers are needed
-    down_after_s: float = 120.0  # since fewer are enough
-    start_s: float = 30.0  # of a worker, until measured
-    settle_s: float = 15.0  # after a change, before a worker is removed
-    start_timeout_s: float = 600.0  # for a worker to come, or to drain
-    retry_s: float = 120.0  # after a failed change
+    up_after_s: float = 10.0  # how long more workers must be needed before one is added
+    down_after_s: float = 120.0  # how long fewer must be enough before one is removed
+    start_s: float = 30.0  # assumed start time of a worker, until measured
+    settle_s: float = 15.0  # minimum time between a change and the removal of a worker
+    start_timeout_s: float = 600.0  # timeout for a worker to start or drain
+    retry_s: float = 120.0  # pause after a failed change
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class Change:
 class Verdict:
     needs: Mapping[Planned, Need]  # within the bounds; empty: unknown
     change: Change | None = None
-    hold: str = ""  # why nothing changes
+    hold: str = ""  # reason for no change
 
 
 @dataclass(slots=True)
@@ -62,23 +62,23 @@ class _Role:
     above_since_s: float | None = None
     enough: deque[tuple[float, int]] = field(default_factory=deque)  # (time, sufficient workers)
     missing_since_s: float | None = None
-    given_up: bool = False  # its missing workers are not expected any more
-    never_came: int = 0  # ordered workers, given up
+    given_up: bool = False  # whether its missing workers are no longer expected
+    never_came: int = 0  # requested workers that did not start
     went_down_s: float | None = None
-    devices: int = 1  # of a worker, by the latest reports
-    patience: int = 1  # times `down_after_s`; doubled when a worker was removed too early
+    devices: int = 1  # devices per worker, by the latest reports
+    patience: int = 1  # factor of `down_after_s`; doubled when a worker was removed too early
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
     change: Change
     since_s: float
-    serving: int  # when it was ordered
-    draining: int  # when it was ordered, without the worker that it removes
+    serving: int  # serving workers when it was requested
+    draining: int  # draining workers when it was requested, without the one that it removes
 
 
 class Planner:
-    """Answers each observation with a verdict. Its caller reports a change with `took` or `failed`."""
+    """Returns a verdict for each observation. The caller reports the outcome of a change with `took` or `failed`."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Planner:
         pace: Pace = Pace(),
         most_devices: int | None = None,
     ) -> None:
-        """`most_devices`: of all workers together; None: no limit."""
+        """`most_devices`: limit for all workers together; None: no limit."""
         self._most_devices = most_devices
         self.needs = Needs(targets)
         self._pace = pace
@@ -95,12 +95,12 @@ class Planner:
         self._roles = {role: _Role(bounds[role]) for role in PLANNED}
         self._pending: _Pending | None = None
         self._last = Observation(float("-inf"), {}, {})
-        self._settled_s = float("-inf")  # since when all wanted workers have served, and the same ones
+        self._settled_s = float("-inf")  # since when all wanted workers have been serving, without a change
         self._not_before_s = float("-inf")
-        self._start_s = pace.start_s  # of a worker
+        self._start_s = pace.start_s  # start time of a worker
 
     def took(self, change: Change, now_s: float) -> None:
-        """The change was ordered. The next one waits for its effect."""
+        """Record that a change was requested. The next one waits for its effect."""
         self._pending = _Pending(change, now_s, self._last.serving(change.role), self._last.draining(change.role))
         role = self._roles[change.role]
         regret_s = 4 * self._pace.down_after_s
@@ -144,7 +144,7 @@ class Planner:
         return self._verdict(needs, now, "")
 
     def _note_missing(self, now: Observation) -> None:
-        """Note since when each role lacks workers. A number that changes, by whatever cause, means unsettled load."""
+        """Record since when each role lacks workers. Any change of their number means that the load is unsettled."""
         for role, state in self._roles.items():
             serving = now.serving(role)
             if serving != self._last.serving(role):
@@ -161,7 +161,7 @@ class Planner:
                 self._settled_s = now.at_s
 
     def _present(self, role: Planned, now: Observation) -> int:
-        """Workers that serve or are expected to."""
+        """Return the number of workers that serve or are expected to."""
         wanted = now.wanted[role]
         return min(wanted, now.serving(role)) if self._roles[role].given_up else wanted
 
@@ -253,7 +253,7 @@ class Planner:
         return f"waiting for {change.after} {change.role} workers, for {waited_s:.0f} s"
 
     def _missing(self, now: Observation) -> str:
-        """Why no worker is removed: one has not come or gone yet, and is not given up."""
+        """Return why no worker may be removed: one is still starting or draining. Empty if none is."""
         for role in PLANNED:
             serving, wanted = now.serving(role), now.wanted[role]
             if self._roles[role].given_up:
@@ -265,7 +265,7 @@ class Planner:
         return ""
 
     def _up(self, needs: Mapping[Planned, Need], now: Observation) -> tuple[Change | None, str]:
-        """The most urgent addition that may be made, and why there is none."""
+        """Return the most urgent addition that is allowed, or why there is none."""
         ups: list[tuple[float, Change]] = []
         for role, state in self._roles.items():
             here = now.wanted[role]
@@ -284,13 +284,13 @@ class Planner:
         return None, self._lacking(ups[0][1].role, now)
 
     def _lacking(self, role: Planned, now: Observation) -> str:
-        """Why no worker may be added to a role that has too few; empty: one may be added."""
+        """Return why no worker may be added to a role; empty if one may."""
         if now.wanted[role] >= self._roles[role].bounds.most:
             return f"{now.serving(role)} of {now.wanted[role]} {role} workers serve, and no more are allowed"
         used, needed = sum(now.wanted[one] * self._roles[one].devices for one in PLANNED), self._roles[role].devices
         if self._most_devices is None or used + needed <= self._most_devices:
             return ""
-        return f"another {role} worker takes {needed} devices, and {used} of {self._most_devices} are used"
+        return f"another {role} worker needs {needed} devices, and {used} of {self._most_devices} are in use"
 
     def _down(self, now: Observation) -> Change | None:
         downs = []

@@ -14,13 +14,13 @@ class WorkerSample:
     """Counters since the start of the process, and the present load."""
 
     instance_id: str
-    busy_s: float  # in engine steps
-    steps: int  # with work
+    busy_s: float  # time in engine steps
+    steps: int  # steps with work
     prompt_tokens: int
-    generated_tokens: int  # without right guesses of speculative decoding
-    accepted: int  # requests
-    queued_tokens: int  # of prompts
-    waiting: float  # requests, best as a mean since the last sample
+    generated_tokens: int  # without accepted drafts of speculative decoding
+    accepted: int  # accepted requests
+    queued_tokens: int  # tokens of queued prompts
+    waiting: float  # waiting requests, preferably the mean since the last sample
     used_pages: int
     total_pages: int
     draining: bool = False
@@ -29,7 +29,7 @@ class WorkerSample:
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """As in Prometheus: each count includes those of smaller bounds."""
+    """A cumulative histogram as in Prometheus: each count includes those of smaller bounds."""
 
     bounds: Sequence[float] = ()  # seconds, ascending; the last one is infinite
     counts: Sequence[float] = ()
@@ -44,7 +44,7 @@ class Histogram:
         return self.total_s / self.count if self.count else 0.0
 
     def since(self, before: "Histogram") -> "Histogram":
-        """None if the two cannot be of one process."""
+        """Return the difference; an empty histogram if the two cannot be of the same process."""
         if not before.bounds:
             return self
         if list(before.bounds) != list(self.bounds) or before.count > self.count:
@@ -53,7 +53,7 @@ class Histogram:
         return Histogram(self.bounds, counts, max(0.0, self.total_s - before.total_s))
 
     def plus(self, other: "Histogram") -> "Histogram":
-        """If the bounds differ, as between versions, only the histogram with more observations."""
+        """Return the sum; if the bounds differ, as between versions, only the histogram with more observations."""
         if not self.bounds:
             return other
         if not other.bounds:
@@ -64,7 +64,7 @@ class Histogram:
         return Histogram(self.bounds, counts, self.total_s + other.total_s)
 
     def share_within(self, limit_s: float) -> float:
-        """Interpolated within a bucket."""
+        """Return the share of values up to `limit_s`, interpolated within a bucket."""
         if not self.count:
             return 1.0
         if limit_s < self.bounds[0]:
@@ -79,7 +79,7 @@ class Histogram:
 
 @dataclass(frozen=True, slots=True)
 class FrontendSample:
-    """Since the start of the process."""
+    """A frontend's histograms since the start of its process."""
 
     instance_id: str
     ttft: Histogram = field(default_factory=Histogram)
@@ -89,8 +89,8 @@ class FrontendSample:
 @dataclass(frozen=True, slots=True)
 class Observation:
     at_s: float  # monotonic
-    wanted: Mapping[Planned, int]  # by the connector; empty: unknown
-    workers: Mapping[Planned, Sequence[WorkerSample]]  # with reports
+    wanted: Mapping[Planned, int]  # numbers that the connector reports; empty: unknown
+    workers: Mapping[Planned, Sequence[WorkerSample]]  # workers that reported
     frontends: Sequence[FrontendSample] = ()
     unknown: Sequence[str] = ()  # ids of instances without a report
 
@@ -98,7 +98,7 @@ class Observation:
         return sum(not worker.draining for worker in self.workers.get(role, ()))
 
     def devices(self, role: Planned) -> int:
-        """Devices of a further worker: as many as the present ones have."""
+        """Return the devices that another worker would need, as many as the largest present one."""
         return max((worker.devices for worker in self.workers.get(role, ())), default=1)
 
     def draining(self, role: Planned) -> int:

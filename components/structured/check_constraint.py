@@ -1,4 +1,4 @@
-"""Check a constraint by compiling it and taking a few steps."""
+"""Checks a constraint by compiling it and taking a few steps."""
 
 import json
 import random
@@ -16,18 +16,18 @@ from components.structured.mask import GrammarMask
 from components.structured.schema import fault_in_schema
 from components.wire.sampling import Constraint
 
-STEPS: Final = 32  # of a random text: expensive constraints often show early
+STEPS: Final = 32  # tokens of a random text; most expensive constraints are detected early
 LONGEST_REASON: Final = 300
 NOT_KEPT: Final = re.compile(r"^[a-z_]\w*\[[^\]\n]*\b(temperature)\s*=", re.MULTILINE)
 JSON_BEGINS: Final = re.compile(r"%json\s*(?={)")
 DECODER: Final = json.JSONDecoder()
 REGEX_FAULT: Final = re.compile(r"regex parse error:.*?\nerror: ([^\n]+)", re.DOTALL)
-REWORDINGS: Final = (  # of llguidance's messages; the first match counts
+REWORDINGS: Final = (  # part of llguidance's message, our text; the first match is used
     ("coerce_one_of", "'oneOf' is supported only for schemas that exclude one another; use 'anyOf'"),
     ("NoExtension", "there is nothing that satisfies it"),
-    ("unknown special token", "it names a special token that this model does not have"),
+    ("unknown special token", "it contains a special token that this model does not have"),
     ("recursion limit exceeded", "it is nested too deeply"),
-    ("is not present in a registry", "'$ref' and '$schema' may name nothing outside of the schema"),
+    ("is not present in a registry", "'$ref' and '$schema' may not refer to anything outside the schema"),
     ("Unimplemented keys", "it has keywords that are not supported: {}"),
     ("items; max is", "it leaves too many ways open at once: {}"),
     ("Too many items", "it leaves too many ways open at once"),
@@ -39,11 +39,11 @@ REWORDINGS: Final = (  # of llguidance's messages; the first match counts
 
 
 class Unusable(Exception):
-    """The message completes a sentence that names the constraint."""
+    """The constraint cannot be used. The message completes a sentence that names the constraint."""
 
 
 def check(vocabulary: LLTokenizer, constraint: Constraint) -> Constraint:
-    """Return the constraint in wire form."""
+    """Check a constraint, and return it in the form for the wire. Raises: Unusable."""
     if constraint.kind == "json_schema":
         _check_schema(constraint.text)
     elif constraint.kind == "lark":
@@ -69,25 +69,25 @@ def _check_schema(text: str) -> None:
 
 
 def _check_lark(text: str) -> None:
-    """Refuse what the compiler accepts but ignores. A nested schema may set `lenient`."""
+    """Refuse options that the compiler would ignore. A nested schema may set `lenient`."""
     if (option := NOT_KEPT.search(text)) is not None:
         raise Unusable(f"the option '{option[1]}' of a rule is not supported")
     for schema in _schemas_in(text):
         style = schema.pop("x-guidance", None)
         lenient = isinstance(style, dict) and style.get("lenient")
         if not lenient and (fault := fault_in_schema(schema)) is not None:
-            raise Unusable(f"in a schema inside, {fault}")
+            raise Unusable(f"in a nested schema, {fault}")
 
 
 def _schemas_in(text: str) -> Iterator[dict[str, Any]]:
     for begin in JSON_BEGINS.finditer(text):
-        # else it is a comment, or a fault that the compiler reports
+        # text that is not JSON is a comment, or a fault that the compiler reports
         with suppress(ValueError, RecursionError):
             yield DECODER.raw_decode(text, begin.end())[0]
 
 
 def _fault_of_titled(vocabulary: LLTokenizer, constraint: Constraint) -> str | None:
-    """The fault of a nested schema, with its title (a tool's name). None if each compiles on its own."""
+    """Return the fault of a nested schema, with its title (a tool's name). None if each compiles on its own."""
     for schema in _schemas_in(constraint.text) if constraint.kind == "lark" else ():
         if isinstance(title := schema.get("title"), str):
             matcher = start_matcher(vocabulary, Constraint(kind="lark", text=f"start: %json {json.dumps(schema)}"))
@@ -97,7 +97,7 @@ def _fault_of_titled(vocabulary: LLTokenizer, constraint: Constraint) -> str | N
 
 
 def _try_out(vocabulary: LLTokenizer, matcher: LLMatcher) -> None:
-    """Take allowed steps: too expensive masks show only here."""
+    """Generate random allowed tokens, because masks that are too expensive are only detected this way."""
     num_words = -(-vocabulary.vocab_size // 32)
     mask = GrammarMask(matcher, num_words)
     words = np.zeros(num_words, dtype=np.int32)

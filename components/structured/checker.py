@@ -1,4 +1,4 @@
-"""Check each constraint once, in other processes, within a budget."""
+"""Checks each constraint once, in other processes, within a budget of CPU time."""
 
 import asyncio
 import contextlib
@@ -24,22 +24,22 @@ from components.wire.sampling import Constraint
 log = logging.getLogger(__name__)
 
 PROCESSES: Final = 3  # each starts when the others are busy
-OF_A_CALLER: Final = 2  # at a time, so that one process is left for other callers
-MAX_WAITING: Final = 512  # with those being checked
+OF_A_CALLER: Final = 2  # concurrent checks per caller, so that one process is left for others
+MAX_WAITING: Final = 512  # including those being checked
 MAX_WAITING_OF_A_CALLER: Final = 128
-LEFT_S: Final = 0.5  # grace for an abandoned check, as long as a process's start
-PATIENCE: Final = 30  # wall-clock time per budget
+LEFT_S: Final = 0.5  # grace period of an abandoned check, about a process's start time
+PATIENCE: Final = 30  # limit on wall-clock time, as a multiple of the budget
 START_S: Final = 30.0
 MAX_KNOWN: Final = 1024
 MAX_KNOWN_BYTES: Final = 32 << 20
-TOO_COMPLEX: Final = "it is too complex: compiling it takes more time or memory than it may"
+TOO_COMPLEX: Final = "it is too complex: compiling it exceeds the limit of time or memory"
 
 
 @dataclass(slots=True, eq=False)
 class _Caller:
     turn: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(OF_A_CALLER))
     checks: dict[Constraint, "_Check"] = field(default_factory=dict)
-    num_tasks: int = 0  # also abandoned ones that still run
+    num_tasks: int = 0  # including abandoned ones that still run
 
 
 @dataclass(slots=True, eq=False)
@@ -53,21 +53,24 @@ class _Check:
 
 
 class ConstraintChecker:
-    """Belongs to the event loop. Processes start on demand."""
+    """Use it only on the event loop. Processes start on demand."""
 
     def __init__(self, folder: Path, budget_s: float, metrics: ConstraintMetrics) -> None:
-        """`folder`: for the tokenizer. `budget_s`: CPU seconds per constraint."""
+        """`folder`: contains the tokenizer. `budget_s`: CPU seconds per constraint."""
         self._metrics = metrics
         self._known: OrderedDict[Constraint, Constraint | str] = OrderedDict()
         self._known_bytes = 0
         self._callers: dict[bytes, _Caller] = {}
         self._tasks: set[asyncio.Task[Constraint | str]] = set()
         self._idle = [_Sandbox(folder, budget_s) for _ in range(PROCESSES)]
-        # first in, first out; OF_A_CALLER limits each caller
+        # the queue is first in, first out; OF_A_CALLER limits each caller
         self._turn = asyncio.Semaphore(PROCESSES)
 
     async def check(self, constraint: Constraint, caller: bytes = b"") -> Constraint:
-        """Raises: Unusable; TooManyChecks; Overloaded, if the machine is too slow."""
+        """Return the constraint in the form for the wire.
+
+        Raises: Unusable; TooManyChecks; Overloaded, if the machine is too slow.
+        """
         known = self._recall(constraint)
         if known is None:
             known = await self._wait(self._check_of(constraint, caller))
@@ -91,7 +94,7 @@ class ConstraintChecker:
         return known
 
     def _check_of(self, constraint: Constraint, caller_id: bytes) -> _Check:
-        """Callers do not share checks: one would wait for the other's turn."""
+        """Return the caller's check, or start one. Callers do not share checks, as one would wait for the other's turn."""
         caller = self._callers.get(caller_id) or _Caller()
         check = caller.checks.get(constraint)
         if check is not None:
@@ -113,7 +116,7 @@ class ConstraintChecker:
         if check.giving_up is not None:
             check.giving_up.cancel()
         try:
-            return await asyncio.shield(check.task)  # other requests may wait for it, too
+            return await asyncio.shield(check.task)  # other requests may also wait for it
         finally:
             check.num_waiting -= 1
             if not check.num_waiting and not check.task.done():
@@ -140,7 +143,9 @@ class ConstraintChecker:
             try:
                 known = await sandbox.check(check.constraint)
             finally:
-                self._idle.insert(len(self._idle) if sandbox.is_there else 0, sandbox)  # the last is next
+                self._idle.insert(
+                    len(self._idle) if sandbox.is_there else 0, sandbox
+                )  # the last one is used next, so a running process
             self._learn(check.constraint, known)
         self._metrics.count("refused" if isinstance(known, str) else "compiled", time.perf_counter() - started)
         return known
@@ -156,7 +161,7 @@ class ConstraintChecker:
         if check.giving_up is not None:
             check.giving_up.cancel()
         if not task.cancelled():
-            task.exception()  # marks it as retrieved, in case no request waits
+            task.exception()  # marks the exception as retrieved, in case no request waits
 
     def _learn(self, constraint: Constraint, known: Constraint | str) -> None:
         if constraint in self._known:
@@ -181,7 +186,7 @@ class _Sandbox:
         if self._process is None:
             self._process = asyncio.create_task(self._start())
         process = await asyncio.shield(self._process)  # if this check is abandoned, the start continues
-        if process.returncode is not None:  # it was killed while idle, which says nothing about this constraint
+        if process.returncode is not None:  # it was killed while idle, so not because of this constraint
             await self.end()
             self._process = asyncio.create_task(self._start())
             process = await asyncio.shield(self._process)

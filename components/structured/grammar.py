@@ -8,30 +8,30 @@ from llguidance.gbnf_to_lark import any_to_lark
 
 from components.wire.sampling import Constraint
 
-# A space, or a new line with indentation: small models would repeat unlimited white space.
+# A space, or a newline with indentation; limited, because small models repeat white space endlessly.
 WHITESPACE: Final = r"( |\n[ \t]{0,20})"
-# All requests of a step wait for one mask: the defaults allow 16 ms, these 4. A state takes 2 kB.
+# All requests of a step wait for each mask. The defaults allow 16 ms for one, these limits 4. A state takes 2 kB.
 LIMITS: Final = LLParserLimits(
     initial_lexer_fuel=1_000_000,
     step_lexer_fuel=60_000,
     step_max_items=20_000,
     max_lexer_states=50_000,
     max_grammar_size=300_000,
-    verbose_errors=False,  # they would quote the text
+    verbose_errors=False,  # verbose errors would quote the text
 )
 ASCII: Final = "dw"  # ASCII only for \d and \w, as in JSON Schema's patterns
-ENDED: Final = ("NoExtension", "EndOfSentence")  # stop reasons of a matcher with a complete text
+ENDED: Final = ("NoExtension", "EndOfSentence")  # stop reasons of a matcher whose text is complete
 
 
 def load_vocabulary(
     folder: Path, vocab_size: int | None = None, eos_token_ids: frozenset[int] = frozenset()
 ) -> LLTokenizer:
-    """The model's tokens as bytes in a trie: half a second, tens of MB.
+    """Load the model's tokens as bytes in a trie. Takes half a second and tens of MB.
 
     Args:
-        folder: with the model's tokenizer.json.
-        vocab_size: number of logits, if it is not the tokenizer's.
-        eos_token_ids: default: the tokenizer's.
+        folder: contains the model's tokenizer.json.
+        vocab_size: number of logits, if it differs from the tokenizer's.
+        eos_token_ids: empty: those of the tokenizer.
     Raises: OSError, ValueError, if there is no usable tokenizer.
     """
     described = (folder / "tokenizer.json").read_text()
@@ -45,17 +45,17 @@ def load_vocabulary(
 
 
 def as_lark(constraint: Constraint) -> Constraint:
-    """EBNF and GBNF grammars become Lark. Raises: ValueError."""
+    """Convert EBNF and GBNF grammars to Lark. Raises: ValueError."""
     if constraint.kind != "lark":
         return constraint
     try:
         return Constraint(kind="lark", text=any_to_lark(constraint.text))
-    except Exception as exc:  # the parser fails in many ways
+    except Exception as exc:  # the parser raises many kinds of exceptions
         raise ValueError(str(exc) or type(exc).__name__) from exc
 
 
 def start_matcher(vocabulary: LLTokenizer, constraint: Constraint) -> LLMatcher:
-    """Safe on any thread, without the GIL. `get_error` has the fault, if any."""
+    """Compile a constraint, on any thread, without the GIL. The matcher's `get_error` returns the fault, if any."""
     text = constraint.text
     if constraint.kind == "json_schema":
         grammar = LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": WHITESPACE})
@@ -67,7 +67,7 @@ def start_matcher(vocabulary: LLTokenizer, constraint: Constraint) -> LLMatcher:
 
 
 def fault_of(matcher: LLMatcher) -> str | None:
-    """The reason why an incomplete text cannot continue."""
+    """Return why an incomplete text cannot continue; None if it can, or is complete."""
     if not matcher.is_stopped() or matcher.stop_reason() in ENDED:
         return None
     return matcher.get_error() or matcher.stop_reason()

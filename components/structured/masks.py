@@ -1,4 +1,4 @@
-"""Compile masks once for many requests, in threads."""
+"""Compiles each constraint once for many requests, in threads."""
 
 import asyncio
 import contextlib
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class Threads:
-    """`ThreadPoolExecutor` would wait for the last work at exit."""
+    """A pool of daemon threads, because `ThreadPoolExecutor` would wait for running work at exit."""
 
     def __init__(self, count: int, name: str) -> None:
         self._threads = [Thread(target=self._run, name=name, daemon=True) for _ in range(count)]
@@ -33,7 +33,7 @@ class Threads:
         self._stopped = False
 
     def do(self, work: Callable[[], T]) -> asyncio.Future[T]:
-        """Run `work` in order of arrival. If cancelled before, it never starts.
+        """Queue `work` and return its future. If cancelled before it starts, it never runs.
 
         Raises: Overloaded after `stop`.
         """
@@ -47,7 +47,7 @@ class Threads:
         return asyncio.wrap_future(future)
 
     async def stop(self, patience_s: float) -> None:
-        """Start no further work, and wait at most `patience_s`."""
+        """Cancel queued work, and wait at most `patience_s` for running work."""
         self._stopped = True
         try:
             while (waiting := self._work.get_nowait()) is not None:
@@ -72,17 +72,17 @@ class Threads:
                 future.set_result(work())
             except BaseException as exc:  # noqa: BLE001 - the caller gets it; a panic of Rust's is not an Exception
                 future.set_exception(exc)
-            del taken, future, work  # keeps nothing alive while idle
+            del taken, future, work  # so that an idle thread keeps no objects alive
 
 
-THREADS: Final = 2  # a slow one does not block others
-STOP_S: Final = 2.0  # the process's end waits this long for a compilation
+THREADS: Final = 2  # so that a slow compilation does not block others
+STOP_S: Final = 2.0  # timeout for running compilations when the process ends
 MAX_KNOWN: Final = 128
-MAX_KNOWN_BYTES: Final = 512 << 20  # estimated: llguidance does not report its memory
+MAX_KNOWN_BYTES: Final = 512 << 20  # estimated, because llguidance does not report its memory
 # upper bounds; docs/openai.md has the figures
-BYTES_PER_CPU_S: Final = 160e6  # of compiling
+BYTES_PER_CPU_S: Final = 160e6  # per CPU second of compiling
 BYTES_PER_TOKEN: Final = 24e3
-MAX_TOKENS: Final = 1024  # then later requests compile it again
+MAX_TOKENS: Final = 1024  # after these, later requests compile the constraint again
 
 
 @dataclass(slots=True, eq=False)
@@ -101,17 +101,17 @@ class _Compiled:
         return self.wear.has_failed or self.wear.num_tokens >= MAX_TOKENS
 
     def mask(self) -> GrammarMask:
-        """For one request; about 50 us."""
+        """Return a mask for one request; takes about 50 us."""
         return GrammarMask(self.matcher.deep_copy(), self.num_words, self.wear)
 
 
 class MaskMaker:
-    """Belongs to the event loop."""
+    """Use it only on the event loop."""
 
     def __init__(
         self, folder: Callable[[], Path], vocab_size: int, eos_token_ids: frozenset[int], metrics: ConstraintMetrics
     ) -> None:
-        """A thread calls `folder` for the model's directory."""
+        """`folder`: returns the model's directory; called on a thread."""
         self._load = lambda: load_vocabulary(folder(), vocab_size, eos_token_ids)
         self._metrics = metrics
         self._threads = Threads(THREADS, "constraint")
@@ -120,15 +120,15 @@ class MaskMaker:
         self._starting: dict[Constraint, asyncio.Task[_Compiled]] = {}
 
     async def mask_of(self, constraint: Constraint, token_ids: Sequence[int], num_generated: int = 0) -> GrammarMask:
-        """A mask at the end of `token_ids`, of which the last `num_generated` belong to the answer.
+        """Return a mask for the text after `token_ids`, of which the last `num_generated` belong to the answer.
 
-        Raises: Rejected, though the frontend should have refused it.
+        Raises: Rejected, although the frontend should have refused the constraint.
         """
         compiled = self._recall(constraint)
         if compiled is None:
-            compiled = await asyncio.shield(self._start(constraint))  # other requests may wait for it, too
+            compiled = await asyncio.shield(self._start(constraint))  # other requests may also wait for it
         mask = compiled.mask()
-        if num_generated:  # a moved stream: 3 us a token
+        if num_generated:  # a moved stream; 3 us per token
             await self._threads.do(lambda: _replay(mask, token_ids[-num_generated:]))
         return mask
 
@@ -148,7 +148,7 @@ class MaskMaker:
             del self._known[constraint]
             return None
         self._known.move_to_end(constraint)
-        self._forget()  # all of them have grown
+        self._forget()  # all of them may have grown
         self._metrics.count("cached")
         return compiled
 
@@ -169,13 +169,13 @@ class MaskMaker:
             error = str(exc)
         self._metrics.count("refused" if error else "compiled", time.perf_counter() - began)
         if error:
-            raise Rejected(f"a constraint that cannot be kept: {error}")
+            raise Rejected(f"the constraint cannot be used: {error}")
         compiled = self._known[constraint] = _Compiled(matcher, cpu_s, -(-vocabulary.vocab_size // 32))
         self._forget()
         return compiled
 
     def _forget(self) -> None:
-        """Evict the least recently used. Requests keep their masks."""
+        """Evict the least recently used compilations beyond the limits. Requests keep their masks."""
         num_bytes = sum(compiled.num_bytes for compiled in self._known.values())
         while self._known and (len(self._known) > MAX_KNOWN or num_bytes > MAX_KNOWN_BYTES):
             num_bytes -= self._known.popitem(last=False)[1].num_bytes
@@ -189,7 +189,7 @@ class MaskMaker:
         except (OSError, ValueError, MeshError) as exc:
             if self._vocabulary is loading:
                 self._vocabulary = None
-            raise Rejected(f"this model's tokenizer is of no use for constraints: {exc}") from exc
+            raise Rejected(f"this model's tokenizer does not support constraints: {exc}") from exc
 
 
 def _timed(vocabulary: LLTokenizer, constraint: Constraint) -> tuple[LLMatcher, float]:

@@ -1,9 +1,9 @@
-"""Check constraints one at a time: `python -m components.structured.sandbox <folder>`.
+"""Checks constraints one at a time: `python -m components.structured.sandbox <folder> <budget_s>`.
 
-A short grammar may need half a minute, gigabytes or the whole stack, and a thread cannot be stopped. So the kernel
-ends this process at its CPU limit.
+A short grammar may need half a minute, gigabytes or the whole stack, and a thread cannot be stopped. Therefore this is a
+process, which the kernel ends at its CPU limit.
 
-A message is a length (four bytes) and msgpack. In: kind and text. Out: kind and text, or the fault.
+A message is a length (four bytes) and msgpack. A request is kind and text; a reply is kind and text, or the fault.
 """
 
 import os
@@ -21,12 +21,12 @@ from components.structured.grammar import load_vocabulary
 from components.wire.sampling import Constraint
 
 LENGTH: Final = Struct("<I")
-MEMORY_BYTES: Final = 2 << 30  # address space, of which about 600 MB are used at once
-NICER: Final = 5  # requests that generate come first
+MEMORY_BYTES: Final = 2 << 30  # limit on the address space; about 600 MB are used at the start
+NICER: Final = 5  # lower priority than generation
 
 
 def main(folder: Path, budget_s: float, requests: BinaryIO, replies: BinaryIO) -> None:
-    """Answer until the pipe closes. A busy machine refuses nothing: the budget is CPU time."""
+    """Answer requests until the pipe closes. The budget is CPU time, so a busy machine refuses no constraint."""
     os.nice(NICER)
     vocabulary = load_vocabulary(folder)
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))

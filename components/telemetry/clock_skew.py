@@ -1,8 +1,8 @@
-"""Corrects the times of a trace whose processes have clocks that differ.
+"""Corrects the times of a trace whose processes have different clocks.
 
-A process cannot begin a call before its caller made it, nor after the caller has ended. Where the times say so, one of the
-clocks is wrong. Then all spans of the called process are shifted by the same time, so that its earliest call begins with
-the caller's span. The network's delay is unknown and shown as none. A smaller skew, which contradicts no call, stays.
+A call cannot begin before its caller's span begins, nor after it ends. If the times contradict this, one of the clocks is
+wrong. All spans of the called process are then shifted by the same time, so that its earliest call begins with the
+caller's span. Network delay is unknown and shown as zero. A smaller skew, which contradicts no call, is not corrected.
 
 Source: the clock-skew adjuster of Dapper's descendants, such as Jaeger; here with one shift for each process.
 """
@@ -15,12 +15,12 @@ from typing import Final
 from components.telemetry.stored_spans import Span
 from components.telemetry.trace_summary import root_of
 
-SHIFT: Final = "kvmesh.clock_shift_ms"  # on each shifted span: shown time minus its own clock's
-TOLERATED_NS: Final = 1_000_000  # clocks of one host differ by less: none
+SHIFT: Final = "kvmesh.clock_shift_ms"  # attribute of each shifted span: shown time minus the time of its own clock
+TOLERATED_NS: Final = 1_000_000  # smaller contradictions are ignored
 
 
 def corrected(spans: Sequence[Span]) -> list[Span]:
-    """The spans of one trace by the clock of its root's process, by start time. Shifted ones have the attribute SHIFT."""
+    """Return the spans of one trace, sorted by start time, by the clock of its root. Shifted ones have the attribute SHIFT."""
     if not spans:
         return []
     shifts = _shifts(spans)
@@ -31,14 +31,14 @@ def corrected(spans: Sequence[Span]) -> list[Span]:
 
 
 def shift_of(spans: Sequence[Span]) -> dict[str, float]:
-    """Milliseconds by which each process was shifted, without those that were not."""
+    """Return the shift of each process that was shifted, in milliseconds."""
     return {span.service: span.attributes[SHIFT] for span in spans if SHIFT in span.attributes}
 
 
 def _shifts(spans: Sequence[Span]) -> dict[str, int]:
-    """Nanoseconds to add to the times of each process, from the root's process along the calls."""
+    """Return the nanoseconds to add to the times of each process, found along the calls from the root's process."""
     by_id = {span.span_id: span for span in spans}
-    calls: dict[tuple[str, str], list[tuple[Span, Span]]] = defaultdict(list)  # (caller, called) by their processes
+    calls: dict[tuple[str, str], list[tuple[Span, Span]]] = defaultdict(list)  # key: processes of caller and called
     for span in spans:
         parent = by_id.get(span.parent_id or "")
         if parent is not None and parent.service != span.service:
@@ -54,14 +54,14 @@ def _shifts(spans: Sequence[Span]) -> dict[str, int]:
 
 
 def _shift(calls: Sequence[tuple[int, Span, Span]]) -> int:
-    """`calls` of one process: the caller's shift, the caller's span, the called span."""
+    """Return the shift of one process. `calls` to it: the caller's shift, the caller's span, the called span."""
     if not any(_is_impossible(*call) for call in calls):
         return 0
     return max(parent.start_ns + shift - child.start_ns for shift, parent, child in calls)
 
 
 def _is_impossible(shift: int, parent: Span, child: Span) -> bool:
-    """A caller that failed may have ended first, since its call was late."""
+    """Return whether the times contradict the call. A caller that failed may have ended before its call began."""
     early_ns = parent.start_ns + shift - child.start_ns
     late_ns = child.start_ns - (parent.end_ns + shift)
     return early_ns > TOLERATED_NS or (late_ns > TOLERATED_NS and parent.status != "ERROR")

@@ -1,4 +1,4 @@
-"""Where a process's figures come from. Its status and its metrics page read them when they are asked for."""
+"""The figures of a process, which are read when its status or metrics page is requested."""
 
 import heapq
 import logging
@@ -15,17 +15,17 @@ from components.telemetry.recent import LoopProbe
 from components.version import VERSION
 from components.wire.status import PageStatus, RoomStatus, Status, TransportStatus
 
-MAX_ROOMS: Final = 200  # in a status
+MAX_ROOMS: Final = 200  # rooms listed in a status
 _STARTED_S: Final = time.monotonic()
 
 
 class Queue(NamedTuple):
     length: int = 0
-    oldest_s: float = 0.0  # age
+    oldest_s: float = 0.0  # age of the oldest item
 
 
 def queues_of(lifecycles: Iterable[Lifecycle[S]], states: Iterable[S]) -> dict[str, Queue]:
-    """Length and oldest age of each of `states`."""
+    """Return the length and the oldest age of each of `states`."""
     now_s = time.monotonic()
     lengths: dict[str, int] = dict.fromkeys(map(str, states), 0)
     oldest: dict[str, float] = dict.fromkeys(lengths, 0.0)
@@ -38,7 +38,7 @@ def queues_of(lifecycles: Iterable[Lifecycle[S]], states: Iterable[S]) -> dict[s
 
 
 class Batch(NamedTuple):
-    """The engine's requests."""
+    """Numbers of the engine's requests."""
 
     running: int = 0
     waiting: int = 0
@@ -46,7 +46,7 @@ class Batch(NamedTuple):
 
 @dataclass(slots=True)
 class Figures:
-    """A part of the process sets the source that it owns. A role without it keeps the default."""
+    """Sources of figures. Each part of the process sets its own; a role without that part keeps the default."""
 
     role: str
     instance_id: str
@@ -54,7 +54,7 @@ class Figures:
     layout: str = ""
     kv_transfer: str = ""
     kv_transport: str = ""
-    traces_per_s: float = 0.0  # in force now
+    traces_per_s: float = 0.0  # current sampling limit
     epoch: Callable[[], str] = str
     is_draining: Callable[[], bool] = bool
     etcd_contact_age_s: Callable[[], float] = float
@@ -65,9 +65,9 @@ class Figures:
     batch: Callable[[], Batch] = Batch
     breakers: Callable[[], Mapping[str, str]] | None = None  # state by instance id
     heartbeat_ages_s: Callable[[], Mapping[str, float]] | None = None  # by instance id
-    transport: Callable[[], TransportStatus] | None = None  # of a worker; it blocks, and may raise OSError
+    transport: Callable[[], TransportStatus] | None = None  # workers only; it blocks, and may raise OSError
     links: Links = field(default_factory=Links)
-    loop: LoopProbe = field(default_factory=LoopProbe)  # its total: tokens
+    loop: LoopProbe = field(default_factory=LoopProbe)  # its total counts tokens
 
     def status(self) -> Status:
         queues = {} if self.queues is None else self.queues()

@@ -1,7 +1,7 @@
-"""Tail sampling: spans of a trace that is not sampled are held until the request's end decides.
+"""Tail sampling: spans of a trace that is not sampled are held until its request ends, which decides.
 
-The process that has a request's root decides: it keeps what failed, moved or was slow, and has marked it so. It announces
-the trace ids that it keeps, and the others export what they hold of these. All else expires.
+The process with the request's root span decides: it keeps requests that failed, moved or were slow. It announces the
+trace ids that it keeps, and the other processes export the spans that they hold of these. All other spans expire.
 """
 
 from collections import OrderedDict
@@ -17,22 +17,22 @@ from components.token_bucket import TokenBucket
 
 HELD_SPANS: Final = 20_000  # about 20 MB
 HELD_NS: Final = 120 * 10**9  # since the first span of the trace ended
-KEPT_NS: Final = 10 * 10**9  # a decision is remembered this long, for spans that end later
-KEPT_IDS: Final = 10_000  # decisions
-KEPT_PER_S: Final = 20.0  # by the tail, in bursts of ten seconds' worth: failures may be many
+KEPT_NS: Final = 10 * 10**9  # how long a decision is remembered, for spans that end later
+KEPT_IDS: Final = 10_000  # remembered decisions
+KEPT_PER_S: Final = 20.0  # rate limit for kept traces, as there may be many failures; bursts: ten seconds' worth
 
 
 class HeldTraces:
-    """Takes the ended spans of requests: exports those of sampled traces, and holds the others."""
+    """Receives the ended spans of requests; exports those of sampled traces and holds the others."""
 
     def __init__(self, export: Callable[[LightSpan], None], rate: TokenBucket | None = None) -> None:
         self._export = export
         self._rate = rate  # None: no limit
-        self._held: OrderedDict[int, list[LightSpan]] = OrderedDict()  # by trace id, the oldest first
-        self._kept: OrderedDict[int, int] = OrderedDict()  # until when, wall-clock nanoseconds
+        self._held: OrderedDict[int, list[LightSpan]] = OrderedDict()  # by trace id, oldest first
+        self._kept: OrderedDict[int, int] = OrderedDict()  # kept trace ids; expiry in wall-clock nanoseconds
         self._num_held = 0
         self._announce: Callable[[int], None] | None = None
-        self.over_limit = 0  # spans of failed, moved or slow requests that `rate` did not let through
+        self.over_limit = 0  # dropped spans of failed, moved or slow requests beyond `rate`
 
     def announce_to(self, announce: Callable[[int], None] | None) -> None:
         """Call `announce` with the id of each trace that this process decides to keep."""
@@ -50,7 +50,7 @@ class HeldTraces:
             self._hold(span)
 
     def keep(self, trace_ids: Iterable[int]) -> None:
-        """Export what is held of these traces, and what will end soon."""
+        """Export the held spans of these traces, and those that end within KEPT_NS."""
         until_ns = time_ns() + KEPT_NS
         for trace_id in trace_ids:
             self._kept[trace_id] = until_ns
@@ -87,5 +87,5 @@ class HeldTraces:
 
 
 def _is_notable(root: LightSpan) -> bool:
-    """Whether the request failed, moved or was slow."""
+    """Return whether the request failed, moved or was slow."""
     return root.status.status_code is StatusCode.ERROR or MOVED in root.attributes or SLOW in root.attributes

@@ -1,8 +1,8 @@
-"""Spans that cost a tenth of the SDK's: no locks, no copies, no limits before the export.
+"""Spans at a tenth of the cost of the SDK's: no locks, no copies, no limits before the export.
 
-A `LightSpan` has OpenTelemetry's API. What ends below it in this process stays in it until it ends itself, so a process
-records, holds and exports one object for each request. A `Step` is a part without parts of its own, and cheaper still.
-Both have the fields of the SDK's `ReadableSpan`, so that the SDK's exporters take them.
+A `LightSpan` has OpenTelemetry's API. It keeps the child spans of this process that ended before it, so a process
+records, holds and exports one object per request. A `Step` is a child without children of its own, and cheaper still.
+Both have the fields of the SDK's `ReadableSpan`, so that the SDK's exporters accept them.
 """
 
 import traceback
@@ -28,7 +28,7 @@ class SpanEvent(NamedTuple):
 
 
 class _Readable:
-    """What the SDK's exporters ask beyond the fields."""
+    """The methods that the SDK's exporters need beside the fields."""
 
     __slots__ = ()
 
@@ -77,7 +77,7 @@ class LightSpan(_Readable, Span):
         name: str,
         trace_id: int,
         parent_id: int,  # 0: none
-        flags: int,  # SAMPLED, or 0 while it is not decided
+        flags: int,  # SAMPLED, or 0 while undecided
         sink: "Callable[[LightSpan], None]",
         kind: SpanKind = SpanKind.INTERNAL,
         attributes: Mapping[str, Any] | None = None,
@@ -99,7 +99,7 @@ class LightSpan(_Readable, Span):
         self.state = state
         self.status = UNSET
         self.events: Sequence[SpanEvent] = NO_EVENTS
-        self.steps: list[Step | LightSpan] = []  # below it, in the order of their ends
+        self.steps: list[Step | LightSpan] = []  # ended children, in the order of their ends
 
     def child(
         self,
@@ -113,14 +113,14 @@ class LightSpan(_Readable, Span):
         )
 
     def take(self, ended: "Step | LightSpan") -> None:
-        """Keep a span or step that ended below this one. After this span's own end, export it alone."""
+        """Keep a child that has ended. If this span has already ended, export the child alone."""
         if self.end_time is None:
             self.steps.append(ended)
         else:
             self.sink(ended if isinstance(ended, LightSpan) else ended.alone())
 
     def whole(self) -> "Iterator[Step | LightSpan]":
-        """All that ended below, and this span."""
+        """Yield all ended descendants, and this span last."""
         for step in self.steps:
             if isinstance(step, LightSpan):
                 yield from step.whole()
@@ -155,7 +155,7 @@ class LightSpan(_Readable, Span):
             self.name = name
 
     def set_status(self, status: Status | StatusCode, description: str | None = None) -> None:
-        """A status of OK is final, and UNSET changes nothing, as the API asks."""
+        """Set the status. OK is final and UNSET changes nothing, as OpenTelemetry's API requires."""
         given = status if isinstance(status, Status) else Status(status, description)
         if self.end_time is None and not given.is_unset and self.status.status_code is not StatusCode.OK:
             self.status = given
@@ -180,7 +180,7 @@ class LightSpan(_Readable, Span):
 
 
 class Step(_Readable):
-    """As a context manager it lasts as long as the body. `step` of components.telemetry.spans makes one."""
+    """A child without children. As a context manager it lasts as long as the body. Made by `spans.step`."""
 
     __slots__ = ("attributes", "end_time", "error", "kind", "name", "of", "span_id", "start_time")
 

@@ -10,7 +10,7 @@ from components.wire.status import LinkStatus
 
 Ends = tuple[str, str]  # instance ids of prefill and decode
 
-MAX_LINKS: Final = 256  # peers that were used last
+MAX_LINKS: Final = 256  # the least recently used peers beyond these are forgotten
 
 
 class _Link:
@@ -27,7 +27,7 @@ class Links:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._links: OrderedDict[str, _Link] = OrderedDict()  # by instance id, the last used at the end
+        self._links: OrderedDict[str, _Link] = OrderedDict()  # by instance id, the most recently used last
 
     def transferred(self, peer: str, num_bytes: int, seconds: float) -> None:
         link = self._link(peer)
@@ -65,12 +65,12 @@ class Links:
 
 
 def links_between(known: Mapping[str, str], reported: Mapping[str, Sequence[LinkStatus]]) -> dict[Ends, LinkStatus]:
-    """Return the links between known instances. Both ends count a transfer, and the larger count holds: an end that has
-    started again counts from zero.
+    """Return the links between known instances. Both ends count a transfer. The larger count is used, because a restarted
+    end counts from zero.
 
     Args:
         known: roles by instance id.
-        reported: by instance id.
+        reported: each instance's links, by instance id.
     """
     ends: dict[Ends, list[LinkStatus]] = {}
     for instance_id, links in reported.items():

@@ -1,4 +1,4 @@
-"""Logging: console lines for people, or JSON lines for machines.
+"""Logging: console lines for people or JSON lines for programs.
 
 A JSON line has `ts`, `level`, `logger`, `event` and the facts. Supervisors need two events: `ready`, and `progress`
 with `task`, `done` and `total`.
@@ -18,13 +18,13 @@ from opentelemetry import trace
 
 from components.telemetry.repeated_lines import CountingHandler, status
 
-request_id: Final[ContextVar[str]] = ContextVar("request_id", default="")  # tasks and timers inherit it
+request_id: Final[ContextVar[str]] = ContextVar("request_id", default="")  # inherited by tasks and timers
 
 
 class RequestIds(logging.Filter):
     """Adds the ids of the task's request: `request_id`, and `trace_id` if it is traced. Ids in a line's own facts win.
 
-    A filter, since it runs where the line is logged: a line that is held back is written by another thread.
+    It is a filter because filters run in the task that logs. A line that is held back is written by another thread.
     """
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -41,7 +41,7 @@ class RequestIds(logging.Filter):
 PROGRESS_S: Final = 0.5
 COLOURS: Final = {"warning": 33, "error": 31, "critical": 31}
 
-# without local variables: they hold prompts
+# without local variables, which may contain prompts
 _TRACEBACKS: Final = structlog.processors.ExceptionRenderer(
     structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
 )
@@ -72,11 +72,11 @@ def configure_logs(level: str, fmt: Literal["console", "json"]) -> None:
     status.setLevel(logging.INFO)
     for noisy in ("httpx", "urllib3", "asyncio", "nats", "uvicorn.access", "uvicorn.error", "transformers"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
-    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # warns without CUDA
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)  # it warns if there is no CUDA
 
 
 class PlainLines:
-    """Time of day, event and facts, for `services.local`. Levels from warning are shown."""
+    """Formats a line as time of day, event and facts, for `services.local`. Shows the level from warning upwards."""
 
     def __init__(self, *, colours: bool) -> None:
         self._colours = colours
@@ -98,19 +98,19 @@ class PlainLines:
 
 
 def with_level(level: str, event: str) -> str:
-    """Without colours the level is a word, from warning on."""
+    """Return the event, preceded by the level if that is warning or higher."""
     return f"{level}: {event}" if level in COLOURS else event
 
 
 def printable(text: str) -> str:
-    """Escape what is not printable. Clients write parts of many lines: a newline would forge another line."""
+    """Escape unprintable characters. Clients' data is in many lines, and a newline in it would forge a line."""
     if text.isprintable():
         return text
     return "".join([each if each.isprintable() else each.encode("unicode_escape").decode() for each in text])
 
 
 def printable_lines(text: str) -> str:
-    """As `printable`, for a text that may have several lines."""
+    """Escape as `printable`, but keep newlines."""
     return "\n".join(map(printable, text.split("\n")))
 
 
@@ -119,7 +119,7 @@ def log_ready(**facts: str) -> None:
 
 
 class ProgressLog:
-    """Logs a long start-up step at its start, its end and twice a second."""
+    """Logs the progress of a long start-up step: at its start, at its end and twice a second."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock

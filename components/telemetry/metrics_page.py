@@ -1,4 +1,4 @@
-"""The metrics page and the probes of a process."""
+"""The metrics page and the health probes of a process."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from components.http.server import serve_http
 from components.http.tls import Tls
 from components.urls import Login, basic
 
-disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for each counter, which no dashboard reads
+disable_created_metrics()  # type: ignore[no-untyped-call]  # `_created` series, which no dashboard reads
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class _Page:
 @dataclass(frozen=True, slots=True)
 class Protection:
     tls: Tls | None = None
-    login: FollowedFiles[Login] | None = None  # of readers of metrics; probes need none
+    login: FollowedFiles[Login] | None = None  # required for metrics, not for probes
 
     def admits(self, authorization: str) -> bool:
         if self.login is None:
@@ -49,15 +49,15 @@ class _Collected(Collector):
 
 
 async def metrics_response(registry: CollectorRegistry, accept: str) -> Response:
-    """The page as the scraper asks for it: OpenMetrics has exemplars, Prometheus' text format has none.
+    """Return the page in the format that the scraper accepts. OpenMetrics has exemplars, Prometheus' text format has none.
 
-    Collectors read what the event loop changes, so they run there. To encode takes four times as long, and uses a thread.
+    Collectors read data that the event loop changes, so they run on it. Encoding takes four times as long and runs in a thread.
     """
     encode, media_type = choose_encoder(accept)
     families = []
     for family in registry.collect():
         families.append(family)
-        await asyncio.sleep(0)  # one may have thousands of samples
+        await asyncio.sleep(0)  # a family may have thousands of samples
     collected = CollectorRegistry()
     collected.register(_Collected(families))
     return Response(await asyncio.to_thread(encode, collected), media_type=media_type)
@@ -79,10 +79,10 @@ async def serve_metrics(
 
     Args:
         port: 0 for any free one.
-        started: `/health` answers 503 before that and 200 from then on.
-        reasons: `/ready` answers 503 while there are any.
+        started: `/health` returns 200 if true, otherwise 503.
+        reasons: why the process is not ready; `/ready` returns 503 while there are any.
         facts: added to `/health`.
-        targets: the mesh's metrics pages for Prometheus' HTTP service discovery, by the `Host` that it asked.
+        targets: returns the mesh's metrics pages for Prometheus' HTTP service discovery, given the request's `Host`.
         protection: TLS for all pages, and a password for those with metrics.
     Raises: WrongSettings, if a file of `protection` cannot be used.
     """
@@ -111,7 +111,7 @@ async def serve_metrics(
         well = started()
         return JSONResponse({"status": "ok" if well else "starting", **facts()}, 200 if well else 503)
 
-    # fastapi takes half a second to load
+    # Starlette, because importing fastapi takes half a second
     pages = {"/metrics": metrics, "/metrics/targets": all_targets, "/live": live, "/ready": ready, "/health": health}
     app = Starlette(routes=[Route(path, page) for path, page in pages.items()])
     async with serve_http(app, _Page(host, port), options="--metrics-", tls=protection.tls) as url:

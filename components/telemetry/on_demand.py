@@ -1,4 +1,4 @@
-"""Metrics whose values are read when the page is asked for."""
+"""Metrics whose values are read when the page is requested."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -11,7 +11,7 @@ ByLabel = Mapping[tuple[str, ...], float]
 
 
 class OnDemand(Collector):
-    """`value` functions return a number, or numbers by the values of `labels`."""
+    """Collects gauges and counters. Their `value` functions return a number, or numbers by the values of `labels`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._families: list[Callable[[], Family]] = []
@@ -21,11 +21,11 @@ class OnDemand(Collector):
         self._families.append(lambda: _filled(GaugeMetricFamily(name, text, labels=labels), value()))
 
     def counter(self, name: str, text: str, value: Callable[[], float | ByLabel], labels: Sequence[str] = ()) -> None:
-        """`name` without `_total`."""
+        """Add a counter. `name` is given without `_total`."""
         self._families.append(lambda: _filled(CounterMetricFamily(name, text, labels=labels), value()))
 
     def collect(self) -> Iterator[Family]:
-        """Families without a value are left out: this role lacks their source."""
+        """Return the families that have a value; a role without a family's source has none."""
         return (shown for family in self._families if (shown := family()).samples)
 
 

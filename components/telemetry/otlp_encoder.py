@@ -1,4 +1,4 @@
-"""Spans as the bytes of OTLP's protobuf messages, in a tenth of the time of the SDK's encoder.
+"""Encodes spans as OTLP's protobuf messages, in a tenth of the time of the SDK's encoder.
 
 Source: opentelemetry/proto/trace/v1/trace.proto and common/v1/common.proto. A test decodes the bytes with the package
 opentelemetry-proto.
@@ -14,7 +14,7 @@ from opentelemetry.trace import StatusCode
 
 from components.telemetry.light_span import LightSpan, SpanEvent, Step
 
-ATTRIBUTE_CHARS: Final = 8192  # some attributes hold clients' data
+ATTRIBUTE_CHARS: Final = 8192  # longer texts are cut, because some attributes hold clients' data
 NAMES: Final = 4096  # distinct names and keys whose bytes are kept
 
 # A tag is (field number << 3) | wire type; wire types: 0 varint, 1 eight bytes, 2 length and bytes, 5 four bytes.
@@ -22,20 +22,22 @@ _START_AND_END: Final = Struct("<BQBQ").pack  # fields 7 and 8 of Span
 _START_TAG, _END_TAG = 0x39, 0x41
 _EVENT_TIME: Final = Struct("<BQ").pack  # field 1 of Event
 _DOUBLE: Final = Struct("<d").pack
-_LOCAL_PARENT: Final = b"\x85\x01\x00\x01\x00\x00"  # field 16 of Span, four bytes: the parent's place is known
-_REMOTE_PARENT: Final = b"\x85\x01\x00\x03\x00\x00"  # and it is another process
+_LOCAL_PARENT: Final = (
+    b"\x85\x01\x00\x01\x00\x00"  # field 16 of Span, four bytes: whether the parent is remote is known
+)
+_REMOTE_PARENT: Final = b"\x85\x01\x00\x03\x00\x00"  # the parent is remote
 _LENGTHS: Final = [bytes([n]) for n in range(128)]  # varints of one byte
 _MASK: Final = (1 << 64) - 1
 SCOPE: Final = b"\x0a\x08\x0a\x06kvmesh"  # field 1 of ScopeSpans: an InstrumentationScope with its name
 
 
 def encode_whole(span: LightSpan) -> bytes:
-    """A span and all below it, as elements of `ScopeSpans.spans`."""
+    """Encode a span and its descendants as elements of `ScopeSpans.spans`."""
     return b"".join([span_field(encode_span(each)) for each in span.whole()])
 
 
 def encode_span(span: LightSpan | Step) -> bytes:
-    """The fields of a `Span` message."""
+    """Encode the fields of a `Span` message."""
     parts = [
         b"\x0a\x10",
         span.trace_id.to_bytes(16, "big"),
@@ -49,7 +51,7 @@ def encode_span(span: LightSpan | Step) -> bytes:
     parts.append(_name(span.name, span.kind.value + 1))
     parts.append(_START_AND_END(_START_TAG, span.start_time, _END_TAG, span.end_time or 0))
     for key, value in span.attributes.items():
-        if value.__class__ is str and len(value) < 100 and value.isascii():  # the common case, written out
+        if value.__class__ is str and len(value) < 100 and value.isascii():  # the common case, inlined for speed
             value_bytes = value.encode()
             size = len(value_bytes)
             head = _key(key)
@@ -73,17 +75,17 @@ def encode_span(span: LightSpan | Step) -> bytes:
 
 
 def span_field(encoded: bytes) -> bytes:
-    """A span as one element of `ScopeSpans.spans`; such elements are joined as they are."""
+    """Return an encoded span as one element of `ScopeSpans.spans`. Such elements can simply be concatenated."""
     return b"\x12" + _varint(len(encoded)) + encoded
 
 
 def encode_resource(attributes: Mapping[str, Any]) -> bytes:
-    """The fields of a `Resource` message."""
+    """Encode the fields of a `Resource` message."""
     return b"".join(_attribute(b"\x0a", key, value) for key, value in attributes.items())
 
 
 def encode_request(resource: bytes, pieces: Iterable[bytes]) -> bytes:
-    """An `ExportTraceServiceRequest`. Each of `pieces`, joined results of `span_field`, becomes a `ScopeSpans`."""
+    """Encode an `ExportTraceServiceRequest`. Each of `pieces`, which are joined `span_field`s, becomes a `ScopeSpans`."""
     scopes = b"".join([_field(b"\x12", SCOPE + spans) for spans in pieces])
     return _field(b"\x0a", _field(b"\x0a", resource) + scopes)
 
@@ -110,13 +112,13 @@ def _text(tag: int, text: str) -> bytes:
 
 @lru_cache(NAMES)
 def _name(name: str, kind: int) -> bytes:
-    """Fields 5 and 6 of Span."""
+    """Encode fields 5 and 6 of `Span`."""
     return _field(b"\x2a", name[:ATTRIBUTE_CHARS].encode(errors="replace")) + b"\x30" + _LENGTHS[kind]
 
 
 @lru_cache(NAMES)
 def _key(key: str) -> bytes:
-    """Field 1 of KeyValue."""
+    """Encode field 1 of `KeyValue`."""
     return _field(b"\x0a", key.encode(errors="replace"))
 
 
@@ -125,7 +127,7 @@ def _attribute(tag: bytes, key: str, value: Any) -> bytes:
 
 
 def _value(value: Any) -> bytes:
-    """The fields of an `AnyValue`. A type that OTLP does not have becomes text."""
+    """Encode the fields of an `AnyValue`. Types that OTLP lacks are converted to text."""
     if isinstance(value, str):
         return _field(b"\x0a", value[:ATTRIBUTE_CHARS].encode(errors="replace"))
     if isinstance(value, bool | int) and -(1 << 63) <= value < 1 << 63:
@@ -134,7 +136,7 @@ def _value(value: Any) -> bytes:
         return b"\x21" + _DOUBLE(value)
     if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
         items = b"".join(_field(b"\x0a", _value(item)) for item in value)
-        # a longer one is cut like a text
+        # a longer list becomes text, which is cut
         return _field(b"\x2a", items) if len(items) <= ATTRIBUTE_CHARS else _value(json.dumps(value, default=str))
     return _value(str(value))
 

@@ -1,6 +1,6 @@
-"""Sends encoded spans to an OTLP/HTTP receiver. Keeps a bounded number of bytes while the receiver is unreachable.
+"""Sends encoded spans to an OTLP/HTTP receiver. While it is unreachable, requests are queued up to a limit in bytes.
 
-Runs on the thread of the export. OpenTelemetry's own variables for headers, certificate and compression are honoured.
+Runs on the export thread. OpenTelemetry's own variables for headers, certificate and compression are honoured.
 """
 
 import gzip
@@ -21,9 +21,9 @@ from components.urls import is_loopback, login_of, without_password
 log = logging.getLogger(__name__)
 
 PATH: Final = "/v1/traces"
-TIMEOUT_S: Final = 2.0  # a receiver that hangs must not delay a stop
-WAITING_BYTES: Final = 8 << 20  # kept while the receiver is unreachable
-FIRST_WAIT_S: Final = 0.5  # doubled with each failure
+TIMEOUT_S: Final = 2.0  # short, so that a receiver that hangs does not delay a stop
+WAITING_BYTES: Final = 8 << 20  # limit of the queue
+FIRST_WAIT_S: Final = 0.5  # back-off after a failure; doubles
 LONGEST_WAIT_S: Final = 10.0
 RETRIED: Final = frozenset({408, 429, 502, 503, 504})
 OBSERVER: Final = "kvmesh-observer"  # the observer's Server header
@@ -32,10 +32,10 @@ OTLP: Final = "application/x-protobuf"
 
 class OtlpSender:
     def __init__(self, endpoint: str, ca: Path | None = None) -> None:
-        """`ca`: PEM file of the authorities that sign the receiver's certificate; None: the system's."""
+        """`ca`: PEM file of the authorities that the receiver's certificate is checked against; None: the system's."""
         self._ca = ca
         address = urlsplit(endpoint)
-        self._place = without_password(endpoint)  # for messages
+        self._place = without_password(endpoint)  # for log messages
         self._secure = address.scheme == "https"
         self._host = address.hostname or ""
         self._port = address.port or (443 if self._secure else 80)
@@ -45,30 +45,30 @@ class OtlpSender:
         if wanted == "gzip" or (wanted is None and not is_loopback(self._host)):
             self._headers["Content-Encoding"] = "gzip"
         self._connection: http.client.HTTPConnection | None = None
-        self._waiting: deque[tuple[bytes, str, int]] = deque()  # requests, content types, numbers of spans
+        self._waiting: deque[tuple[bytes, str, int]] = deque()  # request, content type, number of spans
         self._waiting_bytes = 0
         self._wait_s = FIRST_WAIT_S
         self._not_before = 0.0  # monotonic
-        self._has_warned = False  # whether the outage of the receiver was logged
+        self._has_warned = False  # whether the receiver's outage was logged
         self.is_observer: bool | None = None  # None: the receiver has not answered yet
-        self.takes_pieces = False  # an observer's answer has said so
-        self.dropped = 0  # spans that the receiver was away for
+        self.takes_pieces = False  # whether an observer has announced this
+        self.dropped = 0  # spans dropped while the receiver was unreachable
         self.refused = 0  # spans that it refused
 
     def greet(self) -> None:
-        """Learn what the receiver is, by a request without spans."""
+        """Find out what the receiver is, by a request without spans."""
         self.send(b"", OTLP, 0)
 
     def send(self, request: bytes, kind: str, num_spans: int) -> None:
-        """Send now, or keep it for later. `kind`: its content type."""
+        """Send a request now, or queue it for later. `kind`: its content type."""
         self._waiting.append((request, kind, num_spans))
         self._waiting_bytes += len(request)
         while self._waiting_bytes > WAITING_BYTES and len(self._waiting) > 1:
-            self._drop("the receiver is away and the queue is full")
+            self._drop("the receiver is unreachable and the queue is full")
         self.send_waiting()
 
     def send_waiting(self, *, last: bool = False) -> None:
-        """`last`: this process ends. Try once, then drop the spans that still wait."""
+        """Send queued requests. `last`: this process is ending, so try once, then drop the rest."""
         if last and self._waiting and not self._waiting[0][2]:
             self._waiting.popleft()  # the greeting
         if last or time.monotonic() >= self._not_before:
@@ -77,7 +77,7 @@ class OtlpSender:
                 body = self._waiting.popleft()[0]
                 self._waiting_bytes -= len(body)
         while last and self._waiting:
-            self._drop("this process ends")
+            self._drop("this process is ending")
 
     def close(self) -> None:
         if self._connection is not None:
@@ -85,7 +85,7 @@ class OtlpSender:
             self._connection = None
 
     def _sent(self, body: bytes, kind: str) -> bool:
-        """Returns False if it must be sent again."""
+        """Return False if the request must be sent again."""
         if "Content-Encoding" in self._headers:
             body = gzip.compress(body, 1)
         reused = self._connection is not None
@@ -96,7 +96,7 @@ class OtlpSender:
             if reused:  # the receiver may have closed an idle connection
                 return self._sent_anew(body, kind)
             return self._failed(str(exc) or type(exc).__name__)
-        except ValueError:  # its text holds the header, which may be a secret
+        except ValueError:  # the exception's text contains the header, which may be a secret
             self.close()
             return self._failed("a header of OTEL_EXPORTER_OTLP_HEADERS is not valid in HTTP")
         return self._judge(status, reason)
@@ -120,7 +120,7 @@ class OtlpSender:
         return True
 
     def _post(self, body: bytes, kind: str) -> tuple[int, str]:
-        """Returns the status and the beginning of the answer's text."""
+        """Return the status and the beginning of the answer's text."""
         if self._connection is None:
             self._connection = self._connect()
         self._connection.request("POST", self._path, body, {"Content-Type": kind, **self._headers})
@@ -133,13 +133,13 @@ class OtlpSender:
     def _connect(self) -> http.client.HTTPConnection:
         if not self._secure:
             return http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
-        context = trusting(self._ca)  # read at each connection: the file may have been replaced
+        context = trusting(self._ca)  # read for each connection, because the file may have been replaced
         return http.client.HTTPSConnection(self._host, self._port, timeout=TIMEOUT_S, context=context)
 
     def _failed(self, cause: str) -> bool:
         if not self._has_warned and any(num_spans for *_, num_spans in self._waiting):
             self._has_warned = True
-            log.warning("OTLP receiver away, spans wait", extra={"receiver": self._place, "cause": cause})
+            log.warning("OTLP receiver unreachable, spans are queued", extra={"receiver": self._place, "cause": cause})
         self._not_before = time.monotonic() + self._wait_s
         self._wait_s = min(2 * self._wait_s, LONGEST_WAIT_S)
         return False
@@ -153,19 +153,19 @@ class OtlpSender:
 
 
 def trusting(ca: Path | None) -> ssl.SSLContext:
-    """Trusts certificates that `ca` has signed, or the authorities that OpenTelemetry's variable names.
+    """Return a context that trusts the authorities in the file that OpenTelemetry's variable names, else those in `ca`.
 
     Raises: OSError, with the file's name.
     """
     path = os.environ.get("OTEL_EXPORTER_OTLP_CERTIFICATE") or (None if ca is None else str(ca))
     try:
         return ssl.create_default_context(cafile=path)
-    except OSError as exc:  # of a missing file OpenSSL does not give the name
+    except OSError as exc:  # OpenSSL does not name a missing file
         raise OSError(f"{path}: no PEM certificates can be read there ({exc.strerror or exc})") from exc
 
 
 def login_header(endpoint: str) -> dict[str, str]:
-    """The user and password of a URL, if it has them."""
+    """Return the header with the user and password of a URL; empty if it has none."""
     user, password = login_of(endpoint)
     if user is None and password is None:
         return {}
@@ -174,7 +174,7 @@ def login_header(endpoint: str) -> dict[str, str]:
 
 
 def _given_headers() -> dict[str, str]:
-    """Those of OTEL_EXPORTER_OTLP_HEADERS: `name=value,…`, percent-encoded."""
+    """Return the headers in OTEL_EXPORTER_OTLP_HEADERS: `name=value,…`, percent-encoded."""
     given = os.environ.get("OTEL_EXPORTER_OTLP_TRACES_HEADERS") or os.environ.get("OTEL_EXPORTER_OTLP_HEADERS", "")
     pairs = (pair.partition("=") for pair in given.split(",") if "=" in pair)
     return {unquote(name.strip()): unquote(value.strip()) for name, _, value in pairs}

@@ -1,6 +1,6 @@
-"""Spans as they are kept in a file: a fifth of the work of OTLP's bytes, which foreign receivers get.
+"""The form of spans in a file, at a fifth of the cost of OTLP's, which is for other receivers.
 
-A piece is in one of both forms, and its first byte tells which.
+A piece has one of the two forms, which its first byte identifies.
 """
 
 from collections.abc import Sequence
@@ -12,8 +12,8 @@ from opentelemetry.trace import StatusCode
 from components.telemetry.light_span import LightSpan
 from components.telemetry.otlp_encoder import encode_whole
 
-MAX_BYTES: Final = 32_768  # of one piece; OTLP's encoder cuts long texts of clients
-PACKED_FIRST: Final = b"\x90"  # least first byte of a msgpack array; those of OTLP are less
+MAX_BYTES: Final = 32_768  # per root; a larger piece is encoded as OTLP, which cuts clients' long texts
+PACKED_FIRST: Final = b"\x90"  # lowest first byte of a msgpack array; OTLP's first byte is lower
 
 PackedEvent = tuple[str, int, dict[str, Any]]  # name, wall-clock nanoseconds, attributes
 
@@ -24,7 +24,7 @@ class PackedSpan(msgspec.Struct, frozen=True, array_like=True):
     name: str
     start_ns: int  # wall clock
     end_ns: int
-    status: int  # of OpenTelemetry's StatusCode
+    status: int  # OpenTelemetry's StatusCode
     error: str
     attributes: dict[str, Any]
     events: list[PackedEvent]
@@ -35,13 +35,13 @@ _decoder: Final = msgspec.msgpack.Decoder(list[PackedSpan])
 
 
 def pack_spans(roots: Sequence[LightSpan]) -> tuple[int, bytes]:
-    """The number of spans, and their bytes. `roots`: of one trace, each with all below it."""
+    """Return the number of spans and their bytes. `roots`: spans of one trace, each with its descendants."""
     fields: list[tuple[Any, ...]] = []
     for root in roots:
         _add(root, fields)
     try:
         data = _encoder.encode(fields)
-    except (OverflowError, UnicodeEncodeError):  # numbers and texts that no message holds
+    except (OverflowError, UnicodeEncodeError):  # msgpack cannot represent these numbers or texts
         data = b""
     if not 0 < len(data) <= MAX_BYTES * len(roots):
         data = b"".join([encode_whole(root) for root in roots])
@@ -64,5 +64,5 @@ def _add(span: LightSpan, fields: list[tuple[Any, ...]]) -> None:
 
 
 def unpack_spans(data: bytes) -> list[PackedSpan]:
-    """Raises: msgspec.DecodeError."""
+    """Decode packed spans. Raises: msgspec.DecodeError."""
     return _decoder.decode(data)

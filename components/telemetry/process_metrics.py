@@ -1,4 +1,4 @@
-"""The metrics that every process has, from its figures."""
+"""Metrics that every process has, from its figures."""
 
 import platform
 from collections import Counter
@@ -15,7 +15,7 @@ BREAKER_STATES: Final = ("closed", "open", "half_open")
 
 
 def show_process(figures: Figures, registry: CollectorRegistry) -> None:
-    """Add the process's identity, its contact with the backends and its event loop; and any queues, pages and peers."""
+    """Add metrics of the process, its backends and its event loop, and of queues, pages and peers if it has any."""
     ProcessCollector(registry=registry)
     about = {
         "role": figures.role,
@@ -32,7 +32,7 @@ def show_process(figures: Figures, registry: CollectorRegistry) -> None:
     )
     shown.gauge(
         "kvmesh_draining",
-        "1 while this process finishes its requests and takes no new ones.",
+        "1 while this process finishes its requests and accepts no new ones.",
         lambda: float(figures.is_draining()),
     )
     shown.gauge("kvmesh_etcd_contact_age_seconds", "Time since etcd last answered.", figures.etcd_contact_age_s)

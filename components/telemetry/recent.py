@@ -1,4 +1,4 @@
-"""Figures of the last seconds."""
+"""Sums and rates over the last seconds."""
 
 import asyncio
 import time
@@ -13,7 +13,7 @@ Clock = Callable[[], float]
 
 
 class RecentSum:
-    """Sum of what was added within RECENT_S, from this window and part of the one before."""
+    """Rate over the last RECENT_S, from the current window and the rest of the one before."""
 
     __slots__ = ("_before", "_now", "_since_s")
 
@@ -39,7 +39,7 @@ class RecentSum:
 
 
 class LoopProbe:
-    """Notes how late the event loop wakes a task, and samples a total for its speed."""
+    """Measures how late the event loop wakes a task, and samples a total to compute its rate."""
 
     def __init__(self, total: Callable[[], float] = float, clock: Clock = time.monotonic) -> None:
         self.total = total

@@ -1,13 +1,13 @@
 """A log handler that counts equal lines instead of repeating them.
 
-Equal lines have one logger, level and constant message. A window writes its first few lines and, at its end, the last
-of the rest with their number as `repeated`. Always written:
+Lines are equal if their logger, level and constant message are. In each window the first few are written at once; at
+its end the last one is written, with the number of suppressed lines as `repeated`. Always written:
 
 - DEBUG lines;
-- a traceback that is new in this window: two with one message may be two defects;
+- a traceback that is new in this window, because two with one message may be two bugs;
 - `ready` and `progress`, which a supervisor waits for;
-- the line at the end of each request. Ordinary ones are gathered for GATHER_S: each write wakes the process that reads
-  them, and that interrupts ours.
+- the line at the end of each request. Those of level INFO are gathered for GATHER_S, because each write wakes the process
+  that reads them, which interrupts ours.
 """
 
 import logging
@@ -18,10 +18,10 @@ from contextlib import suppress
 from copy import copy
 from typing import Final, TextIO
 
-BURST: Final = 5  # equal lines
-WINDOW_S: Final = 10.0  # from the first line
+BURST: Final = 5  # equal lines that are written at once
+WINDOW_S: Final = 10.0  # length of a window, from its first line
 GATHER_S: Final = 0.2
-MAX_WINDOWS: Final = 1024  # bounds memory: some libraries put facts into their messages
+MAX_WINDOWS: Final = 1024  # bounds memory, because some libraries put facts into their messages
 
 status = logging.getLogger("kvmesh.status")
 requests = logging.getLogger("kvmesh.requests")
@@ -40,7 +40,7 @@ class _Window:
 
 
 class CountingHandler(logging.StreamHandler[TextIO]):
-    """Its lock, which `logging` holds around `emit`, guards the windows."""
+    """The windows are guarded by the handler's lock, which `logging` holds around `emit`."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic, window_s: float = WINDOW_S) -> None:
         super().__init__(stream)
@@ -48,7 +48,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
         self._window_s = window_s
         self._windows: dict[Hashable, _Window] = {}
         self._gathered: list[str] = []
-        self._timer: threading.Timer | None = None  # runs while a window holds a line, or some are gathered
+        self._timer: threading.Timer | None = None  # runs while there are held or gathered lines
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.name == requests.name and record.levelno == logging.INFO:
@@ -74,7 +74,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
             self._start_timer(window.ends_s - now_s)
 
     def sweep(self, *, all_of_them: bool = False) -> None:
-        """Write the lines that ended windows hold."""
+        """Write the held lines of windows that have ended."""
         self.acquire()
         try:
             now_s = self._clock()
@@ -124,7 +124,7 @@ class CountingHandler(logging.StreamHandler[TextIO]):
 
 
 def _key(record: logging.LogRecord) -> Hashable:
-    """Includes the place where a traceback was raised.
+    """Return the key under which equal lines are counted. It includes the place where a traceback was raised.
 
     Libraries put facts into their messages, so their lines are equal if they come from one place in their code.
     """

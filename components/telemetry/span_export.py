@@ -1,7 +1,6 @@
-"""Exports finished spans on a thread: into this host's file, or to an OTLP receiver, or both.
+"""Exports finished spans on a thread: to this host's file, to an OTLP receiver, or to both.
 
-An observer keeps what it receives in a file of its own, so nothing is written here once one has answered. Any other
-receiver, or none, leaves the file on.
+An observer keeps spans in a file of its own, so the host's file is not written once an observer has answered.
 """
 
 import logging
@@ -20,9 +19,9 @@ from components.telemetry.trace_store import TraceWriter
 log = logging.getLogger(__name__)
 
 EVERY_S: Final = 0.5  # so that `inspect trace last` shows the latest request
-BATCH: Final = 256  # spans of requests that are sent together, each with all below it: some 400 KB
-MAX_WAITING: Final = 4096  # spans of requests; more are dropped and counted
-STOP_S: Final = 5.0  # for the last export
+BATCH: Final = 256  # requests per export, each with all its spans; about 400 KB
+MAX_WAITING: Final = 4096  # queued requests; more are dropped and counted
+STOP_S: Final = 5.0  # timeout of the last export
 
 
 class SpanExport:
@@ -37,22 +36,22 @@ class SpanExport:
         self._sender = sender
         self._waiting: deque[LightSpan] = deque()
         self._stopping = threading.Event()
-        self._too_many = 0  # spans for which there was no room here
-        self._unwritten = 0  # spans that the file did not take
+        self._too_many = 0  # spans dropped because the queue was full
+        self._unwritten = 0  # spans that could not be written to the file
         self._thread = threading.Thread(target=self._run, name="span-export", daemon=True)
 
     def is_observed(self) -> bool | None:
-        """Whether an observer takes the spans; None: the receiver has not answered yet."""
+        """Return whether the receiver is an observer; None if it has not answered yet."""
         return self._sender is not None and self._sender.is_observer
 
     def takes_metrics(self) -> bool | None:
-        """Whether the receiver takes metrics, which an observer does not; None: it has not answered yet."""
+        """Return whether the receiver accepts metrics, which an observer does not; None if it has not answered yet."""
         is_observed = self.is_observed()
         return None if is_observed is None else not is_observed
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Spans that this process dropped, by cause. With `receiver_*` the file may still have them."""
+        """Spans that this process dropped, by cause. Those of `receiver_*` may still be in the file."""
         sender = self._sender
         return {
             "export_slow": self._too_many,
@@ -65,7 +64,7 @@ class SpanExport:
         self._thread.start()
 
     def stop(self) -> None:
-        """Export the spans that wait, within STOP_S."""
+        """Export the queued spans, within STOP_S."""
         self._stopping.set()
         self._thread.join(STOP_S)
 
@@ -99,7 +98,7 @@ class SpanExport:
             log.exception("spans not exported")  # the next batch may succeed
 
     def export(self) -> None:
-        """Export the spans that wait. For the thread of the export."""
+        """Export the queued spans. Call it only on the export thread."""
         while batch := [self._waiting.popleft() for _ in range(min(BATCH, len(self._waiting)))]:
             sender, traces = self._sender, by_trace(batch)
             num_spans = sum(1 + len(span.steps) for span in batch)
@@ -115,7 +114,7 @@ class SpanExport:
 
 
 def by_trace(spans: Sequence[LightSpan]) -> list[list[LightSpan]]:
-    """So the observer need not sort them."""
+    """Group spans by trace, so that the observer need not."""
     found: dict[int, list[LightSpan]] = defaultdict(list)
     for span in spans:
         found[span.trace_id].append(span)
@@ -123,7 +122,7 @@ def by_trace(spans: Sequence[LightSpan]) -> list[list[LightSpan]]:
 
 
 def pieces_of(traces: Sequence[Sequence[LightSpan]]) -> list[Piece]:
-    """`traces`: the spans of each, with all below them."""
+    """Return one piece per trace. `traces`: the spans of each, with their descendants."""
     pieces = []
     for found in traces:
         num_spans, packed = pack_spans(found)

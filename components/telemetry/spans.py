@@ -1,4 +1,4 @@
-"""One trace per request across all processes: for this host's file, the observer or any OTLP receiver."""
+"""One trace per request across all processes, sent to this host's file, the observer or any OTLP receiver."""
 
 import re
 import time
@@ -38,8 +38,8 @@ _TRACEPARENT: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-0([01])").fu
 NOT_KEPT: Final = trace.NonRecordingSpan(trace.INVALID_SPAN_CONTEXT)
 _IN_NOT_KEPT: Final = trace.set_span_in_context(NOT_KEPT, Context())
 _IN_INVALID: Final = trace.set_span_in_context(trace.INVALID_SPAN, Context())
-[_SPAN_KEY] = _IN_NOT_KEPT  # of a context
-_ODD: Final = 0x9E3779B97F4A7C15  # 2**64 by the golden ratio
+[_SPAN_KEY] = _IN_NOT_KEPT  # the key of the span in a context
+_ODD: Final = 0x9E3779B97F4A7C15  # 2**64 divided by the golden ratio
 _MASK: Final = (1 << 64) - 1
 _INSIDE_ALREADY: Final = nullcontext(NOT_KEPT)
 
@@ -50,7 +50,7 @@ class RemoteSpan(trace.NonRecordingSpan):
     def __init__(self, trace_id: int, span_id: int, flags: int, state: TraceState | None = None) -> None:
         self.trace_id = trace_id
         self.span_id = span_id
-        self.flags = flags  # SAMPLED, or 0 while it is not decided
+        self.flags = flags  # SAMPLED, or 0 while undecided
         self.state = state
 
     def get_span_context(self) -> trace.SpanContext:
@@ -58,12 +58,12 @@ class RemoteSpan(trace.NonRecordingSpan):
 
 
 class Spans(trace.Tracer):
-    """A tracer with a limit of new traces a second."""
+    """A tracer that limits the number of new traces per second."""
 
     def __init__(self, sink: Sink | None = None, rate: TokenBucket | None = None, *, holds: bool = False) -> None:
-        """`sink` gets the span of each request that has ended, with all below it; without one, nothing is recorded.
+        """`sink` is called with each request's span, with its descendants, when it ends; without one, nothing is recorded.
 
-        `holds`: whether it gets spans of traces that are not sampled, too. Their flag for "sampled" is not set.
+        `holds`: whether it also gets the spans of traces that are not sampled. Their "sampled" flag is not set.
         """
         self._sink = sink
         self._rate = rate
@@ -74,11 +74,11 @@ class Spans(trace.Tracer):
         self._rate = rate
 
     def record_to(self, sink: Sink | None, *, holds: bool, held_per_s: float = inf) -> None:
-        """`held_per_s` bounds new traces that are held: their spans cost the same as those of sampled ones."""
+        """Set the sink. `held_per_s` limits new held traces, whose spans cost as much as those of sampled ones."""
         self._sink, self.holds, self._held = sink, holds, TokenBucket(held_per_s)
 
     def continue_trace(self, headers: Mapping[str, str]) -> Context:
-        """The client's `traceparent` sets the trace id. Our rate decides whether the trace is sampled."""
+        """Return the context for a client's `traceparent`, which sets the trace id. Our rate limits how many are sampled."""
         context = _extracted(headers)
         of_client = trace.get_current_span(context).get_span_context()
         if not of_client.is_valid:
@@ -135,7 +135,7 @@ class Spans(trace.Tracer):
         return CurrentSpan(span, True, record_exception, set_status_on_exception)
 
     def start_called_span(self, name: str, instance_id: str) -> trace.Span:
-        """The span of a request in this process, whose caller can record it if this process dies."""
+        """Start a request's span with an id that the caller can compute, to record the span if this process dies."""
         span = self.start_span(name, kind=trace.SpanKind.SERVER)
         if isinstance(span, LightSpan) and span.remote:
             span.span_id = called_span_id(span.parent_id, instance_id)
@@ -187,7 +187,7 @@ tracer: Final = Spans()
 
 
 class _Provider(trace.TracerProvider):
-    """Gives our tracer to libraries that ask OpenTelemetry for one."""
+    """Returns our tracer to libraries that request one from OpenTelemetry."""
 
     def get_tracer(self, *_: Any, **__: Any) -> trace.Tracer:
         return tracer
@@ -210,7 +210,7 @@ class Telemetry:
 async def start_telemetry(
     settings: MeshSettings, role: str, instance_id: str, ranks: int = 1
 ) -> AsyncIterator[Telemetry]:
-    """`ranks`: devices of a worker that is on several."""
+    """Configure logs and tracing. `ranks`: number of a worker's devices."""
     configure_logs(settings.log_level, settings.log_format)
     about: dict[str, str | int] = {"service.name": f"kvmesh-{role}", "service.instance.id": instance_id}
     if ranks > 1:
@@ -239,7 +239,7 @@ def _recording(sink: Sink, *, holds: bool, held_per_s: float) -> Iterator[None]:
 
 
 def trace_headers() -> dict[str, str] | None:
-    """`traceparent` of the current span; None if the trace is not recorded."""
+    """Return headers with the `traceparent` of the current span; None if the trace is not recorded."""
     context = get_current()
     if context is _IN_NOT_KEPT:
         return None
@@ -252,9 +252,9 @@ def trace_headers() -> dict[str, str] | None:
 
 
 def trace_context(headers: Mapping[str, str] | None) -> Context:
-    """The context in a message's headers. The first process decides for all hops.
+    """Return the context in a message's headers. The first process decides for all hops whether a trace is sampled.
 
-    Without a `traceparent` nothing is recorded. One that is not sampled is held, if this process holds any.
+    Without a `traceparent` nothing is recorded. A trace that is not sampled is held, if this process holds any.
     """
     if not headers or "traceparent" not in headers:
         return _IN_NOT_KEPT
@@ -282,9 +282,9 @@ def _inside(span: trace.Span) -> Context:
 
 
 def called_span_id(caller: int, instance_id: str) -> int:
-    """The id of the span that `start_called_span` makes, from the id of its parent.
+    """Return the id of the span that `start_called_span` makes, from the id of its parent.
 
-    One caller has another id for each instance, and one instance for each caller.
+    It differs for each pair of caller and instance.
     """
     return (caller ^ _number_of(instance_id)) * _ODD & _MASK or 1
 
@@ -295,9 +295,9 @@ def _number_of(instance_id: str) -> int:
 
 
 def record_lost(name: str, caller: trace.Span | Step, instance_id: str, why: str) -> None:
-    """Record the span of a process that died, which `caller` had called.
+    """Record, in place of a process that died, its span of the call from `caller`.
 
-    Spans below it, which other processes have exported, would have no parent otherwise.
+    Otherwise its child spans, which other processes have exported, would have no parent.
     """
     if not isinstance(caller, LightSpan) or LOST in caller.attributes:  # once for all branches
         return
@@ -311,7 +311,7 @@ def record_lost(name: str, caller: trace.Span | Step, instance_id: str, why: str
 
 
 def mark_outcome(span: trace.Span, error: MeshError) -> None:
-    """A client that left is no failure."""
+    """Mark the span as failed, or as cancelled if the client disconnected, which is no failure."""
     if isinstance(error, Cancelled):
         span.set_attribute("kvmesh.cancelled", error.message)
     else:
@@ -339,7 +339,7 @@ NO_STEP: Final = _NoStep()
 def step(
     name: str, of: trace.Span | None = None, start_ns: int = 0, kind: trace.SpanKind = trace.SpanKind.INTERNAL
 ) -> Step:
-    """A step of `of`, or of the current span, that lasts as long as the body. It is not the parent of what it calls."""
+    """Return a step of `of`, or of the current span, which lasts as long as the body. It is not a parent of other spans."""
     span = of or trace.get_current_span()
     return Step(span, name, start_ns or time.time_ns(), kind) if span.__class__ is LightSpan else NO_STEP
 
@@ -351,7 +351,7 @@ def record_step(
     of: trace.Span | None = None,
     attributes: Mapping[str, str | int | float] | None = None,
 ) -> None:
-    """Record a step that is over; times are wall-clock nanoseconds."""
+    """Record a step that has ended. Times are wall-clock nanoseconds."""
     span = of or trace.get_current_span()
     if span.__class__ is LightSpan:
         Step(span, name, start_ns, attributes=attributes).end(end_ns)

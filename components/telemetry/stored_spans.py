@@ -1,4 +1,4 @@
-"""A span as readers of traces see it, and its decoding from what processes export."""
+"""Stored spans in the form for readers, and their decoding from the exported forms."""
 
 import logging
 from dataclasses import dataclass
@@ -41,13 +41,13 @@ class Span:
 
 
 def read_piece(trace_id: str, service: str, data: bytes) -> list[Span]:
-    """Return the spans of a piece: packed, or in OTLP's form. None are returned if they cannot be read."""
+    """Return the spans of a piece, which is packed or in OTLP's form; none if it cannot be read."""
     try:
         if data[:1] >= PACKED_FIRST:
             return [_unpacked(trace_id, service, span) for span in unpack_spans(data)]
         return decode_spans(service, data)
     except (DecodeError, msgspec.DecodeError):
-        log.warning("spans that cannot be read were left out", extra={"service": service, "trace_id": trace_id})
+        log.warning("unreadable spans were skipped", extra={"service": service, "trace_id": trace_id})
         return []
 
 
@@ -68,7 +68,7 @@ def _unpacked(trace_id: str, service: str, span: PackedSpan) -> Span:
 
 
 def decode_spans(service: str, data: bytes) -> list[Span]:
-    """`data`: elements of OTLP's `ScopeSpans.spans`."""
+    """Decode elements of OTLP's `ScopeSpans.spans`."""
     return [_decoded(service, span) for span in trace_pb2.ScopeSpans.FromString(data).spans]
 
 
@@ -92,7 +92,7 @@ def _decoded(service: str, span: trace_pb2.Span) -> Span:
 
 
 def plain(value: AnyValue) -> Any:
-    """An OTLP value as JSON has it."""
+    """Convert an OTLP value to JSON's types."""
     kind = value.WhichOneof("value")
     if kind is None:
         return None

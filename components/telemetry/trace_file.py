@@ -1,6 +1,6 @@
-"""The SQLite file of spans: several processes of a host share it.
+"""The SQLite file of spans, which several processes of a host share.
 
-No write waits for the disk, so a power failure may damage the file. A writer then moves it aside and begins a new one.
+Writes do not wait for the disk, so a power failure may damage the file. A writer then moves it aside and starts a new one.
 """
 
 import fcntl
@@ -20,12 +20,12 @@ T = TypeVar("T")
 FILE_NAME: Final = "traces.sqlite"
 DAMAGED_NAME: Final = "traces.damaged.sqlite"  # the last damaged file; an older one is replaced
 DAMAGE: Final = (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
-BUSY_S: Final = 5.0  # another process may hold the lock this long
+BUSY_S: Final = 5.0  # timeout for the lock
 BUSY_RETRY_S: Final = 0.01
 
 
 class Damaged(sqlite3.DatabaseError):
-    """SQLite's check found a fault."""
+    """SQLite's check found damage."""
 
     sqlite_errorcode = sqlite3.SQLITE_CORRUPT
 
@@ -33,7 +33,7 @@ class Damaged(sqlite3.DatabaseError):
 def when_free(work: Callable[[], T]) -> T:
     """Repeat `work` while another process holds the lock.
 
-    sqlite3's timeout does not cover several processes that create the file and switch it to WAL.
+    sqlite3's timeout does not apply when several processes create the file and switch it to WAL.
     """
     until = monotonic() + BUSY_S
     while True:
@@ -46,24 +46,24 @@ def when_free(work: Callable[[], T]) -> T:
 
 
 def is_damage(exc: sqlite3.Error) -> bool:
-    """Whether the file itself is at fault, and not its place or another process."""
+    """Return whether the file itself is damaged; a wrong path or a lock is no damage."""
     return _code(exc) in DAMAGE
 
 
 def _code(exc: sqlite3.Error) -> int:
-    """SQLite's primary code. Python's own errors have none. Here only a text that is not UTF-8 raises one, hence damage."""
+    """Return SQLite's primary code. Python's own errors have none; here they only occur for text that is not UTF-8: damage."""
     return getattr(exc, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
 
 
 @contextmanager
 def held_in_place(path: Path, how: int = fcntl.LOCK_SH) -> Iterator[None]:
-    """Keep the file and SQLite's files beside it together: no process opens them while they are moved (LOCK_EX).
+    """Lock the folder, so that no process opens the file while it and SQLite's other files are moved (LOCK_EX).
 
-    Without this, a new file could get the log of the damaged one.
+    Without this, a new file could be combined with the WAL of the damaged one.
     """
     try:
         folder = os.open(path.parent, os.O_RDONLY)
-    except OSError:  # SQLite's own error says more
+    except OSError:  # SQLite's own error is clearer
         yield
         return
     try:
@@ -74,7 +74,7 @@ def held_in_place(path: Path, how: int = fcntl.LOCK_SH) -> Iterator[None]:
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    # WAL lets several processes write beside a reader
+    # with WAL several processes may write while another one reads
     connection = sqlite3.connect(path, timeout=BUSY_S, check_same_thread=False)
     try:
         connection.execute("pragma journal_mode=wal")
@@ -86,7 +86,7 @@ def connect(path: Path) -> sqlite3.Connection:
 
 
 def inode_of(path: Path) -> int:
-    """0: there is no such file."""
+    """Return the file's inode; 0 if there is no such file."""
     try:
         return path.stat().st_ino
     except OSError:
@@ -94,10 +94,10 @@ def inode_of(path: Path) -> int:
 
 
 def move_aside(path: Path, inode: int, cause: str) -> bool:
-    """Rename the damaged file, unless another process has done so. Returns whether a write may succeed now.
+    """Rename the damaged file, unless another process has done so. Return whether a write may succeed now.
 
     Args:
-        inode: of the file that was found to be damaged.
+        inode: inode of the file that was found to be damaged.
     """
     with held_in_place(path, fcntl.LOCK_EX):
         if inode != inode_of(path):
@@ -110,8 +110,8 @@ def move_aside(path: Path, inode: int, cause: str) -> bool:
                     (home / f"{FILE_NAME}{suffix}").rename(home / f"{DAMAGED_NAME}{suffix}")
         except OSError as exc:
             extra = {"file": str(path), "cause": str(exc)}
-            log.warning("the damaged file of traces cannot be moved aside", extra=extra)
+            log.warning("the damaged trace file cannot be moved aside", extra=extra)
             return False
     extra = {"file": str(path), "cause": cause, "moved_to": str(kept)}
-    log.warning("the file of traces was damaged: it is moved aside, and a new one begins", extra=extra)
+    log.warning("the trace file was damaged: it was moved aside, and a new one is used", extra=extra)
     return True

@@ -1,4 +1,4 @@
-"""Spans of one trace as they are written: by each process into its file, or sent to the observer, which need not parse them."""
+"""Encoded spans of a trace, which a process writes to its file or sends to the observer, which need not parse them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Final
@@ -12,10 +12,10 @@ ROUTE: Final = "http.route"
 SLOW: Final = "kvmesh.slow"
 MOVED: Final = "kvmesh.moved"
 TTFT: Final = "kvmesh.ttft_s"
-REFUSED: Final = "kvmesh.refused"  # why the request was answered with 4xx; may quote what the client sent
-TENANT: Final = "kvmesh.tenant"  # of the API key that a request came with
+REFUSED: Final = "kvmesh.refused"  # reason of a 4xx answer; may quote the client's data
+TENANT: Final = "kvmesh.tenant"  # tenant of the request's API key
 
-PIECES: Final = "application/x-kvmesh-pieces"  # content type, which an observer names in `Accept-Post`
+PIECES: Final = "application/x-kvmesh-pieces"  # content type, which an observer lists in `Accept-Post`
 LATEST_NS: Final = (1 << 63) - 1  # SQLite has no larger integers
 
 TraceId = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
@@ -23,7 +23,7 @@ Nanoseconds = Annotated[int, Meta(ge=0, le=LATEST_NS)]  # wall clock
 
 
 class Root(msgspec.Struct, frozen=True, array_like=True):
-    """The span of a whole request, as an index has it."""
+    """Facts of a request's root span, for the index."""
 
     start_ns: Nanoseconds
     failed: bool
@@ -35,7 +35,7 @@ class Root(msgspec.Struct, frozen=True, array_like=True):
 
     @classmethod
     def of(cls, start_ns: int, attributes: Mapping[str, Any], *, failed: bool) -> "Root":
-        """`attributes`: of the span, among them REQUEST_ID."""
+        """`attributes`: those of the span, among them REQUEST_ID."""
 
         def text(name: str) -> str | None:
             value = attributes.get(name)
@@ -56,7 +56,7 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     """Spans of one trace that one process exported together."""
 
     trace_id: TraceId
-    start_ns: Nanoseconds  # of the first
+    start_ns: Nanoseconds  # start of the first span
     num_spans: Annotated[int, Meta(ge=1)]
     spans: bytes  # packed (components.telemetry.packed_spans), or elements of OTLP's `ScopeSpans.spans` with their tags
     roots: Sequence[Root] = ()

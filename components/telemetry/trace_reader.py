@@ -1,6 +1,6 @@
-"""Reads finished traces: from the observer over HTTP, or from the file on this host.
+"""Reads finished traces from the observer over HTTP, or from the file on this host.
 
-Every method blocks: a caller with an event loop uses a thread. All raise TracesUnavailable.
+Every method blocks, so a caller with an event loop uses a thread. All raise TracesUnavailable.
 """
 
 import json
@@ -42,31 +42,31 @@ class Beginning:
 
 
 def beginning_of(spans: Sequence[Span], most: int, tenant: str | None = None) -> Beginning:
-    """`tenant`: None takes the requests of all."""
+    """Return the first `most` spans. `tenant`: only the spans of its requests; None: all."""
     found = corrected(spans if tenant is None else of_tenant(spans, tenant))
     return Beginning(found[:most], max(0, len(found) - most))
 
 
 class TraceReader(Protocol):
-    """With a `tenant`, only the requests of that tenant are listed, each as if it were alone in its trace."""
+    """Reads traces. With a `tenant`, only that tenant's requests are returned, each as if it were alone in its trace."""
 
-    place: str  # where the traces are, for people
+    place: str  # location of the traces, for messages
 
     def listed(self, which: Which = "recent", limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
-        """The latest traces first: all, those marked as slow, or those that ended with an error.
+        """Return the latest traces first: all, those marked as slow, or those that ended with an error.
 
-        A request that its client cancelled did not fail, nor did one that was refused. One of which the frontend was lost did.
+        A cancelled or refused request does not count as failed; one whose frontend was lost does.
         """
         ...
 
     def spans(self, trace_id: str) -> list[Span]:
-        """All spans by start time. `trace_id`: may also be the beginning of a trace id or request id, or a client's
-        whole request id. Empty if there is no such trace.
+        """Return all spans by start time; none if there is no such trace. `trace_id`: the beginning of a trace id or request
+        id, or a client's whole request id.
         """
         ...
 
     def beginning(self, trace_id: str, most: int, tenant: str | None = None) -> Beginning:
-        """The first `most` spans: a client may put any number of requests into one trace."""
+        """Return the first `most` spans, because a client may put any number of requests into one trace."""
         ...
 
 
@@ -84,7 +84,7 @@ class LocalTraceReader:
             if tenant is not None:
                 traces = (of_tenant(spans, tenant) for spans in traces)
             now_s = time.time() if self._store.has_roots() else None
-            found = [summary_of(spans, now_s) for spans in traces if spans]  # one removed meanwhile has no spans
+            found = [summary_of(spans, now_s) for spans in traces if spans]  # a trace deleted meanwhile has no spans
             if which == "failed" and tenant is None:
                 rootless = self._store.traces(self._store.rootless_ids(limit)).values()
                 lost = [one for spans in rootless if spans and (one := summary_of(spans, now_s)).status == "error"]
@@ -115,14 +115,16 @@ class ObserverTraceReader:
     """`TraceReader` over the HTTP API of `services.observer`."""
 
     def __init__(self, url: str, ca: Path | None = None) -> None:
-        """`url`: may hold the observer's token as a password. `ca`: as for `OtlpSender`."""
+        """`url`: may contain the observer's token as password. `ca`: as for `OtlpSender`."""
         self._ca = ca
         self.place = without_password(url).rstrip("/")
         self._headers = login_header(url)
 
     def listed(self, which: Which = "recent", limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
         found = [summary_from(fields) for fields in self._get(API, which=which, limit=limit, tenant=tenant)["traces"]]
-        return found if tenant is None else [one for one in found if one.tenant == tenant]  # an older one sends all
+        return (
+            found if tenant is None else [one for one in found if one.tenant == tenant]
+        )  # an older observer sends all
 
     def spans(self, trace_id: str) -> list[Span]:
         return [span_from(fields) for fields in self._get(_path(trace_id))["spans"]]
@@ -130,12 +132,12 @@ class ObserverTraceReader:
     def beginning(self, trace_id: str, most: int, tenant: str | None = None) -> Beginning:
         answer = self._get(_path(trace_id), limit=most, tenant=tenant)
         spans = [span_from(fields) for fields in answer["spans"]]
-        if "left_out" not in answer:  # an older one sends all
+        if "left_out" not in answer:  # an older observer sends all
             return beginning_of(spans, most, tenant)
         return Beginning(spans, answer["left_out"])
 
     def answers(self) -> bool:
-        """Whether an observer, and not another OTLP receiver, listens there."""
+        """Return whether the URL is that of an observer, not of another OTLP receiver."""
         try:
             self.listed("recent", 0)
         except TracesUnavailable:
@@ -171,7 +173,7 @@ def which_of(asked: str) -> Which:
 
 
 def open_trace_reader(settings: MeshSettings) -> TraceReader:
-    """The observer that `otlp_endpoint` names, else this host's file. Asks the endpoint: it may block for TIMEOUT_S."""
+    """Return a reader of the observer at `otlp_endpoint`, else of this host's file. May block for TIMEOUT_S."""
     if settings.otlp_endpoint:
         reader = ObserverTraceReader(settings.otlp_endpoint, settings.tls.ca)
         if reader.answers():
@@ -180,7 +182,7 @@ def open_trace_reader(settings: MeshSettings) -> TraceReader:
 
 
 def summary_from(fields: dict[str, Any]) -> TraceSummary:
-    """From JSON, which the observer writes with `asdict`."""
+    """Convert JSON that the observer made with `asdict`."""
     ids = {name: tuple(fields[name]) for name in ("decode_ids", "prefill_ids")}
     return TraceSummary(**{**fields, **ids})
 

@@ -1,7 +1,7 @@
-"""Finished spans in one SQLite file: written by each process of a host, or by the observer for several hosts.
+"""Finished spans in one SQLite file, written by each process of a host, or by the observer for several hosts.
 
-A batch is what one process exported together: spans of some hundred traces at most, kept as they came. Nothing has an
-index. A write then only appends, and costs a busy mesh a few microseconds a trace; a reader scans some thousand small rows.
+A batch is what one process exported together: spans of a few hundred traces at most, stored unchanged. No column has an
+index, so a write only appends, at a few microseconds a trace in a busy mesh. A reader scans a few thousand small rows.
 """
 
 import logging
@@ -34,8 +34,8 @@ WHICH: Final[tuple[Which, ...]] = get_args(Which)
 TRIM_EVERY: Final = 50  # writes
 TABLES: Final = ("batches", "batch_spans", "roots")
 EARLIER: Final = ("spans", "pieces", "traces", "requests", "tenants")  # tables of earlier releases
-LOST: Final = "kvmesh.lost"  # of a span that its caller recorded, as the process died
-ID_CHARS: Final = 32  # of a trace id; `trace_ids` of a batch is one after another
+LOST: Final = "kvmesh.lost"  # attribute of a span that its caller recorded, because the process had died
+ID_CHARS: Final = 32  # length of a trace id; `trace_ids` of a batch is their concatenation
 
 _SCHEMA: Final = """
 create table if not exists batches (
@@ -63,7 +63,7 @@ _LAST_TOO_MANY: Final = """
 select max(batch) from (select batch, sum(num_spans) over (order by batch desc) as total from batches)
 where total > ? and batch < (select max(batch) from batches)
 """
-# If older batches were deleted, a trace of the older half may have lost its root with them.
+# If older batches were deleted, traces of the older half may have lost their roots with them.
 _NEWER: Final = """
 select trace_ids from batches where batch > (
     select case when min(batch) = 1 then 0 else (min(batch) + max(batch)) / 2 end from batches where not thinned
@@ -77,7 +77,7 @@ select (page_count - freelist_count) * page_size from pragma_page_count, pragma_
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The oldest traces are deleted beyond these. Failed, moved and slow ones are counted apart from the others."""
+    """Limits beyond which the oldest traces are deleted. Failed, moved and slow ones are counted separately."""
 
     traces: int = 1000
     spans: int = 50_000  # a client may put many requests into one trace
@@ -91,16 +91,16 @@ class TraceStore:
         self._path = home / FILE_NAME
 
     def last_trace_ids(self, count: int = 20) -> list[str]:
-        """Those of which spans came last."""
+        """Return the traces with the latest spans, latest first."""
         found: dict[str, None] = {}
         for (trace_ids,) in self._rows("select trace_ids from batches order by batch desc", ()):
             found.update(dict.fromkeys(reversed(_split(trace_ids))))
-            if len(found) >= count:  # several batches may hold one trace
+            if len(found) >= count:  # a trace may be in several batches
                 break
         return list(found)[:count]
 
     def trace_ids(self, which: Which, count: int = 20, tenant: str | None = None) -> list[str]:
-        """Those with a request of `tenant`, or of any; the latest first."""
+        """Return the traces with a request of `tenant`, or of any, latest first."""
         if tenant is not None:
             return self._ids(_ROOTS.format(f"tenant = ? and {_CONDITIONS[which]}"), tenant, count)
         if which == "recent":
@@ -108,18 +108,18 @@ class TraceStore:
         return self._ids(_ROOTS.format(_CONDITIONS[which]), count)
 
     def has_roots(self) -> bool:
-        """Whether a frontend writes here."""
+        """Return whether a frontend writes to this file."""
         return bool(self._ids("select trace_id from roots limit 1"))
 
     def rootless_ids(self, count: int) -> list[str]:
-        """Those without a request's span, the latest first. They run, or their frontend was lost."""
+        """Return the traces without a request's root, latest first: running ones, or those whose frontend was lost."""
         rooted = set(self._ids("select distinct trace_id from roots"))
         batches = self._rows(_NEWER, ()) if rooted else []
         found = dict.fromkeys(id_ for (ids,) in batches for id_ in reversed(_split(ids)) if id_ not in rooted)
         return list(found)[:count]
 
     def trace(self, prefix: str) -> list[Span]:
-        """Spans by start time of the trace whose id or request id starts with `prefix`.
+        """Return the spans, by start time, of the trace whose id or request id starts with `prefix`.
 
         A client's own request id must be whole.
         """
@@ -130,7 +130,7 @@ class TraceStore:
         return self.traces(found[:1])[found[0]] if found else []
 
     def traces(self, trace_ids: Sequence[str]) -> dict[str, list[Span]]:
-        """The spans of each by start time; none of a trace that was deleted meanwhile."""
+        """Return the spans of each trace by start time; none if the trace was deleted meanwhile."""
         found: dict[str, dict[str, Span]] = {trace_id: {} for trace_id in trace_ids}
         one = trace_ids[0] if len(trace_ids) == 1 else ""
         batches = [batch for batch, ids in self._containing(one) if not found.keys().isdisjoint(ids)]
@@ -139,7 +139,9 @@ class TraceStore:
                 if (spans := found.get(piece.trace_id)) is None:
                     continue
                 for span in read_piece(piece.trace_id, service, piece.spans):
-                    if span.span_id not in spans or LOST not in span.attributes:  # the process may have lived
+                    if (
+                        span.span_id not in spans or LOST not in span.attributes
+                    ):  # prefer the span of the process itself, if it was alive
                         spans[span.span_id] = span
         return {
             trace_id: sorted(spans.values(), key=lambda span: (span.start_ns, -span.end_ns))
@@ -147,7 +149,7 @@ class TraceStore:
         }
 
     def _containing(self, text: str) -> list[tuple[int, list[str]]]:
-        """Batches with the trace ids of each, if `text` occurs in these."""
+        """Return the batches whose trace ids contain `text`, each with its trace ids."""
         rows = self._rows("select batch, trace_ids from batches where instr(trace_ids, ?)", (text,))
         return [(batch, _split(trace_ids)) for batch, trace_ids in rows]
 
@@ -165,7 +167,7 @@ class TraceStore:
         try:
             return connection.execute(query, args).fetchall()
         except sqlite3.OperationalError as exc:
-            if "no such table" in str(exc):  # an earlier release's file, or one that is being made
+            if "no such table" in str(exc):  # the file is being created, or of an earlier release
                 return []
             raise
         finally:
@@ -173,21 +175,21 @@ class TraceStore:
 
 
 class TraceWriter:
-    """Appends to the file in `home`, which it makes. For one thread at a time.
+    """Appends to the file in `home`, and creates it. Use it on one thread at a time.
 
-    A folder that cannot be used costs spans alone: with an observer, a process needs no file.
+    If the folder cannot be used, only spans are lost, because with an observer a process needs no file.
     """
 
     def __init__(self, home: Path, limits: Limits = Limits()) -> None:
         self._path = home / FILE_NAME
         self._limits = limits
         self._connection: sqlite3.Connection | None = None
-        self._inode = 0  # of the file that is open, or that could not be opened
+        self._inode = 0  # inode of the file that is open or could not be opened
         self._checked_inode = 0
         self._writes = 0
 
     def write(self, service: str, pieces: Sequence[Piece]) -> bool:
-        """Returns False if the spans are lost. Every `TRIM_EVERY` writes, trim the file."""
+        """Write the spans; return False if they are lost. Every `TRIM_EVERY` writes, trim the file."""
         try:
             try:
                 when_free(lambda: self._write(service, pieces))
@@ -215,20 +217,20 @@ class TraceWriter:
                 if (self._writes + 1) % TRIM_EVERY == 0:
                     _trim(connection, self._limits)
         except sqlite3.Error:
-            self.close()  # the next write opens the file again: it may have been replaced
+            self.close()  # the next write reopens the file, which may have been replaced
             raise
         self._writes += 1
 
     def _open(self) -> sqlite3.Connection:
         if self._connection is not None and self._inode != inode_of(self._path):
-            self.close()  # without this, spans would go to a file that no reader can open
+            self.close()  # otherwise spans would be written to a deleted file
         if self._connection is None:
-            with suppress(OSError):  # SQLite's own error says more
+            with suppress(OSError):  # SQLite's own error is clearer
                 self._path.parent.mkdir(parents=True, exist_ok=True)
             with held_in_place(self._path):
                 with suppress(OSError):
                     self._path.touch(mode=0o600)
-                    self._path.chmod(0o600)  # also for an earlier run's file; SQLite's other files inherit the mode
+                    self._path.chmod(0o600)  # even for an existing file; SQLite's other files inherit the mode
                 self._inode = inode_of(self._path)
                 self._connection = connect(self._path)
             self._check(self._connection)
@@ -236,7 +238,7 @@ class TraceWriter:
         return self._connection
 
     def _check(self, connection: sqlite3.Connection) -> None:
-        """Raises: sqlite3.Error, if the file is damaged. Without this, damage might be met by readers alone."""
+        """Check the file, because otherwise only readers might notice damage. Raises: sqlite3.Error, if it is damaged."""
         if self._inode != self._checked_inode:
             [(found,)] = connection.execute("pragma quick_check(1)").fetchall()
             if found != "ok":
@@ -252,7 +254,7 @@ def _add(connection: sqlite3.Connection, service: str, pieces: Sequence[Piece]) 
 
 
 def _contents(pieces: Sequence[Piece]) -> tuple[int, str]:
-    """The number of spans, and `trace_ids`."""
+    """Return the number of spans, and `trace_ids`."""
     return sum(piece.num_spans for piece in pieces), "".join(dict.fromkeys(piece.trace_id for piece in pieces))
 
 
@@ -276,9 +278,9 @@ def _trim(connection: sqlite3.Connection, limits: Limits) -> None:
 
 
 def _trim_traces(connection: sqlite3.Connection, most: int) -> None:
-    """Keep the batches of the newest `most` traces, and of older ones what they hold of the newest special traces."""
+    """Keep the batches of the newest `most` traces. From older batches keep only the newest `most` special traces."""
     special_ids = {trace_id for (trace_id,) in connection.execute("select trace_id from roots where special")}
-    ordinary: set[str] = set()  # kept so far, the newest first
+    ordinary: set[str] = set()  # kept so far, newest first
     special: set[str] = set()
     for batch, was_thinned, text in connection.execute(_NEWEST_FIRST).fetchall():
         trace_ids = set(_split(text))
@@ -297,7 +299,7 @@ def _thin(connection: sqlite3.Connection, batch: int, kept_ids: Set[str]) -> Non
         return
     rows = connection.execute("select packed from batch_spans where batch = ?", (batch,)).fetchall()
     kept = [piece for (packed,) in rows for piece in _pieces(packed) if piece.trace_id in kept_ids]
-    if not kept:  # it cannot be read, or a power failure took it
+    if not kept:  # unreadable, or lost in a power failure
         _thin(connection, batch, frozenset())
         return
     connection.execute(_THIN, (*_contents(kept), batch))
@@ -305,16 +307,16 @@ def _thin(connection: sqlite3.Connection, batch: int, kept_ids: Set[str]) -> Non
 
 
 def _pieces(packed: bytes) -> list[Piece]:
-    """None of a batch that a power failure tore, or that another release wrote."""
+    """Return a batch's pieces; none if a power failure damaged it, or another release wrote it."""
     try:
         return unpack_batch(packed)
     except msgspec.DecodeError:
-        log.warning("a batch of spans that cannot be read was left out")
+        log.warning("an unreadable batch of spans was skipped")
         return []
 
 
 def _delete_beyond(connection: sqlite3.Connection, num_spans: int) -> bool:
-    """Keep the newest batches with `num_spans` together, and always one. Returns whether some were deleted."""
+    """Keep the newest batches up to a total of `num_spans`, and at least one. Return whether any were deleted."""
     last = connection.execute(_LAST_TOO_MANY, (num_spans,)).fetchone()[0]
     if last is not None:
         for table in TABLES:

@@ -1,4 +1,4 @@
-"""What one trace says about its request, for lists of requests."""
+"""Summary of a trace for lists of requests."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,11 +13,11 @@ DECODE_INSTANCE: Final = "kvmesh.decode.instance"
 PREFILL_INSTANCE: Final = "kvmesh.prefill.instance"
 DECODE_SPAN: Final = "decode.request"
 WORKER_SPANS: Final = frozenset({DECODE_SPAN, "prefill.request"})
-LOST_AFTER_S: Final = 60.0  # without the frontend's span, since decode's part ended
+LOST_AFTER_S: Final = 60.0  # if the frontend's span is missing this long after decode's part ended, it was lost
 FRONTEND_LOST: Final = "frontend lost: it left no span"
-LONGEST_S: Final = 3600.0  # the same without decode's part: it may still run
+LONGEST_S: Final = 3600.0  # the same if decode's span is missing, too, because the request may still run
 
-APIS: Final = {"/v1/responses": "responses", "/v1/messages": "messages"}  # of which the operation is "chat"
+APIS: Final = {"/v1/responses": "responses", "/v1/messages": "messages"}  # routes whose operation is "chat"
 
 Status = Literal["ok", "running", "refused", "cancelled", "error"]  # refused: answered with 4xx
 
@@ -25,8 +25,8 @@ Status = Literal["ok", "running", "refused", "cancelled", "error"]  # refused: a
 @dataclass(frozen=True, slots=True)
 class TraceSummary:
     trace_id: str
-    request_id: str  # ours; empty if the root is not kept
-    client_request_id: str  # the client's own; empty without one
+    request_id: str  # our id; empty if the root was not kept
+    client_request_id: str  # the client's id; empty without one
     name: str
     model: str  # empty if unknown, as for a refused request
     started_unix_s: float
@@ -39,26 +39,26 @@ class TraceSummary:
     decode_ids: tuple[str, ...]  # instances in the order of their use; several if the request moved
     prefill_ids: tuple[str, ...]
     num_spans: int
-    tenant: str = ""  # of the API key; empty: the request came without one
+    tenant: str = ""  # tenant of the API key; empty without one
 
 
 def root_of(spans: Sequence[Span]) -> Span:
-    """The span of the HTTP request, else the first span that has no parent here."""
+    """Return the span of the HTTP request, else the first span whose parent is not in `spans`."""
     known = {span.span_id for span in spans}
     tops = [span for span in spans if span.parent_id not in known] or list(spans)
     return next((span for span in tops if REQUEST_ID in span.attributes), tops[0])
 
 
 def of_tenant(spans: Sequence[Span], tenant: str) -> list[Span]:
-    """The spans of the tenant's own requests. A client may put requests of several tenants into one trace."""
+    """Return the spans of the tenant's requests. A client may put requests of several tenants into one trace."""
     by_id = {span.span_id: span for span in spans}
     return [span for span in spans if _tenant_of(span, by_id) == tenant]
 
 
 def _tenant_of(span: Span, by_id: Mapping[str, Span]) -> str | None:
-    """That of the nearest request around `span`; None if that is not kept, or came without an API key."""
+    """Return the tenant of the request that `span` belongs to; None if its root was not kept or had no API key."""
     at: Span | None = span
-    for _ in range(len(by_id)):  # a receiver's spans may form a ring
+    for _ in range(len(by_id)):  # parents may form a cycle in received spans
         if at is None or TENANT in at.attributes:
             break
         at = by_id.get(at.parent_id or "")
@@ -66,9 +66,9 @@ def _tenant_of(span: Span, by_id: Mapping[str, Span]) -> str | None:
 
 
 def summary_of(spans: Sequence[Span], now_s: float | None = None) -> TraceSummary:
-    """`spans`: of one trace, by start time; at least one.
+    """Summarise a trace. `spans`: its spans by start time, at least one.
 
-    `now_s`: wall clock, if frontends keep their spans in the same place. A request without its frontend's span then is
+    `now_s`: wall clock, if frontends keep their spans in the same place. A request without its frontend's span is then
     running, or its frontend was lost.
     """
     root = root_of(spans)
@@ -100,9 +100,9 @@ def _name(root: Span) -> str:
 
 
 def _outcome(spans: Sequence[Span], root: Span, now_s: float | None) -> tuple[Status, str]:
-    """The status, and why."""
+    """Return the status and its reason."""
     if now_s is not None and REQUEST_ID not in root.attributes and any(span.name in WORKER_SPANS for span in spans):
-        # a part that failed is followed by another one: the stream has moved
+        # after a failed part another one follows, because the stream was moved
         has_ended = any(span.name == DECODE_SPAN and span.status != "ERROR" for span in spans)
         silent_s = now_s - max(span.end_ns for span in spans) / 1e9
         is_lost = silent_s > (LOST_AFTER_S if has_ended else LONGEST_S)

@@ -1,4 +1,4 @@
-"""Log that a process waits for a server: silence looks like a hang."""
+"""Log that a process waits for a server, because without a line it would seem to hang."""
 
 import asyncio
 import logging
@@ -12,7 +12,7 @@ from components.urls import without_password
 
 log = logging.getLogger(__name__)
 
-FIRST_S: Final = 1.0  # a running server answers sooner
+FIRST_S: Final = 1.0  # before the first line; a running server answers sooner
 AGAIN_S: Final = 10.0
 
 

@@ -21,7 +21,7 @@ class WorkerMetrics:
         self.registry = CollectorRegistry()
         self.links = Links()
         self.num_exposed_pages: Callable[[], int] = int
-        self.num_prompt_tokens = 0  # computed here
+        self.num_prompt_tokens = 0  # prompt tokens computed here
         self.num_generated_tokens = 0
         self._latest: StepStats | None = None
         shown = self._shown = OnDemand(self.registry)
@@ -84,7 +84,7 @@ class WorkerMetrics:
         )
 
     def record(self, figures: StepStats) -> None:
-        """Other figures are read on demand."""
+        """Count a step's tokens and duration. Other figures are read on demand."""
         self._latest = figures
         self.num_prompt_tokens += figures.prompt_tokens
         self.num_generated_tokens += figures.decode_tokens
@@ -92,7 +92,7 @@ class WorkerMetrics:
             self._steps.observe(figures.step_s)
 
     def show(self, figures: Figures) -> None:
-        """Give the process's figures what the engine reports."""
+        """Add the engine's reports to the process's figures."""
         figures.links = self.links
         figures.pages = self.pages
         figures.batch = self.batch

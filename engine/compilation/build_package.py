@@ -1,4 +1,4 @@
-"""Compile a model's forward to a package, in its own process: `python -m engine.compilation.build_package`.
+"""Compiles a model's forward to a package, in its own process: `python -m engine.compilation.build_package`.
 
 A package loads in 10 ms, and its trial takes 0.3 s. Compiling SmolLM2-135M takes 42 s, or 100 s without AVX-512.
 """
@@ -28,16 +28,16 @@ from engine.kernels.shared_linear import merge_products, share_linears
 from engine.model.load import LoadedModel, load_model
 from engine.model.progress import silent
 
-ENOUGH: Final = 1024  # elements of a loop, in the example, from which threads share it
+ENOUGH: Final = 1024  # minimum number of elements, in the example, of a loop that is divided between threads
 ONCE: Final = {
-    "aot_inductor.precompile_headers": False,  # 7 s and 290 MB in /tmp, of use only to the next package
-    # Torch of PyPI has the functions for which inductor would look by compiling four libraries, for 8 s.
+    "aot_inductor.precompile_headers": False,  # they take 7 s and 290 MB in /tmp, and only help the next package
+    # PyPI's torch has the functions that inductor would check for by compiling four libraries, which takes 8 s.
     "cpp.vec_isa_ok": platform.machine() == "x86_64" or None,
-    # Inductor divides a loop only if each thread of this machine gets this many elements. With its own default, on 64
-    # cores no loop would be divided, not even between two threads.
+    # Inductor divides a loop only if each of this machine's cores would get this many elements. With its default, no
+    # loop would be divided on 64 cores, not even between two threads.
     "cpp.min_chunk_size": max(1, ENOUGH // (os.cpu_count() or 1)),
 }
-OWN_WEIGHTS: Final = ONCE | {"freezing": True}  # folded in and packed
+OWN_WEIGHTS: Final = ONCE | {"freezing": True}  # weights are folded in and packed
 NO_WEIGHTS: Final = ONCE | {"always_keep_tensor_constants": True, "aot_inductor.package_constants_in_so": False}
 EXAMPLE: Final = 8  # tokens
 UNFINISHED: Final = ".unfinished"  # suffix of a directory
@@ -45,7 +45,7 @@ UNFINISHED: Final = ".unfinished"  # suffix of a directory
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The child's argument, as JSON."""
+    """The argument of the compiling process, as JSON."""
 
     model: str
     state_dir: str
@@ -57,7 +57,7 @@ class Order:
 
 
 def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
-    """Compile steps of 2 to `max_tokens` tokens. The directory `path` appears by a rename."""
+    """Compile a package for steps of 2 to `max_tokens` tokens. The directory `path` is created by a rename."""
     step = step_of(scratch_attention(loaded.layout, EXAMPLE), loaded.layout, EXAMPLE, EXAMPLE)
     example = torch.zeros(EXAMPLE, dtype=torch.int64), torch.arange(EXAMPLE), torch.arange(4), step.pool, step.plan
     tokens = torch.export.Dim("tokens", min=MIN_TOKENS, max=max_tokens)
@@ -74,7 +74,7 @@ def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
         )
         merge_products(program.graph)
         unfinished = path.with_suffix(UNFINISHED)
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed; one at a time gets here
+        shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process; only one process builds at a time
         unfinished.mkdir()
         archive, package = unfinished / "archive.pt2", unfinished / "package"
         try:
@@ -88,7 +88,7 @@ def build_package(loaded: LoadedModel, path: Path, max_tokens: int) -> None:
 
 
 def _unpack(archive: Path, package: Path) -> None:
-    """Write the library, and the list of operators that it calls: torch looks for it under the same name."""
+    """Extract the library, and the list of operators that it calls, which torch expects under the same name."""
     package.mkdir()
     with zipfile.ZipFile(archive) as members:
         for member in members.namelist():
@@ -103,7 +103,7 @@ def main() -> None:
     _step_back()
     threading.Thread(target=_end_with_parent, daemon=True).start()
     order = TypeAdapter(Order).validate_json(sys.argv[1])
-    torch.set_num_threads(os.cpu_count() or 1)  # generated loops use as many as are set when they run
+    torch.set_num_threads(os.cpu_count() or 1)  # generated loops use the number that is set when they run
     loaded = load_model(order.model, order.config, Path(order.state_dir), silent)
     load_kernels(Path(order.state_dir))
     pack_linears(loaded.module)
@@ -111,9 +111,9 @@ def main() -> None:
 
 
 def _step_back() -> None:
-    """Take only cores that no other process wants.
+    """Lower the priority, so that this process only uses idle cores.
 
-    With autogroup, `nice` counts only within a session: a worker of the same session took 1 s per token, not 30 ms.
+    With autogroup, `nice` only applies within a session: a worker of the same session took 1 s per token, not 30 ms.
     """
     os.nice(19)
     with suppress(OSError):  # already a session leader, or a kernel without autogroup
@@ -122,8 +122,8 @@ def _step_back() -> None:
 
 
 def _end_with_parent() -> None:
-    """Exit at the end of standard input, a pipe from the parent."""
-    os.read(sys.stdin.fileno(), 1)  # sys.stdin would hold its lock at exit
+    """Exit at the end of standard input, which is a pipe from the parent."""
+    os.read(sys.stdin.fileno(), 1)  # not through sys.stdin, whose lock would block the exit
     os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""The forward on a CUDA device: compiled at run time, with decodes replayed from CUDA graphs."""
+"""The forward on a CUDA device: compiled at run time, with CUDA graphs for decodes."""
 
 import logging
 import operator
@@ -29,13 +29,13 @@ from engine.sharding.group import of_all_ranks
 log = logging.getLogger(__name__)
 
 TASK: Final = "Compiling the model"
-RECORD_S: Final = 60.0  # for all graphs; the time to compile is not part of it
-FEW: Final = 8  # tokens
-TYPICAL: Final = 2048  # tokens: inductor chooses and times its kernels for this many
-ROTATIONS: Final = ("cos", "sin")  # of rotary embeddings
+RECORD_S: Final = 60.0  # time limit for recording all graphs, without compiling
+FEW: Final = 8  # minimum number of tokens in the compiled example
+TYPICAL: Final = 2048  # number of tokens for which inductor chooses and times its kernels
+ROTATIONS: Final = ("cos", "sin")  # methods that compute rotary embeddings
 
 Compiler = Callable[[torch.nn.Module], Compute]
-MakeRecorder = Callable[[], Recorder]  # each with memory of its own
+MakeRecorder = Callable[[], Recorder]  # each recorder has its own memory pool
 
 
 class _Step(StepAttention, Protocol):
@@ -45,7 +45,7 @@ class _Step(StepAttention, Protocol):
 
 
 class NoAttention:
-    """Attention while a model is compiled: it uses no pages."""
+    """Attention for compiling a model, which uses no pages."""
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
@@ -66,7 +66,7 @@ class Traced(torch.nn.Module):
 
 
 class DeviceForward:
-    """Eager until a thread has compiled the model.
+    """A forward that is eager until a thread has compiled the model.
 
     Only `record` records graphs. Construction replaces linear layers (`share_linears`).
     """
@@ -79,10 +79,10 @@ class DeviceForward:
         compiler: Compiler,
         typical: int = FEW,
     ) -> None:
-        """`attention` is for warming up, and must be `Recordable` if `recorder` is given.
+        """`attention` is used for warming up, and must be `Recordable` if `recorder` is given.
 
         Args:
-            typical: tokens of the step that is compiled.
+            typical: number of tokens in the compiled example.
         """
         self.kind: str = EagerForward.kind
         self._eager = EagerForward(loaded.module)
@@ -98,7 +98,7 @@ class DeviceForward:
         self._graphs: DecodeGraphs | None = None
         self._thread = threading.Thread(target=self._compile, name="compile", daemon=True)
         share_linears(loaded.module)
-        torch.cuda.empty_cache()  # frees the former weights, whose pieces are too small for reuse
+        torch.cuda.empty_cache()  # frees the memory of the old weights, which is too fragmented for reuse
 
     @torch.inference_mode()
     def start(self, timeout_s: float, progress: Progress) -> None:
@@ -111,15 +111,16 @@ class DeviceForward:
             self._warm_prompts()
         elif self._recorder is not None:
             log.warning(
-                "decodes run without CUDA graphs: the model is not compiled yet", extra={"waited_s": round(timeout_s)}
+                "decodes run without CUDA graphs, because the model is not compiled yet",
+                extra={"waited_s": round(timeout_s)},
             )
             self._recorder = None
 
     @torch.inference_mode()
     def record(self, attention: AttentionBackend, progress: Progress, most: int | None = None) -> tuple[int, int]:
-        """Record graphs of decodes over `attention`'s pages, or continue to. Graphs over other pages are freed.
+        """Record decode graphs over `attention`'s pages, or continue recording. Graphs over other pages are freed.
 
-        Returns: how many there are, and how many there would be without `most` or a time limit.
+        Returns: the number of graphs, and the number without `most` and the time limit.
         """
         if self._compute is None or self._recorder is None:
             return 0, 0
@@ -131,7 +132,9 @@ class DeviceForward:
             if not alone:
                 record = _on_all_ranks(record, self._device)
             self._graphs = DecodeGraphs(self._compute, cast("Recordable", attention), record)
-        deadline = monotonic() + RECORD_S if alone else inf  # ranks must record the same sizes, and their clocks differ
+        deadline = (
+            monotonic() + RECORD_S if alone else inf
+        )  # no limit with several ranks: they must record the same sizes, but their clocks differ
         try:
             recorded, wanted = self._graphs.record_all(deadline, progress, most), self._graphs.num_sizes
         except CaptureFailed as exc:
@@ -143,13 +146,13 @@ class DeviceForward:
         asked = wanted if most is None else min(most, wanted)
         if recorded < asked:
             log.warning(
-                "decodes run in larger CUDA graphs than they need: recording took too long",
+                "decodes run in larger CUDA graphs than necessary, because recording took too long",
                 extra={"graphs": recorded, "wanted": asked, "limit_s": RECORD_S},
             )
         return recorded, wanted
 
     def forget_graphs(self) -> None:
-        """Free the graphs, and let go of the pages that they read."""
+        """Free the graphs and the reference to the pages that they read."""
         self._graphs = self._attention = None
 
     def __call__(self, token_ids: Tensor, positions: Tensor, keep: Tensor, step: StepAttention) -> Tensor:
@@ -175,16 +178,20 @@ class DeviceForward:
         try:
             with _current(self._device):
                 self._made = self._compiled()
-            log.info("the model runs compiled from here on")
-        except Exception as exc:  # whatever a compiler raises: eager always works
-            log.warning("the model runs without torch.compile: compiling it failed", extra={"reason": str(exc)})
+            log.info("the compiled model is now used")
+        except Exception as exc:  # a compiler may raise anything, and eager always works
+            log.warning("the model runs without torch.compile, because compiling it failed", extra={"reason": str(exc)})
             log.debug("compiling failed", exc_info=True)
-            self._made = self._traced if self._recorder is not None else None  # eager modules can be recorded, too
+            self._made = (
+                self._traced if self._recorder is not None else None
+            )  # graphs can also be recorded of eager modules
 
     def _compiled(self) -> Compute:
         tokens = max(FEW, self._typical)
         token_ids = torch.zeros(tokens, dtype=torch.int64, device=self._device)
-        keep = torch.arange(tokens // 4, device=self._device)  # equal sizes would become one dimension
+        keep = torch.arange(
+            tokens // 4, device=self._device
+        )  # another size, because equal sizes would become one dimension
         example = token_ids, token_ids.clone(), keep
         for tensor in example:
             torch._dynamo.mark_dynamic(tensor, 0)
@@ -194,13 +201,13 @@ class DeviceForward:
         return compiled
 
     def _warm_prompts(self) -> None:
-        """Compile the kernels of short and longer chunks, with one span and with several, on page 0, which is unused."""
+        """Compile the kernels of short and longer chunks, with one and with several spans, on page 0, which is unused."""
         assert self._attention is not None
         longest = self._attention.limits.context if isinstance(self._attention, Recordable) else 0
         for length in (SHORT_CHUNK, SHORT_CHUNK + 1):
             ids = torch.zeros(length, dtype=torch.int64, device=self._device)
             positions = torch.arange(length, device=self._device)
-            # several spans: a chunk of n blocks has spans n times as long, and no more blocks than tokens
+            # for several spans: a chunk of n blocks has spans n times as long, and no more blocks than tokens
             for context in {length, max(length, min(length + length * SPAN, longest))}:
                 table = [0] * self._layout.pages_for(context)
                 self(ids, positions, positions[-1:], self._attention.plan(StepShape([length], [context], [table])))
@@ -209,9 +216,9 @@ class DeviceForward:
 def choose_device_forward(
     loaded: LoadedModel, config: EngineConfig, attention: AttentionBackend, progress: Progress
 ) -> Forward:
-    """Compile; `DeviceForward.record` records graphs.
+    """Choose the forward and compile it. Graphs are recorded later, by `DeviceForward.record`.
 
-    It waits even with `compile=auto`: compiling beside a serving GPU means minutes of slow steps.
+    It waits even with `compile=auto`, because compiling while the GPU serves would mean minutes of slow steps.
     """
     reason = why_eager(config)
     if reason is not None:
@@ -225,7 +232,7 @@ def choose_device_forward(
 
 
 def _on_all_ranks(record: Recorder, device: torch.device) -> Recorder:
-    """Record each graph on all ranks, or fail on all: sums over ranks that replay different graphs would never end."""
+    """Return a recorder that fails on all ranks if one fails: ranks that replay different graphs would hang in a sum."""
 
     def record_on_all(work: Callable[[], None]) -> Callable[[], None]:
         replay, failure = work, None
@@ -266,10 +273,10 @@ def _current(device: torch.device) -> AbstractContextManager[object]:
 
 
 def keep_rotations(graph: torch.fx.Graph) -> int:
-    """Let the sines and cosines in `graph`, as torch.compile traced it, be tensors that are computed once a step.
+    """Make the sines and cosines in `graph`, as torch.compile traced it, tensors that are computed once per step.
 
-    On a GPU inductor would inline them into a kernel of each layer, which would compute them again for every head.
-    Returns: how many there are.
+    On a GPU, inductor would inline them into a kernel of each layer, which would compute them again for every head.
+    Returns: their number.
     """
     found = [node for node in graph.nodes if node.op == "call_method" and node.target in ROTATIONS]
     for node in found:
@@ -283,7 +290,7 @@ def keep_rotations(graph: torch.fx.Graph) -> int:
 
 
 def _scaled_and_cast(node: torch.fx.Node) -> torch.fx.Node:
-    """The node behind factors and a change of type that all users share."""
+    """Return the node after the factors and the cast that all users share."""
     while len(node.users) == 1:
         (user,) = node.users
         is_factor = user.target is operator.mul and not isinstance(user.args[1], torch.fx.Node)

@@ -10,9 +10,9 @@ from engine.attention.cpu import CpuStep
 from engine.kernels.linear import is_packed
 from engine.kernels.native_library import load_package_class
 
-# torch compiles a dimension of 1 separately
+# torch specialises a dimension of size 1
 MIN_TOKENS: Final = 2
-LIBRARY: Final = "forward.so"  # in a package, a directory
+LIBRARY: Final = "forward.so"  # in a package, which is a directory
 
 
 class Forward(Protocol):
@@ -23,7 +23,7 @@ class Forward(Protocol):
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, keep: torch.Tensor, step: StepAttention
     ) -> torch.Tensor:
-        """Logits [K, vocab] of the tokens at `keep` [K]; `token_ids` and `positions` are int64 [T]."""
+        """Return logits [K, vocab] of the tokens at `keep` [K]. `token_ids` and `positions` are int64 [T]."""
 
 
 class EagerForward:
@@ -47,7 +47,7 @@ class EagerForward:
 
 
 class Exported(torch.nn.Module):
-    """The forward with only tensors as arguments."""
+    """The forward with only tensors as arguments, for export."""
 
     def __init__(self, module: Any) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Exported(torch.nn.Module):
 
 
 class PackagedForward:
-    """A package, for steps of the C++ kernel. It runs without Python's lock."""
+    """A loaded package, for steps of the C++ kernel. It runs without the GIL."""
 
     kind: Final = "compiled"
 
@@ -80,7 +80,7 @@ class PackagedForward:
         if not has_own_weights(module):
             exported = Exported(module)
             there = dict([*exported.named_parameters(remove_duplicate=False), *exported.named_buffers()])
-            self._weights = {name: there[name].detach() for name in self._package.weights()}  # keeps them alive
+            self._weights = {name: there[name].detach() for name in self._package.weights()}  # keeps the tensors alive
             self._package.use(list(self._weights), list(self._weights.values()))
 
     def __call__(
@@ -93,7 +93,7 @@ class PackagedForward:
 
 
 def has_own_weights(module: torch.nn.Module) -> bool:
-    """Return whether a package contains the weights: packed ones are shared."""
+    """Return whether a package contains the weights. Packed weights are shared with the module instead."""
     return not is_packed(module)
 
 

@@ -1,8 +1,8 @@
-"""CUDA graphs of decode steps for some batch sizes.
+"""CUDA graphs of decode steps for several batch sizes.
 
 A graph reads and writes fixed addresses, which `step_tables` and the buffers here provide.
-A step runs in the smallest graph that holds it, with padding rows of context 0.
-Graphs are recorded before the engine serves: a failed capture would fail the step's requests.
+A step runs in the smallest graph that is large enough, with padding rows of context 0.
+Graphs are recorded before the engine serves, because a failed capture would fail the step's requests.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # 
 
 @runtime_checkable
 class Recordable(AttentionBackend, Protocol):
-    """A backend whose decodes read from device memory whatever changes between steps."""
+    """A backend whose decodes read all that changes between steps from device memory."""
 
     @property
     def limits(self) -> StepLimits:
@@ -37,39 +37,41 @@ class Recordable(AttentionBackend, Protocol):
         pass
 
     def recorded(self, rows: int) -> StepAttention:
-        """Make `rows` decodes that read the tables of the latest plan."""
+        """Return a step of `rows` decodes that reads the tables of the latest plan."""
 
 
 class CaptureFailed(Exception):
-    """The device still works after it."""
+    """Recording failed, but the device still works."""
 
 
 Recorder = Callable[[Callable[[], None]], Callable[[], None]]  # work → its replay. Raises: CaptureFailed.
 
 
 class CudaRecorder:
-    """Graphs run one at a time, so they share memory."""
+    """Records graphs. They run one at a time, so they share a memory pool."""
 
     def __init__(self) -> None:
         self._memory = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Record `work`, which has run before, so nothing is compiled now.
+        """Record `work`, which has already run, so that nothing is compiled now.
 
-        Raises: CaptureFailed, after which nothing more may be recorded; what torch raises if the device is lost.
+        Raises: CaptureFailed, after which nothing more may be recorded; torch's error if the device is lost.
         """
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
         try:
-            # other threads move KV pages meanwhile
+            # other threads copy KV pages at the same time
             with torch.cuda.graph(graph, pool=self._memory, capture_error_mode="thread_local"):
                 work()
         except RuntimeError as exc:
             self._abandon(stream)
-            raise CaptureFailed(str(exc.__context__ or exc)) from exc  # ending a broken capture fails, too
+            raise CaptureFailed(
+                str(exc.__context__ or exc)
+            ) from exc  # the error of ending a broken capture hides its cause
         return graph.replay
 
     def _abandon(self, stream: torch.cuda.Stream) -> None:
-        """Reset the stream and memory pool that `torch.cuda.graph` leaves set when its end fails."""
+        """Reset the stream and memory pool, which `torch.cuda.graph` does not do if ending the capture fails."""
         torch.cuda.set_stream(stream)
         with suppress(RuntimeError):  # the capture may have ended
             torch._C._cuda_endAllocateToPool(stream.device_index, self._memory)
@@ -77,7 +79,7 @@ class CudaRecorder:
 
 
 class DecodeGraphs:
-    @torch.inference_mode()  # a compiler distinguishes buffers made outside it
+    @torch.inference_mode()  # compilers treat buffers made outside inference mode differently
     def __init__(self, compute: Compute, attention: Recordable, record: Recorder) -> None:
         self._compute = compute
         self._attention = attention
@@ -95,12 +97,12 @@ class DecodeGraphs:
         return len(self._sizes)
 
     def record_all(self, deadline: float, progress: Progress, most: int | None = None) -> int:
-        """Record the largest size first: sizes missing at `deadline`, or beyond `most`, run in a larger one.
+        """Record the graphs, largest first. Sizes not recorded by `deadline`, or beyond `most`, run in a larger graph.
 
-        Returns: how many there are now.
+        Returns: the number of recorded graphs.
         Raises: CaptureFailed.
         """
-        self._attention.plan(NO_REQUESTS)  # all rows are padding: no KV is written
+        self._attention.plan(NO_REQUESTS)  # all rows are padding, so no KV is written
         wanted = self._sizes[::-1][:most]
         for done, size in enumerate(wanted):
             progress(TASK, done, len(wanted))
@@ -112,7 +114,7 @@ class DecodeGraphs:
         return len(self._replays)
 
     def __call__(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Logits [R, vocab] of the R decodes planned last, valid until the next call."""
+        """Return logits [R, vocab] of the R decodes of the latest plan, valid until the next call."""
         count = len(token_ids)
         self._token_ids[:count].copy_(token_ids)
         self._positions[:count].copy_(positions)
@@ -139,6 +141,6 @@ class DecodeGraphs:
 
 
 def graph_sizes(requests: int) -> list[int]:
-    """Ascending batch sizes that waste at most 7 rows."""
+    """Return ascending batch sizes that waste at most 7 rows."""
     sizes = [size for size in (MIN_TOKENS, 4, 8) if size < requests]
     return [*sizes, *range(16, requests, 8), max(MIN_TOKENS, requests)]

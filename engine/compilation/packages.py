@@ -1,4 +1,4 @@
-"""Find, make and load a model's compiled package."""
+"""Finds, builds and loads a model's compiled package."""
 
 import logging
 import os
@@ -27,10 +27,10 @@ from engine.model.progress import Progress
 log = logging.getLogger(__name__)
 
 FORMAT: Final = 7  # increment when the exported code changes
-MIN_PARAMETERS: Final = 50_000_000  # smaller models are not worth a minute of compiling
-MAX_PARAMETERS: Final = 2_000_000_000  # if the package has its own weights
+MIN_PARAMETERS: Final = 50_000_000  # compiling a smaller model is not worth a minute
+MAX_PARAMETERS: Final = 2_000_000_000  # limit for packages with their own weights
 KEPT_PACKAGES: Final = 4
-LEFT_AFTER_S: Final = 24 * 3600.0  # no compilation takes this long
+LEFT_AFTER_S: Final = 24 * 3600.0  # age at which an unfinished package is removed; no compilation takes this long
 
 
 class CompilationFailed(Exception):
@@ -38,7 +38,7 @@ class CompilationFailed(Exception):
 
 
 class CompiledWhenReady:
-    """Runs eagerly until a package is loaded; a child process makes it."""
+    """Runs eagerly until the package is loaded, which a child process builds."""
 
     def __init__(self, loaded: LoadedModel, order: Order) -> None:
         self._forward: Forward = EagerForward(loaded.module)
@@ -51,7 +51,7 @@ class CompiledWhenReady:
         if Path(self._order.package).exists():
             self._prepare()
             return
-        log.info("compiling the model, meanwhile it runs eagerly", extra={"package": self._order.package})
+        log.info("compiling the model, which runs eagerly until then", extra={"package": self._order.package})
         self._thread.start()
         if timeout_s > 0:
             self._thread.join(timeout_s)
@@ -61,7 +61,7 @@ class CompiledWhenReady:
         return self._forward.kind
 
     def is_compiling(self) -> bool:
-        """Return True also while another worker compiles this model."""
+        """Return whether this model is being compiled, perhaps by another worker."""
         return self._thread.is_alive()
 
     def __call__(
@@ -75,21 +75,21 @@ class CompiledWhenReady:
         try:
             _make(self._order)
             self._loaded = self._tried()
-            log.info("the model runs compiled from here on", extra={"package": self._order.package})
-        except Exception as exc:  # noqa: BLE001 - whatever a compiler or a damaged file raises: eager always works
-            log.warning("the model runs eagerly: compiling it failed", extra={"reason": str(exc)})
+            log.info("the compiled model is now used", extra={"package": self._order.package})
+        except Exception as exc:  # noqa: BLE001 - a compiler or a damaged file may raise anything, and eager always works
+            log.warning("the model runs eagerly, because compiling it failed", extra={"reason": str(exc)})
 
     def _tried(self) -> Forward:
-        """Raises: CompilationFailed, if the logits differ from the eager model's."""
+        """Load the package and check its logits. Raises: CompilationFailed, if they differ from the eager model's."""
         path = Path(self._order.package)
         try:
             forward = PackagedForward(path, self._model.module, Path(self._order.state_dir))
             far = difference(self._model.module, forward, self._model.layout)
         except RuntimeError:  # a damaged package; a full disk or too little memory raises another error
-            shutil.rmtree(path, ignore_errors=True)  # the next start makes another
+            shutil.rmtree(path, ignore_errors=True)  # the next start builds another
             raise
-        if not far <= 1:  # also for NaN
-            raise CompilationFailed(f"its logits are off by {far:.1f} times what rounding explains")
+        if not far <= 1:  # true for NaN
+            raise CompilationFailed(f"its logits differ by {far:.1f} times the tolerance for rounding")
         return forward
 
 
@@ -118,7 +118,7 @@ def _why_eager(loaded: LoadedModel, config: EngineConfig) -> str | None:
         return "compile is off"
     obstacle = why_not_cpu(config.attention, loaded.device, loaded.layout)
     if obstacle is not None:
-        return f"packages are for attention in C++, but {obstacle}"
+        return f"packages require attention in C++, but {obstacle}"
     if config.compile == "auto" and parameters < MIN_PARAMETERS:
         return f"compiling pays off from {MIN_PARAMETERS:,} parameters, this model has {parameters:,}"
     if config.compile == "auto" and parameters > MAX_PARAMETERS and has_own_weights(loaded.module):
@@ -138,8 +138,8 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
         "embeds": loaded.pooling is not None,
         "page_size": config.page_size,
         "max_step_tokens": config.step_size("cpu").tokens,
-        "kernels": source_texts(kernel_sources()),  # a package runs with no others
-        "adapted": loaded.adapters.layers,  # each leaves an operator in the graph
+        "kernels": source_texts(kernel_sources()),  # a package runs only with the same kernels
+        "adapted": loaded.adapters.layers,  # each adapted layer adds an operator to the graph
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "processor": processor(),
@@ -148,7 +148,7 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
 
 
 def _make(order: Order) -> None:
-    """Make the package unless it exists; one process at a time.
+    """Build the package unless it exists, one process at a time.
 
     Raises: OSError, CompilationFailed.
     """
@@ -162,7 +162,7 @@ def _make(order: Order) -> None:
 
 
 def _is_there(package: Path) -> bool:
-    """Look for a package, and mark it as used if that is allowed."""
+    """Return whether the package exists, and mark it as used if that is allowed."""
     try:
         os.utime(package)
     except FileNotFoundError:
@@ -187,7 +187,7 @@ def _run_child(order: Order, cache_dir: Path) -> None:
 
 
 def _forget_old(directory: Path) -> None:
-    """Remove all but the latest packages, and what killed processes have left: each may be as large as its model."""
+    """Remove old packages and the files of killed processes, because each may be as large as its model."""
     packages = sorted(directory.glob("*.package"), key=lambda path: path.stat().st_mtime, reverse=True)
     left = [path for path in directory.glob(f"*{UNFINISHED}") if path.stat().st_mtime < time.time() - LEFT_AFTER_S]
     for path in [*packages[KEPT_PACKAGES:], *left]:

@@ -1,4 +1,4 @@
-"""Steps on scratch pages, to export or try a model."""
+"""Steps on scratch pages, for the export or trial of a model."""
 
 from typing import Any, Final
 
@@ -10,8 +10,8 @@ from engine.attention.cpu import CpuAttention, CpuStep
 from engine.compilation.forward import EagerForward, Forward
 from engine.kv.storage import allocate_storage
 
-PROMPT: Final = 40  # tokens, over two of the smallest pages
-# relative to the logits' size
+PROMPT: Final = 40  # tokens, more than two of the smallest pages
+# relative to the logits' root mean square
 TOLERANCE: Final = {"float32": 1e-3, "float16": 3e-2, "bfloat16": 1.5e-1}
 
 
@@ -25,9 +25,9 @@ def step_of(attention: CpuAttention, layout: KvLayout, length: int, context: int
 
 @torch.inference_mode()
 def difference(module: Any, forward: Forward, layout: KvLayout) -> float:
-    """Compare logits of `forward` and of the eager `module`, on a prompt and a decode.
+    """Compare the logits of `forward` with those of the eager `module`, for a prompt and a decode.
 
-    Returns: the root mean square difference in units of the tolerance, so up to 1 is correct; NaN for NaN.
+    Returns: the root mean square difference in units of the tolerance: correct up to 1; NaN if any logit is NaN.
     """
     worst = torch.zeros(())
     ids = torch.arange(PROMPT + 1) * 7919 % module.get_input_embeddings().num_embeddings

@@ -1,6 +1,6 @@
 """CPU time and quotas, as Linux reports them.
 
-Without a report, functions assume no contention and no quota.
+If Linux reports nothing, functions assume no contention and no quota.
 """
 
 import math
@@ -15,11 +15,11 @@ TASKS: Final = "/proc/self/task"
 PROC: Final = Path("/proc/self")
 STAT: Final = "/proc/stat"
 LOOK_EVERY_S: Final = 1.0
-BUSY: Final = 0.02  # of a core
+BUSY: Final = 0.02  # share of a core above which a thread counts as computing
 
 
 def run_delay_s(without: Collection[int] = ()) -> float:
-    """Seconds that threads were ready without a core. The sum falls when a thread ends.
+    """Return the seconds that threads were ready to run but had no core. The sum falls when a thread ends.
 
     Args:
         without: kernel ids of excluded threads.
@@ -28,18 +28,18 @@ def run_delay_s(without: Collection[int] = ()) -> float:
 
 
 class ComputeDelay:
-    """Seconds that computing threads were ready without a core, since the first call.
+    """Measures the seconds since the first call that computing threads were ready to run but had no core.
 
-    A thread counts if it used a core since the last look at all threads; of Python's own threads, only the caller's
-    counts. Few threads are read, because each read releases the GIL, and waits for it again while the event loop is busy.
+    A thread counts if it used a core since the last look at all threads. Of Python's threads only the caller's counts.
+    Few threads are read, because each read releases the GIL and then waits for it while the event loop is busy.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._waited_s = 0.0
         self._looked_s = -math.inf
-        self._times: dict[int, tuple[int, int]] = {}  # of all threads at the latest look
-        self._before: dict[int, int] = {}  # of those that count: nanoseconds waited
+        self._times: dict[int, tuple[int, int]] = {}  # times of all threads at the latest look
+        self._before: dict[int, int] = {}  # threads that count; nanoseconds waited so far
 
     def __call__(self) -> float:
         for thread, before in self._before.items():
@@ -63,7 +63,7 @@ class ComputeDelay:
 
 
 def _thread_times() -> dict[int, tuple[int, int]]:
-    """Nanoseconds that each thread ran, and was ready without a core."""
+    """Return the nanoseconds that each thread ran, and that it was ready but had no core."""
     try:
         threads = [int(name) for name in os.listdir(TASKS)]  # noqa: PTH208  # a Path takes ten times as long
     except (OSError, ValueError):
@@ -76,12 +76,12 @@ def _times_of(thread: int) -> tuple[int, int] | None:
         with open(f"{TASKS}/{thread}/schedstat", "rb", buffering=0) as file:  # noqa: PTH123
             ran_ns, waited_ns, *_ = file.read().split()
             return int(ran_ns), int(waited_ns)
-    except (OSError, ValueError):  # it has ended, or the kernel does not count
+    except (OSError, ValueError):  # the thread has ended, or the kernel does not count
         return None
 
 
 def unused_s() -> float | None:
-    """Core seconds since boot that others did not use, on this process's cores; None: unknown."""
+    """Return the core seconds since boot, on this process's cores, that others did not use; None if unknown."""
     cores = {b"cpu%d" % core for core in own_cores()}
     idle = 0
     try:
@@ -89,7 +89,7 @@ def unused_s() -> float | None:
             for line in file:
                 name, *ticks = line.split()
                 if not name.startswith(b"cpu"):
-                    break  # the lines of cores come first
+                    break  # the lines of cores are at the beginning
                 if name in cores:
                     idle += int(ticks[3]) + int(ticks[4])  # idle and iowait
     except (OSError, IndexError, ValueError):
@@ -98,7 +98,7 @@ def unused_s() -> float | None:
 
 
 def other_python_threads() -> set[int]:
-    """Kernel ids of other Python threads; non-Python threads compute for the caller."""
+    """Return the kernel ids of other Python threads. Threads of other kinds compute for the caller."""
     return {thread.native_id for thread in threading.enumerate() if thread.native_id} - {threading.get_native_id()}
 
 
@@ -112,22 +112,22 @@ class CpuQuota:
         return min((_cores(group) for group in self._groups), default=float("inf"))
 
     def throttled_s(self) -> float:
-        """Throttled time, summed over cores."""
+        """Return the throttled time, summed over cores."""
         return sum(_throttled_s(group) for group in self._groups)
 
 
 def own_cores() -> list[int]:
-    """Cores that this process may use. A computing thread may be bound to one of them, the main thread never is."""
+    """Return the cores that this process may use. It asks for the main thread, because computing threads may be bound."""
     return sorted(os.sched_getaffinity(os.getpid()))
 
 
 def usable_cores(quota: CpuQuota | None = None) -> int:
-    """Cores that affinity and quota allow all the time."""
+    """Return the number of cores that affinity and quota allow all the time."""
     return max(1, int(_cores_allowed(quota)))
 
 
 def cores_for_a_while(quota: CpuQuota | None = None) -> int:
-    """Cores that may be used part of the time: a quota of 1.5 allows two of them for three quarters of it."""
+    """Return the number of cores that may be used at times: a quota of 1.5 allows two for three quarters of the time."""
     return math.ceil(_cores_allowed(quota))
 
 
@@ -136,7 +136,7 @@ def _cores_allowed(quota: CpuQuota | None) -> float:
 
 
 def _cpu_groups(proc: Path) -> Iterator[Path]:
-    """Directories of this process's cgroups that can have a quota, up to each mount's root."""
+    """Yield the directories of this process's cgroups that can have a quota, up to each mount's root."""
     try:
         memberships = (proc / "cgroup").read_text().splitlines()
         mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]

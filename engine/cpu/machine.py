@@ -48,14 +48,14 @@ def fingerprint(facts: Mapping[str, object]) -> str:
 
 
 def save(file: IO[bytes]) -> None:
-    """Write a file to the disk. A library that is short after a power cut can kill each process that loads it."""
+    """Flush a file to the disk, because a library truncated by a power failure can kill each process that loads it."""
     file.flush()
     os.fsync(file.fileno())
 
 
 @contextmanager
 def making(path: Path) -> Iterator[None]:
-    """Let one process at a time make `path`."""
+    """Lock `path`, so that one process at a time makes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

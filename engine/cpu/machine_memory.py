@@ -1,4 +1,4 @@
-"""Available main memory, of the machine or its container, and available space on disks."""
+"""Available memory of the machine or container, and available space on disks."""
 
 import os
 from pathlib import Path
@@ -11,36 +11,36 @@ CGROUPS: Final = Path("/sys/fs/cgroup")
 
 
 def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
-    """Memory available without swapping; None if unknown."""
+    """Return the memory that is available without swapping; None if unknown."""
     amounts = [amount for amount in (_of_machine(proc), *_of_container(cgroups)) if amount is not None]
     return min(amounts, default=None)
 
 
 def check_fits(num_bytes: int, what: str) -> None:
-    """Refuse if memory is short. `what` names its use and the setting.
+    """Check that enough memory is available. `what` names its use and the setting, for the error.
 
     Raises: WrongSettings.
     """
     available = available_bytes()
     if available is not None and num_bytes > available:
         raise WrongSettings(
-            f"{what} take {num_bytes / 1e9:.1f} GB, and {available / 1e9:.1f} GB of memory are free here"
+            f"{what} need {num_bytes / 1e9:.1f} GB, but only {available / 1e9:.1f} GB of memory are free here"
         )
 
 
 def check_fits_in(directory: Path, num_bytes: int, what: str) -> None:
-    """Refuse if `directory` cannot be used, or its disk is short. `what` names the use and the setting.
+    """Check that `directory` is writable and its disk has enough space. `what` names the use and the setting.
 
     Raises: WrongSettings.
     """
     directory = directory.expanduser()
     if not directory.is_dir() or not os.access(directory, os.W_OK | os.X_OK):
-        raise WrongSettings(f"{what} need a directory in which files can be made: {directory} is none")
+        raise WrongSettings(f"{what} need a writable directory, and {directory} is not one")
     stats = os.statvfs(directory)
     available = stats.f_bavail * stats.f_frsize
     if num_bytes > available:
         raise WrongSettings(
-            f"{what} take {num_bytes / 1e9:.1f} GB, and {available / 1e9:.1f} GB are free in {directory}"
+            f"{what} need {num_bytes / 1e9:.1f} GB, but only {available / 1e9:.1f} GB are free in {directory}"
         )
 
 
@@ -52,7 +52,7 @@ def _of_machine(proc: Path) -> int | None:
 
 
 def _of_container(cgroups: Path) -> list[int]:
-    """Memory left by a cgroup's limit, with cached files."""
+    """Return the memory that the cgroup's limit leaves, including that of cached files."""
     found = []
     for limit, used, statistics, cache in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),

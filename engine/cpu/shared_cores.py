@@ -1,12 +1,12 @@
-"""Workers of one machine lend each other idle cores through a small shared file.
+"""Workers on one machine lend each other idle cores through a small shared file.
 
-A worker with new work waits until its cores are back: one thread too many makes steps five times as long.
+A worker with new work waits until its cores are returned, because one thread too many makes steps five times as long.
 
-A worker without work lends its cores. A step with prompts takes them at once, and returns them between layers if the
-kernels can. Decodes need memory more, so they take only cores of workers that have rested for a while, and return them
-at the end of the step.
+A worker without work lends its cores. A step with prompts borrows them at once, and returns them between layers if the
+kernels support it. Decodes are limited by memory, so they borrow only from workers that have been idle for a while, and
+return the cores at the end of the step.
 
-A worker with work lends nothing between two steps: to get its cores back it would wait for the end of a layer.
+A worker with work lends nothing between two steps, because it would wait for the end of a layer to get its cores back.
 """
 
 import fcntl
@@ -18,24 +18,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
-SLOTS: Final = 64  # workers on one machine
+SLOTS: Final = 64  # maximum number of workers on one machine
 ROWS: Final = 4
-SILENT_NS: Final = 2 * 10**9  # then a busy worker may have been killed
+SILENT_NS: Final = 2 * 10**9  # time after which a busy worker may have been killed
 RESTED_NS: Final = 10**8
-LOOK_S: Final = 3e-4  # polling interval for own cores
-PATIENCE_NS: Final = 10**9  # then the worker of a step may be stopped
+LOOK_S: Final = 3e-4  # polling interval while waiting for own cores
+PATIENCE_NS: Final = 10**9  # duration of a step after which its worker may be stopped
 
 
 class SharedCores:
     """One worker's view of the file: int64 [ROWS, SLOTS].
 
-    Rows: start of the latest step, cores in use, allowed cores, most cores. Times are monotonic ns; negative: resting
-    since; 0: no work yet. Allowed 0: the number is fixed. A worker locks its slot's first byte until it exits.
+    Rows: start of the latest step, cores in use, allowed cores, maximum cores. Times are monotonic ns; negative: idle
+    since then; 0: no work yet. If "allowed" is 0, the number is fixed. A worker locks its slot's first byte.
 
     Args:
-        cores: all of them.
-        least: this worker's, if there is no free slot.
-        spared: cores to leave to a process that does not take part.
+        cores: number of all cores.
+        least: number of this worker's cores if no slot is free.
+        spared: returns the number of cores to leave to a process that does not take part.
 
     Raises: OSError.
     """
@@ -54,32 +54,32 @@ class SharedCores:
             self._cells[row * SLOTS : (row + 1) * SLOTS] for row in range(ROWS)
         )
         self._mine = next((slot for slot in range(SLOTS) if self._lock(slot)), None)  # None: more workers than slots
-        self._write(0)  # clear the last holder's values
+        self._write(0)  # clear the values of the slot's last owner
 
     @property
     def cores(self) -> int:
         return self._cores
 
     def cells(self) -> tuple[memoryview, memoryview] | None:
-        """Allowed threads, which a running step reads, and used ones, which it writes: int64 [1] each."""
+        """Return the cells of allowed threads, which running steps read, and of used ones, which they write: int64 [1]."""
         if self._mine is None:
             return None
         return self._allowed[self._mine : self._mine + 1], self._used[self._mine : self._mine + 1]
 
     def adapt(self) -> None:
-        """Let steps follow `cells`."""
+        """Declare that running steps follow `cells`."""
         self._adapts = True
 
     def ask(self, *, prompts: bool, most: int | None = None) -> int:
-        """Threads for a step that begins now and ends with `done`; 0: ask again after `LOOK_S`."""
+        """Return the number of threads for a step that begins now and ends with `done`; 0: call again after `LOOK_S`."""
         mine, most = self._mine, self._cores if most is None else most
         if mine is None:
             return min(self._least, most)
         if self._used[mine]:
-            return self._used[mine]  # it has begun
+            return self._used[mine]  # the step has already begun
         now = time.monotonic_ns()
         if self._since[mine] <= 0:
-            self._since[mine] = now  # written for other workers only
+            self._since[mine] = now  # only for other workers to read
         rested = now - (0 if prompts else RESTED_NS)
         others = [slot for slot, since in enumerate(self._since) if since and self._needs(slot, since, now, rested)]
         cores = self._cores - self._spared()
@@ -113,7 +113,7 @@ class SharedCores:
         self._write(0)
         for view in (self._since, self._used, self._allowed, self._most, self._cells):
             view.release()
-        self._memory.close()  # its own descriptor keeps the lock too
+        self._memory.close()  # the mapping has its own descriptor, which also keeps the lock
         os.close(self._file)
 
     def _write(self, since: int) -> None:
@@ -122,7 +122,7 @@ class SharedCores:
             self._used[self._mine] = self._allowed[self._mine] = 0
 
     def _needs(self, slot: int, since: int, now: int, rested: int) -> bool:
-        """Whether another worker has work, or had work after `rested`."""
+        """Return whether another worker has work, or had work after `rested`."""
         if slot == self._mine:
             return False
         if since < 0:
@@ -130,10 +130,10 @@ class SharedCores:
         return now - since < SILENT_NS or not self._is_gone(slot)  # a step may take long
 
     def _waits(self, others: list[int], share: int, now: int) -> bool:
-        """Ask for our cores; return whether another step still has one."""
+        """Request our cores back. Return whether another step still uses one."""
         waits = False
         for slot in others:
-            if self._allowed[slot] > share:  # noqa: PLR1730  # else it is not ours to write: its step may be ending or beginning
+            if self._allowed[slot] > share:  # noqa: PLR1730  # otherwise do not write, because its step may be ending or beginning
                 self._allowed[slot] = share
             waits |= self._used[slot] > share and not self._is_late(slot, now)
         return waits
@@ -168,5 +168,5 @@ class SharedCores:
 
 
 def _range(kind: int, slot: int) -> bytes:
-    """`struct flock` of a slot's first byte."""
+    """Return the `struct flock` of a slot's first byte."""
     return struct.pack("hhqqi", kind, os.SEEK_SET, slot * 8, 1, 0)

@@ -1,6 +1,6 @@
-"""Limit a step's threads to the cores that other processes leave.
+"""Limits a step's threads to the cores that other processes do not use.
 
-A step has some hundred barriers, where all threads wait for one without a core
+A step has several hundred barriers, at which all threads wait for one that has no core
 (docs/decisions/002-threads-follow-free-cores.md).
 """
 
@@ -13,13 +13,13 @@ from engine.cpu.cpu_time import ComputeDelay, unused_s
 
 log = logging.getLogger(__name__)
 
-WINDOW_S: Final = 0.05  # of steps, between two decisions
-CONTENDED: Final = 0.5  # cores that threads waited for; a busy process causes about 1
-ROOM: Final = 0.5  # unused cores for one more thread
-LOOK_S: Final = 0.2  # the kernel counts in hundredths of a second
-FIRST_RETRY_S: Final = 0.25  # before one more thread, if there is room
-LAST_RETRY_S: Final = 16.0  # the same without room or after failed tries
-RETRY_WINDOWS: Final = 10  # minimum of it in windows, which long steps extend
+WINDOW_S: Final = 0.05  # minimum time in steps between two decisions
+CONTENDED: Final = 0.5  # mean cores waited for at which the limit falls; a busy process causes about 1
+ROOM: Final = 0.5  # unused cores that one more thread requires
+LOOK_S: Final = 0.2  # interval of reading unused cores, which the kernel counts in hundredths of a second
+FIRST_RETRY_S: Final = 0.25  # pause before one more thread is tried, if there is room
+LAST_RETRY_S: Final = 16.0  # the same if there is no room, or after failed tries
+RETRY_WINDOWS: Final = 10  # minimum of a longer pause in windows, because long steps extend windows
 TRIED_WINDOWS: Final = 2  # trial period of an added thread
 LOG_EVERY_S: Final = 30.0
 
@@ -27,13 +27,13 @@ LOG_EVERY_S: Final = 30.0
 class ThreadLimit:
     """The limit falls while threads wait for cores, and rises by one when a core is unused.
 
-    It also rises every `LAST_RETRY_S`, because low-priority processes yield their cores. For the computing thread only.
+    It also rises every `LAST_RETRY_S`, because low-priority processes yield their cores. Use it on the computing thread.
 
     Args:
-        threads: on a quiet machine.
+        threads: limit on an otherwise idle machine.
         decode_threads: limit for a step of decodes only.
-        waited_s: sums the seconds that threads waited for cores; default: `ComputeDelay`.
-        unused_s: sums core seconds that others left unused; None: unknown.
+        waited_s: returns the total seconds that threads waited for cores; default: `ComputeDelay`.
+        unused_s: returns the total core seconds that others did not use; None: unknown.
     """
 
     def __init__(
@@ -52,15 +52,15 @@ class ThreadLimit:
         self._clock = clock
         self._retry_s = FIRST_RETRY_S
         self._changed = clock()
-        self._windows = TRIED_WINDOWS + 1  # with the full limit, since the last try
+        self._windows = TRIED_WINDOWS + 1  # windows since the last try in which the full limit was used
         self._hoped = False  # whether that try had room
         self._logged = float("-inf")
-        self._begun: tuple[float, int] | None = None  # start and threads
-        self._window_s = 0.0  # of steps in the current window
-        self._waited_before_s = 0.0  # at its start
-        self._used = 0  # maximum in it
+        self._begun: tuple[float, int] | None = None  # start and threads of the current step
+        self._window_s = 0.0  # duration of the steps in the current window
+        self._waited_before_s = 0.0  # `waited_s` at the start of the window
+        self._used = 0  # most threads in the window
         self._look: tuple[float, float | None] | None = None  # time and value of `unused_s`
-        self._has_room = False  # as of then
+        self._has_room = False  # whether there was an unused core then
 
     def of_step(self, *, prompts: bool) -> int:
         return self.threads if prompts else min(self.threads, self._decode_threads)
@@ -94,9 +94,9 @@ class ThreadLimit:
         elif self._used == self.threads < self._all:
             self._look_for_room(now)
             retry_s = self._retry_s if self._has_room else LAST_RETRY_S
-            if retry_s > FIRST_RETRY_S:  # likely to fail
+            if retry_s > FIRST_RETRY_S:  # the try is likely to fail
                 retry_s = max(retry_s, RETRY_WINDOWS * self._window_s)
-            proved = self._has_room and self._windows == 1  # the added thread has a core: add the next
+            proved = self._has_room and self._windows == 1  # the added thread got a core, so add the next
             if proved or now - self._changed >= retry_s:
                 self.threads += 1
                 self._windows = 0
@@ -121,7 +121,7 @@ class ThreadLimit:
             self._retry_s = min(4 * self._retry_s, LAST_RETRY_S)
         if not tried and now - self._logged >= LOG_EVERY_S:
             log.info(
-                "steps get fewer threads, for other processes use the cores",
+                "steps get fewer threads, because other processes use the cores",
                 extra={"threads": threads, "of": self._all, "cores_waited_for": round(contended, 2)},
             )
             self._logged = now

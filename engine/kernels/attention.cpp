@@ -1,15 +1,15 @@
-// Attention over the page pool, reading keys and values where they lie: kvmesh::attend_pages.
+// Attention over the page pool, which reads keys and values in place: kvmesh::attend_pages.
 //
-// Queries go against blocks of keys with a running maximum (FlashAttention-2, Dao 2023, arXiv:2307.08691). Spans of the
-// context, which are whole numbers of blocks, are merged in order. A decode's spans are computed by several threads
-// (flash-decoding), a prompt tile's by one. Sums are fp32 whatever the dtype.
+// Queries are multiplied by blocks of keys with a running maximum (FlashAttention-2, Dao 2023, arXiv:2307.08691). Spans of
+// the context, which are whole numbers of blocks, are merged in order. A decode's spans are computed by several threads
+// (flash-decoding), a prompt tile's by one. Sums are fp32 for every dtype.
 //
-// Batch invariance: blocks and spans start at multiples of their length, and every sum of a token's result is taken in the
-// same order whether the token is a decode, or part of any chunk of a prompt, in any batch. So a stream that another worker
-// continues, from a prompt that holds what was generated, gets the same keys and values bit by bit. All values must be finite:
-// an infinite one makes other tokens of its chunk NaN, also those that may not see it, by 0 times infinity.
+// Batch invariance: blocks and spans start at multiples of their length, and the sums of a token's result have the same order
+// whether the token is a decode or part of a prompt chunk, in any batch. So if another worker continues a stream, and computes
+// its generated tokens as a prompt, it gets bitwise the same keys and values. All values must be finite: an infinite one makes
+// other tokens of its chunk NaN, even those that must not see it, because 0 times infinity is NaN.
 //
-// Built on torch's stable ABI: it includes little, so it compiles in seconds, and one build serves later releases too.
+// Built on torch's stable ABI: it has few includes, so it compiles in seconds, and the library works with later releases.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -39,9 +39,9 @@ using torch::stable::Tensor;
 
 constexpr int64_t SPAN = 256;       // tokens of context that one decode task reads
 constexpr int64_t TILE_ROWS = 128;  // query rows of a prompt tile, at least the heads of one token
-constexpr float LOWEST = -1e30f;    // the maximum of no score at all: finite, so that no difference of it is NaN
+constexpr float LOWEST = -1e30f;    // the maximum of no scores; finite, so that differences with it are not NaN
 
-// What every task of one call reads.
+// The arguments of one call, which all its tasks read.
 template <typename T>
 struct Call {
   const T *query, *key, *value;  // [heads or kv_heads, tokens, dim], each row of dim contiguous
@@ -53,11 +53,11 @@ struct Call {
   float scaling, softcap;
   int64_t window;
   const float* sinks;  // [heads], or null
-  bool by_tiles;       // all products, of decodes and prompts: no other instruction sums in the same order
+  bool by_tiles;       // for all products of decodes and prompts, because other instructions sum in another order
 
   int64_t length(int64_t r) const { return starts[r + 1] - starts[r]; }
 
-  // First row of a page: of keys (kv = 0) or values (kv = 1) of one head in this call's layer.
+  // The first row of a page's keys (kv = 0) or values (kv = 1) for one head in this call's layer.
   T* rows(int64_t r, int64_t head, int64_t position, int64_t kv) const {
     const int64_t page = tables[r * table_len + position / page_size];
     return pool + ((((page * kv_heads + head) * layers + layer) * 2 + kv) * page_size + position % page_size) * dim;
@@ -70,7 +70,7 @@ struct Call {
   float score(float product) const { return softcap > 0 ? softcap * std::tanh(product / softcap) : product; }
 };
 
-// New keys and values into their slots.
+// Writes new keys and values to their slots.
 template <typename T>
 void store_new(const Call<T>& c, int64_t r, int64_t first, int64_t last) {
   for (int64_t i = first; i < last; ++i) {
@@ -82,7 +82,7 @@ void store_new(const Call<T>& c, int64_t r, int64_t first, int64_t last) {
   }
 }
 
-// What some keys contribute to query rows: [rows] maxima, [rows] sums, then [rows, width] of values.
+// The contribution of some keys to query rows: [rows] maxima, [rows] sums, then [rows, width] weighted values.
 struct Partial {
   float *max, *sum, *rows;
   int64_t width;
@@ -93,7 +93,7 @@ struct Partial {
     std::fill(rows, rows + count * width, 0.0f);
   }
 
-  // The state before the first key. Row i belongs to query head i % group, and has seen that head's sink, which has no value.
+  // Sets the state before the first key. Row i is of query head i % group, and includes that head's sink, which has no value.
   void clear(int64_t count, const float* sinks, int64_t group) const {
     clear(count);
     if (sinks == nullptr) return;
@@ -101,7 +101,7 @@ struct Partial {
   }
 };
 
-// Turns one query row's scores of a block of keys into weights; it sees the keys in [from, to). Updates `max` and `sum`.
+// Converts one query row's scores of a block of keys to weights; the row sees keys [from, to). Updates `max` and `sum`.
 // Returns the factor by which the sums of values so far must be multiplied.
 template <typename T>
 __attribute__((noinline)) float soften(const Call<T>& c, float* scores, int64_t from, int64_t to, typename Products<T>::Left* weights, float& max, float& sum) {
@@ -122,7 +122,7 @@ __attribute__((noinline)) float soften(const Call<T>& c, float* scores, int64_t 
   return shrink;
 }
 
-// Row i of what the next span of a context contributes, into what the spans before it did.
+// Merges row i of the next span's contribution into that of the spans before it.
 __attribute__((noinline)) void merge(const Partial& span, int64_t i, const Partial& before) {
   const float max = std::max(before.max[i], span.max[i]);
   const float old_share = exp_of(before.max[i] - max), share = exp_of(span.max[i] - max);
@@ -137,7 +137,7 @@ __attribute__((noinline)) void finish(const Partial& all, int64_t i, int64_t dim
   for (int64_t d = 0; d < dim; ++d) narrow(all.rows[i * all.width + d] / all.sum[i], out[d]);
 }
 
-// The queries of tokens first..last-1 of a request for one key head, [tokens * group, wide].
+// Copies the queries of tokens first..last-1 of a request for one key head, [tokens * group, wide].
 template <typename T>
 void put_queries(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64_t last, int64_t wide, typename Products<T>::Left* queries) {
   for (int64_t i = 0; i < (last - first) * c.group; ++i) {
@@ -148,7 +148,7 @@ void put_queries(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
 }
 
 #ifdef HAS_TILES
-// As decode_span, by tiles. Keys are read as they lie in their page.
+// The same as decode_span, by tiles. Keys are read in place.
 void decode_span_by_tiles(const Call<Bf16>& c, int64_t r, int64_t head, int64_t first, int64_t last, const Partial& part) {
   thread_local std::vector<float> scores;
   thread_local std::vector<Bf16> lefts;
@@ -166,7 +166,7 @@ void decode_span_by_tiles(const Call<Bf16>& c, int64_t r, int64_t head, int64_t 
   for (int64_t block = first / KEY_BLOCK * KEY_BLOCK; block < last; block += KEY_BLOCK) {
     const int64_t count = std::min(KEY_BLOCK, last - block), from = std::max<int64_t>(0, first - block);
     tiles.set_rows(std::min(c.group, Tiles::HALF));
-    for (int64_t j = 0; j < count; j += ROWS) {  // scores of keys behind `count` are not read
+    for (int64_t j = 0; j < count; j += ROWS) {  // scores of keys after `count` are not read
       prefetch(c.rows(r, head, block + j, 1), ROWS * c.dim);
       if (block + j + ROWS < last) prefetch(c.rows(r, head, block + j + ROWS, 0), ROWS * c.dim);
       score_keys(tiles, c.rows(r, head, block + j, 0), pairs, c.group, c.dim, scores.data() + j);
@@ -184,7 +184,7 @@ void decode_span_by_tiles(const Call<Bf16>& c, int64_t r, int64_t head, int64_t 
 }
 #endif
 
-// What keys first..last-1, of one span, contribute to a decode, for the query heads of one key head.
+// Computes the contribution of keys first..last-1, of one span, to a decode, for the query heads of one key head.
 template <typename T>
 void decode_span(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64_t last, const Partial& part) {
 #ifdef HAS_TILES
@@ -205,7 +205,7 @@ void decode_span(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
   part.clear(c.group);
   for (int64_t block = first / KEY_BLOCK * KEY_BLOCK; block < last; block += KEY_BLOCK) {
     const int64_t count = std::min(KEY_BLOCK, last - block), from = std::max<int64_t>(0, first - block);
-    for (int64_t j = 0; j < count; j += ROWS) {  // scores of keys behind `count` are not read
+    for (int64_t j = 0; j < count; j += ROWS) {  // scores of keys after `count` are not read
       prefetch(c.rows(r, head, block + j, 1), ROWS * c.dim);
       if (KEYS_AHEAD && block + j + ROWS < last) prefetch(c.rows(r, head, block + j + ROWS, 0), ROWS * c.dim);
       put_keys(keys, j, c.rows(r, head, block + j, 0), c.dim);
@@ -224,7 +224,7 @@ void decode_span(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
   }
 }
 
-// The spans of one decode and key head, in order, into the output.
+// Merges the spans of one decode and key head, in order, into the output.
 template <typename T>
 void merge_spans(const Call<T>& c, int64_t r, int64_t head, const Partial* spans, int64_t count, const Partial& all) {
   all.clear(c.group, c.sinks_of(head), c.group);
@@ -233,7 +233,7 @@ void merge_spans(const Call<T>& c, int64_t r, int64_t head, const Partial* spans
   for (int64_t g = 0; g < c.group; ++g) finish(all, g, c.dim, c.out + (c.starts[r] * c.heads + head * c.group + g) * c.dim);
 }
 
-// Queries first..last-1 of a prompt chunk against all keys they see, for the query heads of one key head.
+// Computes queries first..last-1 of a prompt chunk with all keys that they see, for the query heads of one key head.
 template <typename T>
 void prompt_tile(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64_t last) {
   typedef Products<T> P;
@@ -254,7 +254,7 @@ void prompt_tile(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
   put_queries(c, r, head, first, last, wide, queries);
   span.clear(rows);
   all.clear(rows, c.sinks_of(head), c.group);
-  const int64_t end = before + last;  // behind the last key seen
+  const int64_t end = before + last;  // after the last key that is seen
   for (int64_t block = c.first_visible(before + first) / KEY_BLOCK * KEY_BLOCK; block < end; block += KEY_BLOCK) {
     const int64_t count = std::min(KEY_BLOCK, end - block);
     for (int64_t j = 0; j < count; j += ROWS) {
@@ -283,7 +283,7 @@ void prompt_tile(const Call<T>& c, int64_t r, int64_t head, int64_t first, int64
 }
 
 struct Task {
-  int64_t request, head, first, last;  // of a decode: span of its context; of a prompt chunk: span of its tokens
+  int64_t request, head, first, last;  // for a decode a range of its context, for a prompt chunk a range of its tokens
   int64_t span;                        // index of its partial; -1: a prompt tile
 };
 
@@ -302,7 +302,7 @@ void attend(const Call<T>& c) {
   std::vector<int64_t> first_span(c.requests * c.kv_heads, 0), spans_left(c.requests * c.kv_heads, 0);
   int64_t spans = 0;
   const int64_t most = TILE_ROWS / c.group, tile = most < 8 ? std::max<int64_t>(1, most) : most / 8 * 8;
-  for (int64_t r = 0; r < c.requests; ++r) {  // prompt chunks first, each from its end: the longest tasks
+  for (int64_t r = 0; r < c.requests; ++r) {  // prompt chunks first, each from its end, because these are the longest tasks
     const int64_t length = c.length(r);
     if (length < 2) continue;
     for (int64_t first = (length - 1) / tile * tile; first >= 0; first -= tile)
@@ -320,7 +320,7 @@ void attend(const Call<T>& c) {
       spans_left[r * c.kv_heads + head] = spans - first_span[r * c.kv_heads + head];
     }
   }
-  on_all_threads((c.tokens + 63) / 64, [&](int64_t part) {  // 64 tokens each, of whichever requests
+  on_all_threads((c.tokens + 63) / 64, [&](int64_t part) {  // 64 tokens each, which may belong to several requests
     for (int64_t r = 0; r < c.requests; ++r) {
       const int64_t first = std::max<int64_t>(c.starts[r], part * 64), last = std::min<int64_t>(c.starts[r + 1], part * 64 + 64);
       if (first < last) store_new(c, r, first - c.starts[r], last - c.starts[r]);
@@ -328,7 +328,7 @@ void attend(const Call<T>& c) {
   });
   const int64_t pairs = c.requests * c.kv_heads;
   std::unique_ptr<float[]> memory(new float[(spans + pairs) * c.group * (c.dim + 2)]);
-  std::vector<Partial> partials(spans + pairs);  // of spans, then of decodes as a whole
+  std::vector<Partial> partials(spans + pairs);  // those of spans, then those of whole decodes
   for (int64_t s = 0; s < spans + pairs; ++s) {
     float* mine = memory.get() + s * c.group * (c.dim + 2);
     partials[s] = {mine, mine + c.group, mine + 2 * c.group, c.dim};
@@ -344,7 +344,7 @@ void attend(const Call<T>& c) {
     if (left[pair].fetch_sub(1) == 1)
       merge_spans(c, task.request, task.head, &partials[first_span[pair]], spans_left[pair], partials[spans + pair]);
   });
-  const int64_t real = c.starts[c.requests];  // tokens beyond them are padding
+  const int64_t real = c.starts[c.requests];  // further tokens are padding
   std::memset(static_cast<void*>(c.out + real * c.heads * c.dim), 0, (c.tokens - real) * c.heads * c.dim * sizeof(T));
 }
 
@@ -352,7 +352,7 @@ void require(bool holds, const char* what) {
   if (!holds) throw std::runtime_error(std::string("kvmesh::attend_pages: ") + what);
 }
 
-// A plan that is wrong would have the kernel write beyond the pool, where nobody looks for the cause.
+// With a wrong plan, the kernel would write outside the pool, and the cause would be hard to find.
 template <typename T>
 void check_plan(const Call<T>& c, int64_t pages) {
   require(c.starts[0] == 0, "the first request of the plan begins with token 0");
@@ -368,7 +368,7 @@ void check_plan(const Call<T>& c, int64_t pages) {
     lowest = std::min(lowest, c.tables[i]);
     highest = std::max(highest, c.tables[i]);
   }
-  require(lowest >= 0 && highest < pages, "a page of the plan is none of the pool's");
+  require(lowest >= 0 && highest < pages, "a page of the plan is not in the pool");
 }
 
 template <typename T>
@@ -403,11 +403,11 @@ Tensor attend_with(const Tensor& query, const Tensor& key, const Tensor& value, 
 Tensor attend_pages(Tensor query, Tensor key, Tensor value, Tensor pool, Tensor plan, int64_t layer, double scaling, int64_t window, double softcap, std::optional<Tensor> sinks) {
   adapt_threads();
   const ScalarType dtype = pool.scalar_type();
-  require(query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && pool.dim() == 6 && plan.dim() == 1, "a tensor has another number of dimensions");
+  require(query.dim() == 4 && key.dim() == 4 && value.dim() == 4 && pool.dim() == 6 && plan.dim() == 1, "a tensor has the wrong number of dimensions");
   require(query.scalar_type() == dtype && key.scalar_type() == dtype && value.scalar_type() == dtype, "query, key, value and pool differ in dtype");
   require(plan.scalar_type() == ScalarType::Int, "the plan must be int32");
   require(query.stride(3) == 1 && key.stride(3) == 1 && value.stride(3) == 1, "heads must be contiguous");
-  require(query.size(0) == 1 && key.size(0) == 1, "there is one sequence of tokens");
+  require(query.size(0) == 1 && key.size(0) == 1, "there must be one sequence of tokens");
   for (int d = 0; d < 4; ++d) require(key.size(d) == value.size(d), "key and value differ in shape");
   require(key.size(2) == query.size(2) && key.size(3) == query.size(3), "query and key differ in shape");
   require(query.size(3) % 16 == 0, "the head size must be a multiple of 16");
@@ -419,7 +419,7 @@ Tensor attend_pages(Tensor query, Tensor key, Tensor value, Tensor pool, Tensor 
   require(pool.size(1) == key.size(1) && pool.size(5) == query.size(3) && query.size(1) % key.size(1) == 0, "heads do not match the pool");
   if (sinks) {
     require(sinks->scalar_type() == ScalarType::Float && sinks->is_contiguous(), "sinks must be contiguous float32");
-    require(sinks->dim() == 1 && sinks->size(0) == query.size(1), "there is one sink for each query head");
+    require(sinks->dim() == 1 && sinks->size(0) == query.size(1), "there must be one sink for each query head");
   }
   if (dtype == ScalarType::BFloat16) return attend_with<Bf16>(query, key, value, pool, plan, layer, scaling, window, softcap, sinks);
   if (dtype == ScalarType::Half) return attend_with<_Float16>(query, key, value, pool, plan, layer, scaling, window, softcap, sinks);

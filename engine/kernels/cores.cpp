@@ -1,9 +1,9 @@
-// How many threads a step that is under way may use from now on: kvmesh::follow_threads names the place where another process
-// says so, and attention looks there once a layer. Between two layers no thread is at work but the one that computes the step.
+// The number of threads of a running step: kvmesh::follow_threads sets the memory in which another process changes it.
+// Attention reads it once per layer. Between two layers, only the thread that computes the step is active.
 //
-// And where these threads run: with kvmesh::keep_apart, on a core each while there are as many threads as cores. A step has
-// hundreds of barriers, at which a thread sleeps and is woken. The kernel often wakes it on the core of another thread and
-// leaves a core idle for milliseconds.
+// The threads' cores: with kvmesh::keep_apart, each thread has its own core while there are as many threads as cores. A step
+// has hundreds of barriers, at which threads sleep and are woken. The kernel often wakes a thread on the core of another one,
+// and leaves a core idle for milliseconds.
 
 #include <sched.h>
 #include <torch/csrc/stable/library.h>
@@ -15,7 +15,7 @@
 #include <stdexcept>
 #include <vector>
 
-// Those of the OpenMP that torch runs on, which is loaded with it.
+// Functions of the OpenMP library that torch uses, which is loaded with it.
 extern "C" void omp_set_num_threads(int) __attribute__((weak));
 extern "C" int omp_get_max_threads() __attribute__((weak));
 
@@ -24,41 +24,41 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-// Of the thread that computes steps: a compiled package is tried on another one.
-thread_local std::atomic<int64_t>* allowed = nullptr;  // 0: as many as the step began with
+// Set on the thread that computes steps only, because a compiled package is tried on another one.
+thread_local std::atomic<int64_t>* allowed = nullptr;  // 0: the number with which the step began
 thread_local std::atomic<int64_t>* used = nullptr;
 
 bool can_follow() { return omp_set_num_threads != nullptr && omp_get_max_threads != nullptr; }
 
-// For steps of the calling thread. Both int64 [1], in memory that outlives every step. Returns whether it will be done.
+// Sets the cells for steps of the calling thread, int64 [1], in memory that outlives all steps. Returns whether it can.
 bool follow_threads(Tensor allowed_threads, Tensor used_threads) {
   if (allowed_threads.scalar_type() != ScalarType::Long || used_threads.scalar_type() != ScalarType::Long)
-    throw std::runtime_error("kvmesh::follow_threads: it is for int64");
+    throw std::runtime_error("kvmesh::follow_threads: the tensors must be int64");
   if (!can_follow()) return false;
-  new Tensor(allowed_threads), new Tensor(used_threads);  // kept for ever: nobody says which step is the last
+  new Tensor(allowed_threads), new Tensor(used_threads);  // never freed, because the last step is unknown
   allowed = static_cast<std::atomic<int64_t>*>(allowed_threads.data_ptr());
   used = static_cast<std::atomic<int64_t>*>(used_threads.data_ptr());
   return true;
 }
 
-thread_local std::vector<int64_t> cores;  // for this thread's team, one each; empty: the kernel chooses
-thread_local int64_t placed_threads = 0;  // number for which the team was placed; 0: never
+thread_local std::vector<int64_t> cores;  // the cores of this thread's team; empty: the kernel chooses
+thread_local int64_t placed_threads = 0;  // number of threads that were placed; 0: none
 
 void keep_apart(Tensor own_cores) {
-  if (own_cores.scalar_type() != ScalarType::Long) throw std::runtime_error("kvmesh::keep_apart: it is for int64");
+  if (own_cores.scalar_type() != ScalarType::Long) throw std::runtime_error("kvmesh::keep_apart: the tensor must be int64");
   const auto* numbers = static_cast<const int64_t*>(own_cores.data_ptr());
   cores.assign(numbers, numbers + own_cores.numel());
 }
 
-// Allows the calling thread `some` cores only. A refusal costs speed, nothing else.
+// Binds the calling thread to `some` cores. A failure only costs speed.
 void run_on(const int64_t* some, int64_t count) {
   cpu_set_t set;
   CPU_ZERO(&set);
-  for (int64_t i = 0; i < count; ++i) CPU_SET(some[i], &set);  // beyond CPU_SETSIZE it does nothing
+  for (int64_t i = 0; i < count; ++i) CPU_SET(some[i], &set);  // no effect beyond CPU_SETSIZE
   sched_setaffinity(0, sizeof set, &set);
 }
 
-// A new thread of a team inherits the core of the thread that makes it, so all are placed whenever their number changes.
+// A new thread of a team inherits the core of the thread that starts it, so all are placed whenever their number changes.
 void place_threads(int64_t number) {
   const int64_t all = cores.size();
   if (all < 2 || number == placed_threads) return;
@@ -72,7 +72,7 @@ void place_threads(int64_t number) {
 
 }  // namespace
 
-// On the thread that computes the step.
+// Adjusts the number of threads and their cores. Runs on the thread that computes the step.
 void adapt_threads() {
   if (allowed != nullptr) {
     const int64_t number = allowed->load(), before = used->load();

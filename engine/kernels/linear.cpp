@@ -1,12 +1,12 @@
-// Linear layers in bfloat16 over weights packed in the order in which they are read: kvmesh::linear, and
-// kvmesh::gated_linear for the first half of a gated MLP, silu(x gate) * (x up), whose gate never goes through memory, and
-// kvmesh::logits, whose results stay fp32: rounded to bfloat16, the two most probable tokens are often equal.
+// Linear layers in bfloat16, with weights packed in the order in which they are read: kvmesh::linear; kvmesh::gated_linear
+// for the first half of a gated MLP, silu(x gate) * (x up), which keeps the gate in registers; and kvmesh::logits, with fp32
+// results, because rounded to bfloat16 the two most probable tokens are often equal.
 //
-// A decode step reads each weight once for a few tokens. torch calls oneDNN, whose overhead for each of these products is as
-// long as the product. A step of 1 or 8 tokens takes two thirds of oneDNN's time here, and one of 256 the same time
-// (docs/decisions/004). With AMX, tiles multiply any number of rows (docs/decisions/028). Without a dot product for bfloat16
-// (AVX2, older AVX-512) oneDNN is slow for prompts, too; here numbers are widened in registers. The terms of a result are added
-// in one order, however many rows there are.
+// A decode step reads each weight once for a few tokens. torch calls oneDNN, whose overhead per product takes as long as the
+// product. Here a step of 1 or 8 tokens takes two thirds of oneDNN's time, and one of 256 the same time (docs/decisions/004).
+// With AMX, tiles multiply any number of rows (docs/decisions/028). Without a dot product for bfloat16 (AVX2, older AVX-512),
+// oneDNN is slow for prompts as well; here numbers are widened in registers. The terms of a result are added in the same order
+// for any number of rows.
 
 #if defined(__AVX512BF16__) || (defined(__AVX2__) && defined(__FMA__))
 
@@ -33,15 +33,15 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t PANEL = 32;        // columns of a panel
-constexpr int64_t FEW = 16;          // rows that leave a product waiting for weights; by tiles a whole pass does
+constexpr int64_t FEW = 16;          // up to this many rows, memory limits a product; with tiles up to one pass
 constexpr int64_t LINE = 64 / 2;     // numbers of a cache line
-constexpr int64_t AHEAD = 4096 / 2;  // numbers of a panel to ask for before they are needed
+constexpr int64_t AHEAD = 4096 / 2;  // numbers of a panel that are prefetched before they are needed
 
 #ifdef __AVX512BF16__
-constexpr int64_t LANES = 16;      // of a vector
-constexpr int64_t REGISTERS = 24;  // for sums
-constexpr int64_t TILE = 12;       // rows at a time: with a panel's columns, or half of them, they fill the registers
-using Factor = uint16_t;           // of x, as a product takes them
+constexpr int64_t LANES = 16;      // numbers of a vector
+constexpr int64_t REGISTERS = 24;  // registers for sums
+constexpr int64_t TILE = 12;       // rows at a time; with a panel's columns, or half of them, they fill the registers
+using Factor = uint16_t;           // element type of x in products
 #else
 constexpr int64_t LANES = 8;
 constexpr int64_t REGISTERS = 10;  // four more hold the weights of a whole panel
@@ -55,8 +55,8 @@ typedef uint32_t Bits __attribute__((vector_size(LANES * 4)));
 typedef int32_t Whole __attribute__((vector_size(LANES * 4)));
 typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
 
-// Number k of a row of a tile, which is [ROWS, in] as x is. Without a dot product a tile is [in, ROWS]: the factors of a step
-// are then at fixed distances, and a product of eight rows takes a tenth less time.
+// Returns number k of a row of a tile, which is [ROWS, in] like x. Without a dot product a tile is [in, ROWS], so that the
+// factors of a step are at fixed distances: a product of eight rows then takes a tenth less time.
 template <int ROWS>
 inline const Factor* factor(const Factor* tile, [[maybe_unused]] int64_t in, int64_t k, int row) {
 #ifdef __AVX512BF16__
@@ -66,7 +66,7 @@ inline const Factor* factor(const Factor* tile, [[maybe_unused]] int64_t in, int
 #endif
 }
 
-// sums += the numbers k and k + 1 of each row of a tile x those of WIDTH vectors of columns, [WIDTH * LANES, 2].
+// sums += numbers k and k + 1 of each row of a tile times those of WIDTH vectors of columns, [WIDTH * LANES, 2].
 template <int ROWS, int WIDTH>
 inline void add(Vector (&sums)[ROWS][WIDTH], const Factor* tile, int64_t in, int64_t k, const uint16_t* pairs) {
 #ifdef __AVX512BF16__
@@ -85,7 +85,7 @@ inline void add(Vector (&sums)[ROWS][WIDTH], const Factor* tile, int64_t in, int
       std::memcpy(&both, pairs + v * 2 * LANES, sizeof both);
       w[v] = reinterpret_cast<Vector>(which ? both & 0xffff0000u : both << 16);
     }
-    // by intrinsics: a compiler that may reorder sums makes three instructions of two
+    // intrinsics, because a compiler that may reorder sums emits three instructions instead of two
     for (int i = 0; i < ROWS; ++i) {
       const Vector x = _mm256_broadcast_ss(factor<ROWS>(tile, in, k + which, i));
       for (int v = 0; v < WIDTH; ++v) sums[i][v] = _mm256_fmadd_ps(w[v], x, sums[i][v]);
@@ -96,7 +96,7 @@ inline void add(Vector (&sums)[ROWS][WIDTH], const Factor* tile, int64_t in, int
 
 inline void store(float* to, Vector numbers) { std::memcpy(to, &numbers, sizeof numbers); }
 
-inline void store(uint16_t* to, Vector numbers) {  // to nearest, ties to even
+inline void store(uint16_t* to, Vector numbers) {  // rounds to nearest, ties to even
 #ifdef __AVX512BF16__
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), (__m256i)_mm512_cvtneps_pbh(numbers));
 #else
@@ -107,7 +107,7 @@ inline void store(uint16_t* to, Vector numbers) {  // to nearest, ties to even
 #endif
 }
 
-// x / (1 + e^-x), through e^-|x|, which does not overflow; Cephes' polynomial, as in numbers.h.
+// x / (1 + e^-x), by e^-|x|, which does not overflow; Cephes' polynomial, as in numbers.h.
 inline Vector silu(Vector x) {
   const Vector zero{}, below = x < zero ? x : -x, y = below > -87.0f ? below : zero - 87.0f;
   const Whole n = __builtin_convertvector(y * 1.44269504088896341f - 0.5f, Whole);
@@ -121,14 +121,14 @@ inline Vector silu(Vector x) {
   return x < zero ? above * e : above;
 }
 
-// What to ask of memory during a pass over a panel: `pace` numbers from `start` on for each pair.
+// The prefetches during a pass over a panel: `pace` numbers for each pair, beginning at `start`.
 struct Ahead {
   const uint16_t* start;
   int64_t pace;
 };
 
-// c [ROWS, PANEL] = ROWS rows of x, times one panel [in / 2, PANEL, 2]. A GATED panel holds columns of gate and of up, and c
-// is [ROWS, PANEL / 2].
+// c [ROWS, PANEL] = ROWS rows of x times one panel [in / 2, PANEL, 2]. A GATED panel has columns of gate and of up; c is then
+// [ROWS, PANEL / 2].
 template <int ROWS, bool GATED, typename C>
 inline void multiply(const Factor* tile, int64_t in, const uint16_t* panel, Ahead ahead, C* c, int64_t ldc) {
   constexpr int WIDTH = ROWS * VECTORS <= REGISTERS ? VECTORS : VECTORS / 2;
@@ -150,7 +150,7 @@ inline void multiply(const Factor* tile, int64_t in, const uint16_t* panel, Ahea
       store(c + i * ldc + v * LANES, GATED ? silu(sums[i][v]) * sums[i][v + VECTORS / 2] : sums[i][v]);
 }
 
-// The same for a number of rows, at most ROWS, that is known only now.
+// The same for a number of rows, at most ROWS, that is not known at compile time.
 template <int ROWS, bool GATED, typename C>
 void multiply_some(int64_t rows, const Factor* tile, int64_t in, const uint16_t* panel, Ahead ahead, C* c, int64_t ldc) {
   if constexpr (ROWS > 0) {
@@ -181,7 +181,7 @@ void multiply(Tiles& tiles, int64_t rows, const uint16_t* x, int64_t in, const u
 }
 #endif
 
-// Calls work for numbers from 0 to turns, on as many threads as torch has, each number as a thread becomes free.
+// Calls work(0) to work(turns - 1) on torch's threads; each thread takes the next number when it is free.
 template <typename Work>
 void share(int64_t turns, const Work& work) {
   std::atomic<int64_t> next{0};
@@ -194,7 +194,7 @@ void share(int64_t turns, const Work& work) {
 #ifdef __AVX512BF16__
 const Factor* factors(const uint16_t* x, int64_t, int64_t, std::unique_ptr<float[]>&) { return x; }
 #else
-// A tile of x, [rows, in], as products take it: [in, rows] in fp32.
+// Converts a tile of x, [rows, in], for products: [in, rows] in fp32.
 template <int ROWS>
 void widen(int64_t rows, const uint16_t* x, int64_t in, float* tile) {
   if (rows < ROWS) return widen<std::max(ROWS - 1, 1)>(rows, x, in, tile);
@@ -205,7 +205,7 @@ void widen(int64_t rows, const uint16_t* x, int64_t in, float* tile) {
     }
 }
 
-// x [rows, in] as products take it, tile after tile.
+// Returns x [rows, in] in the form for products, tile by tile.
 const Factor* factors(const uint16_t* x, int64_t rows, int64_t in, std::unique_ptr<float[]>& memory) {
   memory.reset(new float[rows * in]);
   const auto widen_tile = [&](int64_t t) {
@@ -224,15 +224,15 @@ void require(bool holds, const char* what) {
   if (!holds) throw std::runtime_error(std::string("kvmesh::linear: ") + what);
 }
 
-// x [..., in] and weights packed as [panels, in / 2, PANEL, 2] to [..., out], where a panel makes PANEL columns, or half as
-// many when it is GATED.
+// Multiplies x [..., in] by weights packed as [panels, in / 2, PANEL, 2]. Returns [..., out], where each panel gives PANEL
+// columns, or half as many if it is GATED.
 template <bool GATED, typename C>
 Tensor multiply_all(const Tensor& x, const Tensor& packed) {
-  require(x.scalar_type() == ScalarType::BFloat16 && packed.scalar_type() == ScalarType::BFloat16, "it is for bfloat16");
+  require(x.scalar_type() == ScalarType::BFloat16 && packed.scalar_type() == ScalarType::BFloat16, "x and packed must be bfloat16");
   require(x.is_contiguous() && packed.is_contiguous() && packed.dim() == 4, "x and packed must be contiguous");
   constexpr int64_t COLUMNS = GATED ? PANEL / 2 : PANEL;
   const int64_t in = packed.size(1) * 2, panels = packed.size(0), out_size = panels * COLUMNS;
-  require(packed.size(2) == PANEL && packed.size(3) == 2 && x.size(x.dim() - 1) == in, "the weights are of another size");
+  require(packed.size(2) == PANEL && packed.size(3) == 2 && x.size(x.dim() - 1) == in, "sizes of x and packed do not match");
   std::vector<int64_t> shape(x.sizes().begin(), x.sizes().end());
   shape.back() = out_size;
   Tensor out = torch::stable::new_empty(x, shape, std::is_same_v<C, float> ? ScalarType::Float : ScalarType::BFloat16);
@@ -244,10 +244,10 @@ Tensor multiply_all(const Tensor& x, const Tensor& packed) {
   const bool by_tiles = in % (2 * Tiles::PAIRS) == 0 && may_use_tiles();
   const int64_t rows_a_pass = by_tiles ? Tiles::ROWS : TILE, few = by_tiles ? Tiles::ROWS : FEW;
   const int64_t threads = torch::stable::get_num_threads();
-  // as many panels at once as make the threads' turns few and yet even
+  // several panels per turn, so that turns are few, but still evenly distributed over the threads
   const int64_t turn = rows > few ? 1 : std::clamp<int64_t>(panels / (4 * threads), 1, 8), turns = (panels + turn - 1) / turn;
-  // A single pass waits for this panel's weights. Of several, all but the first find them in the cache and would leave
-  // memory idle: each asks for its share of the panel that this thread will probably take next.
+  // A single pass waits for this panel's weights. With several passes, all but the first find them in the cache and would
+  // leave memory idle, so each prefetches its share of the panel that this thread will probably take next.
   const int64_t passes = std::max<int64_t>(1, (rows + rows_a_pass - 1) / rows_a_pass);
   share(turns, [&](int64_t t) {
     for (int64_t p = t * turn; p < std::min(panels, (t + 1) * turn); ++p) {

@@ -1,4 +1,4 @@
-"""Linear layers in bfloat16 on x86: weights packed once, fast for few rows."""
+"""Linear layers in bfloat16 on x86, with packed weights; fast for few rows."""
 
 from typing import Any, Final
 
@@ -9,7 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from engine.device.huge_pages import HugeMemory
 from engine.kernels.shared_linear import SharedLinear, share_linears
 
-PANEL: Final = 32  # output columns stored together
+PANEL: Final = 32  # output columns that are stored together
 
 
 class PackedLinear(torch.nn.Module):
@@ -33,7 +33,7 @@ class PackedLinear(torch.nn.Module):
 
 
 class PackedGate(torch.nn.Module):
-    """down(silu(gate(x)) * up(x)), with gate, up and SiLU as one product."""
+    """down(silu(gate(x)) * up(x)), with gate, up and SiLU in one kernel."""
 
     def __init__(self, gate: torch.nn.Linear, up: torch.nn.Linear, down: torch.nn.Linear, memory: HugeMemory) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class PackedGate(torch.nn.Module):
 
 
 class PackedHead(torch.nn.Module):
-    """An output layer without bias; its logits are fp32."""
+    """An output layer without bias, whose logits are fp32."""
 
     def __init__(self, head: torch.nn.Linear, memory: HugeMemory) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ def is_packed(module: torch.nn.Module) -> bool:
 
 
 def sums_in_one_order(module: torch.nn.Module) -> bool:
-    """Return whether no product's bits depend on its number of rows: each layer with a matrix is packed or looks rows up."""
+    """Return whether products are batch invariant: each layer with a matrix is packed or an embedding."""
     safe = (PackedLinear, PackedGate, PackedHead, torch.nn.Embedding)
     others = [layer for layer in module.modules() if not isinstance(layer, safe)]
     return is_packed(module) and all(p.dim() < 2 for layer in others for p in layer.parameters(recurse=False))
@@ -76,9 +76,9 @@ def can_pack() -> bool:
 
 
 def pack_linears(module: torch.nn.Module) -> int:
-    """Replace supported linear layers, and free their plain weights. Layers with the same input are packed together.
+    """Replace supported linear layers and free their plain weights. Layers with the same input are packed together.
 
-    Returns: their number; 0 without AVX2.
+    Returns: the number of replaced layers; 0 without AVX2.
     """
     if not can_pack():
         return 0
@@ -100,7 +100,7 @@ def pack_linears(module: torch.nn.Module) -> int:
 
 
 def pack(weight: torch.Tensor, memory: HugeMemory) -> torch.Tensor:
-    """bfloat16 [out, in] as [out / PANEL, in / 2, PANEL, 2], in the kernel's order."""
+    """Return bfloat16 [out, in] as [out / PANEL, in / 2, PANEL, 2], the kernel's order."""
     out_size, in_size = weight.shape
     panels = weight.view(out_size // PANEL, PANEL, in_size // 2, 2).transpose(1, 2)
     return memory.take(tuple(panels.shape), weight.dtype).copy_(panels)
@@ -126,7 +126,7 @@ def _pack_head(module: Any, memory: HugeMemory) -> int:
 
 
 def _is_gated(mlp: Any) -> bool:
-    """Compare its bytecode with that of Llama's MLP. It must use SiLU, without biases."""
+    """Return whether `mlp` has the bytecode of Llama's MLP, uses SiLU and has no biases."""
     code, usual = getattr(type(mlp).forward, "__code__", None), LlamaMLP.forward.__code__
     if code is None or (code.co_code, code.co_names) != (usual.co_code, usual.co_names):
         return False
@@ -137,7 +137,7 @@ def _is_gated(mlp: Any) -> bool:
 
 
 def _rows(layer: Any) -> slice | None:
-    """Rows of the weights that `layer` uses; None if it is unsupported."""
+    """Return the rows of its weights that `layer` uses; None if it is unsupported."""
     if type(layer) is torch.nn.Linear:
         rows = slice(0, layer.out_features)
     elif type(layer) is SharedLinear:

@@ -1,4 +1,4 @@
-"""Compile the C++ sources here, once for a machine, and load them."""
+"""Compiles the C++ sources of this package, once per machine, and loads them."""
 
 import logging
 import os
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 HERE: Final = Path(__file__).parent
 SHARED: Final = ("-std=c++20", "-shared", "-fPIC")
-# Vectors need reordered sums. Linking with -ffast-math would change denormals for the whole process.
+# Vectorising needs reordered sums. Linking with -ffast-math would change denormals for the whole process.
 FAST: Final = (
     *("-O3", "-march=native", "-fopenmp-simd"),
     *("-fassociative-math", "-freciprocal-math", "-fno-signed-zeros", "-fno-trapping-math", "-fno-math-errno"),
@@ -28,7 +28,7 @@ class KernelsUnavailable(Exception):
 
 
 def load_kernels(state_dir: Path) -> None:
-    """Load attend_pages, small_words and, if the processor can, the operators of linear.cpp.
+    """Load attend_pages, small_words and, if the processor supports them, the operators of linear.cpp.
 
     Raises: KernelsUnavailable.
     """
@@ -48,7 +48,7 @@ def load_package_class(state_dir: Path) -> None:
     Raises: KernelsUnavailable.
     """
     try:
-        torch.classes.kvmesh_package.Package  # noqa: B018 - to look for it is the only way to know
+        torch.classes.kvmesh_package.Package  # noqa: B018 - the only way to check whether it exists
     except RuntimeError:
         pass
     else:
@@ -62,7 +62,7 @@ def kernel_sources() -> list[Path]:
 
 
 def source_texts(sources: Sequence[Path]) -> list[str]:
-    """Return the sources with their headers: part of the name of what is built from them."""
+    """Return the sources with their headers, whose hash is part of the library's name."""
     return [path.read_text() for path in [*sources, *sorted(HERE.glob("*.h"))]]
 
 
@@ -106,7 +106,7 @@ def _load(  # noqa: PLR0917 - a compiler's command line, in its order
 
 
 def _is_loaded(library: Path, load: Callable[[str], object]) -> bool:
-    """Load a library that is there. False: it is missing, damaged, or of another system's libc."""
+    """Load a library. Return False if it is missing, damaged, or built for another libc."""
     if not library.exists():
         return False
     try:
@@ -120,16 +120,16 @@ def _is_loaded(library: Path, load: Callable[[str], object]) -> bool:
 
 
 def _compile(command: Sequence[str], links: Sequence[str], library: Path) -> None:
-    """`library` appears by a rename."""
+    """Compile and link; `library` is created by a rename."""
     unfinished = library.with_name(f"{library.stem}-{os.getpid()}.so")
     try:
-        env = os.environ | {"LC_ALL": "C"}  # its errors are searched for English words
+        env = os.environ | {"LC_ALL": "C"}  # because English words are searched for in its errors
         done = subprocess.run(
             [*command, "-o", str(unfinished), *links], capture_output=True, text=True, check=False, env=env
         )
         if done.returncode != 0:
             cause = _first_error(done.stderr.splitlines()) or done.returncode
-            raise KernelsUnavailable(f"{command[0]} cannot compile them (g++ 12 or newer can; set CXX): {cause}")
+            raise KernelsUnavailable(f"{command[0]} cannot compile them (use g++ 12 or newer, set CXX): {cause}")
         with unfinished.open("rb") as file:
             save(file)
         unfinished.replace(library)
@@ -139,7 +139,7 @@ def _compile(command: Sequence[str], links: Sequence[str], library: Path) -> Non
 
 def _first_error(lines: Sequence[str]) -> str:
     at = next((at for at, line in enumerate(lines) if "error" in line), 0)
-    if at > 0 and lines[at].startswith("collect2:"):  # it only counts the linker's errors
+    if at > 0 and lines[at].startswith("collect2:"):  # this line only counts the linker's errors
         at -= 1
     return lines[at] if lines else ""
 

@@ -1,4 +1,4 @@
-// Tokens whose random bits are small: kvmesh::small_words. The same numbers as in engine/sampling/noise.py, which says more.
+// Finds tokens whose random bits are small: kvmesh::small_words. The bits are those of engine/sampling/noise.py.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/tensor.h>
@@ -13,7 +13,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr uint32_t SPREAD = 0x9E3779B9, LEFT = 0x7FEB352D, RIGHT = 0x846CA68B;
-constexpr int64_t BLOCK = 256;  // tokens at once; few blocks have a small word
+constexpr int64_t BLOCK = 256;  // tokens that are checked at once; few blocks have a small word
 
 inline uint32_t finalised(uint32_t word) {
   word = (word ^ word >> 16) * LEFT;
@@ -21,9 +21,9 @@ inline uint32_t finalised(uint32_t word) {
   return word ^ word >> 16;
 }
 
-// `ids` is int64 [vocab]; its first elements become the tokens whose words are at most `most`, ascending. Returns their number.
+// Writes the tokens whose words are at most `most`, ascending, to the front of `ids`, int64 [vocab]. Returns their number.
 int64_t small_words(Tensor ids, int64_t low, int64_t high, int64_t most) {
-  if (ids.scalar_type() != ScalarType::Long) throw std::runtime_error("kvmesh::small_words: ids are int64");
+  if (ids.scalar_type() != ScalarType::Long) throw std::runtime_error("kvmesh::small_words: ids must be int64");
   auto* const found = static_cast<int64_t*>(ids.data_ptr());
   const auto first_key = static_cast<uint32_t>(low), second_key = static_cast<uint32_t>(high), bound = static_cast<uint32_t>(most);
   int64_t count = 0;

@@ -1,4 +1,4 @@
-// Numbers of float32, bfloat16 and float16, in vectors of the processor.
+// float32, bfloat16 and float16 in vectors of the processor.
 
 #pragma once
 
@@ -28,7 +28,7 @@ inline float widen(Bf16 x) {
 
 inline void narrow(float x, float& out) { out = x; }
 inline void narrow(float x, _Float16& out) { out = static_cast<_Float16>(x); }
-inline void narrow(float x, Bf16& out) {  // to nearest, ties to even
+inline void narrow(float x, Bf16& out) {  // rounds to nearest, ties to even
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   out.bits = x == x ? static_cast<uint16_t>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16) : 0x7fc0;
@@ -47,16 +47,16 @@ inline void narrow_all(const float* from, int64_t count, Bf16* to) {
 }
 #endif
 
-// A vector fills one register. The compiler keeps a longer one in memory, and each sum waits for the one before.
+// A vector fills one register. The compiler would keep a longer one in memory, so that each sum waits for the previous one.
 #ifdef __AVX512F__
 constexpr int64_t LANES = 16;
-constexpr int TILE = 8;  // rows of a product whose sums fit into the registers, 32 of them
+constexpr int TILE = 8;  // rows of a product whose sums fit into the 32 registers
 constexpr int WIDE = 4;  // vectors of a value row that are added at a time, for four query rows
 constexpr int FEW = 4;   // rows of a product whose sums for four vectors fit into the registers
 constexpr bool KEYS_AHEAD = false;  // prefetch the next keys, not only values; not measured here
 #else
 constexpr int64_t LANES = 8;
-constexpr int TILE = 6;  // of 16 registers
+constexpr int TILE = 6;  // with 16 registers
 constexpr int WIDE = 2;
 constexpr int FEW = 3;
 constexpr bool KEYS_AHEAD = true;
@@ -74,7 +74,7 @@ inline Lanes load(const _Float16* from) {
   return __builtin_convertvector(narrow, Lanes);
 }
 inline Lanes load(const Bf16* from) {
-#ifdef __AVX512F__  // one instruction, where gcc 12 makes four of the general form
+#ifdef __AVX512F__  // one instruction; gcc 12 compiles the general form to four
   const __m256i narrow = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
   return reinterpret_cast<Lanes>(_mm512_slli_epi32(_mm512_cvtepu16_epi32(narrow), 16));
 #elif defined(__AVX2__)
@@ -89,7 +89,7 @@ inline Lanes load(const Bf16* from) {
 }
 inline void save(float* to, Lanes lanes) { std::memcpy(to, &lanes, sizeof lanes); }
 
-// e^x for x <= 0, in plain arithmetic that a compiler turns into vectors; Cephes' polynomial, within 2 ulp.
+// e^x for x <= 0, in plain arithmetic that a compiler can vectorise; Cephes' polynomial, within 2 ulp.
 inline float exp_of(float x) {
   const float n = std::nearbyint(std::max(x, -87.0f) * 1.44269504088896341f);
   const float r = (std::max(x, -87.0f) - n * 0.693359375f) + n * 2.12194440e-4f;

@@ -1,8 +1,8 @@
-// A compiled forward, run without Python's lock: torch's own binding holds it for the whole step, in which the process then
-// answers nobody and moves no KV. Methods of a torch class are called without it.
+// A compiled forward that runs without the GIL. torch's own binding holds the GIL for the whole step, during which the process
+// could neither answer requests nor transfer KV. Methods of a torch class are called without it.
 //
-// It is run from where it lies. torch's own loader would copy it to /tmp, weights included, and leave it there if the process
-// is killed.
+// The library is loaded from its own path. torch's loader would copy it to /tmp, including weights, and leave it there if the
+// process is killed.
 
 #include <torch/csrc/inductor/aoti_runner/model_container_runner_cpu.h>
 #include <torch/custom_class.h>
@@ -16,14 +16,14 @@ namespace {
 struct Package : torch::CustomClassHolder {
   explicit Package(const std::string& library) : runner(library) {}
 
-  // Names of the weights that it was made without.
+  // Names of the weights that are not part of the package.
   std::vector<std::string> weights() {
     std::vector<std::string> names;
     for (const auto& [inner, name] : runner.getConstantNamesToOriginalFQNs()) names.push_back(name);
     return names;
   }
 
-  // Have it read `tensors`, which the caller keeps alive.
+  // Use `tensors` as weights. The caller keeps them alive.
   void use(const std::vector<std::string>& names, const std::vector<at::Tensor>& tensors) {
     std::unordered_map<std::string, at::Tensor> by_name, weights;
     for (size_t i = 0; i < names.size(); ++i) by_name.emplace(names[i], tensors.at(i));

@@ -1,5 +1,5 @@
-// The products of attention, of queries and keys and of weights and values, as each processor multiplies best. A row's sums have
-// one order, whether it is multiplied alone or among others, with keys and values laid out or in their page.
+// The products of attention, queries times keys and weights times values, with the best instructions of each processor. A row's
+// sums have the same order whether it is multiplied alone or with others, and whether keys and values are packed or in place.
 
 #pragma once
 
@@ -13,10 +13,10 @@
 
 namespace {
 
-constexpr int64_t ROWS = 16;       // keys that are laid out at a time; pages are whole numbers of them
-constexpr int64_t KEY_BLOCK = 64;  // keys that queries go against at a time
+constexpr int64_t ROWS = 16;       // keys that are packed at a time; a page has a multiple of this
+constexpr int64_t KEY_BLOCK = 64;  // keys that queries are multiplied by at a time
 
-// What the products read: numbers one by one, or pairs of bfloat16 where the processor multiplies those.
+// The operands of the products: single numbers, or pairs of bfloat16 if the processor can multiply these.
 struct Singles {
   typedef float Left;   // queries, weights
   typedef float Right;  // keys, values of a prompt tile
@@ -35,7 +35,7 @@ template <typename T>
 using Products = Singles;
 #endif
 
-// Ask for what is going to be read soon: a page is too short a stretch of memory for the processor to guess the next.
+// Prefetches memory that is read soon, because a page is too short for the processor's own prefetching.
 template <typename T>
 inline void prefetch(const T* rows, int64_t count) {
   for (int64_t byte = 0; byte < count * static_cast<int64_t>(sizeof(T)); byte += 64)
@@ -43,7 +43,7 @@ inline void prefetch(const T* rows, int64_t count) {
 }
 
 // rows[g] += weights[g * KEY_BLOCK + i] * value row i for i in [from, to), for GROUP query rows and WIDTH vectors of each value row:
-// the sums that `multiply` computes of values laid out by `put_values`, here of values as they lie in their page.
+// the sums that `multiply` computes with values packed by `put_values`, but with values in place.
 template <int GROUP, int WIDTH, typename T>
 inline void add_values(const float* weights, const T* values, int64_t from, int64_t to, int64_t dim, float* rows, int64_t width) {
   Lanes sums[GROUP][WIDTH];
@@ -61,13 +61,13 @@ inline void add_values(const float* weights, const T* values, int64_t from, int6
 
 #ifdef __AVX512BF16__
 
-// Two rows at a time. One that is not in [from, to) counts as zeros: in its place may be what another request left, NaN even.
+// Two rows at a time. A row that is not in [from, to) counts as zeros, because it may have another request's data, even NaN.
 template <int GROUP, int WIDTH>
 inline void add_values(const Bf16* weights, const Bf16* values, int64_t from, int64_t to, int64_t dim, float* rows, int64_t width) {
   static_assert(WIDTH == 1 || WIDTH % 2 == 0);
   constexpr int BLOCKS = (WIDTH + 1) / 2;  // of 32 numbers
   constexpr __mmask32 MASK = WIDTH == 1 ? 0xffff : 0xffffffff;
-  // of each 8 numbers the first four, the last four: so lie the products of two interleaved rows
+  // the first and the last four of each 8 numbers, which is the order of the products of two interleaved rows
   const __m512i firsts = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
   const __m512i lasts = _mm512_setr_epi32(4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
   const __m512i in_order = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
@@ -140,7 +140,7 @@ inline void multiply_tile(float* c, int64_t ldc, const float* a, int64_t lda, co
 }
 
 #ifdef __AVX512BF16__
-// As multiply_tile, of bfloat16 in pairs: a [ROWS, 2 * pairs], b [pairs, WIDTH * LANES] of two numbers each.
+// The same as multiply_tile, for pairs of bfloat16: a [ROWS, 2 * pairs], b [pairs, WIDTH * LANES] of two numbers each.
 template <int ROWS, int WIDTH>
 inline void multiply_tile(float* c, int64_t ldc, const Bf16* a, int64_t lda, const uint32_t* b, int64_t ldb, int64_t pairs, bool add) {
   __m512 sums[ROWS][WIDTH];
@@ -160,7 +160,7 @@ inline void multiply_tile(float* c, int64_t ldc, const Bf16* a, int64_t lda, con
 }
 #endif
 
-// ROWS rows of a product: of few rows more columns at a time, for each sum waits for the one before.
+// ROWS rows of a product. With few rows, more columns at a time, because each sum waits for the previous one.
 template <int ROWS, typename A, typename B>
 inline void multiply_rows(float* c, int64_t ldc, const A* a, int64_t lda, const B* b, int64_t ldb, int64_t width, int64_t depth, bool add) {
   constexpr int MANY = ROWS <= FEW ? 4 : 2;
@@ -171,7 +171,7 @@ inline void multiply_rows(float* c, int64_t ldc, const A* a, int64_t lda, const 
 }
 
 // c [rows, width] (+)= a [rows, depth] x b [depth, width]; width is a multiple of 2 * LANES. A row's sums do not depend on
-// which other rows there are.
+// the other rows.
 template <typename A, typename B>
 void multiply(float* c, int64_t ldc, const A* a, int64_t lda, const B* b, int64_t ldb, int64_t rows, int64_t width, int64_t depth, bool add) {
   int64_t i = 0;
@@ -181,7 +181,7 @@ void multiply(float* c, int64_t ldc, const A* a, int64_t lda, const B* b, int64_
   });
 }
 
-// The same by tiles, if there are any.
+// The same by tiles, if the processor has them.
 template <typename A, typename B>
 void multiply([[maybe_unused]] Tiles* tiles, float* c, int64_t ldc, const A* a, int64_t lda, const B* b, int64_t ldb, int64_t rows, int64_t width, int64_t depth, bool add) {
 #ifdef HAS_TILES
@@ -202,7 +202,7 @@ void multiply([[maybe_unused]] Tiles* tiles, float* c, int64_t ldc, const A* a, 
   multiply(c, ldc, a, lda, b, ldb, rows, width, depth, add);
 }
 
-// Of LANES vectors of as many 32-bit numbers, rows become columns.
+// Transposes LANES vectors of as many 32-bit numbers.
 #ifdef __AVX512F__
 inline void transpose(__m512i* v) {
   __m512i two[16], four[16];
@@ -210,7 +210,7 @@ inline void transpose(__m512i* v) {
     two[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
     two[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
   }
-  for (int i = 0; i < 16; i += 4) {  // four[i + c]: of rows i to i + 3 the columns c, 4 + c, 8 + c and 12 + c
+  for (int i = 0; i < 16; i += 4) {  // four[i + c]: columns c, 4 + c, 8 + c and 12 + c of rows i to i + 3
     four[i] = _mm512_unpacklo_epi64(two[i], two[i + 2]);
     four[i + 1] = _mm512_unpackhi_epi64(two[i], two[i + 2]);
     four[i + 2] = _mm512_unpacklo_epi64(two[i + 1], two[i + 3]);
@@ -235,7 +235,7 @@ inline void transpose(Lanes* v) {
     two[i] = _mm256_unpacklo_ps(v[i], v[i + 1]);
     two[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);
   }
-  for (int i = 0; i < 8; i += 4) {  // four[i + c]: of rows i to i + 3 the columns c and 4 + c
+  for (int i = 0; i < 8; i += 4) {  // four[i + c]: columns c and 4 + c of rows i to i + 3
     four[i] = _mm256_shuffle_ps(two[i], two[i + 2], 0x44);
     four[i + 1] = _mm256_shuffle_ps(two[i], two[i + 2], 0xee);
     four[i + 2] = _mm256_shuffle_ps(two[i + 1], two[i + 3], 0x44);
@@ -257,7 +257,7 @@ inline void transpose(Lanes* v) {
 }
 #endif
 
-// ROWS rows of keys, as columns from j on of [dim / TOGETHER, KEY_BLOCK].
+// Packs ROWS rows of keys as columns of [dim / TOGETHER, KEY_BLOCK], from column j.
 template <typename T>
 inline void put_keys(float* keys, int64_t j, const T* rows, int64_t dim) {
   for (int64_t i = 0; i < ROWS; i += LANES)
@@ -270,12 +270,12 @@ inline void put_keys(float* keys, int64_t j, const T* rows, int64_t dim) {
 }
 
 #if defined(__AVX2__) && !defined(__AVX512F__)
-// Pairs are transposed and then widened: half of the shuffles.
+// Pairs are transposed and then widened, which needs half of the shuffles.
 inline void put_keys(float* keys, int64_t j, const Bf16* rows, int64_t dim) {
   for (int64_t i = 0; i < ROWS; i += LANES)
     for (int64_t d = 0; d < dim; d += 2 * LANES) {
       Lanes v[LANES];
-#pragma GCC unroll 8  // copied in a loop, they would go through memory, and be read before they are written
+#pragma GCC unroll 8  // in a loop, they would be copied through memory, and read before they are written
       for (int64_t row = 0; row < LANES; ++row)
         v[row] = reinterpret_cast<Lanes>(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + (i + row) * dim + d)));
       transpose(v);
@@ -302,8 +302,8 @@ inline void put_keys(uint32_t* keys, int64_t j, const Bf16* rows, int64_t dim) {
 }
 #endif
 
-// ROWS rows of values, as rows from j on of [KEY_BLOCK / TOGETHER, wide]. Rows that are not in [from, to) count as zeros: in
-// their place may be what another request left, NaN even.
+// Packs ROWS rows of values as rows of [KEY_BLOCK / TOGETHER, wide], from row j. Rows that are not in [from, to) become zeros,
+// because they may have another request's data, even NaN.
 template <typename T>
 inline void put_values(float* values, int64_t j, const T* rows, int64_t from, int64_t to, int64_t dim, int64_t wide) {
   for (int64_t i = 0; i < ROWS; ++i)
@@ -322,7 +322,7 @@ inline void put_values(uint32_t* values, int64_t j, const Bf16* rows, int64_t fr
 #endif
 
 #ifdef HAS_TILES
-// The queries of a decode as pairs, [group / Tiles::HALF, dim / 2, Tiles::HALF]. A column without a query is zero.
+// Packs the queries of a decode as pairs, [group / Tiles::HALF, dim / 2, Tiles::HALF]. A column without a query is zero.
 void pair_queries(const Bf16* queries, int64_t group, int64_t dim, uint32_t* pairs) {
   std::fill(pairs, pairs + (group + Tiles::HALF - 1) / Tiles::HALF * Tiles::HALF * dim / 2, 0);
   for (int64_t g = 0; g < group; ++g)
@@ -330,7 +330,7 @@ void pair_queries(const Bf16* queries, int64_t group, int64_t dim, uint32_t* pai
       std::memcpy(pairs + (g / Tiles::HALF * dim / 2 + p) * Tiles::HALF + g % Tiles::HALF, queries + g * dim + 2 * p, sizeof *pairs);
 }
 
-// scores[g * KEY_BLOCK + i] of ROWS keys, which lie as in their page.
+// Computes scores[g * KEY_BLOCK + i] of ROWS keys, in place.
 inline void score_keys(Tiles& tiles, const Bf16* keys, const uint32_t* pairs, int64_t group, int64_t dim, float* scores) {
   static_assert(ROWS == Tiles::HALF);
   alignas(64) float sums[ROWS][Tiles::HALF];

@@ -1,4 +1,4 @@
-"""Merge linear layers with the same input: three small products take three times as long as one."""
+"""Merges linear layers with the same input, because three small products take three times as long as one."""
 
 from itertools import pairwise
 from typing import Any, Final
@@ -6,14 +6,14 @@ from typing import Any, Final
 import torch
 from torch.nn.functional import linear
 
-# transformers' names
+# names in transformers
 SIBLINGS: Final = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class SharedLinear(torch.nn.Module):
-    """Some rows of a linear layer that siblings share.
+    """Some rows of a linear layer whose weights siblings share.
 
-    When traced, each sibling computes the whole product, and `merge_products` leaves one.
+    When traced, each sibling computes the whole product, and `merge_products` merges these.
     """
 
     def __init__(self, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None, first: int, last: int) -> None:
@@ -23,7 +23,7 @@ class SharedLinear(torch.nn.Module):
         self.rows = slice(first, last)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """[..., in] to [..., last - first]."""
+        """Compute [..., last - first] from x [..., in]."""
         if torch.compiler.is_compiling():
             return linear(x, self.weight, self.bias)[..., self.rows]
         return linear(x, self.weight[self.rows], None if self.bias is None else self.bias[self.rows])
@@ -68,11 +68,11 @@ def _share(parent: torch.nn.Module, names: tuple[str, ...], layers: list[Any]) -
 
 
 def merge_products(graph: torch.fx.Graph) -> int:
-    """Merge equal calls of `linear`, which inductor does not do.
+    """Merge equal calls of `linear`, because inductor does not.
 
     Returns: the number of dropped calls.
     """
-    products = {linear, torch.ops.aten.linear.default}  # of torch.compile, of torch.export
+    products = {linear, torch.ops.aten.linear.default}  # as traced by torch.compile and by torch.export
     if hasattr(torch.ops.kvmesh, "linear"):
         products.add(torch.ops.kvmesh.linear.default)
     found: dict[Any, torch.fx.Node] = {}

@@ -1,37 +1,37 @@
 // Products of bfloat16 by AMX, for kernels whose rows must not depend on each other. A tile multiplies 16 rows of 32 numbers
-// by 16 columns; a row's sums have one order, whatever the other rows are, but not the order of other instructions.
+// by 16 columns. A row's sums have the same order for any other rows, but not the order of other instructions.
 
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
-#if defined(__AMX_BF16__) && defined(__AVX512BF16__)  // a hypervisor may hide either alone
+#if defined(__AMX_BF16__) && defined(__AVX512BF16__)  // a hypervisor may hide either of them
 #define HAS_TILES
 #include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Whether Linux lets this process use tiles. It must ask once; threads inherit the permission.
+// Returns whether Linux permits tiles. A process must request the permission once; threads inherit it.
 inline bool may_use_tiles() {
   constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
   static const bool may = syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
   return may;
 }
 
-// The tiles of this thread, from set_rows on: sums [rows, COLUMNS] in 0 to 3, of left rows in 4 and 5 times pairs in 6 and 7.
-// Up to HALF rows need none of 2, 3 and 5, which then have all their rows, for `score`.
+// The tiles of this thread, after set_rows: sums [rows, COLUMNS] in 0 to 3, left rows in 4 and 5, pairs in 6 and 7.
+// Up to HALF rows do not need 2, 3 and 5, which then have all their rows, for `score`.
 class Tiles {
  public:
-  static constexpr int64_t ROWS = 32;     // at most, at a time
+  static constexpr int64_t ROWS = 32;     // maximum number at a time
   static constexpr int64_t COLUMNS = 32;  // at a time
-  static constexpr int64_t PAIRS = 16;    // numbers k and k + 1 of all columns; a depth is a multiple of them
+  static constexpr int64_t PAIRS = 16;    // pairs of numbers k and k + 1 of all columns; a depth is a multiple of this
   static constexpr int64_t HALF = 16;     // rows and columns of one tile
 
   Tiles() = default;
   Tiles(const Tiles&) = delete;
   ~Tiles() {
-    if (rows_ > 0) _tile_release();  // otherwise each switch of threads saves 8 kB
+    if (rows_ > 0) _tile_release();  // otherwise each context switch saves 8 kB
   }
 
   void set_rows(int64_t rows) {
@@ -73,7 +73,7 @@ class Tiles {
     _tile_stored(3, sums + HALF * stride + HALF, stride * 4);
   }
 
-  // Sums += left [rows, 2 * pairs] x right [pairs, COLUMNS] of two numbers each. Strides are in numbers of left, in pairs of
+  // Sums += left [rows, 2 * pairs] x right [pairs, COLUMNS] of two numbers each. Strides are in numbers for left, in pairs for
   // right. Calls `meanwhile` with the first pair of each step.
   template <typename F>
   void add(const void* left, int64_t left_stride, const void* right, int64_t right_stride, int64_t pairs, const F& meanwhile) {
@@ -94,7 +94,7 @@ class Tiles {
   }
 
   // scores [HALF, HALF] = keys [HALF, 2 * pairs] x queries [pairs, HALF] of two numbers each. The bits are those of `add` with
-  // keys and queries exchanged, and keys need not be transposed.
+  // keys and queries exchanged, but keys need not be transposed.
   void score(const void* keys, int64_t stride, const uint32_t* queries, int64_t pairs, float* scores) {
     const auto* rows = static_cast<const uint32_t*>(keys);
     _tile_zero(2);

@@ -1,4 +1,4 @@
-"""PEFT's adapter_config.json: what the engine computes and refuses, and the adapter's identity."""
+"""PEFT's adapter_config.json: supported and refused settings, and the adapter's identity."""
 
 import hashlib
 import json
@@ -15,18 +15,25 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 INCIDENTAL: Final = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "task_type")
 ALL_LINEAR: Final = "all-linear"
-PLAIN_STARTS: Final = (True, False, None, "gaussian", "orthogonal", "eva")  # others change the model's own weights
+PLAIN_STARTS: Final = (
+    True,
+    False,
+    None,
+    "gaussian",
+    "orthogonal",
+    "eva",
+)  # other values change the model's own weights
 USED: Final = frozenset({
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "init_lora_weights", "bias",
 })  # fmt: skip
-# origin and training
+# settings about origin and training
 WITHOUT_EFFECT: Final = frozenset({
     "auto_mapping", "base_model_name_or_path", "revision", "task_type", "inference_mode", "peft_version", "lora_dropout",
     "megatron_core", "loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size",
     "ensure_weight_tying",
 })  # fmt: skip
-# other unknown keys are refused, too
+# reasons for common keys; other unknown keys are refused as well
 REFUSED: Final = {
     "use_dora": "it is weight-decomposed (DoRA)",
     "modules_to_save": "it replaces whole modules (modules_to_save)",
@@ -38,9 +45,9 @@ REFUSED: Final = {
 
 
 def adapter_identity(directory: Path) -> str:
-    """16 hex digits over configuration and all weights: KV is shared only between equal adapters.
+    """Return a hash of the configuration and all weights, because only equal adapters may share KV.
 
-    Checkpoints of one training may differ little.
+    All weights are included, because checkpoints of one training may differ in few.
     """
     config = json.loads((directory / ADAPTER_CONFIG).read_text())
     for key in INCIDENTAL:
@@ -55,12 +62,12 @@ def adapter_identity(directory: Path) -> str:
 class AdapterConfig:
     rank: int
     alpha: float
-    rank_stabilised: bool  # rsLoRA, arXiv:2312.03732: scaled by the root of the rank
-    ranks: Mapping[str, int]  # by pattern for the end of names
+    rank_stabilised: bool  # rsLoRA, arXiv:2312.03732: alpha is divided by the root of the rank
+    ranks: Mapping[str, int]  # by pattern for the end of layers' names
     alphas: Mapping[str, float]
-    targets: str | tuple[str, ...]  # "all-linear", a regular expression, or last parts of names
+    targets: str | tuple[str, ...]  # "all-linear", a regular expression, or ends of names
     excluded: str | tuple[str, ...]
-    some_layers: bool  # `targets` apply to some layers only
+    some_layers: bool  # whether `targets` apply to some layers only
 
     def rank_of(self, layer: str) -> int:
         return int(_by_pattern(self.ranks, layer, self.rank))
@@ -75,7 +82,10 @@ class AdapterConfig:
 
 
 def read_adapter_config(name: str, directory: Path) -> AdapterConfig:
-    """Raises: ModelUnavailable; UnsupportedModel, for more than a low-rank change of linear layers."""
+    """Read an adapter's configuration.
+
+    Raises: ModelUnavailable; UnsupportedModel, if it has more than low-rank changes of linear layers.
+    """
     path = directory / ADAPTER_CONFIG
     try:
         given = json.loads(path.read_text())
@@ -114,7 +124,7 @@ def _reasons_against(given: Mapping[str, Any]) -> list[str]:
 
 
 def _by_pattern(patterns: Mapping[str, float], layer: str, default: float) -> float:
-    """Follow PEFT: the first pattern that matches the end of the name, from a dot on."""
+    """Return the value of the first pattern that matches the name, or its end after a dot, as in PEFT."""
     found = (value for pattern, value in patterns.items() if re.fullmatch(rf"(.*\.)?({pattern})", layer))
     return next(found, default)
 

@@ -1,4 +1,4 @@
-"""Adapters: loaded from PEFT's directories into a model, and applied by its linear layers to their rows of a step."""
+"""Adapters, which are loaded from PEFT's directories, and applied by the model's linear layers to rows of a step."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,13 +21,13 @@ from engine.kernels.linear import PANEL, can_pack, pack
 from engine.lora.adapter_config import ADAPTER_WEIGHTS, AdapterConfig, adapter_identity, read_adapter_config
 from engine.sharding.cuts import Cut
 
-EXPERTS: Final = ".experts."  # in transformers' names
+EXPERTS: Final = ".experts."  # part of transformers' names
 TENSOR: Final = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
 
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """Change of one layer by one adapter: up (down x).
+    """The change of one layer by one adapter: up (down x).
 
     Source: LoRA, Hu et al. 2021, arXiv:2106.09685.
     """
@@ -41,7 +41,7 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class PackedLowRank:
-    """A `LowRank` in packed weights, of a rank that zeros fill to a panel."""
+    """A `LowRank` with packed weights, whose rank is padded with zeros to a multiple of PANEL."""
 
     down: torch.Tensor
     up: torch.Tensor
@@ -57,7 +57,7 @@ Change = LowRank | PackedLowRank
 
 @dataclass(frozen=True, slots=True)
 class RowGroup:
-    rows: slice | torch.Tensor  # int64 [N], or a slice of neighbours
+    rows: slice | torch.Tensor  # int64 [N], or a slice if the rows are consecutive
     changes: Sequence[Change | None]  # by site
 
 
@@ -79,11 +79,11 @@ def any_adapted() -> bool:
 
 
 class AdaptedLinear(torch.nn.Module):
-    """A linear layer that changes each row of a step by its own adapter, or by none.
+    """A linear layer that applies to each row of a step the adapter of its request, if any.
 
-    Adapters keep their changes by `site`. Row groups are set per thread, beside the forward, so one compiled forward
-    serves all steps. A row's bits do not depend on the other rows' adapters. Gate and up of an adapted MLP are two
-    products, so in bfloat16 its rows have other bits than in a model without adapters, where `PackedGate` fuses them.
+    `site` is the index of the layer in an adapter's changes. Row groups are set per thread, outside the forward, so one
+    compiled forward serves all steps. A row's bits do not depend on other rows' adapters. In an adapted MLP, gate and up
+    are two products, so in bfloat16 its bits differ from those of a model without adapters, where `PackedGate` fuses them.
     """
 
     def __init__(self, plain: torch.nn.Linear, site: int) -> None:
@@ -106,7 +106,7 @@ def _adapt(y: torch.Tensor, x: torch.Tensor, site: int) -> None:
         if change is None:
             continue
         flat_x, flat_y = x.reshape(-1, x.shape[-1]), y.view(-1, y.shape[-1])
-        flat_y[group.rows] += change(flat_x[group.rows])  # in one order of rounding for slices and for indices
+        flat_y[group.rows] += change(flat_x[group.rows])  # rounded in the same order for slices and for indices
 
 
 def _adapt_nothing(_y: torch.Tensor, _x: torch.Tensor, _site: int) -> None:
@@ -158,10 +158,10 @@ def install_adapters(
 
     Args:
         module: transformers' model, changed in place; layers keep their parameters and names.
-        directories: by adapter name; each holds adapter_config.json and adapter_model.safetensors.
-        cuts: of the layers of which `module` has a part, by name.
-    Raises: ModelUnavailable, if one cannot be read; UnsupportedModel, if it does not fit the model or cannot be
-    computed.
+        directories: by adapter name; each contains adapter_config.json and adapter_model.safetensors.
+        cuts: cuts of the layers of which `module` has only a part, by name.
+    Raises: ModelUnavailable, if an adapter cannot be read; UnsupportedModel, if it does not fit the model or is not
+    supported.
     """
     linears = _adaptable(module)
     read = {name: _read(name, Path(given).expanduser(), linears, cuts) for name, given in directories.items()}
@@ -178,9 +178,9 @@ def install_adapters(
 
 
 def pack_adapters(adapters: Adapters) -> Adapters:
-    """Pack changes in bfloat16 on a CPU, because bits of torch's products depend on the number of rows.
+    """Pack changes in bfloat16 on a CPU, because the bits of torch's products depend on the number of rows.
 
-    Changes of other sizes than the kernels multiply stay as they are, as do all without AVX2.
+    Without AVX2, or for sizes that the kernels do not support, changes are not packed.
     """
     if not can_pack():
         return adapters
@@ -200,7 +200,7 @@ def _packed(change: Change | None, memory: HugeMemory) -> Change | None:
 
 
 def _adaptable(module: Any) -> dict[str, torch.nn.Linear]:
-    """Linear layers by name, without those that see only some rows: experts and the output layer."""
+    """Return linear layers by name, without those that get only some rows: experts and the output layer."""
     head = module.get_output_embeddings()
     return {
         name: layer
@@ -224,8 +224,8 @@ def _read(
     if strangers or missing or not pairs:
         what = f"it changes {strangers[0]}" if strangers else f"it has no weights for {(missing or ['any layer'])[0]}"
         raise UnsupportedModel(
-            f"LoRA adapter {name!r} is not supported: {what}, and what can be adapted in this model are "
-            f"{len(linears)} linear layers such as {next(iter(linears), 'none')}. Was it trained on another model?"
+            f"LoRA adapter {name!r} is not supported: {what}. This model has {len(linears)} linear layers that can be "
+            f"adapted, such as {next(iter(linears), 'none')}. Was the adapter trained on another model?"
         )
     return {
         layer: _change(name, config, layer, linears[layer], *pair, cuts.get(layer)) for layer, pair in pairs.items()
@@ -246,11 +246,11 @@ def _pairs(name: str, directory: Path) -> dict[str, tuple[torch.Tensor, torch.Te
         parts.setdefault(found["layer"], {})[found["part"]] = tensor
     for layer, halves in parts.items():
         if len(halves) < 2:
-            raise ModelUnavailable(f"LoRA adapter {name!r}: {path} holds half of the change of {layer}")
+            raise ModelUnavailable(f"LoRA adapter {name!r}: {path} has only one of the two matrices of {layer}")
     return {layer: (halves["A"], halves["B"]) for layer, halves in parts.items()}
 
 
-def _change(  # noqa: PLR0917 - what a layer has, then what the file has for it
+def _change(  # noqa: PLR0917 - first the layer's values, then the file's
     name: str,
     config: AdapterConfig,
     layer: str,

@@ -1,1 +1,1 @@
-"""An engine without a model, for tests and benches."""
+"""An engine without a model, for tests and benchmarks."""

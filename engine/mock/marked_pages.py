@@ -1,11 +1,11 @@
-"""The mock's pages: host memory with a mark in each block of tokens, for each KV head.
+"""The mock engine's pages: host memory with a mark in each block of tokens, for each KV head.
 
-A mark has a checksum over all tokens up to the block's last, so any worker can continue the page, and the head's number.
-Marks in the first and the last stripe of each head of each rank detect a page that arrived in part, or another rank's.
-In the row of the block's first token, a mark survives a move into pages of another size.
+A mark contains the head's number, and a checksum over all tokens up to the block's last, so any worker can continue the
+page. Marks are in the first and last stripe of each head of each rank, and so detect a page that arrived in part or is
+another rank's. They are in the row of the block's first token, so that they survive a copy into pages of another size.
 
-A token that is computed alone renews only the first and the last mark of its block, unless it fills the block. The marks
-between keep the number of tokens that had KV before, and these two have that number in a second field.
+A token that is computed alone renews only the first and last mark of its block, unless it fills the block. The marks
+between keep the earlier number of tokens with KV, and the first and last mark have that number in a second field.
 """
 
 import ctypes
@@ -23,12 +23,12 @@ from engine.config import PAGE_SIZES
 from engine.runner.step_runner import StepFailed
 from engine.scheduler.request import LEAST_COMPUTED
 
-# A mark is a uint64: tokens of the block with KV; how many of these all marks have; KV head; checksum up to the last.
+# A mark is a uint64: the block's tokens with KV; how many of them all marks include; KV head; checksum up to the last.
 MARK: Final = Struct("<BBHI")
-ALL, HEAD, CHECKSUM = 8, 16, 32  # bits before each
+ALL, HEAD, CHECKSUM = 8, 16, 32  # bit offsets
 BYTE: Final = 0xFF
 HEADER: Final = (1 << CHECKSUM) - 1
-MARKS: Final = 2  # number of their form: workers with another form do not exchange pages
+MARKS: Final = 2  # version of the marks; workers with different versions do not exchange pages
 TOKEN: Final = Struct("<i")  # as in `pack_tokens`
 BLOCK: Final = min(PAGE_SIZES)  # tokens
 
@@ -36,13 +36,13 @@ Mark = tuple[int, int, int, int]
 
 
 class MarkedPages:
-    """The pools of all ranks. The kernel commits memory as it is first written.
+    """The pools of all ranks. The kernel allocates memory when it is first written.
 
     Args:
-        layout: of the first rank.
-        num_offloaded: pages behind the pool's, which peers cannot reach.
+        layout: layout of the first rank.
+        num_offloaded: pages after those of the pool, which peers cannot access.
         shared: whether followers' processes map their pools, by `descriptor`. The leader writes the marks of all ranks.
-    Raises: WrongSettings, if there is not enough.
+    Raises: WrongSettings, if there is not enough memory.
     """
 
     def __init__(self, layout: KvLayout, num_pages: int, num_offloaded: int = 0, *, shared: bool = False) -> None:
@@ -60,7 +60,7 @@ class MarkedPages:
         self._blocks = layout.page_size // BLOCK
         stripe_bytes = layout.page_size * layout.row_bytes
         head_bytes = stripe_bytes * layout.layers * 2
-        # of each mark of a block: words of a page, its offset in page 0, and what its head adds to it
+        # for each mark of a block: words per page, its offset in page 0, and the bits of its head
         self._places = [
             (
                 of_rank.page_bytes // MARK.size,
@@ -81,7 +81,7 @@ class MarkedPages:
         self._layout = layout
 
     def region(self, followers: Sequence[RankMemory] | None = None) -> KvRegion:
-        """`followers`: their reports about their pools; None: all ranks are in this process."""
+        """Return the region of the pools. `followers`: their reports; None: all ranks are in this process."""
         if followers is None:
             addresses = (self._address + rank * self._pool_bytes for rank in range(1, self._layout.shards))
             followers = [RankMemory(os.getpid(), "cpu", address, "") for address in addresses]
@@ -90,8 +90,8 @@ class MarkedPages:
     def extend(self, pages: Sequence[int], token_id: int, at: int) -> int | None:
         """Write the mark of the token at `at`.
 
-        Returns: the checksum up to it; None, with nothing written, if earlier marks are missing or different: then
-        call `compute`.
+        Returns: the checksum up to it. None if earlier marks are missing or different; nothing is then written, and
+        the caller must use `compute`.
         """
         offset = at % BLOCK
         if not offset:
@@ -117,9 +117,9 @@ class MarkedPages:
         """Write the marks of tokens `start` to `end`.
 
         Args:
-            origin: the checksum of no tokens, one for each adapter.
+            origin: the initial checksum, which depends on the adapter.
         Returns: the checksum before `end`.
-        Raises: StepFailed, if the pages do not hold what was computed before `start`.
+        Raises: StepFailed, if the pages do not contain the tokens before `start`.
         """
         checksum = self._read(pages, tokens, start, origin) if start else origin
         while start < end:
@@ -137,13 +137,13 @@ class MarkedPages:
                 self._words[target * size + skipped + offset] = self._words[source * size + skipped + offset]
 
     def marks(self, page: int, block: int) -> list[Mark]:
-        """Marks of a block of `page`: of all ranks and heads, two each."""
+        """Return the marks of a block of `page`: two for each rank and head."""
         skipped = block * self._block_marks
         found = (self._words[page * size + skipped + offset] for size, offset, _ in self._places)
         return [(mark & BYTE, mark >> ALL & BYTE, (mark & HEADER) >> HEAD, mark >> CHECKSUM) for mark in found]
 
     def _place(self, pages: Sequence[int], block: int) -> tuple[int, int]:
-        """The block's page, and the number of words before the block in each stripe."""
+        """Return the block's page, and the number of words before the block in each stripe."""
         index, number = divmod(block, self._blocks)
         return pages[index], number * self._block_marks
 
@@ -153,12 +153,12 @@ class MarkedPages:
             words[page * size + skipped + offset] = mark + head
 
     def _agree(self, page: int, skipped: int, mark: int) -> bool:
-        """Whether the marks between the first and the last one are `mark`, with their heads."""
+        """Return whether the marks between the first and the last one are `mark`, with their heads."""
         words = self._words
         return all(words[page * size + skipped + offset] == mark + head for size, offset, head in self._inner)
 
     def _read(self, pages: Sequence[int], tokens: Sequence[int], num_tokens: int, origin: int) -> int:
-        """The checksum of `num_tokens`, of which the pages hold no more than a branch computes again."""
+        """Return the checksum of `num_tokens`. The pages may contain more, but no more than a branch computes again."""
         block = (num_tokens - 1) // BLOCK
         wanted = num_tokens - block * BLOCK
         page, skipped = self._place(pages, block)
@@ -180,17 +180,17 @@ class MarkedPages:
                 return checksum_of(wanted)
         found = dict.fromkeys(self.marks(page, block % self._blocks))
         raise StepFailed(
-            f"a block of page {page} should hold {wanted} tokens, but its marks are {', '.join(map(str, found))}"
+            f"a block of page {page} should contain {wanted} tokens, but its marks are {', '.join(map(str, found))}"
         )
 
 
 def rank_bytes(layout: KvLayout, num_pages: int) -> int:
-    """Bytes of the largest rank's pool in shared memory, which begins at a page of the machine's memory."""
+    """Return the size of the largest rank's pool, rounded up to pages of the machine's memory."""
     return -(-num_pages * largest_shard(layout).page_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def _allocate(num_bytes: int, *, shared: bool) -> tuple[int | None, mmap.mmap]:
-    """Shared memory has a descriptor. Raises: OSError, OverflowError."""
+    """Allocate memory; shared memory has a descriptor. Raises: OSError, OverflowError."""
     if not shared:
         return None, mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     descriptor = os.memfd_create("kvmesh-pages")

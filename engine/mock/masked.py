@@ -1,4 +1,4 @@
-"""The mock's choice among allowed tokens."""
+"""The mock engine's choice among allowed tokens."""
 
 from typing import Final
 
@@ -11,9 +11,9 @@ FEW: Final = 24
 
 
 def draw_masked(row: Row, vocab_size: int, drawn: int, *, ends: bool) -> int:
-    """Choose an allowed token by the 32 bits `drawn`, an end if it `ends` or must.
+    """Choose an allowed token by the 32 bits `drawn`; an end token if `ends` is set or nothing else is allowed.
 
-    To end texts, it prefers low ids (quotes) among many tokens and high ids (closing brackets) among few.
+    So that texts end, it prefers low ids (quotes) among many tokens and high ids (closing brackets) among few.
     """
     (allowed,) = bits_of(allowed_words([row], vocab_size), vocab_size)
     may_end = [token_id for token_id in row.eos_ids if allowed[token_id]]

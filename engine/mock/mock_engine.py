@@ -1,4 +1,4 @@
-"""Build the mock engine for `mock` or `mock:<model>`."""
+"""Builds the mock engine for `mock` or `mock:<model>`."""
 
 from math import isfinite
 from pathlib import Path
@@ -26,14 +26,14 @@ def build_engine(
 ) -> EngineCore:
     """Build from a model's configuration, without torch or weights.
 
-    `follower` is the module of other ranks' processes; without one their pages are in this process.
+    `follower` is the module of other ranks' processes; without one, their pages are in this process.
 
     Raises: ModelUnavailable, UnsupportedModel, RankLost.
     """
     directory = model_dir(model, state_dir, progress)
     described = read_json(directory / CONFIG_FILE)
     pooling = read_pooling(served_name(model), directory, matryoshka=config.matryoshka)
-    described = described.get("text_config", described)  # of a multimodal model
+    described = described.get("text_config", described)  # for a multimodal model
     layout = _layout(directory / CONFIG_FILE, described, served_name(model), config)
     num_pages = count_pages(config, layout)
     num_offloaded = count_offloaded(config, layout)
@@ -78,7 +78,7 @@ def build_engine(
 
 
 def _pools(processes: RankProcesses) -> list[RankMemory]:
-    """Raises: RankLost."""
+    """Return the followers' pools. Raises: RankLost."""
     try:
         return [
             RankMemory(made.pid, made.device, made.address, str(transfer_socket_of(processes.directory, rank)))
@@ -93,7 +93,7 @@ def _layout(file: Path, described: dict[str, Any], name: str, config: EngineConf
     heads = read_size(file, described, "num_attention_heads")
     mock = config.mock
     whole = KvLayout(
-        model=f"{name}, marks {MARKS}",  # not the model's own name: its KV is not compatible
+        model=f"{name}, marks {MARKS}",  # not the model's own name, because its KV is not compatible
         dtype="bfloat16" if config.dtype == "auto" else config.dtype,
         page_size=config.page_size,
         layers=mock.layers or read_size(file, described, "num_hidden_layers"),
@@ -101,6 +101,6 @@ def _layout(file: Path, described: dict[str, Any], name: str, config: EngineConf
         head_dim=mock.head_dim or int(described.get("head_dim") or read_size(file, described, "hidden_size") // heads),
     )
     size = config.tensor_parallel
-    # a made-up number of KV heads has as many query heads as are wanted
+    # a configured number of KV heads has a matching number of query heads
     check_heads(name, whole.kv_heads * size if mock.kv_heads else heads, whole.kv_heads, size)
     return of_shard(whole, 0, size)

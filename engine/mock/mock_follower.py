@@ -1,4 +1,4 @@
-"""A follower of the mock engine: it has a rank's pages and its transfer end. The leader writes the marks."""
+"""A follower of the mock engine. It maps a rank's pages for its transfer end; the leader writes the marks."""
 
 import ctypes
 import mmap

@@ -24,8 +24,8 @@ from engine.sampling.row import Row
 from engine.scheduler.request import Chunk, Request
 
 SEED: Final = Struct("<Q")
-MIX: Final = 0x9E3779B1  # 2^32 over the golden ratio: neighbouring checksums become distant tokens
-MASKED: Final = "engine.mock.masked"  # imported with the first mask: it needs numpy
+MIX: Final = 0x9E3779B1  # 2^32 divided by the golden ratio, so that neighbouring checksums give distant tokens
+MASKED: Final = "engine.mock.masked"  # imported with the first mask, because it needs numpy
 
 
 class DrawMasked(Protocol):
@@ -34,9 +34,9 @@ class DrawMasked(Protocol):
 
 
 class MockRunner:
-    """Draws tokens from the marks of all earlier tokens and the seed.
+    """Draws tokens from the seed and the marks, which depend on all earlier tokens.
 
-    So they are the same on every worker, but differ if the wrong KV was moved.
+    So tokens are the same on every worker, unless the wrong KV was transferred.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class MockRunner:
         *,
         vocab_size: int,
         pooling: Pooling | None = None,
-        processes: RankProcesses | None = None,  # of other ranks
+        processes: RankProcesses | None = None,  # other ranks
     ) -> None:
         self._pooling = pooling
         self._processes = processes
@@ -60,7 +60,7 @@ class MockRunner:
         self._vocab_size = vocab_size
         self._origins = {name: crc32(identity.encode()) for name, identity in adapters.items()}
         self._busy_until_s = 0.0  # the simulated device runs one step at a time
-        self._drawn: dict[Request, int] = {}  # in the latest step
+        self._drawn: dict[Request, int] = {}  # tokens drawn in the latest step
 
     @property
     def takes_cpu(self) -> bool:
@@ -71,7 +71,7 @@ class MockRunner:
         return ""
 
     def launch(self, chunks: Sequence[Chunk]) -> "MockStep":
-        """Mark the tokens of `chunks`.
+        """Write the marks of the tokens in `chunks`.
 
         Raises: StepFailed.
         """
@@ -99,7 +99,7 @@ class MockRunner:
         origin = self._origins.get(request.adapter, 0)
         if not chunk.ahead:
             return self._pages.compute(request.pages, request.tokens, chunk.start, chunk.end, origin)
-        request.tokens.append(self._drawn[request])  # temporarily: a copy of all tokens would take longer
+        request.tokens.append(self._drawn[request])  # temporarily, because a copy of all tokens would take longer
         try:
             return self._pages.compute(request.pages, request.tokens, chunk.start, chunk.end, origin)
         finally:
@@ -179,7 +179,7 @@ class MockRunner:
 
 
 class MockStep:
-    """The work is done already; a step waits for the simulated device."""
+    """A step whose work is already done, and that only waits for the simulated device."""
 
     def __init__(self, runner: MockRunner, chunks: Sequence[Chunk], checksums: Sequence[int], until_s: float) -> None:
         self._runner = runner
@@ -189,7 +189,7 @@ class MockStep:
         self._token_ids: list[Sequence[int]] = []
 
     def sample(self) -> None:
-        """Draw now, when masks know all earlier tokens."""
+        """Draw the tokens, once the masks have accepted all earlier ones."""
         self._token_ids = self._runner.draw(self.chunks, self._checksums)
 
     def wait_s(self) -> float:
@@ -212,7 +212,7 @@ def made_up_vector(checksum: int, model: EmbeddingModel) -> bytes:
     return vector.tobytes()
 
 
-STEPS: Final = 1024  # per unit; all exact in float32
+STEPS: Final = 1024  # log-probabilities are multiples of 1 / STEPS, which are exact in float32
 
 
 def made_up(checksum: int, token_id: int, alternatives: int, alphabet: Sequence[int]) -> TokenLogprobs:

@@ -1,1 +1,1 @@
-"""Tensor parallelism: one instance on several devices, a process each."""
+"""Tensor parallelism: one instance on several devices, with a process for each."""

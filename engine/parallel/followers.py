@@ -1,4 +1,4 @@
-"""The leader's followers on devices: their processes, the line of their steps, and the group in which they compute."""
+"""The leader's followers on devices: their processes, their step line, and the process group."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,12 +18,12 @@ from engine.runner.device_model import DeviceModel
 from engine.runner.step_inputs import StepInputs
 from engine.sharding.group import abort_group, from_leader, join_group, leave_group
 
-LOST_S: Final = 2.0  # for the end of a follower to become known, when a step has failed
-DONE_LOOK_S: Final = 1e-4
+LOST_S: Final = 2.0  # time to detect the end of a follower after a step has failed
+DONE_LOOK_S: Final = 1e-4  # polling interval
 
 
 class Followers:
-    """All followers of this process. Other methods than `on_loss` belong to the engine's thread."""
+    """All followers of this process. Except for `on_loss`, call methods on the engine's thread only."""
 
     def __init__(self, model: str, config: EngineConfig, state_dir: Path, module: str = FOLLOWER) -> None:
         self._size = config.tensor_parallel
@@ -35,7 +35,7 @@ class Followers:
         self._made = 0
 
     def join(self, device: torch.device) -> None:
-        """Wait until all have loaded their part, then form the group.
+        """Wait until all followers have loaded their part, then form the group.
 
         Raises: WrongSettings, RankLost.
         """
@@ -43,7 +43,7 @@ class Followers:
         join_group(self._processes.store, 0, self._size, device)
 
     def make_models(self, config: EngineConfig) -> int:
-        """Let the followers allocate pages, while this rank does. Returns: the model's number."""
+        """Let the followers allocate pages, in parallel to this rank. Return the model's number."""
         self._made += 1
         self.send(MakeModel(self._made, TypeAdapter(EngineConfig).dump_json(config).decode()))
         return self._made
@@ -53,21 +53,21 @@ class Followers:
         return self._processes.reports()
 
     def send(self, order: Order) -> None:
-        """Raises: RankLost."""
+        """Send an order to all followers. Raises: RankLost."""
         try:
             self._line.send(encoder.encode(order), self._processes.is_over)
         except LineBroken as exc:
             raise self._processes.lost or RankLost(str(exc)) from exc
 
     def wait_done(self) -> None:
-        """Wait until the followers have done what was sent. Raises: RankLost."""
+        """Wait until the followers have executed all orders. Raises: RankLost."""
         while not self._line.is_done():
             if self._processes.is_over.wait(DONE_LOOK_S):
                 raise self._processes.lost or RankLost("the followers have ended")
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Guard a computation that all ranks do together. Raises: RankLost, for any failure."""
+        """Guard a computation in which all ranks take part. Raises: RankLost, for any failure."""
         if self._processes.lost is not None:
             raise self._processes.lost
         try:
@@ -75,7 +75,7 @@ class Followers:
         except (RankLost, CannotServe):
             raise
         except Exception as exc:
-            self._processes.is_over.wait(LOST_S)  # the lost rank is the cause, if there is one
+            self._processes.is_over.wait(LOST_S)  # if a rank was lost, that is the cause
             raise self._processes.lost or RankLost(f"rank 0: {exc}") from exc
 
     def on_loss(self, callback: Callable[[Exception], None]) -> None:
@@ -88,9 +88,9 @@ class Followers:
 
 
 class LedModel:
-    """Implements `engine.runner.device_model.StepModel`: each call goes to the followers first, then to the own part.
+    """Implements `engine.runner.device_model.StepModel`: sends each call to the followers, then executes it here.
 
-    The followers made their parts as model `number`.
+    The followers' parts are those of model `number`.
     """
 
     def __init__(self, own: DeviceModel, followers: Followers, number: int) -> None:
@@ -104,7 +104,7 @@ class LedModel:
         return self._own.forward_kind
 
     def compute(self, inputs: StepInputs, ahead_ids: torch.Tensor | None) -> torch.Tensor:
-        """Raises: RankLost, for any failure: the ranks no longer agree."""
+        """Compute a step on all ranks. Raises: RankLost, for any failure, because the ranks no longer agree."""
         with self._followers.together():
             self._followers.send(Compute(self._number, inputs))
             if ahead_ids is not None:
@@ -122,5 +122,5 @@ class LedModel:
 
     def close(self) -> None:
         if isinstance(self._own.forward, DeviceForward):
-            self._own.forward.forget_graphs()  # NCCL leaves no group while they hold sums of it
+            self._own.forward.forget_graphs()  # NCCL cannot leave a group while graphs contain its sums
         self._followers.close()

@@ -1,4 +1,4 @@
-"""What the leader sends to followers: at the start as JSON on standard input, then in the step line."""
+"""Orders from the leader to followers: the first one as JSON on standard input, then through the step line."""
 
 import json
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ def transfer_socket_of(directory: Path, rank: int) -> Path:
 
 
 class MakeModel(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """Allocate pages for model `number`, with these settings. An instance makes one, a test many."""
+    """Allocate pages for model `number`, with these settings. An instance makes one model, a test many."""
 
     number: int
     config: str  # JSON
@@ -60,7 +60,7 @@ class Report(msgspec.Struct, frozen=True):
 
     pid: int
     device: str = ""
-    failure: str = ""  # why it ends
-    is_setting: bool = False  # the failure: another start would not help
-    address: int = 0  # of the pages of the model made last
+    failure: str = ""  # why the follower ends
+    is_setting: bool = False  # whether a setting causes the failure, so that another start would not help
+    address: int = 0  # address of the pages of the latest model
     num_pages: int = 0

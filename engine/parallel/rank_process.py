@@ -1,6 +1,6 @@
-"""python -m engine.parallel.rank_process: a follower's process, of a model or of the mock.
+"""A follower's process, for a model or the mock engine: `python -m engine.parallel.rank_process`.
 
-Standard input is a pipe from the leader: first the orders to start with, then nothing, until the leader ends.
+Standard input is a pipe from the leader. Its only line is a `Start`; it is closed when the leader ends.
 """
 
 import logging
@@ -30,12 +30,15 @@ MOCK: Final = "engine.mock.mock_follower"
 
 class Follow(Protocol):
     def __call__(self, start: Start, report: Callable[[Report], None]) -> None:
-        """Obey until the leader ends."""
+        """Execute the leader's orders until it ends."""
 
 
 def main(serve: Callable[[Path], None] | None = None) -> None:
-    """`serve` starts a transfer end that listens at a path."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to the whole group: the leader decides when to end
+    """Run the follower. `serve` starts a transfer end that listens at a path."""
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # they are sent to the whole process group, but the leader decides when to end
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     report = _reporter()
@@ -56,7 +59,7 @@ def main(serve: Callable[[Path], None] | None = None) -> None:
 
 
 def _reporter() -> Callable[[Report], None]:
-    """Standard output is for reports alone: what else is printed goes to standard error."""
+    """Return a function that writes a report to standard output. All other output is redirected to standard error."""
     descriptor = os.dup(sys.stdout.fileno())
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     return lambda report: _write(descriptor, msgspec.json.encode(report) + b"\n")
@@ -68,8 +71,8 @@ def _write(descriptor: int, line: bytes) -> None:
 
 
 def _end_with_leader(home: Path) -> None:
-    """Exit at the end of standard input. A leader that was killed has left its directory behind."""
-    os.read(sys.stdin.fileno(), 1)  # sys.stdin would hold its lock at exit
+    """Exit at the end of standard input, and remove the directory, which a killed leader leaves behind."""
+    os.read(sys.stdin.fileno(), 1)  # not through sys.stdin, whose lock would block the exit
     shutil.rmtree(home, ignore_errors=True)
     os._exit(0)
 

@@ -1,4 +1,4 @@
-"""The leader's side of its followers' processes: it starts them, reads their reports, and notices when one ends."""
+"""The leader's side of its followers' processes: starts them, reads their reports, and detects when one ends."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ from engine.parallel.orders import Report, Start
 
 log = logging.getLogger(__name__)
 
-END_S: Final = 10.0  # for a follower to end by itself
+END_S: Final = 10.0  # timeout for followers to end before they are killed
 
 
 class RankLost(InvariantBroken):
@@ -31,7 +31,7 @@ class RankLost(InvariantBroken):
 
 
 class Follower:
-    """One process. A thread reads its reports."""
+    """One follower's process. A thread reads its reports."""
 
     def __init__(self, rank: int, start: Start, module: str, lose: Callable[[str], None]) -> None:
         self.rank = rank
@@ -41,7 +41,7 @@ class Follower:
             [sys.executable, "-m", module], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=inherited
         )
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended; its last report has the reason
+        with suppress(BrokenPipeError):  # the process has ended, and its last report has the reason
             self.process.stdin.write(start.dump().encode() + b"\n")
             self.process.stdin.flush()
         threading.Thread(target=self._read, args=(lose,), name=f"follower {rank}", daemon=True).start()
@@ -53,9 +53,10 @@ class Follower:
             for line in lines:
                 try:
                     last = msgspec.json.decode(line, type=Report)
-                except msgspec.DecodeError:  # a library printed it, or the process was killed as it wrote
+                except msgspec.DecodeError:  # a library printed the line, or the process was killed while it wrote
                     log.warning(
-                        "a follower printed", extra={"rank": self.rank, "text": line.decode(errors="replace").strip()}
+                        "unexpected output of a follower",
+                        extra={"rank": self.rank, "text": line.decode(errors="replace").strip()},
                     )
                     continue
                 self.reports.put(last)
@@ -66,16 +67,16 @@ class Follower:
 
     def end(self) -> None:
         assert self.process.stdin is not None
-        with suppress(BrokenPipeError):  # it flushes what could not be sent
+        with suppress(BrokenPipeError):  # closing flushes data that could not be sent
             self.process.stdin.close()
 
     def wait(self, until_s: float) -> None:
-        """Kill the process if it lives at `until_s`, which is monotonic."""
+        """Wait for the process, and kill it if it is alive at `until_s`, a monotonic time."""
         try:
             self.process.wait(max(0.0, until_s - time.monotonic()))
         except subprocess.TimeoutExpired:
             log.warning(
-                "a follower did not end, and is killed", extra={"rank": self.rank, "follower": self.process.pid}
+                "a follower did not end in time, killing it", extra={"rank": self.rank, "follower": self.process.pid}
             )
             self.process.kill()
             self.process.wait()
@@ -85,8 +86,8 @@ class RankProcesses:
     """The followers of this process.
 
     Args:
-        memory: descriptor of shared memory that they inherit, as they do `wakers`.
-        on_loss: called first, on another thread, when a follower has ended.
+        memory: descriptor of shared memory, which followers inherit, like `wakers`.
+        on_loss: called on another thread, before other callbacks, when a follower has ended.
     """
 
     def __init__(
@@ -100,10 +101,10 @@ class RankProcesses:
         wakers: Sequence[int] = (),
         on_loss: Callable[[], None] | None = None,
     ) -> None:
-        # Private. Followers remove it, or services.local if it has killed them too: the name holds our process id.
+        # Private. Followers remove it; if they were killed as well, services.local does, by our process id in the name.
         self.directory = Path(tempfile.mkdtemp(prefix=f"kvmesh-ranks-{os.getpid()}-"))
         self.store = self.directory / "store"
-        self.is_over = threading.Event()  # a follower is lost, or `close` was called
+        self.is_over = threading.Event()  # set when a follower is lost or `close` was called
         self.lost: RankLost | None = None
         self._on_loss = on_loss
         self._lock = threading.Lock()
@@ -117,7 +118,7 @@ class RankProcesses:
         self._all = [start(rank) for rank in range(1, config.tensor_parallel)]
 
     def reports(self) -> list[Report]:
-        """Wait for the next report of each. Raises: WrongSettings, RankLost."""
+        """Wait for the next report of each follower. Raises: WrongSettings, RankLost."""
         reports = [follower.reports.get() for follower in self._all]
         for follower, report in zip(self._all, reports, strict=True):
             if report.failure:
@@ -126,7 +127,7 @@ class RankProcesses:
         return reports
 
     def on_loss(self, callback: Callable[[Exception], None]) -> None:
-        """Call `callback` on any thread. May be called on any thread."""
+        """Call `callback`, on any thread, when a follower is lost. Thread-safe."""
         with self._lock:
             self._callbacks.append(callback)
             lost = self.lost
@@ -134,7 +135,7 @@ class RankProcesses:
             callback(lost)
 
     def close(self) -> bool:
-        """End the processes. Returns: whether this call did."""
+        """End the processes. Return False if an earlier call has done so."""
         with self._lock:
             if self._closing:
                 return False
@@ -142,7 +143,7 @@ class RankProcesses:
         self.is_over.set()
         for follower in self._all:
             follower.end()
-        until_s = time.monotonic() + END_S  # for all: a supervisor may soon kill this process
+        until_s = time.monotonic() + END_S  # one limit for all, because a supervisor may soon kill this process
         for follower in self._all:
             follower.wait(until_s)
         shutil.rmtree(self.directory, ignore_errors=True)

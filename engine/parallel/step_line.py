@@ -1,7 +1,7 @@
-"""A queue in shared memory from the leader to the followers: bytes of messages, in one ring.
+"""A queue of messages in shared memory, from the leader to the followers: one ring buffer.
 
-The leader alone writes `written`, each follower its own `done`; both only grow. A message has a checksum, because
-a processor may show the bytes of one store later than those of the next.
+Only the leader writes `written`, and each follower its own `done`; both only grow. A message has a checksum, because
+on some processors stores become visible to others in a different order.
 """
 
 import mmap
@@ -13,28 +13,28 @@ from time import perf_counter, sleep
 from typing import Final
 from zlib import crc32
 
-RING_BYTES: Final = 64 << 20  # the longest step: 256 block tables of 262,144 tokens in pages of 16 are 21 MB
+RING_BYTES: Final = 64 << 20  # enough for the longest step: 256 block tables of 262,144 tokens in pages of 16 are 21 MB
 HEAD: Final = Struct("<II")  # length and checksum of a message
 COUNTER: Final = Struct("<Q")
 LINE_BYTES: Final = 64  # a cache line for each counter
 FULL_LOOK_S: Final = 1e-4
-WAKE_S: Final = 0.05  # a follower looks at least so often: the leader may have missed that it sleeps
+WAKE_S: Final = 0.05  # longest sleep of a follower, because the leader may have missed that it sleeps
 
 
 class LineBroken(Exception):
-    """The message is too long for the line, or the line has ended."""
+    """The message is too long for the line, or the followers have ended."""
 
 
 class StepLine:
-    """Both ends share `memory` and `wakers`, file descriptors that a follower's process inherits."""
+    """One end of the line. Both ends share the file descriptors `memory` and `wakers`, which followers inherit."""
 
     def __init__(self, size: int, memory: int, wakers: list[int], num_bytes: int = RING_BYTES) -> None:
         self.memory = memory
-        self.wakers = wakers  # an eventfd a follower
+        self.wakers = wakers  # an eventfd for each follower
         self._size = size
-        self._start = LINE_BYTES * (1 + 2 * (size - 1))  # written; done and asleep of each follower
+        self._start = LINE_BYTES * (1 + 2 * (size - 1))  # counters: `written`; `done` and `asleep` of each follower
         self._num_bytes = num_bytes
-        self._position = 0  # of a follower's next message
+        self._position = 0  # position of a follower's next message
         self._map = mmap.mmap(memory, self._start + num_bytes)
 
     @classmethod
@@ -51,7 +51,7 @@ class StepLine:
     # The leader's end.
 
     def send(self, message: bytes, is_over: threading.Event) -> None:
-        """Append a message; wait for room.
+        """Append a message, and wait for room if necessary.
 
         Raises: LineBroken.
         """
@@ -70,13 +70,13 @@ class StepLine:
                 os.eventfd_write(waker, 1)
 
     def is_done(self) -> bool:
-        """Whether the followers have done what all messages ask for."""
+        """Return whether the followers have executed all messages."""
         return self._counter(0) == self._least_done()
 
     # A follower's end.
 
     def receive(self, rank: int, spin_s: float) -> bytes:
-        """Wait for the next message: poll for `spin_s`, then sleep. The call reports the message before as done."""
+        """Wait for the next message: poll for `spin_s`, then sleep. The call reports the previous message as done."""
         read = self._position
         COUNTER.pack_into(self._map, self._done(rank), read)
         self._wait(rank, read, spin_s)

@@ -1,1 +1,1 @@
-"""From logits to token ids."""
+"""Sampling: draws token ids from logits."""

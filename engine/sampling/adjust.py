@@ -1,4 +1,4 @@
-"""Penalties, bias and masks on logits of a CPU."""
+"""Penalties, bias and masks for logits on a CPU."""
 
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -11,18 +11,18 @@ from engine.sampling.allowed import allowed_words, bits_of
 from engine.sampling.row import Row
 from engine.sampling.seen import SeenTokens
 
-SPARE: Final = 32  # free entries per row until the table is rebuilt
+SPARE: Final = 32  # spare entries per row; when they are used, the table is rebuilt
 
 Floats = npt.NDArray[np.float32]
 Numbered = Sequence[tuple[int, Row]]  # rows with their indices in the batch
 
 
 class Penalties:
-    """Penalties, with a table of the tokens seen so far. A draw changes only entries of new tokens.
+    """Penalties, with a table of the tokens seen so far. Each draw only updates the entries of new tokens.
 
-    Repetition comes first; presence and frequency count only generated tokens.
+    Repetition is applied first; presence and frequency count only generated tokens.
 
-    Negative logits are multiplied, since dividing would reward repetition.
+    For repetition, negative logits are multiplied, because division would reward it.
 
     Source: repetition, Keskar et al. 2019, arXiv:1909.05858; the others, OpenAI's API reference.
     """
@@ -45,11 +45,11 @@ class Penalties:
         logits.view(-1).scatter_(0, where, penalised.sub_(self._subtracted[: self._size]))
 
     def _make_table(self) -> None:
-        """An entry per row and seen token: place of the logit, repetition penalty, subtrahend."""
+        """Build the table. Each row and seen token has an entry: index of the logit, repetition penalty, subtrahend."""
         self._seen: list[SeenTokens] = [seen_by(row) for row in self._rows]
         lengths = [len(seen.ids) for seen in self._seen]
         self._size = sum(lengths)
-        # a row's known tokens have consecutive entries, later ones any
+        # tokens known now have consecutive entries; later tokens may have any
         self._known = lengths
         self._begins = [*map(int, np.cumsum([0, *lengths[:-1]]))]
         self._later: list[list[int]] = [[] for _ in self._rows]
@@ -83,7 +83,7 @@ class Penalties:
             self._subtracted.index_copy_(0, index, torch.from_numpy(subtracted))
 
     def _entry(self, i: int, at: int) -> int:
-        """The entry of row i's token number `at`."""
+        """Return the entry of row i's token number `at`."""
         if at < self._known[i]:
             return self._begins[i] + at
         later = self._later[i]
@@ -122,7 +122,7 @@ class Adjustments:
         self._must_go_on = [(i, row) for i, row in numbered if row.mask is None and row.params.min_tokens]
 
     def apply(self, logits: torch.Tensor) -> None:
-        """Overwrite `logits`, contiguous float32 [B, vocab]."""
+        """Adjust `logits`, contiguous float32 [B, vocab], in place."""
         if self._penalties is not None:
             self._penalties.apply(logits)
         if self._bias is not None:
@@ -133,7 +133,7 @@ class Adjustments:
             logits.view(-1).index_fill_(0, self._flat(unfinished, lambda row: row.end_ids), -torch.inf)
 
     def _mask(self, logits: torch.Tensor) -> None:
-        """Mask a whole batch in place: copying rows takes longer."""
+        """Mask the logits. If all rows have masks, do so in place, because copying rows takes longer."""
         words = allowed_words([row for _, row in self._masked], self._vocab)
         banned = torch.from_numpy(bits_of(~words, self._vocab))
         if self._all_masked:

@@ -14,12 +14,12 @@ Words = npt.NDArray[np.uint32]
 
 
 def allowed_words(rows: Sequence[Row], vocab: int) -> Words:
-    """Allowed tokens of `rows`, all with a mask, at least one each.
+    """Return the allowed tokens of `rows`, which all have a mask; at least one token for each row.
 
     End tokens are excluded before `min_tokens` and with `ignore_eos`, unless only they are allowed.
-    A mask that allows nothing is taken to allow the end.
+    A mask that allows nothing is treated as allowing the end tokens.
 
-    Returns: [len(rows), ceil(vocab / 32)].
+    Returns: bits, [len(rows), ceil(vocab / 32)].
     """
     filled = np.empty((len(rows), -(-vocab // WORD_BITS)), dtype=np.int32)
     for signed, row in zip(filled, rows, strict=True):
@@ -27,7 +27,7 @@ def allowed_words(rows: Sequence[Row], vocab: int) -> Words:
         row.mask.fill(signed)
     allowed = filled.view(np.uint32)
     if vocab % WORD_BITS:
-        allowed[:, -1] &= np.uint32((1 << vocab % WORD_BITS) - 1)  # bits beyond the vocabulary
+        allowed[:, -1] &= np.uint32((1 << vocab % WORD_BITS) - 1)  # clear the bits beyond the vocabulary
     for i in np.flatnonzero(~allowed.any(axis=1)).tolist():
         _set(allowed[i], rows[i].eos_ids)
     for words, row in zip(allowed, rows, strict=True):
@@ -43,13 +43,13 @@ def allowed_words(rows: Sequence[Row], vocab: int) -> Words:
 
 
 def bits_of(words: Words, vocab: int) -> npt.NDArray[np.bool_]:
-    """[len(words), vocab], one per token."""
+    """Return bools [len(words), vocab], one per token."""
     as_bytes = words.astype("<u4", copy=False).view(np.uint8)
     return np.unpackbits(as_bytes, axis=1, count=vocab, bitorder="little").view(np.bool_)
 
 
 def all_but(token_ids: Sequence[int], vocab: int) -> Words:
-    """[ceil(vocab / 32)], all bits set but those of `token_ids`."""
+    """Return words [ceil(vocab / 32)] with all bits set except those of `token_ids`."""
     words = np.full(-(-vocab // WORD_BITS), ~np.uint32(0))
     _clear(words, token_ids)
     return words

@@ -32,7 +32,7 @@ MAX_BIAS: Final = 100
 
 
 def end_tokens(ids: int | Sequence[int] | None, vocab_size: int) -> frozenset[int]:
-    """Return the end tokens that a model's configuration names. Those outside its vocabulary are never drawn."""
+    """Return a model's end tokens, without those outside its vocabulary, which can never be drawn."""
     named = set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
     known = frozenset(token_id for token_id in named if 0 <= token_id < vocab_size)
     if unknown := named - known:
@@ -43,7 +43,7 @@ def end_tokens(ids: int | Sequence[int] | None, vocab_size: int) -> frozenset[in
 def check_sampling(
     params: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int], num_generated: int = 0
 ) -> None:
-    """Raises: Rejected, naming the parameter and its bounds."""
+    """Check all parameters. Raises: Rejected, with the parameter and its bounds."""
     for name in RANGES:
         _check_range(params, name)
     if not 0 < params.top_p <= 1:
@@ -62,11 +62,11 @@ def check_sampling(
         )
     check_token_ids(params.stop_token_ids, vocab_size, "stop_token_ids")
     if params.min_tokens and len(eos_token_ids.union(params.stop_token_ids)) >= vocab_size:
-        raise Rejected("min_tokens leaves no token to draw: each would end the text", param="min_tokens")
+        raise Rejected("min_tokens is not possible, because every token would end the text", param="min_tokens")
 
 
 def check_branches(params: SamplingParams) -> None:
-    """Check `n` before anything is made per branch.
+    """Check `n`, before objects are created for each branch.
 
     Raises: Rejected.
     """
@@ -87,7 +87,7 @@ def _check_bias(params: SamplingParams, vocab_size: int) -> None:
         )
     check_token_ids([token for token, _ in bias], vocab_size, "logit_bias")
     if len({token for token, _ in bias}) < len(bias):
-        raise Rejected("logit_bias names a token id twice", param="logit_bias")
+        raise Rejected("logit_bias contains a token id twice", param="logit_bias")
     for token, value in bias:
         if not (isfinite(value) and -MAX_BIAS <= value <= MAX_BIAS):
             raise Rejected(
@@ -97,6 +97,6 @@ def _check_bias(params: SamplingParams, vocab_size: int) -> None:
 
 
 def check_token_ids(token_ids: Sequence[int], vocab_size: int, param: str) -> None:
-    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):  # faster than looking at each
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):  # faster than checking each
         wrong = next(token for token in token_ids if not 0 <= token < vocab_size)
         raise Rejected(f"{param}: token id {wrong} is not in the vocabulary of {vocab_size}", param=param)

@@ -1,14 +1,14 @@
-"""Triton kernel that draws a token for each row: adjustments, cuts and draw in one launch.
+"""Triton kernel that draws a token for each row, with adjustments, cuts and draw in one launch.
 
-`noise` and `drawing` say what is computed: the kernel gives their bits. So it must be launched without fused
-multiply-adds. Sums are of integers, so their order does not matter, nor does the size of a block.
+`noise` and `drawing` define the results, and the kernel computes the same bits. So it must be launched without fused
+multiply-adds. Sums are of integers, so neither their order nor the block size matters.
 
-There is no sort. Thresholds are found by search: each pass over the tokens counts, or weighs, those below three
-pivots. Before that, tokens that cannot be kept are left out. Lane i of a block sees tokens i, i + BLOCK, …; the top_k
-nearest of the lanes' nearest tokens bound the top_k nearest of all. Tokens within the bound go to a list of each lane.
-If a list overflows, passes read the logits again.
+Tokens are not sorted. Thresholds are found by search: each pass over the tokens counts, or weighs, those below three
+pivots. Before that, tokens that cannot be kept are excluded. Lane i of a block processes tokens i, i + BLOCK, …; the
+top_k nearest of the lanes' nearest tokens bound the top_k nearest of all. Each lane lists its tokens within the bound.
+If a list overflows, passes read the logits instead.
 
-Ideas: pivots and a bound before the search, Park et al. 2026, "Qrita", arXiv:2602.01518; rejection instead of sorting,
+Source: pivots and a bound before the search, Park et al. 2026, "Qrita", arXiv:2602.01518; rejection instead of sorting,
 Ye et al. 2025, "FlashInfer", arXiv:2501.01005.
 """
 
@@ -17,8 +17,8 @@ import triton.language as tl
 
 from engine.sampling import drawing, noise
 
-# columns of `sampling`, int64; floats are their float32 bits
-START = tl.constexpr(0)  # of the seed's stream
+# columns of `sampling`, int64; floats are stored as float32 bits
+START = tl.constexpr(0)  # start of the seed's stream
 POSITION = tl.constexpr(1)
 UNTIL = tl.constexpr(2)  # position from which the text may end
 INVERSE = tl.constexpr(3)
@@ -28,7 +28,7 @@ SHARE = tl.constexpr(6)
 REPETITION = tl.constexpr(7)
 PRESENCE = tl.constexpr(8)
 FREQUENCY = tl.constexpr(9)
-COUNTS = tl.constexpr(10)  # lines of tables; -1: none
+COUNTS = tl.constexpr(10)  # this and the next two: lines of tables; -1: none
 BIAS = tl.constexpr(11)
 ENDS = tl.constexpr(12)
 COLUMNS = tl.constexpr(16)
@@ -123,7 +123,7 @@ def _weights(distances):
 
 @triton.jit
 def _share_of(total, share):
-    """total * share / 2^30, rounded up. total is below 2^62."""
+    """Return total * share / 2^30, rounded up. total is below 2^62."""
     high = total >> SHARE_BITS
     low = total & (WHOLE - 1)
     return high * share + ((low * share + (WHOLE - 1)) >> SHARE_BITS)
@@ -136,7 +136,7 @@ def _float(sampling, COLUMN: tl.constexpr):
 
 @triton.jit
 def _logits(block, row, BLOCK: tl.constexpr):
-    """Adjusted and raw logits of a block, and their ids."""
+    """Return adjusted and raw logits of a block, and their ids."""
     source, vocab, counts, bias, words, penalised, biased, masked, repetition, presence, frequency = row
     ids = block * BLOCK + tl.arange(0, BLOCK)
     inside = ids < vocab
@@ -158,7 +158,7 @@ def _logits(block, row, BLOCK: tl.constexpr):
 
 @triton.jit
 def _distances(block, row, scale, lists, BLOCK: tl.constexpr):
-    """Distances of a block and their order as int32, and ids; of the lists if they are used."""
+    """Return distances of a block, their int32 sort keys, and ids; from the lists if these are used."""
     top, inverse = scale
     listed, list_distances, list_ids = lists
     if listed:
@@ -173,14 +173,14 @@ def _distances(block, row, scale, lists, BLOCK: tl.constexpr):
 
 @triton.jit
 def _pivots(low, high):
-    """Three numbers that divide low..high, each below high."""
+    """Return three numbers that divide low..high, each below high."""
     step = (high - low) // 4
     return low + step, low + 2 * step, low + 3 * step
 
 
 @triton.jit
 def _narrowed(low, high, pivots, enough):
-    """The part of low..high that contains the first number that is enough."""
+    """Return the part of low..high that contains the first number that is enough."""
     first, second, third = pivots
     enough_first, enough_second, enough_third = enough
     new_low = tl.where(
@@ -192,7 +192,7 @@ def _narrowed(low, high, pivots, enough):
 
 @triton.jit
 def _count(pivots, blocks, row, scale, lists, BLOCK: tl.constexpr):
-    """How many tokens are at most as far as each pivot."""
+    """Count the tokens that are at most as far as each pivot."""
     a = tl.zeros([BLOCK], dtype=tl.int32)
     b = tl.zeros([BLOCK], dtype=tl.int32)
     c = tl.zeros([BLOCK], dtype=tl.int32)
@@ -206,7 +206,7 @@ def _count(pivots, blocks, row, scale, lists, BLOCK: tl.constexpr):
 
 @triton.jit
 def _count_ties(order_of_ties, bounds, blocks, row, scale, lists, BLOCK: tl.constexpr):
-    """How many tokens at one distance have an id of at most each bound."""
+    """Count the tokens at one distance whose id is at most each bound."""
     a = tl.zeros([BLOCK], dtype=tl.int32)
     b = tl.zeros([BLOCK], dtype=tl.int32)
     c = tl.zeros([BLOCK], dtype=tl.int32)
@@ -221,7 +221,7 @@ def _count_ties(order_of_ties, bounds, blocks, row, scale, lists, BLOCK: tl.cons
 
 @triton.jit
 def _weigh(pivots, last, blocks, row, scale, lists, BLOCK: tl.constexpr):
-    """The weight of the tokens of a set that are at most as far as each pivot."""
+    """Return the weight of a set's tokens that are at most as far as each pivot."""
     last_order, last_id = last
     a = tl.zeros([BLOCK], dtype=tl.int64)
     b = tl.zeros([BLOCK], dtype=tl.int64)
@@ -238,7 +238,7 @@ def _weigh(pivots, last, blocks, row, scale, lists, BLOCK: tl.constexpr):
 
 @triton.jit
 def _id_of_tie(order, number, blocks, row, scale, lists, BLOCK: tl.constexpr):
-    """The id of the number-th token at a distance."""
+    """Return the id of the number-th token at a distance."""
     low, high = 0, row[1] - 1
     while low < high:
         bounds = _pivots(low, high)
@@ -249,7 +249,7 @@ def _id_of_tie(order, number, blocks, row, scale, lists, BLOCK: tl.constexpr):
 
 @triton.jit
 def _cut_to_nearest(top_k, reach, blocks, row, scale, lists, BLOCK: tl.constexpr):
-    """The last token of the top_k nearest within `reach`: its order and id."""
+    """Return sort key and id of the last of the top_k nearest tokens within `reach`."""
     low, high = 0, reach
     while low < high:
         pivots = _pivots(low, high)
@@ -264,7 +264,7 @@ def _cut_to_nearest(top_k, reach, blocks, row, scale, lists, BLOCK: tl.constexpr
 
 @triton.jit
 def _cut_to_weight(least, last, blocks, row, scale, lists, BLOCK: tl.constexpr):
-    """The last token of the smallest set of the nearest up to `last` that weighs `least`: its order and id."""
+    """Return sort key and id of the last token of the smallest set of nearest ones, up to `last`, that weighs `least`."""
     low, high = 0, last[0]
     while low < high:
         pivots = _pivots(low, high)
@@ -272,17 +272,17 @@ def _cut_to_weight(least, last, blocks, row, scale, lists, BLOCK: tl.constexpr):
         low, high = _narrowed(low, high, pivots, (a >= least, b >= least, c >= least))
     before, upto, _again = _weigh((low - 1, low, low), last, blocks, row, scale, lists, BLOCK)
     last_id = tl.where(low == last[0], last[1], row[1])
-    # all tokens at one distance have one weight
+    # all tokens at one distance have the same weight
     distance = (tl.zeros([BLOCK], dtype=tl.int32) + low).to(tl.float32, bitcast=True)
     each = tl.max(_weights(distance), 0)
-    if upto - least >= each:  # the last of them is not needed
+    if upto - least >= each:  # not all tokens at this distance are needed
         last_id = _id_of_tie(low, tl.cdiv(least - before, each).to(tl.int32), blocks, row, scale, lists, BLOCK)
     return low, last_id
 
 
 @triton.jit
 def _lane_bound(lanes, reach, top_k, least):
-    """The distance within which lanes' nearest tokens are top_k, or weigh `least` if top_k is 0; at most `reach`."""
+    """Return the distance, up to `reach`, within which lanes' nearest tokens are top_k, or for top_k 0 weigh `least`."""
     order = lanes.to(tl.int32, bitcast=True) & MAGNITUDE
     mass = _weights(lanes)
     low, high = 0, reach
@@ -299,7 +299,7 @@ def _lane_bound(lanes, reach, top_k, least):
 
 @triton.jit
 def _collected(bound, blocks, row, scale, lists, BLOCK: tl.constexpr, DEPTH: tl.constexpr):
-    """Write tokens within the bound to the lanes' lists. Returns: entries of the longest list."""
+    """Write tokens within the bound to the lanes' lists. Return the length of the longest list."""
     _listed, list_distances, list_ids = lists
     lane = tl.arange(0, BLOCK)
     lengths = tl.zeros([BLOCK], dtype=tl.int32)
@@ -320,7 +320,7 @@ def _collected(bound, blocks, row, scale, lists, BLOCK: tl.constexpr, DEPTH: tl.
 
 @triton.jit
 def _best(last, key, blocks, row, scale, lists, BLOCK: tl.constexpr):
-    """The token with the largest noise - distance of those up to `last`."""
+    """Return the token with the largest noise - distance of those up to `last`."""
     last_order, last_id = last
     best = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
     best_ids = tl.full([BLOCK], MAGNITUDE, dtype=tl.int32)
@@ -338,7 +338,7 @@ def _best(last, key, blocks, row, scale, lists, BLOCK: tl.constexpr):
 def _draw_cut(
     lanes, top_k, share, reach, key, blocks, row, scale, lists, BLOCK: tl.constexpr, DEPTH: tl.constexpr
 ):  # fmt: skip
-    """The token drawn from what top_k and top_p leave of the tokens within `reach`."""
+    """Draw from the tokens within `reach` that top_k and top_p keep."""
     least = tl.zeros([], dtype=tl.int64)
     if top_k == 0:
         _a, _b, total = _weigh((0, 0, reach), (reach, row[1]), blocks, row, scale, lists, BLOCK)
@@ -362,10 +362,10 @@ def _draw_cut(
 
 @triton.jit
 def sample_kernel(
-    drawn,  # int64 [2, rows]: a valid id each; the same, or NO_TOKEN for NaN, infinity, or nothing to draw from
+    drawn,  # int64 [2, rows]: valid ids; the same with NO_TOKEN for NaN, infinity, or no token to draw
     logits,  # [rows, vocab]
     batch,  # int32 [rows, 2]: line of `sampling`, line of `masks` or -1
-    sampling,  # int64 [slots, COLUMNS]; not `params`, a name that Triton's launch has for itself
+    sampling,  # int64 [slots, COLUMNS]; not named `params`, which Triton's launch reserves
     counts,  # int32 [lines, vocab]: 2 * (times generated) + (in the prompt)
     bias,  # float32 [lines, vocab]
     ends,  # int32 [lines, words_stride]: bits of tokens that do not end the text
@@ -378,7 +378,7 @@ def sample_kernel(
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
 ):
-    """Draw a token for a row and count it: grid (rows,)."""
+    """Draw a token for a row and count it. The grid is (rows,)."""
     number = tl.program_id(0)
     slot = tl.load(batch + 2 * number)
     mask_line = tl.load(batch + 2 * number + 1)

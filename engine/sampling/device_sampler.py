@@ -1,4 +1,4 @@
-"""Draws on a device: what it keeps of each row, and the launches."""
+"""Sampling on a device: the state of each row, and the launches of the kernel."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
@@ -15,24 +15,24 @@ from engine.sampling.logprobs import DrawnLogprobs
 from engine.sampling.noise import stream_starts
 from engine.sampling.row import Row
 
-BLOCK: Final = 2048  # tokens at once
+BLOCK: Final = 2048  # tokens per block
 DEPTH: Final = 4  # entries of a lane's list
 WARPS: Final = 16
 NO_LINE: Final = -1
-FIRST_LINES: Final = 8  # of a table
+FIRST_LINES: Final = 8  # initial lines of a table
 
 Numbers = npt.NDArray[Any]
 
 
 class Table:
-    """Lines of one width on the device, made when they are first needed."""
+    """A table of lines on the device, which are allocated on demand."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.lines = torch.zeros(1, width, dtype=dtype, device=device)
         self._free = [0]
 
     def take(self) -> int:
-        """The number of a free line, with old contents."""
+        """Return the number of a free line, which has old contents."""
         if not self._free:
             old = len(self.lines)
             grown = self.lines.new_zeros(max(FIRST_LINES, 2 * old), self.lines.shape[1])
@@ -59,7 +59,7 @@ class Table:
 
 
 class Tables:
-    """What a device keeps of rows."""
+    """The tables on a device with the state of rows."""
 
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.vocab = vocab
@@ -74,24 +74,24 @@ class Tables:
 class DeviceSampler:
     """Implements `Sampler` with one kernel for a batch.
 
-    Each row has a slot on the device: its parameters, its position and, with penalties, its counts of tokens. The
-    kernel updates position and counts. Only rows that are new, or whose text is not what was drawn, are sent.
+    Each row has a slot on the device with its parameters, its position and, for penalties, its counts of tokens. The
+    kernel updates position and counts. Only new rows, and rows whose text is not what was drawn, are sent.
 
     Args:
-        block: of the kernel; a draw does not depend on it.
+        block: block size of the kernel; results do not depend on it.
     """
 
     def __init__(self, device: torch.device, *, block: int = BLOCK) -> None:
         self._device = device
         self._block = block
         self._rows: list[Row] = []
-        self._positions: list[int] = []  # where the device draws next
+        self._positions: list[int] = []  # positions at which the device draws next
         self._slots: dict[Row, int] = {}
-        self._kept: dict[Row, dict[Table, int]] = {}  # lines of each row
+        self._kept: dict[Row, dict[Table, int]] = {}  # each row's lines in tables
         self._masked: list[Row] = []
         self._batch = torch.zeros(0, 2, dtype=torch.int32, device=device)
         self._lists = torch.zeros(2, 0, dtype=torch.int32, device=device)  # [2, rows * DEPTH * block]
-        self._tables: Tables | None = None  # the first logits tell the vocabulary
+        self._tables: Tables | None = None  # made when the first logits show the vocabulary's size
 
     @property
     def tables(self) -> Tables:
@@ -130,7 +130,7 @@ class DeviceSampler:
             BLOCK=self._block,
             DEPTH=DEPTH,
             num_warps=WARPS,
-            enable_fp_fusion=False,  # the noise must have the CPU's bits
+            enable_fp_fusion=False,  # so that the noise has the same bits as on a CPU
         )
 
     def _masks(self) -> torch.Tensor:
@@ -139,7 +139,7 @@ class DeviceSampler:
         return to_device(allowed_words(self._masked, self.tables.vocab).view(np.int32), self._device)
 
     def _change(self, rows: Sequence[Row], positions: Sequence[int]) -> None:
-        """Send what the device lacks."""
+        """Send the state of new and changed rows, and free that of rows that left."""
         tables = self.tables
         expected = dict(zip(self._rows, self._positions, strict=True))
         wanted = dict(zip(rows, positions, strict=True))
@@ -184,7 +184,7 @@ class DeviceSampler:
             yield tables.ends
 
     def _with(self, rows: Sequence[Row], table: Table) -> Mapping[Row, int]:
-        """Those of `rows` with a line in `table`, and its number."""
+        """Return those of `rows` that have a line in `table`, with its number."""
         return {row: self._kept[row][table] for row in rows if table in self._kept[row]}
 
     def _params_of(self, row: Row, start: int) -> Numbers:
@@ -210,7 +210,7 @@ class DeviceDraw:
     """Implements `Draw`."""
 
     def __init__(self, ids: torch.Tensor, logprobs: DrawnLogprobs) -> None:
-        """`ids` is [2, B]: valid ones, and those with NO_TOKEN."""
+        """`ids` is [2, B]: valid ids, and ids with NO_TOKEN."""
         self.token_ids = ids[0]
         self._host_ids = to_host(ids[1])
         self._logprobs = logprobs
@@ -236,7 +236,7 @@ def _bias_of(row: Row) -> tuple[Numbers, Numbers]:
 
 
 def _counts_of(row: Row) -> tuple[Numbers, Numbers]:
-    """Twice the number of times that a token was generated, plus 1 if the prompt has it and repetition counts."""
+    """Return ids and counts: twice the times a token was generated, plus 1 if it is in the prompt (for repetition)."""
     generated = np.asarray(row.tokens[row.start :], dtype=np.int64)
     prompt = np.asarray(row.tokens[: row.start] if row.params.repetition_penalty != 1 else (), dtype=np.int64)
     ids, index = np.unique(np.concatenate([prompt, generated]), return_inverse=True)

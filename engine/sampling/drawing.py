@@ -1,4 +1,4 @@
-"""How a row's token is drawn, in the numbers that `noise` computes with."""
+"""Draws a row's token, in the number formats of `noise`."""
 
 import math
 from collections.abc import Sequence
@@ -10,27 +10,27 @@ import numpy as np
 from components.wire.sampling import SamplingParams
 from engine.sampling.noise import Floats, Ids, Words, gumbel, noise_words, tokens_of_words, total_weight, weights
 
-COLDEST: Final = 1e-12  # temperature
+COLDEST: Final = 1e-12  # lowest temperature
 EVERY: Final = float(np.finfo(np.float32).max)  # greatest distance of a token that is not excluded
 SHARE_BITS: Final = 30
 WHOLE: Final = 1 << SHARE_BITS  # share without top_p
-STEPS: Final = (np.float32(4), np.float32(12))  # distances within which most distributions are
-WEIGHTLESS: Final = np.float32(28)  # distance; 2^-40 is at 27.7
-FEW: Final = 512  # tokens scored first
-ROUNDING: Final = 1.001  # noise and distances are rounded, by less than 1e-5
+STEPS: Final = (np.float32(4), np.float32(12))  # distances that are tried first; most distributions are within them
+WEIGHTLESS: Final = np.float32(28)  # distance at which a token has no weight; 2^-40 is at 27.7
+FEW: Final = 512  # tokens that are scored first
+ROUNDING: Final = 1.001  # margin, because noise and distances have rounding errors of up to 1e-5
 
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
     """A token's distance is (largest logit - its logit) / temperature, in float32.
 
-    The token with the largest noise - distance is drawn, of equal ones the first. That is a draw from the softmax.
+    The token with the largest noise - distance is drawn; of equal ones the first. This is a draw from the softmax.
 
     Source: Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030.
     """
 
     inverse: float  # 1 / temperature; 0: greedy
-    reach: float  # greatest distance, by min_p
+    reach: float  # greatest distance that min_p allows
     top_k: int  # 0: all
     share: int  # top_p in 2^-30
 
@@ -49,7 +49,7 @@ def drawing_of(params: SamplingParams) -> Drawing:
 
 
 def weight_to_reach(total: int, share: int) -> int:
-    """The share of a weight, rounded up."""
+    """Return the share of a weight, rounded up."""
     return -(-total * share // WHOLE)
 
 
@@ -66,7 +66,7 @@ class Distances:
         return found
 
     def within(self, limit: np.float32) -> tuple[Ids, Floats]:
-        """The tokens up to a distance, ascending, and their distances.
+        """Return the tokens up to a distance, ascending, and their distances.
 
         One comparison of all logits finds these and perhaps a few more, because distances are rounded.
         """
@@ -78,19 +78,19 @@ class Distances:
 
 
 class Candidates(NamedTuple):
-    """Tokens of a row of which one is drawn."""
+    """The tokens of a row that may be drawn."""
 
     token_ids: Ids
-    words: Words  # of their noise
+    words: Words  # random bits of their noise
     distances: Floats
 
 
 def candidates(logits: Floats, best: int, key: int, how: Drawing) -> Candidates:
-    """Those tokens of a row that may be drawn.
+    """Return the tokens of a row that may be drawn.
 
     Args:
         logits: [vocab], adjusted.
-        best: the first of the largest ones, which is finite.
+        best: the first token with the largest logit, which is finite.
     """
     distances = Distances(logits, logits[best], how)
     if how.cuts:
@@ -103,7 +103,7 @@ def candidates(logits: Floats, best: int, key: int, how: Drawing) -> Candidates:
 
 
 def draw(rows: Sequence[Candidates]) -> list[int]:
-    """The token of each row. Noise is computed once for all, because most rows have few candidates."""
+    """Draw the token of each row. Noise is computed for all rows together, because most have few candidates."""
     noise = gumbel(np.concatenate([row.words for row in rows]))
     drawn, end = [], 0
     for row in rows:
@@ -114,16 +114,16 @@ def draw(rows: Sequence[Candidates]) -> list[int]:
 
 
 def kept(distances: Distances) -> Ids:
-    """The tokens that min_p, top_k and top_p leave, in this order; ascending.
+    """Return the tokens that min_p, top_k and top_p keep, applied in this order; ascending.
 
-    The top_k nearest, lower ids first among equals; of these the smallest set that has the share of their weight.
+    top_k keeps the nearest, lower ids first among equals; top_p keeps their smallest set with that share of the weight.
 
     Source: top-k, Fan et al. 2018, arXiv:1805.04833; nucleus, Holtzman et al. 2020, arXiv:1904.09751.
     """
     how = distances.how
     reach, top_k = np.float32(how.reach), how.top_k
-    least = 0  # weight
-    if not top_k:  # those without weight are never needed
+    least = 0  # weight to reach
+    if not top_k:  # tokens without weight are never needed
         _, near = distances.within(min(reach, WEIGHTLESS))
         least = weight_to_reach(total_weight(near), how.share)
     for limit in (*STEPS, reach):
@@ -144,7 +144,7 @@ def kept(distances: Distances) -> Ids:
 
 
 def _possible_winners(distances: Distances, key: int) -> Ids:
-    """The tokens that may have the largest score, noise minus distance.
+    """Return the tokens that may have the largest score, which is noise minus distance.
 
     For v, the share of a token's word in 2^32, its noise is between log(1/v - 1) and log(1/v).
     """
@@ -152,7 +152,7 @@ def _possible_winners(distances: Distances, key: int) -> Ids:
     beyond = 0.0 if len(near) > FEW else float(STEPS[0])  # least distance of the others
     near, found = near[:FEW], found[:FEW]
     shares = (noise_words(key, near) + 0.5) / 2**32
-    least = float((np.log(1 / shares - 1) - found).max())  # score of the one that is drawn
+    least = float((np.log(1 / shares - 1) - found).max())  # lower bound of the best score
     near = near[shares <= math.exp(-least) * ROUNDING]
     most = min(math.exp(-least - beyond) * ROUNDING * 2**32, 2**32 - 1)
     return np.concatenate([near, tokens_of_words(key, len(distances.logits), int(most))])

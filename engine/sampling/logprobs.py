@@ -11,22 +11,22 @@ from engine.device.copies import to_device, to_host
 from engine.sampling.bounds import MAX_LOGPROBS
 from engine.sampling.row import Row
 
-SLICE: Final = 64  # prompt rows at once
+SLICE: Final = 64  # prompt rows that are converted at once
 
 
 class PendingLogprobs:
-    """Log-probabilities of the model's own logits, before any adjustment.
+    """Log-probabilities by the model's own logits, before any adjustment.
 
-    `read`, and `leave` of the classes below, require that an `Arrival` was waited for.
+    Before `read`, and before `leave` of the classes below, wait for an `Arrival`.
     """
 
     def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, alternatives: Sequence[int]) -> None:
-        """Enqueue; `logits` is float32 [N, vocab], `token_ids` is int64 [N]."""
+        """Enqueue the computation. `logits` is float32 [N, vocab], `token_ids` is int64 [N]."""
         norm = _log_sums(logits)
         self._alternatives = alternatives
         self._chosen = to_host((logits.gather(1, token_ids.unsqueeze(1)) - norm).squeeze(1))
         if any(alternatives):
-            # a fixed number: the order of equal logits must not depend on the batch
+            # a fixed number, because the order of equal logits must not depend on the batch
             values, ids = logits.topk(min(MAX_LOGPROBS, logits.shape[1]), dim=-1)
             self._top_values, self._top_ids = to_host(values - norm), to_host(ids)
 
@@ -42,14 +42,14 @@ class PendingLogprobs:
 
 
 def _log_sums(logits: torch.Tensor) -> torch.Tensor:
-    """log Σ e^logits of each row, [N, 1], in one order: several threads would share the sum of a row that is alone."""
+    """Return log Σ e^logits of each row, [N, 1], in one order. A single row is doubled, or several threads would sum it."""
     rows = logits.repeat(2, 1) if len(logits) == 1 else logits
     return rows.logsumexp(dim=-1, keepdim=True)[: len(logits)]
 
 
 class DrawnLogprobs:
     def __init__(self, logits: torch.Tensor, rows: Sequence[Row]) -> None:
-        """Copy rows of `logits`, [B, vocab], which may change."""
+        """Copy the rows of `logits`, [B, vocab], that need log-probabilities, because `logits` may change."""
         wanting = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
         self._rows = [rows[i] for i in wanting]
         if wanting:
@@ -68,13 +68,13 @@ class DrawnLogprobs:
 
 
 class PromptLogprobs:
-    """Rows are converted in slices, because each is a whole vocabulary.
+    """Log-probabilities of a prompt. Rows are converted in slices, because each is a whole vocabulary.
 
-    Tokens noted before a preemption are skipped.
+    Tokens that have them from before a preemption are skipped.
     """
 
     def __init__(self, row: Row, logits: torch.Tensor, first: int) -> None:
-        """Enqueue; logits[i] is of token `first` + i."""
+        """Enqueue the computation. logits[i] are those of token `first` + i."""
         prompt_logprobs, count = row.prompt_logprobs, row.params.prompt_logprobs
         assert prompt_logprobs is not None
         assert count is not None
@@ -88,7 +88,7 @@ class PromptLogprobs:
             self._pending.append(PendingLogprobs(rows, to_device(some, logits.device), [count] * len(some)))
 
     def leave(self) -> bool:
-        """Return False if they are not finite."""
+        """Store the log-probabilities. Return False if any is NaN."""
         logprobs = [token for pending in self._pending for token in pending.read()]
         self._prompt_logprobs += logprobs
         return not any(isnan(token.logprob) for token in logprobs)

@@ -1,7 +1,7 @@
 """Noise and weights of tokens, with the same bits on every device.
 
-Each step is an integer operation, or a float32 addition or multiplication that IEEE 754 rounds in one way. So a CPU
-and `device_kernel` draw the same token from the same logits.
+Each step is an integer operation, or a float32 addition or multiplication whose rounding IEEE 754 defines. So a CPU and
+`device_kernel` draw the same token from the same logits.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,20 +17,20 @@ Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
 
 SEED_MASK: Final = (1 << 64) - 1
-# SplitMix64: 2^64 over the golden ratio, and the factors of its finaliser
+# SplitMix64: 2^64 divided by the golden ratio, and the factors of its finaliser
 GOLDEN: Final = 0x9E3779B97F4A7C15
 FIRST: Final = 0xBF58476D1CE4E5B9
 SECOND: Final = 0x94D049BB133111EB
-# 32 bits: 2^32 over the golden ratio, and factors of a finaliser with little bias
+# 32 bits: 2^32 divided by the golden ratio, and the factors of a finaliser with little bias
 SPREAD: Final = 0x9E3779B9
 LEFT: Final = 0x7FEB352D
 RIGHT: Final = 0x846CA68B
 
 LN_2: Final = 0.6931471805599453
 LOG2_E: Final = 1.4426950408889634
-ROOT_HALF_BITS: Final = 0x3F3504F3  # of sqrt(1/2) in float32
+ROOT_HALF_BITS: Final = 0x3F3504F3  # bits of sqrt(1/2) in float32
 MANTISSA: Final = 0x7FFFFF
-# log(1 + r) = r + r² (c0 + c1 r + …) from sqrt(1/2) to sqrt(2), to 1.1e-7
+# log(1 + r) = r + r² (c0 + c1 r + …) for 1 + r from sqrt(1/2) to sqrt(2), within 1.1e-7
 LOG: Final = (
     -0.49999988079071045,
     0.33333927392959595,
@@ -41,7 +41,7 @@ LOG: Final = (
     -0.14339259266853333,
     0.088142029941082,
 )
-# 2^-f = c0 + c1 f + … from 0 to 1, to 2.1e-7
+# 2^-f = c0 + c1 f + … for f from 0 to 1, within 2.1e-7
 POWER: Final = (
     1.0,
     -0.6931470036506653,
@@ -52,8 +52,8 @@ POWER: Final = (
     0.00010845286305993795,
 )
 WEIGHT_BITS: Final = 40  # weight of the most probable token is 2^40
-FRACTION_BITS: Final = 24  # of the power, before it is shifted
-CHUNK: Final = 16384  # tokens at once, so that they stay in the processor's cache
+FRACTION_BITS: Final = 24  # fraction bits of the power before it is shifted
+CHUNK: Final = 16384  # tokens that are processed at once, to stay in the processor's cache
 
 _LOG: Final = np.array(LOG, dtype=np.float32)
 _POWER: Final = np.array(POWER, dtype=np.float32)
@@ -65,7 +65,8 @@ _UNIT: Final = np.float32(2.0**-32)
 
 
 def stream_starts(seeds: Iterable[int]) -> LongWords:
-    """Each seed has a SplitMix64 stream, so no state moves with a request.
+    """Return the start of each seed's SplitMix64 stream. A position in a stream is computed directly, so a request has no
+    state that would have to move with it.
 
     Source: Steele, Lea and Flood 2014, "Fast splittable pseudorandom number generators".
     """
@@ -73,7 +74,7 @@ def stream_starts(seeds: Iterable[int]) -> LongWords:
 
 
 def keys(starts: LongWords, positions: Sequence[int]) -> LongWords:
-    """The numbers of the streams at `positions`: each is the key of a token's noise."""
+    """Return the streams' numbers at `positions`, which are the keys of tokens' noise."""
     counters = np.array(positions, dtype=np.uint64) + np.uint64(1)
     return _mixed(starts + counters * np.uint64(GOLDEN))
 
@@ -85,7 +86,7 @@ def _mixed(words: LongWords) -> LongWords:
 
 
 def noise_words(key: int, token_ids: Ids) -> Words:
-    """32 random bits a token: two keyed rounds of a finaliser over its id.
+    """Return 32 random bits per token: two keyed rounds of a finaliser over its id.
 
     Source of the factors: Wellons 2018, "Prospecting for hash functions".
     """
@@ -93,7 +94,7 @@ def noise_words(key: int, token_ids: Ids) -> Words:
 
 
 def tokens_of_words(key: int, vocab: int, most: int) -> Ids:
-    """All tokens whose words are at most `most`, ascending."""
+    """Return all tokens whose words are at most `most`, ascending."""
     low, high = _halves(key)
     if hasattr(torch.ops.kvmesh, "small_words"):
         found = torch.empty(vocab, dtype=torch.int64)
@@ -111,7 +112,7 @@ def _halves(key: int) -> tuple[np.uint32, np.uint32]:
 
 
 def _hashed(words: Words, low: np.uint32, high: np.uint32) -> Words:
-    """In place."""
+    """Hash `words` in place."""
     words *= np.uint32(SPREAD)
     words += low
     _finalise(words)
@@ -129,10 +130,10 @@ def _finalise(words: Words) -> None:
 
 
 def gumbel(words: Words) -> Floats:
-    """Gumbel noise of random words, from -3.2 to 22.9.
+    """Convert random words to Gumbel noise, from -3.2 to 22.9.
 
-    -log(-log(1 - v)) for v = (word + 1/2) / 2^32. A small v is not rounded to a multiple of 2^-24, because among 10^5
-    tokens the largest noise decides.
+    It is -log(-log(1 - v)) for v = (word + 1/2) / 2^32. A small v is not rounded to a multiple of 2^-24, because the
+    largest noise among 10^5 tokens decides.
     """
     small = (words.astype(np.float32) + _HALF) * _UNIT
     rest = ((~words).astype(np.float32) + _HALF) * _UNIT  # 1 - v
@@ -143,7 +144,7 @@ def gumbel(words: Words) -> Floats:
 
 
 def _parts(values: Floats) -> tuple[Floats, Floats]:
-    """(e, m - 1) of each value, m 2^e, with m from sqrt(1/2) to sqrt(2)."""
+    """Return (e, m - 1) of each value m 2^e, with m from sqrt(1/2) to sqrt(2)."""
     shifted = values.view(np.int32) - np.int32(ROOT_HALF_BITS)
     mantissa = (shifted & np.int32(MANTISSA)) + np.int32(ROOT_HALF_BITS)
     return (shifted >> np.int32(23)).astype(np.float32), mantissa.view(np.float32) - _ONE
@@ -162,7 +163,7 @@ def _polynomial(factors: Floats, x: Floats) -> Floats:
 
 
 def weights(distances: Floats) -> Ids:
-    """exp(-distance), not negative, in units of 2^-40, so that sums do not depend on an order."""
+    """Return exp(-distance) for distances >= 0, in units of 2^-40: integers, so that sums do not depend on their order."""
     scaled = np.minimum(distances * _LOG2_E, np.float32(63))
     whole = scaled.astype(np.int32)
     power = _polynomial(_POWER, scaled - whole.astype(np.float32))

@@ -1,4 +1,4 @@
-"""Logits to token ids and log-probabilities, each request with its own parameters."""
+"""Draws token ids, with log-probabilities, from logits; each request has its own parameters."""
 
 from collections.abc import Sequence
 from importlib import import_module
@@ -21,22 +21,22 @@ GREEDY: Final = 0.0
 class Draw(Protocol):
     @property
     def token_ids(self) -> torch.Tensor:
-        """int64 [B] on the device of the logits; valid ids, since the next step uses them before the host does."""
+        """int64 [B] on the logits' device. All ids are valid, because the next step uses them before the host reads them."""
 
     def read(self) -> list[int]:
-        """Store log-probabilities in the rows, after an `Arrival` was waited for.
+        """Store log-probabilities in the rows. Wait for an `Arrival` first.
 
-        Returns: the ids, NO_TOKEN for rows with NaN or infinity, and for drawn ones whose tokens are all excluded.
+        Returns: the ids; NO_TOKEN for rows with NaN or infinity, and for rows that are not greedy and exclude all tokens.
         """
 
 
 class Sampler(Protocol):
     def draw(self, logits: torch.Tensor, rows: Sequence[Row]) -> Draw:
-        """Enqueue a draw for each row of `logits`, [B, vocab] of the model's type, which stay as they are."""
+        """Enqueue a draw for each row of `logits`, [B, vocab] of the model's dtype, which are not changed."""
 
 
 def choose_sampler(device: torch.device) -> Sampler:
-    """The kernel's where Triton can compile it, else the CPU's. They draw the same tokens from the same logits."""
+    """Return the sampler on the device if Triton can compile it, else the CPU's. Both draw the same tokens."""
     if device.type != "cuda" or find_spec("triton") is None or find_c_compiler() is None:
         return HostSampler()
     made: Sampler = import_module("engine.sampling.device_sampler").DeviceSampler(device)
@@ -44,9 +44,9 @@ def choose_sampler(device: torch.device) -> Sampler:
 
 
 class HostSampler:
-    """Implements `Sampler` on a CPU. For logits on a device it waits.
+    """Implements `Sampler` on a CPU. It waits for logits that are on a device.
 
-    It keeps what it knows of a batch while the batch is the same.
+    It keeps the state of a batch as long as the batch is the same.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Batch:
 
 
 def _best(logits: Floats) -> tuple[Ids, Floats]:
-    """The first of the largest logits of each row, or a NaN: its id and value."""
+    """Return id and value of the largest logit of each row, the first of equal ones; of a NaN if there is one."""
     chosen = logits.argmax(axis=1)
     return chosen, logits[np.arange(len(logits)), chosen]
 
@@ -86,7 +86,7 @@ class HostDraw:
         logprobs = DrawnLogprobs(raw, batch.rows)
         logits: Floats = raw.to("cpu", torch.float32).numpy()
         chosen, largest = _best(logits)
-        finite = largest < np.inf  # false for NaN; -inf excludes a token
+        finite = largest < np.inf  # false for NaN; -inf is allowed, as it excludes a token
         if batch.adjustments is not None:
             adjusted = torch.from_numpy(logits.copy())
             batch.adjustments.apply(adjusted)

@@ -1,4 +1,4 @@
-"""The tokens of a text with their counts."""
+"""The tokens of a text and their counts."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -11,7 +11,7 @@ NONE_SEEN: Final = 64  # initial capacity
 
 class SeenTokens:
     def __init__(self, prompt: Sequence[int], start: int) -> None:
-        """Prompt tokens count as seen 0 times; generated ones begin at `start`."""
+        """Prompt tokens have a count of 0. Generated tokens begin at index `start`."""
         self._counted = start
         distinct = np.unique(np.asarray(prompt, dtype=np.int64))
         self._index = {token: i for i, token in enumerate(distinct.tolist())}
@@ -39,10 +39,10 @@ class SeenTokens:
 
     @property
     def ids(self) -> npt.NDArray[np.int64]:
-        """Distinct token ids [K], new ones last."""
+        """Distinct token ids [K], newest last."""
         return self._ids[: len(self._index)]
 
     @property
     def counts(self) -> npt.NDArray[np.float32]:
-        """How often each of `ids` was generated."""
+        """Number of times that each of `ids` was generated."""
         return self._counts[: len(self._index)]

@@ -1,7 +1,7 @@
-"""Which part of a model's weights belongs to a rank.
+"""Determines which part of a model's weights each rank has.
 
-transformers' `base_model_tp_plan` and `base_model_ep_plan` name the layers. KV heads that do not suffice are replicated.
-Attention sinks are cut like the query heads.
+transformers' `base_model_tp_plan` and `base_model_ep_plan` name the layers. If there are fewer KV heads than ranks, they
+are replicated. Attention sinks are cut like the query heads.
 """
 
 import re
@@ -18,17 +18,17 @@ from engine.sharding.group import Reduced
 from engine.sharding.heads import query_heads
 from engine.sharding.part import Part, packed, share
 
-# transformers' styles
+# names of styles in transformers
 OUTPUTS: Final = "colwise"  # each rank has some of the outputs
-INPUTS: Final = "rowwise"  # each rank has some of the inputs: the outputs are summed
+INPUTS: Final = "rowwise"  # each rank has some of the inputs, and the outputs are summed
 EXPERTS: Final = "moe_tp_experts"
 WHOLE: Final = frozenset(
     {"replicate", "replicated_with_grad_allreduce", "embedding_rowwise", "embedding_colwise", "local_params"}
 )
-# of layers whose outputs transformers gathers, because modules divide them
+# styles of layers whose outputs transformers gathers, because modules split them
 FUSED_OUTPUTS: Final = "colwise_gather_output"
 FUSED_INPUTS: Final = "rowwise_split_input"
-# by model type: layers that transformers' plan leaves out
+# by model type: styles of layers that are missing in transformers' plan
 ADDED: Final[Mapping[str, Mapping[str, str]]] = {
     "gpt_oss": {
         "layers.*.self_attn.q_proj": OUTPUTS,
@@ -38,7 +38,7 @@ ADDED: Final[Mapping[str, Mapping[str, str]]] = {
         "layers.*.self_attn.sinks": OUTPUTS,
     }
 }
-# transformers' names
+# names in transformers
 SINKS: Final = "sinks"  # [heads]
 KV_LAYERS: Final = ("k_proj", "v_proj")
 FUSED_QKV: Final = "qkv_proj"
@@ -51,40 +51,40 @@ FUSED: Final = (FUSED_QKV, FUSED_GATE)
 class Cut:
     """A rank's part of a linear layer."""
 
-    weight: Part  # of outputs or inputs
-    shape: tuple[int, int]  # whole: (outputs, inputs)
-    heads: tuple[int, int] | None = None  # queries and keys, for a module that divides the outputs by numbers of heads
+    weight: Part  # part of the outputs or inputs
+    shape: tuple[int, int]  # shape of the whole layer: (outputs, inputs)
+    heads: tuple[int, int] | None = None  # numbers of query and KV heads, for a module that splits its outputs by them
 
     @property
     def is_summed(self) -> bool:
         return self.weight.dim == 1
 
     def bias(self, rank: int) -> Part | None:
-        """None: this rank adds no bias, because another does."""
+        """Return the part of the bias; None if another rank adds it."""
         if not self.is_summed:
             return self.weight
         outputs = self.shape[0]
         return Part(0, (range(outputs),), outputs) if rank == 0 else None
 
     def of_change(self, down: torch.Tensor, up: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The part of a layer's LoRA matrices, [rank, inputs] and [outputs, rank]."""
+        """Return the parts of a layer's LoRA matrices, [rank, inputs] and [outputs, rank]."""
         return (self.weight.of(down), up) if self.is_summed else (down, self.weight.of(up))
 
 
 @dataclass(frozen=True, slots=True)
 class Cuts:
-    """A rank's part of a model. What is not named is whole."""
+    """A rank's part of a model. Weights that are not listed are whole."""
 
     linears: Mapping[str, Cut] = field(default_factory=dict)  # by the layer's name
     experts: Mapping[str, ExpertCut] = field(default_factory=dict)  # by the module's name
     sinks: Mapping[str, Part] = field(default_factory=dict)  # by the parameter's name
 
 
-NO_CUTS: Final = Cuts()  # of a whole model
+NO_CUTS: Final = Cuts()  # for a whole model
 
 
 def plan_cuts(name: str, module: Any, layout: KvLayout, heads: int) -> Cuts:
-    """The cuts of a whole `module` for the shard of `layout`. `heads` is the number of query heads.
+    """Return the cuts of a whole `module` for the shard of `layout`. `heads` is the number of query heads.
 
     Raises: UnsupportedModel.
     """
@@ -94,8 +94,8 @@ def plan_cuts(name: str, module: Any, layout: KvLayout, heads: int) -> Cuts:
         raise UnsupportedModel(f"tensor_parallel={layout.shards}: transformers has no plan to cut {name}")
     if any(getattr(text, "activation_sparsity_pattern", None) or ()):  # Gemma 3n
         raise UnsupportedModel(
-            f"tensor_parallel={layout.shards}: {name} cannot be cut: its layers keep the largest of all activations "
-            "(activation_sparsity_pattern), and a rank sees only its own"
+            f"tensor_parallel={layout.shards}: {name} cannot be cut, because its layers keep the largest of all activations "
+            "(activation_sparsity_pattern), and each rank has only its own"
         )
     styles = {**ADDED.get(text.model_type, {}), **styles}
     of_experts = getattr(text, "base_model_ep_plan", None) or {}
@@ -131,21 +131,21 @@ def _pattern(path: str) -> str:
 
 
 def _of_parameters(styles: Mapping[str, str], pattern: str) -> dict[str, str]:
-    """The styles of parameters of the module at `pattern`, by name."""
+    """Return the styles of the parameters of the module at `pattern`, by name."""
     return {path.rpartition(".")[2]: style for path, style in styles.items() if path.rpartition(".")[0] == pattern}
 
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """The rank that `layout` is of, and its rows or columns of a layer."""
+    """The rank of `layout`, and its rows or columns of a layer."""
 
     layout: KvLayout
-    heads: int  # query heads of the model
+    heads: int  # number of query heads of the model
 
     def of_heads(self, path: str, size: int) -> range:
-        """The rows or columns of the rank's query heads."""
+        """Return the rows or columns of the rank's query heads."""
         if size % self.heads:
-            raise UnsupportedModel(f"{path} has {size} columns or rows, which are not those of {self.heads} heads")
+            raise UnsupportedModel(f"{path} has {size} columns or rows, which {self.heads} heads do not divide")
         own, each = query_heads(self.heads, self.layout), size // self.heads
         return range(own.start * each, own.stop * each)
 
@@ -160,7 +160,7 @@ class _Rank:
 
 def _cut(path: str, layer: Any, style: str, parent: torch.nn.Module, rank: _Rank) -> Cut:
     if type(layer) is not torch.nn.Linear:
-        raise UnsupportedModel(f"{path} is {style}, and not a linear layer")
+        raise UnsupportedModel(f"{path} is {style}, but not a linear layer")
     leaf = path.rpartition(".")[2]
     shape = (layer.out_features, layer.in_features)
     in_attention = any(hasattr(parent, one) for one in (*KV_LAYERS, FUSED_QKV, FUSED_BY_HEAD))
@@ -180,7 +180,7 @@ def _sinks(path: str, parameter: torch.Tensor, style: str | None, rank: _Rank) -
 
 
 def _matrices(path: str, outputs: int, rank: _Rank, in_attention: bool) -> list[tuple[int, range]]:
-    """The matrices that the layer consists of, each by its number of rows and the rank's range of them."""
+    """Return the matrices of which the layer consists: for each, its number of rows and the rank's range of them."""
     layout, leaf = rank.layout, path.rpartition(".")[2]
     size = layout.head_dim
     keys = (layout.kv_heads * size, range(layout.heads.start * size, layout.heads.stop * size))
@@ -193,12 +193,12 @@ def _matrices(path: str, outputs: int, rank: _Rank, in_attention: bool) -> list[
     else:
         found = [(outputs, rank.part(path, outputs, in_attention))]
     if sum(rows for rows, _ in found) != outputs:
-        raise UnsupportedModel(f"{path} has {outputs} rows, which are not those of its heads")
+        raise UnsupportedModel(f"{path} has {outputs} rows, which do not match its heads")
     return found
 
 
 def cut_weights(module: torch.nn.Module, cuts: Cuts, rank: int) -> None:
-    """Leave each layer its part of the weights."""
+    """Replace the weights of each layer by its part of them."""
     for name, cut in cuts.linears.items():
         layer: Any = module.get_submodule(name)
         if cut.is_summed:
@@ -218,14 +218,14 @@ def cut_weights(module: torch.nn.Module, cuts: Cuts, rank: int) -> None:
 
 
 def _set_heads(attention: Any, heads: int, kv_heads: int) -> None:
-    """The module divides its fused outputs by these numbers, the first of which is in the model's configuration."""
+    """Set the numbers of heads by which the module splits its fused outputs."""
     attention.num_key_value_heads = kv_heads
-    attention.config.head_dim = attention.head_dim  # would follow from the number of heads
+    attention.config.head_dim = attention.head_dim  # otherwise it would be derived from the number of heads
     attention.config.num_attention_heads = heads
 
 
 def join_sums(module: torch.nn.Module, cuts: Cuts) -> None:
-    """Sum the outputs of layers whose inputs are cut, after their adapters, and those of experts."""
+    """Add sums over ranks after layers whose inputs are cut, and their adapters, and after experts."""
     for name, cut in cuts.linears.items():
         if cut.is_summed:
             _replace(module, name, Reduced(module.get_submodule(name)))

@@ -1,7 +1,7 @@
-"""Weights stored as 8-bit floats or integers, read as the matrices that they and their scales stand for.
+"""Weights stored as 8-bit floats or integers, which are dequantised while they are read.
 
-Beside a matrix `…` a file has its scales, as `…_scale_inv` or `…_scale`: one for the matrix, one for each row, or
-one for each block. Scales of activations and of keys and values are not read: both are computed unquantised.
+In addition to a matrix `…`, a file has its scales, named `…_scale_inv` or `…_scale`: one for the matrix, one per row, or
+one per block. Scales of activations and of keys and values are ignored, because both are computed unquantised.
 """
 
 from collections.abc import Mapping
@@ -17,11 +17,11 @@ EIGHT_BITS: Final = ("F8_E4M3", "I8")  # safetensors' names
 SCALES: Final = ("_scale_inv", "_scale")
 UNUSED: Final = (".input_scale", ".activation_scale", ".output_scale", ".k_scale", ".v_scale")
 
-Block = tuple[int, int]  # rows and columns that share a scale
+Block = tuple[int, int]  # numbers of rows and columns that share a scale
 
 
 class ScaledTensor:
-    """A matrix [..., out, in] and its scales in a file, read as `safe_open(...).get_slice` gives a tensor."""
+    """A matrix [..., out, in] in a file and its scales, with the interface of `safe_open(...).get_slice`."""
 
     def __init__(self, stored: Any, scales: torch.Tensor, block: Block) -> None:
         self._stored = stored
@@ -35,7 +35,7 @@ class ScaledTensor:
         return "F32"
 
     def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> torch.Tensor:
-        """Return float32, of the whole or of a part."""
+        """Return the matrix or a part of it, as float32."""
         shape = self.get_shape()
         parts = index if isinstance(index, tuple) else ()
         ranges = [range(size)[part] for size, part in zip(shape, (*parts, *[slice(None)] * len(shape)), strict=False)]
@@ -48,10 +48,10 @@ class ScaledTensor:
 
 
 def joined(tensors: Mapping[str, Any], block: Block | None) -> dict[str, Any]:
-    """Return `tensors`, by name, with each matrix of 8-bit numbers as what it and its scales stand for.
+    """Return `tensors`, by name, with each matrix of 8-bit numbers replaced by a `ScaledTensor`.
 
     Args:
-        block: of matrices with a scale for each block.
+        block: block size of matrices with a scale for each block.
     Raises: UnsupportedModel, for scales of another shape.
     """
     found = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNUSED)}

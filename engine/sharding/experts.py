@@ -1,4 +1,4 @@
-"""Experts over ranks: a rank has some of a layer's experts, or a part of each."""
+"""Experts over ranks: each rank has some of a layer's experts, or a part of each."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from engine.errors import UnsupportedModel
 from engine.sharding.group import sum_over_ranks
 from engine.sharding.part import Part, packed, share
 
-# transformers' styles of parameters: in `base_model_ep_plan`, then in `base_model_tp_plan`
+# styles of parameters in transformers: the first in `base_model_ep_plan`, the others in `base_model_tp_plan`
 WHOLE_EXPERTS: Final = "grouped_gemm"
 PACKED_ROWS: Final = "packed_colwise"
 COLUMNS: Final = "rowwise"
@@ -27,7 +27,7 @@ class ExpertCut:
 def plan_experts(  # noqa: PLR0917 - the module, then how to cut it
     path: str, module: Any, whole: Mapping[str, str], parts: Mapping[str, str], rank: int, ranks: int
 ) -> ExpertCut:
-    """Give the rank whole experts if their number can be divided, else a part of each.
+    """Return the rank's cut: whole experts if their number is divisible by `ranks`, else a part of each.
 
     Args:
         whole: styles of the module's parameters in transformers' plan for whole experts, by name.
@@ -46,22 +46,23 @@ def plan_experts(  # noqa: PLR0917 - the module, then how to cut it
             rows = packed([(size, own), (size, own)])
             return ExpertCut(None, {"gate_up_proj": Part(1, rows, 2 * size), "down_proj": Part(2, (own,), size)})
         raise UnsupportedModel(f"{path} has {count} experts of size {size}, and {ranks} divides neither")
-    raise UnsupportedModel(f"{path} has {count} experts, which {ranks} does not divide, and they cannot be cut")
+    raise UnsupportedModel(f"{path} has {count} experts, which {ranks} does not divide, and experts that cannot be cut")
 
 
 def cut_experts(module: Any, cut: ExpertCut) -> None:
-    """Leave the module its part of the weights."""
+    """Replace the module's weights by its part of them."""
     for name, part in cut.parts.items():
         setattr(module, name, part.parameter(getattr(module, name)))
     if cut.owned is not None:
         module.num_experts = len(cut.owned)
-        module._is_expert_parallel = True  # transformers then expects routes to experts of other ranks
+        module._is_expert_parallel = True  # makes transformers accept routes to experts of other ranks
 
 
 class ReducedExperts(torch.nn.Module):
     """Experts over ranks: each rank computes its part for all tokens, and the outputs are summed.
 
-    All ranks must route alike. They do: each computes the whole router from equal bits, with as many threads.
+    All ranks must route in the same way. They do, because each computes the whole router from the same bits, with the
+    same number of threads.
     """
 
     def __init__(self, part: torch.nn.Module, owned: range | None) -> None:
@@ -83,5 +84,5 @@ class ReducedExperts(torch.nn.Module):
 
 
 def has_experts(module: torch.nn.Module) -> bool:
-    """Whether the experts of `module` are divided over ranks."""
+    """Return whether the experts of `module` are divided over ranks."""
     return any(isinstance(layer, ReducedExperts) for layer in module.modules())

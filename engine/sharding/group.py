@@ -1,6 +1,6 @@
-"""The ranks of an instance, and what they compute together.
+"""The process group of an instance's ranks, and their collective operations.
 
-torch's default process group: NCCL on devices, gloo on CPUs. A process belongs to one instance.
+It is torch's default process group: NCCL on devices, gloo on CPUs. A process belongs to one instance.
 """
 
 import os
@@ -16,12 +16,12 @@ from torch._C._distributed_c10d import FileStore
 
 JOIN_S: Final = 120.0
 LEAVE_S: Final = 5.0
-_aborts: Final[list[threading.Thread]] = []  # of the group; at most one
+_aborts: Final[list[threading.Thread]] = []  # the thread that aborts the group, if any
 
 
 def join_group(store: Path, rank: int, size: int, device: torch.device) -> None:
-    """Wait for the other ranks. `store` is a path on this machine, the same for all ranks."""
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are here; a host's name may not resolve
+    """Form the group with the other ranks. `store` is a path on this machine, the same for all ranks."""
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this host, whose name may not resolve
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=FileStore(str(store), size),
@@ -33,7 +33,7 @@ def join_group(store: Path, rank: int, size: int, device: torch.device) -> None:
 
 
 def leave_group() -> None:
-    """End the group, also if other ranks have ended. CUDA graphs that hold sums of it must be free."""
+    """Leave the group, even if other ranks have ended. CUDA graphs that contain its sums must have been freed."""
     abort_group()
     while _aborts:
         _aborts.pop().join(LEAVE_S)
@@ -42,9 +42,9 @@ def leave_group() -> None:
 
 
 def abort_group() -> None:
-    """Release a thread that waits for a lost rank on a device; gloo notices the loss itself.
+    """Release a thread that waits for a lost rank on a device; gloo detects the loss itself.
 
-    Returns at once: NCCL's threads wait while a CUDA graph holds sums of the group.
+    Does not wait for the abort, which NCCL delays while a CUDA graph contains sums of the group.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl" and not _aborts:
         abort = dist.distributed_c10d._abort_process_group
@@ -53,13 +53,13 @@ def abort_group() -> None:
 
 
 def from_leader(values: torch.Tensor) -> torch.Tensor:
-    """Overwrite `values` with rank 0's."""
+    """Overwrite `values` with those of rank 0."""
     dist.broadcast(values, 0)
     return values
 
 
 def of_all_ranks(numbers: Sequence[int], device: torch.device) -> list[list[int]]:
-    """Exchange as many numbers with each rank. Returns: all ranks', by rank."""
+    """Exchange numbers, equally many on each rank. Return all ranks' numbers, by rank."""
     own = torch.tensor(numbers, dtype=torch.int64, device=device)
     found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(found, own)
@@ -76,7 +76,7 @@ def sum_over_ranks(y: torch.Tensor) -> torch.Tensor:
 
 
 class Reduced(torch.nn.Module):
-    """A linear layer whose inputs are cut: the outputs of all ranks are summed."""
+    """A linear layer whose inputs are cut, so that the outputs of all ranks are summed."""
 
     def __init__(self, part: torch.nn.Module) -> None:
         super().__init__()

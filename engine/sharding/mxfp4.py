@@ -1,8 +1,8 @@
-"""gpt-oss's experts as published, in MXFP4: read as the bfloat16 matrices that they stand for.
+"""gpt-oss's experts as published, in MXFP4, which are decoded to bfloat16 while they are read.
 
 A file has two tensors for each matrix:
 
-- `…_blocks` [experts, out, groups, 16]: two 4-bit floats a byte, the first one in the lower half;
+- `…_blocks` [experts, out, groups, 16]: two 4-bit floats per byte, the first one in the lower half;
 - `…_scales` [experts, out, groups]: an exponent of two for each group of 32.
 
 Source: OCP Microscaling Formats (MX) v1.0: E2M1 elements, E8M0 scales.
@@ -16,15 +16,15 @@ import torch
 
 BLOCKS, SCALES = "_blocks", "_scales"
 IN_GROUP: Final = 32
-BIAS: Final = 127  # of a scale's exponent
-POSITIVE: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the lower three bits; the fourth is the sign
+BIAS: Final = 127  # bias of a scale's exponent
+POSITIVE: Final = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # indexed by the lower three bits; the fourth is the sign
 ELEMENTS: Final = (*POSITIVE, *(-value for value in POSITIVE))
 # [256, 2]: both elements of a byte
 PAIRS: Final = torch.tensor([(ELEMENTS[byte & 15], ELEMENTS[byte >> 4]) for byte in range(256)], dtype=torch.bfloat16)
 
 
 class Mxfp4Tensor:
-    """Two tensors in a file, read as one [experts, in, out], as `safe_open(...).get_slice` gives it."""
+    """Two tensors in a file, read as one [experts, in, out], with the interface of `safe_open(...).get_slice`."""
 
     def __init__(self, blocks: Any, scales: Any) -> None:
         self._blocks = blocks
@@ -38,17 +38,19 @@ class Mxfp4Tensor:
         return "BF16"
 
     def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> torch.Tensor:
-        """Return some experts, or of these a part."""
+        """Return some experts, or a part of them."""
         experts, *rest = index if isinstance(index, tuple) else (slice(None),)
         decoded = decode(self._blocks[experts], self._scales[experts])
         return decoded[(slice(None), *rest)]
 
 
 def decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Return bfloat16 [experts, in, out] of uint8 [experts, out, groups, 16] and [experts, out, groups]."""
+    """Decode uint8 [experts, out, groups, 16] and [experts, out, groups] to bfloat16 [experts, in, out]."""
     experts, out, groups, _ = blocks.shape
     decoded = torch.empty(experts, groups * IN_GROUP, out, dtype=torch.bfloat16)
-    for expert in range(experts):  # an index of all at once would take eight bytes for each of `blocks`
+    for expert in range(
+        experts
+    ):  # one by one, because indexing all at once would take eight bytes for each byte of `blocks`
         elements = PAIRS[blocks[expert].long()].view(out, groups, IN_GROUP)
         powers = torch.exp2(scales[expert].float() - BIAS).bfloat16()
         decoded[expert] = (elements * powers[:, :, None]).view(out, -1).T
@@ -56,7 +58,7 @@ def decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def joined(tensors: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `tensors`, by name, with each pair as the matrix that it stands for."""
+    """Return `tensors`, by name, with each pair replaced by an `Mxfp4Tensor`."""
     found = dict(tensors)
     for name in tensors:
         matrix = name.removesuffix(BLOCKS)

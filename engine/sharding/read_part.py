@@ -1,4 +1,4 @@
-"""Read a rank's part of a model's weights: no rank holds the whole."""
+"""Reads a rank's part of a model's weights, so that no rank needs memory for all."""
 
 import json
 import re
@@ -16,16 +16,16 @@ from engine.attention.backend import IMPLEMENTATION
 from engine.sharding.cuts import Cuts, cut_weights
 from engine.sharding.part import Part
 
-WEIGHTS: Final = "model.safetensors"  # transformers' names
+WEIGHTS: Final = "model.safetensors"  # this and the next: names in transformers
 INDEX: Final = "model.safetensors.index.json"
 EXPERT: Final = re.compile(r"\.experts\.(?P<expert>\d+)\.")
 
 
 class CutTensor:
-    """A tensor in a file. Reading it, as transformers does by `[...]`, reads one part."""
+    """A tensor in a file, of which `[...]`, as used by transformers, reads only a part."""
 
     def __init__(self, stored: Any, part: Part) -> None:
-        self._stored = stored  # of `safe_open(...).get_slice`
+        self._stored = stored  # returned by `safe_open(...).get_slice`
         self._part = part
 
     def __getitem__(self, _index: Any) -> torch.Tensor:
@@ -35,7 +35,7 @@ class CutTensor:
         return self._stored.get_dtype()
 
 
-def read_part(  # noqa: PLR0917 - what to read, then how
+def read_part(  # noqa: PLR0917 - first the source, then the options
     directory: Path,
     skeleton: Any,
     dtype: torch.dtype,
@@ -43,11 +43,11 @@ def read_part(  # noqa: PLR0917 - what to read, then how
     rank: int,
     unpack: Callable[[Mapping[str, Any]], dict[str, Any]],
 ) -> tuple[Any, dict[str, Any]]:
-    """Make a model from its part of the weights, or from all if there are no cuts.
+    """Make a model from the rank's part of the weights, or from all if there are no cuts.
 
-    `skeleton` is the whole model without memory; `unpack` turns tensors in files into the model's.
+    `skeleton` is the whole model without memory; `unpack` converts tensors in files to the model's.
 
-    Returns: as `from_pretrained(output_loading_info=True)`.
+    Returns: the same as `from_pretrained(output_loading_info=True)`.
     """
     whole: Any = type(skeleton)
 
@@ -55,7 +55,7 @@ def read_part(  # noqa: PLR0917 - what to read, then how
         whole.__init__(self, *args, **kwargs)
         cut_weights(self, cuts, rank)
 
-    # transformers makes the class on the meta device, then fills its parameters from `state_dict`
+    # transformers constructs the class on the meta device, then fills its parameters from `state_dict`
     part: Any = type(whole.__name__, (whole,), {"__init__": make_part, "__module__": whole.__module__})
     with ExitStack() as files:
         tensors: dict[str, Any] = {}
@@ -82,11 +82,11 @@ def _parts(tensors: Mapping[str, Any], skeleton: Any, cuts: Cuts, rank: int) -> 
     parameters = skeleton.state_dict()
     found: dict[str, Any] = {}
     for key, stored in tensors.items():
-        # a file may have other names than the model, and a tensor for each expert
+        # names in files may differ from the model's, and each expert may have its own tensor
         name, _ = rename_source_key(key, renamings, converters, skeleton.base_model_prefix, parameters)
         whole = parameters.get(name)
         if whole is None:
-            found[key] = stored  # transformers reports it, or does without
+            found[key] = stored  # transformers reports or ignores it
         elif (reading := _reading(key, stored, whole, name, cuts, rank)) is not None:
             found[key] = reading
     return found
@@ -95,7 +95,7 @@ def _parts(tensors: Mapping[str, Any], skeleton: Any, cuts: Cuts, rank: int) -> 
 def _reading(  # noqa: PLR0917 - what is in the file, then in the model
     key: str, stored: Any, whole: torch.Tensor, name: str, cuts: Cuts, rank: int
 ) -> Any:
-    """Return `stored`, or its part, or None: this rank has nothing of it."""
+    """Return `stored`, or the rank's part of it, or None if the rank has no part."""
     layer, _, kind = name.rpartition(".")
     shape = stored.get_shape()
     if name in cuts.sinks:
@@ -105,7 +105,7 @@ def _reading(  # noqa: PLR0917 - what is in the file, then in the model
     elif (experts := cuts.experts.get(layer)) is not None and kind in experts.parts:
         number = EXPERT.search(key) if len(shape) < whole.ndim else None
         if number is not None and experts.owned is not None:
-            # transformers joins the experts that it is given
+            # transformers joins those experts that it receives
             return stored if int(number["expert"]) in experts.owned else None
         part = experts.parts[kind]
     else:
@@ -114,7 +114,7 @@ def _reading(  # noqa: PLR0917 - what is in the file, then in the model
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """The files that transformers would read: a directory may have the weights in other formats, too."""
+    """Return the files that transformers would read; a directory may contain the weights in other formats as well."""
     index = directory / INDEX
     if not index.is_file():
         return [directory / WEIGHTS]

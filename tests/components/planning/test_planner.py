@@ -445,7 +445,7 @@ def test_workers_are_added_while_there_are_devices_for_them(devices: int, most: 
             planner.took(verdict.change, fleet.now_s)
     assert fleet.counts == {"prefill": 1 + ordered, "decode": 1}
     used = (1 + ordered) * devices + 1
-    full = f"another prefill worker takes {devices} devices, and {used} of {most} are used"
+    full = f"another prefill worker needs {devices} devices, and {used} of {most} are in use"
     assert (full in held) == (most is not None)
 
 

@@ -102,7 +102,7 @@ def test_a_header_that_cannot_be_sent_costs_the_file_nothing(
         with receiver(200) as endpoint:
             assert exported(tmp_path, endpoint, 2, 3) == NONE
     assert len(TraceStore(tmp_path).last_trace_ids()) == 10
-    assert "OTLP receiver away, spans wait" in caplog.messages
+    assert "OTLP receiver unreachable, spans are queued" in caplog.messages
     assert not any("ret" in str(record.__dict__) for record in caplog.records)
 
 

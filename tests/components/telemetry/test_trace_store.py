@@ -290,7 +290,7 @@ def test_a_damaged_file_that_cannot_be_moved_costs_the_spans_and_not_the_process
     (tmp_path / DAMAGED_NAME).mkdir()
     writer = TraceWriter(tmp_path)
     assert not writer.write("test", [])
-    assert caplog.messages == ["the damaged file of traces cannot be moved aside", "spans not kept"]
+    assert caplog.messages == ["the damaged trace file cannot be moved aside", "spans not kept"]
     (tmp_path / FILE_NAME).unlink()
     assert writer.write("test", [])
     writer.close()

@@ -160,9 +160,9 @@ def test_the_format_gpt_oss_is_used_for_calls_and_reasoning_or_for_neither() -> 
         FormatOptions(reasoning_parser="qwen3"),
         FormatOptions("hermes"),
     ):
-        with pytest.raises(ValueError, match="for reasoning and calls together"):
+        with pytest.raises(ValueError, match="for both reasoning and calls"):
             OutputFormats.of(CHANNELS, options)
-    with pytest.raises(ValueError, match="for reasoning and calls together"):
+    with pytest.raises(ValueError, match="for both reasoning and calls"):
         OutputFormats.of(NATIVE, FormatOptions(tool_parser="gpt_oss"))
 
 

@@ -252,8 +252,8 @@ GOOD: dict[str, Any] = {
     [
         ({"layer": 2}, "no such layer"),
         ({"layer": -1}, "no such layer"),
-        ({"tables": [[0, 3], [2, 0]]}, "none of the pool's"),
-        ({"tables": [[0, -1], [2, 0]]}, "none of the pool's"),
+        ({"tables": [[0, 3], [2, 0]]}, "is not in the pool"),
+        ({"tables": [[0, -1], [2, 0]]}, "is not in the pool"),
         ({"contexts": [1, 5]}, "shorter than its chunk"),
         ({"contexts": [18, 33]}, "longer than its block table"),
         ({"tokens": 2}, "more tokens than the query"),
@@ -322,6 +322,6 @@ def test_a_kernel_that_does_not_compile_leaves_nothing_behind(tmp_path: Path, mo
     source.write_text("this is no C++;")
     monkeypatch.setattr(native_library, "kernel_sources", lambda: [source])
     monkeypatch.setattr(native_library, "kernels_are_loaded", lambda: False)
-    with pytest.raises(KernelsUnavailable, match=r"g\+\+ 12 or newer can.*error"):
+    with pytest.raises(KernelsUnavailable, match=r"g\+\+ 12 or newer.*error"):
         load_kernels(tmp_path)
     assert [path.suffix for path in (tmp_path / "compile").iterdir()] == [".lock"]

@@ -118,7 +118,7 @@ def test_a_full_disk_is_seen_at_the_start(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_a_directory_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(
-        WrongSettings, match=f"kv_offload_dir: evicted KV pages need a directory .*: {tmp_path / 'none'} is"
+        WrongSettings, match=f"kv_offload_dir: evicted KV pages need a writable directory, and {tmp_path / 'none'} is"
     ):
         allocate_offloaded(LAYOUT, 4, CPU, tmp_path / "none")
 

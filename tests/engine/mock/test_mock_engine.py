@@ -166,7 +166,7 @@ def test_pages_that_did_not_arrive_whole_fail_the_request(tmp_path: Path, keep: 
         page = read_page(there, source)
         write_page(here, target, page[:keep].ljust(len(page), b"\0"))
     here.deliver("d", computed.first_token or 0)
-    assert "should hold 8 tokens" in run_until_idle(here).failed["d"].error.message
+    assert "should contain 8 tokens" in run_until_idle(here).failed["d"].error.message
     check_pages(here)
 
 
