@@ -65,7 +65,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
 def command(options: dict[str, Any], user: str = "inspect") -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Register a command whose first argument is settings made of `options`.
 
-    These come first, then the environment, then what a `services.local` here wrote for `user`.
+    Options have precedence, then the environment, then the addresses that a local mesh has written for `user`.
     """
 
     def register(function: Callable[..., None]) -> Callable[..., None]:
@@ -93,10 +93,10 @@ def command(options: dict[str, Any], user: str = "inspect") -> Callable[[Callabl
 def workers(
     settings: MeshSettings,
     *,
-    wide: Annotated[bool, typer.Option("--wide", help="also epochs, hosts, pages and calls")] = False,
+    wide: Annotated[bool, typer.Option("--wide", help="show epochs, hosts, pages and calls as well")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Show all instances: what etcd holds and NATS answers."""
+    """Show all instances: their records in etcd and their answers over NATS."""
     _run(show_workers(settings, _console(wide=wide), wide=wide, as_json=as_json))
 
 
@@ -104,12 +104,12 @@ def workers(
 def top(
     settings: MeshSettings,
     *,
-    once: Annotated[bool, typer.Option("--once", help="print it once and end")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="an object per line, one a second")] = False,
+    once: Annotated[bool, typer.Option("--once", help="print it once and exit")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per second, each on a line")] = False,
 ) -> None:
-    """Show load, KV usage, heartbeats and links, live.
+    """Show load, KV usage, heartbeats and links.
 
-    Drawn again once a second until Ctrl-C.
+    Refreshed once a second until Ctrl-C.
     """
     _run(show_top(settings, console, once=once, as_json=as_json))
 
@@ -124,18 +124,20 @@ def rooms(settings: MeshSettings, *, as_json: AsJson = False) -> None:
 def kv(
     settings: MeshSettings,
     *,
-    prompt: Annotated[str, typer.Option(help="text of a prompt: who has how many of its tokens cached")] = "",
+    prompt: Annotated[
+        str, typer.Option(help="text of a prompt: show how many of its tokens each instance has cached")
+    ] = "",
     chat: Annotated[bool, typer.Option(help="wrap it in the model's chat template")] = True,
     token_ids: Annotated[str, typer.Option(help="the same for a prompt's token ids, such as 1,2,3")] = "",
-    first: Annotated[int | None, typer.Option(min=1, help="look only at this many tokens from the start")] = None,
-    block: Annotated[str, typer.Option(help="beginning of a block hash: who holds such a block")] = "",
+    first: Annotated[int | None, typer.Option(min=1, help="only use this many tokens from the start")] = None,
+    block: Annotated[str, typer.Option(help="beginning of a block hash: show which instances have such a block")] = "",
     adapter: Annotated[str, typer.Option(help="name of a LoRA adapter")] = "",
     cache_salt: Annotated[str, typer.Option(help="`cache_salt` of the request; with API keys, TENANT/SALT")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show which instances hold which prefixes.
+    """Show which instances have cached which prefixes.
 
-    Without a prompt: how much is cached, and what is shared most.
+    Without a prompt, show how much is cached and which prefixes are shared most.
     """
     try:
         ids = [int(one) for one in token_ids.split(",")] if token_ids else []
@@ -155,20 +157,20 @@ def kv(
 def events(
     settings: MeshSettings,
     *,
-    as_json: Annotated[bool, typer.Option("--json", help="an object per line")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON objects, each on a line")] = False,
 ) -> None:
-    """Show instances that come, go or drain, as it happens.
+    """Show when instances register, leave or drain, as it happens.
 
-    Ends with Ctrl-C.
+    Runs until Ctrl-C.
     """
     _run(show_events(settings, console, as_json=as_json))
 
 
 @command(MESH)
 def doctor(settings: MeshSettings, *, as_json: AsJson = False) -> None:
-    """Look for what is wrong, and say what to do.
+    """Find problems and suggest how to fix them.
 
-    The exit status is 1 if something is wrong.
+    The exit status is 1 if there is a problem.
     """
     sys.exit(not _run(show_doctor(settings, console, as_json=as_json)))
 
@@ -178,14 +180,14 @@ def set(  # noqa: A001 - the name of the command
     settings: MeshSettings,
     which: Annotated[str, typer.Argument(help="all, a role, or the beginning of an instance id")],
     *,
-    log_level: Annotated[LogLevel | None, typer.Option(help="least severe messages to log")] = None,
-    logger: Annotated[str, typer.Option(help="a logger's name, such as components.routing; without it: all")] = "",
-    traces_per_s: Annotated[float | None, typer.Option(help="requests traced per second; inf: all")] = None,
+    log_level: Annotated[LogLevel | None, typer.Option(help="lowest level of messages to log")] = None,
+    logger: Annotated[str, typer.Option(help="name of a logger, such as components.routing; default: all")] = "",
+    traces_per_s: Annotated[float | None, typer.Option(help="requests to trace per second; inf: all")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Change the log level or the trace rate of processes.
 
-    A restart undoes it.
+    The change is lost at a restart.
     """
     if log_level is None and traces_per_s is None:
         raise typer.BadParameter("give --log-level or --traces-per-s")
@@ -200,12 +202,12 @@ def drain(
     settings: MeshSettings,
     instance: Annotated[str, typer.Argument(help="beginning of the id of an instance")],
     *,
-    stop: Annotated[bool, typer.Option("--stop", help="end it, as SIGTERM does")] = False,
-    undo: Annotated[bool, typer.Option("--undo", help="let it take work again")] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="until it has no work left")] = False,
+    stop: Annotated[bool, typer.Option("--stop", help="stop the process, as SIGTERM does")] = False,
+    undo: Annotated[bool, typer.Option("--undo", help="let it accept new requests again")] = False,
+    wait: Annotated[bool, typer.Option("--wait", help="wait until it has no work left")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Let an instance finish its requests and take no new ones.
+    """Let an instance finish its requests and accept no new ones.
 
     It keeps running, unless --stop is given.
     """
@@ -218,7 +220,7 @@ def drain(
 
 @command(MESH)
 def planner(settings: MeshSettings, *, as_json: AsJson = False) -> None:
-    """Show how many workers are needed, why, and latest changes."""
+    """Show how many workers are needed and why, and the latest changes."""
     asyncio.run(show_planners(settings, console, as_json=as_json))
 
 
@@ -229,10 +231,12 @@ def trace(
         str, typer.Argument(help="last, slow, failed, or the beginning of a trace id or request id")
     ] = "last",
     *,
-    wide: Annotated[bool, typer.Option("--wide", "--verbose", help="all attributes, such as route.compared")] = False,
-    perfetto: Annotated[Path | None, typer.Option(help="write the trace into a file for ui.perfetto.dev")] = None,
+    wide: Annotated[
+        bool, typer.Option("--wide", "--verbose", help="show all attributes, such as route.compared")
+    ] = False,
+    perfetto: Annotated[Path | None, typer.Option(help="write the trace to a file for ui.perfetto.dev")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
-    count: Annotated[int, typer.Option(min=1, help="traces to list, for slow and failed")] = 20,
+    count: Annotated[int, typer.Option(min=1, help="number of traces to list, for slow and failed")] = 20,
 ) -> None:
     """Show one request as a tree of spans with times, or list slow or failed ones.
 
@@ -245,7 +249,7 @@ def trace(
 def traces(
     settings: MeshSettings,
     *,
-    count: Annotated[int, typer.Option(min=1, help="traces to list")] = 20,
+    count: Annotated[int, typer.Option(min=1, help="number of traces to list")] = 20,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """List the newest traces."""
@@ -258,11 +262,13 @@ def profile(
     role: Annotated[Literal["prefill", "decode"], typer.Argument(help="role of the worker")],
     *,
     seconds: Annotated[float, typer.Option(help="how long to record, at most 60")] = 5.0,
-    instance: Annotated[str | None, typer.Option(help="beginning of the instance id, if there are several")] = None,
+    instance: Annotated[
+        str | None, typer.Option(help="beginning of the instance id, if there are several workers")
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="file to write [profile-ROLE-ID.json.gz]")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print the file's name and facts for programs")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print the file's name and facts as JSON")] = False,
 ) -> None:
-    """Record a torch trace of a worker at work, for Perfetto."""
+    """Record a torch profile of a worker, for Perfetto."""
     asyncio.run(profile_worker(settings, console, role, instance, seconds=seconds, out=out, as_json=as_json))
 
 
@@ -277,7 +283,7 @@ def route(
     cache_salt: Annotated[str, typer.Option(help="`cache_salt` of the request")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Show which instances a prompt would go to, and why.
+    """Show to which instances a prompt would be routed, and why.
 
     The prompt is not computed.
     """
@@ -289,7 +295,7 @@ def route(
 def env(settings: MeshSettings, *, as_json: AsJson = False) -> None:
     """Print addresses, passwords and the model as shell variables.
 
-    They are for etcdctl, nats and services started by hand. Usage: eval "$(python -m services.inspect env)"
+    They are for etcdctl, nats and services that are started by hand. Usage: eval "$(python -m services.inspect env)"
     """
     variables = shell_variables(settings)
     if not ADDRESSES & settings.model_fields_set:  # the usual ports would be a guess
@@ -330,7 +336,7 @@ def _console(*, wide: bool) -> Console:
 
 
 def _run(work: Coroutine[Any, Any, R]) -> R:
-    """Without log lines: what they say is shown otherwise. Ctrl-C is a usual end."""
+    """Run `work` without log lines, because the output has their facts. Ctrl-C is a normal end."""
     logger = logging.getLogger("components")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -343,6 +349,6 @@ def _run(work: Coroutine[Any, Any, R]) -> R:
 
 
 if __name__ == "__main__":
-    # The other commands of kvmesh have a longer help; here every option is in the help.
+    # Other kvmesh commands have --help-all for more options; here --help shows all of them.
     arguments = ["--help" if argument == "--help-all" else argument for argument in sys.argv[1:]]
     app(arguments, prog_name=program("python -m services.inspect"))

@@ -1,4 +1,4 @@
-"""Changes of running processes: log level, trace rate, draining."""
+"""Changes running processes: log level, trace rate, draining."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ class Outcome:
 
 
 def chosen(instances: Sequence[Seen], which: str) -> list[Seen]:
-    """`which`: all, a role, or what `one_of` takes. Raises: SystemExit, if it names nothing, or several instances."""
+    """Return the instances. `which`: all, a role, or as for `one_of`. Raises: SystemExit, if not found or ambiguous."""
     if which == EVERYWHERE:
         return list(instances)
     if which in NAMES:
@@ -52,9 +52,9 @@ def chosen(instances: Sequence[Seen], which: str) -> list[Seen]:
 
 
 def one_of(instances: Sequence[Seen], which: str, *, hint: str = "") -> Seen:
-    """`which`: an instance id or its beginning; ROLE/ID where several roles have it. `hint`: what else it could have been.
+    """Return one instance. `which`: an id or its beginning, or ROLE/ID. `hint`: other values that were possible.
 
-    Raises: SystemExit, unless it names exactly one.
+    Raises: SystemExit, unless there is exactly one.
     """
     role, _, wanted = which.rpartition("/")
     found = [one for one in instances if one.instance_id.startswith(wanted) and role in ("", one.role)]
@@ -67,7 +67,7 @@ def one_of(instances: Sequence[Seen], which: str, *, hint: str = "") -> Seen:
 
 
 async def show_set(settings: MeshSettings, console: Console, which: str, wanted: Control, *, as_json: bool) -> bool:
-    """Returns: whether all of them did it."""
+    """Change the chosen instances and show the result. Return whether all changes succeeded."""
     async with open_mesh(settings) as mesh:
         targets = chosen(await mesh.instances(), which)
         outcomes = await asyncio.gather(*(_change(mesh, one, wanted) for one in targets))
@@ -107,10 +107,10 @@ async def show_drain(
 def _began(one: Seen, wanted: Control) -> str:
     who = f"{one.role} {one.instance_id}"
     if wanted.work == "go-on":
-        return f"{who} takes work again"
+        return f"{who} accepts new requests again"
     if wanted.work == "stop":
-        return f"{who} finishes its requests and ends; a supervisor such as services.local starts another one"
-    return f"{who} drains: it takes no new work and keeps running; `inspect drain {one.instance_id} --undo` ends that"
+        return f"{who} finishes its requests and exits; a supervisor such as services.local starts another one"
+    return f"{who} drains: it keeps running but accepts no new requests; undo with `inspect drain {one.instance_id} --undo`"
 
 
 async def _until_drained(mesh: Mesh, one: Seen) -> None:

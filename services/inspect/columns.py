@@ -1,4 +1,4 @@
-"""Tables without lines, which most commands print, and ages in them."""
+"""Tables without lines, as most commands print them, and the format of ages."""
 
 from typing import Literal
 
@@ -6,11 +6,11 @@ from rich.table import Table
 
 
 def columns(*names: str, gap: int = 2, folds: bool = False) -> Table:
-    """Columns whose name begins with ">" are aligned to the right.
+    """Return a table. Columns whose name begins with ">" are right-aligned.
 
     Args:
         gap: spaces between columns.
-        folds: break a cell that is too long into lines; else its end is replaced by "…".
+        folds: whether cells that are too long are wrapped; otherwise their end is replaced by "…".
     """
     table = Table(box=None, pad_edge=False, padding=(0, gap, 0, 0))
     for name in names:
@@ -25,7 +25,7 @@ def columns(*names: str, gap: int = 2, folds: bool = False) -> Table:
 
 
 def age(seconds: float) -> str:
-    """`35 s`, `12 min`, `3 h` or `4 d`."""
+    """Return a duration as `35 s`, `12 min`, `3 h` or `4 d`."""
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"

@@ -1,4 +1,4 @@
-"""Changes of the mesh as they happen: records in etcd, and what heartbeats over NATS report of workers. One line each."""
+"""Prints changes of the mesh as they happen, by records in etcd and heartbeats over NATS; one line each."""
 
 import asyncio
 import json
@@ -53,7 +53,7 @@ class Event:
 
 
 class Watch:
-    """Turns changes and heartbeats into events. No I/O."""
+    """Converts changes and heartbeats to events. No I/O."""
 
     def __init__(self, emit: Callable[[Event], None], clock: Callable[[], float] = time.time) -> None:
         self._emit = emit
@@ -62,7 +62,7 @@ class Watch:
         self._planners: Mapping[str, str] | None = None  # subject by instance id; None: not asked yet
 
     def found(self, record: InstanceRecord) -> None:
-        """It was registered before the watch began."""
+        """Report an instance that was registered before the watch began."""
         self._event("etcd", "is there", record.role, record.instance_id, _about(record))
 
     def record_changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
@@ -91,7 +91,7 @@ class Watch:
         elif before is None:
             self._event("heartbeat", "first heartbeat", role, beat.instance_id, f"{beat.total_pages} pages")
         else:
-            self._event("heartbeat", "takes work again", role, beat.instance_id)
+            self._event("heartbeat", "accepts work again", role, beat.instance_id)
 
     def lost(self, record: InstanceRecord, why: str) -> None:
         if why != "left etcd":  # that has a line of its own

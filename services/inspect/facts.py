@@ -1,4 +1,4 @@
-"""What `doctor` looks at: servers, instances, this machine. Nothing is judged here."""
+"""Facts that `doctor` checks, about servers, instances and this machine. They are not judged here."""
 
 import asyncio
 import json
@@ -126,7 +126,7 @@ async def gather_facts(settings: MeshSettings) -> Facts:
 
 
 def _etcd_member(url: str, access: EtcdAccess, key: str) -> Server:
-    """Read with a quorum, and write `key`: a full etcd still reads."""
+    """Read with a quorum and write `key`, because a full etcd can still be read."""
     began_s, shown = time.monotonic(), without_password(url)
     try:
         with etcd_client(url, access) as client:
@@ -153,7 +153,7 @@ async def _nats(url: str, access: NatsAccess) -> Server:
         return Server(shown, str(exc))
 
     async def ignore(_: Exception) -> None:
-        """Its message comes with the exception of `connect`."""
+        """Do nothing, because `connect` raises an exception with the message."""
 
     try:
         async with asyncio.timeout(NATS_S):
@@ -180,7 +180,7 @@ async def _nats(url: str, access: NatsAccess) -> Server:
 
 
 async def _nixl() -> Nixl:
-    """In a process of its own: a library of a broken installation may end it."""
+    """List NIXL's plugins in a separate process, because a library of a broken installation may crash it."""
     command = (sys.executable, "-m", "components.kv_transfer.list_plugins")
     pipe = asyncio.subprocess.PIPE
     process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe)
@@ -220,7 +220,7 @@ async def _ports(seen: Sequence[Seen]) -> dict[str, str]:
 
 
 def _port_error(url: str) -> str:
-    """A connection is enough: the frontend may want TLS or a key."""
+    """Return why no connection can be opened. No request is sent, because the frontend may require TLS or a key."""
     address = urlsplit(url)
     try:
         with socket.create_connection((address.hostname or "", address.port or 80), timeout=PAGE_S):
@@ -230,7 +230,7 @@ def _port_error(url: str) -> str:
 
 
 def shared_memory(folder: Path = SHM) -> SharedMemory | None:
-    """None if there is none."""
+    """Return the usage of the shared memory folder; None if there is no such folder."""
     try:
         usage = shutil.disk_usage(folder)
         entries = [(entry, entry.stat()) for entry in folder.iterdir() if entry.name.startswith(SHM_MAKERS)]

@@ -1,4 +1,4 @@
-"""What a check found."""
+"""Findings of checks."""
 
 from dataclasses import dataclass
 from enum import StrEnum, auto

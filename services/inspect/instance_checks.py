@@ -1,4 +1,4 @@
-"""Checks of the instances: whether they answer, are compatible, and whether decode can use prefill."""
+"""Checks whether instances answer and are compatible, and whether decode can use prefill."""
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Final
@@ -23,7 +23,7 @@ NATS_CONTACT_S: Final = 6.0  # three unanswered pings
 def check_instances(facts: Facts) -> Iterator[Finding]:
     if not facts.seen:
         yield wrong(
-            "instances", f"none is registered in namespace {facts.namespace}", "start them, or name their --namespace"
+            "instances", f"none is registered in namespace {facts.namespace}", "start them, or set their --namespace"
         )
         return
     for one in facts.seen:
@@ -32,14 +32,14 @@ def check_instances(facts: Facts) -> Iterator[Finding]:
             yield wrong(
                 "instances",
                 f"{one.role} {one.instance_id}{where} does not answer on NATS",
-                "look at its log, and whether the process runs; kill -9 and restart one that hangs. A killed one's record "
-                f"leaves etcd after {facts.lease_ttl_s:g} s",
+                "check its log, and whether the process runs; if it hangs, kill -9 and restart it. The record of a killed "
+                f"process expires after {facts.lease_ttl_s:g} s",
             )
         elif one.status.draining:
             yield note(
                 "instances",
-                f"{one.role} {one.instance_id} drains: it takes no new work",
-                f"`inspect drain {one.instance_id} --undo` ends that",
+                f"{one.role} {one.instance_id} drains: it accepts no new requests",
+                f"undo with `inspect drain {one.instance_id} --undo`",
             )
     counts: dict[str, int] = {}
     for one in facts.seen:
@@ -56,7 +56,7 @@ def check_instances(facts: Facts) -> Iterator[Finding]:
         yield wrong(
             "instances",
             "all decode instances drain, so no request can be served",
-            f"`inspect drain {min(decodes)} --undo` ends that for one; or start another one",
+            f"undo it for one with `inspect drain {min(decodes)} --undo`, or start another one",
         )
     if counts.get("prefill") and not counts.get("bootstrap"):
         yield wrong(
@@ -74,11 +74,11 @@ def check_heartbeats(facts: Facts) -> Iterator[Finding]:
             yield wrong(
                 "heartbeats",
                 f"{one.role} {one.instance_id} has sent no heartbeat for {age(silent[one.instance_id])}",
-                "its event loop or its host has stalled: look at its log and processor; its requests have moved",
+                "its event loop or host is stalled: check its log and CPU load; its requests have been moved",
             )
         if one.status is not None and one.status.event_loop_lag_s > LAG_S:
             what = f"the event loop of {one.role} {one.instance_id} was {one.status.event_loop_lag_s:.1f} s late"
-            yield note("heartbeats", what, "give the process a core of its own; inspect profile shows what it computes")
+            yield note("heartbeats", what, "give the process its own core; `inspect profile` shows what it computes")
     if facts.heartbeat_ages_s and not silent:
         yield ok("heartbeats", f"the oldest is {max(facts.heartbeat_ages_s.values()):.1f} s old")
 
@@ -97,15 +97,17 @@ def check_pages(facts: Facts) -> Iterator[Finding]:
             failed = True
             host = elsewhere.get(instance_id)
             if host is not None and "127.0.0.1" in error:
-                what = f"the {kind} of {instance_id} on {host} is open on that host alone"
+                what = f"the {kind} of {instance_id} on {host} is reachable only on that host"
                 yield note(
-                    "ports", what, "set MESH_METRICS_HOST (or MESH_FRONTEND_HOST) there to an address that others reach"
+                    "ports",
+                    what,
+                    "set MESH_METRICS_HOST (or MESH_FRONTEND_HOST) there to an address that other hosts can reach",
                 )
             else:
                 yield wrong(
                     "ports",
                     f"the {kind} of {instance_id} does not answer: {error}",
-                    "look at its log, and at firewalls between here and there",
+                    "check its log, and firewalls between this host and that one",
                 )
     if not failed:
         yield ok("ports", f"all answer: metrics pages {len(facts.pages)}, frontends {len(facts.ports)}")
@@ -124,7 +126,7 @@ def check_contact(facts: Facts) -> Iterator[Finding]:
                 yield wrong(
                     "contact",
                     what,
-                    f"look at the network between {one.status.host} and {name}; requests continue meanwhile",
+                    f"check the network between {one.status.host} and {name}; requests continue in the meantime",
                 )
 
 
@@ -135,7 +137,7 @@ def check_versions(facts: Facts) -> Iterator[Finding]:
             yield wrong(
                 "versions",
                 what,
-                "run one release on all instances, or upgrade role by role as docs/architecture.md says",
+                "run one release on all instances, or upgrade role by role as described in docs/architecture.md",
             )
     versions = _grouped((one.status.version, one) for one in facts.seen if one.status is not None)
     if len(versions) > 1:
@@ -156,12 +158,12 @@ def check_layouts(facts: Facts) -> Iterator[Finding]:
         yield note(
             "KV layouts",
             f"they differ: {_named(layouts)}",
-            "workers exchange KV only if page sizes divide and all else is equal",
+            "workers exchange KV only if one page size divides the other and all else is equal",
         )
 
 
 def check_devices(facts: Facts) -> Iterator[Finding]:
-    """Two workers on one device: numbers of ranks that overlap, say. A host of several containers has several names."""
+    """Find devices that several workers use, for example because their ranks overlap. Containers count as hosts."""
     users: dict[tuple[str, str], list[str]] = {}
     several = []
     for one in facts.seen:
@@ -178,15 +180,15 @@ def check_devices(facts: Facts) -> Iterator[Finding]:
             yield note(
                 "devices",
                 f"{' and '.join(names)} use {device} of {host}",
-                "give each worker devices of its own, from its --device on as many as its --tp, unless "
-                "CUDA_VISIBLE_DEVICES gives the same name to different ones",
+                "give each worker its own devices (it uses --tp devices, beginning with --device), unless "
+                "CUDA_VISIBLE_DEVICES gives the same name to different devices",
             )
     if several:
         yield ok("devices", "; ".join(several))
 
 
 def check_prefill(facts: Facts) -> Iterator[Finding]:
-    """Find decode instances that compute all prompts themselves, because they can use no prefill instance."""
+    """Find decode instances that compute all prompts themselves, because they cannot use any prefill instance."""
     prefills = [one for one in facts.seen if one.role == "prefill"]
     decodes = [one for one in facts.seen if one.role == "decode" and one.status is not None]
     if not decodes:
@@ -195,7 +197,7 @@ def check_prefill(facts: Facts) -> Iterator[Finding]:
         yield note(
             "prefill",
             "no prefill instance is registered: decode computes all prompts",
-            "start one unless that is meant: python -m services.prefill",
+            "unless this is intended, start one: python -m services.prefill",
         )
         return
     alone = 0
@@ -205,15 +207,15 @@ def check_prefill(facts: Facts) -> Iterator[Finding]:
             alone += 1
             yield wrong(
                 "prefill",
-                f"decode {decode.instance_id} runs decode-only, since it can use no prefill instance: {'; '.join(reasons)}",
-                "start prefill instances with the same model, dtype and --kv-transfer, or undo what excludes them",
+                f"decode {decode.instance_id} runs decode-only, because it cannot use any prefill instance: {'; '.join(reasons)}",
+                "start prefill instances with the same model, dtype and --kv-transfer, or fix the reasons above",
             )
     if not alone:
         yield ok("prefill", f"each of {len(decodes)} decode instances can use one of {len(prefills)} prefill instances")
 
 
 def _why_unused(decode: Seen, prefill: Seen, ages_s: Mapping[str, float]) -> str:
-    """Empty: decode may send prompts there."""
+    """Return why decode sends no prompts to this prefill instance; empty if it does."""
     name = prefill.instance_id
     if prefill.status is None or ages_s.get(name, 0.0) > SILENT_AFTER_S:
         return f"{name} is silent"
@@ -267,7 +269,7 @@ def check_transport(facts: Facts) -> Iterator[Finding]:
         if backend == "fake":
             yield wrong(
                 "KV transfer",
-                f"{one.role} {one.instance_id} moves no KV: backend fake",
+                f"{one.role} {one.instance_id} transfers no KV: backend fake",
                 "use --kv-transfer nixl, unless this is a simulation",
             )
             continue
@@ -278,10 +280,10 @@ def check_transport(facts: Facts) -> Iterator[Finding]:
 
 
 def _in_use(one: Seen, ports: Set[int]) -> str:
-    """What the worker's process has open. `ports`: on which workers listen for KV."""
+    """Describe the connections of the worker's process. `ports`: those on which workers listen for KV."""
     transport = None if one.status is None else one.status.transport
     if transport is None:
-        return "; what its process has open is unknown"
+        return "; the connections of its process are unknown"
     connections = sum(bool({c.local, c.remote} & ports) for c in transport.connections)
     ways = [
         *(["RDMA device open"] if transport.rdma else []),
@@ -292,7 +294,7 @@ def _in_use(one: Seen, ports: Set[int]) -> str:
 
 
 def _kv_ports(seen: Sequence[Seen]) -> Set[int]:
-    """Without those of metrics pages, which others may read."""
+    """Return the ports on which workers listen, without those of metrics pages."""
     found: set[int] = set()
     for one in seen:
         if one.status is not None and one.status.transport is not None:

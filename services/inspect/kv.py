@@ -1,4 +1,4 @@
-"""Which instances hold which prefix in their caches, from dumps of their block hashes."""
+"""Shows which instances have cached which prefixes, from dumps of their block hashes."""
 
 import asyncio
 import json
@@ -26,7 +26,7 @@ MAX_SHARED: Final = 10
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What to look for. One of `text`, `token_ids` and `block` is set, or none."""
+    """What to search for. At most one of `text`, `token_ids` and `block` is set."""
 
     text: str = ""
     chat: bool = True
@@ -39,7 +39,7 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """What one worker has cached."""
+    """The cached blocks of one worker."""
 
     record: InstanceRecord
     page_size: int
@@ -61,7 +61,7 @@ class Hit:
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """Blocks that the same instances hold."""
+    """Blocks that are cached on the same instances."""
 
     instances: Sequence[str]
     blocks: int
@@ -76,7 +76,7 @@ class Overview:
 
 
 def hits(caches: Sequence[Cache], token_ids: Sequence[int], adapter: str = "", cache_salt: str = "") -> list[Hit]:
-    """Leading tokens of a prompt that each instance has cached. Most first."""
+    """Return the number of a prompt's leading tokens that each instance has cached, largest first."""
     found = []
     for cache in caches:
         kv, record = cache.record.kv, cache.record
@@ -92,7 +92,7 @@ def hits(caches: Sequence[Cache], token_ids: Sequence[int], adapter: str = "", c
 
 
 def holders(caches: Sequence[Cache], block: str) -> Mapping[str, Set[str]]:
-    """Instances by block hash, for the hashes that begin with `block`."""
+    """Return the instances by block hash, for the hashes that begin with `block`."""
     found: dict[str, set[str]] = {}
     for cache in caches:
         for name in (held.hex() for held in cache.blocks):
@@ -102,7 +102,7 @@ def holders(caches: Sequence[Cache], block: str) -> Mapping[str, Set[str]]:
 
 
 def most_shared(caches: Sequence[Cache]) -> list[Shared]:
-    """Groups of blocks, by the instances that hold them: by the most instances first, then the largest."""
+    """Return groups of blocks that the same instances have cached, sorted by number of instances, then of blocks."""
     of_block: dict[bytes, list[str]] = {}
     page_size: dict[bytes, int] = {}
     for cache in caches:
@@ -152,7 +152,7 @@ async def _cache_of(bus: Bus, record: InstanceRecord) -> Cache:
 
 
 async def _dump(bus: Bus, record: InstanceRecord) -> list[bytes]:
-    """Raises: MeshError."""
+    """Fetch all block hashes of an instance. Raises: MeshError."""
     blocks, ask = bytearray(), FetchKvDump(epoch=record.epoch)
     while True:
         part = await bus.call(f"{record.subject}.kv_dump", ask, KvDumpPart, timeout_s=ANSWER_S)
@@ -164,7 +164,7 @@ async def _dump(bus: Bus, record: InstanceRecord) -> list[bytes]:
 
 
 async def _tokens(mesh: Mesh, wanted: Prefix) -> list[int] | None:
-    """Token ids to look for; a frontend makes them of a text. None: look for no prompt."""
+    """Return the token ids to search for; a frontend tokenizes a text. None: no prompt was given."""
     token_ids = list(wanted.token_ids)
     if wanted.text:
         frontends = mesh.book.of_role("frontend")
@@ -183,7 +183,7 @@ def _show_holders(console: Console, found: Mapping[str, Set[str]], *, as_json: b
         console.out(json.dumps({block: sorted(held) for block, held in found.items()}), highlight=False)
         return
     if not found:
-        raise SystemExit("no instance has cached a block whose hash begins so")
+        raise SystemExit("no instance has cached a block whose hash begins with this")
     for block, instances in found.items():
         console.print(f"{block}  {' '.join(sorted(instances))}", highlight=False)
 
@@ -224,9 +224,9 @@ def _show_overview(console: Console, caches: Sequence[Cache], *, as_json: bool) 
         table.add_row(cache.record.role, cache.record.instance_id, *counts, share, cache.missing)
     console.print(table)
     if not shared:
-        console.print("\nno block is cached on two instances")
+        console.print("\nno block is cached on several instances")
         return
-    console.print("\nmost shared prefixes, by the instances that hold them")
+    console.print("\nmost shared prefixes, by the instances that have cached them")
     table = columns(">instances", ">blocks", ">tokens", "last block", "held by")
     for one in shared:
         counts = map(str, (len(one.instances), one.blocks, one.tokens))

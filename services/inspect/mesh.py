@@ -1,4 +1,4 @@
-"""What the instances of a mesh report about themselves, asked all at once."""
+"""Queries the status of all instances of a mesh at once."""
 
 import asyncio
 import math
@@ -32,7 +32,7 @@ ROLES: Final[tuple[Role, ...]] = ("frontend", "bootstrap", *WORKERS)
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """An instance's wall clock against ours."""
+    """An instance's wall clock relative to ours."""
 
     ahead_s: float
     uncertain_s: float  # half the time of the call
@@ -64,7 +64,7 @@ class Mesh:
         return [record for role in ROLES for record in self.book.of_role(role)]
 
     async def instances(self) -> list[Seen]:
-        """All, without their status. Raises: MeshError, if no question for planners was ever answered."""
+        """Return all instances, without status. Raises: MeshError, if no search for planners has ever succeeded."""
         if time.monotonic() - self._planners_at_s > PLANNERS_S:
             try:
                 self._planners = await planners(self.bus, self.namespace, PING_S)
@@ -76,7 +76,7 @@ class Mesh:
         return seen + [Seen("planner", instance_id, subject) for instance_id, subject in self._planners.items()]
 
     async def look(self, *, transport: bool = False, wait_s: float = STATUS_S) -> list[Seen]:
-        """All, with the status of those that answer within `wait_s`. `transport`: also what their processes have open."""
+        """Return all instances, with the status of those that answer within `wait_s`. `transport`: query connections, too."""
         asked = StatusRequest(transport=transport)
         return list(await asyncio.gather(*(self._ask(one, asked, wait_s) for one in await self.instances())))
 
@@ -92,7 +92,7 @@ class Mesh:
 
 
 def open_bus(settings: MeshSettings) -> AbstractAsyncContextManager[Bus]:
-    """For a command that needs no etcd."""
+    """Connect to NATS only, for a command that does not need etcd."""
     where = f"NATS at {without_password(settings.nats_url)}"
     return _opened(settings, where, connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")))
 
@@ -106,7 +106,7 @@ async def open_mesh(settings: MeshSettings) -> AsyncIterator[Mesh]:
 
 @asynccontextmanager
 async def _readable_registry(settings: MeshSettings) -> AsyncIterator[Registry]:
-    """Raises: SystemExit, if this user has no right to the namespace: a service would wait for it."""
+    """Open the registry. Raises: SystemExit, if this user may not read the namespace; a service would wait instead."""
     url, namespace, access = settings.etcd_url, settings.namespace, settings.etcd_access()
     try:
         await asyncio.to_thread(check_readable, url, namespace, access)
@@ -122,7 +122,7 @@ async def _readable_registry(settings: MeshSettings) -> AsyncIterator[Registry]:
 
 @asynccontextmanager
 async def _opened(settings: MeshSettings, where: str, connection: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
-    """End the process with one line if this takes longer than CONNECT_S, or for a MeshError, also of the body."""
+    """Open a connection. Exit with one line if this takes longer than CONNECT_S, or for a MeshError, even in the body."""
     try:
         async with asyncio.timeout(CONNECT_S) as limit, connection as opened:
             limit.reschedule(None)
@@ -134,13 +134,13 @@ async def _opened(settings: MeshSettings, where: str, connection: AbstractAsyncC
 
 
 async def planners(bus: Bus, namespace: str, wait_s: float = OTHERS_S) -> dict[str, str]:
-    """Subjects of the planners that answer, by instance id. Raises: MeshError."""
+    """Return the subjects of the planners that answer, by instance id. Raises: MeshError."""
     found = await find_services(bus, "$SRV.PING.kvmesh-planner", namespace, wait_s=wait_s)
     return {one.metadata.instance_id: one.metadata.subject for one in found}
 
 
 def heartbeat_ages_s(seen: Sequence[Seen]) -> Mapping[str, float]:
-    """Age of each worker's latest heartbeat, as seen by the instance that received it last."""
+    """Return the age of each worker's latest heartbeat, by the instance that received the latest one."""
     ages: dict[str, float] = {}
     for one in seen:
         for instance_id, age_s in ({} if one.status is None else one.status.heartbeat_ages_s).items():
@@ -149,7 +149,7 @@ def heartbeat_ages_s(seen: Sequence[Seen]) -> Mapping[str, float]:
 
 
 def state_of(one: Seen, heartbeat_age_s: float | None, silent_after_s: float) -> str:
-    """`no answer`, `silent`, `draining`, `drained` or `ok`."""
+    """Return `no answer`, `silent`, `draining`, `drained` or `ok`."""
     if heartbeat_age_s is not None and heartbeat_age_s > silent_after_s:
         return "silent"
     status = one.status

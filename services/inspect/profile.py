@@ -1,4 +1,4 @@
-"""Profile one worker: record, wait, fetch the file in parts."""
+"""Profiles one worker: starts a recording, waits, and fetches the file in parts."""
 
 import gzip
 import json
@@ -65,17 +65,17 @@ async def profile_worker(
 
 
 def outcome(path: Path, who: str, last: ProfilePart) -> str:
-    """What to say of a profile that is written; an idle worker's shows nothing."""
+    """Return a message about a profile that was written. If the worker was idle, the profile is empty."""
     if last.steps == 0:
         idle = f"[yellow]{who} was idle: it computed nothing in {last.seconds:.1f} s"
-        return f"{idle}, so {path} has no steps. Send it requests meanwhile."
+        return f"{idle}, so {path} has no steps. Send it requests while you record."
     size_mb = (last.size_bytes or 0) / 1e6
     return f"{path}: {last.seconds:.1f} s of {who}, {last.steps} steps, {size_mb:.1f} MB. Open it in Perfetto."
 
 
 @contextmanager
 def _arriving(path: Path) -> Iterator[BinaryIO]:
-    """A file that is renamed to `path` when complete. Open it before recording, so that errors come first."""
+    """Yield a file that is renamed to `path` when complete. Open it before recording, so that errors are found early."""
     part = path.with_name(f"{path.name}.part")
     try:
         with part.open("w+b") as file:
@@ -90,7 +90,7 @@ def _arriving(path: Path) -> Iterator[BinaryIO]:
 
 
 def join_segments(text: str) -> dict[str, Any]:
-    """Join the Chrome traces in `text`. Their times have one origin."""
+    """Join the Chrome traces in `text`, whose times have the same origin."""
     decoder = json.JSONDecoder()
     whole: dict[str, Any] = {}
     named: set[tuple[Any, ...]] = set()
@@ -123,7 +123,7 @@ def _choose(mesh: Mesh, settings: MeshSettings, role: Role, instance: str | None
 
 
 async def _fetch(bus: Bus, subject: str, seconds: float, file: BinaryIO, started: Callable[[], None]) -> ProfilePart:
-    """Returns: the last part, with the facts of the whole."""
+    """Record and fetch a profile. Return the last part, which has the facts of the whole profile."""
     order = StartProfile(seconds=seconds)
     profile = await bus.call(f"{subject}.profile", order, ProfileStarted, timeout_s=START_S)
     started()
@@ -140,7 +140,7 @@ async def _fetch(bus: Bus, subject: str, seconds: float, file: BinaryIO, started
 
 
 async def _part(bus: Bus, subject: str, wanted: FetchProfile) -> ProfilePart:
-    """After a late answer ask again: NATS then reports whether the worker is gone."""
+    """Fetch a part, and retry after a timeout, because NATS then reports whether the worker is gone."""
     for _ in range(TRIES - 1):
         with suppress(DeadlineExceeded):
             return await bus.call(f"{subject}.profile_part", wanted, ProfilePart, timeout_s=ANSWER_S)

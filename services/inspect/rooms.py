@@ -1,4 +1,4 @@
-"""Open bootstrap rooms: one line per transfer, with what each of its three sides reports."""
+"""Shows open bootstrap rooms: one line per transfer, with the state that each of its three sides reports."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -35,7 +35,7 @@ class Room:
 
 
 def joined(seen: Iterable[Seen]) -> list[Room]:
-    """The oldest first."""
+    """Return the rooms, oldest first."""
     sides: dict[str, dict[str, tuple[Side, RoomStatus]]] = {}
     for one in seen:
         for room in () if one.status is None else one.status.rooms:
@@ -61,12 +61,12 @@ async def show_rooms(settings: MeshSettings, console: Console, *, as_json: bool)
         console.out(json.dumps([asdict(room) for room in rooms]), highlight=False)
         return
     if not rooms:
-        console.print("no room is open: no KV transfer is under way")
+        console.print("no room is open: no KV transfer is in progress")
         return
     console.print(room_table(rooms))
     hidden = sum(one.status.num_rooms - len(one.status.rooms) for one in seen if one.status is not None)
     if hidden:
-        console.print(f"[yellow]younger rooms that are not shown, counted on each side: {hidden}")
+        console.print(f"[yellow]newer rooms that are not shown, counted on each side: {hidden}")
 
 
 def room_table(rooms: Sequence[Room]) -> Table:

@@ -1,4 +1,4 @@
-"""Where a prompt would go: a frontend chooses a decode instance, which then chooses a prefill instance."""
+"""Shows where a prompt would be routed: a frontend chooses a decode instance, which then chooses a prefill instance."""
 
 import json
 import math
@@ -24,7 +24,7 @@ ANSWER_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What one instance answered."""
+    """The choice of one instance."""
 
     by: InstanceRecord
     answer: RouteExplained
@@ -40,7 +40,7 @@ async def show_route(settings: MeshSettings, console: Console, asked: ExplainRou
 
 
 async def _ask(mesh: Mesh, asked: ExplainRoute) -> list[Choice]:
-    """Returns a frontend's choice, and that of the decode instance that it would choose."""
+    """Return a frontend's choice, and that of the decode instance that it would choose."""
     frontends = mesh.book.of_role("frontend")
     if not frontends:
         raise SystemExit("no frontend is registered, and only a frontend can tokenize the prompt")
@@ -56,7 +56,7 @@ async def _ask(mesh: Mesh, asked: ExplainRoute) -> list[Choice]:
 
 
 def as_fields(choices: Sequence[Choice]) -> dict[str, Any]:
-    """An instance with an infinite cost is excluded: JSON has no infinity, so its cost is null."""
+    """Return the choices as JSON values. An excluded instance has an infinite cost, which becomes null in JSON."""
     return {
         "tokens": num_tokens(choices[0].answer.token_ids),
         "choices": [
@@ -89,7 +89,7 @@ def _print_choices(console: Console, choices: Sequence[Choice]) -> None:
 async def first_answer(
     bus: Bus, frontends: list[InstanceRecord], asked: ExplainRoute
 ) -> tuple[InstanceRecord, RouteExplained]:
-    """Ask one frontend after another: a killed one's record stays in etcd for a while."""
+    """Query the frontends one by one until one answers, because a killed one's record stays in etcd for a while."""
     for frontend in frontends[:-1]:
         with suppress(PeerLost, DeadlineExceeded):
             return frontend, await _explain(bus, frontend, asked)

@@ -1,4 +1,4 @@
-"""Checks of servers and of this host: etcd, NATS, NIXL, shared memory."""
+"""Checks servers and this host: etcd, NATS, NIXL, shared memory."""
 
 from collections.abc import Iterator
 from typing import Final
@@ -31,7 +31,7 @@ def check_nats(facts: Facts) -> Iterator[Finding]:
     if bus.error:
         return
     if payload < MAX_MESSAGE_BYTES:
-        what = f"NATS takes messages of {size(payload)}, so longer prompts are refused"
+        what = f"NATS accepts messages of up to {size(payload)}, so longer prompts are refused"
         yield note(
             "NATS",
             what,
@@ -50,11 +50,11 @@ def _server(name: str, one: Server, about: str) -> Finding:
         return wrong(
             name,
             one.error,
-            "start it, or give the right address and password; `inspect env` prints those of a local mesh",
+            "start it, or set the right address and password; `inspect env` prints those of a local mesh",
         )
     text = f"{one.url}: version {one.version}, {one.latency_ms:.0f} ms, {about}"
     if one.latency_ms > SLOW_MS:
-        return note(name, f"{text}: slow", "look for a busy disk or processor on its host")
+        return note(name, f"{text}: slow", "check disk and CPU load of its host")
     return ok(name, text)
 
 
@@ -77,20 +77,22 @@ def nixl_finding(nixl: Nixl) -> Finding:
 def check_shm(facts: Facts) -> Iterator[Finding]:
     shm = facts.shm
     if shm is None:
-        yield note(str(SHM), "is not there or cannot be read", "in a container, mount one: --shm-size 1g")
+        yield note(str(SHM), "missing or unreadable", "in a container, mount one: --shm-size 1g")
         return
     free = f"{size(shm.free_bytes)} of {size(shm.total_bytes)} free"
     if shm.free_bytes < SHM_FREE * shm.total_bytes:
         yield wrong(
             str(SHM),
-            f"is nearly full: {free}",
+            f"nearly full: {free}",
             "remove leftover files, or enlarge it: mount -o remount,size=8g /dev/shm, docker --shm-size",
         )
     else:
         yield ok(str(SHM), free)
     if shm.left_over:
         paths = [segment.path for segment in shm.left_over]
-        what = f"{len(paths)} files, {size(sum(s.bytes for s in shm.left_over))}, that no process of yours has mapped"
+        what = (
+            f"{len(paths)} files, {size(sum(s.bytes for s in shm.left_over))}, that none of your processes has mapped"
+        )
         yield note(
             str(SHM),
             what,

@@ -1,4 +1,4 @@
-"""The mesh on one screen: load, KV usage, heartbeats and links, drawn again once a second."""
+"""The mesh on one screen: load, KV usage, heartbeats and links, refreshed once a second."""
 
 import asyncio
 import json
@@ -68,7 +68,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One drawing."""
+    """The contents of one refresh."""
 
     namespace: str
     unix_s: float
@@ -94,7 +94,7 @@ def frame_of(seen: Sequence[Seen], namespace: str, unix_s: float) -> Frame:
 
 
 def links_of(seen: Sequence[Seen]) -> list[Link]:
-    """The fastest first."""
+    """Return the links, fastest first."""
     roles = {one.instance_id: one.role for one in seen}
     reported = {one.instance_id: one.status.links for one in seen if one.status is not None}
     links = [
@@ -105,7 +105,7 @@ def links_of(seen: Sequence[Seen]) -> list[Link]:
 
 
 def drawn(frame: Frame, width: int, height: int | None = None) -> Group:
-    """`width`, `height`: columns and lines of the screen; rows beyond it are counted, those in trouble come first."""
+    """Draw a frame on `width` columns and `height` lines. Instances with problems are first; rows that do not fit are counted."""
     rows = sorted(frame.rows, key=lambda row: row.state == "ok")
     links = list(frame.links)
     room = len(rows) + len(links) if height is None else max(2, height - FRAME_LINES - bool(links) * 2)
@@ -184,7 +184,7 @@ def _summary(frame: Frame) -> Text:
 
 
 def _table(rows: Sequence[Row], width: int) -> Table:
-    """Make the table; it has a column of devices if a worker has several."""
+    """Return the table of instances, with a column of devices if a worker has several."""
     hidden = set() if width >= ALL_COLUMNS_WIDTH else set(LEFT_OUT)
     if all(row.devices <= 1 for row in rows):
         hidden.add("devices")
@@ -234,7 +234,7 @@ def _percent(share: float | None) -> str:
 
 
 def size(count: float) -> str:
-    """`12 B`, `3.4 MB` or `5.6 GB`."""
+    """Return a size as `12 B`, `3.4 MB` or `5.6 GB`."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""One request as a tree of spans."""
+"""Draws one request as a tree of spans."""
 
 import time
 from collections import defaultdict
@@ -27,7 +27,7 @@ OLD_S: Final = 180.0  # an older trace is marked with its age
 
 
 def trace_table(spans: Sequence[Span], width: int = ROOMY, *, wide: bool = False) -> Table:
-    """A span whose parent was not kept is at the root. Attributes need `wide`, or a width of `ROOMY` columns."""
+    """Return the tree as a table. A span without a stored parent is a root. Attributes need `wide`, or `ROOMY` columns."""
     shows_facts, bar_width = wide or width >= ROOMY, BAR_WIDTH if wide or width >= ROOMY else NARROW_BAR_WIDTH
     start, end = min(s.start_ns for s in spans), max(s.end_ns for s in spans)
     root = root_of(spans)
@@ -59,7 +59,7 @@ def trace_table(spans: Sequence[Span], width: int = ROOMY, *, wide: bool = False
 
 
 def _in_order(spans: Sequence[Span]) -> Iterator[tuple[int, Span]]:
-    """(depth, span), each span after its parent, siblings by start."""
+    """Yield (depth, span), each span after its parent, siblings by start time."""
     known = {s.span_id for s in spans}
     children: dict[str | None, list[Span]] = defaultdict(list)
     for span in sorted(spans, key=lambda s: (-s.start_ns, s.end_ns)):
@@ -103,7 +103,7 @@ def _facts(span: Span, *, wide: bool) -> str:
 
 
 def trace_list(traces: Iterable[TraceSummary]) -> Table:
-    """A row per trace, at most 80 columns wide."""
+    """Return a table with a row per trace, at most 80 columns wide."""
     table = Table(box=None, pad_edge=False)
     for name in ("began", "trace", "ms", "ttft", "spans", "outcome", "request"):
         justify: Literal["left", "right"] = "right" if name in {"ms", "ttft", "spans"} else "left"
@@ -128,6 +128,6 @@ def trace_list(traces: Iterable[TraceSummary]) -> Table:
 
 
 def clock(unix_ns: int) -> str:
-    """Local time of day, with the date if that is not today."""
+    """Return the local time of day, with the date if it is not today."""
     then, now = (datetime.fromtimestamp(s).astimezone() for s in (unix_ns / 1e9, time.time()))
     return f"{then:%H:%M:%S}" if then.date() == now.date() else f"{then:%Y-%m-%d %H:%M:%S}"

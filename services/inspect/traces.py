@@ -1,4 +1,4 @@
-"""`inspect trace` and `inspect traces`: finished requests, from the observer or this host's file."""
+"""The commands `inspect trace` and `inspect traces`: finished requests, from the observer or this host's file."""
 
 import json
 import sys
@@ -33,7 +33,7 @@ def show_trace(
     as_json: bool,
     count: int,
 ) -> None:
-    """`which`: last, slow, failed, or the beginning of an id."""
+    """Show a trace or a list. `which`: last, slow, failed, or the beginning of an id."""
     reader = open_trace_reader(settings)
     try:
         if which in LISTS and perfetto is None:
@@ -65,7 +65,7 @@ def show_traces(settings: MeshSettings, console: Console, count: int, *, as_json
 
 
 def _spans_of(reader: TraceReader, which: str) -> list[Span]:
-    """Exits if there are none."""
+    """Return the spans of a trace, or exit if there is none."""
     listed = "recent" if which == LAST else LISTS.get(which)
     if listed is not None:
         newest = reader.listed(listed, 1)
@@ -80,7 +80,7 @@ def _spans_of(reader: TraceReader, which: str) -> list[Span]:
         f"no kept trace begins with {which!r}" if listed is None and reader.listed("recent", 1) else "no trace is kept"
     )
     what = f"no {which} trace is kept" if which in LISTS else what
-    sys.exit(f"{what} in {reader.place}: send a request first, or name the services' --state-dir")
+    sys.exit(f"{what} in {reader.place}: send a request first, or set the services' --state-dir")
 
 
 def _show_list(console: Console, traces: Sequence[TraceSummary], *, as_json: bool, none: str) -> None:

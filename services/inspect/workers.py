@@ -1,4 +1,4 @@
-"""Instances and planners of a mesh: what etcd holds beside what NATS answers."""
+"""Shows instances and planners of a mesh: records in etcd and answers over NATS."""
 
 import asyncio
 import json
@@ -61,11 +61,11 @@ async def show_workers(settings: MeshSettings, console: Console, *, wide: bool =
 def unchanged(
     asked: Collection[InstanceRecord], now: Collection[InstanceRecord], services: Mapping[Key, T]
 ) -> tuple[list[InstanceRecord], dict[Key, T]]:
-    """Leave out instances that have registered or left since all were asked: they may not have received the question.
+    """Leave out instances that registered or left during the query, because they may not have received it.
 
     Args:
         services: answers.
-    Returns: the records and the answers to show. Answers of instances without a record stay.
+    Returns: the records and the answers to show, including answers of instances without a record.
     """
     known = {(*_key(record), record.epoch) for record in asked}
     records = [record for record in now if (*_key(record), record.epoch) in known]
@@ -122,7 +122,7 @@ def summary(records: list[InstanceRecord], namespace: str) -> str:
 def load_table(
     records: list[InstanceRecord], beats: Mapping[Key, Heartbeat], services: Mapping[Key, MicroService], *, wide: bool
 ) -> Table:
-    """`wide` needs about 150 columns."""
+    """Return the table of loads. `wide` needs about 150 columns."""
     more = ("epoch", "host", "model", "pages free/cached/held", "step", "calls by NATS") if wide else ()
     names = ("role", "instance", ">pid", ">up", "state", ">run", ">wait", ">held", ">pages", ">errors", *more)
     table = columns(*names, gap=1)
@@ -144,7 +144,7 @@ def address_table(records: list[InstanceRecord]) -> Table:
 
 
 def _pids(record: InstanceRecord) -> list[int]:
-    """Process ids of all ranks, in order."""
+    """Return the process ids of all ranks, in order."""
     return [record.pid, *(rank.pid for rank in ([] if record.kv is None else record.kv.followers))]
 
 

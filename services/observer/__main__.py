@@ -1,4 +1,4 @@
-"""python -m services.observer: receives the spans of all hosts and keeps the latest traces."""
+"""python -m services.observer: receives spans from all hosts and keeps the latest traces."""
 
 import os
 from contextlib import closing

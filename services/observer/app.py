@@ -1,4 +1,4 @@
-"""The observer's HTTP side: OTLP in, traces as JSON out."""
+"""The observer's HTTP server: receives OTLP and returns traces as JSON."""
 
 import asyncio
 import json
@@ -38,7 +38,7 @@ DEFAULT_LISTED: Final = 50
 
 
 class ObserverApp:
-    """An ASGI application. One thread writes, so that requests do not wait for each other's locks; another reads."""
+    """An ASGI application. One thread writes, so that requests do not wait for locks; another one reads."""
 
     def __init__(self, settings: ObserverSettings) -> None:
         """Raises: WrongSettings, if traces cannot be kept in the state directory."""
@@ -46,7 +46,7 @@ class ObserverApp:
             settings.home.mkdir(parents=True, exist_ok=True)
         except OSError as exc:
             raise WrongSettings(
-                f"setting state_dir: cannot make {settings.home}: {exc.strerror}; name a directory that this user can write"
+                f"setting state_dir: cannot make {settings.home}: {exc.strerror}; set a directory that this user can write to"
             ) from exc
         self._settings = settings
         self._token = None if settings.token is None else settings.token.get_secret_value()
@@ -87,7 +87,8 @@ class ObserverApp:
             return _json({"ready": True})
         if not self._authorised(request.headers.get("authorization", "")):
             refused = _text(
-                HTTPStatus.UNAUTHORIZED, "this observer needs its token: give it as the password of MESH_OTLP_ENDPOINT"
+                HTTPStatus.UNAUTHORIZED,
+                "this observer requires its token: set it as the password in MESH_OTLP_ENDPOINT",
             )
             refused.headers["www-authenticate"] = 'Basic realm="kvmesh observer"'
             return refused
@@ -128,7 +129,7 @@ class ObserverApp:
         return Response(answer.SerializeToString(), media_type=kind)
 
     def _write(self, body: bytes, kind: str, encoding: str) -> int:
-        """Returns the number of invalid spans. Raises: Rejected, Overloaded."""
+        """Write the spans. Return the number of invalid ones. Raises: Rejected, Overloaded."""
         received = read_request(unzipped(body, encoding, self._settings.max_body_bytes), kind)
         for service, spans in received.by_service.items():
             if not self._writer.write(service, spans):
@@ -136,7 +137,7 @@ class ObserverApp:
         return received.rejected
 
     async def _read(self, request: Request, body: bytearray) -> None:
-        """Read into `body`, whose bytes count as waiting. Raises: TooLarge, Overloaded."""
+        """Read into `body`, whose bytes count towards WAITING_BYTES. Raises: TooLarge, Overloaded."""
         most = self._settings.max_body_bytes
         async for part in request.stream():
             if len(body) + len(part) > most:
@@ -144,7 +145,7 @@ class ObserverApp:
             body += part
             self._waiting_bytes += len(part)
             if self._waiting_bytes > WAITING_BYTES:
-                raise Overloaded("the observer has too much to read and to write: send again later")
+                raise Overloaded("the observer has too many pending requests: retry later")
 
     async def _show(self, request: Request) -> Response:
         trace_id = unquote(request.url.path[len(API) + 1 :])
@@ -158,7 +159,7 @@ class ObserverApp:
         return _json({"traces": [asdict(trace) for trace in traces]})
 
     def _trace(self, trace_id: str, limit: int | None, tenant: str | None) -> Response:
-        """All spans as they came, or the first `limit` as a page shows them. For the thread that reads."""
+        """Return all spans as received, or the first `limit`, corrected for display. Runs on the reading thread."""
         if limit is None:
             return _spans(self._reader.spans(trace_id))
         found = self._reader.beginning(trace_id, limit, tenant)
@@ -178,7 +179,7 @@ def _limit(given: str) -> int | None:
 
 
 def _spans(spans: Sequence[Span], more: str = "") -> Response:
-    """Encode each span by itself: one call for all would hold the GIL for long."""
+    """Encode spans one by one, because one call for all would hold the GIL for long."""
     body = b'{"spans": [%b]%b}' % (b",".join([msgspec.json.encode(span) for span in spans]), more.encode())
     return Response(body, media_type=JSON)
 

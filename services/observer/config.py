@@ -18,10 +18,10 @@ _SAFE: Final = re.compile(r"[A-Za-z0-9._~+=-]+")
 
 
 def _in_a_url(token: SecretStr | None) -> SecretStr | None:
-    """Return `token`. Raises: ValueError, if it cannot be copied into a URL as it is."""
+    """Return `token`. Raises: ValueError, if it would have to be escaped in a URL."""
     if token is not None and not _SAFE.fullmatch(token.get_secret_value()):
         raise ValueError(
-            "a token has only letters, digits and -._~+=, since it is part of the URL in MESH_OTLP_ENDPOINT; make one with "
+            "a token may only have letters, digits and -._~+=, because it is part of the URL in MESH_OTLP_ENDPOINT; make one with "
             "'openssl rand -hex 32'"
         )
     return token
@@ -32,23 +32,27 @@ class ObserverSettings(MeshSettings):
 
     model_config = SettingsConfigDict(env_prefix="MESH_OBSERVER_", cli_prog_name="python -m services.observer")
 
-    host: Annotated[str, Field(description="address to listen on; another than loopback needs a token")] = "127.0.0.1"
+    host: Annotated[str, Field(description="address to listen on; any but loopback requires a token")] = "127.0.0.1"
     port: Annotated[int, Field(ge=0, le=65535, description="port to listen on; 0: any free one")] = 4318
     token: Annotated[
         SecretStr | None,
         AfterValidator(_in_a_url),
         Field(
-            description="secret that senders and readers give as the password of MESH_OTLP_ENDPOINT, or as a bearer token; "
+            description="secret that senders and readers send as the password in MESH_OTLP_ENDPOINT, or as a bearer token; "
             "letters, digits and -._~+="
         ),
     ] = None
-    tls_cert: Annotated[Path | None, Field(description="PEM file of a certificate and its chain: serve https")] = None
+    tls_cert: Annotated[Path | None, Field(description="PEM file of a certificate and its chain, to serve https")] = (
+        None
+    )
     tls_key: Annotated[Path | None, Field(description="PEM file of the certificate's private key")] = None
     max_traces: Annotated[
-        PositiveInt, Field(description="traces to keep; failed, moved and slow ones are counted apart from the others")
+        PositiveInt, Field(description="traces to keep; failed, moved and slow ones are counted separately")
     ] = 10_000
-    max_bytes: Annotated[PositiveInt, Field(description="size of the file, in bytes")] = 256 << 20
-    max_body_bytes: Annotated[PositiveInt, Field(description="largest request, also after decompression")] = 16 << 20
+    max_bytes: Annotated[PositiveInt, Field(description="maximum size of the file, in bytes")] = 256 << 20
+    max_body_bytes: Annotated[
+        PositiveInt, Field(description="maximum size of a request in bytes, before and after decompression")
+    ] = 16 << 20
     drain_timeout_s: Annotated[
         PositiveFloat, Field(description="seconds that a stopping observer may take to finish its requests")
     ] = 5.0
@@ -59,7 +63,7 @@ class ObserverSettings(MeshSettings):
 
     @property
     def https(self) -> Tls | None:
-        """The files to serve https with."""
+        """Certificate and key for https, if set."""
         return Tls.of(self.tls_cert, self.tls_key)
 
     @model_validator(mode="after")
@@ -72,6 +76,6 @@ class ObserverSettings(MeshSettings):
     def _guarded(self) -> Self:
         if self.token is None and not is_loopback(self.host):
             raise ValueError(
-                f"host {self.host!r} can be reached from other machines: set MESH_OBSERVER_TOKEN, or listen on 127.0.0.1"
+                f"host {self.host!r} is reachable from other machines: set MESH_OBSERVER_TOKEN, or listen on 127.0.0.1"
             )
         return self

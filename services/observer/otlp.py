@@ -1,4 +1,4 @@
-"""OTLP requests to spans as the trace store writes them."""
+"""Converts OTLP requests to pieces for the trace store."""
 
 import json
 import zlib
@@ -39,7 +39,7 @@ class Received:
 
 
 def unzipped(body: bytes, encoding: str, most_bytes: int) -> bytes:
-    """Raises: Rejected, TooLarge."""
+    """Return the decompressed body. Raises: Rejected, TooLarge."""
     if encoding in {"", "identity"}:
         return body
     if encoding != "gzip":
@@ -59,7 +59,7 @@ def unzipped(body: bytes, encoding: str, most_bytes: int) -> bytes:
 
 
 def read_request(body: bytes, content_type: str) -> Received:
-    """Raises: Rejected, with what is wrong."""
+    """Decode a request. Raises: Rejected, with the fault."""
     kind = content_type.partition(";")[0].strip().lower()
     if kind == PIECES:
         try:
@@ -88,7 +88,7 @@ def read_request(body: bytes, content_type: str) -> Received:
 
 
 def _pieces(scope: trace_pb2.ScopeSpans) -> tuple[list[Piece], int]:
-    """The pieces, and the number of invalid spans."""
+    """Return the pieces, and the number of invalid spans."""
     by_trace: dict[bytes, list[trace_pb2.Span]] = defaultdict(list)
     for span in filter(_is_valid, scope.spans):
         by_trace[span.trace_id].append(span)
@@ -120,7 +120,7 @@ def _root(span: trace_pb2.Span) -> Root | None:
 
 
 def _service(attributes: Iterable[KeyValue]) -> str:
-    """`decode-<instance id>` for our own processes, as in their file."""
+    """Return the service's name; for kvmesh processes `decode-<instance id>`, as in their own file."""
     facts = {attribute.key: attribute.value.string_value for attribute in attributes}
     name = facts.get("service.name") or ANONYMOUS
     instance = facts.get("service.instance.id")

@@ -1,4 +1,4 @@
-"""python -m services.planner: finds how many workers the load needs, and starts and stops them through a connector."""
+"""python -m services.planner: computes how many workers the load needs, and starts and stops them by a connector."""
 
 import logging
 import os
@@ -31,7 +31,7 @@ NO_DRAIN: Final = "it holds no requests; --stop ends it at once, and another pla
 
 
 async def main(settings: PlannerSettings) -> None:
-    """Plan until a signal. The workers stay as they are."""
+    """Plan until a signal. The workers are not affected by the end."""
     me = new_instance_id(settings.instance_id)
     subject = f"{settings.namespace}.planner.{me}"
     metrics = PlannerMetrics()
@@ -76,7 +76,7 @@ async def main(settings: PlannerSettings) -> None:
 
 
 def read_settings(argv: list[str] | None = None) -> PlannerSettings:
-    """Read them, with a local mesh's addresses; warn when the addresses are nothing but the defaults."""
+    """Read the settings, with addresses of a local mesh; warn if only the default addresses are left."""
     settings = PlannerSettings.read(argv)
     if not local_mesh(settings.home) and not {"etcd_url", "nats_url"} & settings.model_fields_set:
         log.warning(

@@ -1,4 +1,4 @@
-"""Workers of a compose project, through the docker command line."""
+"""Connector for workers in a compose project, by the docker command line."""
 
 import asyncio
 import logging
@@ -21,20 +21,20 @@ LAST_OUTPUT: Final = 300  # characters of a failed command's output
 
 class ComposeConnector:
     def __init__(self, command: str, files: str | None = None, project: str | None = None) -> None:
-        """`files`: one, or several with a colon between."""
+        """`files`: one file, or several separated by colons."""
         flags = [word for file in (files or "").split(":") if file for word in ("-f", file)]
         self._command = [*shlex.split(command), *flags, *(["-p", project] if project else [])]
         self._under_way: dict[Planned, int] = {}  # removing a worker lasts until it has drained
         self._tasks = BackgroundTasks()
 
     async def counts(self) -> Mapping[Planned, int]:
-        """Running containers of each role; during a change, the number that was ordered. Raises: BackendUnavailable."""
+        """Return the running containers of each role; during a change, the requested number. Raises: BackendUnavailable."""
         return {role: await self._count(role) for role in PLANNED}
 
     async def scale(self, change: Change) -> None:
-        """Begin to scale. A failure shows in the next `counts`.
+        """Begin to scale. A failure is visible in the next `counts`.
 
-        Raises: BackendUnavailable, also if a change is in progress; Rejected, if the number has changed meanwhile.
+        Raises: BackendUnavailable, also if another change is in progress; Rejected, if the number has changed meanwhile.
         """
         if self._under_way:
             raise BackendUnavailable("another change is in progress")

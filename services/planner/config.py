@@ -16,15 +16,15 @@ RANGE: Final = re.compile(r"(\d+)(?:\.\.(\d+))?")
 
 
 def read_bounds(text: Any) -> Any:
-    """Read `1..4`, or `2` for always two. Raises: ValueError."""
+    """Parse `1..4`, or `2` for a fixed number. Raises: ValueError."""
     if not isinstance(text, str | int):
         return text
     found = RANGE.fullmatch(str(text).strip())
     if found is None:
-        raise ValueError("give MIN..MAX, such as 1..4")
+        raise ValueError("must be MIN..MAX, such as 1..4")
     least, most = int(found[1]), int(found[2] or found[1])
     if not 1 <= least <= most:
-        raise ValueError("give MIN..MAX with 1 <= MIN <= MAX: each role keeps a worker")
+        raise ValueError("must be MIN..MAX with 1 <= MIN <= MAX, because each role needs a worker")
     return Bounds(least, most)
 
 
@@ -32,45 +32,60 @@ Range = Annotated[Bounds, NoDecode, BeforeValidator(read_bounds)]
 
 
 class PlannerSettings(MeshSettings):
-    """kvmesh planner: finds how many prefill and decode workers the load needs, then starts and stops workers."""
+    """kvmesh planner: computes how many prefill and decode workers the load needs, and starts and stops workers."""
 
     model_config = SettingsConfigDict(env_prefix="MESH_PLANNER_", cli_prog_name="python -m services.planner")
 
-    ttft_ms: Annotated[PositiveFloat, Field(description="target for the time to first token, milliseconds")] = 500.0
-    itl_ms: Annotated[PositiveFloat, Field(description="target for the time between two tokens, milliseconds")] = 50.0
+    ttft_ms: Annotated[PositiveFloat, Field(description="target for the time to first token, in milliseconds")] = 500.0
+    itl_ms: Annotated[PositiveFloat, Field(description="target for the time between two tokens, in milliseconds")] = (
+        50.0
+    )
     goal: Annotated[
-        float, Field(gt=0.5, lt=1.0, description="share of first tokens, and of gaps, that must meet the target")
+        float,
+        Field(
+            gt=0.5, lt=1.0, description="share of first tokens, and of gaps between tokens, that must meet the target"
+        ),
     ] = 0.9
-    prefill: Annotated[Range, Field(description="least and greatest number of prefill workers")] = Bounds(1, 1)
-    decode: Annotated[Range, Field(description="least and greatest number of decode workers")] = Bounds(1, 1)
+    prefill: Annotated[Range, Field(description="minimum and maximum number of prefill workers")] = Bounds(1, 1)
+    decode: Annotated[Range, Field(description="minimum and maximum number of decode workers")] = Bounds(1, 1)
     devices: Annotated[
         PositiveInt | None,
-        Field(description="most devices of all these workers together, each of which has as many as its --tp"),
+        Field(description="maximum number of devices of all these workers; each worker uses --tp devices"),
     ] = None
     connector: Annotated[
         ConnectorName,
         Field(description="starts and stops workers: local, compose, kubernetes, or none (only reports decisions)"),
     ] = "none"
-    every_s: Annotated[PositiveFloat, Field(description="seconds between two observations of the workers")] = 5.0
+    every_s: Annotated[PositiveFloat, Field(description="interval of observations, in seconds")] = 5.0
     window_s: Annotated[PositiveFloat, Field(description="seconds over which load is averaged")] = 60.0
-    up_after_s: Annotated[float, Field(ge=0, description="seconds of need before a worker is added")] = 10.0
-    down_after_s: Annotated[PositiveFloat, Field(description="seconds without need before a worker is removed")] = 120.0
-    settle_s: Annotated[float, Field(ge=0, description="seconds after any change before a worker is removed")] = 15.0
+    up_after_s: Annotated[
+        float, Field(ge=0, description="seconds that more workers must be needed before one is added")
+    ] = 10.0
+    down_after_s: Annotated[
+        PositiveFloat, Field(description="seconds that fewer workers must be enough before one is removed")
+    ] = 120.0
+    settle_s: Annotated[
+        float, Field(ge=0, description="minimum seconds between any change and the removal of a worker")
+    ] = 15.0
     start_timeout_s: Annotated[
         PositiveFloat, Field(description="seconds that a worker may take to start or to drain")
     ] = 600.0
     kv_usage: Annotated[float, Field(gt=0, le=1, description="share of decode's KV pages that requests may hold")] = 0.8
     headroom: Annotated[
-        float, Field(ge=0, description="spare load, as a share, that must fit before a worker is removed")
+        float,
+        Field(
+            ge=0,
+            description="extra load, as a share, that the remaining workers must be able to carry before one is removed",
+        ),
     ] = 0.15
     backlog_s: Annotated[PositiveFloat, Field(description="seconds in which a queue must be cleared")] = 30.0
     leader_ttl_s: Annotated[
         float, Field(ge=2.0, description="seconds of silence after which another planner leads")
     ] = 10.0
     compose_file: Annotated[
-        str | None, Field(description="compose: its file, as docker compose -f; several: with a colon between")
+        str | None, Field(description="compose: file, as for docker compose -f; several are separated by colons")
     ] = None
-    compose_project: Annotated[str | None, Field(description="compose: its project, as docker compose -p")] = None
+    compose_project: Annotated[str | None, Field(description="compose: project, as for docker compose -p")] = None
     compose_command: Annotated[str, Field(description="compose: the command")] = "docker compose"
     kubernetes_namespace: Annotated[
         str | None, Field(description="kubernetes: namespace of the workers; default: the planner's")
@@ -82,7 +97,7 @@ class PlannerSettings(MeshSettings):
         str, Field(description="kubernetes: deployment/NAME or statefulset/NAME of decode")
     ] = "deployment/kvmesh-decode"
     kubernetes_api: Annotated[
-        str | None, Field(description="kubernetes: URL of the API; default: of the cluster that the planner runs in")
+        str | None, Field(description="kubernetes: URL of the API; default: that of the planner's own cluster")
     ] = None
 
     def targets(self) -> Targets:

@@ -1,4 +1,4 @@
-"""Connectors start and stop workers: their protocol, the one for `services.local`, and the choice by setting."""
+"""Connectors, which start and stop workers: their protocol, the one for `services.local`, and the choice by setting."""
 
 from collections.abc import Mapping
 from typing import Final, Protocol
@@ -17,17 +17,17 @@ ANSWER_S: Final = 3.0
 
 
 class Connector(Protocol):
-    """Keeps a number of workers of each role. Both calls raise MeshError if they fail."""
+    """Keeps a number of workers of each role running. Both calls raise MeshError if they fail."""
 
     async def counts(self) -> Mapping[Planned, int]:
-        """Workers that are kept running, started or not, without those that are stopping."""
+        """Return the requested number of workers of each role, started or not, without those that are stopping."""
 
     async def scale(self, change: Change) -> None:
-        """Order a change. It may still be in progress when this returns. A worker drains before it stops."""
+        """Request a change, which may still be in progress when this returns. A worker drains before it stops."""
 
 
 class LocalConnector:
-    """Calls the `services.local` of our namespace on NATS."""
+    """Calls the `services.local` of our namespace over NATS."""
 
     def __init__(self, bus: Bus, namespace: str) -> None:
         self._bus = bus
@@ -39,7 +39,7 @@ class LocalConnector:
         return {"prefill": counts.prefill, "decode": counts.decode}
 
     async def scale(self, change: Change) -> None:
-        """Raises: Rejected, if the number has changed meanwhile."""
+        """Request a change. Raises: Rejected, if the number has changed meanwhile."""
         await self._call("scale", ScaleRole(role=change.role, before=change.before, after=change.after))
 
     async def _call(self, verb: str, request: AskCounts | ScaleRole) -> Counts:
@@ -64,7 +64,7 @@ class LocalConnector:
 
 
 def open_connector(settings: PlannerSettings, bus: Bus) -> Connector | None:
-    """Returns: None if the planner only reports decisions. Raises: WrongSettings, BackendUnavailable."""
+    """Return the connector; None if the planner only reports decisions. Raises: WrongSettings, BackendUnavailable."""
     match settings.connector:
         case "none":
             return None

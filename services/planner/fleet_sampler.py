@@ -37,7 +37,7 @@ class _Heartbeats:
         self.last, self.arrived_s = beat, now_s
 
     def mean_waiting(self, now_s: float) -> float:
-        """Average number of waiting requests since the last observation. A new one begins now."""
+        """Return the mean number of waiting requests since the last observation, and begin a new one."""
         self._count(now_s)
         passed_s = now_s - self._observed_s
         mean = self._waited_s / passed_s if passed_s else float(self.last.num_waiting)
@@ -77,7 +77,7 @@ class FleetSampler:
         show_instances(metrics, *self._liveness.values())
 
     def ages_s(self) -> dict[str, float]:
-        """Age of the latest heartbeat, by instance id; the older one if two workers have one id."""
+        """Return the age of the latest heartbeat, by instance id; the older one if two workers have the same id."""
         ages: dict[str, float] = {}
         for of_role in self._liveness.values():
             for instance_id, age_s in of_role.ages_s().items():
@@ -85,7 +85,7 @@ class FleetSampler:
         return ages
 
     async def observe(self, wanted: Mapping[Planned, int]) -> Observation:
-        """Instances that do not answer are listed as unknown."""
+        """Observe all instances. Those that do not answer are listed as unknown."""
         unknown: list[str] = []
         records = {role: self._book.of_role(role) for role in PLANNED}
         seen_frontends = self._book.of_role("frontend")
@@ -157,7 +157,7 @@ class FleetSampler:
         self._warned.add(warned)
         log.warning(
             "a metrics page cannot be read, so no worker is removed: set MESH_METRICS_HOST of the instance to an address "
-            "that the planner reaches, and the same MESH_METRICS_LOGIN_FILE for both",
+            "that the planner can reach, and the same MESH_METRICS_LOGIN_FILE for both",
             extra={"role": record.role, "instance": record.instance_id, "cause": exc.message},
         )
 

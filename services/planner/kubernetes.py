@@ -1,4 +1,4 @@
-"""Workers of a Kubernetes cluster, through the scale subresource of a Deployment or StatefulSet.
+"""Connector for workers in a Kubernetes cluster, by the scale subresource of a Deployment or StatefulSet.
 
 A pod's `terminationGracePeriodSeconds` must be longer than its worker's drain timeout.
 """
@@ -46,7 +46,7 @@ class Api:
 
 
 def in_cluster(url: str | None, namespace: str | None) -> Api:
-    """The API at `url`, such as a `kubectl proxy`, else that of our cluster. Raises: WrongSettings, BackendUnavailable."""
+    """Return the API at `url`, such as a `kubectl proxy`, else of our cluster. Raises: WrongSettings, BackendUnavailable."""
     if url:
         return Api(url, namespace or "default")
     host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT", "443")
@@ -60,21 +60,21 @@ def in_cluster(url: str | None, namespace: str | None) -> Api:
 
 
 class KubernetesConnector:
-    """Needs `get` and `patch` on `deployments/scale` (or `statefulsets/scale`)."""
+    """A connector that needs `get` and `patch` on `deployments/scale` (or `statefulsets/scale`)."""
 
     def __init__(self, api: Api, workloads: Mapping[Planned, Workload]) -> None:
         self._api = api
         self._workloads = workloads
 
     async def counts(self) -> Mapping[Planned, int]:
-        """Ordered replicas. Raises: BackendUnavailable."""
+        """Return the requested replicas of each role. Raises: BackendUnavailable."""
         return {role: (await self._scale_of(role))[0] for role in PLANNED}
 
     async def scale(self, change: Change) -> None:
-        """Raises: BackendUnavailable; Rejected, if the number has changed meanwhile."""
+        """Request a change. Raises: BackendUnavailable; Rejected, if the number has changed meanwhile."""
         replicas, version = await self._scale_of(change.role)
         if replicas != change.before:
-            raise Rejected(f"{replicas} {change.role} replicas are ordered, not {change.before}")
+            raise Rejected(f"{replicas} {change.role} replicas are requested, not {change.before}")
         patch = {"metadata": {"resourceVersion": version}, "spec": {"replicas": change.after}}
         await asyncio.to_thread(self._call, "PATCH", self._path(change.role), json.dumps(patch))
 

@@ -1,4 +1,4 @@
-"""Metrics pages of workers and frontends: an HTTP GET, and the samples in them."""
+"""Reads metrics pages of workers and frontends over HTTP, and parses their samples."""
 
 import asyncio
 import math
@@ -42,7 +42,7 @@ class Counters:
 
 
 class PageReader:
-    """Fetches and parses pages in threads, since a large fleet's pages would hold up the event loop."""
+    """Fetches and parses pages in threads, because a large fleet's pages would block the event loop."""
 
     def __init__(self, access: PageAccess = PageAccess()) -> None:  # noqa: B008 - a frozen value
         self._access = access
@@ -50,7 +50,7 @@ class PageReader:
         self._places = asyncio.Semaphore(AT_ONCE)  # the timeout does not include the wait for a thread
 
     async def read(self, url: str, parse: Callable[[str], T]) -> T:
-        """`parse` of the body of `http://…` or `https://…`. Raises: PeerLost, unless the status is 200; as `parse`."""
+        """Fetch `url` and return `parse` of the body. Raises: PeerLost, unless the status is 200; errors of `parse`."""
         async with self._places:
             try:
                 headers, context = self._access.headers(), self._access.context(url)
@@ -69,24 +69,24 @@ def _read(url: str, parse: Callable[[str], T], headers: Mapping[str, str], conte
 
 
 def read_worker(text: str) -> Counters:
-    """Raises: MalformedMessage."""
+    """Parse a worker's page. Raises: MalformedMessage."""
     values = {sample.name: sample.value for sample in _samples(text, *COUNTERS, GUESSED) if not sample.labels}
     try:
         busy_s, steps, prompt_tokens, generated_tokens = (values[name] for name in COUNTERS)
     except KeyError as exc:
         raise MalformedMessage(f"the worker's page has no number for {exc.args[0]}") from exc
-    # One for each request and step. More tokens of a step would look like more requests, which cost far more.
+    # Count one token per request and step. More tokens of a step would look like more requests, which cost far more.
     alone = max(0.0, generated_tokens - values.get(GUESSED, 0.0))
     return Counters(busy_s, int(steps), int(prompt_tokens), int(alone))
 
 
 def read_frontend(instance_id: str, text: str) -> FrontendSample:
-    """Histograms are summed over models and routes. Raises: MalformedMessage."""
+    """Parse a frontend's page. Histograms are summed over models and routes. Raises: MalformedMessage."""
     return FrontendSample(instance_id, ttft=_histogram(text, TTFT), itl=_histogram(text, ITL))
 
 
 def _samples(text: str, *names: str) -> Iterable[Sample]:
-    """Without NaN and infinity, which would stay in the planner's averages for good. Other lines are not parsed."""
+    """Return the samples with these names, without NaN and infinity, which would stay in the planner's averages forever."""
     lines = "\n".join(line for line in text.splitlines() if line.startswith(names))
     try:
         found = [sample for family in text_string_to_metric_families(lines) for sample in family.samples]
@@ -96,7 +96,7 @@ def _samples(text: str, *names: str) -> Iterable[Sample]:
 
 
 def _histogram(text: str, name: str) -> Histogram:
-    """Empty before the first observation: the page has no buckets then."""
+    """Return a histogram; empty before the first observation, because the page then has no buckets."""
     if f"# TYPE {name} " not in text:
         raise MalformedMessage(f"the frontend's page has no {name}")
     counts: dict[float, float] = defaultdict(float)

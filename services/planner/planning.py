@@ -1,4 +1,4 @@
-"""The planner's loop: observe, decide, act if this process leads, and report."""
+"""The planner's loop: observes, decides, acts if this process leads, and reports."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ KEPT_CHANGES: Final = 10
 
 
 class Planning:
-    """Observes also while another planner leads, so that it knows the load when it takes over."""
+    """The loop. It observes even while another planner leads, so that it knows the load when it takes over."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Planning:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`clock` must be the sampler's, because times of observations and changes are compared."""
+        """`clock` must be the sampler's, because the times of observations and changes are compared."""
         self._clock = clock
         self._settings = settings
         self._sampler = sampler

@@ -110,7 +110,7 @@ def test_with_keys_the_page_asks_for_one_and_keeps_it_in_this_tab(open_page: Ope
     until(page, "document.activeElement.id", "key")
     field.fill("sk-wrong-0123456789")
     page.keyboard.press("Enter")
-    page.get_by_text("This key is not accepted.").wait_for()
+    page.get_by_text("Invalid API key.").wait_for()
     field.fill(KEY)
     page.keyboard.press("Enter")
     page.wait_for_selector(".card.decode")

@@ -194,7 +194,7 @@ def test_a_request_has_a_waterfall_across_processes_and_reasons(open_page: OpenP
     popup.value.close()
     picture(page, "requests")
     page.get_by_role("button", name="Failed").click()
-    page.get_by_text("No failed request is kept.").wait_for()
+    page.get_by_text("There are no traces of failed requests.").wait_for()
 
 
 def test_load_over_time_is_drawn(open_page: OpenPage, mesh: Running) -> None:

@@ -1,6 +1,6 @@
-"""The HTTP API of `/ui`. It needs the API key if keys are set; `services.frontend.gate` checks that.
+"""The HTTP API of `/ui`. If API keys are set, it requires one, which `services.frontend.gate` checks.
 
-It is for the page alone, so it is not in /openapi.json and may change with the page.
+Only the page uses it, so it is not in /openapi.json and may change with the page.
 """
 
 from collections.abc import Callable, Mapping
@@ -76,11 +76,11 @@ class Ui:
         return await self._beginning(request, _perfetto_form)
 
     async def _beginning(self, request: Request, form: Callable[[Beginning], Response]) -> Response:
-        """Return `form` of a trace that has spans, or why there are none. `form`: called on a thread."""
+        """Return `form` of a trace, or an error if it has no spans. `form` is called on a thread."""
 
         def answer(found: Beginning) -> Response:
             if not found.spans:
-                return _refusal(404, "no such trace: it was not kept, or newer ones have replaced it")
+                return _refusal(404, "no such trace: it was not kept, or was replaced by newer ones")
             return form(found)
 
         try:
@@ -97,7 +97,7 @@ class Ui:
 
     async def _kill(self, request: Request) -> Response:
         if self.control is None:
-            raise Rejected("no services.local runs this mesh with a control for this page", code="no_control")
+            raise Rejected("workers can only be killed if services.local runs this mesh", code="no_control")
         check_origin(request)
         if not _is_operator(request):
             raise Rejected("only a key with operator = true may kill workers", code="not_operator")
@@ -106,7 +106,7 @@ class Ui:
             order = msgspec.json.decode(body, type=dict[str, str])
             instance_id = order["instance"]
         except (msgspec.DecodeError, KeyError) as exc:
-            raise Rejected('give {"instance": "<instance id of a worker>"}') from exc
+            raise Rejected('the body must be {"instance": "<instance id of a worker>"}') from exc
         return JSONResponse({"killed": await self.control.kill(instance_id)}, headers=NO_STORE)
 
 
@@ -127,12 +127,12 @@ def _perfetto_form(found: Beginning) -> Response:
 
 
 def _json(body: Any, headers: Mapping[str, str] = {}) -> Response:
-    """Made faster than JSONResponse does it, as this holds the GIL."""
+    """Return a JSON response. This is faster than JSONResponse, which would hold the GIL for longer."""
     return Response(msgspec.json.encode(body), headers={**NO_STORE, **headers}, media_type="application/json")
 
 
 async def _start(request: Request) -> Response:
-    """Send a browser to the page."""
+    """Redirect a browser to the page."""
     if "text/html" not in request.headers.get("accept", ""):
         raise HTTPException(404, f"{HTTP[404][1]} {ROOT} is a page for browsers.")
     return Response(status_code=307, headers={"location": ROOT.removeprefix("/")})
@@ -147,7 +147,7 @@ def _refusal(status: int, message: str) -> Response:
 
 
 class _File:
-    """Starlette passes the ASGI scope to an instance, and a Request to a function."""
+    """An ASGI application. It is a class, because Starlette would pass a Request to a function."""
 
     async def __call__(self, *args: object) -> None:
         await serve_file(*args)  # type: ignore[arg-type]

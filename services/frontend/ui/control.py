@@ -1,7 +1,7 @@
-"""Kill a worker of this machine from `/ui`, for a mesh that `services.local` runs.
+"""Kills a worker on this machine from `/ui`, for a mesh that `services.local` runs.
 
-Only a browser on this machine may do so: its address is loopback, no proxy forwarded the request, its page is this server's,
-and a header is there that a plain form cannot send.
+Only a browser on this machine may do so. Its address must be loopback, no proxy may have forwarded the request, the page must
+be this server's, and the request must have a header that a plain form cannot send.
 """
 
 from typing import Final
@@ -21,7 +21,7 @@ ANSWER_S: Final = 5.0
 
 class LocalControl:
     def __init__(self, bus: Bus, subject: str) -> None:
-        """`subject`: of the `services.local` that runs this process."""
+        """`subject`: subject of the `services.local` that runs this process."""
         self._bus = bus
         self._subject = subject
 
@@ -32,17 +32,17 @@ class LocalControl:
 
 
 def is_from_this_machine(request: Request) -> bool:
-    """Return whether the client is on this machine, as far as can be known."""
+    """Return whether the client seems to be on this machine."""
     if request.client is None or any(name in request.headers for name in FORWARDED):
         return False
     return is_loopback(request.client.host)
 
 
 def check_origin(request: Request) -> None:
-    """Raises: Rejected, if another machine or another site's page may have sent `request`."""
+    """Check that neither another machine nor another site's page can have sent `request`. Raises: Rejected."""
     if not is_from_this_machine(request):
-        raise Rejected("workers can be killed from a browser on the mesh's own machine only", code="not_local")
+        raise Rejected("workers can only be killed from a browser on the mesh's own machine", code="not_local")
     origin = request.headers.get("origin")
     is_own = origin is None or urlsplit(origin).netloc == request.headers.get("host")
     if not is_own or OWN_HEADER not in request.headers:  # also of origins that --cors-origins allows elsewhere
-        raise Rejected("workers can be killed from the page at /ui only", code="not_local")
+        raise Rejected("workers can only be killed from the page at /ui", code="not_local")

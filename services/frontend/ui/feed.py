@@ -1,6 +1,6 @@
-"""The live feed of `/ui`: one snapshot and then changes, as server-sent events, the same bytes for all viewers.
+"""The live feed of `/ui`: a snapshot and then changes, as server-sent events. All viewers get the same bytes.
 
-Nothing is computed while nobody watches.
+Nothing is computed while there are no viewers.
 """
 
 import asyncio
@@ -50,7 +50,7 @@ class Feed:
     def __init__(
         self, look: Callable[[], View], is_over: Callable[[], bool] = lambda: False, every_s: float = EVERY_S
     ) -> None:
-        """`look` returns the mesh now. When `is_over`, streams end and new viewers are refused."""
+        """`look` returns the current state of the mesh. When `is_over`, streams end and new viewers are refused."""
         self._look = look
         self._is_over = is_over
         self._every_s = every_s
@@ -81,7 +81,7 @@ class Feed:
     def watch(self) -> AsyncGenerator[bytes, None]:
         """Return the events until the feed is over. Raises: Overloaded."""
         if self._is_over() or len(self._viewers) >= MAX_VIEWERS:
-            raise Overloaded("the live feed takes no more viewers now", retry_after_s=5.0)
+            raise Overloaded("the live feed has too many viewers", retry_after_s=5.0)
         return self._events()
 
     async def _events(self) -> AsyncGenerator[bytes, None]:
@@ -127,7 +127,7 @@ def whole(view: View) -> Fields:
 
 
 def changes(was: View, now: View) -> Fields:
-    """Return changed fields of instances and links, those that are gone, and new or changed samples; no empty parts."""
+    """Return changed fields of instances and links, removed ones, and new or changed samples, without empty parts."""
     found: dict[str, Any] = {}
     for name, old, new in (("instances", was.instances, now.instances), ("links", was.links, now.links)):
         changed = {key: _changed(old.get(key), fields) for key, fields in new.items() if old.get(key) != fields}

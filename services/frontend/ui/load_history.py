@@ -56,12 +56,12 @@ class LoadHistory:
         self._last: Totals | None = None
 
     def measure(self, metrics: FrontendMetrics, batch: Callable[[], Batch]) -> None:
-        """Take samples of these from now on. `batch`: requests admitted and in the queue."""
+        """Sample these metrics from now on. `batch`: returns the numbers of admitted and queued requests."""
         self._metrics = metrics
         self._batch = batch
 
     def endpoint(self) -> Endpoint:
-        """For other frontends."""
+        """Return the endpoint by which other frontends fetch the samples."""
 
         async def load(ask: AskLoad) -> Load:
             return Load(samples=[sample for sample in self.samples if sample.unix_s > ask.after_unix_s])
@@ -74,9 +74,9 @@ class LoadHistory:
             await asyncio.sleep(EVERY_S - self._clock() % EVERY_S)
 
     def sample(self) -> None:
-        """Add what happened since the last sample. The first call only starts the interval.
+        """Add a sample of the time since the last one. The first call only starts the interval.
 
-        A call less than half an interval later does nothing, or two samples would be of one interval.
+        A call less than half an interval later does nothing, because two samples would be in one interval.
         """
         now_s = self._clock()
         if self._metrics is None or (self._last is not None and 0 <= now_s - self._at_s <= EVERY_S / 2):
@@ -104,7 +104,7 @@ class LoadHistory:
 
 
 def _difference(was: Sequence[int], now: Sequence[int]) -> list[int]:
-    """`was` is empty until the first observation."""
+    """Return the differences. `was` is empty until the first observation."""
     return [new - old for new, old in zip(now, was or [0] * len(now), strict=True)]
 
 
@@ -117,7 +117,7 @@ def _sum(metrics: Iterable[Metric]) -> int:
 
 
 def _buckets(metrics: Iterable[Metric]) -> list[int]:
-    """Counts of all label sets, by bucket."""
+    """Return the counts by bucket, summed over all label sets."""
     cumulative: dict[float, float] = {}
     for labels, value in _samples(metrics, "_bucket"):
         bound = float(labels["le"])

@@ -1,4 +1,4 @@
-"""Load over time of all frontends together, as `/ui` draws it."""
+"""Load of all frontends together over time, for the charts of `/ui`."""
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +26,7 @@ class MeshLoad:
         self._others.setdefault(instance_id, deque(maxlen=KEPT)).extend(samples)
 
     def samples(self) -> tuple[Fields, ...]:
-        """Return a sample for each interval, oldest first; those of frontends that have left stay."""
+        """Return a sample for each interval, oldest first, including those of frontends that have left."""
         intervals: dict[int, list[LoadSample]] = {}
         for sample in (sample for of in (self._own.samples, *self._others.values()) for sample in of):
             intervals.setdefault(round(sample.unix_s / EVERY_S), []).append(sample)
@@ -46,7 +46,7 @@ def _is_old(sample: LoadSample, latest: int) -> bool:
 
 
 def merged(interval: int, parts: Sequence[LoadSample]) -> dict[str, Any]:
-    """Return the sum of `parts` as JSON. Times are milliseconds, the others per second."""
+    """Return the sum of `parts` as JSON. Times are in milliseconds, counts per second."""
     looked_up = sum(part.prompt_tokens for part in parts)
 
     def per_s(count: Callable[[LoadSample], int]) -> float:
@@ -69,8 +69,8 @@ def merged(interval: int, parts: Sequence[LoadSample]) -> dict[str, Any]:
 def percentiles_ms(counts: Iterable[Sequence[int]], bounds: Sequence[float]) -> list[float] | None:
     """Return the 50th and 95th percentile of histograms with one more count than bounds; None without an observation.
 
-    Others, of a frontend of another release, are left out. Within a bucket values count as evenly spread; those above the
-    last bound count as that bound.
+    Histograms of another length, from another release, are ignored. Values are assumed to be evenly distributed within a
+    bucket; values above the last bound count as that bound.
     """
     usable = [one for one in counts if len(one) == len(bounds) + 1]
     cumulative = list(accumulate(map(sum, zip(*usable, strict=True))))

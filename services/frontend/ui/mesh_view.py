@@ -1,4 +1,4 @@
-"""The mesh as `/ui` shows it: instances with their load and state, and the links that move KV between them."""
+"""The mesh as `/ui` shows it: instances with load and state, and the links of KV transfers between them."""
 
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +34,7 @@ SILENT: Final = State("silent", "it does not answer, or its engine has stalled")
 
 @dataclass(slots=True)
 class Reports:
-    """What instances have answered lately."""
+    """The latest answers of instances."""
 
     prefills: Seen | None = None  # the last roll call
     statuses: dict[str, Status] = field(default_factory=dict)  # by instance id
@@ -52,7 +52,7 @@ class MeshView:
         *,
         nats_away_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`about`: facts that do not change, such as the namespace. `nats_away_s`: since NATS has answered this process."""
+        """`about`: constant facts, such as the namespace. `nats_away_s`: seconds since NATS last answered this process."""
         self._book = book
         self._decodes = decodes
         self._reports = reports
@@ -110,9 +110,9 @@ class MeshView:
     def _state(self, record: InstanceRecord, beat: Heartbeat | None) -> State:
         status = self._reports.statuses.get(record.instance_id)
         if not record.is_understood:
-            return State("foreign", "it speaks another protocol: update it, or this frontend")
+            return State("foreign", "it uses another protocol version: upgrade it, or this frontend")
         if (beat is not None and beat.draining) or (status is not None and status.draining):
-            return State("draining", "it finishes its requests and takes no new ones")
+            return State("draining", "it finishes its requests and accepts no new ones")
         if record.role == "decode":
             return self._decode_state(record.instance_id, beat)
         if record.role == "prefill":
@@ -131,7 +131,7 @@ class MeshView:
         return UP if self._decodes.is_usable(instance_id) else State("late", "no heartbeat or step for a second")
 
     def _links(self, known: Mapping[str, InstanceRecord]) -> dict[str, Fields]:
-        """By "prefill>decode"."""
+        """Return the links by "prefill>decode"."""
         roles = {instance_id: record.role for instance_id, record in known.items()}
         reported = {instance_id: status.links for instance_id, status in self._reports.statuses.items()}
         return {

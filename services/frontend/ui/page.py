@@ -1,4 +1,4 @@
-"""The files of the page at `/ui`: read once, and served with a Content-Security-Policy that allows nothing from elsewhere."""
+"""The files of the page at `/ui`, read once and served with a Content-Security-Policy that allows only this origin."""
 
 import re
 from base64 import b64encode
@@ -34,7 +34,7 @@ class PageFile:
 
 
 def read_files() -> Mapping[str, PageFile]:
-    """The files by URL path."""
+    """Read the files; return them by URL path."""
     files = {}
     for path in sorted(FOLDER.rglob("*")):
         if path.suffix in TYPES:
@@ -50,7 +50,7 @@ PATHS: Final = frozenset({*FILES, f"{ROOT}/"})  # open without an API key
 
 
 def security_headers(index: bytes) -> Mapping[str, str]:
-    """`index`: its import map is the one inline script that may run."""
+    """Return the headers. The import map in `index` is the only inline script that may run."""
     hashes = [f"'sha256-{b64encode(sha256(script).digest()).decode()}'" for script in INLINE_SCRIPT.findall(index)]
     policy = [
         "default-src 'none'",

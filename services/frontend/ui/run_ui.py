@@ -1,4 +1,4 @@
-"""The parts of `/ui`, and the tasks behind it."""
+"""Creates the parts of `/ui` and runs its background tasks."""
 
 import asyncio
 import logging
@@ -30,7 +30,7 @@ RETRY_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class MeshSources:
-    """Where the page's picture of the mesh comes from."""
+    """The sources of the page's view of the mesh."""
 
     me: str  # instance id of this frontend
     model: str
@@ -41,7 +41,7 @@ class MeshSources:
 
 
 def make_ui(settings: FrontendSettings, sources: MeshSources, is_over: Callable[[], bool]) -> tuple[Ui, StatusPoll]:
-    """Return the page and what asks the mesh for it. When `is_over`, the live feeds end."""
+    """Return the page and the poll that updates it. When `is_over`, the live feeds end."""
     history, reports = LoadHistory(), Reports()
     load = MeshLoad(history)
     about = about_mesh(settings.namespace, sources.model, sources.me)
@@ -57,7 +57,7 @@ def make_ui(settings: FrontendSettings, sources: MeshSources, is_over: Callable[
 
 
 def shows_content(settings: FrontendSettings) -> bool:
-    """Whether the page shows clients' words. Without API keys on a loopback address, they are the viewer's own."""
+    """Return whether the page shows clients' texts. On a loopback address without API keys they are the viewer's own."""
     if settings.ui_content is not None:
         return settings.ui_content
     return settings.api_keys is None and settings.api_keys_file is None and is_loopback(settings.host)
@@ -74,10 +74,10 @@ async def run_ui(ui: Ui, poll: StatusPoll) -> AsyncIterator[None]:
 
 
 async def _kept_running(work: Callable[[], Awaitable[None]]) -> None:
-    """Start `work` again after an error: a fault of the page must not end the frontend."""
+    """Restart `work` after an error, because an error of the page must not end the frontend."""
     while True:
         try:
             await work()
         except Exception:
-            log.exception("the page at /ui has a fault")
+            log.exception("a task of the page at /ui failed, restarting it")
         await asyncio.sleep(RETRY_S)

@@ -1,5 +1,5 @@
-"""Polls instances while `/ui` is open: prefill workers for a heartbeat, frontends for their load, and a few instances at
-a time for a status.
+"""Polls instances while `/ui` is open: prefill workers for heartbeats, frontends for their load, and a few instances at
+a time for their status.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Traces for `/ui`: lists of requests and the spans of one, without clients' data unless it is opted in."""
+"""Traces for `/ui`: lists of requests and the spans of one, without clients' data unless that is enabled."""
 
 import asyncio
 import re
@@ -20,7 +20,7 @@ LISTED: Final = 100
 MAX_SPANS: Final = 2000  # of a trace
 LIST_KEPT_S: Final = 1.0  # a list is read once a second, however many viewers there are
 ASK_AGAIN_S: Final = 5.0  # for an observer that did not answer
-# Attributes without a client's data. Others are shown only if that is opted in.
+# Attributes without client data. Others are shown only if that is enabled.
 SHOWN: Final = (
     "kvmesh.",
     "gen_ai.operation.",
@@ -44,7 +44,7 @@ class Traces:
     def __init__(
         self, settings: MeshSettings, *, shows_content: bool = False, reader: TraceReader | None = None
     ) -> None:
-        """`reader`: None opens the one that the settings name."""
+        """`reader`: None: the one from the settings."""
         self._settings = settings
         self._shows_content = shows_content
         self._reader = reader
@@ -54,7 +54,7 @@ class Traces:
         self._reads_trace = asyncio.Lock()  # more threads at once would keep the event loop from its turns
 
     async def listed(self, which: Which, tenant: str | None = None) -> Mapping[str, Any]:
-        """Return summaries of requests of `tenant`, or of all, the latest first. Raises: TracesUnavailable."""
+        """Return summaries of requests of `tenant`, or of all, latest first. Raises: TracesUnavailable."""
         async with self._turn:
             now_s = time.monotonic()
             self._lists = {key: one for key, one in self._lists.items() if now_s - one[0] < LIST_KEPT_S}
@@ -67,7 +67,7 @@ class Traces:
             return self._lists[which, tenant][1]
 
     async def trace(self, trace_id: str, tenant: str | None, made_into: Callable[[Beginning], T]) -> T:
-        """Return what `made_into` makes, on a thread, of the first spans of a trace; with `tenant`, of those of its requests.
+        """Return `made_into` of the first spans of a trace, or with a `tenant` of its requests' spans. It is called on a thread.
 
         There are no spans if there is no such trace. Raises: TracesUnavailable.
         """
@@ -82,7 +82,7 @@ class Traces:
             return await asyncio.to_thread(work)
 
     def shown(self, span: Span) -> Span:
-        """Return `span` without what clients sent, unless that is opted in."""
+        """Return `span` without clients' data, unless that is enabled."""
         if self._shows_content:
             return span
         events = tuple(type(event)(event.name, event.at_ns, self._facts(event.attributes)) for event in span.events)
@@ -107,20 +107,20 @@ class Traces:
         return {name: self._message(value) if isinstance(value, str) else value for name, value in attributes.items()}
 
     def _message(self, text: str) -> str:
-        """Return an error message, which may quote what a client sent."""
+        """Return an error message without quoted client data, unless that is enabled."""
         return text if self._shows_content else QUOTED.sub("'…'", text)
 
     async def _open(self) -> TraceReader:
         if self._reader is None or time.monotonic() >= self._reader_until_s:
             self._reader = await asyncio.to_thread(open_trace_reader, self._settings)
-            # An observer may only be away. When it is back, spans are no longer written to the local file.
+            # An observer may be unreachable for a while. When it is back, spans are no longer written to the local file.
             may_be_away = self._settings.otlp_endpoint and not isinstance(self._reader, ObserverTraceReader)
             self._reader_until_s = time.monotonic() + ASK_AGAIN_S if may_be_away else inf
         return self._reader
 
 
 def span_fields(spans: Sequence[Span]) -> list[dict[str, Any]]:
-    """As JSON. Times are microseconds since the first span's start: JavaScript has no integers of 64 bits."""
+    """Return the spans as JSON. Times are microseconds since the first start, because JavaScript has no 64-bit integers."""
     if not spans:
         return []
     zero_ns = min(span.start_ns for span in spans)

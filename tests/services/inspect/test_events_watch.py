@@ -45,7 +45,7 @@ def test_a_worker_that_drains_is_told_once_for_each_state() -> None:
         told.watch.record_heartbeat("decode", load)
     told.watch.record_heartbeat("decode", beat(draining=True))
     told.watch.record_heartbeat("decode", beat())
-    assert [what for _, what, _ in told.take()] == ["first heartbeat", "draining", "drained", "takes work again"]
+    assert [what for _, what, _ in told.take()] == ["first heartbeat", "draining", "drained", "accepts work again"]
 
 
 def test_a_silent_worker_is_lost_and_back_and_one_that_left_etcd_has_no_second_line() -> None:

@@ -93,7 +93,7 @@ def home(tmp_path: Path) -> Path:
 def test_without_a_trace_the_error_says_what_to_do(run_service: RunService, tmp_path: Path) -> None:
     process = run_service("services.inspect", "trace", "last", "--state-dir", str(tmp_path))
     assert process.exit_code() == 1
-    said = f"no trace is kept in {tmp_path}: send a request first, or name the services' --state-dir"
+    said = f"no trace is kept in {tmp_path}: send a request first, or set the services' --state-dir"
     assert process.logged().strip() == said
 
 

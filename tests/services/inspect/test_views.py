@@ -242,7 +242,7 @@ def test_an_idle_workers_profile_is_not_to_be_opened() -> None:
     ]
     assert (
         made[0]
-        == "[yellow]decode d was idle: it computed nothing in 5.0 s, so p.json has no steps. Send it requests meanwhile."
+        == "[yellow]decode d was idle: it computed nothing in 5.0 s, so p.json has no steps. Send it requests while you record."
     )
     assert made[1] == "p.json: 5.0 s of decode d, 7 steps, 2.0 MB. Open it in Perfetto."
 

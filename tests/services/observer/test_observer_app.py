@@ -343,7 +343,7 @@ async def test_a_sender_without_the_token_logs_what_to_do(tmp_path: Path, caplog
         await asyncio.to_thread(sender.send, request_of(), OTLP, 1)
         sender.close()
     [reason] = [vars(record)["reason"] for record in caplog.records if "refused" in record.getMessage()]
-    assert reason == "this observer needs its token: give it as the password of MESH_OTLP_ENDPOINT"
+    assert reason == "this observer requires its token: set it as the password in MESH_OTLP_ENDPOINT"
 
 
 async def test_bodies_that_are_being_read_count_as_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,7 +361,7 @@ async def test_bodies_that_are_being_read_count_as_waiting(tmp_path: Path, monke
             first = asyncio.create_task(http.post(TRACES, content=slow(), headers=PROTOBUF))
             await until(lambda: app._waiting_bytes >= 60_000)
             second = await http.post(TRACES, content=bytes(60_000), headers=PROTOBUF)
-            assert (second.status_code, "send again later" in second.text) == (503, True)
+            assert (second.status_code, "retry later" in second.text) == (503, True)
             await until(lambda: app._waiting_bytes == 60_000)
             going_on.set()
             assert (await first).status_code == 400

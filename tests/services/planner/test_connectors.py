@@ -150,7 +150,7 @@ async def test_kubernetes_is_asked_for_replicas_of_the_scale_subresource(api: st
 
 async def test_two_planners_that_scale_kubernetes_at_once_change_it_once(api: str) -> None:
     kubernetes = connector(api)
-    with pytest.raises(Rejected, match="2 prefill replicas are ordered, not 1"):
+    with pytest.raises(Rejected, match="2 prefill replicas are requested, not 1"):
         await kubernetes.scale(Change("prefill", 1, 2, ""))
     Scales.interfere = True
     with pytest.raises(Rejected, match="it has changed meanwhile"):

@@ -1,4 +1,4 @@
-// Requests to this frontend, with the API key if one was given. The key lives as long as this tab.
+// Requests to this frontend, with the API key if one was entered. The key is kept until the tab is closed.
 
 const KEY = "kvmesh.key";
 let onRefused = () => {};
@@ -10,7 +10,7 @@ export function setApiKey(key) {
   else sessionStorage.removeItem(KEY);
 }
 
-// Called with a message when the server wants a key.
+// Sets a callback, which gets a message when the server requires a key.
 export function whenRefused(callback) {
   onRefused = callback;
 }
@@ -31,7 +31,7 @@ export async function call(path, options = {}) {
   const answer = await fetch(path, { ...options, headers, credentials: "omit" });
   if (answer.ok) return answer;
   const message = await messageOf(answer);
-  if (answer.status === 401) onRefused(apiKey() ? "This key is not accepted." : "");
+  if (answer.status === 401) onRefused(apiKey() ? "Invalid API key." : "");
   throw new ApiError(answer.status, message);
 }
 
@@ -47,7 +47,7 @@ async function messageOf(answer) {
   }
 }
 
-// Server-sent events of an answer: [event, data] pairs.
+// Yields the server-sent events of an answer as [event, data] pairs.
 export async function* events(answer) {
   const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";

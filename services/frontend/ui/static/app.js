@@ -1,4 +1,4 @@
-// The page: its parts by address, the state of the feed, and the question for an API key.
+// The page: its parts by address, the state of the feed, and the form for an API key.
 import { render } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { apiKey, callJson, setApiKey, whenRefused } from "./api.js";
@@ -24,7 +24,7 @@ function address() {
 
 function useAddress() {
   const [at, move] = useState(address);
-  // an effect would run after the first paint, and miss a change before it
+  // not useEffect, which would run after the first paint and miss a change before it
   useLayoutEffect(() => {
     const moved = () => move(address());
     addEventListener("hashchange", moved);
@@ -43,7 +43,7 @@ function KeyForm({ message, onKey }) {
   return html`<main class="key">
     <form onSubmit=${submit}>
       <h1>API key</h1>
-      <p>This mesh answers only requests with an API key. It is kept in this tab until you close it.</p>
+      <p>This mesh requires an API key. It is kept in this tab until you close it.</p>
       <label for="key">Key</label>
       <input id="key" ref=${field} type="password" autocomplete="off" required aria-describedby="key-fault" />
       <p id="key-fault" class="fault" role="alert">${message}</p>
@@ -81,7 +81,7 @@ function skip(event) {
 
 function App() {
   const { part, rest } = useAddress();
-  const [refused, setRefused] = useState(null); // why a key is wanted; null: none is
+  const [refused, setRefused] = useState(null); // why a key is required; null: it is not
   const [mayKill, setMayKill] = useState(false);
   const enter = () => {
     setRefused(null);

@@ -1,4 +1,4 @@
-// A box to chat with the model: the answer streams, its tokens are drawn as they come, its trace follows.
+// A chat with the model: streams the answer, draws its tokens as they arrive, and shows its trace at the end.
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { call, callJson, events, reason } from "./api.js";
 import { useMesh } from "./feed.js";
@@ -8,7 +8,7 @@ import { byRole, hasDecode, KillButton, share, STATES } from "./mesh.js";
 import { useTrace } from "./trace.js";
 import { Waterfall } from "./waterfall.js";
 
-const TRACE_AFTER_MS = 700; // of the answer's end: its spans have been exported by then
+const TRACE_AFTER_MS = 700; // delay after the answer's end, until its spans have been exported
 const SERVING_EVERY_MS = 500;
 const RHYTHM_EVERY_MS = 100;
 const NEAR_END_PX = 40;
@@ -17,7 +17,7 @@ function hex(size) {
   return [...crypto.getRandomValues(new Uint8Array(size))].map((byte) => byte.toString(16).padStart(2, "0")).join("");
 }
 
-// Each token as a tick on a line of time; deaths that the viewer caused in red.
+// Draws each token as a tick on a time line, and workers that the viewer killed in red.
 function Rhythm({ times, deaths, tokens, startedAt, isOver, isWaiting }) {
   const canvas = useRef(null);
   const [, draw] = useState(0);
@@ -64,7 +64,7 @@ function Workers({ mayKill, serving, onKilled }) {
   const { instances } = useMesh();
   const roles = byRole(instances);
   const workers = [...roles.decode, ...roles.prefill];
-  if (workers.length > 24) return html`<p class="soft">${workers.length} workers: pick one under Mesh to kill it.</p>`;
+  if (workers.length > 24) return html`<p class="soft">${workers.length} workers: choose one under Mesh to kill it.</p>`;
   return html`<ul class="workers" aria-label="Workers">
     ${workers.map(
       (of) => html`<li key=${of.id} data-id=${of.id} class=${of.state}>
@@ -79,7 +79,7 @@ function Workers({ mayKill, serving, onKilled }) {
   </ul>`;
 }
 
-// The decode instance that generates the answer now. Spans come at the end, so the frontend is asked, which knows it.
+// Returns the decode instance that generates the answer. Spans are exported at the end, so it polls the frontend.
 function useServing(id, isOver) {
   const [serving, setServing] = useState("");
   useEffect(() => {
@@ -90,7 +90,7 @@ function useServing(id, isOver) {
         const { decode } = await callJson(`ui/api/serving/${id}`);
         if (decode) setServing(decode);
       } catch {
-        // the frontend is out of reach: the chat itself says so
+        // the frontend is unreachable, which the chat itself reports
       }
     };
     const timer = setInterval(ask, SERVING_EVERY_MS);
@@ -101,7 +101,7 @@ function useServing(id, isOver) {
 
 const IDLE = { traceId: "", times: [], tokens: null, deaths: [], startedAt: 0, isOver: true, fault: "" };
 
-// Returns the number of tokens that the server has counted: a piece of text may have several.
+// Streams an answer. Returns the server's count of tokens, because a piece of text may have several.
 async function stream(body, traceId, signal, onText) {
   const headers = { "content-type": "application/json", "traceparent": `00-${traceId}-${hex(8)}-01` };
   const answer = await call("v1/chat/completions", { method: "POST", headers, body: JSON.stringify(body), signal });
@@ -138,7 +138,7 @@ export function Chat({ shown, mayKill }) {
   const serving = useServing(run.traceId, run.isOver);
   useEffect(() => {
     if (!shown) return;
-    const known = (list) => list.data.length && setModels(list.data.map((card) => card.id)); // none: decode may be back soon
+    const known = (list) => list.data.length && setModels(list.data.map((card) => card.id)); // keep the list if it is empty, because decode may soon be back
     callJson("v1/models").then(known, () => {});
   }, [shown, about.frontend, decodes]);
   useLayoutEffect(() => {
@@ -205,7 +205,7 @@ export function Chat({ shown, mayKill }) {
       <h1>Chat</h1>
       <div class="log" role="log" aria-live="polite" aria-label="Conversation" tabindex="0" ref=${log}>
         ${turns.length === 0 &&
-        html`<p class="none">Ask the model something.${mayKill ? " While it answers, kill a worker: the stream goes on at another one." : ""}</p>`}
+        html`<p class="none">Ask the model something.${mayKill ? " While it answers, kill a worker: another one continues the stream." : ""}</p>`}
         ${turns.map(
           (turn, i) => html`<div key=${i} class=${`turn ${turn.role}`}>
             <b>${turn.role === "user" ? "You" : "Model"}</b>
@@ -234,7 +234,7 @@ export function Chat({ shown, mayKill }) {
       <h2>Workers</h2>
       <${Workers} mayKill=${mayKill} serving=${serving} onKilled=${onKilled} />
       ${run.traceId &&
-      html`<h2>Tokens as they came</h2>
+      html`<h2>Tokens as they arrived</h2>
         <${Rhythm} times=${run.times} deaths=${run.deaths} tokens=${run.tokens} startedAt=${run.startedAt} isOver=${run.isOver} isWaiting=${!run.isOver && !hasDecode(roles)} />`}
       ${run.traceId && run.isOver && html`<h2>Trace</h2>`}
       ${!found.isWaiting && found.fault && html`<p class="soft">${found.fault}</p>`}

@@ -1,9 +1,9 @@
-// The live feed: one snapshot, then changes. Views are drawn at most ten times a second, however fast changes come.
+// The live feed: a snapshot, then changes. Views are drawn at most ten times a second.
 import { useEffect, useReducer } from "preact/hooks";
 import { call, events } from "./api.js";
 
 const DRAW_EVERY_MS = 100;
-const HIDDEN_FOR_MS = 30000; // then nobody looks, and the server may rest
+const HIDDEN_FOR_MS = 30000; // a tab that is hidden for longer stops the feed
 const RETRY_MS = [500, 1000, 2000, 5000];
 const KEPT_SAMPLES = 450;
 
@@ -66,7 +66,7 @@ export function apply(event, fields) {
   changed();
 }
 
-// Another frontend's part of a sample may come later: then the sample comes again.
+// Merges samples. A sample is sent again if another frontend's part arrives later.
 function joined(known, samples) {
   const byTime = new Map(known.map((sample) => [sample.t, sample]));
   for (const sample of samples) byTime.set(sample.t, sample);

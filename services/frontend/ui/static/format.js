@@ -1,4 +1,4 @@
-// Numbers, times and names as people read them.
+// Formats numbers, times and names for people.
 
 const UNITS = ["B", "kB", "MB", "GB", "TB"];
 
@@ -47,5 +47,5 @@ export function age(seconds) {
   return `${Math.round(s / 86400)} d`;
 }
 
-// Of a span's process, such as decode-1a2b3c4d.
+// Returns the role of a span's process, whose name is for example decode-1a2b3c4d.
 export const roleOf = (service) => service.slice(0, service.indexOf("-")) || service;

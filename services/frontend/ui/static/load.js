@@ -1,11 +1,11 @@
-// TTFT, ITL, throughput, queue and cache hits over time, by uPlot.
+// Charts of TTFT, ITL, throughput, queue and cache hits over time, by uPlot.
 import { useEffect, useRef } from "preact/hooks";
 import { useMesh } from "./feed.js";
 import { short } from "./format.js";
 import { html } from "./html.js";
 
 const HEIGHT = 150;
-const MISSING_S = 5; // between two samples: a frontend was away
+const MISSING_S = 5; // a longer gap between two samples is not bridged by a line
 const CHARTS = [
   { title: "Time to first token", unit: "ms", lines: [["p50", (s) => s.ttft?.[0]], ["p95", (s) => s.ttft?.[1]]] },
   { title: "Between two tokens", unit: "ms", lines: [["p50", (s) => s.itl?.[0]], ["p95", (s) => s.itl?.[1]]] },
@@ -22,7 +22,7 @@ function columns(chart, samples) {
   return [all.map((s) => s.t), ...chart.lines.map(([, value]) => all.map((s) => value(s) ?? null))];
 }
 
-// Values without a neighbour: no line leads to them.
+// Returns values without neighbours, which are drawn as points because no line leads to them.
 function singles(plot, line) {
   const values = plot.data[line];
   return values.flatMap((value, i) => (value != null && values[i - 1] == null && values[i + 1] == null ? [i] : []));
@@ -103,7 +103,7 @@ export function Load() {
       <h1>Load</h1>
       <span class="soft">the last quarter of an hour${frontends > 1 ? `, ${frontends} frontends together` : ""}</span>
     </div>
-    ${samples.length < 2 && html`<p class="none">The first figures come in a few seconds.</p>`}
+    ${samples.length < 2 && html`<p class="none">The first figures appear in a few seconds.</p>`}
     <div class="charts">${CHARTS.map((chart) => html`<${Chart} key=${chart.title} chart=${chart} samples=${samples} />`)}</div>
   </div>`;
 }

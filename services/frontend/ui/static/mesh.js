@@ -1,4 +1,4 @@
-// The mesh as a live picture: instances by role, and the KV that prefill sends to decode.
+// A live picture of the mesh: instances by role, and KV transfers from prefill to decode.
 import { Component } from "preact";
 import { useEffect, useLayoutEffect, useRef, useState } from "preact/hooks";
 import { call, reason } from "./api.js";
@@ -6,11 +6,11 @@ import { useMesh } from "./feed.js";
 import { age, bytes, clock, ms, percent, rate, short } from "./format.js";
 import { html } from "./html.js";
 
-const MAX_CARDS = 8; // of a role; more are cells
+const MAX_CARDS = 8; // per role; if there are more, instances are shown as cells
 const MAX_ARROWS = 30;
-const MAX_WIDE = 12; // arrows; more are thin
-const MAX_NAMED = 4; // arrows with their rate beside them
-const MAX_LINKS = 10; // listed before "show all"
+const MAX_WIDE = 12; // if there are more arrows, they are thin
+const MAX_NAMED = 4; // if there are more arrows, their rates are not shown
+const MAX_LINKS = 10; // links that are listed before "show all"
 const COLUMNS = [
   ["entry", ["frontend", "bootstrap"]],
   ["prefill", ["prefill"]],
@@ -36,7 +36,7 @@ export function byRole(instances) {
   return roles;
 }
 
-// A draining instance finishes what it has, and a late one may be back.
+// A draining instance finishes its requests, and a late one may recover.
 export const hasDecode = (roles) => roles.decode.some((of) => ["up", "late", "draining"].includes(of.state));
 
 function spoken(of) {
@@ -55,7 +55,7 @@ function Meter({ of }) {
   </span>`;
 }
 
-// One instance: a button, drawn again only when its own fields have changed.
+// One instance: a button, which is redrawn only when its own fields have changed.
 class Tile extends Component {
   shouldComponentUpdate(next) {
     return (
@@ -103,7 +103,7 @@ class Tile extends Component {
   }
 }
 
-// Instances of one role. Tab stops once; arrows move within.
+// Instances of one role. The group is one tab stop; arrow keys move within it.
 function Group({ role, instances, selected, onSelect }) {
   const [stop, setStop] = useState("");
   const compact = instances.length > MAX_CARDS;
@@ -140,7 +140,7 @@ function busiest(links) {
   return [...links.values()].sort((a, b) => b.bytes_per_s - a.bytes_per_s || b.transfers - a.transfers);
 }
 
-// Curves between tiles, measured after drawing; the width of a line grows with the logarithm of its rate.
+// Curves between tiles, whose positions are measured after drawing. A line's width grows with the logarithm of its rate.
 function Arrows({ links, layout, box, selected }) {
   const [shapes, setShapes] = useState([]);
   const shown = busiest(links)
@@ -155,7 +155,7 @@ function Arrows({ links, layout, box, selected }) {
       const tile = root.querySelector(`[data-id="${CSS.escape(id)}"]`);
       if (!tile) return null;
       const at = tile.getBoundingClientRect();
-      const around = tile.parentElement.getBoundingClientRect(); // a line begins beside the cells, not among them
+      const around = tile.parentElement.getBoundingClientRect(); // a line begins beside the group of cells, not within it
       return { x: (side === "right" ? around.right : around.left) - base.left, y: at.top + at.height / 2 - base.top };
     };
     const most = shown.length > MAX_WIDE ? 2.5 : 8;
@@ -257,12 +257,12 @@ function pairs(of) {
     if (of.exposed != null) add("exposed pages", short(of.exposed));
   }
   if (of.running != null) add("requests", `${of.running} running, ${of.waiting} waiting`);
-  if (of.reserved) add("KV on its way", `${of.reserved} requests`);
+  if (of.reserved) add("KV being received", `${of.reserved} requests`);
   if (of.queued_tokens) add("prompt tokens queued", short(of.queued_tokens));
   if (of.rooms != null) add("rooms in flight", of.rooms);
   if (of.tps != null) add("tokens/s", short(of.tps));
   for (const [name, count] of Object.entries(of.queues || {})) {
-    add(`in state ${name}`, `${count}${of.oldest?.[name] ? `, the oldest for ${of.oldest[name]} s` : ""}`);
+    add(`in state ${name}`, `${count}${of.oldest?.[name] ? `, oldest ${of.oldest[name]} s` : ""}`);
   }
   for (const [peer, state] of Object.entries(of.breakers || {})) add(`breaker of ${peer}`, state);
   if (of.beat_age) add("last heartbeat", `${age(of.beat_age)} ago`);
@@ -321,7 +321,7 @@ function Summary({ roles, links, samples, about }) {
   const unwell = all.filter((of) => of.state !== "up");
   const total = sum(roles.decode, "total");
   const queued = sum(roles.decode, "waiting") + (latest?.waiting || 0);
-  const stuck = hasDecode(roles) ? 0 : sum(roles.frontend, "running"); // admitted, and none can compute them
+  const stuck = hasDecode(roles) ? 0 : sum(roles.frontend, "running"); // requests that were admitted, but have no instance to compute them
   const counts = {};
   for (const of of unwell) counts[of.state] = (counts[of.state] || 0) + 1;
   const hasNone = all.length > 0 && !roles.decode.some((of) => of.state === "up" || of.state === "late");

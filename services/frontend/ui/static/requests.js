@@ -1,4 +1,4 @@
-// Requests: recent, slow, failed; and the trace of one.
+// Lists of recent, slow and failed requests, and the trace of one.
 import { useEffect, useState } from "preact/hooks";
 import { callJson, reason } from "./api.js";
 import { clock, ms } from "./format.js";
@@ -14,8 +14,8 @@ const LISTS = [
 const EVERY_MS = 2000;
 const NONE = {
   recent: "No request has been traced yet. Send one, for example under Chat.",
-  slow: "No slow request is kept.",
-  failed: "No failed request is kept.",
+  slow: "There are no traces of slow requests.",
+  failed: "There are no traces of failed requests.",
 };
 
 function usePolled(path, everyMs) {

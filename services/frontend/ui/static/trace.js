@@ -1,13 +1,13 @@
-// One trace. Each process exports its own spans, so that a trace is not whole at once: it is asked for again.
+// Fetches one trace. Each process exports its own spans, so it is fetched repeatedly until it is complete.
 import { useEffect, useState } from "preact/hooks";
 import { callJson, reason } from "./api.js";
 
 const EVERY_MS = 700;
-const TRIES = 12; // until the trace has the frontend's first span
-const LATE_TRIES = 4; // after that, for the spans of processes that export later
+const TRIES = 12; // attempts until the trace has the frontend's root span
+const LATE_TRIES = 4; // further attempts, for spans of processes that export later
 const NOTHING = { id: "", trace: null, fault: "", isWaiting: true };
 
-// `id` is empty as long as there is no trace. `afterMs`: when it is asked for first.
+// `id` is empty while there is no trace. `afterMs`: delay before the first attempt.
 export function useTrace(id, afterMs = 0) {
   const [found, setFound] = useState(NOTHING);
   useEffect(() => {

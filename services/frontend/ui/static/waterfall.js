@@ -1,4 +1,4 @@
-// One trace as a waterfall across processes, and why each instance was chosen.
+// A trace as a waterfall across processes, with the reasons why each instance was chosen.
 import { useState } from "preact/hooks";
 import { call } from "./api.js";
 import { clock, ms, roleOf, short } from "./format.js";
@@ -11,7 +11,7 @@ const WHY_LOCAL = "kvmesh.prefill.why_local";
 const SHIFT = "kvmesh.clock_shift_ms";
 const COMPARED = { cached: "cached tokens", queued: "queued tokens", running: "running", pages: "pages used", cost: "cost" };
 
-// [depth, span] in the order of the tree, siblings by start.
+// Returns [depth, span] in tree order, siblings by start time.
 function inOrder(spans) {
   const known = new Set(spans.map((span) => span.id));
   const children = new Map();
@@ -70,11 +70,11 @@ function Compared({ rows, chosen }) {
   </table></div>`;
 }
 
-// Milliseconds by which the spans of a process were shifted, because its clock contradicted its caller's.
+// Returns the milliseconds by which processes' spans were shifted, because their clocks contradicted their callers'.
 const shifts = (spans) =>
   Object.fromEntries(spans.filter((span) => SHIFT in span.attributes).map((span) => [span.service, span.attributes[SHIFT]]));
 
-// Choices of instances in the order of time, and moves between them.
+// Returns choices of instances, and moves between them, by time.
 function choices(spans) {
   const found = [];
   for (const span of spans) {
@@ -143,9 +143,9 @@ function Row({ depth, span, total }) {
   </li>`;
 }
 
-// Opens ui.perfetto.dev and hands the trace over in the browser: it does not leave this machine.
+// Opens ui.perfetto.dev and passes the trace within the browser, so that it does not leave this machine.
 async function openInPerfetto(traceId, title, onFault) {
-  const tab = window.open(PERFETTO); // at once: a browser blocks it after a wait
+  const tab = window.open(PERFETTO); // at once, because browsers block a tab that is opened later
   if (!tab) return onFault("The browser has blocked the new tab.");
   try {
     const buffer = await (await call(`ui/api/traces/${traceId}/perfetto`)).arrayBuffer();
@@ -195,8 +195,8 @@ export function Waterfall({ trace }) {
     </p>
     ${trace.left_out > 0 &&
     html`<p>
-      ${trace.left_out} later spans are left out, here and in the download.
-      ${" "}<code>python -m services.inspect trace ${id.slice(0, 12)}</code> prints all; with <code>--perfetto FILE</code> it writes them.
+      ${trace.left_out} later spans are omitted, here and in the download.
+      ${" "}<code>python -m services.inspect trace ${id.slice(0, 12)}</code> prints all of them; <code>--perfetto FILE</code> writes them to a file.
     </p>`}
     ${(root.error || refused) && html`<p class="fault">${root.error || refused}</p>`}
     ${Object.entries(shifts(spans)).map(
