@@ -1,4 +1,4 @@
-"""python -m bench: lists what can be measured, and starts a measurement by its name."""
+"""python -m bench: lists the benchmarks and starts one by its name."""
 
 import ast
 from collections.abc import Iterator
@@ -16,12 +16,12 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
-    help="Measure a mesh, or a part of it. Each is also `python -m bench.NAME`.",
+    help="Measure a mesh or a part of it. Each benchmark can also be started as `python -m bench.NAME`.",
 )
 
 
 def benchmarks() -> Iterator[tuple[str, str]]:
-    """(name, first sentence about it) of each module with a command line."""
+    """Yield (name, first sentence of the docstring) of each module with a command line."""
     for path in sorted(HERE.rglob("*.py")):
         parts = path.relative_to(HERE).with_suffix("").parts
         source = path.read_text()

@@ -1,4 +1,4 @@
-"""A step over random pages, and its attention in float64 to compare a backend with."""
+"""A step over random pages, with its attention in float64, to check a backend."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -75,7 +75,7 @@ class Outcome:
         self.out = step.attend(LAYER, self.query, self.key, self.value, case.scoring, sinks=self.sinks)
 
     def check(self) -> float:
-        """The largest error. Raises: AssertionError, if it is too large or the pool is wrong."""
+        """Return the largest error. Raises: AssertionError, if it is too large or the pool is wrong."""
         first, worst = 0, 0.0
         after = self.before.clone()
         for length, context, table in zip(self.case.query_lens, self.case.context_lens, self.tables, strict=True):
@@ -91,7 +91,7 @@ class Outcome:
                 page, offset = table[position // self.case.page_size], position % self.case.page_size
                 after[page, :, LAYER, :, offset] = kv[:, :, i].transpose(0, 1)
             first += length
-        assert torch.equal(self.pool, after), f"{self.case}: the pool is not as it was but for the new slots"
+        assert torch.equal(self.pool, after), f"{self.case}: the pool was changed outside the new slots"
         return worst
 
 
@@ -102,7 +102,7 @@ def written_out(
     scoring: Scoring,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """float64 [T, heads, D], of the last T queries [heads, T, D] over keys and values [kv_heads, S, D].
+    """Return attention as float64 [T, heads, D], of the last T queries [heads, T, D] over KV [kv_heads, S, D].
 
     Query q sees key k if 0 <= q - k and, with a window, q - k < window.
     """
@@ -122,5 +122,5 @@ def written_out(
 
 
 def _in_order(pool: torch.Tensor, table: list[int]) -> Any:
-    """[2, kv_heads, S, D]: a request's pages in order."""
+    """Return a request's pages in order, [2, kv_heads, S, D]."""
     return pool[table, :, LAYER].permute(2, 1, 0, 3, 4).flatten(2, 3)

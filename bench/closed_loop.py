@@ -1,7 +1,7 @@
-"""Closed-loop clients that use little of the servers' cores.
+"""Closed-loop clients that use little CPU time, which the servers need.
 
-Each speaks just enough HTTP to send a body and find the end of a stream. Token counts come from the stream's usage,
-so an answer of another length fails.
+Each client implements just enough HTTP to send a body and find the end of a stream. Token counts are taken from the
+stream's usage, so an answer of the wrong length fails.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ class Run:
 
 
 class Prompts:
-    """Bodies whose prompts differ from their first words on."""
+    """Request bodies whose prompts differ from the first words on."""
 
     def __init__(self, model: str, input_len: int, output_len: int) -> None:
         self.output_len = output_len
@@ -104,7 +104,7 @@ class Client(asyncio.Protocol):
         return self._tail[-300:].decode(errors="replace")
 
     def counted(self) -> tuple[int, int]:
-        """Prompt and answer tokens by the usage event; 0 if there is none."""
+        """Return the tokens of prompt and answer by the usage event; 0 if there is none."""
         found = PROMPT_TOKENS.findall(self._tail), COMPLETION_TOKENS.findall(self._tail)
         return int(found[0][-1]) if found[0] else 0, int(found[1][-1]) if found[1] else 0
 
@@ -112,7 +112,7 @@ class Client(asyncio.Protocol):
 async def measure(
     port: int, prompts: Prompts, pids: Mapping[str, Sequence[int]], concurrency: int, seconds: float
 ) -> Run:
-    """A client stops after a failed request."""
+    """Run the clients. Each stops after a failed request."""
     run = Run()
     loop = asyncio.get_running_loop()
     until = time.perf_counter() + seconds
@@ -140,7 +140,7 @@ async def measure(
 
 
 def _note(run: Run, client: Client, started_s: float, output_len: int) -> bool:
-    """Returns: whether the answer is as requested."""
+    """Record an answer. Return whether it is as requested."""
     prompt_tokens, completion_tokens = client.counted()
     if not (client.ok and client.first_s and completion_tokens == output_len):
         run.failed += 1

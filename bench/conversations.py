@@ -1,16 +1,16 @@
-"""What a prefill policy saves for conversations: computed tokens, their spread, and time to first token.
+"""Savings by a prefill policy for conversations: computed tokens, their spread, and time to first token.
 
     python -m bench.conversations                                    # 4 prefill workers and one decode
     python -m bench.conversations --model mock:smollm2-135m --conversations 40 --users 11
     python -m bench.conversations --policy round_robin --policy cache_aware --policy kv_aware --rounds 3
 
-Each policy has a mesh of its own; all get the same conversations by turns. One JSON line per policy and round, and
-one per policy beside the first.
+Each policy has its own mesh; all get the same conversations by turns. Prints one JSON line per policy and round, and
+one per policy that compares it with the first.
 
 `computed` counts prompt tokens computed by all workers. `decode_found` counts those that decode had cached, which
-are not sent. `load_spread` and `requests_spread` are the largest share of a prefill worker over the mean. If users
-and workers have a common divisor, round robin meets each conversation at the same worker again; pauses between
-turns prevent that.
+are not transferred. `load_spread` and `requests_spread` are the largest share of a prefill worker over the mean. If
+the numbers of users and workers have a common divisor, round robin sends a conversation to the same worker each time.
+Pauses between turns prevent that.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ from bench.worker_counters import Counted, Counters
 class Turn:
     text: str
     output_len: int  # tokens
-    think_s: float = 0.0  # after the answer before it
+    think_s: float = 0.0  # pause after the previous answer
 
 
 def conversations(
@@ -54,13 +54,13 @@ def conversations(
     think_s: float,
     system: str = "",
 ) -> list[list[Turn]]:
-    """`count` conversations of `turns` turns that share only `system`.
+    """Return `count` conversations of `turns` turns, which have only `system` in common.
 
     Args:
         first_len: extra tokens of the first turn, such as a document.
         turn_len: mean tokens of a turn, uniform between half and one and a half of it.
         output_len: tokens of each answer.
-        think_s: mean of the exponential pause before a turn. Without pauses users may fall into step with round
+        think_s: mean of the exponential pause before a turn. Without pauses, users may synchronise with round
             robin.
     """
 
@@ -80,9 +80,9 @@ async def converse(
     users: int,
     done: Callable[[], object] = lambda: None,
 ) -> tuple[Run, list[list[str]]]:
-    """Lead all conversations, `users` at a time.
+    """Run all conversations, `users` at a time.
 
-    A failed turn ends its conversation. Returns: times, and the answers of each conversation.
+    A failed turn ends its conversation. Returns: times, and each conversation's answers.
     """
     run = Run()
     answers: list[list[str]] = [[] for _ in talks]
@@ -112,8 +112,8 @@ async def converse(
     return run, answers
 
 
-TURN_S: Final = 15.0  # average limit per turn
-TARGETS: Final = {  # of a policy over the first one
+TURN_S: Final = 15.0  # average time limit per turn
+TARGETS: Final = {  # ratios of a policy over the first one
     "computed": 0.40,
     "load_spread": 1.10,
     "ttft_ms_p50": 1.0,
@@ -154,7 +154,7 @@ class Talked:
 
 
 def compare(lines: Sequence[Mapping[str, Any]], policy: str, first: str) -> dict[str, Any]:
-    """`policy` / `first` of the medians over rounds, and the targets."""
+    """Return the ratios `policy` / `first` of medians over rounds, and the targets."""
     told: dict[str, Any] = {"compared": f"{policy} / {first}"}
     for figure in (*TARGETS, "ttft_ms_p90", "requests_spread"):
         ours, theirs = ([line[figure] for line in lines if line["label"] == name] for name in (policy, first))
@@ -165,7 +165,7 @@ def compare(lines: Sequence[Mapping[str, Any]], policy: str, first: str) -> dict
 
 
 def talk(who: Contestant, model: str, talks: Sequence[Sequence[Turn]], users: int) -> Talked:
-    """After a warm-up of one turn for each user. Exits if a turn fails."""
+    """Run the conversations, after a warm-up of one turn for each user. Exit if a turn fails."""
     draw = random.Random()
 
     async def load(some: Sequence[Sequence[Turn]]) -> tuple[Run, list[list[str]]]:
@@ -174,7 +174,7 @@ def talk(who: Contestant, model: str, talks: Sequence[Sequence[Turn]], users: in
             with progress_bar(who.name, total) as done:
                 run, answers = await converse(who.url, model, some, users, done)
         if run.failed or len(run.ttft_s) < total:
-            sys.exit(f"{who.name}: of {total} turns {run.failed} failed: {next(iter(run.reasons), 'no reason told')}")
+            sys.exit(f"{who.name}: of {total} turns {run.failed} failed: {next(iter(run.reasons), 'no reason given')}")
         return run, answers
 
     asyncio.run(load([[Turn(words(draw, 64), 4)] for _ in range(2 * users)]))
@@ -184,24 +184,26 @@ def talk(who: Contestant, model: str, talks: Sequence[Sequence[Turn]], users: in
 
 
 def main(
-    policy: Annotated[list[str], typer.Option(help="for prefill; several times, the first is compared with")] = [  # noqa: B006
+    policy: Annotated[
+        list[str], typer.Option(help="prefill policy; may be given several times; the first is the baseline")
+    ] = [  # noqa: B006
         "round_robin",
         "kv_aware",
     ],
     prefill: Annotated[int, typer.Option(min=1, help="prefill workers")] = 4,
-    decode: Annotated[int, typer.Option(min=1, help="decode workers, each of which chooses for itself")] = 1,
-    rounds: Annotated[int, typer.Option(min=1, help="each leads other conversations, through every mesh")] = 2,
-    count: Annotated[int, typer.Option("--conversations", min=1, help="in a round")] = 12,
-    turns: Annotated[int, typer.Option(min=1, help="of a conversation")] = 12,
+    decode: Annotated[int, typer.Option(min=1, help="decode workers, each with its own router")] = 1,
+    rounds: Annotated[int, typer.Option(min=1, help="rounds, each with other conversations")] = 2,
+    count: Annotated[int, typer.Option("--conversations", min=1, help="conversations per round")] = 12,
+    turns: Annotated[int, typer.Option(min=1, help="turns per conversation")] = 12,
     users: Annotated[int, typer.Option(min=1, help="at once")] = 3,
-    first_len: Annotated[int, typer.Option(min=0, help="tokens that begin a conversation beside its first turn's")] = 0,
-    turn_len: Annotated[int, typer.Option(min=1, help="mean tokens that a user says")] = 100,
+    first_len: Annotated[int, typer.Option(min=0, help="extra tokens at the start of a conversation")] = 0,
+    turn_len: Annotated[int, typer.Option(min=1, help="mean tokens of a user's message")] = 100,
     output_len: Annotated[int, typer.Option(min=1, help="tokens of an answer")] = 24,
     think_s: Annotated[float, typer.Option(min=0.0, help="mean seconds between an answer and the next turn")] = 0.3,
-    system_len: Annotated[int, typer.Option(min=0, help="tokens of a beginning that all conversations share")] = 0,
-    kv_memory_gb: Annotated[float, typer.Option(help="of each worker")] = 0.5,
+    system_len: Annotated[int, typer.Option(min=0, help="tokens of a prefix that all conversations share")] = 0,
+    kv_memory_gb: Annotated[float, typer.Option(help="KV memory of each worker")] = 0.5,
     model: Model = "smollm2-135m",
-    seed: Annotated[int | None, typer.Option(help="makes the same conversations again")] = None,
+    seed: Annotated[int | None, typer.Option(help="seed; the same seed makes the same conversations")] = None,
 ) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs every `finally`
     draw = random.Random(seed)

@@ -1,9 +1,9 @@
-"""The same work with and without disaggregation on one machine, by turns.
+"""Compares meshes with and without disaggregation on one machine, by turns.
 
-    python -m bench.disaggregation                     # 1 prefill + 1 decode beside 2 workers that do both
-    python -m bench.disaggregation --aggregated 1      # … beside one worker on all cores
+    python -m bench.disaggregation                     # 1 prefill + 1 decode against 2 workers that do both
+    python -m bench.disaggregation --aggregated 1      # … against one worker on all cores
 
-One JSON line a figure; see `bench/turns.py`.
+Prints one JSON line per figure; see `bench/turns.py`.
 """
 
 import signal
@@ -36,9 +36,11 @@ TARGETS: Final = (
 
 
 def main(
-    prefill: Annotated[int, typer.Option(min=1, help="prefill workers of the one mesh")] = 1,
+    prefill: Annotated[int, typer.Option(min=1, help="prefill workers of the disaggregated mesh")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="its decode workers")] = 1,
-    aggregated: Annotated[int | None, typer.Option(min=1, help="workers of the other; default: as many in all")] = None,
+    aggregated: Annotated[
+        int | None, typer.Option(min=1, help="workers of the aggregated mesh; default: the same total")
+    ] = None,
     rounds: Rounds = 3,
     concurrency: Concurrency = [1, 8],  # noqa: B006
     requests: Requests = 8,

@@ -1,11 +1,11 @@
-"""Steps of the engine alone beside the machine's roofline. One JSON line a figure.
+"""Step times of the engine alone, compared with the machine's roofline. Prints one JSON line per figure.
 
     python -m bench.engine --model smollm2-135m --compile wait --threads 2
     python -m bench.engine --host             # the host's part of a step of 100 and of 256 decodes, without a model
-    python -m bench.engine --neighbours 0 --neighbours 1 --neighbours 2    # beside busy processes
+    python -m bench.engine --neighbours 0 --neighbours 1 --neighbours 2    # with busy processes
 
-Eager and compiled steps run by turns: on a shared machine only ratios mean something. The roofline is the larger of
-bytes of weights and KV over the measured copy bandwidth, and FLOPs over the measured matmul rate.
+Eager and compiled steps run by turns, because on a shared machine only ratios are meaningful. The roofline is the
+larger of bytes of weights and KV over the measured copy bandwidth, and FLOPs over the measured matmul rate.
 """
 
 import engine  # noqa: F401  # before torch: it bounds how long OpenMP's threads spin
@@ -46,8 +46,8 @@ from engine.scheduler.request import Chunk
 COPY_BYTES = 256 * 1024 * 1024  # larger than any cache
 PAGES_MARGIN = 1.1
 BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"  # ends with us
-SETTLE_S = 1.0  # for the engine to adapt to its neighbours
-BESIDE_S = 4.0  # of decode steps beside neighbours
+SETTLE_S = 1.0  # time for the engine to adapt to its neighbours
+BESIDE_S = 4.0  # duration of decode steps with neighbours
 BESIDE_STEPS = 400
 HOST_BATCHES = (100, 256)
 HOST_STEPS = 100
@@ -60,7 +60,7 @@ class Machine:
 
 
 class TimedRunner:
-    """Measures time in the runner; the rest of a step is scheduling."""
+    """Measures the time in the runner; the rest of a step is scheduling."""
 
     def __init__(self, runner: Runner) -> None:
         self._runner = runner
@@ -110,7 +110,7 @@ class Bench:
         self.engine = core
         self._runner = TimedRunner(core._runner)
         core._runner = cast("Runner", self._runner)
-        core._chunk_limit = None  # chunks beside decodes would be short on a slow machine, and filling take many steps
+        core._chunk_limit = None  # otherwise chunks would be short on a slow machine, and filling would take many steps
         self.vocab_size = core.vocab_size
         self._step_tokens = config.step_size(core.kv_region.device).tokens
         self._draw = random.Random(0)
@@ -130,9 +130,9 @@ class Bench:
 
     @contextmanager
     def decoding(self, contexts: Sequence[int], steps: int, **sampling: Any) -> Iterator[None]:
-        """A decode for each context, the longest first: it would delay the others at the end."""
+        """Run a decode for each context within the block. The longest are added first, or they would delay the others."""
         lengths = sorted((context - steps for context in contexts), reverse=True)
-        # until all prompts are computed: a step ends one of them, or is full
+        # run until all prompts are computed; each step completes one of them, or is full
         filling = len(lengths) + sum(lengths) // self._step_tokens + 2
         names = self.submit(lengths, filling + steps, **sampling)
         while len(self._step().tokens) < len(lengths):
@@ -142,7 +142,7 @@ class Bench:
             self.engine.cancel(name)
 
     def decode(self, contexts: Sequence[int], steps: int, **sampling: Any) -> tuple[list[float], list[float]]:
-        """Seconds of each step, and those outside the runner."""
+        """Return the seconds of each step, and those outside the runner."""
         total, host = [], []
         with self.decoding(contexts, steps, **sampling):
             for _ in range(steps):
@@ -153,7 +153,7 @@ class Bench:
         return total, host
 
     def decode_for(self, seconds: float, batch: int, context: int) -> list[float]:
-        """Seconds of each decode step within the time, or until the tokens after the first `context` are used up."""
+        """Return the seconds of each decode step, until the time or the tokens after the first `context` are used up."""
         total: list[float] = []
         with self.decoding([context + BESIDE_STEPS] * batch, BESIDE_STEPS):
             while sum(total) < seconds and len(total) < BESIDE_STEPS:
@@ -163,7 +163,7 @@ class Bench:
         return total
 
     def prompt(self, length: int) -> float:
-        """Seconds to the first token."""
+        """Return the seconds to the first token."""
         self.submit([length], 1)
         started = time.perf_counter()
         while self.engine.has_work():
@@ -178,11 +178,14 @@ class Bench:
 
 
 def measure_machine(dtype: torch.dtype, device: str = "cpu") -> Machine:
-    """Best of several, so that a burst of a neighbour does not lower the roof. Random numbers: a GPU is faster on
-    zeros.
+    """Measure the machine: the best of several runs, so that a neighbour's burst does not lower the roof.
+
+    The numbers are random, because a GPU is faster with zeros.
     """
     if device == "cpu" and "AVX512" not in torch.backends.cpu.get_cpu_capability():
-        dtype = torch.float32  # there torch has no fast bfloat16, while packed products are as fast as in float32
+        dtype = (
+            torch.float32
+        )  # torch has no fast bfloat16 on this machine, while packed products are as fast as in float32
     rows, width, copied = (1024, 2048, COPY_BYTES) if device == "cpu" else (8192, 8192, 16 * COPY_BYTES)
     source = torch.randint(255, (copied,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -217,7 +220,7 @@ def roofline_s(loaded: LoadedModel, machine: Machine, tokens: int, kv_tokens: in
 
 @contextmanager
 def busy_neighbours(count: int) -> Iterator[None]:
-    """Busy processes in sessions of their own, which get a fair share of the cores."""
+    """Run busy processes, each in its own session, so that they get a fair share of the cores."""
     processes = [subprocess.Popen([sys.executable, "-c", BUSY], start_new_session=True) for _ in range(count)]
     try:
         yield
@@ -235,8 +238,8 @@ def measure_beside(bench: Bench, count: int, batches: Sequence[int], context: in
             spent = bench.decode_for(BESIDE_S, batch, context)
             p99 = round(sorted(spent)[int(0.99 * len(spent))] * 1000, 1)
             rate = round(batch * len(spent) / sum(spent), 1)
-            say("decode beside neighbours", spent, 0.0, **facts, batch=batch, context=context, ms_p99=p99, tok_s=rate)
-        say("prompt beside neighbours", [bench.prompt(length) for _ in range(4)], 0.0, **facts, tokens=length)
+            say("decode with neighbours", spent, 0.0, **facts, batch=batch, context=context, ms_p99=p99, tok_s=rate)
+        say("prompt with neighbours", [bench.prompt(length) for _ in range(4)], 0.0, **facts, tokens=length)
 
 
 def measure_host() -> None:
@@ -264,22 +267,20 @@ def say(figure: str, seconds: list[float], roof_s: float, **facts: Any) -> None:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="as --model of the services")] = "smollm2-135m",
-    state_dir: Annotated[Path, typer.Option(help="where models and packages are kept")] = Path("~/.cache/kvmesh"),
+    model: Annotated[str, typer.Option(help="model, as for the services")] = "smollm2-135m",
+    state_dir: Annotated[Path, typer.Option(help="directory of models and packages")] = Path("~/.cache/kvmesh"),
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32")] = "bfloat16",
-    compile: Annotated[Literal["wait", "off"], typer.Option(help="off: eager alone")] = "wait",  # noqa: A002
+    compile: Annotated[Literal["wait", "off"], typer.Option(help="wait: compile first; off: only eager")] = "wait",  # noqa: A002
     threads: Annotated[int | None, typer.Option(help="CPU threads")] = None,
     batch: Annotated[list[int], typer.Option(help="decode batches; may be given several times")] = [1, 8, 32],  # noqa: B006
     context: Annotated[list[int], typer.Option(help="tokens of context of each decode")] = [320, 1024],  # noqa: B006
     prompt: Annotated[list[int], typer.Option(help="prompt lengths")] = [256, 1024],  # noqa: B006
-    steps: Annotated[int, typer.Option(help="decode steps a figure")] = 24,
+    steps: Annotated[int, typer.Option(help="decode steps per figure")] = 24,
     neighbours: Annotated[
         list[int] | None,
-        typer.Option(help="measure only this: decodes and prompts beside this many busy processes; several times"),
+        typer.Option(help="only measure decodes and prompts with this many busy processes; may be given several times"),
     ] = None,
-    only_host: Annotated[
-        bool, typer.Option("--host", help="measure only this: the host's part of a decode step")
-    ] = False,
+    only_host: Annotated[bool, typer.Option("--host", help="only measure the host's part of a decode step")] = False,
 ) -> None:
     if only_host:
         measure_host()

@@ -1,8 +1,8 @@
-"""Deliveries of heartbeats, KV events and questions through one NATS server: python -m bench.fan_out --prefill 200
+"""Deliveries of heartbeats, KV events and queries through one NATS server: python -m bench.fan_out --prefill 200
 
-Every instance has its own connection and runs the services' code, but workers have no engine and etcd is left out.
-Half of the prompts begin with one of 64 prefixes. Prints a JSON line: messages sent and delivered a second, counted
-by the server and computed, questions a prompt, time to all answers, and instances that counted as lost.
+Every instance has its own connection and runs the services' code, but workers have no engine, and etcd is not used.
+Half of the prompts begin with one of 64 prefixes. Prints a JSON line: messages sent and delivered per second, counted
+by the server and computed, queries per prompt, time to all answers, and instances that counted as lost.
 """
 
 import asyncio
@@ -47,13 +47,13 @@ from services.local.servers import NATS, running
 
 NAMESPACE: Final = "fan-out"
 MODEL: Final = "mock"
-STEPS_PER_S: Final = 4_000  # of all workers
+STEPS_PER_S: Final = 4_000  # steps of all workers together
 SOONEST_STEP_S: Final = 0.02
-CACHED: Final = 64  # blocks of a worker; each step adds one and removes the oldest
+CACHED: Final = 64  # cached blocks per worker; each step adds one and removes the oldest
 PREFIXES: Final = 64
 PREFIX_TOKENS: Final = 2048
 QUESTION_TOKENS: Final = 512
-WARM_UP_S: Final = 8.0  # from the last connection on
+WARM_UP_S: Final = 8.0  # time after the last connection
 START_TIMEOUT_S: Final = 180.0
 
 
@@ -212,7 +212,7 @@ async def run_share(url: str, records: list[InstanceRecord], share: range, each_
 
 
 def process(url: str, sizes: tuple[int, int, int], share: range, each_s: float, signals: Signals) -> None:
-    """Instances that have not started are silent and not counted."""
+    """Run a share of the instances. Those that have not started are silent and not counted."""
     logging.disable(logging.WARNING)
     uvloop.run(run_share(url, fleet_of(*sizes), share, each_s, signals))
 
@@ -224,7 +224,7 @@ def counted(monitor_url: str) -> tuple[int, int, float]:
 
 
 def computed(sizes: FleetSizes) -> dict[str, float]:
-    """Deliveries a second of each kind with all workers busy, including the planner's."""
+    """Return the computed deliveries per second of each kind if all workers are busy, including the planner's."""
     rates = {}
     for role in ("decode", "prefill"):
         followings, instances = sizes.followings(role), sizes.count(role)
@@ -236,7 +236,7 @@ def computed(sizes: FleetSizes) -> dict[str, float]:
 async def measure(
     sizes: tuple[int, int, int], processes: int, seconds: float, prompts_per_s: float
 ) -> dict[str, object]:
-    """Raises: TimeoutError, if the instances do not connect in time."""
+    """Run the instances and count. Raises: TimeoutError, if the instances do not connect in time."""
     records = fleet_of(*sizes)
     fleet = FleetSizes(book_of(records))
     context = multiprocessing.get_context("spawn")
@@ -255,7 +255,7 @@ async def measure(
                     one.start()
                 for _ in records:
                     if not await asyncio.to_thread(signals.ready.acquire, timeout=START_TIMEOUT_S):
-                        raise TimeoutError(f"{len(records)} instances do not connect in {START_TIMEOUT_S} s")
+                        raise TimeoutError(f"{len(records)} instances did not connect in {START_TIMEOUT_S} s")
                 await asyncio.sleep(WARM_UP_S)
                 signals.warm.set()
                 in_before, out_before, before_s = counted(nats.monitor_url)
@@ -307,9 +307,11 @@ def main(
     prefill: Annotated[int, typer.Option(help="prefill instances", min=1)] = 100,
     decode: Annotated[int, typer.Option(help="decode instances", min=1)] = 100,
     frontends: Annotated[int, typer.Option(help="frontends", min=1)] = 4,
-    processes: Annotated[int, typer.Option(help="that share the instances", min=1)] = 4,
-    seconds: Annotated[float, typer.Option(help="that deliveries are counted for", min=1.0)] = 20.0,
-    prompts_per_s: Annotated[float, typer.Option(help="of all decode instances together", min=0.01)] = 100.0,
+    processes: Annotated[int, typer.Option(help="processes that run the instances", min=1)] = 4,
+    seconds: Annotated[float, typer.Option(help="duration of the measurement", min=1.0)] = 20.0,
+    prompts_per_s: Annotated[
+        float, typer.Option(help="prompts per second of all decode instances together", min=0.01)
+    ] = 100.0,
 ) -> None:
     print(json.dumps(asyncio.run(measure((prefill, decode, frontends), processes, seconds, prompts_per_s))))
 

@@ -1,8 +1,7 @@
-"""The host's part of a pipelined decode step: the real core, tables and sampler around a forward that costs
-nothing.
+"""The host's part of a pipelined decode step: the real core, tables and sampler, with a forward that costs nothing.
 
-On a GPU a step cannot be shorter than this. The vocabulary is small, because per-token sampling is the device's
-work. With `on_device` its sampler runs without the kernel, else the one that draws on a CPU.
+On a GPU a step cannot be shorter than this. The vocabulary is small, because sampling is the device's work. With
+`on_device` the device's sampler runs without its kernel, otherwise the CPU's sampler runs.
 """
 
 import random
@@ -54,7 +53,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as torch 
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count within the block."""
+        """Count operations within the block."""
         originals = [(module, name, getattr(module, name)) for module, name in COPIES]
         for module, name, original in originals:
             setattr(module, name, self._copy(original))
@@ -78,7 +77,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as torch 
 
 
 class LaunchesOnly(DeviceSampler):
-    """The host's part of the device's sampler: in the kernel's place one operation draws token 1."""
+    """The host's part of the device's sampler; instead of the kernel, one operation draws token 1."""
 
     launches: Launches | None = None  # counts draws
 
@@ -94,10 +93,10 @@ class LaunchesOnly(DeviceSampler):
 
 CPU: Final = torch.device("cpu")
 VOCAB: Final = 64
-PENALISED_VOCAB: Final = 2048  # penalties cost by distinct tokens
+PENALISED_VOCAB: Final = 2048  # the cost of penalties depends on the number of distinct tokens
 CONTEXT: Final = 768
 ANSWER: Final = 256
-WARM: Final = 8  # steps before the first that counts
+WARM: Final = 8  # steps before the first one that is counted
 BLOCKS: Final = Blocks([16, 32])  # with four query heads for a key head
 WAYS: Final[Mapping[str, Mapping[str, Any]]] = {
     "greedy": {"temperature": 0},
@@ -180,7 +179,7 @@ def decode_steps(
 
 
 def launches(params: Mapping[str, Any]) -> int:
-    """What a draw launches on a device while the batch stays the same: kernels, and copies from and to the host."""
+    """Return how many kernels and copies a draw launches on a device while the batch stays the same."""
     core = _decoding(3, params, CPU, CONTEXT, on_device=True)
     core._runner.sampler.launches = counted = Launches()  # type: ignore[attr-defined]
     core.step()

@@ -1,10 +1,11 @@
-"""TTFT of short requests alone and beside a flood of long ones. One JSON line each.
+"""TTFT of short requests, alone and together with a flood of long ones. Prints one JSON line for each.
 
-    python -m bench.long_prompts                          # 40 long requests a second beside 20 short ones
+    python -m bench.long_prompts                          # 40 long requests per second together with 20 short ones
     python -m bench.long_prompts --long-rate 4 --frontend 2
 
-A mesh of zero-cost mock engines with SmolLM2's tokenizer. `health_ms` is the frontend's time to answer `/health`,
-asked every 5 ms: its maximum is the longest stall of the event loop, or of this client (`client_stall_ms_max`).
+It runs a mesh of zero-cost mock engines with SmolLM2's tokenizer. `health_ms` is the frontend's time to answer
+`/health`, requested every 5 ms. Its maximum is the longest stall of the event loop, or of this client
+(`client_stall_ms_max`).
 """
 
 import asyncio
@@ -33,7 +34,7 @@ from engine.model.resolve import model_dir
 PROBE_S: Final = 0.005
 CONTEXT: Final = 131_072
 HEALTH: Final = b"GET /health HTTP/1.1\r\nhost: bench\r\n\r\n"
-LONG_BODIES: Final = 16  # each request changes the beginning
+LONG_BODIES: Final = 16  # prepared bodies, whose beginning each request changes
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class Load:
     short_s: list[float] = field(default_factory=list)  # time to first token
     long_s: list[float] = field(default_factory=list)
     health_s: list[float] = field(default_factory=list)
-    stall_s: list[float] = field(default_factory=list)  # of this process
+    stall_s: list[float] = field(default_factory=list)  # stalls of this process
     failed: int = 0
 
 
@@ -68,7 +69,7 @@ def long_model() -> Iterator[str]:
 
 
 class Requests:
-    """Each with another prompt from its first words on."""
+    """Requests whose prompts differ from the first words on."""
 
     def __init__(self, model: str, words: int, bodies: int) -> None:
         self._draw = random.Random(11)
@@ -151,14 +152,14 @@ def _figures(load: Load, **facts: Any) -> dict[str, Any]:
 
 
 def main(
-    long_tokens: Annotated[int, typer.Option(help="of a long prompt")] = 60_000,
-    long_rate: Annotated[float, typer.Option(help="of them a second")] = 40.0,
-    short_tokens: Annotated[int, typer.Option(help="of a short prompt")] = 50,
-    short_rate: Annotated[float, typer.Option(help="of them a second")] = 20.0,
-    seconds: Annotated[float, typer.Option(help="in which requests come, for each of the two loads")] = 10.0,
-    frontend: Annotated[int, typer.Option(help="frontends behind the port")] = 1,
+    long_tokens: Annotated[int, typer.Option(help="tokens of a long prompt")] = 60_000,
+    long_rate: Annotated[float, typer.Option(help="long requests per second")] = 40.0,
+    short_tokens: Annotated[int, typer.Option(help="tokens of a short prompt")] = 50,
+    short_rate: Annotated[float, typer.Option(help="short requests per second")] = 20.0,
+    seconds: Annotated[float, typer.Option(help="duration of each of the two loads")] = 10.0,
+    frontend: Annotated[int, typer.Option(help="frontends that share the port")] = 1,
     prefill: Annotated[int, typer.Option(help="prefill workers; 0: aggregated")] = 1,
-    label: Annotated[str, typer.Option(help="put into every line")] = "kvmesh",
+    label: Annotated[str, typer.Option(help="label in every line")] = "kvmesh",
 ) -> None:
     env = mock_env(1, {}) | {"MESH_ENGINE__NUM_PAGES": "262144"}
     facts = {"label": label, "frontend": frontend, "prefill": prefill, "long_tokens": long_tokens, "seconds": seconds}

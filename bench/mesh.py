@@ -1,10 +1,10 @@
-"""The cost of the mesh itself, with engines that compute nothing. One JSON line a figure.
+"""The cost of the mesh itself, with engines that compute nothing. Prints one JSON line per figure.
 
     python -m bench.mesh                        # zero-cost, disaggregated, 230 tokens in, 64 out, c = 1, 16, 64
-    python -m bench.mesh --token-ms 5.7         # paced: a token each 5.7 ms
+    python -m bench.mesh --token-ms 5.7         # paced: a token every 5.7 ms
     python -m bench.mesh --prefill 0            # aggregated
 
-It starts its own mesh. All prompts differ, so prefill computes and moves each of them.
+It starts its own mesh. All prompts differ, so prefill computes each of them and its KV is transferred.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ MOCK_SHAPE: Final = {"KV_HEADS": 1, "HEAD_DIM": 8, "DECODE_S": 0, "CONTEXT_TOKEN
 
 
 def mock_env(layers: int, costs: Mapping[str, object]) -> dict[str, str]:
-    """Mock engines whose steps cost only `costs`: fields of `MockConfig`, in capitals."""
+    """Return the environment of mock engines whose steps cost only `costs`, fields of `MockConfig` in capitals."""
     mock = {**MOCK_SHAPE, "LAYERS": layers, "STEP_S": 0, **(costs or {"SPEEDUP": "inf"})}
     env = {f"MESH_ENGINE__MOCK__{name}": str(value) for name, value in mock.items()}
     room = {"NUM_PAGES": 8192, "MAX_RUNNING": 256, "MAX_STEP_TOKENS": 8192}
@@ -41,21 +41,23 @@ def _pair(setting: str) -> tuple[str, str]:
 
 def main(
     concurrency: Annotated[list[int], typer.Option(help="clients at once; may be given several times")] = [1, 16, 64],  # noqa: B006
-    seconds: Annotated[float, typer.Option(help="for each level, after a warm-up of two")] = 8.0,
+    seconds: Annotated[float, typer.Option(help="duration of each level, after a warm-up of two seconds")] = 8.0,
     input_len: Annotated[
         int, typer.Option(help="words of the prompt, a token each; the chat template adds some")
     ] = 200,
     output_len: Annotated[int, typer.Option(help="tokens")] = 64,
-    token_ms: Annotated[float, typer.Option(help="time of a decode step; 0: none, nor of anything else")] = 0.0,
+    token_ms: Annotated[float, typer.Option(help="duration of a decode step; 0: all steps cost nothing")] = 0.0,
     model: Annotated[str, typer.Option(help="mock, or mock:<model> for that model's tokenizer")] = "mock:smollm2-135m",
     prefill: Annotated[int, typer.Option(help="prefill workers; 0: aggregated")] = 1,
     decode: Annotated[int, typer.Option(help="decode workers")] = 1,
     layers: Annotated[
-        int, typer.Option(help="of a KV page: 512 bytes each; with 720, NIXL moves what SmolLM2 has")
+        int, typer.Option(help="size of a KV page in units of 512 bytes; with 720, pages are as large as SmolLM2's")
     ] = 1,
-    traces_per_s: Annotated[float, typer.Option(help="requests traced a second, at most")] = TRACES_PER_S,
-    setting: Annotated[list[str], typer.Option(help="of the mesh, as MESH_LOG_LEVEL=warning; may repeat")] = [],  # noqa: B006
-    label: Annotated[str, typer.Option(help="put into every line")] = "kvmesh",
+    traces_per_s: Annotated[float, typer.Option(help="maximum number of requests traced per second")] = TRACES_PER_S,
+    setting: Annotated[
+        list[str], typer.Option(help="setting of the mesh, such as MESH_LOG_LEVEL=warning; may be given several times")
+    ] = [],  # noqa: B006
+    label: Annotated[str, typer.Option(help="label in every line")] = "kvmesh",
 ) -> None:
     env = mock_env(layers, {"STEP_S": token_ms / 1000} if token_ms else {})
     env |= {"MESH_TRACES_PER_S": str(traces_per_s)} | dict(_pair(text) for text in setting)

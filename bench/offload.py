@@ -1,8 +1,9 @@
-"""Evicted KV pages: python -m bench.offload --threads 2. One JSON line a figure.
+"""Benchmark of evicted KV pages: python -m bench.offload --threads 2. Prints one JSON line per figure.
 
-Conversations return to one engine by turns, more of them than its pool holds. Each turn repeats the conversation so far
-and adds a question. Measured is the time to the first token of returning conversations: with evicted pages kept in main
-memory or on disk, without them, and with a pool that holds everything. The answers of all four are compared.
+Conversations return to one engine by turns, and there are more than fit into its pool. Each turn repeats the
+conversation so far and adds a question. The benchmark measures the time to first token of returning conversations:
+with evicted pages in main memory or on disk, without them, and with a pool that is large enough. The answers of all
+four cases are compared.
 """
 
 import engine  # noqa: F401  # before torch: it bounds how long OpenMP's threads spin
@@ -41,7 +42,7 @@ class Scale:
 
     @property
     def tokens(self) -> int:
-        """Of one conversation at its end, with a page that is partly full."""
+        """Tokens of one conversation at its end, with one more page, which is partly filled."""
         return self.length + self.turns * (QUESTION + self.answer) + 16
 
 
@@ -53,7 +54,7 @@ class Visit:
 
 
 class Visits:
-    """Conversations on a new engine."""
+    """Runs conversations on a new engine."""
 
     def __init__(self, loaded: LoadedModel, config: EngineConfig, forward: Forward, scale: Scale, vocab: int) -> None:
         self._core = assemble(loaded, config, forward)
@@ -64,7 +65,7 @@ class Visits:
         self.restored = 0
 
     def all(self) -> list[Visit]:
-        """Visit all conversations in each turn. Returns: the visits after the first turn."""
+        """Visit all conversations in each turn. Return the visits after the first turn."""
         found: list[Visit] = []
         for turn in range(self._scale.turns):
             visits = [self._visit(number, turn) for number in range(len(self.texts))]
@@ -88,17 +89,17 @@ class Visits:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="as --model of the services")] = "smollm2-135m",
-    state_dir: Annotated[Path, typer.Option(help="where models and packages are kept")] = Path("~/.cache/kvmesh"),
-    directory: Annotated[Path, typer.Option(help="on the disk to measure")] = Path(),
+    model: Annotated[str, typer.Option(help="model, as for the services")] = "smollm2-135m",
+    state_dir: Annotated[Path, typer.Option(help="directory of models and packages")] = Path("~/.cache/kvmesh"),
+    directory: Annotated[Path, typer.Option(help="directory on the disk that is measured")] = Path(),
     compile: Annotated[Literal["wait", "off"], typer.Option(help="off: eager")] = "wait",  # noqa: A002
     threads: Annotated[int | None, typer.Option(help="CPU threads")] = None,
-    conversations: Annotated[int, typer.Option(help="that return by turns")] = 12,
+    conversations: Annotated[int, typer.Option(help="number of conversations, which return by turns")] = 12,
     length: Annotated[int, typer.Option(help="tokens before the first question")] = 1000,
     turns: Annotated[int, typer.Option(min=2, help="questions in each conversation")] = 3,
     answer: Annotated[int, typer.Option(help="tokens")] = 20,
-    held: Annotated[float, typer.Option(help="share of the conversations that the pool holds")] = 0.25,
-    rounds: Annotated[int, typer.Option(min=1, help="of each figure; the ratio is their median")] = 3,
+    held: Annotated[float, typer.Option(help="share of the conversations that fits into the pool")] = 0.25,
+    rounds: Annotated[int, typer.Option(min=1, help="measurements per figure; ratios are of medians")] = 3,
 ) -> None:
     state_dir = state_dir.expanduser()
     base = EngineConfig(num_pages=64, compile=compile, threads=threads)

@@ -1,9 +1,9 @@
-"""Runs of neighbouring pages that a full page pool gives a prompt, and the cost of that. One JSON line a pool.
+"""Runs of neighbouring pages that a full page pool allocates, and their cost. Prints one JSON line per pool.
 
     python -m bench.pages
 
-New prompts come and go, `live` at a time, and grow by answers. NIXL takes a run as one descriptor. The first half
-fills the pool, the second is measured.
+Requests arrive and end, `live` at a time, and grow by their answers. NIXL needs one descriptor per run. The first half
+of the requests fills the pool, the second half is measured.
 """
 
 import json
@@ -25,10 +25,10 @@ GROWTH: Final = 8  # tokens of each answer between two prompts
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Lengths are drawn between the two."""
+    """A load whose lengths are drawn between two bounds."""
 
     num_pages: int
-    live: int  # at a time
+    live: int  # concurrent requests
     prompt_tokens: tuple[int, int]
     answer_tokens: tuple[int, int]
 

@@ -1,4 +1,4 @@
-"""Server processes of a benchmark and their processor time."""
+"""Server processes of a benchmark and their CPU time."""
 
 import json
 import os
@@ -22,13 +22,13 @@ TICK_S: Final = 1 / os.sysconf("SC_CLK_TCK")
 CPU_FIELDS: Final = slice(11, 13)  # utime and stime in /proc/<pid>/stat, counted from the state
 STOP_TIMEOUT_S: Final = 60.0
 MESH_HOME: Final = Path("~/.cache/kvmesh").expanduser()
-# A figure must not depend on the shell's settings.
+# Variables that are removed, so that figures do not depend on the shell's settings.
 NOT_INHERITED: Final = ("MESH_", "VLLM_", "DYN_", "OMP_", "KMP_", "TORCHINDUCTOR_")
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """Leads a process group of its own."""
+    """A server process, which leads its own process group."""
 
     popen: "subprocess.Popen[bytes]"
     log: Path
@@ -37,7 +37,7 @@ class Server:
         return self.log.read_text(errors="replace")
 
     def processes(self) -> dict[str, list[int]]:
-        """Pids of it and its descendants, by service or executable."""
+        """Return the pids of the process and its descendants, by service or executable."""
         parents: dict[int, int] = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -64,7 +64,7 @@ def cpu_s(pids: Sequence[int]) -> float:
 
 
 def machine_busy_s() -> float:
-    """Processor time of all processes of this machine, with what its host took away."""
+    """Return the CPU time of all processes of this machine, including time stolen by its host."""
     user, nice, system, _idle, _iowait, irq, softirq, steal, *_ = map(int, Path("/proc/stat").read_text().split()[1:11])
     return (user + nice + system + irq + softirq + steal) * TICK_S
 
@@ -73,7 +73,7 @@ def machine_busy_s() -> float:
 def serving(
     command: Sequence[str], env: Mapping[str, str], log: Path, *, ready: str, timeout_s: float
 ) -> Iterator[Server]:
-    """`command`, from its `ready` line on. It ends with this process."""
+    """Start `command` and wait for its `ready` line. It ends with this process."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(NOT_INHERITED)}
     with log.open("wb") as stream:
         popen = subprocess.Popen(
@@ -89,9 +89,9 @@ def serving(
         deadline = time.monotonic() + timeout_s
         while ready not in server.logged():
             if popen.poll() is not None:
-                sys.exit(f"this ended with {popen.returncode}: {' '.join(command)}\n{server.logged()}")
+                sys.exit(f"the server exited with {popen.returncode}: {' '.join(command)}\n{server.logged()}")
             if time.monotonic() > deadline:
-                sys.exit(f"this was not ready after {timeout_s:g} s: {' '.join(command)}\n{server.logged()}")
+                sys.exit(f"the server was not ready after {timeout_s:g} s: {' '.join(command)}\n{server.logged()}")
             time.sleep(0.2)
         yield server
     finally:
@@ -104,7 +104,7 @@ def serving(
             popen.wait(STOP_TIMEOUT_S)
         server.signal_group(signal.SIGKILL)
         popen.wait()
-        for pid in family:  # what killed ones left
+        for pid in family:  # remove the files of killed processes
             shared_memory.remove_files_of(pid)
 
 
@@ -112,7 +112,7 @@ def serving(
 def mesh(
     model: str, counts: Mapping[str, int], env: Mapping[str, str], port: int, timeout_s: float = 120.0
 ) -> Iterator[Server]:
-    """`services.local` with its own state directory, but shared converted and compiled models."""
+    """Run `services.local` with its own state directory, but with shared converted and compiled models."""
     with tempfile.TemporaryDirectory() as home:
         for name in ("models", "compile"):
             (MESH_HOME / name).mkdir(parents=True, exist_ok=True)

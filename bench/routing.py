@@ -1,11 +1,12 @@
-"""The cost of the KV index: lookups and memory. One JSON line a figure.
+"""The cost of the KV index: lookups and memory. Prints one JSON line per figure.
 
     python -m bench.routing                                        # 10, 100, 1,000 instances; 1 M blocks
     python -m bench.routing --blocks 1000000 --blocks 10000000     # the second needs 2 GB
 
-Each line is a process of its own. Instances hold equally many blocks in chains with a shared prefix. Lookups are of
-10,000 tokens in pages of 16: `shared`, half of which all hold and the rest to different depths (the worst case);
-`hit`, held by one; `miss`. Medians in µs. `hash_us` is the hashing before a lookup.
+Each line is measured in its own process. Instances have the same number of blocks, in chains with a shared prefix.
+Lookups are of 10,000 tokens in pages of 16: `shared`, half of which all instances have, and the rest to different
+depths (the worst case); `hit`, which one instance has; `miss`. Figures are medians in µs. `hash_us` is the time of
+hashing before a lookup.
 """
 
 import json
@@ -45,7 +46,7 @@ def _chain(draw: random.Random, length: int) -> list[bytes]:
 
 
 def _fill(add: Add, ids: Sequence[str], blocks: int, shared: Sequence[bytes], draw: random.Random) -> tuple[int, float]:
-    """Returns: number added, and seconds without making the hashes."""
+    """Fill an index. Return the number of added blocks, and the seconds without hashing."""
     added, spent_s = 0, 0.0
     for at, name in enumerate(ids):
         prefix = shared[: DEPTH // 2 + at * DEPTH // 2 // len(ids)]
@@ -72,12 +73,12 @@ def _lookup_us(find: Callable[[Sequence[bytes]], Mapping[str, int]], prompt: Seq
 
 
 def _removal(index: KvIndex, ids: Sequence[str], draw: random.Random) -> dict[str, Any]:
-    """Total time to remove an instance, and the longest wait of others meanwhile."""
+    """Return the total time to remove an instance, and the longest pause for others during that."""
     removed_s = _timed(lambda: index.remove(ids[0]))
     longest_s, added = 0.0, 0
     while index._left:
         chain = _chain(draw, CHAIN)
-        started = time.thread_time()  # not the clock: this machine may be busy
+        started = time.thread_time()  # not wall-clock time, because this machine may be busy
         index.add(ids[-1], chain)
         longest_s = max(longest_s, time.thread_time() - started)
         added += CHAIN
@@ -116,8 +117,8 @@ def measure(kind: str, instances: int, blocks: int) -> dict[str, Any]:
 
 
 def main(
-    instances: Annotated[list[int], typer.Option(help="how many, may be given again")] = [10, 100, 1000],  # noqa: B006
-    blocks: Annotated[list[int], typer.Option(help="how many in all, may be given again")] = [1_000_000],  # noqa: B006
+    instances: Annotated[list[int], typer.Option(help="instances; may be given several times")] = [10, 100, 1000],  # noqa: B006
+    blocks: Annotated[list[int], typer.Option(help="blocks in total; may be given several times")] = [1_000_000],  # noqa: B006
     one: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
     if one:

@@ -1,7 +1,8 @@
 """The cost of one routing decision: python -m bench.routing_policies
 
-µs of each policy for fleets of 10, 100 and 1,000 instances, a tenth of which have part of the prompt cached. `whole
-route` adds health and load book; `book` is the load book alone, `heartbeat` one heartbeat. The best of five rounds.
+Prints µs of each policy for fleets of 10, 100 and 1,000 instances, a tenth of which have part of the prompt cached.
+`whole route` includes health and load book; `book` is the load book alone, `heartbeat` one heartbeat. Figures are the
+best of five rounds.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from components.routing.policy import RouteRequest
 from components.wire.heartbeat import Heartbeat
 
 FLEETS = (10, 100, 1000)
-ROUNDS = 5  # the best counts: other load only adds time
+ROUNDS = 5  # the best one is used, because other load only adds time
 
 
 def fleet(count: int, rng: Random) -> tuple[LoadBook, Health]:

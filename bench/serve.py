@@ -1,13 +1,13 @@
-"""Load an OpenAI endpoint: throughput, time to first token, time per output token.
+"""Load test of an OpenAI endpoint: throughput, time to first token, time per output token.
 
     python -m bench.serve                                                    # random words, 1 client, then 8
     python -m bench.serve --request-rate 4 --num-prompts 200 --workload sharegpt-like     # --max-concurrency 16
     python -m bench.serve --workload shared-prefix --groups 8 --prompts-per-group 16 --prefix-len 1024
     python -m bench.serve --workload trace-replay --trace conversation_trace.jsonl --trace-scale 0.05
 
-With --concurrency each client has one request at a time; with --request-rate requests arrive at random. A trace has
-its own times unless one of both is given. Prompts are random English words, new ones in every run. The endpoint
-must accept `ignore_eos`.
+With --concurrency each client has one request at a time; with --request-rate requests arrive at random. A trace has its
+own times unless one of these options is set. Prompts are random English words, different in every run. The endpoint must
+accept `ignore_eos`.
 """
 
 import asyncio
@@ -54,7 +54,7 @@ WARM_UP_TOKENS: Final = 8
 
 
 def find_model(url: str, model: str | None) -> str:
-    """`model`, or the endpoint's first. Exits if the endpoint does not answer."""
+    """Return `model`, or the endpoint's first model. Exit if the endpoint does not answer."""
     try:
         answer = httpx.get(f"{url.rstrip('/')}/v1/models", timeout=CONNECT_S)
         if model is not None:
@@ -62,9 +62,9 @@ def find_model(url: str, model: str | None) -> str:
         answer.raise_for_status()
         return str(answer.json()["data"][0]["id"])
     except (httpx.TransportError, httpx.InvalidURL) as exc:
-        sys.exit(f"no server at {url} ({exc or type(exc).__name__}): start one or name it with --url")
+        sys.exit(f"no server at {url} ({exc or type(exc).__name__}): start one or set --url")
     except (httpx.HTTPStatusError, ValueError, LookupError, TypeError) as exc:
-        sys.exit(f"{url}/v1/models names no model ({type(exc).__name__}): name it with --model")
+        sys.exit(f"{url}/v1/models lists no model ({type(exc).__name__}): set --model")
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Shape:
     seed: int | None
 
     def asks(self, count: int | None) -> list[Ask]:
-        """`count` requests unless the workload has its own number. Exits if the trace cannot be read."""
+        """Return `count` requests, unless the workload has its own number. Exit if the trace cannot be read."""
         draw = random.Random(self.seed)
         match self.workload:
             case Workload.RANDOM:
@@ -119,7 +119,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Closed loop, Poisson arrivals, or a trace's times."""
+    """A level of load: closed loop, Poisson arrivals, or a trace's times."""
 
     concurrency: int | None = None
     request_rate: float | None = None
@@ -129,7 +129,7 @@ class Level:
         if self.concurrency is not None:
             return f"{self.concurrency} clients"
         rate = "at the trace's times" if self.request_rate is None else f"{self.request_rate:g} requests/s"
-        return rate if self.max_concurrency is None else f"{rate}, {self.max_concurrency} at once at most"
+        return rate if self.max_concurrency is None else f"{rate}, at most {self.max_concurrency} at once"
 
     def facts(self) -> dict[str, Any]:
         return {
@@ -141,7 +141,9 @@ class Level:
     async def run(self, url: str, model: str, asks: Sequence[Ask], done: Callable[[], object], run: Run) -> Run:
         bodies = [body_of(ask, model) for ask in asks]
         if self.concurrency is not None:
-            return await closed_loop(url, bodies[::-1], self.concurrency, None, done, run)  # it takes the last first
+            return await closed_loop(
+                url, bodies[::-1], self.concurrency, None, done, run
+            )  # it sends the last one first
         if self.request_rate is not None:
             times_s: Iterator[float] = poisson_times_s(random.Random(), self.request_rate)
         else:
@@ -152,7 +154,7 @@ class Level:
 
 @contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Callable[[], object]]:
-    """A bar; without a terminal, a line from time to time."""
+    """Show a progress bar, or without a terminal a line from time to time."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield _ProgressLines(title, total)
@@ -185,58 +187,74 @@ def find_url(url: str | None, state_dir: Path) -> str:
 
 
 def warm_up(url: str, model: str, requests: int, input_len: int) -> None:
-    """Exits with the endpoint's error if these requests fail."""
+    """Send some requests. Exit with the endpoint's error if they fail."""
     if requests == 0:
         return
     asks = random_asks(random.Random(), requests, input_len, WARM_UP_TOKENS, 1.0)
     run = asyncio.run(closed_loop(url, [body_of(ask, model) for ask in asks], 1))
     if run.failed:
-        sys.exit(f"{url} failed at {run.failed} of {requests} requests to warm up: {next(iter(run.reasons))}")
+        sys.exit(f"{run.failed} of {requests} requests to warm up {url} failed: {next(iter(run.reasons))}")
 
 
 def main(
     url: Annotated[
-        str | None, typer.Option(help=f"endpoint (default: the mesh of --state-dir that runs here, else {DEFAULT_URL})")
+        str | None, typer.Option(help=f"endpoint (default: the local mesh of --state-dir, else {DEFAULT_URL})")
     ] = None,
-    model: Annotated[str | None, typer.Option(help="(default: the first that the endpoint names)")] = None,
+    model: Annotated[str | None, typer.Option(help="model (default: the first that the endpoint lists)")] = None,
     *,
     workload: Annotated[Workload, typer.Option(help="kind of load")] = Workload.RANDOM,
     concurrency: Annotated[
         list[int] | None, typer.Option(help="clients at once; may be given several times (default: 1, then 8)", min=1)
     ] = None,
-    state_dir: Annotated[Path, typer.Option(help="of a mesh on this machine")] = STATE_DIR,
-    request_rate: Annotated[float | None, typer.Option(help="requests a second instead, Poisson", min=1e-6)] = None,
+    state_dir: Annotated[Path, typer.Option(help="state directory of a mesh on this machine")] = STATE_DIR,
+    request_rate: Annotated[
+        float | None, typer.Option(help="requests per second with Poisson arrivals, instead of --concurrency", min=1e-6)
+    ] = None,
     max_concurrency: Annotated[
-        int | None, typer.Option(help="with --request-rate or a trace: requests under way at most", min=1)
+        int | None, typer.Option(help="with --request-rate or a trace: maximum number of requests in flight", min=1)
     ] = None,
     requests: Annotated[int, typer.Option(help="requests per client, with --concurrency", min=1)] = 6,
-    num_prompts: Annotated[int | None, typer.Option(help="requests in all instead", min=1)] = None,
-    input_len: Annotated[int | None, typer.Option(help="tokens; a mean, where lengths vary (default: 256)")] = None,
-    output_len: Annotated[int | None, typer.Option(help="tokens; a mean, where lengths vary (default: 64)")] = None,
-    range_ratio: Annotated[float, typer.Option(help="random: shortest to longest", min=0.0, max=1.0)] = 1.0,
-    max_len: Annotated[int, typer.Option(help="sharegpt-like: prompt and answer at most", min=2)] = 2048,
-    groups: Annotated[int, typer.Option(help="shared-prefix: system prompts", min=1)] = 4,
-    prompts_per_group: Annotated[int, typer.Option(help="shared-prefix: questions to each", min=1)] = 8,
+    num_prompts: Annotated[
+        int | None, typer.Option(help="total number of requests, instead of --requests", min=1)
+    ] = None,
+    input_len: Annotated[
+        int | None, typer.Option(help="tokens of a prompt; the mean if lengths vary (default: 256)")
+    ] = None,
+    output_len: Annotated[
+        int | None, typer.Option(help="tokens of an answer; the mean if lengths vary (default: 64)")
+    ] = None,
+    range_ratio: Annotated[
+        float, typer.Option(help="random: ratio of the shortest to the longest length", min=0.0, max=1.0)
+    ] = 1.0,
+    max_len: Annotated[
+        int, typer.Option(help="sharegpt-like: maximum tokens of prompt and answer together", min=2)
+    ] = 2048,
+    groups: Annotated[int, typer.Option(help="shared-prefix: number of system prompts", min=1)] = 4,
+    prompts_per_group: Annotated[int, typer.Option(help="shared-prefix: questions per system prompt", min=1)] = 8,
     prefix_len: Annotated[int, typer.Option(help="shared-prefix: tokens of a system prompt", min=1)] = 512,
     trace: Annotated[Path | None, typer.Option(help="trace-replay: a file in Mooncake's format")] = None,
     trace_scale: Annotated[float, typer.Option(help="trace-replay: factor of all lengths", min=1e-6)] = 1.0,
-    trace_speed: Annotated[float, typer.Option(help="trace-replay: how much faster it comes", min=1e-6)] = 1.0,
-    seed: Annotated[int | None, typer.Option(help="makes the same prompts again, which caches know")] = None,
+    trace_speed: Annotated[float, typer.Option(help="trace-replay: speed of arrivals", min=1e-6)] = 1.0,
+    seed: Annotated[
+        int | None, typer.Option(help="seed; the same seed makes the same prompts, which may be cached")
+    ] = None,
     warmup: Annotated[int, typer.Option(help="requests before the first measured one", min=0)] = 1,
-    label: Annotated[str, typer.Option(help="put into every line")] = "kvmesh",
-    json_file: Annotated[Path | None, typer.Option("--json", help="append a line a run; - prints them instead")] = None,
+    label: Annotated[str, typer.Option(help="label in every line")] = "kvmesh",
+    json_file: Annotated[
+        Path | None, typer.Option("--json", help="append a line per run to this file; -: print them")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="picture of the distributions, PNG or SVG")] = None,
 ) -> None:
     if concurrency and request_rate is not None:
-        sys.exit("--concurrency and --request-rate exclude each other; --max-concurrency bounds a rate")
+        sys.exit("--concurrency and --request-rate exclude each other; --max-concurrency limits a rate")
     timed = request_rate is not None or workload is Workload.TRACE
     if max_concurrency is not None and (concurrency or not timed):
-        sys.exit("--max-concurrency bounds --request-rate or a trace; clients without a rate are --concurrency")
+        sys.exit("--max-concurrency limits --request-rate or a trace; without these, set --concurrency")
     if (workload is Workload.TRACE) != (trace is not None):
-        sys.exit("--workload trace-replay and --trace FILE go together")
-    for path in (json_file, plot):  # before the load, not after it
+        sys.exit("--workload trace-replay requires --trace FILE, and the reverse")
+    for path in (json_file, plot):  # check before the load, not after it
         if path is not None and not path.parent.is_dir():
-            sys.exit(f"{path} cannot be written: there is no directory {path.parent}")
+            sys.exit(f"{path} cannot be written: the directory {path.parent} does not exist")
     if plot is not None:
         pyplot()
     like_sharegpt = workload is Workload.SHAREGPT

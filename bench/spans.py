@@ -1,4 +1,4 @@
-"""What a span costs: a step of a request beside a span of the SDK, made and encoded, and held until its request ends.
+"""The cost of a span: a request's step compared with the SDK's span, made and encoded, and held until the request ends.
 
 python -m bench.spans
 """
@@ -31,7 +31,7 @@ STEPS: Final = 8  # spans of a request in one process
 
 
 def made(tracer: trace.Tracer, count: int) -> None:
-    """Spans below one parent, as the SDK makes them."""
+    """Make spans below one parent, as the SDK does."""
     with tracer.start_as_current_span("parent"):
         for _ in range(count):
             with tracer.start_as_current_span("decode.choose_prefill") as span:
@@ -40,7 +40,7 @@ def made(tracer: trace.Tracer, count: int) -> None:
 
 
 def stepped(tracer: Spans, count: int) -> None:
-    """Steps of requests, as a service makes them."""
+    """Make steps of requests, as a service does."""
     for _ in range(count // STEPS):
         with tracer.start_as_current_span("decode.request", kind=trace.SpanKind.SERVER):
             for _ in range(STEPS - 1):
@@ -62,7 +62,7 @@ def encoded(spans: Sequence[LightSpan]) -> None:
 
 
 def best_us(work: Callable[[], Any], count: int, turns: int) -> float:
-    """Processor time a span, in microseconds: the median of the turns."""
+    """Return the CPU time per span in microseconds, the median of the turns."""
     work()
     times = []
     for _ in range(turns):
@@ -83,7 +83,7 @@ def main(turns: int = 20) -> None:
     encode_sdk = best_us(lambda: encode_spans(theirs).SerializeToString(), BATCH, turns)
     held = HeldTraces(lambda _: None)
     hold = best_us(lambda: stepped(Spans(held.take, TokenBucket(0), holds=True), BATCH), BATCH, turns)
-    print(f"{'µs a span':24}{'ours':>8}{'SDK':>8}{'ratio':>8}")
+    print(f"{'µs per span':24}{'ours':>8}{'SDK':>8}{'ratio':>8}")
     rows = (
         ("made, with 2 attributes", make, make_sdk),
         ("encoded as OTLP", encode, encode_sdk),

@@ -1,8 +1,8 @@
-"""Speculative decoding beside plain decoding: python -m bench.speculation --threads 2. One JSON line a figure.
+"""Compares speculative with plain decoding: python -m bench.speculation --threads 2. Prints one JSON line per figure.
 
 One engine answers the same questions with and without drafts, by turns. Questions of the kind `chat` are short; those of
-the kind `rewrite` ask to repeat or correct a text of the prompt. Those of the kind `predicted` are those of `chat`, with a
-prediction: the answer, in which one token of twenty is another. The tokens of both ways are compared.
+the kind `rewrite` ask to repeat or correct a text in the prompt. The kind `predicted` has the questions of `chat` with a
+prediction: the answer, in which one token in twenty is wrong. The tokens with and without drafts are compared.
 """
 
 import engine  # noqa: F401  # before torch: it bounds how long OpenMP's threads spin
@@ -69,15 +69,15 @@ QUESTIONS: Final[Mapping[Kind, Sequence[str]]] = {
         f"Write this text in plain words, and keep all sentences:\n{TEXT}",
     ),
 }
-CHANGED: Final = 20  # one token of so many in a prediction
+CHANGED: Final = 20  # one in this many tokens of a prediction is changed
 SEED: Final = 5
-WAVES: Final = 3  # requests of a client, at least
+WAVES: Final = 3  # minimum number of requests per client
 
 
 @dataclass(frozen=True, slots=True)
 class Answers:
     tokens: Mapping[str, Sequence[int]]
-    tok_s: float  # of steps without prompts
+    tok_s: float  # rate in steps without prompts
     drafted: int
     accepted: int
 
@@ -93,7 +93,7 @@ class Bench:
         self._predictions: Sequence[list[int]] = [[] for _ in prompts]
 
     def predict(self, sampling: SamplingParams) -> None:
-        """Give each prompt a prediction: the answer, with a few other tokens."""
+        """Set a prediction for each prompt: the answer, with a few tokens changed."""
         answers = self.answer(0, 1, sampling).tokens
         texts = [answers[f"{number}"] for number in range(len(self._prompts))]
         self._predictions = [
@@ -101,12 +101,12 @@ class Bench:
         ]
 
     def answer(self, speculative_tokens: int, clients: int, sampling: SamplingParams) -> Answers:
-        """Answer all prompts, once or more often, `clients` at a time. The prefix cache is empty at first."""
+        """Answer all prompts at least once, `clients` at a time. The prefix cache is empty at the start."""
         config = EngineConfig(num_pages=self._config.num_pages, speculative_tokens=speculative_tokens)
         core = assemble(self._loaded, config, self._forward)
         tokens: dict[str, list[int]] = {}
         count, spent_s = 0, 0.0
-        # several times as many as clients: the longest answer alone would decide how long a single wave takes
+        # several per client, because the longest answer would determine the duration of a single wave
         both = [*zip(self._prompts, self._predictions, strict=True)]
         waiting = list(enumerate(both * max(1, WAVES * clients // len(both))))
         while waiting or core.has_work():
@@ -125,16 +125,16 @@ class Bench:
 
 
 def main(
-    model: Annotated[str, typer.Option(help="as --model of the services")] = "smollm2-135m",
-    state_dir: Annotated[Path, typer.Option(help="where models and packages are kept")] = Path("~/.cache/kvmesh"),
+    model: Annotated[str, typer.Option(help="model, as for the services")] = "smollm2-135m",
+    state_dir: Annotated[Path, typer.Option(help="directory of models and packages")] = Path("~/.cache/kvmesh"),
     compile: Annotated[Literal["wait", "off"], typer.Option(help="off: eager")] = "wait",  # noqa: A002
     threads: Annotated[int | None, typer.Option(help="CPU threads")] = None,
     drafts: Annotated[list[int], typer.Option(help="speculative_tokens; may be given several times")] = [7],  # noqa: B006
-    clients: Annotated[list[int], typer.Option(help="requests at once; may be given several times")] = [1, 2, 6],  # noqa: B006
+    clients: Annotated[list[int], typer.Option(help="concurrent requests; may be given several times")] = [1, 2, 6],  # noqa: B006
     temperature: Annotated[list[float], typer.Option(help="may be given several times")] = [0.0, 0.8],  # noqa: B006
-    kinds: Annotated[list[Kind], typer.Option(help="of questions; may be given several times")] = [*Kind],  # noqa: B006
-    output_len: Annotated[int, typer.Option(help="tokens of an answer, at most")] = 200,
-    rounds: Annotated[int, typer.Option(min=1, help="of each figure; the ratio is their median")] = 3,
+    kinds: Annotated[list[Kind], typer.Option(help="kind of questions; may be given several times")] = [*Kind],  # noqa: B006
+    output_len: Annotated[int, typer.Option(help="maximum tokens of an answer")] = 200,
+    rounds: Annotated[int, typer.Option(min=1, help="measurements per figure; ratios are of medians")] = 3,
 ) -> None:
     state_dir = state_dir.expanduser()
     config = EngineConfig(num_pages=max(clients) * (512 + output_len) // 16, compile=compile, threads=threads)

@@ -1,11 +1,11 @@
-"""The cost of moving KV pages between two processes. One JSON line a figure.
+"""The cost of transferring KV pages between two processes. Prints one JSON line per figure.
 
     python -m bench.transfer                                             # pages of 16, 32 and 64 tokens
     python -m bench.transfer --layers 32 --kv-heads 8 --head-dim 128 --page-size 16 --pages 1 --pages 64
 
-The bench moves the same bytes in four ways by turns. Our backend writes scattered pages, and neighbouring ones.
-NIXL's own API writes one block. A plain copy goes into shared memory. µs are medians; a ratio is time over time.
-The last line of a page size is about small writes.
+It transfers the same bytes in four ways, by turns: our backend writes scattered pages, and neighbouring ones; NIXL's
+own API writes one block; a plain copy writes to shared memory. µs are medians; ratios are of times. The last line of
+each page size is about small writes.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ from components.wire.layout import KvLayout
 REPO: Final = Path(__file__).resolve().parents[1]
 WARM_UP: Final = 2  # uncounted writes of each kind
 LATER_MS: Final = 1 << 50  # a deadline after all rounds
-FIXED_ROUNDS: Final = 5  # factor of rounds for the smallest write
+FIXED_ROUNDS: Final = 5  # factor of the number of rounds for the smallest write
 
 Move = Callable[[], Awaitable[object]]
 
@@ -52,7 +52,7 @@ class Peer:
         self.shared_name = str(facts["shared"])
 
     def landed(self, num_pages: int) -> list[str]:
-        """Hashes of its first pages, and of as much shared memory."""
+        """Return hashes of the first pages, and of as much shared memory."""
         assert self._popen.stdin is not None
         self._popen.stdin.write(f"{num_pages}\n")
         self._popen.stdin.flush()
@@ -88,7 +88,7 @@ class Ends:
     shared: "np.ndarray[Any, np.dtype[np.uint8]]"
 
     def scattered(self, count: int) -> Move:
-        """Our backend, pages in opposite orders: none merge."""
+        """Write pages by our backend in opposite orders, so that none are merged."""
         return self._pages(range(count), range(count)[::-1])
 
     def neighbours(self, count: int) -> Move:
@@ -122,7 +122,7 @@ class Ends:
         return move
 
     async def check(self, count: int) -> None:
-        """Exits if the first `count` pages have not arrived, for each way."""
+        """Check each way. Exit if the first `count` pages have not arrived."""
         for way, (move, place) in {
             "our backend": (self.neighbours(count), 0),
             "NIXL's own API": (self.plain(count), 0),
@@ -144,7 +144,7 @@ async def time_us(move: Move) -> float:
 
 
 async def times_us(moves: dict[str, Move], rounds: int) -> dict[str, float]:
-    """Medians over `rounds`, in random order: later ways find the bytes cached."""
+    """Return medians over `rounds`, in random order, because later ways find the bytes in the cache."""
     order = list(moves.items())
     taken: dict[str, list[float]] = {name: [] for name in moves}
     for round_ in range(WARM_UP + rounds):
@@ -157,7 +157,7 @@ async def times_us(moves: dict[str, Move], rounds: int) -> dict[str, float]:
 
 
 async def fixed_us(ends: Ends, rounds: int) -> dict[str, float]:
-    """One page in each way, the aux record, and a page right after it."""
+    """Measure one page in each way, the aux record, and a page directly after it."""
     page = {"scattered": ends.scattered(1), "nixl": ends.plain(1), "memcpy": ends.memcpy(1)}
     alone = await times_us(page, rounds)
     aux = await times_us({"aux": ends.aux()}, rounds)
@@ -188,7 +188,7 @@ def figure(layout: KvLayout, pages: int, us: dict[str, float]) -> dict[str, Any]
 
 
 def fixed(layout: KvLayout, us: dict[str, float]) -> dict[str, Any]:
-    """One page, the same less its plain copy, the aux record, and a page right after it."""
+    """Return the times of one page, of one page without its plain copy, of the aux record, and of a page after it."""
     beyond = {f"{name}_fixed_us": round(us[name] - us["memcpy"], 1) for name in ("scattered", "nixl")}
     return {
         **_shape(layout),
@@ -242,19 +242,19 @@ def _attach(peer: Peer) -> SharedMemory:
 
 
 def main(
-    page_size: Annotated[list[int], typer.Option(help="tokens a page; may be given several times")] = [16, 32, 64],  # noqa: B006
-    pages: Annotated[list[int], typer.Option(help="pages a write; may be given several times")] = [1, 4, 16, 64],  # noqa: B006
+    page_size: Annotated[list[int], typer.Option(help="tokens per page; may be given several times")] = [16, 32, 64],  # noqa: B006
+    pages: Annotated[list[int], typer.Option(help="pages per write; may be given several times")] = [1, 4, 16, 64],  # noqa: B006
     *,
-    layers: Annotated[int, typer.Option(help="of the model", min=1)] = 30,
-    kv_heads: Annotated[int, typer.Option(help="of the model", min=1)] = 3,
-    head_dim: Annotated[int, typer.Option(help="of the model", min=1)] = 64,
-    rounds: Annotated[int, typer.Option(help="writes of each kind that count", min=1)] = 30,
+    layers: Annotated[int, typer.Option(help="layers of the model", min=1)] = 30,
+    kv_heads: Annotated[int, typer.Option(help="KV heads of the model", min=1)] = 3,
+    head_dim: Annotated[int, typer.Option(help="head size of the model", min=1)] = 64,
+    rounds: Annotated[int, typer.Option(help="measured writes of each kind", min=1)] = 30,
     receiver: Annotated[
-        str, typer.Option(help="what starts the receiving process, as `ip netns exec NAME`; default: here")
+        str, typer.Option(help="command that starts the receiving process, such as `ip netns exec NAME`; default: none")
     ] = "",
 ) -> None:
     if min(*pages, *page_size, 1) < 1:
-        sys.exit("--pages and --page-size begin at 1")
+        sys.exit("--pages and --page-size must be at least 1")
     for size in page_size:
         layout = KvLayout(
             model="bench", dtype="bfloat16", page_size=size, layers=layers, kv_heads=kv_heads, head_dim=head_dim

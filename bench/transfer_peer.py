@@ -1,6 +1,6 @@
 """The receiving process of bench.transfer: `python -m bench.transfer_peer LAYOUT PAGES`.
 
-Writes a JSON line for the sender. Then answers each line `COUNT` with hashes of its first COUNT pages and of the
+It prints a JSON line for the sender, then answers each line `COUNT` with hashes of its first COUNT pages and of the
 shared memory.
 """
 

@@ -1,7 +1,7 @@
-"""Two servers at the same work on one machine, by turns.
+"""Compares two servers under the same load on one machine, by turns.
 
-Each line says how many cores each used, and `others`. The last lines are ratios of medians over rounds, with
-targets.
+Each line has the number of cores that each process used, and `others`. The last lines are ratios of medians over
+rounds, with targets.
 """
 
 import asyncio
@@ -25,19 +25,21 @@ from bench.processes import Server, cpu_s, free_port, machine_busy_s, mesh
 
 COMPARED: Final = ("output_tok_s", "ttft_ms_p50", "tpot_ms_p50", "itl_ms_p99")
 MESH_START_S: Final = 1200.0  # each worker may have to compile the model first
-MEASURE_S: Final = 900.0  # for one level of concurrency
+MEASURE_S: Final = 900.0  # time limit for one level of concurrency
 WARM_UP_TOKENS: Final = 16
-WAKE_S: Final = 1.0  # after SIGCONT, for the backlog of the stopped processes
+WAKE_S: Final = 1.0  # pause after SIGCONT, for the backlog of the stopped processes
 
 
-# options of the commands that compare
-Rounds = Annotated[int, typer.Option(min=1, help="each measures both, the other one first than the last")]
-Concurrency = Annotated[list[int], typer.Option(help="clients at once; may be given several times")]
-Requests = Annotated[int, typer.Option(min=1, help="per client and round")]
+# options of the comparisons
+Rounds = Annotated[int, typer.Option(min=1, help="rounds; each measures both servers, in alternating order")]
+Concurrency = Annotated[list[int], typer.Option(help="concurrent clients; may be given several times")]
+Requests = Annotated[int, typer.Option(min=1, help="requests per client and round")]
 InputLen = Annotated[int, typer.Option(help="tokens")]
 OutputLen = Annotated[int, typer.Option(min=2, help="tokens")]
-RangeRatio = Annotated[float, typer.Option(help="shortest to longest prompt and answer", min=0.0, max=1.0)]
-Model = Annotated[str, typer.Option(help="as services.local takes it")]
+RangeRatio = Annotated[
+    float, typer.Option(help="ratio of the shortest to the longest prompt and answer", min=0.0, max=1.0)
+]
+Model = Annotated[str, typer.Option(help="model, as for services.local")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,7 @@ class Work:
 
 
 class Target(NamedTuple):
-    """The ratio first / second, or the first's own value."""
+    """A target for the ratio first / second, or for the first's own value."""
 
     figure: str
     bound: float
@@ -96,17 +98,17 @@ class Target(NamedTuple):
         return self.figure.endswith("_s")
 
     def met(self, value: float) -> bool:
-        """Whether a ratio, or the first's own value, reaches it."""
+        """Return whether `value`, a ratio or the first's own value, meets the target."""
         return value >= self.bound if self.is_rate else value <= self.bound
 
 
 @contextmanager
 def start_kvmesh(name: str, model: str, counts: Mapping[str, int], env: Mapping[str, str]) -> Iterator[Contestant]:
-    """A mesh on this machine, with the compiled model; `counts` says how many of each role."""
+    """Start a mesh on this machine with the compiled model. `counts`: processes by role."""
     env = {"MESH_ENGINE__COMPILE": "wait", "MESH_ENGINE__COMPILE_TIMEOUT_S": str(MESH_START_S / 2), **env}
     port = free_port()
     with mesh(model, counts, env, port, MESH_START_S) as server:
-        compiled = server.logged().count("the model runs compiled from here on")
+        compiled = server.logged().count("the compiled model is now used")
         facts = {"counts": dict(counts), "compiled_workers": compiled, "env": env}
         yield Contestant(name, f"http://127.0.0.1:{port}", [server], facts)
 
@@ -114,7 +116,7 @@ def start_kvmesh(name: str, model: str, counts: Mapping[str, int], env: Mapping[
 def by_turns(
     pair: tuple[Contestant, Contestant], model: str, work: Work, targets: Sequence[Target], **facts: Any
 ) -> None:
-    """Measure both in each round, the other one first than in the last, and print a line a figure."""
+    """Measure both in each round, in alternating order, and print a line per figure."""
     first, second = pair
     for who in pair:
         print(json.dumps({"label": who.name, "model": model, **facts, **who.facts}), flush=True)
@@ -133,7 +135,7 @@ def by_turns(
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The requests of one round. Both contestants get requests of the same lengths, with other words."""
+    """The requests of one round. Both servers get requests of the same lengths, with different words."""
 
     model: str
     clients: int
@@ -156,9 +158,9 @@ class Load:
 
 
 def measure_one(who: Contestant, other: Contestant, load: Load) -> dict[str, Any]:
-    """The figures of one load, after a warm-up of one request for each client.
+    """Return the figures of one load, after a warm-up of one request for each client.
 
-    Exits when a request failed or had another shape than asked for: such figures compare nothing.
+    Exit if a request failed or had the wrong length, because such figures cannot be compared.
     """
 
     async def run_load(asks: Sequence[Ask]) -> Run:
@@ -176,7 +178,7 @@ def measure_one(who: Contestant, other: Contestant, load: Load) -> dict[str, Any
     asked = sum(ask.input_len for ask in asks), sum(ask.output_len for ask in asks)
     if run.failed or (run.prompt_tokens, run.output_tokens) != asked:
         tokens = f"{run.prompt_tokens} tokens in, {run.output_tokens} out"
-        sys.exit(f"{who.name}: of {len(asks)} requests {run.failed} failed; {tokens}, asked for {asked}")
+        sys.exit(f"{who.name}: of {len(asks)} requests {run.failed} failed; {tokens}, requested {asked}")
     return figures(run, cores={name: round(used_s / run.duration_s, 2) for name, used_s in spent.items()})
 
 
@@ -187,7 +189,7 @@ def compare(
     targets: Sequence[Target],
     compared: Sequence[str] = COMPARED,
 ) -> dict[str, Any]:
-    """First / second: of the medians over rounds, and the least and greatest of single rounds; and what was to be reached."""
+    """Return first / second of the medians over rounds, minimum and maximum of single rounds, and the target."""
     ratios: dict[str, Any] = {"compared": " / ".join(names), "concurrency": clients}
     for figure in compared:
         ours, theirs = (_over_rounds(lines, name, clients, figure) for name in names)

@@ -1,4 +1,4 @@
-"""What the workers of a mesh have counted, from their metrics pages."""
+"""Counters of the workers of a mesh, from their metrics pages."""
 
 import asyncio
 import json
@@ -12,7 +12,7 @@ from bench.processes import Server
 from components.discovery.registry import join_registry
 from components.wire.instances import Role
 
-SETTLE_S: Final = 0.3  # until transfers are counted
+SETTLE_S: Final = 0.3  # time until transfers are counted
 
 
 class Counted(NamedTuple):
@@ -34,21 +34,21 @@ NAMES: Final = {
 
 
 def counted(page: str) -> Counted:
-    """Raises: TypeError, if the page lacks one of them."""
+    """Parse a metrics page. Raises: TypeError, if it lacks a counter."""
     pairs = (line.split() for line in page.splitlines() if line and not line.startswith("#"))
     return Counted(**{NAMES[pair[0]]: float(pair[1]) for pair in pairs if pair[0] in NAMES})
 
 
 class Counters:
-    """Those of all workers of some roles, since this was made."""
+    """Counters of all workers of some roles, since this object was created."""
 
     def __init__(self, server: Server, roles: Sequence[Role]) -> None:
-        """`server` is a mesh of `services.local`."""
+        """`server`: a mesh run by `services.local`."""
         self._pages = asyncio.run(_metrics_pages(server, roles))
         self._before = self._read()
 
     def now(self) -> list[list[Counted]]:
-        """By role and worker."""
+        """Return the counters by role and worker."""
         return [
             [now.since(then) for now, then in zip(*pair, strict=True)]
             for pair in zip(self._read(), self._before, strict=True)

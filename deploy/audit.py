@@ -1,7 +1,7 @@
-"""Compare the installed packages with a list of known vulnerabilities; `make audit` runs it.
+"""Checks the installed packages against a list of known vulnerabilities; run by `make audit`.
 
-pip-audit asks PyPI, which knows the vulnerabilities of each release. With `--database` it asks a copy of the list
-instead, which a server on loopback reads. Exit codes: 0 no vulnerability, 1 some, 2 packages could not be looked up.
+pip-audit queries PyPI for the vulnerabilities of each release. With `--database` it queries a server on loopback, which
+reads a copy of the list. Exit codes: 0 no vulnerability, 1 some, 2 packages could not be looked up.
 """
 
 import argparse
@@ -27,12 +27,12 @@ from packaging.version import InvalidVersion, Version
 WITHOUT_RELEASES: Final = frozenset({"kvmesh"})  # not on PyPI
 NEWEST: Final = 3
 ADVICE: Final = (
-    "PyPI's JSON API (https://pypi.org/pypi/NAME/VERSION/json) must be reachable; an index of your own seldom has it. "
-    "Else give a copy of the list: ARGS='--database PATH', where PATH is https://osv-vulnerabilities.storage.googleapis.com/"
+    "PyPI's JSON API (https://pypi.org/pypi/NAME/VERSION/json) must be reachable, which private indexes seldom have. "
+    "Otherwise set a copy of the list: ARGS='--database PATH', where PATH is https://osv-vulnerabilities.storage.googleapis.com/"
     "PyPI/all.zip or a checkout of https://github.com/pypa/advisory-database"
 )
 
-Record = dict[str, Any]  # of the OSV schema, https://ossf.github.io/osv-schema
+Record = dict[str, Any]  # a record in the OSV schema, https://ossf.github.io/osv-schema
 Database = Mapping[str, list[Record]]  # by package
 
 
@@ -41,13 +41,13 @@ class NoData(Exception):
 
 
 def installed() -> list[str]:
-    """Requirements of all packages of this environment. PyPI does not know local versions, such as 2.13.0+cpu."""
+    """Return the requirements of all packages here, without local versions such as 2.13.0+cpu, which PyPI does not have."""
     found = {canonicalize_name(one.metadata["Name"]): Version(one.version).public for one in distributions()}
     return [f"{name}=={version}" for name, version in sorted(found.items()) if name not in WITHOUT_RELEASES]
 
 
 def read_database(path: Path) -> Database:
-    """Records of a zip file or a folder, as JSON or YAML. Raises: NoData."""
+    """Read the records of a zip file or a folder, in JSON or YAML. Raises: NoData."""
     found: dict[str, list[Record]] = defaultdict(list)
     for name, text in _files(path):
         try:
@@ -89,7 +89,7 @@ def _packages(record: Record) -> Iterator[Record]:
 
 
 def vulnerabilities(database: Database, name: str, version: str) -> list[Record]:
-    """Records whose versions or ranges include this one."""
+    """Return the records whose versions or ranges include this one."""
     name = canonicalize_name(name)
     return [
         record
@@ -124,7 +124,7 @@ def _within(events: Iterable[Mapping[str, str]], version: Version) -> bool:
 def _version(text: str) -> Version:
     try:
         return Version(str(text))
-    except InvalidVersion:  # of a release older than PEP 440
+    except InvalidVersion:  # a version older than PEP 440
         return Version("0")
 
 
@@ -159,7 +159,7 @@ def served(database: Database) -> Iterator[str]:
 
 
 def judged(requirements: Iterable[str], *service: str) -> list[Record]:
-    """pip-audit's verdict on each package. Raises: NoData, if it has none for some."""
+    """Return pip-audit's result for each package. Raises: NoData, if it has none for some of them."""
     with tempfile.TemporaryDirectory() as folder:
         file, output = Path(folder) / "requirements.txt", Path(folder) / "report.json"
         file.write_text("\n".join(requirements))
@@ -180,7 +180,9 @@ def judged(requirements: Iterable[str], *service: str) -> list[Record]:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="make audit", description=__doc__)
     parser.add_argument("--database", type=Path, help="zip file or folder with records in the OSV format")
-    parser.add_argument("--requirement", type=Path, help="file with NAME==VERSION lines; default: what is installed")
+    parser.add_argument(
+        "--requirement", type=Path, help="file with NAME==VERSION lines; default: the installed packages"
+    )
     given = parser.parse_args(arguments)
     requirements = given.requirement.read_text().split() if given.requirement else installed()
     try:

@@ -26,10 +26,10 @@ Bom = dict[str, Any]
 
 
 def bill_of_materials(repo: Path, python: str | None = None) -> Bom:
-    """What kvmesh requires, as it is installed here; or all that an interpreter `python` has.
+    """Return the packages that kvmesh requires, as installed here; or all packages of an interpreter `python`.
 
     Args:
-        repo: where kvmesh's sources are.
+        repo: directory of kvmesh's sources.
         python: path of the interpreter.
     Raises: SystemExit, if a required package is missing.
     """
@@ -67,13 +67,13 @@ def bill_of_materials(repo: Path, python: str | None = None) -> Bom:
 
 
 def _wanted(requirements: Iterable[str], extras: Iterable[str] = ("",)) -> list[Requirement]:
-    """Those of this machine and of these extras."""
+    """Return the requirements for this machine and these extras."""
     read = map(Requirement, requirements)
     return [one for one in read if one.marker is None or any(one.marker.evaluate({"extra": e}) for e in extras)]
 
 
 def _all_required(requirements: Iterable[str]) -> set[str]:
-    """Names of packages that the requirements need, directly or not. Raises: PackageNotFoundError."""
+    """Return the packages that the requirements need, directly or not. Raises: PackageNotFoundError."""
     found: set[tuple[str, str]] = set()  # package, extra
     new = _wanted(requirements)
     while new:
@@ -84,7 +84,7 @@ def _all_required(requirements: Iterable[str]) -> set[str]:
 
 
 def _scripts(readme: Path) -> list[Bom]:
-    """The page's packages from npm, which its README lists."""
+    """Return the page's packages from npm, which its README lists."""
     return [
         {
             "bom-ref": f"npm:{name}@{version}",
@@ -102,7 +102,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python deploy/sbom.py", description=__doc__)
     parser.add_argument("output", type=Path)
     parser.add_argument(
-        "--python", help="interpreter whose packages are all listed; default: those that kvmesh requires"
+        "--python", help="interpreter of which all packages are listed; default: the packages that kvmesh requires"
     )
     given = parser.parse_args(arguments)
     bom = bill_of_materials(REPO, given.python)

@@ -1,14 +1,14 @@
-"""Check and measure everything that needs a GPU. One JSON line a figure, and at the end one a target.
+"""Check and measure everything that needs a GPU. Prints one JSON line per figure, and at the end one per target.
 
-    python -m bench.gpu                                     # all parts but tune
+    python -m bench.gpu                                     # all parts except tune
     python -m bench.gpu --part kernels --part ids           # correctness; exits with 1 on a fault
     python -m bench.gpu --part steps --part sampling        # Qwen3-4B's shape, random weights, bf16
     python -m bench.gpu --part mesh-ids --part mesh         # a whole mesh on one card
-    python -m bench.gpu --part tune                         # the kernels with other tiles, beside torch's attention
-    python -m bench.gpu --device cpu                        # the same lines with a tiny model: no figure means anything
+    python -m bench.gpu --part tune                         # the kernels with other tiles, compared with torch's attention
+    python -m bench.gpu --device cpu                        # the same lines with a tiny model; its figures are meaningless
 
-Rooflines use the copy bandwidth and matmul rate measured just before. Parts that share no engine run in processes of their
-own: after some errors a process can compute nothing more on a device.
+Rooflines use the copy bandwidth and matmul rate that were just measured. Parts that share no engine run in their own
+processes, because after some errors a process can no longer use a device.
 """
 
 import gc
@@ -65,9 +65,9 @@ WITH_ENGINE = {Part.STEPS, Part.MIXED, Part.SAMPLING, Part.SKEW}
 
 
 def run(parts: list[Part], scale: Scale, report: Report, keep: Path | None = None) -> Iterator[bool]:
-    """Parts that need all of the device's memory come before this process keeps an engine.
+    """Run the parts. Those that need all of the device's memory run before this process creates an engine.
 
-    Yields: whether what a part found is right.
+    Yields: whether a part's results are right.
     """
     checks: dict[Part, Callable[[], bool]] = {
         Part.KERNELS: lambda: all([check_draws(scale), check_kernels(scale)]),
@@ -107,7 +107,7 @@ def run(parts: list[Part], scale: Scale, report: Report, keep: Path | None = Non
     if Part.SKEW in parts:
         measure_skew(scale, bench, loaded, machine, report)
     if Part.STEPS in parts:
-        measure_idle(scale, bench)  # last: CUDA's profiler slows what comes after it
+        measure_idle(scale, bench)  # last, because CUDA's profiler slows everything after it
 
 
 def apart(parts: Sequence[Part]) -> list[list[Part]]:
@@ -118,7 +118,7 @@ def apart(parts: Sequence[Part]) -> list[list[Part]]:
 
 
 def run_apart(groups: Sequence[Sequence[Part]], device: str, keep: Path | None = None) -> bool:
-    """Run each group in a process, and pass its figures on. Returns: whether all ended with 0."""
+    """Run each group in a process, and print its figures. Return whether all exited with 0."""
     targets: dict[str, str] = {}  # lines of targets that no process has measured yet
     measured: set[str] = set()
     codes = []
@@ -153,15 +153,17 @@ def scale_of(device: str) -> Scale:
     if device == "cpu":
         return ON_CPU
     if not torch.cuda.is_available():
-        sys.exit("bench.gpu needs a CUDA device: torch finds none: `--device cpu` runs a tiny form of every part")
+        sys.exit("bench.gpu needs a CUDA device, and torch finds none; `--device cpu` runs a tiny form of every part")
     return replace(CARD, device=device)
 
 
 def main(
-    part: Annotated[list[Part] | None, typer.Option(help="may be given several times; default: all but tune")] = None,
+    part: Annotated[
+        list[Part] | None, typer.Option(help="may be given several times; default: all except tune")
+    ] = None,
     device: Annotated[str, typer.Option(help="cuda:N, or cpu for a tiny form of every part")] = "cuda:0",
     keep: Annotated[
-        Path | None, typer.Option(help="a directory for the logs of the parts mesh and mesh-ids", file_okay=False)
+        Path | None, typer.Option(help="directory for the logs of the parts mesh and mesh-ids", file_okay=False)
     ] = None,
 ) -> None:
     scale = scale_of(device)

@@ -1,4 +1,4 @@
-"""What is computed on the device, against the same computed otherwise."""
+"""Checks results from the device against the same computed in another way."""
 
 import asyncio
 import itertools
@@ -30,7 +30,7 @@ from engine.sampling.sampler import HostSampler
 
 
 def check_kernels(scale: Scale) -> bool:
-    """All kinds of steps against float64 attention. Compiling them takes most of the time."""
+    """Check all kinds of steps against float64 attention. Compiling takes most of the time."""
     if scale.on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
         tell("kernels against attention written out", skipped="on a CPU it needs TRITON_INTERPRET=1")
         return True
@@ -74,7 +74,7 @@ def check_kernels(scale: Scale) -> bool:
 
 
 def check_draws(scale: Scale) -> bool:
-    """Tokens of the sampling kernel against those of the CPU's sampler, which must be the same."""
+    """Check that the sampling kernel draws the same tokens as the CPU's sampler."""
     if scale.on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
         tell("draws beside the CPU's", skipped="on a CPU it needs TRITON_INTERPRET=1")
         return True
@@ -104,7 +104,7 @@ def check_draws(scale: Scale) -> bool:
 
 
 def check_ids(scale: Scale) -> bool:
-    """Greedy ids of a tiny fp32 model: torch's attention, the kernels, and graphs over a compiled model."""
+    """Compare greedy ids of a tiny fp32 model: torch's attention, the kernels, and graphs of a compiled model."""
     ways: dict[str, dict[str, Any]] = {"torch": {"attention": "torch", "compile": "off"}}
     if scale.on_cpu:
         ways["auto"] = {"attention": "auto", "compile": "off"}
@@ -122,7 +122,7 @@ def check_ids(scale: Scale) -> bool:
 
 
 def check_checksums(scale: Scale) -> bool:
-    """Checksums on the device for smaller, equal and larger peer pages, against the same bytes in main memory."""
+    """Check checksums on the device, for smaller, equal and larger peer pages, against those in main memory."""
     layout = KvLayout(model="bench", dtype="bfloat16", page_size=64, layers=scale.layers, kv_heads=8, head_dim=128)
     pool = allocate_storage(layout, 40, torch.device(scale.device)).normal_()
     host = pool.cpu()
@@ -143,7 +143,7 @@ def check_checksums(scale: Scale) -> bool:
 
 
 def check_offload(scale: Scale) -> bool:
-    """Pages that leave the device for main memory and come back: the same bytes, and GB/s each way."""
+    """Check the bytes of pages that are evicted to main memory and restored, and measure GB/s in both directions."""
     device = torch.device(scale.device)
     layout = KvLayout(model="bench", dtype="bfloat16", page_size=16, layers=scale.layers, kv_heads=8, head_dim=128)
     count = scale.prompt // 16

@@ -1,4 +1,4 @@
-"""Engines over random weights, and requests for them."""
+"""Engines with random weights, and requests for them."""
 
 import atexit
 import json
@@ -28,12 +28,12 @@ from engine.parts import make_parts
 from engine.ports import Engine, EngineRequest
 
 ON_CPU: Final[Mapping[str, Any]] = {"num_pages": 200, "max_running": 8, "max_step_tokens": 64, "threads": 1}
-# for ids that must be equal: by memory a tiny model would get millions of pages
+# for comparing ids; the number of pages is set, because by memory a tiny model would get millions
 EXACT: Final[Mapping[str, Any]] = {"dtype": "float32", "num_pages": 600, "max_running": 24, "max_step_tokens": 96}
 
 
 def config_of(scale: Scale, **changes: Any) -> EngineConfig:
-    """On a GPU the defaults that users get, with time to compile."""
+    """Return the configuration; on a GPU the defaults, with time to compile."""
     settings: dict[str, Any] = {"device": scale.device, "dtype": scale.dtype, "load_format": "dummy"}
     if scale.on_cpu:
         settings |= {**ON_CPU, "attention": "torch", "compile": "off"}
@@ -44,7 +44,7 @@ def config_of(scale: Scale, **changes: Any) -> EngineConfig:
 
 @contextmanager
 def saved(described: Mapping[str, Any]) -> Iterator[Path]:
-    """A directory with a model's configuration and a tokenizer, in which each token is a word."""
+    """Yield a directory with a model's configuration and a tokenizer, in which each token is a word."""
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
         (path / "config.json").write_text(json.dumps(dict(described)))
@@ -56,7 +56,7 @@ def saved(described: Mapping[str, Any]) -> Iterator[Path]:
 
 @contextmanager
 def built(described: Mapping[str, Any], config: EngineConfig) -> Iterator[EngineCore]:
-    """An engine as a worker builds it, with all its ranks."""
+    """Yield an engine as a worker builds it, with all its ranks."""
     with saved(described) as directory:
         engine = build_engine(str(directory), config, _state_dir())
         try:
@@ -67,14 +67,14 @@ def built(described: Mapping[str, Any], config: EngineConfig) -> Iterator[Engine
 
 @cache
 def _state_dir() -> Path:
-    """One for the life of this process: compilers keep their files in the first that an engine gets."""
+    """Return the same directory for all engines of this process, because compilers only use that of the first one."""
     directory = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, directory, ignore_errors=True)
     return Path(directory)
 
 
 def exact_ids(scale: Scale, asked: list[EngineRequest], **changes: Any) -> dict[str, list[int]]:
-    """What one engine with the tiny model generates."""
+    """Return the tokens that one engine with the tiny model generates."""
     with built(TINY, config_of(scale, **EXACT, **changes)) as engine:
         return generate(engine, asked)
 
@@ -93,7 +93,7 @@ def make_bench(described: Mapping[str, Any], config: EngineConfig, label: str) -
 def requests(
     vocab_size: int, count: int, prompts: tuple[int, int], outputs: tuple[int, int], seed: int = 0
 ) -> list[EngineRequest]:
-    """Greedy ones, with random tokens and lengths."""
+    """Return greedy requests with random tokens and lengths."""
     draw, made = random.Random(seed), []
     for i in range(count):
         length, limit = draw.randint(*prompts), draw.randint(*outputs)

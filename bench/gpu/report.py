@@ -1,4 +1,4 @@
-"""JSON lines, and the targets: each met, missed or not measured."""
+"""Prints JSON lines, and whether each target is met, missed or not measured."""
 
 import json
 import logging
@@ -29,7 +29,7 @@ AT_LEAST = {Target.PROMPT: 65_000.0, Target.LOAD: 6_705.0, Target.SPLIT: 0.95, T
 
 @dataclass(slots=True)
 class Report:
-    """Values count only if `judged`: the targets are for a GPU and for Qwen3-4B's shape."""
+    """Collects values. They are compared with targets only if `judged`, because these are for a GPU and Qwen3-4B."""
 
     judged: bool
     reached: dict[Target, float] = field(default_factory=dict)
@@ -58,9 +58,9 @@ def tell(figure: str, **facts: Any) -> None:
 
 
 class EngineLines(logging.Handler):
-    """Turns lines of the engine's log into figures: its division of the device's memory, and warnings with their facts.
+    """Converts log lines of the engine to figures: the division of the device's memory, and warnings with their facts.
 
-    Tracebacks go to stderr.
+    Tracebacks are written to stderr.
     """
 
     def emit(self, record: logging.LogRecord) -> None:

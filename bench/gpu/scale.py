@@ -1,4 +1,4 @@
-"""How large the measurements are: on a GPU as the targets ask, on a CPU so small that a test runs every line."""
+"""Sizes of the measurements: on a GPU those of the targets, on a CPU so small that a test can run every line."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""Times of steps: decodes, prompts, sampling, unequal contexts, and the host's part."""
+"""Measures step times: decodes, prompts, sampling, unequal contexts, and the host's part."""
 
 import statistics
 import time
@@ -12,7 +12,7 @@ from bench.gpu.scale import TINY, Scale
 from bench.host_step import host_steps
 from engine.model.load import LoadedModel
 
-SAMPLED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}  # Qwen3's own
+SAMPLED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}  # Qwen3's defaults
 HOST_STEPS = 100
 
 
@@ -39,7 +39,7 @@ def measure_steps(scale: Scale, bench: Bench, loaded: LoadedModel, machine: Mach
 
 
 def measure_mixed(scale: Scale, bench: Bench) -> None:
-    """The first run compiles the remaining kernels."""
+    """Measure mixed steps. The first run compiles the remaining kernels."""
     longest = scale.longest
     for attempt in range(2):
         asked = requests(bench.vocab_size, scale.batch, (min(32, longest), longest), (8, max(8, longest // 4)), attempt)
@@ -57,7 +57,7 @@ def measure_mixed(scale: Scale, bench: Bench) -> None:
 
 
 def measure_sampling(scale: Scale, bench: Bench, report: Report) -> None:
-    """Greedy and sampled steps, by turns."""
+    """Measure greedy and sampled steps, by turns."""
     contexts = [scale.context] * scale.batch
     ways = {"greedy": {}, "sampled": SAMPLED}
     spent: dict[str, list[float]] = {"greedy": [], "sampled": []}
@@ -72,7 +72,7 @@ def measure_sampling(scale: Scale, bench: Bench, report: Report) -> None:
 
 
 def measure_skew(scale: Scale, bench: Bench, loaded: LoadedModel, machine: Machine, report: Report) -> None:
-    """One long context among short ones should cost the time to read it."""
+    """Measure one long context among short ones, which should only add the time to read it."""
     short = [scale.short_context] * scale.batch
     medians = []
     for contexts in (short, [*short[1:], scale.long_context]):
@@ -89,7 +89,7 @@ def measure_skew(scale: Scale, bench: Bench, loaded: LoadedModel, machine: Machi
 
 
 def measure_host(scale: Scale) -> None:
-    """Real core, tables and sampler on the device, and a forward that costs nothing."""
+    """Measure the host's part: real core, tables and sampler on the device, with a forward that costs nothing."""
     device = torch.device(scale.device)
     steps = scale.steps if scale.on_cpu else HOST_STEPS
     for batch, way, spent in host_steps(scale.host_batches, steps, device, scale.context):
@@ -97,7 +97,7 @@ def measure_host(scale: Scale) -> None:
 
 
 def measure_idle(scale: Scale, bench: Bench) -> None:
-    """The share of decode steps in which the device does nothing, by its own record of kernels."""
+    """Measure the share of decode steps in which the device is idle, by its record of kernels."""
     activities = [torch.profiler.ProfilerActivity.CPU if scale.on_cpu else torch.profiler.ProfilerActivity.CUDA]
     kind = "CPU" if scale.on_cpu else "CUDA"
     for batch in (1, scale.batch):
@@ -115,7 +115,7 @@ def measure_idle(scale: Scale, bench: Bench) -> None:
 
 
 def idle_share(spans: list[tuple[float, float]]) -> float:
-    """The share of the time that the sorted `spans` do not cover."""
+    """Return the share of the time that the sorted `spans` do not cover."""
     busy, reached = 0.0, spans[0][0]
     for start, end in spans:
         busy += max(0.0, end - max(start, reached))
@@ -127,7 +127,7 @@ RANKS = 2
 
 
 def measure_ranks(scale: Scale) -> bool:
-    """One engine on two devices beside one on one. On a CPU the two ranks share the cores."""
+    """Compare one engine on two devices with one on one device. On a CPU the two ranks share the cores."""
     devices = RANKS if scale.on_cpu else torch.cuda.device_count()
     if devices < RANKS:
         tell("two ranks", skipped=f"this needs {RANKS} devices, and {devices} is here")
@@ -141,7 +141,7 @@ def measure_ranks(scale: Scale) -> bool:
 
 
 def _measure_on(scale: Scale, ranks: int) -> None:
-    """Nothing holds the engine afterwards: its memory would be missing in the next one's."""
+    """Measure and free an engine, so that the next one can use its memory."""
     config = config_of(scale, tensor_parallel=ranks)
     with built(scale.model, config) as engine:
         bench = Bench(engine, config, f"{ranks} ranks")

@@ -1,4 +1,4 @@
-"""KV from one process's device memory to another's, by NIXL."""
+"""Measures KV transfers between the device memory of two processes, by NIXL."""
 
 import json
 import os
@@ -19,8 +19,8 @@ from components.wire.layout import KvLayout
 
 JUDGED: Final = 1024  # tokens
 PAGE_SIZE: Final = 16
-END_S: Final = 30.0  # from the end of a process's input until it is killed
-# UCX's names of its ways, as in its table of protocols
+END_S: Final = 30.0  # time from the end of a process's input until it is killed
+# UCX's names of its transports, as in its table of protocols
 WAYS: Final = re.compile(
     r"\b(cuda_ipc|cuda_copy|gdr_copy|rc_mlx5|dc_mlx5|rc_verbs|ud_verbs|sysv|posix|cma|xpmem|tcp)\b"
 )
@@ -45,9 +45,9 @@ class Child:
 
 
 def measure_transfer(scale: Scale, report: Report) -> bool:
-    """Exact bytes, and their speed by size: over the first connection to a peer, and over a later one.
+    """Check the bytes and measure the speed by size, over the first connection to a peer and over a later one.
 
-    Over a later one UCX maps the peer's memory anew for each write, if UCX_CUDA_IPC_CACHE is `n`.
+    Over a later one, UCX maps the peer's memory again for each write if UCX_CUDA_IPC_CACHE is `n`.
     """
     layout = KvLayout(
         model="bench", dtype="bfloat16", page_size=PAGE_SIZE, layers=scale.layers, kv_heads=8, head_dim=128
@@ -78,7 +78,7 @@ def measure_transfer(scale: Scale, report: Report) -> bool:
 
 
 def _moved(sender: Child, receiver: Child, layout: KvLayout, tokens: int) -> tuple[dict[str, float], bool]:
-    """GB/s of neighbouring and of scattered pages, and whether their bytes have arrived."""
+    """Return GB/s of neighbouring and of scattered pages, and whether their bytes have arrived."""
     count, speeds, same = layout.pages_for(tokens), {}, True
     for name, line in {"gb_s": f"{count}", "gb_s_scattered": f"{count} scattered"}.items():
         sent = sender.ask(line)
@@ -88,7 +88,7 @@ def _moved(sender: Child, receiver: Child, layout: KvLayout, tokens: int) -> tup
 
 
 def transports(log: Path) -> list[str]:
-    """The ways that UCX has chosen, by its own table; [] if this UCX writes none."""
+    """Return the transports that UCX chose, by its own table; [] if this UCX writes none."""
     return sorted(set(WAYS.findall(log.read_text(errors="replace")))) if log.exists() else []
 
 

@@ -1,8 +1,8 @@
 """One end of bench.gpu's transfer: `python -m bench.gpu.transfer_end receive|send LAYOUT PAGES DEVICE`.
 
-The receiver writes its endpoint, then answers each line `COUNT` with a hash of its first COUNT pages. The sender reads
-the receiver's endpoint. For a line `COUNT` or `COUNT scattered` it then writes as many pages several times; for `reconnect`
-it connects anew.
+The receiver prints its endpoint, then answers each line `COUNT` with a hash of its first COUNT pages. The sender reads
+the receiver's endpoint. For a line `COUNT` or `COUNT scattered` it writes this number of pages several times; for
+`reconnect` it connects again.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ WRITE_S = 20.0  # for one write
 
 
 def digest(pool: torch.Tensor, count: int) -> str:
-    """Copies the pages to the host."""
+    """Return a hash of the pages, which are copied to the host."""
     data = pool[:count].contiguous().view(torch.uint8).cpu().numpy().tobytes()
     return hashlib.blake2b(data, digest_size=8).hexdigest()
 
@@ -67,7 +67,7 @@ async def send(transfer: NixlTransfer, pool: torch.Tensor) -> None:
 async def _measured(
     transfer: NixlTransfer, pool: torch.Tensor, agent: str, count: str, order: str = ""
 ) -> dict[str, float | str]:
-    """Neighbouring pages are one copy of a GPU. Those of a pool in use are scattered."""
+    """Measure writes. A GPU copies neighbouring pages at once; in a pool in use, pages are scattered."""
     source, target = list(range(int(count))), list(range(int(count)))
     if order == "scattered":
         draw = random.Random(1)

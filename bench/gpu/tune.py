@@ -1,4 +1,4 @@
-"""The kernels with other tiles, beside torch's attention."""
+"""Measures the kernels with other tiles, and torch's attention."""
 
 import itertools
 import os

@@ -1,4 +1,4 @@
-"""A whole mesh on one device: prefill and decode beside each other, against one worker that does both."""
+"""A whole mesh on one device: a prefill and a decode worker, compared with one worker that does both."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ from engine.ports import EngineRequest
 
 START_S = 500.0  # both workers compile
 ASKED = 8  # requests whose ids are compared
-SHORTEST = 100  # tokens, or the longest
+SHORTEST = 100  # minimum length in tokens, unless the longest is shorter
 SPLIT: Mapping[str, int] = {"prefill": 1, "decode": 1}
 WHOLE: Mapping[str, int] = {"prefill": 0, "decode": 1}
 
@@ -38,7 +38,7 @@ def check_mesh(scale: Scale, keep: Path | None = None) -> bool:
 
 
 def measure_mesh(scale: Scale, report: Report, keep: Path | None = None) -> bool:
-    """`keep`: a directory for the logs of all processes."""
+    """Measure the mesh. `keep`: directory for the logs of all processes."""
     runs: dict[str, Run] = {}
     right = True
     with saved(scale.model) as model:
@@ -58,7 +58,7 @@ def measure_mesh(scale: Scale, report: Report, keep: Path | None = None) -> bool
 def _mesh(
     model: Path, counts: Mapping[str, int], env: Mapping[str, str], keep: Path | None, name: str
 ) -> Iterator[tuple[Server, int]]:
-    """Yields: its processes, and the port of its endpoint."""
+    """Run a mesh. Yields: its processes, and the port of its endpoint."""
     port = free_port()
     with mesh(str(model / "config.json"), counts, env, port, START_S) as server:
         try:
@@ -73,7 +73,7 @@ def _counters(server: Server) -> Counters:
 
 
 def _all_transferred(counters: Counters, requests: int) -> bool:
-    """Return whether the KV of all prompts came from prefill: decode computes a prompt whose KV does not arrive."""
+    """Return whether the KV of all prompts was transferred; decode computes a prompt whose KV does not arrive."""
     (prefill,), (decode,) = counters.now()
     facts = {"requests": requests, "transfers": prefill.transfers, "computed_by_decode": decode.computed}
     right = prefill.transfers == requests and not decode.computed
@@ -91,7 +91,7 @@ def _judge(report: Report, split: Run, whole: Run) -> None:
 
 
 def _env(scale: Scale, dtype: str) -> dict[str, str]:
-    """Local prefill would take prompts from the prefill worker."""
+    """Return the environment, without local prefill, so that the prefill worker gets all prompts."""
     env = {
         "MESH_ENGINE__DEVICE": scale.device,
         "MESH_ENGINE__DTYPE": dtype,
@@ -104,7 +104,7 @@ def _env(scale: Scale, dtype: str) -> dict[str, str]:
 
 
 def _same_ids(scale: Scale, port: int) -> bool:
-    """Ids of the mesh and of one engine, fp32 and greedy."""
+    """Return whether a mesh and one engine generate the same ids, in fp32 and greedy."""
     asked = requests(TINY["vocab_size"], ASKED, prompts=(3, 120), outputs=(8, 24), seed=5)
     found = asyncio.run(_ask(port, asked))
     expected = exact_ids(scale, asked)
@@ -129,7 +129,7 @@ async def _ask(port: int, asked: list[EngineRequest]) -> list[list[int]]:
 
 
 def _bodies(scale: Scale, port: int) -> list[dict[str, Any]]:
-    """Requests of random lengths, each of another prompt; the first ones are for a warm-up."""
+    """Return requests with random lengths and different prompts; the first ones are for a warm-up."""
     draw, name, bodies = random.Random(3), model_name(port), []
     vocab_size, lengths = scale.model["vocab_size"], (min(SHORTEST, scale.longest), scale.longest)
     for _ in range(scale.requests + scale.clients):

@@ -1,4 +1,4 @@
-"""Send requests to an OpenAI endpoint and time the answers."""
+"""Sends requests to an OpenAI endpoint and measures the times of the answers."""
 
 import asyncio
 import json
@@ -25,12 +25,12 @@ class Run:
     ttft_s: list[float] = field(default_factory=list)
     tpot_s: list[float] = field(default_factory=list)
     itl_s: list[float] = field(default_factory=list)
-    ends_s: list[float] = field(default_factory=list)  # ends a text without a token
+    ends_s: list[float] = field(default_factory=list)  # gaps before final events without a token
     e2e_s: list[float] = field(default_factory=list)
     prompt_tokens: int = 0  # as counted by the endpoint
     output_tokens: int = 0
     failed: int = 0
-    reasons: Counter[str] = field(default_factory=Counter)  # of failures
+    reasons: Counter[str] = field(default_factory=Counter)  # reasons of failures
     duration_s: float = 0.0
     started_s: float = 0.0  # perf_counter() of the first request
     in_flight: int = 0
@@ -58,7 +58,7 @@ class Run:
 
     @contextmanager
     def timed(self) -> Iterator[None]:
-        """Keeps what was measured if the run is interrupted."""
+        """Measure the duration, and keep the results if the run is interrupted."""
         self.started_s = time.perf_counter()
         try:
             yield
@@ -66,7 +66,7 @@ class Run:
             self.duration_s = time.perf_counter() - self.started_s
 
     def brought(self, times_s: Sequence[float], tokens: int) -> None:
-        """An answer's `tokens` arrived in events at `times_s`; equal shares are assumed."""
+        """Record that an answer's `tokens` arrived in events at `times_s`, assumed to be in equal shares."""
         for time_s in times_s:
             self.tokens_in_second[int(time_s - self.started_s)] += tokens / len(times_s)
 
@@ -106,9 +106,9 @@ async def closed_loop(
     done: Callable[[], object] = lambda: None,
     run: Run | None = None,
 ) -> Run:
-    """`concurrency` clients, each with one request at a time.
+    """Run `concurrency` clients, each with one request at a time.
 
-    Returns: `run`, which is filled also when this is cancelled.
+    Returns: `run`, which is also filled if this is cancelled.
     """
     run = run or Run()
     pending = list(bodies)
@@ -131,10 +131,10 @@ async def open_loop(
     run: Run | None = None,
     max_concurrency: int | None = None,
 ) -> Run:
-    """Each request at its time in seconds after the start.
+    """Send each request at its time in seconds after the start.
 
-    With `max_concurrency` a request waits for a free place, and its times count from its sending.
-    Returns: as `closed_loop`.
+    With `max_concurrency` a request waits until fewer are in flight, and its times are measured from when it is sent.
+    Returns: the same as `closed_loop`.
     """
     run = run or Run()
     places = asyncio.Semaphore(max_concurrency or max(1, len(bodies)))
@@ -158,7 +158,7 @@ def open_client(url: str) -> httpx.AsyncClient:
 
 
 async def exchange(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prepare | None = None) -> str | None:
-    """Send one request, of completions or with `messages` of chat, and add its times to `run`.
+    """Send one request, for completions or, with `messages`, for chat, and add its times to `run`.
 
     Returns: the answer's text; None if it failed, which `run` counts.
     """
@@ -192,7 +192,7 @@ async def _stream(client: httpx.AsyncClient, body: Body, run: Run, prepare: Prep
             now = time.perf_counter()
             chunk = json.loads(line[6:])
             if error := chunk.get("error"):
-                raise Failed(f"the stream broke: {error}")
+                raise Failed(f"the stream failed: {error}")
             if usage := chunk.get("usage"):
                 prompt_tokens, tokens = usage["prompt_tokens"], usage["completion_tokens"]
             if not chunk["choices"]:

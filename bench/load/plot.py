@@ -1,4 +1,4 @@
-"""Plot the distributions of a load's times."""
+"""Plots the distributions of a load's times."""
 
 import sys
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from bench.load.client import Run
 
 
 def pyplot() -> Any:
-    """matplotlib, needed for plots only. Exits with what to install."""
+    """Import matplotlib, which only plots need. If it is missing, exit with a hint."""
     try:
         import_module("matplotlib").use("Agg")
         return import_module("matplotlib.pyplot")
@@ -19,7 +19,7 @@ def pyplot() -> Any:
 
 
 def save_plot(runs: Sequence[tuple[str, Run]], path: Path) -> None:
-    """Cumulative distributions of TTFT and ITL, a line a run. Raises: OSError, ValueError for an unknown format."""
+    """Plot cumulative distributions of TTFT and ITL, a line per run. Raises: OSError, ValueError for an unknown format."""
     figure, axes = pyplot().subplots(1, 2, figsize=(11, 4), layout="constrained")
     for axis, name, times in (
         (axes[0], "TTFT", [run.ttft_s for _, run in runs]),

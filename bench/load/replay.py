@@ -1,4 +1,4 @@
-"""Traces in Mooncake's format: one JSON object a line, equal hash ids for equal blocks.
+"""Traces in Mooncake's format: one JSON object per line, equal hash ids for equal blocks.
 
 `timestamp` is in ms; each of `hash_ids` stands for 512 tokens and all before them. Source: Qin et al., FAST 2025,
 arXiv:2407.00079.
@@ -25,7 +25,7 @@ class TraceRequest:
 
 
 def read_trace(path: Path, count: int | None = None) -> Iterator[TraceRequest]:
-    """Raises: ValueError, naming the line that is wrong; OSError."""
+    """Read a trace. Raises: ValueError, with the number of a wrong line; OSError."""
     found = 0
     with path.open() as lines:
         for number, line in enumerate(lines, 1):
@@ -44,14 +44,14 @@ def read_trace(path: Path, count: int | None = None) -> Iterator[TraceRequest]:
 
 
 def trace_asks(path: Path, count: int | None, scale: float, speed: float, salt: int) -> list[Ask]:
-    """Requests of the trace in `path`.
+    """Return requests of the trace in `path`.
 
     Args:
-        count: None takes all.
-        scale: of lengths and blocks, so that cached shares stay the same.
-        speed: of arrivals; 2 is twice as fast.
-        salt: seed of the blocks' words, with their ids.
-    Raises: ValueError, naming the line that is wrong; OSError.
+        count: number of requests; None: all.
+        scale: factor of lengths and blocks, which keeps cached shares the same.
+        speed: speed of arrivals; 2 is twice as fast.
+        salt: seed of the blocks' words, in addition to their ids.
+    Raises: ValueError, with the number of a wrong line; OSError.
     """
     return [_ask(request, scale, speed, salt) for request in read_trace(path, count)]
 
@@ -70,7 +70,7 @@ def _ask(request: TraceRequest, scale: float, speed: float, salt: int) -> Ask:
     parts: list[str] = []
     length = 0
     for i, block in enumerate(request.hash_ids):
-        # an id implies all before it, so its share of the rounding is always the same
+        # an id implies all before it, so it is always rounded in the same way
         end = min(wanted, round((i + 1) * BLOCK * scale))
         if end > length:  # a short last block is a prefix of the whole one
             parts.append(words(random.Random(f"{salt}/{block}"), end - length))

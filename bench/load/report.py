@@ -1,4 +1,4 @@
-"""The figures of a load as a JSON line or a table."""
+"""Prints the figures of a load as a JSON line or a table."""
 
 import platform
 import statistics
@@ -14,14 +14,14 @@ COLUMNS: Final = ("mean", "median", "p90", "p95", "p99", "max")
 
 
 def quantile_ms(values: Sequence[float], quantile: float) -> float:
-    """Return the smallest of `values`, in seconds, that is no less than this share of them; 0 if there are none."""
+    """Return the quantile of `values`, which are in seconds, as milliseconds; 0 if there are none."""
     return round(sorted(values)[max(0, ceil(len(values) * quantile) - 1)] * 1000, 2) if values else 0.0
 
 
 def figures(run: Run, **facts: Any) -> dict[str, Any]:
-    """One JSON line.
+    """Return the fields of a JSON line.
 
-    `itl_ms_p99` counts the event that ends a text as a token's, so that lines stay comparable with older ones.
+    `itl_ms_p99` counts the final event of a text as a token, so that lines are comparable with older ones.
     """
     return {
         **facts,

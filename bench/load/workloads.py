@@ -27,7 +27,7 @@ WORDS = (
     "an",
     "are",
 )
-# mean lengths of ShareGPT, Kwon et al. 2023, arXiv:2309.06180, figure 11; a spread with tails like its plot's
+# mean lengths of ShareGPT, Kwon et al. 2023, arXiv:2309.06180, figure 11; the spread has tails like those in the plot
 SHAREGPT_INPUT: Final = 161
 SHAREGPT_OUTPUT: Final = 338
 SHAREGPT_INPUT_SIGMA: Final = 1.2
@@ -44,19 +44,19 @@ class Workload(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Ask:
     prompt: str
-    input_len: int  # words, each one token in every common vocabulary
+    input_len: int  # words, each of which is one token in every common vocabulary
     output_len: int  # tokens
-    at_s: float | None = None  # after the start of the load; None: in its turn
+    at_s: float | None = None  # time after the start of the load; None: closed loop
 
 
 def words(draw: random.Random, length: int) -> str:
-    """Random text of `length` tokens, after a space or at the beginning."""
+    """Return a random text of `length` tokens, for the beginning or after a space."""
     # a short English word after a space is one token in every common vocabulary
     return " ".join(draw.choice(WORDS) for _ in range(length))
 
 
 def random_asks(draw: random.Random, count: int, input_len: int, output_len: int, range_ratio: float) -> list[Ask]:
-    """Lengths uniform from range_ratio times the length to the length."""
+    """Return random prompts with lengths uniform from range_ratio times the length to the length."""
     return [
         _ask(draw, _between(draw, input_len, range_ratio), _between(draw, output_len, range_ratio))
         for _ in range(count)

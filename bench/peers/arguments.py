@@ -1,4 +1,4 @@
-"""Command-line options that comparisons share."""
+"""Command-line options of the comparisons."""
 
 import sys
 from collections.abc import Sequence
@@ -6,15 +6,15 @@ from subprocess import run
 
 
 def name_values(given: Sequence[str], option: str) -> dict[str, str]:
-    """NAME=VALUE each. Exits, naming a wrong option."""
+    """Parse NAME=VALUE options. Exit with a message if one is wrong."""
     for setting in given:
         if "=" not in setting:
-            sys.exit(f"{option} {setting}: write NAME=VALUE")
+            sys.exit(f"{option} {setting}: must be NAME=VALUE")
     return dict(setting.split("=", 1) for setting in given)
 
 
 def model_directory(model: str) -> str:
-    """Converts the model first if needed."""
+    """Return the model's directory, and convert the model first if needed."""
     asked = run([sys.executable, "-m", "engine.model", model], capture_output=True, text=True, check=False)
     if asked.returncode != 0:
         sys.exit(asked.stderr)

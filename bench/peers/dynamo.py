@@ -1,11 +1,11 @@
-"""kvmesh's mock engine and NVIDIA Dynamo's mocker at the same work, by turns. One JSON line a figure.
+"""Compares kvmesh's mock engine with NVIDIA Dynamo's mocker under the same load. Prints one JSON line per figure.
 
     python -m bench.peers.dynamo --dynamo DIRECTORY
 
-`bench/peers/make_dynamo.sh` makes the DIRECTORY. Each turn starts one system, measures it alone and stops it.
-Dynamo runs as it is and with TCP_NODELAY. Both validate, count metrics, cache prefixes, route by KV and meet at a
-bootstrap. The last lines are ratios of medians over rounds. A target counts only if a repeated prompt showed that
-both route by KV.
+`bench/peers/make_dynamo.sh` makes the DIRECTORY. Each turn starts one system, measures it alone and stops it. Dynamo
+runs as shipped and with TCP_NODELAY. Both validate, count metrics, cache prefixes, route by KV and pair workers by a
+bootstrap. The last lines are ratios of medians over rounds. A target is judged only if a repeated prompt has shown
+that both route by KV.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ KVMESH, STOCK, NODELAY = "kvmesh", "dynamo", "dynamo+nodelay"
 COMPARED: Final = ("req_s", "ttft_ms_p50", "frontend_cpu_s_per_1k_tokens", "servers_cpu_s_per_1k_tokens")
 WARM_UP_S: Final = 3.0
 WARM_UP_CLIENTS: Final = 16
-EVENTS_ARRIVE_S: Final = 1.0  # of KV events to the router
+EVENTS_ARRIVE_S: Final = 1.0  # time until KV events have reached the router
 SPANS_ARRIVE_S: Final = 15.0
 
 
@@ -55,13 +55,13 @@ class Case(StrEnum):
     aggregated = auto()  # one worker, no cost
     disaggregated = auto()  # prefill and decode, no cost
     paced = auto()  # the same with the mocker's step times
-    # kvmesh's tokens take time and its prompts none; Dynamo is paced: the case from which the target comes
+    # kvmesh's tokens take time, but its prompts do not; Dynamo is paced. The target was derived from this case.
     tokens = auto()
 
 
-# The mocker's times at --speedup-ratio 1. Decodes: 5.74 ms, and 54 ms times the used share of 2^20 tokens of KV.
-# Prompts: 16.5 ms, 15.2 us a token, 0.42 ns a token squared. Streams show 5.76 ms a token at 1 client, 5.96 at 16,
-# 6.6 at 64.
+# The mocker's times at --speedup-ratio 1. Decodes: 5.74 ms, plus 54 ms times the used share of 2^20 tokens of KV.
+# Prompts: 16.5 ms, 15.2 us per token, 0.42 ns per token squared. Streams have 5.76 ms per token at 1 client, 5.96 at
+# 16, 6.6 at 64.
 PACED: Final = {
     "MESH_DECODE_ENGINE__MOCK__STEP_S": "0.00574",
     "MESH_DECODE_ENGINE__MOCK__CONTEXT_TOKEN_S": f"{0.05401 / 2**20:.3g}",
@@ -70,7 +70,7 @@ PACED: Final = {
     "MESH_PREFILL_ENGINE__MOCK__ATTENTION_S": "8.4e-10",
 }
 TOKENS: Final = {"MESH_DECODE_ENGINE__MOCK__STEP_S": "0.0057"}
-FAIR: Final = [Case.aggregated, Case.disaggregated, Case.paced]  # both take as long
+FAIR: Final = [Case.aggregated, Case.disaggregated, Case.paced]  # cases in which both take the same time
 COSTS: Final[dict[Case, dict[str, str]]] = {Case.paced: PACED, Case.tokens: TOKENS}
 TARGETS: Final = {
     Case.aggregated: (),
@@ -121,7 +121,7 @@ def start_peer(environment: Path, case: Case, model_dir: str, name: str, nodelay
 
 
 def _spans_tell_of_kv(state_dir: Path) -> bool:
-    """Whether a choice saw the repeated prompt cached; the latest spans may still be missing."""
+    """Return whether a routing choice found the repeated prompt cached. The latest spans may still be missing."""
     store, deadline = TraceStore(state_dir), time.monotonic() + SPANS_ARRIVE_S
     while time.monotonic() < deadline:
         traces = [store.trace(trace_id) for trace_id in store.last_trace_ids()]
@@ -134,7 +134,7 @@ def _spans_tell_of_kv(state_dir: Path) -> bool:
 
 
 def stream_once(port: int, request: bytes) -> tuple[int, int]:
-    """Returns: events with text, and tokens of the answer by its usage."""
+    """Stream one answer. Return its events with text, and its tokens by the usage."""
     head, _, body = request.partition(b"\r\n\r\n")
     connection = http.client.HTTPConnection("127.0.0.1", port)
     connection.request("POST", head.split()[1].decode(), body, {"content-type": "application/json"})
@@ -155,7 +155,7 @@ def count_stream(text: str) -> tuple[int, int]:
 def turn(
     start: Start, input_len: int, output_len: int, concurrency: Sequence[int], seconds: float
 ) -> list[dict[str, Any]]:
-    """Exits if a request failed or had another length."""
+    """Measure one system. Exit if a request failed or had the wrong length."""
     lines = []
     with start() as up, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         prompts = Prompts(up.model, input_len, output_len)
@@ -163,7 +163,7 @@ def turn(
         for _ in range(2):
             facts["events_with_text_alone"], told = stream_once(up.port, twice)
             if told != output_len:
-                sys.exit(f"{up.name}: asked for {output_len} tokens, got {told}")
+                sys.exit(f"{up.name}: requested {output_len} tokens, got {told}")
             time.sleep(EVENTS_ARRIVE_S)
         facts["routes_by_kv"] = up.routes_by_kv()
         pids = {"client": [os.getpid()], **up.pids}
@@ -178,7 +178,7 @@ def turn(
 
 
 def with_sums(line: dict[str, Any]) -> dict[str, Any]:
-    """Adds the processor time of the frontend and of all servers."""
+    """Return the line with the CPU time of the frontend and of all servers."""
     spent = line["cpu_s_per_1k_tokens"]
     servers = sum(used_s for name, used_s in spent.items() if name != "client")
     return {
@@ -189,7 +189,7 @@ def with_sums(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def verdicts(lines: Sequence[Mapping[str, Any]], case: Case, clients: int) -> Iterator[dict[str, Any]]:
-    """Targets refer to Dynamo with TCP_NODELAY."""
+    """Yield the ratios. Targets are relative to Dynamo with TCP_NODELAY."""
     here = [line for line in lines if line["case"] == case and line["concurrency"] == clients]
     for peer in (STOCK, NODELAY):
         both = [line for line in here if line["label"] in (KVMESH, peer)]
@@ -209,15 +209,17 @@ def verdicts(lines: Sequence[Mapping[str, Any]], case: Case, clients: int) -> It
 
 
 def main(
-    dynamo: Annotated[Path, typer.Option(help="the environment that make_dynamo.sh made")],
+    dynamo: Annotated[Path, typer.Option(help="environment made by make_dynamo.sh")],
     case: Annotated[list[Case], typer.Option(help="may be given several times")] = FAIR,
     rounds: Rounds = 3,
     concurrency: Concurrency = [1, 16, 64],  # noqa: B006
-    seconds: Annotated[float, typer.Option(help="for each number of clients, after a warm-up")] = 8.0,
+    seconds: Annotated[float, typer.Option(help="duration for each number of clients, after a warm-up")] = 8.0,
     input_len: Annotated[int, typer.Option(help="words of the prompt, a token each; the chat template adds 30")] = 200,
     output_len: OutputLen = 64,
     model: Annotated[str, typer.Option(help="whose tokenizer")] = "smollm2-135m",
-    nodelay: Annotated[NoDelay, typer.Option(help="where the second Dynamo sends at once")] = NoDelay.everywhere,
+    nodelay: Annotated[
+        NoDelay, typer.Option(help="connections on which the second Dynamo sets TCP_NODELAY")
+    ] = NoDelay.everywhere,
     mesh_env: Annotated[list[str], typer.Option(help="NAME=VALUE for kvmesh; may be given several times")] = [],  # noqa: B006
 ) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs every `finally`

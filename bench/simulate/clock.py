@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Clock:
-    """Equal times run in the order in which they were set, so runs are reproducible."""
+    """A clock of virtual time. Equal times run in the order in which they were set, so that runs are reproducible."""
 
     def __init__(self) -> None:
         self.now_s = 0.0

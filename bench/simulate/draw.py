@@ -1,4 +1,4 @@
-"""Plot several simulated runs: distributions, and one bar a policy."""
+"""Plots simulated runs: distributions, and one bar per policy."""
 
 from collections.abc import Sequence
 from math import exp
@@ -8,11 +8,11 @@ from typing import Any
 from bench.load.plot import pyplot
 from bench.simulate.measured import BINS, Measured
 
-POINTS = 400  # of a curve
+POINTS = 400  # points of a curve
 
 
 def save_plot(runs: Sequence[tuple[str, Measured]], title: str, path: Path) -> None:
-    """Raises: OSError, ValueError for an unknown format."""
+    """Plot the runs. Raises: OSError, ValueError for an unknown format."""
     figure, axes = pyplot().subplots(2, 3, figsize=(15, 8), layout="constrained")
     figure.suptitle(title)
     colours = [f"C{i}" for i in range(len(runs))]

@@ -1,4 +1,4 @@
-"""Fit the mock engine's cost model to lines of `bench.engine`."""
+"""Fits the mock engine's cost model to lines of `bench.engine`."""
 
 import itertools
 import json
@@ -23,7 +23,7 @@ class Fit:
 
 
 def fit_file(path: Path, label: str | None = None, step_tokens: int = STEP_TOKENS) -> Fit:
-    """Only lines with `label`, if given. Raises: ValueError, OSError."""
+    """Fit to the lines of a file, if `label` is set only to those with it. Raises: ValueError, OSError."""
     with path.open() as lines:
         try:
             return fit((json.loads(line) for line in lines if line.strip()), label, step_tokens)
@@ -32,15 +32,15 @@ def fit_file(path: Path, label: str | None = None, step_tokens: int = STEP_TOKEN
 
 
 def fit(lines: Iterable[dict[str, Any]], label: str | None = None, step_tokens: int = STEP_TOKENS) -> Fit:
-    """Least squares of relative errors of medians, no constant negative.
+    """Fit by least squares of relative errors of medians, without negative constants.
 
     Decode steps give `step_s`, `decode_s` and `context_token_s`; prompts give `prompt_token_s` and `attention_s`.
-    Raises: ValueError, if there are too few lines, or two labels and none chosen.
+    Raises: ValueError, if there are too few lines, or several labels and `label` is not set.
     """
     chosen = [line for line in lines if line.get("figure") in {"decode step", "prompt"}]
     labels = sorted({str(line.get("label", "")) for line in chosen})
     if label is None and len(labels) > 1:
-        raise ValueError(f"lines of {', '.join(labels)}: choose one")
+        raise ValueError(f"there are several labels, choose one: {', '.join(labels)}")
     chosen = [line for line in chosen if label is None or line.get("label") == label]
     decodes = [line for line in chosen if line["figure"] == "decode step"]
     prompts = [line for line in chosen if line["figure"] == "prompt"]
@@ -63,7 +63,7 @@ def fit(lines: Iterable[dict[str, Any]], label: str | None = None, step_tokens: 
 
 
 def _solve(rows: list[list[float]], times_s: list[float]) -> tuple[list[float], float]:
-    """Tries every subset of the few constants. Returns: constants and largest relative error."""
+    """Try every subset of the few constants. Return the constants and the largest relative error."""
     weights = 1 / np.maximum(np.array(times_s), 1e-9)
     matrix = np.array(rows) * weights[:, None]
     best, least = [0.0] * len(rows[0]), math.inf
@@ -72,7 +72,7 @@ def _solve(rows: list[list[float]], times_s: list[float]) -> tuple[list[float], 
         if (found < 0).any():
             continue
         wrong = float(((matrix[:, columns] @ found - 1) ** 2).sum())
-        if wrong < least - 1e-12:  # of equals, the one with fewer constants
+        if wrong < least - 1e-12:  # of equally good ones, choose the one with fewer constants
             least = wrong
             best = [0.0] * len(rows[0])
             for column, value in zip(columns, found, strict=True):

@@ -15,7 +15,7 @@ from bench.simulate.traffic import Request
 from bench.simulate.worker import Engine, Worker
 from components.routing.router import RouteChoice, Router
 
-PLANNER_THINKS_S: Final = 300.0  # without workers, until waiting for more ends
+PLANNER_THINKS_S: Final = 300.0  # how long a fleet without workers waits for the planner
 
 
 class Fleet:
@@ -36,7 +36,7 @@ class Fleet:
         self._stranded: list[tuple[Request, int]] = []  # requests without a worker
         self._stranded_s = 0.0  # since when
         self.joining = sum(incident.kind == "add" for incident in incidents)  # expected workers
-        self.is_planned = False  # more may be ordered
+        self.is_planned = False  # whether the planner may add workers
         self._changed_s = 0.0
         self.decodes = self._group("decode", setup.engine, decode_policy, setup.decode_routers)
         prefills = setup.prefill_engine or setup.engine
@@ -140,7 +140,7 @@ class Fleet:
             name = chosen.instance_id
             if group.by_name[name].alive:
                 return chosen
-            tried.append(name)  # a dead worker is noticed at once by its sender
+            tried.append(name)  # a sender detects a dead worker at once
             router.health.failed(name, self.clock.now_s)
         return None
 
@@ -180,7 +180,7 @@ class Fleet:
     # KV transfers.
 
     def _transfer(self, flow: Flow) -> None:
-        """Both sides are ready: queue the missing KV on the sender's link."""
+        """Queue the missing KV on the sender's link, because both sides are ready."""
         prefill, stay, link = flow.prefill, flow.at_prefill, self._setup.link
         assert prefill is not None
         assert stay is not None
@@ -204,8 +204,8 @@ class Fleet:
             flow.to_prefill.over()
         if (
             flow.over or not arrived or not decode.alive
-        ):  # a draining prefill worker has just left, with everything sent
-            return  # it has moved, or will
+        ):  # a draining prefill worker has just left, after it has sent everything
+            return  # the request has moved, or will
         flow.delivered = True
         if flow.to_prefill is not None:
             flow.to_prefill.succeeded()
@@ -261,7 +261,7 @@ class Fleet:
             self.join(group)
             return
         if incident.worker >= len(group.workers):
-            return  # of a plan for another fleet size
+            return  # the incident is for another fleet size
         worker = group.workers[incident.worker]
         if incident.kind == "slow":
             worker.set_slowness(incident.factor)

@@ -11,7 +11,7 @@ from bench.simulate.worker import Engine, Worker
 from components.routing.router import Route, Router
 from components.wire.heartbeat import Heartbeat
 
-BEATS: Final = 20  # groups of workers, each with its own moment between two heartbeats
+BEATS: Final = 20  # groups of workers, each with its own phase of heartbeats
 
 
 @dataclass(slots=True, eq=False)
@@ -21,7 +21,7 @@ class Flow:
     request: Request
     decode: Worker
     at_decode: Stay
-    chooser: Router  # of prefill: stands for the decode worker
+    chooser: Router  # chooses prefill workers, in place of the decode worker
     to_decode: Route
     to_prefill: Route | None = None
     prefill: Worker | None = None
@@ -60,7 +60,7 @@ class Group:
         self.routers.add(worker)
 
     def accept(self, worker: Worker) -> int:
-        """Returns: its number."""
+        """Add a worker and return its number."""
         self.accepted[worker] += 1
         return self.accepted[worker]
 

@@ -12,27 +12,27 @@ FACTORED: Final[dict[str, Kind]] = {"slow": "slow", "lie": "lie"}
 PLAIN: Final[dict[str, Kind]] = {"crash": "crash", "drain": "drain"}
 SYNTAX: Final = (
     "`crash ROLE WORKER AT`, `drain ROLE WORKER AT`, `slow ROLE WORKER AT FACTOR` (of each step), `lie ROLE WORKER AT FACTOR` "
-    "(of the load its heartbeats tell), `add ROLE COUNT AT`, `flap ROLE WORKER AT UP DOWN TIMES`; seconds, workers from 0"
+    "(of the load in its heartbeats), `add ROLE COUNT AT`, `flap ROLE WORKER AT UP DOWN TIMES`; seconds, workers from 0"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class Incident:
-    """At `at_s`, to the `worker`th worker of a role in order of arrival."""
+    """An event at `at_s` for a worker of a role, numbered by order of arrival."""
 
     at_s: float
     kind: Kind
     role: Role = "decode"
     worker: int = 0
-    factor: float = 1.0  # of `slow`: of each step; of `lie`: of the reported load
+    factor: float = 1.0  # for `slow` of each step's time, for `lie` of the reported load
 
 
 def flapping(
     role: Role, worker: int, first_s: float, up_s: float, down_s: float, times: int, known: int
 ) -> list[Incident]:
-    """Crashes `times` times, away for `down_s` and back for `up_s`, each time with a new id.
+    """Return crashes, `times` times, each down for `down_s`, then up for `up_s` with a new id.
 
-    `known` workers of the role exist before its first return, and no other joins.
+    `known`: number of the role's workers before the first return; no others may join.
     """
     incidents = []
     for turn in range(times):
@@ -43,7 +43,7 @@ def flapping(
 
 
 def check(incidents: Sequence[Incident], known: Mapping[Role, int]) -> None:
-    """Raises: ValueError, for a worker that does not exist by then; `known` exist at the start."""
+    """Check that all workers exist by then; `known`: those at the start. Raises: ValueError."""
     there = dict(known)
     for incident in sorted(incidents, key=lambda i: i.at_s):
         if incident.kind == "add":
@@ -56,7 +56,7 @@ def check(incidents: Sequence[Incident], known: Mapping[Role, int]) -> None:
 
 
 def parse(text: str, known: Mapping[Role, int]) -> list[Incident]:
-    """`known`: workers of each role at the start. Raises: ValueError."""
+    """Parse an incident. `known`: workers of each role at the start. Raises: ValueError."""
     words = text.split()
     try:
         kind, number, times = words[0], int(words[2]), [float(word) for word in words[3:]]
@@ -76,4 +76,4 @@ def parse(text: str, known: Mapping[Role, int]) -> list[Incident]:
             raise ValueError(f"{len(times)} numbers")
         return [Incident(at_s, PLAIN[kind], role, number)]
     except (ValueError, LookupError) as exc:
-        raise ValueError(f"{text!r} is none of {SYNTAX}: {exc}") from exc
+        raise ValueError(f"{text!r} is not one of {SYNTAX}: {exc}") from exc

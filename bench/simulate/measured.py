@@ -10,7 +10,7 @@ from typing import Any, Final
 from bench.load.report import quantile_ms
 from bench.simulate.traffic import Request
 
-BINS: Final = 64  # per factor of e: a gap is known to 1.6 %
+BINS: Final = 64  # bins per factor of e, so gaps have a resolution of 1.6 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,21 +37,21 @@ def _times() -> "array[float]":
 class Measured:
     slo: Slo
     ttft_s: "array[float]" = field(default_factory=_times)
-    tpot_s: "array[float]" = field(default_factory=_times)  # of answers with more than one token
+    tpot_s: "array[float]" = field(default_factory=_times)  # for answers with more than one token
     e2e_s: "array[float]" = field(default_factory=_times)
     gaps: Counter[int] = field(default_factory=Counter)  # tokens by the logarithm of the gap before them
     firsts: Counter[int] = field(default_factory=Counter)  # first tokens by the logarithm of their TTFT
     firsts_s: float = 0.0  # sum of all TTFTs
     good: int = 0
     arrived: int = 0
-    refused: int = 0  # longer than any worker's memory
-    unserved: int = 0  # no worker was left
+    refused: int = 0  # requests longer than any worker's memory
+    unserved: int = 0  # requests for which no worker was left
     moved: int = 0  # requests sent elsewhere, or computed on decode, after a failure
     output_tokens: int = 0
     duration_s: float = 0.0  # virtual
     in_flight_s: float = 0.0  # requests in flight, integrated over time
     events: int = 0
-    cpu_s: float = 0.0  # of the simulation
+    cpu_s: float = 0.0  # CPU time of the simulation
     workers: list[Share] = field(default_factory=list)
 
     def began(self, request: Request) -> None:
@@ -111,7 +111,7 @@ class Measured:
         return sorted({worker.role for worker in self.workers}, reverse=True)
 
     def _spread(self, role: str) -> dict[str, float]:
-        """Load of a role's workers: deviation and maximum over the mean."""
+        """Return deviation and maximum of a role's load, relative to the mean."""
         busy = [w.busy_s / w.alive_s for w in self.workers if w.role == role and w.alive_s > 0]
         mean = statistics.fmean(busy) if busy else 0.0
         if not mean:

@@ -1,4 +1,4 @@
-"""A fleet sized by the planner, with its view and its delays."""
+"""A fleet whose size the planner chooses, with the planner's view and delays."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from components.planning.samples import (
     WorkerSample,
 )
 
-BOUNDS_PER_E = 8  # buckets per factor of e, as coarse as a frontend's page
+BOUNDS_PER_E = 8  # buckets per factor of e, about as many as on a frontend's metrics page
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Plan:
     decode: Bounds
     targets: Targets = field(default_factory=Targets)
     pace: Pace = field(default_factory=Pace)
-    start_s: float = 30.0  # from a worker's order to its service
-    most_devices: int | None = None  # of all workers together
+    start_s: float = 30.0  # time from the request for a worker until it serves
+    most_devices: int | None = None  # limit for all workers together
 
     def bounds(self, role: Planned) -> Bounds:
         return self.prefill if role == "prefill" else self.decode
@@ -73,7 +73,7 @@ class PlannedFleet:
     def _join(self, ordered: tuple[Group, float]) -> None:
         group, ordered_s = ordered
         self._fleet.joining -= 1
-        self._fleet.join(group).since_s = ordered_s  # costs count from the order on
+        self._fleet.join(group).since_s = ordered_s  # costs are counted from the request
 
     def observe(self) -> Observation:
         measured = self._fleet.measured
@@ -111,7 +111,7 @@ def _histogram(counted: Counter[int], total_s: float) -> Histogram:
     bounds = [exp((i - 8 * BOUNDS_PER_E) / BOUNDS_PER_E) for i in range(14 * BOUNDS_PER_E)] + [float("inf")]
     counts = [0.0] * len(bounds)
     for place, count in counted.items():
-        upper = -(-(place + 1) * BOUNDS_PER_E // BINS) + 8 * BOUNDS_PER_E  # the first bound that is no less
+        upper = -(-(place + 1) * BOUNDS_PER_E // BINS) + 8 * BOUNDS_PER_E  # the first bound that is not smaller
         counts[min(max(upper, 0), len(bounds) - 1)] += count
     for i in range(1, len(counts)):
         counts[i] += counts[i - 1]

@@ -5,18 +5,18 @@ from collections.abc import Sequence
 
 
 class PagePool:
-    """Counts pages; evicts cached blocks, known by hash, least recently used first.
+    """A pool of pages with cached blocks, named by hash, of which the least recently used are evicted first.
 
-    A page is private to a request, a block shared by requests (`_shared`, with their number), or an unused cached
-    block (`_idle`). A page holds a block of the trace.
+    A page is private to a request, or a block that requests share (`_shared`, with their number), or an unused cached
+    block (`_idle`). A page has the size of a block of the trace.
     """
 
     def __init__(self, total: int) -> None:
         self.total = total
-        self.used = 0  # private and shared
+        self.used = 0  # private and shared pages
         self._shared: dict[bytes, int] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
-        self.stored: list[bytes] = []  # since `news`
+        self.stored: list[bytes] = []  # stored blocks since the last `news`
         self.removed: list[bytes] = []
 
     @property
@@ -33,7 +33,7 @@ class PagePool:
         return found
 
     def take(self, blocks: Sequence[bytes], pages: int) -> bool:
-        """Share `blocks`, which are here, and take `pages` more. False, with nothing taken: no room."""
+        """Share `blocks`, which are cached, and allocate `pages` more. Return False, without effect, if there is no room."""
         idle, shared = self._idle, self._shared
         waking = sum(1 for block in blocks if block in idle)
         if self.used + waking + pages > self.total:
@@ -48,9 +48,9 @@ class PagePool:
         return True
 
     def publish(self, blocks: Sequence[bytes]) -> list[bytes]:
-        """Turn a request's private pages into shared blocks.
+        """Convert a request's private pages to shared blocks.
 
-        Returns: those that became shared; another request may have published the same.
+        Returns: the blocks that became shared; another request may already have published the others.
         """
         mine = [block for block in blocks if block not in self._shared and block not in self._idle]
         for block in mine:
@@ -59,7 +59,7 @@ class PagePool:
         return mine
 
     def give_back(self, blocks: Sequence[bytes], pages: int) -> None:
-        """The last block of a prompt is evicted before those it continues."""
+        """Release blocks and pages. The last block of a prompt is evicted before its parents."""
         shared = self._shared
         for block in reversed(blocks):
             count = shared[block] - 1
@@ -72,7 +72,7 @@ class PagePool:
         self.used -= pages
 
     def news(self) -> tuple[list[bytes], list[bytes]] | None:
-        """Blocks stored and removed since the last call; None: none."""
+        """Return the blocks stored and removed since the last call; None if there are none."""
         if not self.stored and not self.removed:
             return None
         news = (self.stored, self.removed)

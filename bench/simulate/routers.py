@@ -1,4 +1,4 @@
-"""Production's routing policies with delayed reports."""
+"""The mesh's routing policies, with delayed reports."""
 
 import math
 from collections import deque
@@ -20,16 +20,16 @@ MakePolicy = Callable[[Random], Policy]
 
 @dataclass(frozen=True, slots=True)
 class News:
-    heartbeat_s: float = 0.5  # each worker has its own moments
+    heartbeat_s: float = 0.5  # interval; each worker has its own phase
     event_s: float = 0.005  # delay of stored and removed blocks
-    lost_s: float = 2.0  # until a loss is known to routers that have not sent to it
-    questions_per_s: float = math.inf  # per router that asks
+    lost_s: float = 2.0  # time until routers that have not sent to a lost worker detect the loss
+    questions_per_s: float = math.inf  # limit on a router's queries
 
 
 class Routers:
     """The routers of one role, each with its own book, breakers and policy.
 
-    They follow all workers, or ask some about each prompt. They share one block index.
+    They follow all workers, or query some for each prompt. They share one block index.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Routers:
         self._page_tokens = page_tokens
         self._candidates = CandidateChoice(Random(f"{seed}/candidates")) if asks else None
         self._allowances = {router: Allowance() for router in self._routers}
-        self.beat_of: Callable[[Worker], Heartbeat] | None = None  # the report of a worker that is asked
+        self.beat_of: Callable[[Worker], Heartbeat] | None = None  # returns the report of a queried worker
         self.num_chosen = self.num_asked = 0
 
     def of(self, turn: int) -> Router:
@@ -123,7 +123,7 @@ class Routers:
     def _answers(
         self, router: Router, request: Request, tokens: int, asked: Sequence[Member], tried: Container[str]
     ) -> dict[str, int]:
-        """Answers of live workers about the prompt's prefixes."""
+        """Return the answers of live workers to a query for the prompt's prefixes."""
         assert self.beat_of is not None
         prefixes = depths(len(request.blocks), self._page_tokens)
         answers: dict[str, int] = {}
@@ -152,4 +152,4 @@ def _join(router: Router, worker: Worker) -> None:
     member = router.joined(
         worker.name, worker.name, worker.engine.page_tokens, kv_events=True, devices=worker.engine.devices
     )
-    member.total_pages = worker.engine.num_pages  # from the registration's heartbeat
+    member.total_pages = worker.engine.num_pages  # known from the heartbeat at registration

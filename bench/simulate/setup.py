@@ -9,7 +9,7 @@ from bench.simulate.worker import Engine
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A prefill worker's own link; chunks are sent while the next is computed."""
+    """A prefill worker's own link. A chunk is sent while the next one is computed."""
 
     bytes_per_token: float = 2 * 30 * 3 * 64 * 2  # SmolLM2-135M's, bfloat16
     bytes_per_s: float = 12e9
@@ -18,17 +18,17 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """Without prefill workers, decode workers compute prompts."""
+    """Parameters of a fleet. Without prefill workers, decode workers compute prompts."""
 
     decode: int
     prefill: int = 0
     engine: Engine = field(default_factory=Engine)
-    prefill_engine: Engine | None = None  # None: as decode's
+    prefill_engine: Engine | None = None  # None: the same as decode's
     link: Link = field(default_factory=Link)
     news: News = field(default_factory=News)
     slo: Slo = field(default_factory=Slo)
     decode_routers: int = 1  # frontends
-    prefill_routers: int = 4  # decode workers that choose
-    asks: bool = False  # ask candidates about a prompt instead of following all
+    prefill_routers: int = 4  # number of routers that choose prefill workers
+    asks: bool = False  # whether candidates are queried for a prompt, instead of following all workers
     max_local_prefill: int = 16  # uncached tokens up to which decode computes a prompt itself
     seed: int = 0

@@ -1,4 +1,4 @@
-"""Many steps of a simulated worker at once."""
+"""Computes many steps of a simulated worker at once."""
 
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -18,28 +18,28 @@ class Part(Enum):
 class Stay:
     request: Request
     part: Part
-    tokens: int  # to be computed or found before the next one is drawn
+    tokens: int  # tokens to be computed or found in the cache before the next one is drawn
     left: int  # tokens left to draw here, as of the start of decoding
     turn: tuple[int, int] = (0, 0)  # its place in the queue
-    cached: int = 0  # of `tokens`
-    computed: int = 0  # of `tokens`, cached ones included
-    began_s: float = 0.0  # computing
-    shared: list[bytes] = field(default_factory=list)  # blocks
-    private: int = 0  # pages
-    flow: Any = None  # the owner's
-    gone: bool = False  # its request has left: results are dropped
+    cached: int = 0  # cached ones of `tokens`
+    computed: int = 0  # computed or cached ones of `tokens`
+    began_s: float = 0.0  # start of computing
+    shared: list[bytes] = field(default_factory=list)  # shared blocks
+    private: int = 0  # private pages
+    flow: Any = None  # the owner's object
+    gone: bool = False  # whether its request has left, so that results are dropped
 
 
 @dataclass(slots=True)
 class Run:
-    """Steps from `start_s` on; the first takes `first_s`, each further one `grow_s` more."""
+    """Consecutive steps that begin at `start_s`. The first takes `first_s`, each further one `grow_s` longer."""
 
     start_s: float
     first_s: float
     grow_s: float
     steps: int
     decodes: int
-    chunks: list[tuple[Stay, int]]  # tokens of each step
+    chunks: list[tuple[Stay, int]]  # and its tokens in each step
 
     def seconds(self, steps: int) -> float:
         return steps * self.first_s + self.grow_s * (steps * (steps - 1) / 2)
@@ -58,11 +58,11 @@ class Run:
 
 @dataclass(slots=True)
 class Progress:
-    """Counters of a worker's metrics page."""
+    """Counters as on a worker's metrics page."""
 
     busy_s: float = 0.0
     steps: int = 0
-    prompt_tokens: int = 0  # computed
+    prompt_tokens: int = 0  # computed prompt tokens
     generated_tokens: int = 0
 
     def add(self, run: Run, steps: int) -> None:

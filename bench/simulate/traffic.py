@@ -21,11 +21,11 @@ class Request:
     output: int
     blocks: list[bytes]  # of its full blocks
     session: str = ""
-    first_s: float = -1.0  # its first token; -1: none yet
+    first_s: float = -1.0  # time of its first token; -1: none yet
 
 
 class Names:
-    """Equal blocks are one object, to save memory."""
+    """Block names, of which equal ones are one object, to save memory."""
 
     def __init__(self) -> None:
         self._names: dict[int, bytes] = {}
@@ -35,9 +35,9 @@ class Names:
 
 
 def trace(path: Path, count: int | None = None, speed: float = 1.0) -> Iterator[Request]:
-    """A trace in Mooncake's format with blocks of 512 tokens; a partial block is never found.
+    """Yield requests of a trace in Mooncake's format, with blocks of 512 tokens; a partial block is never cached.
 
-    The second block identifies a session, since the first is nearly always the same.
+    The second block identifies a session, because the first is nearly always the same.
     Raises: ValueError, OSError.
     """
     names = Names()
@@ -51,19 +51,19 @@ def trace(path: Path, count: int | None = None, speed: float = 1.0) -> Iterator[
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Means in tokens, except prefix and block, which are fixed."""
+    """Mean lengths in tokens; prefix and block are fixed."""
 
     prefix: int = 2048
     question: int = 512
     answer: int = 128
-    sigma: float = 0.8  # of log-normal questions and answers
+    sigma: float = 0.8  # parameter of log-normal questions and answers
     block: int = BLOCK
 
 
 def shared_prefixes(
     seed: int, count: int, rate: float, groups: int, skew: float, lengths: Lengths = Lengths()
 ) -> Iterator[Request]:
-    """Poisson arrivals at `rate` a second, each a new question after one of `groups` system prompts.
+    """Yield Poisson arrivals at `rate` per second, each a new question after one of `groups` system prompts.
 
     System prompt k has weight 1 / k**skew.
     """
@@ -84,11 +84,11 @@ def shared_prefixes(
 def conversations(
     seed: int, count: int, rate: float, turns: float, think_s: float, lengths: Lengths = Lengths()
 ) -> Iterator[Request]:
-    """Conversations with one system prompt; each turn repeats everything before it.
+    """Yield conversations with one system prompt, in which each turn repeats all before it.
 
     Args:
-        count: requests in all.
-        rate: mean requests a second once it has settled; conversations begin at `rate / turns`.
+        count: total number of requests.
+        rate: mean requests per second in the steady state; conversations begin at `rate / turns`.
         turns: mean of a geometric distribution.
         think_s: mean time between two turns' arrivals.
     """
@@ -115,7 +115,7 @@ def conversations(
 
 
 def swinging(requests: Iterable[Request], swing: float, period_s: float) -> Iterator[Request]:
-    """The same requests with their rate multiplied by `1 + swing · sin(2π t / period_s)`; `swing` < 1."""
+    """Yield the same requests with their rate multiplied by `1 + swing · sin(2π t / period_s)`; `swing` < 1."""
     per_s, at_s, last_s = 2 * pi / period_s, 0.0, 0.0
     for request in requests:
         for _ in range(50):  # Newton's method on the integral of the rate

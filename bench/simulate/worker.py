@@ -1,7 +1,7 @@
 """A simulated worker: the engine's scheduler and cost model, with many steps at once.
 
-Between two events that change a step's composition, each step is longer than the last by the same amount. So such
-steps are one `Run` with its end in closed form.
+Between two events that change a step's composition, each step is longer than the previous one by the same amount. Such
+steps are one `Run`, whose end is computed in closed form.
 """
 
 from collections import deque
@@ -26,14 +26,14 @@ by_turn: Final = attrgetter("turn")
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """`page_tokens` is a block of the trace."""
+    """Parameters of a worker's engine. `page_tokens` is the size of a trace's block."""
 
     cost: MockConfig = field(default_factory=MockConfig)
     num_pages: int = 512
     page_tokens: int = 512
     max_running: int = 64
     max_step_tokens: int = 2048
-    devices: int = 1  # that compute together; `cost` is of all of them
+    devices: int = 1  # devices that compute together; `cost` is that of all of them
 
 
 class Owner(Protocol):
@@ -60,7 +60,7 @@ class Worker:
         self.pool = PagePool(engine.num_pages)
         self.alive = True
         self.draining = False
-        self.slowness = 1.0  # factor of every step
+        self.slowness = 1.0  # factor of every step's time
         self.since_s = clock.now_s
         self.until_s: float | None = None  # when it ended
         self.waiting: deque[Stay] = deque()
@@ -72,14 +72,14 @@ class Worker:
         self.queued_tokens = 0  # accepted prompt tokens neither computed nor cached, as of the last run
         self.prompt_tokens_per_s = 0.0
         self.busy_s = 0.0
-        self.prompt_tokens = 0  # of prompts computed here
-        self.cached_tokens = 0  # of those
+        self.prompt_tokens = 0  # tokens of prompts computed here
+        self.cached_tokens = 0  # cached ones of those
         self.done = Progress()
         self._ends: list[tuple[int, int, Stay]] = []
         self._delivered: list[Stay] = []
         self._run: Run | None = None
         self._version = 0
-        self._settling = False  # a run has ended, the next one is not planned yet
+        self._settling = False  # whether a run has ended and the next one is not yet planned
         self._number = 0
         self._arrivals = 0
         self._clock = clock
@@ -107,7 +107,7 @@ class Worker:
         return now
 
     def found(self, request: Request, tokens: int) -> int:
-        """Cached tokens among the first `tokens`; the last ones are always computed."""
+        """Return the number of cached tokens among the first `tokens`; the last ones are always computed."""
         page = self.engine.page_tokens
         return self.pool.match(request.blocks, usable_pages(tokens, page)) * page
 
@@ -119,7 +119,7 @@ class Worker:
         self._arrivals += 1
         self.waiting.append(stay)
         passes = self._run is not None and any(one.turn > stay.turn for one, _ in self._run.chunks)
-        if self.waiting[0] is stay or passes:  # later ones wait for the same pages or places
+        if self.waiting[0] is stay or passes:  # later ones wait for the same pages or slots in the batch
             self.poke()
 
     def deliver(self, stay: Stay) -> None:
@@ -132,7 +132,7 @@ class Worker:
         self.poke()
 
     def cancel(self, stay: Stay) -> None:
-        """A computing stay is dropped when its step ends."""
+        """Cancel a stay. One that is being computed is dropped when its step ends."""
         stay.gone = True
         if stay in self.waiting:
             self.waiting.remove(stay)
@@ -145,7 +145,7 @@ class Worker:
             self.release(stay)
 
     def stop(self) -> list[Stay]:
-        """Returns: its requests, with `left` unchanged."""
+        """Stop the worker. Return its requests, with `left` unchanged."""
         lost = [*self.waiting, *self.prompts, *self.reserved]
         done = self._run.steps_until(self._clock.now_s) - 1 if self._run else 0
         self._account(done)
@@ -170,7 +170,7 @@ class Worker:
             self._interrupt()
 
     def _may_join(self, run: Run) -> bool:
-        """Whether a waiting request would join the next step: there is budget, or it goes first."""
+        """Return whether a waiting request would join the next step, because there is budget or it has precedence."""
         spent = run.decodes + sum(length for _, length in run.chunks)
         last = max((stay.turn for stay, _ in run.chunks), default=(-1, -1))
         return spent < self.engine.max_step_tokens or self._is_passed(last)
@@ -222,7 +222,7 @@ class Worker:
         return chunks
 
     def _next(self, begun: list[Stay], budget: int) -> Stay | None:
-        """The next of those `begun`; queued ones that go before all of them join."""
+        """Return the next of those `begun`; queued ones with precedence over all of them join."""
         while self._admit_reserved() and budget:
             if begun and not self._is_passed(begun[-1].turn):
                 break
@@ -241,7 +241,7 @@ class Worker:
         return stay
 
     def _admit_reserved(self) -> bool:
-        """Give pages to the first ones that need only pages. Returns: whether the queue's head changed."""
+        """Allocate pages for the first requests that need only pages. Return whether the queue's head changed."""
         while self.waiting and self.waiting[0].part is Part.DECODE:
             if not self._admit(self.waiting[0]):
                 return False

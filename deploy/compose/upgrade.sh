@@ -1,12 +1,12 @@
 #!/bin/sh
-# Replace the containers of services by new ones, of the image that the compose files name now, without losing a request.
+# Replace containers of services by new ones, with the image that the compose files now specify, without losing requests.
 #
 #   deploy/compose/upgrade.sh [--one-by-one] SERVICE…
 #
-# New containers start beside the old ones; once they are healthy, the old ones get SIGTERM and finish what they have.
-# With --one-by-one an old container leaves before its successor comes: for workers that have a GPU of their own, and for
-# members of etcd and NATS. Compose's own variables name the files and the project: COMPOSE_FILE=a.yml:b.yml.
-# COMPOSE_COMMAND is the command, `docker compose` by default.
+# New containers are started next to the old ones. Once they are healthy, the old ones get SIGTERM and finish their requests.
+# With --one-by-one, an old container is stopped before its successor is started: for workers with their own GPUs, and for
+# members of etcd and NATS. Set files and project by Compose's own variables, such as COMPOSE_FILE=a.yml:b.yml.
+# COMPOSE_COMMAND is the command, by default `docker compose`.
 set -eu
 
 compose=${COMPOSE_COMMAND:-docker compose}

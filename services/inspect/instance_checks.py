@@ -207,7 +207,7 @@ def check_prefill(facts: Facts) -> Iterator[Finding]:
             alone += 1
             yield wrong(
                 "prefill",
-                f"decode {decode.instance_id} runs decode-only, because it cannot use any prefill instance: {'; '.join(reasons)}",
+                f"decode {decode.instance_id} runs decode-only, as it cannot use any prefill instance: {'; '.join(reasons)}",
                 "start prefill instances with the same model, dtype and --kv-transfer, or fix the reasons above",
             )
     if not alone:

@@ -105,7 +105,7 @@ def links_of(seen: Sequence[Seen]) -> list[Link]:
 
 
 def drawn(frame: Frame, width: int, height: int | None = None) -> Group:
-    """Draw a frame on `width` columns and `height` lines. Instances with problems are first; rows that do not fit are counted."""
+    """Draw a frame on `width` columns and `height` lines. Instances with problems are first; other rows are counted."""
     rows = sorted(frame.rows, key=lambda row: row.state == "ok")
     links = list(frame.links)
     room = len(rows) + len(links) if height is None else max(2, height - FRAME_LINES - bool(links) * 2)

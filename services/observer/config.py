@@ -21,7 +21,7 @@ def _in_a_url(token: SecretStr | None) -> SecretStr | None:
     """Return `token`. Raises: ValueError, if it would have to be escaped in a URL."""
     if token is not None and not _SAFE.fullmatch(token.get_secret_value()):
         raise ValueError(
-            "a token may only have letters, digits and -._~+=, because it is part of the URL in MESH_OTLP_ENDPOINT; make one with "
+            "a token may only have letters, digits and -._~+=, as it is part of the URL in MESH_OTLP_ENDPOINT; make one with "
             "'openssl rand -hex 32'"
         )
     return token

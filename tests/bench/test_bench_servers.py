@@ -47,7 +47,7 @@ def test_a_stopped_server_uses_no_processor_and_still_ends_with_all_that_it_star
 def test_a_server_that_ends_before_it_is_ready_is_told_with_its_last_words(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "print('no port'); raise SystemExit(3)"]
     with (
-        pytest.raises(SystemExit, match=r"(?s)ended with 3.*no port"),
+        pytest.raises(SystemExit, match=r"(?s)exited with 3.*no port"),
         serving(command, {}, tmp_path / "log", ready="up", timeout_s=PATIENCE_S),
     ):
         pytest.fail("it never was ready")

@@ -152,7 +152,7 @@ def test_lines_of_the_engine_are_figures(capsys: pytest.CaptureFixture[str]) -> 
     log = logging.getLogger("engine.compilation.device")
     with engine_lines():
         logging.getLogger("engine.parts").info("the device's memory is divided", extra={"weights_gb": 8.05, "pages": 7})
-        log.info("the model runs compiled from here on")
+        log.info("the compiled model is now used")
         log.warning("the model runs without torch.compile", extra={"reason": "no compiler", "at": Path("here")})
         try:
             raise OSError("no gcc")

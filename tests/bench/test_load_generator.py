@@ -247,10 +247,10 @@ def test_no_server_is_one_line() -> None:
 
 def test_what_cannot_work_is_said_before_the_load(endpoint: Endpoint, tmp_path: Path) -> None:
     for args, said in (
-        (["--json", str(tmp_path / "none" / "x")], f"there is no directory {tmp_path / 'none'}"),
+        (["--json", str(tmp_path / "none" / "x")], f"the directory {tmp_path / 'none'}"),
         (["--request-rate", "1", "--concurrency", "1"], "--concurrency and --request-rate exclude each other"),
-        (["--max-concurrency", "1"], "--max-concurrency bounds --request-rate or a trace"),
-        (["--workload", "trace-replay"], "--workload trace-replay and --trace FILE go together"),
+        (["--max-concurrency", "1"], "--max-concurrency limits --request-rate or a trace"),
+        (["--workload", "trace-replay"], "--workload trace-replay requires --trace FILE"),
         (["--workload", "trace-replay", "--trace", str(tmp_path / "none")], "No such file or directory"),
     ):
         told = serve("--url", endpoint.url, "--warmup", "0", *args)

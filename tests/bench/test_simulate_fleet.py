@@ -382,7 +382,7 @@ def test_workers_of_several_devices_are_as_fast_as_given_or_measured_and_cost_th
     for text in ("2", "2=0", "two=2", "2=1.5;4=2"):
         with pytest.raises(typer.BadParameter, match="is not DEVICES=FACTOR"):
             speeds_of(text)
-    with pytest.raises(typer.BadParameter, match="how fast are 8 devices"):
+    with pytest.raises(typer.BadParameter, match="the speed of 8 devices is unknown"):
         engine_on(8, ENGINE, speeds, None)
     alone, together = (
         simulated(Setup(1, 1, ENGINE, prefill_engine=engine), steady(50, 1.0))[1].figures()
@@ -475,7 +475,7 @@ def test_incidents_are_read_and_nonsense_refused() -> None:
         (16.0, "add", 0),
     ]
     for text in ("", "crash decode 0", "crash nobody 0 1", "burn decode 0 1", "slow decode 0 1", "drain decode 0 1 2"):
-        with pytest.raises(ValueError, match="is none of"):
+        with pytest.raises(ValueError, match="is not one of"):
             parse(text, known)
 
 

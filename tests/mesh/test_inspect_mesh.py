@@ -204,7 +204,7 @@ def test_a_drained_worker_gets_nothing_until_it_is_undone_and_unknown_ids_are_re
     drains = '"level": "note", "what": "decode ' + one + " drains"
     wait_until(lambda: drains in inspected(mesh, "doctor", "--json")[1], "doctor notes it")
     assert inspected(mesh, "drain", one, "--undo")[0] == 0
-    wait_until(lambda: _state(mesh, one) == "ok", "it takes work again")
+    wait_until(lambda: _state(mesh, one) == "ok", "it accepts work again")
     code, text = inspected(mesh, "drain", "zzzz")
     assert (code, text.startswith("no instance id begins with 'zzzz'; there are")) == (1, True)
     code, text = inspected(mesh, "set", "zzzz", "--log-level", "info")

@@ -14,7 +14,7 @@ metadata:
 spec:
   {{- if eq $role "observer" }}
   replicas: 1
-  strategy: {type: Recreate}  # one process writes the file of traces
+  strategy: {type: Recreate}  # only one process may write the trace file
   {{- else }}
   {{- $replicas := $own.replicas }}
   {{- if and $isWorker $root.Values.planner.enabled }}
@@ -57,7 +57,7 @@ spec:
 {{- $hasModel := or $isWorker (eq $role "frontend") }}
 serviceAccountName: {{ include "kvmesh.fullname" $root }}{{ if eq $role "planner" }}-planner{{ end }}
 automountServiceAccountToken: {{ eq $role "planner" }}
-enableServiceLinks: false  # variables of Services could look like our settings
+enableServiceLinks: false  # variables of Services could be mistaken for our settings
 {{- /* Two seconds more than a process takes after its drain timeout, and three for the runtime. */}}
 terminationGracePeriodSeconds: {{ add $own.drainTimeoutSeconds (default 0 $own.preStopSeconds) 5 }}
 securityContext:
@@ -99,7 +99,7 @@ topologySpreadConstraints:
 {{- end }}
 {{- if and $hasModel (ne $root.Values.model.name "mock") }}
 initContainers:
-  - name: model  # downloads and converts it, unless it is there
+  - name: model  # downloads and converts the model, unless it is already present
     image: {{ include "kvmesh.image" $root }}
     imagePullPolicy: {{ $root.Values.image.pullPolicy }}
     command: [python, -m, engine.model, {{ $root.Values.model.name | quote }}, --state-dir, /var/lib/kvmesh]
@@ -146,7 +146,7 @@ containers:
       periodSeconds: 2
       timeoutSeconds: 5
       failureThreshold: {{ div $own.startupSeconds 2 }}
-    livenessProbe:  # an outage of etcd or NATS does not fail it: a restart would gain nothing
+    livenessProbe:  # it does not fail in an outage of etcd or NATS, because a restart would not help
       httpGet: {path: {{ ternary "/health" "/live" (eq $role "observer") }}, port: {{ $port }}, scheme: {{ $scheme }}}
       periodSeconds: 10
       timeoutSeconds: 10
@@ -174,7 +174,7 @@ containers:
     securityContext:
       {{- include "kvmesh.containerSecurity" $root | nindent 6 }}
         {{- if and $isWorker $own.rdma.count }}
-        add: [IPC_LOCK]  # memory for RDMA is locked
+        add: [IPC_LOCK]  # RDMA needs locked memory
         {{- end }}
     volumeMounts:
       {{- include "kvmesh.commonMounts" . | nindent 6 }}
@@ -279,7 +279,7 @@ volumes:
 - {name: MESH_NAMESPACE, value: {{ $root.Values.meshName | quote }}}
 - {name: MESH_ETCD_URL, value: {{ $root.Values.etcd.url | quote }}}
 - {name: MESH_NATS_URL, value: {{ $root.Values.nats.url | quote }}}
-- {name: MESH_METRICS_HOST, value: $(POD_IP)}  # the planner and inspect read the page there
+- {name: MESH_METRICS_HOST, value: $(POD_IP)}  # the planner and inspect read the page at this address
 - {name: MESH_METRICS_PORT, value: "9100"}
 {{- if $root.Values.tls.enabled }}
 - {name: MESH_TLS__CA, value: /etc/kvmesh/tls/ca.crt}

@@ -67,7 +67,7 @@ class Traces:
             return self._lists[which, tenant][1]
 
     async def trace(self, trace_id: str, tenant: str | None, made_into: Callable[[Beginning], T]) -> T:
-        """Return `made_into` of the first spans of a trace, or with a `tenant` of its requests' spans. It is called on a thread.
+        """Return `made_into` of the first spans of a trace; with `tenant`, only of its requests' spans. Called on a thread.
 
         There are no spans if there is no such trace. Raises: TracesUnavailable.
         """
