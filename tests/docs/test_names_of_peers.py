@@ -70,7 +70,7 @@ def test_a_field_that_is_said_to_be_refused_is(field: str) -> None:
 def test_a_route_that_is_said_to_be_missing_is() -> None:
     text = tiny_text_model()
     app: Starlette = create_app(FakeMesh(text), text, FrontendSettings(port=0))
-    missing = _first_column("Routes that are not there")
+    missing = _first_column("Unsupported routes")
     assert len(missing) > 10
     for path in missing:
         scope = {"type": "http", "path": path, "method": "GET", "headers": []}

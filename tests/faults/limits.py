@@ -37,14 +37,14 @@ MESSAGES: Final = {
     "room-open": "an offer of pages",
     "room-ok": "bootstrap's answer",
     "room-pages": "bootstrap's forwarded offer",
-    "room-failed": "the word that a transfer failed",
+    "room-failed": "the report of a failed transfer",
     "frame": "a frame of tokens",
     "last-frame": "a stream's last frame",
     "heartbeat": "a heartbeat",
 }
 HAPPENS: Final = {
     Do.DROP: "is lost",
-    Do.DUPLICATE: "comes twice",
+    Do.DUPLICATE: "arrives twice",
     Do.GARBLE: "is unreadable",
     Do.ALTER: "is altered",
     Do.REFUSE: "is refused",
@@ -53,22 +53,22 @@ HAPPENS: Final = {
 }
 OF_WRITES: Final = {
     Do.WRITE_FAILS: "a write of KV fails",
-    Do.WRITE_LATE: "a write of KV comes late",
+    Do.WRITE_LATE: "a write of KV arrives late",
     Do.WRITE_SILENT: "the end of a write is not noticed",
-    Do.WRITE_STAMP: "an aux slot has another stamp",
+    Do.WRITE_STAMP: "an aux slot has a wrong stamp",
     Do.WRITE_CORRUPT: "a write of KV is corrupted",
 }
 OF_PROCESSES: Final = {
     Do.KILL: "is killed",
     Do.LEASE: "loses its lease",
-    Do.DRAIN: "is asked to leave",
+    Do.DRAIN: "is drained",
     Do.STEPS_FAIL: "fails all its steps",
     Do.RANK_LOST: "loses a rank",
 }
 LASTING: Final = {
     Do.STOP: "is frozen for",
-    Do.HANG: "hangs, its lease lives, for",
-    Do.CUT_OFF: "does not reach etcd for",
+    Do.HANG: "hangs, with a live lease, for",
+    Do.CUT_OFF: "cannot reach etcd for",
 }
 
 
@@ -76,7 +76,7 @@ def kind_of(fault: Fault) -> str:
     """A fault in plain words: the name of its row."""
     if fault.do in OF_MESSAGES:
         tag = fault.at.removeprefix("message ").partition(".")[0]
-        happens = HAPPENS.get(fault.do, f"comes {fault.amount:g} s late")
+        happens = HAPPENS.get(fault.do, f"arrives {fault.amount:g} s late")
         return f"{MESSAGES.get(tag, 'another message')} {happens}"
     if fault.do in OF_WRITES:
         return OF_WRITES[fault.do]
@@ -86,9 +86,9 @@ def kind_of(fault: Fault) -> str:
         return f"a {fault.role} {LASTING[fault.do]} {fault.amount:g} s"
     match fault.do:
         case Do.NATS_AWAY:
-            return f"NATS is away for {fault.amount:g} s"
+            return f"NATS is unreachable for {fault.amount:g} s"
         case Do.ETCD_AWAY:
-            return f"etcd is away for {fault.amount:g} s"
+            return f"etcd is unreachable for {fault.amount:g} s"
         case _:
             return "a client leaves or stops reading"
 
@@ -99,10 +99,10 @@ NOTICED_S: Final = 2.5  # an instance that is silent is lost after two seconds
 AGAIN_S: Final = 2.0  # what was lost has been sent again
 # The first pattern that fits a fault's kind.
 LIMITS: Final[dict[str, Limit]] = {
-    "* comes 0.05 s late": Limit(0.1),
-    "* comes 3 s late": Limit(3.0),
-    "* comes 12 s late": Limit(12.0, moves=2),
-    "* comes twice": Limit(1.0),  # what its sender says after it waits for the second copy
+    "* arrives 0.05 s late": Limit(0.1),
+    "* arrives 3 s late": Limit(3.0),
+    "* arrives 12 s late": Limit(12.0, moves=2),
+    "* arrives twice": Limit(1.0),  # what its sender says after it waits for the second copy
     "a request to decode is lost": Limit(AGAIN_S),
     "a request to decode is unreadable": Limit(0.2, failed=1, moves=1),
     "a request to decode is altered": Limit(0.2, failed=1, moves=1),
@@ -120,13 +120,13 @@ LIMITS: Final[dict[str, Limit]] = {
     "bootstrap's answer *": Limit(AGAIN_S),
     "bootstrap's forwarded offer is altered": Limit(TRANSFER_S),
     "bootstrap's forwarded offer *": Limit(AGAIN_S),
-    "the word that a transfer failed *": Limit(TRANSFER_S),
+    "the report of a failed transfer *": Limit(TRANSFER_S),
     "a heartbeat *": NOTHING,
     "another message *": NOTHING,
-    "a write of KV comes late": Limit(TRANSFER_S),
+    "a write of KV arrives late": Limit(TRANSFER_S),
     "a write of KV is corrupted": Limit(1.0),
     "a write of KV fails": Limit(0.2),
-    "an aux slot has another stamp": Limit(0.2),
+    "an aux slot has a wrong stamp": Limit(0.2),
     "the end of a write is not noticed": Limit(TRANSFER_S),
     "a decode is killed": Limit(NOTICED_S),
     "a decode is frozen *": Limit(NOTICED_S),
@@ -143,11 +143,11 @@ LIMITS: Final[dict[str, Limit]] = {
     "a bootstrap hangs*": Limit(0.3),
     "a frontend is frozen for 4 s": Limit(4.0),
     "a frontend is killed": NOTHING,  # for the clients of the others
-    "a * is asked to leave": NOTHING,
+    "a * is drained": NOTHING,
     "a * loses its lease": NOTHING,
-    "a * does not reach etcd *": NOTHING,
-    "NATS is away for 1 s": Limit(1.0 + AGAIN_S),
-    "etcd is away for *": NOTHING,
+    "a * cannot reach etcd *": NOTHING,
+    "NATS is unreachable for 1 s": Limit(1.0 + AGAIN_S),
+    "etcd is unreachable for *": NOTHING,
     "a client leaves or stops reading": NOTHING,
 }
 

@@ -40,13 +40,15 @@ class Outage:
 
 def _etcd(seconds: float) -> Outage:
     load = {**LONG, "num_clients": max(20, int(seconds / 3)), "over_s": seconds + 5.0}
-    return Outage(f"etcd is away for {seconds:g} s", [Fault(Do.ETCD_AWAY, "time 2", amount=seconds)], Limit(0.0), load)
+    return Outage(
+        f"etcd is unreachable for {seconds:g} s", [Fault(Do.ETCD_AWAY, "time 2", amount=seconds)], Limit(0.0), load
+    )
 
 
 def _cut_off(role: str) -> Outage:
     fault = Fault(Do.CUT_OFF, "time 2", amount=30.0, role=role)
     load = {**LONG, "num_clients": 20, "over_s": 35.0}
-    return Outage(f"a {role} does not reach etcd for 30 s", [fault], Limit(0.0), load)
+    return Outage(f"a {role} cannot reach etcd for 30 s", [fault], Limit(0.0), load)
 
 
 def _lost(name: str, kind: str, count: int = 1) -> Outage:
@@ -60,10 +62,13 @@ OUTAGES: Final = [
     _etcd(600.0),
     *(_cut_off(role) for role in ("frontend", "decode", "prefill", "bootstrap")),
     # half of what is sent meanwhile is lost, the rest comes late
-    Outage("NATS is away for 0.5 s", [Fault(Do.NATS_AWAY, "time 1", amount=0.5)], Limit(0.5 + 2.0), SHORT),
-    Outage("NATS is away for 5 s", [Fault(Do.NATS_AWAY, "time 1", amount=5.0)], Limit(5.0 + 2.0), SHORT),
+    Outage("NATS is unreachable for 0.5 s", [Fault(Do.NATS_AWAY, "time 1", amount=0.5)], Limit(0.5 + 2.0), SHORT),
+    Outage("NATS is unreachable for 5 s", [Fault(Do.NATS_AWAY, "time 1", amount=5.0)], Limit(5.0 + 2.0), SHORT),
     Outage(
-        "NATS is away for 5 s beside long streams", [Fault(Do.NATS_AWAY, "time 3", amount=5.0)], Limit(5.0 + 2.0), LONG
+        "NATS is unreachable for 5 s during long streams",
+        [Fault(Do.NATS_AWAY, "time 3", amount=5.0)],
+        Limit(5.0 + 2.0),
+        LONG,
     ),
     _lost("a frame of tokens", "frame"),
     _lost("a stream's last frame", LAST_FRAME),
@@ -72,13 +77,13 @@ OUTAGES: Final = [
     _lost("prefill's answer to a request", PREFILL_ACCEPTED),
     _lost("bootstrap's answer to an offer of pages", ROOM_OK),
     Outage(
-        "a bootstrap hangs, and its lease lives",
+        "a bootstrap hangs, but renews its lease",
         [Fault(Do.HANG, "time 0.5", amount=20.0, role="bootstrap")],
         Limit(0.3),
         {"num_clients": 40, "over_s": 10.0},
     ),
     Outage(
-        "a decode hangs, and its lease lives",
+        "a decode hangs, but renews its lease",
         [Fault(Do.HANG, "time 0.5", amount=20.0, role="decode")],
         Limit(3.0),
         {"num_clients": 40, "over_s": 10.0},
@@ -96,13 +101,13 @@ OUTAGES: Final = [
         {"num_clients": 100, "over_s": 10.0},
     ),
     Outage(
-        "the only decode is gone for 4 s",
+        "the only decode is missing for 4 s",
         [Fault(Do.KILL, "time 1", role="decode")],
         Limit(6.0),
         {"num_clients": 40, "over_s": 8.0, "counts": ONE_DECODE, "restart_s": 4.0},
     ),
     Outage(
-        "a frontend is killed with streams open",
+        "a frontend is killed with open streams",
         [Fault(Do.KILL, "time 3", role="frontend")],
         Limit(0.0),
         {**LONG, "num_clients": 10, "counts": TWO_FRONTENDS},

@@ -73,7 +73,7 @@ def row(name: str, limit: Limit, setup: Setup, seen: Seen | None) -> str:
 
 def shown(pattern: str) -> str:
     """A pattern of `LIMITS` for a reader."""
-    return pattern.replace("* comes", "a message comes").replace(" *", " …").replace("hangs*", "hangs …")
+    return pattern.replace("* arrives", "a message arrives").replace(" *", " …").replace("hangs*", "hangs …")
 
 
 def main() -> None:
