@@ -180,7 +180,7 @@ def test_ways_are_read_from_ucxs_table(tmp_path: Path) -> None:
 
 def test_without_a_gpu_it_says_what_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(SystemExit, match="torch finds none: `--device cpu` runs a tiny form"):
+    with pytest.raises(SystemExit, match="torch finds none; `--device cpu` runs a tiny form"):
         scale_of("cuda:0")
 
 

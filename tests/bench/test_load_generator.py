@@ -127,7 +127,7 @@ def test_what_a_server_refuses_is_counted_with_its_words(endpoint: Endpoint) -> 
     assert "come back later" in table(run, "t")
     told = serve("--url", endpoint.url)
     assert told.returncode == 1
-    assert "failed at 1 of 1 requests to warm up: HTTP 503" in told.stderr
+    assert f"1 of 1 requests to warm up {endpoint.url} failed: HTTP 503" in told.stderr
     assert told.stderr.count("\n") == 1
 
 

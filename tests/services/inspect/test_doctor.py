@@ -96,7 +96,7 @@ def test_of_a_healthy_mesh_each_check_reports_that_it_is() -> None:
         ({"seen": with_(seen("frontend", ahead_s=-3.0))}, "clocks", Level.WRONG, "3.0 s behind"),
         ({"nixl": Nixl("no module")}, "NIXL", Level.NOTE, "no module"),
         ({"nixl": Nixl(plugins=["POSIX"])}, "NIXL", Level.NOTE, "no plugin UCX"),
-        ({"shm": None}, "/dev/shm", Level.NOTE, "is not there"),
+        ({"shm": None}, "/dev/shm", Level.NOTE, "missing or unreadable"),
         ({"shm": SharedMemory(100, 5)}, "/dev/shm", Level.WRONG, "nearly full"),
         ({"shm": SharedMemory(100, 50, [Segment("/dev/shm/ucx_1", 7, 99.0)])}, "/dev/shm", Level.NOTE, "1 files, 7 B"),
     ],
@@ -191,13 +191,13 @@ def test_the_transport_that_is_in_use_is_named() -> None:
         "prefill p1: nixl/UCX; in use: UCX shared memory mapped, 2 TCP connections with workers",
         "decode d1: nixl/UCX; in use: RDMA device open",
         "decode d2: nixl/UCX; no connection to a peer yet",
-        "decode d3: nixl/UCX; what its process has open is unknown",
+        "decode d3: nixl/UCX; the connections of its process are unknown",
     ]
 
 
 def test_a_report_has_the_advice_below_its_finding() -> None:
     lines = rendered(report(findings(replace(HEALTHY, shm=None))))
-    at = next(i for i, line in enumerate(lines) if "is not there" in line)
+    at = next(i for i, line in enumerate(lines) if "missing or unreadable" in line)
     assert lines[at].startswith("note")
     assert "→ in a container" in lines[at + 1]
 

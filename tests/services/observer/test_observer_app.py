@@ -269,13 +269,13 @@ async def test_with_a_token_nothing_is_taken_or_shown_without_it(tmp_path: Path)
         assert isinstance(reader, ObserverTraceReader)
         assert len(await asyncio.to_thread(reader.listed)) == 2
         assert "s3cret" not in reader.place
-        with pytest.raises(TracesUnavailable, match="needs its token"):
+        with pytest.raises(TracesUnavailable, match="requires its token"):
             await asyncio.to_thread(ObserverTraceReader(url).listed)
 
 
 def test_a_state_directory_that_cannot_be_made_is_a_wrong_setting() -> None:
     """It was a traceback."""
-    with pytest.raises(WrongSettings, match="setting state_dir: cannot make /dev/null/x: Not a directory; name a dir"):
+    with pytest.raises(WrongSettings, match="setting state_dir: cannot make /dev/null/x: Not a directory; set a dir"):
         ObserverApp(ObserverSettings(state_dir=Path("/dev/null/x")))
 
 
@@ -295,7 +295,7 @@ def test_an_address_that_others_reach_needs_a_token() -> None:
 @pytest.mark.parametrize("token", ["K7/x0", "a%41b", "a b", "a,b", "ключ", ""])
 def test_a_token_that_cannot_stand_in_a_url_is_refused_at_the_start(token: str) -> None:
     """Its senders could not start, or got 401 for each span."""
-    with pytest.raises(ValidationError, match=r"only letters, digits and .* 'openssl rand -hex 32'"):
+    with pytest.raises(ValidationError, match=r"only have letters, digits and .* 'openssl rand -hex 32'"):
         ObserverSettings(token=token)
     assert ObserverSettings(token="Az09-._~+=").token is not None
 

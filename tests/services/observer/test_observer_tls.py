@@ -91,7 +91,7 @@ def test_an_observer_that_another_authority_signed_gets_nothing(
         caplog.clear()
         with caplog.at_level(logging.WARNING):
             assert send(url, ca, tmp_path / "process").dropped["receiver_away"] == 1
-        [cause] = [vars(record)["cause"] for record in caplog.records if "receiver away" in record.message]
+        [cause] = [vars(record)["cause"] for record in caplog.records if "receiver unreachable" in record.message]
         assert "certificate verify failed" in cause
         with pytest.raises(TracesUnavailable, match="certificate verify failed"):
             ObserverTraceReader(url, ca).listed()

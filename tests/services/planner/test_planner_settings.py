@@ -19,7 +19,7 @@ def test_ranges_come_from_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("text", ["0..3", "3..2", "many", "1..", "-1"])
 def test_a_malformed_range_is_refused(text: str) -> None:
-    with pytest.raises(ValidationError, match="give MIN"):
+    with pytest.raises(ValidationError, match="must be MIN"):
         PlannerSettings(prefill=text)
 
 
