@@ -157,7 +157,7 @@ class Registry:
         # A read that began after our write includes it, even if etcd has since lost its data and its revision is lower.
         if self._revision < registration.revision and self._reads_taken <= registration.reads:
             return
-        if self.connected and (self.book.at(key) is None or key in self.book.doubted):
+        if self.connected and (self.book.at(key) is None or key in self.book.missing_in_etcd):
             log.warning("the record is missing in etcd, writing it again", extra={"epoch": record.epoch})
             with etcd_client(self._url, self._access) as client:
                 self._write(client, registration, record, lease_id)

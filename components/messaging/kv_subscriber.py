@@ -15,7 +15,7 @@ from components.aio import background
 from components.discovery.book import InstanceBook
 from components.errors import MalformedMessage, MeshError
 from components.messaging.bus import Bus
-from components.messaging.fan_out import Following
+from components.messaging.fan_out import SubscriptionChoice
 from components.messaging.following import subscribed
 from components.messaging.refusals import GAP, STRANGER
 from components.routing.kv_following import BlockIndex, Follower
@@ -36,7 +36,7 @@ SWEEP_REST_S: Final = 0.01  # pause between two slices
 
 
 @dataclass(slots=True)
-class FollowCounts:
+class MirrorCounts:
     batches: int = 0
     gaps: int = 0
     dumps: int = 0  # including those without changes
@@ -54,7 +54,7 @@ class _Instance:
 
 class KvMirror:
     def __init__(self, bus: Bus, role: Role, book: InstanceBook, index: BlockIndex, rng: Random) -> None:
-        self.counts = FollowCounts()
+        self.counts = MirrorCounts()
         self._bus = bus
         self._role = role
         self._index = index
@@ -230,7 +230,7 @@ async def follow_kv_events(
     index: BlockIndex,
     *,
     rng: Random | None = None,
-    following: Following | None = None,
+    following: SubscriptionChoice | None = None,
 ) -> AsyncIterator[KvMirror]:
     """Mirror in `index` the caches of the instances in `book`.
 

@@ -16,7 +16,7 @@ from components.aio import background
 from components.discovery.book import InstanceBook
 from components.errors import MalformedMessage
 from components.messaging.bus import PING_EVERY_S, Bus
-from components.messaging.fan_out import LONGEST_S, Following
+from components.messaging.fan_out import LONGEST_S, SubscriptionChoice
 from components.messaging.following import subscribed
 from components.messaging.refusals import STRANGER
 from components.routing.policy import PromptLoad
@@ -91,8 +91,8 @@ class _InstanceHealth:
 class Liveness:
     """The usable instances of one role. Each loss is reported once.
 
-    A process subscribes to all heartbeats, or queries some instances for one (`asks`). If it queries, an instance is
-    silent while a query is unanswered; the others count as alive.
+    A process subscribes to all heartbeats, or queries some instances for one (`queries_instances`). If it queries, an
+    instance is silent while a query is unanswered; the others count as alive.
     """
 
     def __init__(self, book: InstanceBook, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
@@ -104,7 +104,7 @@ class Liveness:
         self._on_ended: list[OnEnded] = []
         self._on_heartbeat: list[OnHeartbeat] = []
         self._next_s = EVERY_S  # `next_s` of the latest heartbeat
-        self._asks = False
+        self._queries_instances = False
         self._watched: Counter[str] = Counter()  # by instance id
         self._unanswered: set[str] = set()  # instance ids
         self._usable: dict[tuple[str | None, str, bool], Sequence[InstanceRecord]] = {}  # cleared by any change
@@ -150,12 +150,12 @@ class Liveness:
         return sorted((p.record for p in (running if running or or_none else found)), key=lambda r: r.instance_id)
 
     @property
-    def asks(self) -> bool:
-        return self._asks
+    def queries_instances(self) -> bool:
+        return self._queries_instances
 
-    @asks.setter
-    def asks(self, asks: bool) -> None:
-        self._asks = asks
+    @queries_instances.setter
+    def queries_instances(self, queries_instances: bool) -> None:
+        self._queries_instances = queries_instances
         for health in self._health.values():
             health.asked = None
         self._unanswered.clear()
@@ -234,10 +234,10 @@ class Liveness:
         now = self._clock()
         if health.last is None or health.last.step != heartbeat.step or not heartbeat.busy:
             if health.last is not None and health.last.busy:
-                took_s = min(health.last.still_s if self._asks else now - health.advanced, LONGEST_STEP_S)
+                took_s = min(health.last.still_s if self._queries_instances else now - health.advanced, LONGEST_STEP_S)
                 health.usual_s += LATEST * min(1.0, took_s / EVERY_S) * (took_s - health.usual_s)
             health.advanced = now
-        if self._asks:
+        if self._queries_instances:
             health.advanced = now - max(heartbeat.still_s, 0.0)
         health.asked = None
         self._unanswered.discard(heartbeat.instance_id)
@@ -250,7 +250,7 @@ class Liveness:
             health.is_lost = False
             self._usable.clear()
             log.info("instance is back", extra={"instance": heartbeat.instance_id})
-        if self._asks:
+        if self._queries_instances:
             self._check(health, now)
         else:
             self._update_stalled(health, now)
@@ -260,7 +260,9 @@ class Liveness:
 
     def check(self) -> None:
         now = self._clock()
-        checked = [self._health[i] for i in self._unanswered] if self._asks else list(self._health.values())
+        checked = (
+            [self._health[i] for i in self._unanswered] if self._queries_instances else list(self._health.values())
+        )
         for health in checked:
             self._check(health, now)
 
@@ -281,18 +283,18 @@ class Liveness:
             self._usable.clear()
 
     def _next_s_of(self, health: _InstanceHealth) -> float:
-        if self._asks:
+        if self._queries_instances:
             return EVERY_S  # a query is repeated at this interval
         return self._next_s if health.last is None else health.last.next_s
 
     def _silent_s(self, health: _InstanceHealth, now: float) -> float:
-        if self._asks:
+        if self._queries_instances:
             return 0.0 if health.asked is None else now - health.asked
         return now - health.received
 
     def _since_step_s(self, health: _InstanceHealth, now: float) -> float:
         """Seconds without a step; for queried instances, as of the last answer."""
-        return (health.received if self._asks else now) - health.advanced
+        return (health.received if self._queries_instances else now) - health.advanced
 
     def forgive(self) -> None:
         """Reset all instances' times, because this process was stopped, which may have caused the silence."""
@@ -355,13 +357,13 @@ def _beyond_usual_s(next_s: float) -> float:
 
 @asynccontextmanager
 async def watch_heartbeats(
-    bus: Bus, namespace: str, role: Role, book: InstanceBook, following: Following | None = None
+    bus: Bus, namespace: str, role: Role, book: InstanceBook, following: SubscriptionChoice | None = None
 ) -> AsyncIterator[Liveness]:
-    """Receive heartbeats and check liveness. While instances are queried instead, `Questions` delivers the heartbeats."""
+    """Receive heartbeats and check liveness. While instances are queried instead, `LoadQueries` delivers the heartbeats."""
     liveness = Liveness(book, role)
     if following is not None:
-        liveness.asks = following.asks
-        following.on_change(lambda: setattr(liveness, "asks", following.asks))
+        liveness.queries_instances = following.queries_instances
+        following.on_change(lambda: setattr(liveness, "queries_instances", following.queries_instances))
 
     async def receive(message: Msg) -> None:
         try:

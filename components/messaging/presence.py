@@ -45,10 +45,10 @@ class PresenceCheck:
         self._due: dict[str, float] = {}  # monotonic time of the next call, by key
         self._asking: set[str] = set()
         self._wake = asyncio.Event()
-        book.doubt = self._doubted
+        book.on_missing = self._on_missing
 
-    def _doubted(self, key: str) -> None:
-        self._due[key] = time.monotonic() + self._rng.uniform(0, SPREAD_S * (len(self._book.doubted) - 1))
+    def _on_missing(self, key: str) -> None:
+        self._due[key] = time.monotonic() + self._rng.uniform(0, SPREAD_S * (len(self._book.missing_in_etcd) - 1))
         self._wake.set()
 
     async def run(self) -> None:
@@ -59,7 +59,7 @@ class PresenceCheck:
                 ready = [key for key, due in self._due.items() if due <= now]
                 for key in ready[: AT_ONCE - len(self._asking)]:
                     del self._due[key]
-                    if key in self._book.doubted:  # otherwise the record is in etcd again
+                    if key in self._book.missing_in_etcd:  # otherwise the record is in etcd again
                         self._asking.add(key)
                         group.create_task(self._ask(key), name=f"ask {key}")
 
@@ -81,12 +81,12 @@ class PresenceCheck:
         gone = record is None or await self._is_gone(record)
         self._asking.discard(key)
         self._wake.set()
-        if key not in self._book.doubted or self._book.at(key) is not record:
+        if key not in self._book.missing_in_etcd or self._book.at(key) is not record:
             return  # a newer record of this key gets its own call
         if gone:
             self._book.drop(key)
         else:
-            again_s = AGAIN_S + SPREAD_S * len(self._book.doubted)
+            again_s = AGAIN_S + SPREAD_S * len(self._book.missing_in_etcd)
             self._due[key] = time.monotonic() + self._rng.uniform(0.5, 1.0) * again_s
 
     async def _is_gone(self, record: InstanceRecord) -> bool:
@@ -111,4 +111,4 @@ async def keep_present(bus: Bus, book: InstanceBook, rng: Random | None = None) 
         try:
             yield
         finally:
-            book.doubt = None
+            book.on_missing = None

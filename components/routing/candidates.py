@@ -103,7 +103,7 @@ class CandidateChoice:
         return best
 
 
-class Inquiry:
+class CandidateQuery:
     def __init__(self, router: Router, request: RouteRequest) -> None:
         self._router = router
         self._request = request

@@ -10,7 +10,7 @@ from opentelemetry import trace
 from components.errors import MeshError
 from components.messaging.call_server import Endpoint
 from components.messaging.fleet import Fleet
-from components.routing.candidates import Inquiry
+from components.routing.candidates import CandidateQuery
 from components.routing.policy import PromptLoad, RouteRequest, sooner_here
 from components.routing.router import RouteChoice, explained
 from components.wire.inspection import ExplainRoute, RouteExplained
@@ -104,26 +104,26 @@ class PrefillChoice:
         usable = self._usable(adapter, but_not)
         explain = explain and (dry or len(usable) > 1)  # with a single candidate there is nothing to compare
         ask = RouteRequest(blocks.num_tokens, session=session, prefix=blocks.prefix(), explain=explain, dry=dry)
-        inquiries = self._fleet.inquiries
-        if inquiries is not None and inquiries.are_needed:
-            inquiry = await inquiries.about(ask, blocks, usable)
+        candidate_queries = self._fleet.candidate_queries
+        if candidate_queries is not None and candidate_queries.are_needed:
+            query = await candidate_queries.about(ask, blocks, usable)
             if not self._prefill.has_free_aux_slot:  # other requests have taken the last slots in the meantime
                 return NO_SLOT
-            return self._chosen_by(inquiry, remaining, usable, adapter)
+            return self._chosen_by(query, remaining, usable, adapter)
         if self._is_sooner_here(remaining, [member.instance_id for member in self._fleet.router.candidates(usable)]):
             return SOONER
         return self._fleet.router.choose(ask, blocks, usable) or self._why_none(usable, adapter)
 
     def _chosen_by(
-        self, inquiry: Inquiry, remaining: int, usable: Sequence[InstanceRecord], adapter: str
+        self, query: CandidateQuery, remaining: int, usable: Sequence[InstanceRecord], adapter: str
     ) -> RouteChoice | LocalPrefill:
-        trace.get_current_span().set_attribute("kvmesh.route.asked", inquiry.num_asked)
-        if self._is_sooner_here(remaining, inquiry.answered):
+        trace.get_current_span().set_attribute("kvmesh.route.asked", query.num_asked)
+        if self._is_sooner_here(remaining, query.answered):
             return SOONER
-        chosen = inquiry.choose()
-        if chosen is None and inquiry.num_asked:
+        chosen = query.choose()
+        if chosen is None and query.num_asked:
             return LocalPrefill(
-                LocalPrefillReason.UNANSWERED, f"none of {inquiry.num_asked} prefill instances can take the prompt"
+                LocalPrefillReason.UNANSWERED, f"none of {query.num_asked} prefill instances can take the prompt"
             )
         if chosen is None:
             return self._why_none(usable, adapter)

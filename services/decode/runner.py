@@ -267,7 +267,7 @@ class RequestRunner:
             self._settle_later(transfer, cancelled=isinstance(active.error, Cancelled))
             raise
         finally:
-            route.over()
+            route.ended()
         if failure is not None and following is None:  # a refusal is no failure if another instance accepts
             self._metrics.transfer_failed(peer, failure)
             self._settle_later(transfer)

@@ -73,7 +73,7 @@ class EmbedCalls:
             else:
                 return vectors
             finally:
-                route.over()
+                route.ended()
                 self._inbox.close(stream)
 
     async def _call_embed(self, texts: Texts, record: InstanceRecord, stream: InStream) -> list[bytes]:

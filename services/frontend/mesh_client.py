@@ -260,7 +260,7 @@ class Branch:
         """Close the stream from the instance. Idempotent."""
         if self._is_attached:
             self._is_attached = False
-            self._route.over()
+            self._route.ended()
             self._client.close(self._record, self.stream, is_over=self._is_over)
 
     def start(self, attempts: Attempts) -> None:

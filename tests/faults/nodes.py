@@ -20,8 +20,8 @@ from components.kv_transfer.led_transfer import LedTransfer
 from components.kv_transfer.writes import Writes
 from components.messaging.bus import Bus
 from components.messaging.call_server import serve_calls
-from components.messaging.fan_out import SOONEST_S, Following
-from components.messaging.fleet import Fleet, watch_fleet
+from components.messaging.fan_out import SOONEST_S, SubscriptionChoice
+from components.messaging.fleet import Fleet, open_fleet
 from components.messaging.heartbeat_sender import HeartbeatSender, send_heartbeats
 from components.messaging.inbox import open_inbox
 from components.messaging.kv_publisher import publish_kv_events
@@ -238,11 +238,11 @@ class Node(ABC):
         return make
 
     def _watch(
-        self, role: WorkerRole, policy: PolicyName, following: Following | None = None
+        self, role: WorkerRole, policy: PolicyName, following: SubscriptionChoice | None = None
     ) -> AbstractAsyncContextManager[Fleet]:
         """Draws are the same in each run."""
         book = self.registry.book
-        return watch_fleet(self.bus, NAMESPACE, role, book, policy, rng=Random(self.id), following=following)
+        return open_fleet(self.bus, NAMESPACE, role, book, policy, rng=Random(self.id), following=following)
 
     @asynccontextmanager
     async def _advertised(
@@ -413,7 +413,7 @@ class Decode(Worker):
 
     async def _serve(self, stack: AsyncExitStack) -> None:
         await self._start_engine(stack)
-        following = Following(self.registry.book, 0 if self.cluster.setup.asks else None)
+        following = SubscriptionChoice(self.registry.book, 0 if self.cluster.setup.asks else None)
         prefills = await stack.enter_async_context(self._watch("prefill", DEFAULT["prefill"], following))
         outbox = await stack.enter_async_context(
             open_outbox(self.bus, self.id, lambda: self.registration.epoch, lambda: self.engine.stats.step)

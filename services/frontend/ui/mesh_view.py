@@ -35,7 +35,7 @@ SILENT: Final = State("silent", "it does not answer, or its engine has stalled")
 class Reports:
     """What instances have answered lately."""
 
-    prefills: Seen | None = None  # the last roll call
+    prefills: Seen | None = None  # answers to the last query
     statuses: dict[str, Status] = field(default_factory=dict)  # by instance id
     unanswered: dict[str, int] = field(default_factory=dict)  # by instance id: status calls in a row
 

@@ -10,8 +10,8 @@ from typing import Final
 from components.aio import background
 from components.discovery.book import InstanceBook
 from components.messaging.bus import Bus
+from components.messaging.heartbeat_query import HeartbeatQuery
 from components.messaging.liveness import Liveness
-from components.messaging.roll_call import RollCall
 from components.urls import is_loopback
 from services.frontend.config import FrontendSettings
 from services.frontend.ui.api import Ui
@@ -37,7 +37,7 @@ class MeshSources:
     bus: Bus
     book: InstanceBook
     decodes: Liveness
-    prefills: RollCall
+    prefills: HeartbeatQuery
 
 
 def make_ui(settings: FrontendSettings, sources: MeshSources, is_over: Callable[[], bool]) -> tuple[Ui, StatusPoll]:

@@ -9,10 +9,10 @@ from components.discovery.book import InstanceBook
 from components.messaging.fan_out import (
     ALL_PAIRS,
     LONGEST_S,
-    QUESTIONS_PER_S,
+    QUERIES_PER_S,
     SOONEST_S,
     FleetSizes,
-    Following,
+    SubscriptionChoice,
 )
 from components.messaging.kv_publisher import KvEventPublisher
 from components.wire.instances import InstanceRecord, Role
@@ -42,7 +42,7 @@ def fleet(prefill: int, decode: int, frontends: int) -> InstanceBook:
 def deliveries_per_s(sizes: FleetSizes) -> float:
     """Of heartbeats, KV events and questions with their answers, with all workers busy and one planner."""
     roles: tuple[Role, ...] = ("decode", "prefill")
-    asked = 0 if sizes.pairs <= ALL_PAIRS else 2 * sizes.questions_per_s() * sizes.count("decode")
+    asked = 0 if sizes.pairs <= ALL_PAIRS else 2 * sizes.queries_per_s() * sizes.count("decode")
     return asked + sum(
         (sizes.followings(role) + sizes.count(role)) / sizes.heartbeat_rest_s(role)
         + sizes.followings(role) / sizes.kv_events_rest_s(role)
@@ -76,7 +76,7 @@ def test_a_thousand_of_each_with_16_frontends_use_the_budget_and_no_more() -> No
     sizes = FleetSizes(fleet(1000, 1000, 16))
     assert 0.9 * BUDGET_PER_S < deliveries_per_s(sizes) <= BUDGET_PER_S
     assert sizes.followings("prefill") == 0
-    assert sizes.questions_per_s() == QUESTIONS_PER_S / 1000
+    assert sizes.queries_per_s() == QUERIES_PER_S / 1000
     assert 1.0 < sizes.kv_events_rest_s("decode") < 2.5
 
 
@@ -93,27 +93,27 @@ def test_prefill_instances_that_nobody_follows_publish_seldom() -> None:
 
 def test_a_decode_instance_follows_until_the_fleet_is_large_and_then_asks() -> None:
     book = fleet(64, 64, 1)
-    following = Following(book)
+    following = SubscriptionChoice(book)
     changes: list[bool] = []
-    following.on_change(lambda: changes.append(following.asks))
-    assert not following.asks
+    following.on_change(lambda: changes.append(following.queries_instances))
+    assert not following.queries_instances
     assert following.followed.of_role("prefill") == book.of_role("prefill")
     (joined,) = instances("prefill", 1, 64, model="another")
     book.put(joined.instance_id, joined)
-    assert following.asks
+    assert following.queries_instances
     assert not len(following.followed)
     book.remove("prefill-00007")
-    assert following.asks, "it does not switch to and fro"
+    assert following.queries_instances, "it does not switch to and fro"
     for one in instances("prefill", 20):
         book.remove(one.instance_id)
-    assert not following.asks
+    assert not following.queries_instances
     assert following.followed.of_role("prefill") == book.of_role("prefill")
     assert changes == [True, False]
 
 
 def test_followed_instances_come_and_go_with_the_mesh() -> None:
     book = fleet(3, 2, 1)
-    following = Following(book)
+    following = SubscriptionChoice(book)
     again = record("prefill-00001", "e2", role="prefill", model="m")
     book.put(again.instance_id, again)
     book.remove("prefill-00002")

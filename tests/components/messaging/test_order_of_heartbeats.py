@@ -32,7 +32,7 @@ class Watched:
         self.received_s = self.moved_s = self.forgiven_s = self.now
         self.book = InstanceBook()
         self.liveness = Liveness(self.book, "decode", lambda: self.now)
-        self.liveness.asks = asks
+        self.liveness.queries_instances = asks
         self.lost = self.returned = 0
         self.liveness.on_lost(lambda *_: setattr(self, "lost", self.lost + 1))
         self.register()
@@ -78,7 +78,7 @@ class Watched:
         )
 
     def pause(self) -> None:
-        if self.liveness.asks:
+        if self.liveness.queries_instances:
             self.liveness.asked("a")
         self.now += PAUSE_S
         self.liveness.check()

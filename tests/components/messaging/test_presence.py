@@ -44,7 +44,7 @@ async def mesh(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
     made = Mesh()
     async with keep_present(made.bus, made.book, Random(0)):
         yield made
-    assert made.book.doubt is None
+    assert made.book.on_missing is None
 
 
 async def test_one_that_answers_stays_and_is_asked_again_until_it_does_not(mesh: Mesh) -> None:
@@ -119,5 +119,5 @@ async def test_when_etcd_loses_everybody_the_questions_are_spread_and_bounded(
     assert len(mesh.here) == 300
     mesh.book.replace_all({name: record(name, "1") for name in names[:250]})
     await asyncio.sleep(0.7)
-    assert mesh.book.doubted == set(names[250:])
+    assert mesh.book.missing_in_etcd == set(names[250:])
     assert len(mesh.here) == 300

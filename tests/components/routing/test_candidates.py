@@ -11,7 +11,7 @@ from components.routing.candidates import (
     SAMPLED,
     Allowance,
     CandidateChoice,
-    Inquiry,
+    CandidateQuery,
     depths,
 )
 from components.routing.policies import parse_policy
@@ -137,7 +137,7 @@ class Scene:
         )
         for member in FLEET[:20]:
             self.router.joined(member.instance_id, "e1")
-        self.inquiry = Inquiry(self.router, RouteRequest(2000))
+        self.query = CandidateQuery(self.router, RouteRequest(2000))
 
     def queue(self, name: str, tokens: int) -> None:
         self.router.record_heartbeat(Heartbeat(instance_id=name, epoch="e1", step=1, busy=True, queued_tokens=tokens))
@@ -145,17 +145,17 @@ class Scene:
 
 def test_an_instance_that_can_begin_at_once_is_enough() -> None:
     scene = Scene()
-    assert not scene.inquiry.is_enough, "nobody has answered"
+    assert not scene.query.is_enough, "nobody has answered"
     scene.queue("p001", 5000)
-    scene.inquiry.take(3, {"p001": 0})
-    assert not scene.inquiry.is_enough
-    scene.inquiry.take(2, {"p002": 0, "p003": 1024})
-    assert scene.inquiry.is_enough
-    chosen = scene.inquiry.choose()
+    scene.query.take(3, {"p001": 0})
+    assert not scene.query.is_enough
+    scene.query.take(2, {"p002": 0, "p003": 1024})
+    assert scene.query.is_enough
+    chosen = scene.query.choose()
     assert chosen is not None
     assert (chosen.instance_id, chosen.cached_tokens, chosen.num_candidates) == ("p003", 1024, 3)
-    assert scene.inquiry.num_asked == 5
-    assert scene.inquiry.answered == ["p001", "p002", "p003"]
+    assert scene.query.num_asked == 5
+    assert scene.query.answered == ["p001", "p002", "p003"]
 
 
 def test_each_round_needs_a_longer_queue_than_the_one_before() -> None:
@@ -164,8 +164,8 @@ def test_each_round_needs_a_longer_queue_than_the_one_before() -> None:
     scene.queue("p001", 4000)
     enough = []
     for _ in ROUNDS:
-        scene.inquiry.take(1, {"p001": 0})
-        enough.append(scene.inquiry.is_enough)
+        scene.query.take(1, {"p001": 0})
+        enough.append(scene.query.is_enough)
     assert enough == sorted(enough)
     assert not enough[0]
     assert enough[-1]
@@ -173,23 +173,23 @@ def test_each_round_needs_a_longer_queue_than_the_one_before() -> None:
 
 def test_an_instance_that_has_left_meanwhile_is_not_chosen() -> None:
     scene = Scene()
-    scene.inquiry.take(2, {"p001": 2000, "p002": 0})
+    scene.query.take(2, {"p001": 2000, "p002": 0})
     scene.router.left("p001")
-    chosen = scene.inquiry.choose()
+    chosen = scene.query.choose()
     assert chosen is not None
     assert chosen.instance_id == "p002"
 
 
 def test_none_is_chosen_without_answers() -> None:
     scene = Scene()
-    scene.inquiry.take(4, {})
-    assert scene.inquiry.choose() is None
+    scene.query.take(4, {})
+    assert scene.query.choose() is None
 
 
 def test_without_a_question_the_candidates_are_chosen_by_what_is_known() -> None:
     scene = Scene()
     scene.queue("p003", 9000)
-    scene.inquiry.add_fallbacks(["p003", "p004"])
-    chosen = scene.inquiry.choose()
+    scene.query.add_fallbacks(["p003", "p004"])
+    chosen = scene.query.choose()
     assert chosen is not None
     assert chosen.instance_id == "p004"

@@ -62,7 +62,7 @@ class Instance:
             self.failures += epoch == self.epochs
         elif how == "answered":
             route.succeeded()
-        route.over()
+        route.ended()
 
 
 def run(events: tuple[str, ...]) -> None:

@@ -81,8 +81,8 @@ def test_an_instance_never_has_the_whole_prompt() -> None:
 
 def test_caches_of_instances_without_kv_events_are_guessed_from_requests() -> None:
     fleet = Fleet(tell="bc")
-    fleet.send(fleet.choose("a")).over()
-    fleet.send(fleet.choose("b", tokens=PROMPT[::-1])).over()
+    fleet.send(fleet.choose("a")).ended()
+    fleet.send(fleet.choose("b", tokens=PROMPT[::-1])).ended()
     assert (fleet.choose().instance_id, fleet.choose().cached_tokens) == ("a", 63)
     assert fleet.choose(tokens=PROMPT[::-1]).cached_tokens == 0, "b would have told"
     fleet.router.joined("a", "anew", 16)
@@ -97,7 +97,7 @@ def test_requests_count_from_sending_on_and_until_they_are_over() -> None:
     assert member is not None
     assert (member.running, member.queued_tokens, member.used_pages) == (2, 128, 8)
     for route in routes:
-        route.over()
+        route.ended()
     assert (member.running, member.queued_tokens, member.used_pages) == (0, 0, 0)
 
 
@@ -107,9 +107,9 @@ def test_a_request_of_several_branches_is_over_with_the_last_of_them() -> None:
     member = fleet.router.book.find("a")
     assert member is not None
     for _ in range(2):
-        route.over()
+        route.ended()
         assert member.running == 3
-    route.over()
+    route.ended()
     assert member.running == 0
 
 
@@ -139,7 +139,7 @@ def test_loss_speaks_against_an_instance_and_a_refusal_does_not(error: MeshError
     for _ in range(USUAL.failures):
         route = fleet.send(fleet.choose("b"))
         route.failed(error)
-        route.over()
+        route.ended()
     assert fleet.router.health.state("b") is state
     seen = {fleet.choose().instance_id for _ in range(4)}
     assert seen == ({"a", "c"} if state is BreakerState.OPEN else {"a"}) or state is BreakerState.CLOSED
@@ -150,7 +150,7 @@ def test_branches_that_fail_together_are_one_failure() -> None:
     route = fleet.router.send(fleet.choose("b"), 64, 4, branches=4)
     for _ in range(4):
         route.failed(DecodeLost("a frame was lost"))
-        route.over()
+        route.ended()
     assert fleet.router.health.state("b") is BreakerState.CLOSED
 
 
@@ -159,7 +159,7 @@ def test_success_makes_up_for_failures() -> None:
     for outcome in ("fail", "fail", "succeed", "fail", "fail"):
         route = fleet.send(fleet.choose("b"))
         route.failed(DecodeLost("")) if outcome == "fail" else route.succeeded()
-        route.over()
+        route.ended()
     assert fleet.router.health.state("b") is BreakerState.CLOSED
 
 
@@ -177,7 +177,7 @@ def test_requests_to_an_earlier_process_say_nothing_about_the_one_with_its_id(ou
     state = fleet.router.health.state("b")
     for route in before:
         route.failed(DecodeLost("its lease has expired")) if outcome == "fail" else route.succeeded()
-        route.over()
+        route.ended()
     assert fleet.router.health.state("b") is state
     assert state is (BreakerState.CLOSED if outcome == "fail" else BreakerState.HALF_OPEN)
 

@@ -29,7 +29,7 @@ from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
 from components.messaging.liveness import STALLED_AFTER_S, Liveness, Loss
 from components.messaging.outbox import open_outbox
-from components.routing.candidates import Inquiry
+from components.routing.candidates import CandidateQuery
 from components.routing.health import USUAL, BreakerState
 from components.routing.policy import RouteRequest
 from components.telemetry.figures import Figures
@@ -478,15 +478,15 @@ async def test_slots_that_others_take_while_prefill_instances_are_asked_leave_no
     class Asking:
         are_needed = True
 
-        async def about(self, ask: RouteRequest, *_: object) -> Inquiry:
-            inquiry = Inquiry(decode.fleet.router, ask)
-            inquiry.take(1, {"p": 0})
+        async def about(self, ask: RouteRequest, *_: object) -> CandidateQuery:
+            query = CandidateQuery(decode.fleet.router, ask)
+            query.take(1, {"p": 0})
             aux = decode.transfer.aux
             taken.extend(aux.take() for _ in range(aux.num_slots))
-            return inquiry
+            return query
 
-    inquiries: Any = Asking()
-    decode.fleet.inquiries = inquiries
+    candidate_queries: Any = Asking()
+    decode.fleet.candidate_queries = candidate_queries
     await decode.ask()
     assert decode.errors() == []
     assert decode.engine.engine.submitted[ID].phase is Phase.FULL
@@ -509,14 +509,14 @@ async def test_a_prefill_that_restarts_with_other_settings_while_it_is_asked_is_
     class Asking:
         are_needed = True
 
-        async def about(self, ask: RouteRequest, *_: object) -> Inquiry:
-            inquiry = Inquiry(decode.fleet.router, ask)
+        async def about(self, ask: RouteRequest, *_: object) -> CandidateQuery:
+            query = CandidateQuery(decode.fleet.router, ask)
             decode.registry.book.put("p", record("p", "2", **{**before, **change}))
-            inquiry.take(1, {"p": 0})
-            return inquiry
+            query.take(1, {"p": 0})
+            return query
 
-    inquiries: Any = Asking()
-    decode.fleet.inquiries = inquiries
+    candidate_queries: Any = Asking()
+    decode.fleet.candidate_queries = candidate_queries
     await decode.ask(adapter="legal")
     assert decode.errors() == []
     assert decode.engine.engine.submitted[ID].phase is Phase.FULL

@@ -426,8 +426,8 @@ def _assert_nothing_is_kept(mesh: Mesh) -> None:
     assert mesh.inbox._sources.keys() <= mesh.serving.keys()
     assert not mesh.client._sending
     book = mesh.fleet.router.book
-    assert not book._ours
-    assert not book.num_uncovered
+    assert not book._own_requests
+    assert not book.num_unreported
     for member in book.members:
         assert (member.running, member.queued_tokens, member.used_pages) == (0, 0, 0)
 

@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from components.discovery.book import InstanceBook
+from components.messaging.heartbeat_query import HeartbeatAnswers
 from components.messaging.liveness import SILENT_AFTER_S, STALLED_AFTER_S, Liveness
-from components.messaging.roll_call import Answers
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, RankEndpoint
 from components.wire.protocol import UNNAMED
@@ -76,14 +76,14 @@ def test_a_decode_instance_warms_up_serves_stalls_is_silent_and_is_back() -> Non
 def test_a_prefill_instance_is_new_then_answers_or_not() -> None:
     shown = Shown(instance("p1", "prefill"))
     assert shown.state("p1") == "warming"
-    shown.reports.prefills = Answers({})
+    shown.reports.prefills = HeartbeatAnswers({})
     assert shown.state("p1") == "warming"
     shown.now_s += WARMING_S
     assert shown.state("p1") == "silent"
-    shown.reports.prefills = Answers({"p1": beat("p1", held_pages=3, total_pages=10)})
+    shown.reports.prefills = HeartbeatAnswers({"p1": beat("p1", held_pages=3, total_pages=10)})
     assert shown.state("p1") == "up"
     assert shown.view.look().instances["p1"]["held"] == 3
-    shown.reports.prefills = Answers({"p1": beat("p1", draining=True)})
+    shown.reports.prefills = HeartbeatAnswers({"p1": beat("p1", draining=True)})
     assert shown.state("p1") == "draining"
 
 

@@ -21,7 +21,7 @@ GIVEN_UP_AFTER_S: Final = 1.0  # timeout; before the bus repeats the call, becau
 LONGEST_WAIT_S: Final = 5.0  # longest back-off between queries to a lost instance
 
 
-class Questions:
+class LoadQueries:
     def __init__(self, bus: Bus, alive: Liveness, per_s: Callable[[], float], rng: Random) -> None:
         self._bus = bus
         self._alive = alive
@@ -33,7 +33,7 @@ class Questions:
         self._waits: dict[str, tuple[float, float]] = {}  # of lost instances: seconds, and monotonic end
 
     def take(self, wanted: int) -> int:
-        """Reserve up to `wanted` questions of the allowance."""
+        """Reserve up to `wanted` queries of the allowance."""
         return self._allowance.take(wanted, self._per_s(), time.monotonic())
 
     async def ask(self, records: Sequence[InstanceRecord], hashes: Mapping[str, bytes]) -> dict[str, int | None]:
@@ -61,7 +61,7 @@ class Questions:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(EVERY_S)
-            if not self._alive.asks or not self._bus.client.is_connected:
+            if not self._alive.queries_instances or not self._bus.client.is_connected:
                 continue
             now = time.monotonic()
             self._waits = {i: wait for i, wait in self._waits.items() if self._alive.find(i) is not None}
@@ -105,11 +105,11 @@ class Questions:
 @asynccontextmanager
 async def ask_heartbeats(
     bus: Bus, alive: Liveness, per_s: Callable[[], float], rng: Random
-) -> AsyncIterator[Questions]:
+) -> AsyncIterator[LoadQueries]:
     """Ask the instances in `alive`, at most `per_s()` times a second."""
-    questions = Questions(bus, alive, per_s, rng)
+    queries = LoadQueries(bus, alive, per_s, rng)
     try:
-        async with background(questions.run(), "ask-heartbeats"):
-            yield questions
+        async with background(queries.run(), "ask-heartbeats"):
+            yield queries
     finally:
-        await questions.close()
+        await queries.close()
