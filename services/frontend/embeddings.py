@@ -34,7 +34,7 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     priority = caller.priority(request.priority, frontend.settings.best_priority)
     salt = caller.cache_salt(request.cache_salt, shared=frontend.settings.share_prefix_cache)
     texts = Texts(call.id, model.name, inputs, call.deadline_unix_ms, salt, priority)
-    place = caller.enter(
+    ticket = caller.enter(
         frontend.admission,
         frontend.metrics,
         priority=priority,
@@ -45,11 +45,11 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     running.inc()
     try:
         call.record.begin("frontend.admit")
-        await place.admitted()
+        await ticket.admitted()
         call.record.pause()
         vectors = await frontend.mesh.embed(texts)
     finally:
-        caller.leave(frontend.admission, place, prompt_tokens=num_tokens)
+        caller.leave(frontend.admission, ticket, prompt_tokens=num_tokens)
         running.dec()
     frontend.metrics.prompt_tokens.labels(model.name).inc(num_tokens)
     if caller.account is not None:

@@ -17,7 +17,7 @@ from components.errors import KeyLimited, Rejected
 from components.openai.errors import ApiError, from_mesh, from_status
 from services.frontend.admission import Admission, queue_key
 from services.frontend.answer_form import Forms, form_at
-from services.frontend.fair_queue import Place
+from services.frontend.fair_queue import AdmissionTicket
 from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.operations import Operations
@@ -48,9 +48,9 @@ SEVERAL: Final = from_status(
 @dataclass(frozen=True, slots=True)
 class Caller:
     label: str = ""  # the client's X-Request-Id if valid; for display only, never used as a key
-    sent: bytes = b""  # key or Authorization header; distinguishes clients if no API keys are set
+    credential: bytes = b""  # key or Authorization header; distinguishes clients if no API keys are set
     account: Account | None = None  # None without API keys
-    stranger: bool = False  # without a valid API key although keys are set; only on open paths
+    lacks_valid_key: bool = False  # without a valid API key although keys are set; only on open paths
 
     @property
     def sees_tenant(self) -> str | None:
@@ -60,12 +60,12 @@ class Caller:
     @property
     def queue_key(self) -> bytes:
         """The fair queue's key: requests with equal keys share a line."""
-        return queue_key(self.sent) if self.account is None else self.account.name.encode()
+        return queue_key(self.credential) if self.account is None else self.account.name.encode()
 
     @property
     def owner(self) -> bytes:
         """The owner of stored responses: the key's name, which outlives the key itself, or without keys what was sent."""
-        return self.sent if self.account is None else self.account.name.encode()
+        return self.credential if self.account is None else self.account.name.encode()
 
     def cache_salt(self, asked: str | None, *, shared: bool) -> str:
         """Return a request's cache salt. Unless `shared`, each tenant has its own prefix cache.
@@ -99,7 +99,7 @@ class Caller:
         priority: int,
         prompt_tokens: int,
         choices: int,
-    ) -> Place:
+    ) -> AdmissionTicket:
         """Enter the admission queue, and charge the prompt to the API key. A refused request is not charged.
 
         Raises: KeyLimited, QueueFull.
@@ -111,24 +111,26 @@ class Caller:
             except KeyLimited:
                 metrics.limited.labels(account.name).inc()
                 raise
-        place = admission.enter(self.queue_key, priority, prompt_tokens, choices)
+        ticket = admission.enter(self.queue_key, priority, prompt_tokens, choices)
         if account is not None:
             account.take(prompt_tokens)
-        return place
+        return ticket
 
-    def leave(self, admission: Admission, place: Place, *, prompt_tokens: int, answer_tokens: int = 0) -> None:
+    def leave(
+        self, admission: Admission, ticket: AdmissionTicket, *, prompt_tokens: int, answer_tokens: int = 0
+    ) -> None:
         """Leave admission. The tokens of a prompt that was never admitted are given back to the API key."""
-        if self.account is not None and not place.inside:
+        if self.account is not None and not ticket.is_admitted:
             self.account.take(-prompt_tokens)
-        admission.leave(place, answer_tokens)
+        admission.leave(ticket, answer_tokens)
 
 
-NOBODY: Final = Caller()
+UNKNOWN_CALLER: Final = Caller()
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Return the client of a request; NOBODY if the application has no gate."""
-    caller: Caller = scope.get(CALLER, NOBODY)
+    """Return the client of a request; UNKNOWN_CALLER if the application has no gate."""
+    caller: Caller = scope.get(CALLER, UNKNOWN_CALLER)
     return caller
 
 
@@ -186,13 +188,13 @@ class Gate:
             self._metrics.refused.labels("draining").inc()
             return _Refusal(LEAVING, [(b"connection", b"close")])
         if ring is None:
-            return Caller(credentials.label, credentials.sent)
+            return Caller(credentials.label, credentials.credential)
         account = None if key is None else ring.find(key)
         if account is None and not (is_open and key is None):
             self._metrics.unauthorized.labels("missing" if key is None else "wrong").inc()
         if account is None and not is_open:
             return _Refusal(MISSING if key is None else WRONG, [(b"www-authenticate", b"Bearer")])
-        return Caller(credentials.label, credentials.sent, account, stranger=account is None)
+        return Caller(credentials.label, credentials.credential, account, lacks_valid_key=account is None)
 
     async def _limited(self, account: Account, label: str, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -254,7 +256,7 @@ class Credentials(NamedTuple):
     key: bytes | None  # from Authorization or x-api-key
     label: str
     several: bool  # more than one key: refused, because it is unclear which one is meant
-    sent: bytes  # the key, or an Authorization header of another kind
+    credential: bytes  # the key, or an Authorization header of another kind
 
 
 def read_credentials(headers: Iterable[tuple[bytes, bytes]]) -> Credentials:
