@@ -312,7 +312,7 @@ class RequestRunner:
                 self.active.emit(output)
         num_bytes = self.prefill.num_bytes(transfer)
         self._metrics.transferred(active.prefill, num_bytes, transfer.duration_s, exemplar_of(active.span))
-        await self.prefill.settle(transfer)
+        await self.prefill.wait_until_pages_safe(transfer)
         return None
 
     async def _choose_another(
@@ -326,7 +326,7 @@ class RequestRunner:
             return None
         if not self.choice.has_another(active.request.adapter, but_not=asked):
             return None
-        if not await self.prefill.take_back(transfer):
+        if not await self.prefill.confirm_not_writing(transfer):
             return None
         with step("decode.choose_prefill", active.span) as choosing:
             chosen = await self._choose_instance(active, choosing, but_not=asked)
@@ -387,10 +387,10 @@ class RequestRunner:
 
     def _settle_later(self, transfer: InboundTransfer, *, cancelled: bool = False) -> None:
         """Free the exposed pages as soon as prefill can no longer write into them."""
-        transfer.abandon()  # at once, so that a late `KvComing` cannot send a token that this instance computes again
+        transfer.give_up()  # at once, so that a late `KvComing` cannot send a token that this instance computes again
 
         async def settle() -> None:
-            await self.prefill.settle(transfer, cancelled=cancelled)
+            await self.prefill.wait_until_pages_safe(transfer, cancelled=cancelled)
             self.engine.between_steps(lambda engine: engine.release(transfer.engine_id), light=True)
 
         self._settling.start(settle(), f"settle {transfer.engine_id}")

@@ -16,7 +16,7 @@ from components.aio import background
 from components.discovery.registry import Registration
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import PageChecksums
-from components.kv_transfer.led_transfer import LedTransfer
+from components.kv_transfer.multi_rank_transfer import MultiRankTransfer
 from components.kv_transfer.writes import Writes
 from components.messaging.bus import Bus
 from components.messaging.call_server import serve_calls
@@ -319,7 +319,9 @@ class Worker(Node):
             for rank in self.ranks:
                 stack.push_async_callback(rank.end)
             connections = [rank.connection for rank in self.ranks]
-            self.transfer = LedTransfer(self.memory, connections, await open_ranks(self.ranks, region, self.id, pages))
+            self.transfer = MultiRankTransfer(
+                self.memory, connections, await open_ranks(self.ranks, region, self.id, pages)
+            )
             self.writes = Writes(self.transfer, connections)
         self.kv_events = await stack.enter_async_context(
             publish_kv_events(self.bus, self.subject, self.id, lambda: self.registration.epoch)
