@@ -139,7 +139,7 @@ class KvEventPublisher:
             self._wake.set()
 
     def endpoints(self) -> list[Endpoint]:
-        return [Endpoint("kv_dump", FetchKvDump, self.dump, repeatable=True)] if self._on else []
+        return [Endpoint("kv_dump", FetchKvDump, self.dump, is_idempotent=True)] if self._on else []
 
     async def dump(self, request: FetchKvDump) -> KvDumpPart:
         """Begin or continue a dump.

@@ -22,7 +22,7 @@ from components.wire.instances import AskPresent, InstanceRecord, Present
 ASK_TIMEOUT_S: Final = 2.0
 AGAIN_S: Final = 5.0  # between calls to a missing instance
 SPREAD_S: Final = 0.1  # delay per missing instance, as most register again before they are called
-STEADY_S: Final = 5.0  # since our own reconnect, because other processes may reconnect later
+RECONNECT_GRACE_S: Final = 5.0  # since our own reconnect, because other processes may reconnect later
 AT_ONCE: Final = 64  # concurrent calls
 
 
@@ -34,7 +34,7 @@ def present_endpoint(registration: Registration) -> Endpoint:
         return Present(instance_id=registration.instance_id)
 
     # When we leave, every peer calls this, and expects a refusal.
-    return Endpoint("present", AskPresent, present, immediate=True, refusal_level=logging.DEBUG)
+    return Endpoint("present", AskPresent, present, runs_inline=True, refusal_level=logging.DEBUG)
 
 
 class PresenceCheck:
@@ -95,7 +95,7 @@ class PresenceCheck:
         try:
             await self._bus.call(f"{record.subject}.present", asking, Present, timeout_s=ASK_TIMEOUT_S)
         except NobodyListens:
-            return self._bus.steady_s() >= STEADY_S
+            return self._bus.since_reconnect_s() >= RECONNECT_GRACE_S
         except PeerLost:  # it is leaving, or has another epoch
             return True
         except MeshError:

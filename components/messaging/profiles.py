@@ -51,7 +51,7 @@ class Profiles:
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint("profile", StartProfile, self.start),
-            Endpoint("profile_part", FetchProfile, self.part, repeatable=True),
+            Endpoint("profile_part", FetchProfile, self.part, is_idempotent=True),
         ]
 
     async def start(self, request: StartProfile) -> ProfileStarted:

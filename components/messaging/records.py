@@ -18,7 +18,7 @@ from nats.js.api import DiscardPolicy, Header, StorageType, StreamConfig
 from nats.js.errors import APIError, BadRequestError, NoStreamResponseError, NotFoundError, ServiceUnavailableError
 
 from components.errors import BackendUnavailable, DeadlineExceeded, MessageTooLarge
-from components.messaging.bus import HEADERS_BYTES, Bus, nats_errors
+from components.messaging.bus import HEADERS_BYTES, Bus, translated_nats_errors
 
 log = logging.getLogger(__name__)
 
@@ -171,7 +171,7 @@ def _names(name: str) -> tuple[str, str]:
 @contextmanager
 def _errors(subject: str, url: str) -> Iterator[None]:
     try:
-        with nats_errors(subject, url):
+        with translated_nats_errors(subject, url):
             try:
                 yield
             except (nats.errors.NoRespondersError, ServiceUnavailableError) as exc:

@@ -18,9 +18,9 @@ from components.wire.heartbeat import Heartbeat
 from components.wire.inspection import Candidate, RouteExplained
 
 BlocksOf = Callable[[int], Sequence[bytes]]  # page size → block hashes
-SHOWN: Final = 8  # candidates in a span
+MAX_SHOWN_CANDIDATES: Final = 8  # candidates in a span
 # errors that count as an instance's failure
-AGAINST: Final = (PeerLost, DeadlineExceeded, PeerBroken, MalformedMessage)
+INSTANCE_FAILURES: Final = (PeerLost, DeadlineExceeded, PeerBroken, MalformedMessage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RouteChoice:
         if self.num_candidates > 1:  # with a single one, its cache is not looked up
             facts["kvmesh.route.cached_tokens"] = self.cached_tokens
         if self.candidates:
-            facts["kvmesh.route.compared"] = _Compared(self.candidates[:SHOWN])
+            facts["kvmesh.route.compared"] = _Compared(self.candidates[:MAX_SHOWN_CANDIDATES])
         return facts
 
 
@@ -107,7 +107,7 @@ class Route:
 
     def failed(self, error: MeshError) -> None:
         """Record a failure of the instance; counted once for all branches."""
-        counts = isinstance(error, AGAINST) and not isinstance(error, StaleInstance) and self._is_same_process
+        counts = isinstance(error, INSTANCE_FAILURES) and not isinstance(error, StaleInstance) and self._is_same_process
         if counts and not self._failed:
             self._failed = True
             self._router.health.failed(self.instance_id, self._router.now_s)

@@ -15,7 +15,7 @@ from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors
 from components.wire.instances import InstanceRecord
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
-from services.frontend.decode_choice import MOVING, Attempts, DecodeChoice
+from services.frontend.decode_choice import RETRYABLE_ELSEWHERE, Attempts, DecodeChoice
 from services.frontend.ports import Prompt, Texts
 from services.frontend.request_record import request_record
 
@@ -68,7 +68,7 @@ class EmbedCalls:
                     again = replace(texts, request_id=f"{texts.request_id}-{next(numbers)}")
                     vectors = await self._call_embed(again, record, stream)
                 route.succeeded()
-            except MOVING as exc:
+            except RETRYABLE_ELSEWHERE as exc:
                 self._choice.note_move(prompt, route, exc, attempts)
             else:
                 return vectors

@@ -27,7 +27,7 @@ from components.wire.instances import InstanceRecord
 from components.wire.sampling import branch_seed
 from components.wire.step_stats import NO_DRAFTS
 from components.wire.tokens import pack_tokens
-from services.frontend.decode_choice import MOVING, NO_WORKER_WAIT_S, Attempts, DecodeChoice, Moves
+from services.frontend.decode_choice import NO_WORKER_WAIT_S, RETRYABLE_ELSEWHERE, Attempts, DecodeChoice, Moves
 from services.frontend.embed_calls import EmbedCalls
 from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
 from services.frontend.request_record import request_record
@@ -125,7 +125,7 @@ class MeshClient:
                 route.accepted(number)
                 accepted = True
                 request_record().sent_to(record.instance_id)
-            except MOVING as exc:
+            except RETRYABLE_ELSEWHERE as exc:
                 self.moves.count_request(exc)
                 branches[0].note_lost(exc)
                 self.choice.note_move(prompt, route, exc, attempts)
@@ -180,7 +180,7 @@ class MeshClient:
             try:
                 return (await stream.failure.unless(call)).number
             except NobodyListens:
-                if self._bus.steady_s() > RECONNECT_S:
+                if self._bus.since_reconnect_s() > RECONNECT_S:
                     raise
                 await asyncio.sleep(ASK_AGAIN_S)  # NATS has restarted; the instance may not have reconnected yet
 
@@ -295,7 +295,7 @@ class Branch:
             self.close()
 
     def fail(self, error: MeshError) -> None:
-        if isinstance(error, MOVING):
+        if isinstance(error, RETRYABLE_ELSEWHERE):
             self._moving = asyncio.create_task(self._move(error), context=self._context)
         else:
             self.close()

@@ -36,7 +36,7 @@ from services.frontend.config import FrontendSettings
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S: Final = 5.0
-STEADY_S: Final = 5.0  # since our own reconnect: other frontends may reconnect later
+RECONNECT_GRACE_S: Final = 5.0  # since our own reconnect: other frontends may reconnect later
 ASK_AGAIN_S: Final = 0.2
 PUT_FOR_S: Final = 60.0  # how long to retry while NATS is unreachable
 PUT_AGAIN_S: Final = 0.5
@@ -203,7 +203,7 @@ class StoredResponses:
             try:
                 answer = await self._bus.call(subject, request, ResponseUnderway, timeout_s=CALL_TIMEOUT_S)
             except NobodyListens:
-                if self._bus.steady_s() >= STEADY_S:
+                if self._bus.since_reconnect_s() >= RECONNECT_GRACE_S:
                     return False
                 if request.ask:
                     return True

@@ -90,8 +90,8 @@ class PrefillService:
 
     def endpoints(self) -> list[Endpoint]:
         return [
-            Endpoint("prefill", PrefillRequest, self.prefill, immediate=True),
-            Endpoint("pages", PagesOffered, self.pages, immediate=True),
+            Endpoint("prefill", PrefillRequest, self.prefill, runs_inline=True),
+            Endpoint("pages", PagesOffered, self.pages, runs_inline=True),
             Endpoint("quiesce", Quiesce, self.quiesce),
         ]
 

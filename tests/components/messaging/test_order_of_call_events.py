@@ -235,7 +235,7 @@ def test_an_immediate_call_whose_work_another_task_cancels_does_not_end_the_subs
         calling = Calling()
         asking = asyncio.create_task(calling.call())
         await turns(TURNS)
-        immediate = Endpoint("call", KvComing, _cancelled_work, immediate=True)
+        immediate = Endpoint("call", KvComing, _cancelled_work, runs_inline=True)
         await calling.server.receive(immediate)(Request(calling.questions.popleft()))
         await calling.return_answer()
         assert unpack((await asking).data, Refused).error == "InvariantBroken"

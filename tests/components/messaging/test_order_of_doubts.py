@@ -42,7 +42,7 @@ class Instance:
             self.questions.append((answered, StaleInstance("another") if self.runs else NobodyListens("none")))
         return await answered
 
-    def steady_s(self) -> float:
+    def since_reconnect_s(self) -> float:
         return float("inf")
 
     async def register(self) -> None:

@@ -96,7 +96,7 @@ async def test_silence_and_an_outage_of_nats_prove_nothing(mesh: Mesh) -> None:
 async def test_just_after_a_reconnect_nobody_is_given_up(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart of NATS drops every connection: processes that were back first would have counted the others as lost."""
     steady = [0.1]
-    monkeypatch.setattr(mesh.bus, "steady_s", lambda: steady[0])
+    monkeypatch.setattr(mesh.bus, "since_reconnect_s", lambda: steady[0])
     mesh.add("a")
     mesh.die("a")
     mesh.book.remove("a")

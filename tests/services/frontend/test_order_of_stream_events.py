@@ -170,7 +170,7 @@ class Bus(FakeBus):
             raise NobodyListens(f"no process listens on {subject}")
         return answer
 
-    def steady_s(self) -> float:
+    def since_reconnect_s(self) -> float:
         return asyncio.get_running_loop().time() - self.reconnected_s
 
 
