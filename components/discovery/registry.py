@@ -36,7 +36,7 @@ from components.wire.instances import InstanceRecord, dump_record, load_record
 log = logging.getLogger(__name__)
 
 PAGE: Final = 256  # records per read, about a megabyte
-SPREAD_S: Final = 0.02  # delay per instance, so that instances do not all write lost records at once
+JITTER_PER_INSTANCE_S: Final = 0.02  # delay per instance, so that instances do not all write lost records at once
 
 MakeRecord = Callable[[str], InstanceRecord]  # epoch → record
 
@@ -127,7 +127,7 @@ class Registry:
                     revoke_lease(self._url, lease_id, self._access)
                     return
                 log.warning("etcd dropped the lease, registering again", extra={"epoch": record.epoch})
-                stop.wait(random.uniform(0, SPREAD_S * len(self.book)))
+                stop.wait(random.uniform(0, JITTER_PER_INSTANCE_S * len(self.book)))
             except BackendUnavailable as exc:
                 wait_s = backoff.failed()
                 self._report(exc, backoff)

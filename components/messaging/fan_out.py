@@ -15,20 +15,20 @@ from components.wire.instances import InstanceRecord, Role
 
 ALL_PAIRS: Final = 4096  # pairs up to which decode instances follow prefill instances: 64 of each
 RESUBSCRIBE_BELOW: Final = 0.75  # of ALL_PAIRS: hysteresis
-WATCHERS: Final = 1  # a planner subscribes to the heartbeats of all workers
+PLANNERS: Final = 1  # a planner subscribes to the heartbeats of all workers
 # deliveries a second, for each kind of message
 DELIVERIES_PER_S: Final = 12_000
 QUERIES_PER_S: Final = 11_000  # by all decode instances; each costs two deliveries
 RECEIVED_PER_S: Final = 2_000  # heartbeats of one role that one process receives
-SOONEST_S: Final = 0.05  # between two messages of an instance
-LONGEST_S: Final = 5.0  # between two messages; enough for 60,000 pairs of a decode instance and a frontend
+MIN_INTERVAL_S: Final = 0.05  # between two messages of an instance
+MAX_INTERVAL_S: Final = 5.0  # between two messages; enough for 60,000 pairs of a decode instance and a frontend
 
 ROLES: Final[tuple[Role, ...]] = ("frontend", "decode", "prefill")
 
 
 def heartbeat_rest_s(instances: int, followings: int) -> float:
     received = instances * DELIVERIES_PER_S / RECEIVED_PER_S
-    return _rest_s(max(followings + WATCHERS * instances, received))
+    return _rest_s(max(followings + PLANNERS * instances, received))
 
 
 def kv_events_rest_s(followings: int) -> float:
@@ -41,7 +41,7 @@ def queries_per_s(decodes: int) -> float:
 
 
 def _rest_s(deliveries: float) -> float:
-    return min(max(SOONEST_S, deliveries / DELIVERIES_PER_S), LONGEST_S)
+    return min(max(MIN_INTERVAL_S, deliveries / DELIVERIES_PER_S), MAX_INTERVAL_S)
 
 
 class FleetSizes:
@@ -74,7 +74,7 @@ class FleetSizes:
 
     def kv_events_rest_s(self, role: Role) -> float:
         if role == "prefill" and self.pairs > ALL_PAIRS:
-            return LONGEST_S  # no process follows them
+            return MAX_INTERVAL_S  # no process follows them
         return kv_events_rest_s(self.followings(role))
 
     def queries_per_s(self) -> float:

@@ -14,7 +14,7 @@ from components.messaging.bus import Bus
 from components.messaging.fan_out import SubscriptionChoice
 from components.messaging.kv_subscriber import KvMirror, follow_kv_events
 from components.messaging.liveness import InstanceState, Liveness, Loss, watch_heartbeats
-from components.messaging.load_queries import ANSWER_WITHIN_S, LoadQueries, ask_heartbeats
+from components.messaging.load_queries import ANSWER_TIMEOUT_S, LoadQueries, ask_heartbeats
 from components.routing.candidates import CandidateChoice, CandidateQuery, depths
 from components.routing.kv_index import MAX_BLOCKS, KvIndex
 from components.routing.policies import WorkerRole, parse_policy
@@ -88,7 +88,7 @@ class CandidateQueries:
         key = self._fleet.policy.meeting_key(self._role, ask)
         keys = hashes[min(hashes)] if hashes and key is None else []
         for candidates in self._candidates.rounds(keys or [key or ask.prefix or self._fleet.rng.randbytes(16)], usable):
-            if router.now_s - began_s > ANSWER_WITHIN_S:
+            if router.now_s - began_s > ANSWER_TIMEOUT_S:
                 break
             records = [usable[at] for at in candidates[: self._queries.take(len(candidates))]]
             if not records:

@@ -14,10 +14,10 @@ from components.wire.generate import FramesResent, TokenFrame
 
 log = logging.getLogger(__name__)
 
-QUIET_S: Final = 1.0  # time without a frame after which the instance is queried
-LOOK_S: Final = 0.25
-AGAIN_S: Final = 0.5  # pause after a failed call
-ARRIVE_S: Final = 0.5  # timeout for frames that were sent again
+QUERY_AFTER_SILENCE_S: Final = 1.0  # time without a frame after which the instance is queried
+CHECK_INTERVAL_S: Final = 0.25
+RETRY_PAUSE_S: Final = 0.5  # pause after a failed call
+RESEND_TIMEOUT_S: Final = 0.5  # timeout for frames that were sent again
 MAX_HELD: Final = 4096  # frames kept after a gap; later ones are requested again
 
 Resend = Callable[[int], Awaitable[FramesResent]]  # number of the first missing frame
@@ -76,7 +76,7 @@ class FrameOrder:
         return True
 
     def look(self) -> None:
-        if self.is_wanted and self._loop.time() - self._last_frame_s > QUIET_S:
+        if self.is_wanted and self._loop.time() - self._last_frame_s > QUERY_AFTER_SILENCE_S:
             self.repair()
 
     def repair(self) -> None:
@@ -102,7 +102,7 @@ class FrameOrder:
                 log.debug(
                     "missing frames were not sent again", extra={"instance": self._instance_id, "cause": exc.message}
                 )
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_PAUSE_S)
                 continue
             for number in held:
                 if number >= answer.made:  # not a frame of this instance
@@ -117,7 +117,7 @@ class FrameOrder:
     async def _reached(self, number: int) -> None:
         """Wait for the frames before `number`, which may get lost again."""
         try:
-            async with asyncio.timeout(ARRIVE_S):
+            async with asyncio.timeout(RESEND_TIMEOUT_S):
                 while self._expected < number:
                     self._advanced.clear()
                     await self._advanced.wait()

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from components.aio import Failure, background
 from components.errors import DecodeLost, FramesLost, InvariantBroken, MalformedMessage, MeshError
 from components.messaging.bus import Bus
-from components.messaging.frame_order import LOOK_S, FrameCounts, FrameOrder
+from components.messaging.frame_order import CHECK_INTERVAL_S, FrameCounts, FrameOrder
 from components.messaging.refusals import DUPLICATE, GAP, STRANGER, Refusals
 from components.telemetry.on_demand import OnDemand
 from components.wire.generate import (
@@ -32,7 +32,7 @@ from components.wire.refused import raised
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S: Final = 2.0
-UNWANTED_S: Final = 1.0  # a cancelled stream that still sends after this time is cancelled again
+CANCEL_AGAIN_AFTER_S: Final = 1.0  # a cancelled stream that still sends after this time is cancelled again
 
 
 class Reader(Protocol):
@@ -215,7 +215,7 @@ class StreamInbox:
 
     async def look(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             for source in list(self._sources.values()):
                 source.order.look()
 
@@ -258,7 +258,7 @@ class StreamInbox:
             source.unwanted.pop(item.stream_id, None)
             return
         now_s = asyncio.get_running_loop().time()
-        if now_s - source.unwanted.setdefault(item.stream_id, now_s) > UNWANTED_S:
+        if now_s - source.unwanted.setdefault(item.stream_id, now_s) > CANCEL_AGAIN_AFTER_S:
             source.unwanted[item.stream_id] = now_s
             self._cancel(instance_id, item.stream_id)
 

@@ -29,9 +29,9 @@ DUMPS_AT_ONCE: Final = 16
 SLICE_BLOCKS: Final = 1024  # blocks of a dump per turn of the event loop; about a millisecond
 FIRST_WAIT_S: Final = 0.1  # back-off after a failed dump; doubles
 LAST_WAIT_S: Final = 5.0
-CALM_S: Final = 10.0  # time without a dump after which the back-off is reset
-LOOK_EVERY_S: Final = 0.5
-SWEEPS: Final = 32  # slices swept in one run of `look`
+BACKOFF_RESET_S: Final = 10.0  # time without a dump after which the back-off is reset
+CHECK_INTERVAL_S: Final = 0.5
+SLICES_PER_CHECK: Final = 32  # slices swept in one run of `look`
 SWEEP_REST_S: Final = 0.01  # pause between two slices
 
 
@@ -113,7 +113,7 @@ class KvMirror:
         """Fetch all dumps after a reconnect, as events were lost, and those with refused blocks once the index has room."""
         seen = self._bus.client.stats["reconnects"]
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             before, seen = seen, self._bus.client.stats["reconnects"]
             if seen != before:
                 for instance in self._instances.values():
@@ -124,7 +124,7 @@ class KvMirror:
 
     async def _sweep(self) -> None:
         """Free the room of instances that left, if others need it. New blocks also do so, but there may be none."""
-        for _ in range(SWEEPS):
+        for _ in range(SLICES_PER_CHECK):
             if not (self.missing and self._index.sweep(SLICE_BLOCKS)):
                 return
             await asyncio.sleep(SWEEP_REST_S)
@@ -154,7 +154,7 @@ class KvMirror:
         """Fetch dumps until the instance is current or no longer followed."""
         follower = instance.follower
         while follower.needs_dump and self._is_followed(instance):
-            if time.monotonic() - instance.dumped > CALM_S:
+            if time.monotonic() - instance.dumped > BACKOFF_RESET_S:
                 instance.wait_s = 0.0
             await asyncio.sleep(instance.wait_s * self._rng.uniform(0.5, 1.0))
             instance.wait_s = min(max(FIRST_WAIT_S, 2 * instance.wait_s), LAST_WAIT_S)

@@ -16,7 +16,7 @@ from components.aio import background
 from components.discovery.book import InstanceBook
 from components.errors import MalformedMessage
 from components.messaging.bus import PING_EVERY_S, Bus
-from components.messaging.fan_out import LONGEST_S, SubscriptionChoice
+from components.messaging.fan_out import MAX_INTERVAL_S, SubscriptionChoice
 from components.messaging.following import subscribed
 from components.messaging.refusals import STRANGER
 from components.routing.policy import PromptLoad
@@ -28,14 +28,18 @@ from components.wire.protocol import OLDEST, PROTOCOL
 log = logging.getLogger(__name__)
 
 EVERY_S: Final = USUAL_NEXT_S  # between two heartbeats; in a large fleet their `next_s`
-LATE_S: Final = 1.0  # tolerated delay of a heartbeat
-SILENT_AFTER_S: Final = 2 * EVERY_S + LATE_S  # two missing heartbeats
+HEARTBEAT_TOLERANCE_S: Final = 1.0  # tolerated delay of a heartbeat
+SILENT_AFTER_S: Final = 2 * EVERY_S + HEARTBEAT_TOLERANCE_S  # two missing heartbeats
 HUNG_AFTER_S: Final = 20.0  # longest plausible step: a chunk on a busy CPU takes seconds
-STALLED_AFTER_S: Final = EVERY_S + LATE_S  # time without a heartbeat or step; then other instances are preferred
-LONG_STEPS: Final = 2.0  # in usual step times: an instance is stalled after this, or after STALLED_AFTER_S if longer
+STALLED_AFTER_S: Final = (
+    EVERY_S + HEARTBEAT_TOLERANCE_S
+)  # time without a heartbeat or step; then other instances are preferred
+STALLED_AFTER_STEPS: Final = (
+    2.0  # in usual step times: an instance is stalled after this, or after STALLED_AFTER_S if longer
+)
 LONGEST_STEP_S: Final = 5.0  # upper bound of the usual step time
 NATS_SILENT_AFTER_S: Final = PING_EVERY_S  # if NATS itself is silent for longer, an instance's silence is ignored
-LATEST: Final = 0.5  # weight of the latest step in the usual step time; less for a short step
+LATEST_STEP_WEIGHT: Final = 0.5  # weight of the latest step in the usual step time; less for a short step
 
 OnLost = Callable[[InstanceRecord, str], None]  # (instance, reason)
 OnEnded = Callable[[InstanceRecord], None]
@@ -235,7 +239,7 @@ class Liveness:
         if health.last is None or health.last.step != heartbeat.step or not heartbeat.busy:
             if health.last is not None and health.last.busy:
                 took_s = min(health.last.still_s if self._queries_instances else now - health.advanced, LONGEST_STEP_S)
-                health.usual_s += LATEST * min(1.0, took_s / EVERY_S) * (took_s - health.usual_s)
+                health.usual_s += LATEST_STEP_WEIGHT * min(1.0, took_s / EVERY_S) * (took_s - health.usual_s)
             health.advanced = now
         if self._queries_instances:
             health.advanced = now - max(heartbeat.still_s, 0.0)
@@ -276,7 +280,7 @@ class Liveness:
 
     def _update_stalled(self, health: _InstanceHealth, now: float) -> None:
         stalled_after_s = STALLED_AFTER_S + _beyond_usual_s(self._next_s_of(health))
-        patience_s = max(stalled_after_s, LONG_STEPS * health.usual_s)
+        patience_s = max(stalled_after_s, STALLED_AFTER_STEPS * health.usual_s)
         is_stalled = self._silent_s(health, now) > stalled_after_s or self._since_step_s(health, now) > patience_s
         if is_stalled != health.is_stalled:
             health.is_stalled = is_stalled
@@ -352,7 +356,7 @@ def silent_after_s(next_s: float) -> float:
 
 def _beyond_usual_s(next_s: float) -> float:
     """Seconds by which `next_s` exceeds the usual interval; bounded, so one bad heartbeat cannot keep an instance alive."""
-    return min(max(EVERY_S, next_s), LONGEST_S) - EVERY_S
+    return min(max(EVERY_S, next_s), MAX_INTERVAL_S) - EVERY_S
 
 
 @asynccontextmanager

@@ -16,9 +16,9 @@ from components.routing.candidates import Allowance
 from components.wire.heartbeat import AskHeartbeat, Heartbeat
 from components.wire.instances import InstanceRecord
 
-ANSWER_WITHIN_S: Final = 0.1  # after this time the prompt is routed without the answer
-GIVEN_UP_AFTER_S: Final = 1.0  # timeout; before the bus repeats the call, because `run` sends a new one
-LONGEST_WAIT_S: Final = 5.0  # longest back-off between queries to a lost instance
+ANSWER_TIMEOUT_S: Final = 0.1  # after this time the prompt is routed without the answer
+CALL_TIMEOUT_S: Final = 1.0  # timeout; before the bus repeats the call, because `run` sends a new one
+MAX_BACKOFF_S: Final = 5.0  # longest back-off between queries to a lost instance
 
 
 class LoadQueries:
@@ -37,7 +37,7 @@ class LoadQueries:
         return self._allowance.take(wanted, self._per_s(), time.monotonic())
 
     async def ask(self, records: Sequence[InstanceRecord], hashes: Mapping[str, bytes]) -> dict[str, int | None]:
-        """Query instances and wait for at most ANSWER_WITHIN_S. Skip those with an older unanswered query.
+        """Query instances and wait for at most ANSWER_TIMEOUT_S. Skip those with an older unanswered query.
 
         Args:
             records: the instances.
@@ -49,10 +49,10 @@ class LoadQueries:
         asked = {
             record.instance_id: self._ask(record, hashes[record.instance_id])
             for record in records
-            if self._alive.unanswered_s(record.instance_id) < ANSWER_WITHIN_S
+            if self._alive.unanswered_s(record.instance_id) < ANSWER_TIMEOUT_S
         }
         if asked:
-            await asyncio.wait(asked.values(), timeout=ANSWER_WITHIN_S)
+            await asyncio.wait(asked.values(), timeout=ANSWER_TIMEOUT_S)
         late = {i: None for i, task in asked.items() if not task.done()}
         answers = {i: task.result() for i, task in asked.items() if task.done() and not task.cancelled()}
         usable = {i: cached for i, cached in answers.items() if cached is not None and self._alive.is_usable(i)}
@@ -86,10 +86,10 @@ class LoadQueries:
         self._alive.asked(instance_id)
         subject = f"{record.subject}.ask_heartbeat"
         try:
-            beat = await self._bus.call(subject, AskHeartbeat(hashes=hashes), Heartbeat, timeout_s=GIVEN_UP_AFTER_S)
+            beat = await self._bus.call(subject, AskHeartbeat(hashes=hashes), Heartbeat, timeout_s=CALL_TIMEOUT_S)
         except MeshError:
             if self._alive.is_lost(instance_id):
-                wait_s = min(2 * self._waits.get(instance_id, (EVERY_S / 2, 0.0))[0], LONGEST_WAIT_S)
+                wait_s = min(2 * self._waits.get(instance_id, (EVERY_S / 2, 0.0))[0], MAX_BACKOFF_S)
                 self._waits[instance_id] = wait_s, time.monotonic() + wait_s
             return None
         finally:

@@ -20,10 +20,10 @@ from components.messaging.call_server import Endpoint
 from components.wire.instances import AskPresent, InstanceRecord, Present
 
 ASK_TIMEOUT_S: Final = 2.0
-AGAIN_S: Final = 5.0  # between calls to a missing instance
-SPREAD_S: Final = 0.1  # delay per missing instance, as most register again before they are called
+CALL_INTERVAL_S: Final = 5.0  # between calls to a missing instance
+JITTER_PER_INSTANCE_S: Final = 0.1  # delay per missing instance, as most register again before they are called
 RECONNECT_GRACE_S: Final = 5.0  # since our own reconnect, because other processes may reconnect later
-AT_ONCE: Final = 64  # concurrent calls
+MAX_CONCURRENT_CALLS: Final = 64  # concurrent calls
 
 
 def present_endpoint(registration: Registration) -> Endpoint:
@@ -48,7 +48,9 @@ class PresenceCheck:
         book.on_missing = self._on_missing
 
     def _on_missing(self, key: str) -> None:
-        self._due[key] = time.monotonic() + self._rng.uniform(0, SPREAD_S * (len(self._book.missing_in_etcd) - 1))
+        self._due[key] = time.monotonic() + self._rng.uniform(
+            0, JITTER_PER_INSTANCE_S * (len(self._book.missing_in_etcd) - 1)
+        )
         self._wake.set()
 
     async def run(self) -> None:
@@ -57,7 +59,7 @@ class PresenceCheck:
                 await self._next_due()
                 now = time.monotonic()
                 ready = [key for key, due in self._due.items() if due <= now]
-                for key in ready[: AT_ONCE - len(self._asking)]:
+                for key in ready[: MAX_CONCURRENT_CALLS - len(self._asking)]:
                     del self._due[key]
                     if key in self._book.missing_in_etcd:  # otherwise the record is in etcd again
                         self._asking.add(key)
@@ -67,7 +69,7 @@ class PresenceCheck:
         """Wait until a call is due and allowed."""
         self._wake.clear()
         wait_s = min(self._due.values(), default=float("inf")) - time.monotonic()
-        if wait_s <= 0 and len(self._asking) < AT_ONCE:
+        if wait_s <= 0 and len(self._asking) < MAX_CONCURRENT_CALLS:
             return
         timeout_s = None if wait_s == float("inf") or wait_s <= 0 else wait_s
         try:
@@ -86,7 +88,7 @@ class PresenceCheck:
         if gone:
             self._book.drop(key)
         else:
-            again_s = AGAIN_S + SPREAD_S * len(self._book.missing_in_etcd)
+            again_s = CALL_INTERVAL_S + JITTER_PER_INSTANCE_S * len(self._book.missing_in_etcd)
             self._due[key] = time.monotonic() + self._rng.uniform(0.5, 1.0) * again_s
 
     async def _is_gone(self, record: InstanceRecord) -> bool:

@@ -25,8 +25,8 @@ from services.frontend.fair_queue import AdmissionTicket, FairQueue
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.ports import FleetRoom, Mesh
 
-LOOK_EVERY_S: Final = 0.05  # between checks of decode's load and of how long requests have waited
-RATE_OVER_S: Final = 10.0
+CHECK_INTERVAL_S: Final = 0.05  # between checks of decode's load and of how long requests have waited
+RATE_WINDOW_S: Final = 10.0
 REFUSALS: Final = {  # by their reason in the metric
     "full": "the admission queue is full",
     "shed": "the admission queue was full, and another request replaced this one",
@@ -64,18 +64,18 @@ def queue_key(api_key: bytes) -> bytes:
 class AdmittedRate:
     def __init__(self, now_s: float) -> None:
         self._since_s = self._at_s = now_s
-        self._sum = 0.0  # tokens, decayed by e^(-t / RATE_OVER_S)
+        self._sum = 0.0  # tokens, decayed by e^(-t / RATE_WINDOW_S)
 
     def add(self, tokens: int, now_s: float) -> None:
         self._sum = self._decayed(now_s) + tokens
         self._at_s = now_s
 
     def per_s(self, now_s: float) -> float:
-        seen_s = RATE_OVER_S * -math.expm1(-max(now_s - self._since_s, 1.0) / RATE_OVER_S)
+        seen_s = RATE_WINDOW_S * -math.expm1(-max(now_s - self._since_s, 1.0) / RATE_WINDOW_S)
         return self._decayed(now_s) / seen_s
 
     def _decayed(self, now_s: float) -> float:
-        return self._sum * math.exp((self._at_s - now_s) / RATE_OVER_S)
+        return self._sum * math.exp((self._at_s - now_s) / RATE_WINDOW_S)
 
 
 class Admission:
@@ -142,7 +142,7 @@ class Admission:
         )
 
     def _look(self, now_s: float) -> None:
-        self._look_at_s = now_s + LOOK_EVERY_S
+        self._look_at_s = now_s + CHECK_INTERVAL_S
         room = self._mesh.room()
         if room == self._room:
             return  # no new heartbeat: our requests that have begun since would count as other frontends'
@@ -196,7 +196,7 @@ class Admission:
 
     def _look_later(self) -> None:
         if self._timer is None and self._queue:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._tick)
+            self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL_S, self._tick)
 
     def _tick(self) -> None:
         self._timer = None

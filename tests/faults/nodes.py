@@ -20,7 +20,7 @@ from components.kv_transfer.multi_rank_transfer import MultiRankTransfer
 from components.kv_transfer.writes import Writes
 from components.messaging.bus import Bus
 from components.messaging.call_server import serve_calls
-from components.messaging.fan_out import SOONEST_S, SubscriptionChoice
+from components.messaging.fan_out import MIN_INTERVAL_S, SubscriptionChoice
 from components.messaging.fleet import Fleet, open_fleet
 from components.messaging.heartbeat_sender import HeartbeatSender, send_heartbeats
 from components.messaging.inbox import open_inbox
@@ -449,7 +449,7 @@ class Decode(Worker):
         await stack.enter_async_context(
             self._advertised([*self.service.endpoints(), *self.kv_events.endpoints()], record)
         )
-        heartbeats = send_heartbeats(self.bus, self.subject, self.service.heartbeat, lambda: SOONEST_S)
+        heartbeats = send_heartbeats(self.bus, self.subject, self.service.heartbeat, lambda: MIN_INTERVAL_S)
         self.heart = heart = await stack.enter_async_context(heartbeats)
         self.engine.on_output(lambda output: heart.stepped(output.stats.step))
 
@@ -484,7 +484,7 @@ class Prefill(Worker):
             self._advertised([*self.service.endpoints(), *self.kv_events.endpoints()], record)
         )
         heartbeats = send_heartbeats(
-            self.bus, self.subject, self.service.heartbeat, lambda: SOONEST_S, self.kv_events.log.num_cached
+            self.bus, self.subject, self.service.heartbeat, lambda: MIN_INTERVAL_S, self.kv_events.log.num_cached
         )
         self.heart = heart = await stack.enter_async_context(heartbeats)
         self.engine.on_output(lambda output: heart.stepped(output.stats.step))

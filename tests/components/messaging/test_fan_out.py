@@ -8,9 +8,9 @@ from components.aio import background
 from components.discovery.book import InstanceBook
 from components.messaging.fan_out import (
     ALL_PAIRS,
-    LONGEST_S,
+    MAX_INTERVAL_S,
+    MIN_INTERVAL_S,
     QUERIES_PER_S,
-    SOONEST_S,
     FleetSizes,
     SubscriptionChoice,
 )
@@ -84,11 +84,11 @@ def test_in_a_small_fleet_everything_is_followed_and_sent_as_soon_as_it_may_be()
     sizes = FleetSizes(fleet(20, 20, 4))
     assert sizes.followings("prefill") == 400
     for role in ("decode", "prefill"):
-        assert sizes.heartbeat_rest_s(role) == sizes.kv_events_rest_s(role) == SOONEST_S
+        assert sizes.heartbeat_rest_s(role) == sizes.kv_events_rest_s(role) == MIN_INTERVAL_S
 
 
 def test_prefill_instances_that_nobody_follows_publish_seldom() -> None:
-    assert FleetSizes(fleet(65, 64, 1)).kv_events_rest_s("prefill") == LONGEST_S
+    assert FleetSizes(fleet(65, 64, 1)).kv_events_rest_s("prefill") == MAX_INTERVAL_S
 
 
 def test_a_decode_instance_follows_until_the_fleet_is_large_and_then_asks() -> None:

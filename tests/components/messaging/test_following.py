@@ -85,7 +85,7 @@ class Scene:
 @pytest.fixture
 async def scene(nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     monkeypatch.setattr(fan_out, "ALL_PAIRS", 40)
-    for limit in ("ANSWER_WITHIN_S", "GIVEN_UP_AFTER_S"):  # NATS refuses at once what is asked of a stopped instance
+    for limit in ("ANSWER_TIMEOUT_S", "CALL_TIMEOUT_S"):  # NATS refuses at once what is asked of a stopped instance
         monkeypatch.setattr(load_queries, limit, 5.0)
     book = InstanceBook()
     for name in NAMES:

@@ -92,7 +92,7 @@ def test_a_lost_last_frame_is_asked_for_after_a_quiet_second() -> None:
         began = loop.time()
         while len(link.dealt) < 3:
             link.order.look()
-            await asyncio.sleep(frame_order.LOOK_S)
+            await asyncio.sleep(frame_order.CHECK_INTERVAL_S)
         assert loop.time() - began < 2.0
         assert link.counts == FrameCounts(lost=0, gaps=0, checks=1)
 
@@ -123,7 +123,7 @@ def test_asking_goes_on_through_an_outage() -> None:
         await asyncio.sleep(30)
         assert link.dealt == [0]
         link.away = False
-        await asyncio.sleep(frame_order.AGAIN_S + 0.1)
+        await asyncio.sleep(frame_order.RETRY_PAUSE_S + 0.1)
         assert link.dealt == [0, 1, 2]
         assert len(link.asked) < 100
 
@@ -183,7 +183,7 @@ def test_whatever_is_lost_and_how_often_every_frame_is_dealt_once_in_order(seed:
             link.order.look()
         bad = link.away = False
         for _ in range(20):
-            await asyncio.sleep(frame_order.LOOK_S)
+            await asyncio.sleep(frame_order.CHECK_INTERVAL_S)
             link.order.look()
         assert link.dealt == list(range(link.made))
         assert not link.lost

@@ -83,7 +83,7 @@ async def test_a_lost_question_or_answer_costs_a_second_and_the_call_runs_once(
             monkeypatch.setattr(CallServer, "_respond", losing_method(CallServer._respond))
         began = time.monotonic()
         await ask(client, subject)
-        assert time.monotonic() - began > replies.AGAIN_S * 0.9
+        assert time.monotonic() - began > replies.FIRST_REPEAT_S * 0.9
         assert server.runs == ["r", "r"]
 
 
@@ -100,7 +100,7 @@ def losing_method(method: Callable[..., Awaitable[None]]) -> Callable[..., Await
 async def test_a_call_that_takes_long_is_repeated_and_runs_once(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "AGAIN_S", 0.05)
+    monkeypatch.setattr(replies, "FIRST_REPEAT_S", 0.05)
     async with serving(nats_url, namespace) as (server, client, subject):
         server.release.clear()
         asking = asyncio.create_task(ask(client, subject))
@@ -114,7 +114,7 @@ async def test_a_call_that_takes_long_is_repeated_and_runs_once(
 async def test_a_receiver_that_goes_away_after_it_took_a_call_ends_it_when_repetitions_find_nobody(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "AGAIN_S", 0.05)
+    monkeypatch.setattr(replies, "FIRST_REPEAT_S", 0.05)
 
     taken = asyncio.Event()
 

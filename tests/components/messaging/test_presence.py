@@ -39,8 +39,8 @@ class Mesh:
 
 @pytest.fixture
 async def mesh(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
-    monkeypatch.setattr(presence, "AGAIN_S", 0.05)
-    monkeypatch.setattr(presence, "SPREAD_S", 0.001)
+    monkeypatch.setattr(presence, "CALL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(presence, "JITTER_PER_INSTANCE_S", 0.001)
     made = Mesh()
     async with keep_present(made.bus, made.book, Random(0)):
         yield made
@@ -109,13 +109,13 @@ async def test_just_after_a_reconnect_nobody_is_given_up(mesh: Mesh, monkeypatch
 async def test_when_etcd_loses_everybody_the_questions_are_spread_and_bounded(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence, "SPREAD_S", 0.002)
+    monkeypatch.setattr(presence, "JITTER_PER_INSTANCE_S", 0.002)
     names = [f"d{number}" for number in range(300)]
     for name in names:
         mesh.add(name)
     mesh.book.replace_all({})
     await asyncio.sleep(0)
-    assert len(mesh.bus.of(AskPresent)) <= presence.AT_ONCE
+    assert len(mesh.bus.of(AskPresent)) <= presence.MAX_CONCURRENT_CALLS
     assert len(mesh.here) == 300
     mesh.book.replace_all({name: record(name, "1") for name in names[:250]})
     await asyncio.sleep(0.7)

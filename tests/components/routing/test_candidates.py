@@ -6,9 +6,9 @@ import pytest
 
 from components.routing.candidates import (
     BURST_S,
+    CANDIDATES_PER_LATER_ROUND,
     LEAST_BURST,
     ROUNDS,
-    SAMPLED,
     Allowance,
     CandidateChoice,
     CandidateQuery,
@@ -75,7 +75,7 @@ def test_later_rounds_draw_a_few_of_many() -> None:
     first, *later = rounds(keys)
     assert len(first) == 8
     assert len(later) == len(ROUNDS) - 1
-    assert all(len(each) == SAMPLED for each in later)
+    assert all(len(each) == CANDIDATES_PER_LATER_ROUND for each in later)
 
 
 def test_rankings_are_made_anew_when_the_fleet_changes() -> None:

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from components.errors import NoDecodeInstance, Overloaded, QueueFull
 from components.routing.policy import REQUEST_TOKENS
-from services.frontend.admission import LOOK_EVERY_S, Admission, queue_key
+from services.frontend.admission import CHECK_INTERVAL_S, Admission, queue_key
 from services.frontend.fair_queue import AdmissionTicket
 from services.frontend.gate import read_credentials
 from services.frontend.metrics import FrontendMetrics
@@ -118,9 +118,11 @@ def test_news_of_room_lets_the_next_go_on() -> None:
         await asyncio.sleep(1)
         assert not case.admitted
         case.room_now = EMPTY
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
         assert case.admitted == ["a"]
-        assert case.value("kvmesh_request_queue_time_seconds_sum") == pytest.approx(1 + LOOK_EVERY_S, abs=LOOK_EVERY_S)
+        assert case.value("kvmesh_request_queue_time_seconds_sum") == pytest.approx(
+            1 + CHECK_INTERVAL_S, abs=CHECK_INTERVAL_S
+        )
 
     run(test)
 
@@ -136,7 +138,7 @@ def test_whoever_waits_when_all_decode_is_lost_waits_for_its_return() -> None:
         await asyncio.sleep(1)
         assert not case.admitted
         case.room_now = EMPTY
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
         assert len(case.admitted) == 15
 
     run(test)
@@ -153,7 +155,7 @@ def test_requests_are_refused_when_no_decode_instance_comes_back() -> None:
         await asyncio.sleep(1)
         assert not case.refused
         case.models = []  # the time to wait for one is over
-        await asyncio.sleep(2 * LOOK_EVERY_S)
+        await asyncio.sleep(2 * CHECK_INTERVAL_S)
         assert len(case.refused) == 100
         assert {type(refusal) for refusal in case.refused.values()} == {NoDecodeInstance}
         assert case.is_clean()
@@ -166,11 +168,11 @@ def test_what_others_have_waiting_counts_and_ours_does_not_count_twice() -> None
         case = Case()
         for i in range(5):
             case.come(str(i))
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
         case.admission._usual_tokens = 100.0
         case.room_now = FleetRoom(700, 1000, 5)  # all ours: 1,200 in all
         assert case.come("a").admission_result is None
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
         case.room_now = FleetRoom(700, 1000, 9)  # three of them others': 1,600
         assert case.come("b").admission_result is not None
 
@@ -220,7 +222,7 @@ def test_a_full_queue_refuses_a_flood_and_sheds_it_for_another_key() -> None:
         assert set(case.refused) == {"9"}
         assert [case.value("kvmesh_requests_refused_total", reason=why) for why in ("full", "shed", "age")] == [1, 1, 0]
         case.room_now = EMPTY
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
         assert case.admitted[:2] == ["0", "other"]
 
     run(test)
@@ -255,7 +257,7 @@ def test_whoever_gives_up_leaves_the_queue_at_once() -> None:
         await soon()
         assert case.value("kvmesh_num_requests_waiting") == 1
         case.room_now = EMPTY
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
         assert case.admitted == ["b"]
 
     run(test)

@@ -200,7 +200,7 @@ async def test_a_stream_whose_cancel_was_lost_is_cancelled_again(mesh: Mesh, mon
     assert asking.cancelled()
     await asyncio.sleep(0)
     assert mesh.cancelled() == [("ns.decode.a.cancel", [0])]
-    monkeypatch.setattr(inbox, "UNWANTED_S", -1.0)
+    monkeypatch.setattr(inbox, "CANCEL_AGAIN_AFTER_S", -1.0)
     decode.send(streams[0].tokens([103]))
     await asyncio.gather(*mesh.tasks)
     await asyncio.sleep(0)
