@@ -36,7 +36,7 @@ CANCEL_AGAIN_AFTER_S: Final = 1.0  # a cancelled stream that still sends after t
 
 
 class Reader(Protocol):
-    def take(self, item: StreamItem) -> None:
+    def add_tokens(self, item: StreamItem) -> None:
         """Take the items of one turn of the event loop, joined into one."""
 
     def fail(self, error: MeshError) -> None:
@@ -87,7 +87,7 @@ class InStream:
         item = items[0] if len(items) == 1 else _joined(items)
         try:
             if item.token_ids or item.error is None:
-                reader.take(item)
+                reader.add_tokens(item)
         except Exception as exc:  # noqa: BLE001 - it ends this stream alone: the frame has items of others
             self.fail(exc if isinstance(exc, MeshError) else _broken(exc))
             return

@@ -81,7 +81,7 @@ class EngineCore:
         self._pooling = pooling
         self._limits = Limits(max_context, vocab_size, eos_token_ids, embeds=pooling is not None)
         self._make_drafter = make_drafter
-        self._guesses_all = config.speculative_tokens is not None  # otherwise only if drafts cost little
+        self._always_drafts = config.speculative_tokens is not None  # otherwise only if `drafts_are_cheap`
         auto = not runner.takes_cpu and make_drafter is None  # a draft needs the token that the step in flight draws
         self._pipelined = config.pipeline == "on" or (config.pipeline == "auto" and auto)
         self._memory = RequestMemory(
@@ -180,7 +180,7 @@ class EngineCore:
 
     def _drafter_of(self, request: EngineRequest) -> Callable[[Sequence[int]], Drafter] | None:
         make_drafter = self._make_drafter
-        if make_drafter is None or not (self._guesses_all or guesses_cost_little(request)):
+        if make_drafter is None or not (self._always_drafts or drafts_are_cheap(request)):
             return None
         return lambda tokens: make_drafter(tokens, request.prediction)
 
@@ -376,7 +376,7 @@ class EngineCore:
             restored_pages=self._memory.offloaded.num_restored,
             preemptions=scheduler.preemptions,
             drafted_tokens=self._outcomes.draft_counts.checked,
-            accepted_tokens=self._outcomes.draft_counts.right,
+            accepted_tokens=self._outcomes.draft_counts.accepted,
             forward=self._runner.forward_kind,
         )
 
@@ -385,7 +385,7 @@ def _reserved(requests: Sequence[Request]) -> list[Exposed]:
     return [Exposed(r.id, list(r.pages), r.num_computed, r.num_cached_tokens) for r in requests]
 
 
-def guesses_cost_little(request: EngineRequest) -> bool:
+def drafts_are_cheap(request: EngineRequest) -> bool:
     """Return whether drafts cost nothing beyond the computation of their rows.
 
     Drafts use up the limit of a compiled grammar, which its requests share. Penalties count the text again for each draft.

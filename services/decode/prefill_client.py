@@ -49,11 +49,11 @@ from components.wire.tokens import num_tokens
 from engine.ports import Exposed
 from services.decode.bootstrap_choice import LIMIT_S, BootstrapChoice
 from services.decode.inbound import NEXT, InboundState, InboundTransfer
-from services.decode.unpredictable import Unpredictable
+from services.decode.keyed_random import KeyedRandom
 
 log = logging.getLogger(__name__)
 
-randbits: Final = Unpredictable()
+randbits: Final = KeyedRandom()
 
 S = InboundState
 T = TypeVar("T")

@@ -22,7 +22,7 @@ from components.wire.sampling import Constraint
 from services.frontend import tracing
 from services.frontend.admission import Admission
 from services.frontend.answer_form import error_of
-from services.frontend.choice import Piece
+from services.frontend.choice import TextDelta
 from services.frontend.config import FrontendSettings
 from services.frontend.dialects.dialect import Dialect, EventStream
 from services.frontend.fair_queue import AdmissionTicket
@@ -188,10 +188,10 @@ class Exchange:
     async def _stream(self, reply: Reply, generation: Generation) -> None:
         self._events = events = self._dialect.events(generation)
 
-        def show(piece: Piece, is_last: bool) -> bool:
+        def show(piece: TextDelta, is_last: bool) -> bool:
             data = events.piece(piece)
             if is_last:  # sent together with the events of `end`
-                reply.hold_end(data)
+                reply.hold_final_events(data)
                 return False
             return not data or reply.write(data)
 
@@ -201,16 +201,16 @@ class Exchange:
                 await generation.woken()
                 is_over = generation.is_over
                 if is_over:
-                    reply.hold_end(await events.end())
+                    reply.hold_final_events(await events.end())
                 is_first = self._begin_first_token(generation)
                 await reply.flush(last=is_over)
                 if is_first:
                     self._first_token_sent()
 
     async def _collect(self, reply: Reply, generation: Generation) -> None:
-        pieces: list[list[Piece]] = [[] for _ in generation.choices]
+        pieces: list[list[TextDelta]] = [[] for _ in generation.choices]
 
-        def show(piece: Piece, _: bool) -> bool:
+        def show(piece: TextDelta, _: bool) -> bool:
             pieces[piece.choice].append(piece)
             return not self._awaits_first_token
 

@@ -271,7 +271,7 @@ class Branch:
         if isinstance(why, DecodeLost) and not isinstance(why, FramesLost):  # else the instance records its own spans
             record_lost("decode.request", self.dispatched, self._record.instance_id, why.message)
 
-    def take(self, item: StreamItem) -> None:
+    def add_tokens(self, item: StreamItem) -> None:
         if not self._has_begun:
             self._has_begun = True
             self._route.succeeded()
@@ -285,7 +285,7 @@ class Branch:
         self._is_over = item.finish is not None
         self._generated += item.token_ids
         try:
-            wants_more = self._sink.take(self._index, item)
+            wants_more = self._sink.add_tokens(self._index, item)
         except MeshError as exc:
             # The reader failed, for example because the client is slow: a move would only repeat the work.
             self.close()

@@ -368,10 +368,10 @@ async def test_an_error_of_the_reader_moves_no_stream(
     """A client that did not read had its answer computed six times. What a sink has written would be written twice."""
 
     class Broken(Reading):
-        def take(self, branch: int, item: StreamItem) -> bool:
+        def add_tokens(self, branch: int, item: StreamItem) -> bool:
             if item.token_ids == [104]:
                 raise error
-            return super().take(branch, item)
+            return super().add_tokens(branch, item)
 
     def script(decode: Decode, stream: OutStream, _: GenerateRequest) -> None:
         decode.send(stream.tokens([103]))

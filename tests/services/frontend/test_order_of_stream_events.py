@@ -242,7 +242,7 @@ class Client:
         """The first branch has failed before the others began: as `Generation`, this cannot close them yet."""
         return self.error is not None and not self._branches
 
-    def take(self, branch: int, item: StreamItem) -> bool:
+    def add_tokens(self, branch: int, item: StreamItem) -> bool:
         if self._is_starting_after_error:
             return False
         if self.left or self.error is not None or self.ends[branch] is not None:
