@@ -110,7 +110,7 @@ class Steps:
             changes = [(self._blocks[-1], True)]
             if len(self._blocks) > CACHED:
                 changes.append((self._blocks.pop(0), False))
-            events.take(changes)
+            events.record(changes)
             await asyncio.sleep(self._each_s)
 
 
@@ -130,7 +130,7 @@ class Prompts:
             if not candidate_queries.are_needed:
                 continue
             began_s = time.monotonic()
-            query = await candidate_queries.about(RouteRequest(blocks.num_tokens), blocks, fleet.alive.usable(MODEL))
+            query = await candidate_queries.query(RouteRequest(blocks.num_tokens), blocks, fleet.alive.usable(MODEL))
             if self._signals.warm.is_set() and not self._signals.stop.is_set():
                 self._signals.asked.put((query.num_asked, len(query.answered), time.monotonic() - began_s))
 

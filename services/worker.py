@@ -153,7 +153,7 @@ class Worker:
         self.metrics.show_ranks(self.config.tensor_parallel)
         self.metrics.show(self.figures)
         service.show(self.figures)
-        engine.on_output(lambda output: self.kv_events.take(output.cache_events))
+        engine.on_output(lambda output: self.kv_events.record(output.cache_events))
         size = self.config.step_size(self.transfer.endpoint.device)
         record = record_maker(
             self.settings,
@@ -180,12 +180,12 @@ class Worker:
             self.registry.advertise(self.registration, record),
         ):
             engine.on_output(lambda output: heart.stepped(output.stats.step))
-            control.serves(service, heart.at_once, Limit(drain_timeout_s, service.stop_all))
+            control.serves(service, heart.send_now, Limit(drain_timeout_s, service.stop_all))
             settle()
             log_ready(instance=self.instance_id, model=model, metrics=self.page)
             await first(stopped(), control.stopped(), raises(engine.failed()))
             control.leave()
-            await first(drain(service, drain_timeout_s, heart.at_once), raises(engine.failed()))
+            await first(drain(service, drain_timeout_s, heart.send_now), raises(engine.failed()))
 
     def _endpoints(self, service: WorkerService) -> Sequence[Endpoint]:
         own = [present_endpoint(self.registration), status_endpoint(self.figures)]

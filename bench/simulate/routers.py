@@ -108,11 +108,11 @@ class Routers:
         keys = [request.blocks[depth - 1] for depth in prefixes]
         query, allowance = CandidateQuery(router, _ask(request, tokens)), self._allowances[router]
         for candidates in self._candidates.rounds(keys, members):
-            allowed = allowance.take(len(candidates), self._news.queries_per_s, self._clock.now_s)
+            allowed = allowance.reserve(len(candidates), self._news.queries_per_s, self._clock.now_s)
             if not allowed:
                 query.add_fallbacks(members[at].instance_id for at in candidates)
                 break
-            query.take(
+            query.add_answers(
                 allowed, self._answers(router, request, tokens, [members[at] for at in candidates[:allowed]], tried)
             )
             if query.is_enough:

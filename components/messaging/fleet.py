@@ -72,7 +72,7 @@ class CandidateQueries:
     def are_needed(self) -> bool:
         return self._following.queries_instances
 
-    async def about(self, ask: RouteRequest, blocks: PromptBlocks, usable: Sequence[InstanceRecord]) -> CandidateQuery:
+    async def query(self, ask: RouteRequest, blocks: PromptBlocks, usable: Sequence[InstanceRecord]) -> CandidateQuery:
         """Query some of `usable` until one can start the prompt at once, or enough have been queried.
 
         Args:
@@ -90,7 +90,7 @@ class CandidateQueries:
         for candidates in self._candidates.rounds(keys or [key or ask.prefix or self._fleet.rng.randbytes(16)], usable):
             if router.now_s - began_s > ANSWER_TIMEOUT_S:
                 break
-            records = [usable[at] for at in candidates[: self._queries.take(len(candidates))]]
+            records = [usable[at] for at in candidates[: self._queries.reserve(len(candidates))]]
             if not records:
                 query.add_fallbacks(usable[at].instance_id for at in candidates)
                 break
@@ -101,7 +101,7 @@ class CandidateQueries:
                 for i, found in answers.items()
                 if found is not None
             }
-            query.take(len(records), cached)
+            query.add_answers(len(records), cached)
             query.add_fallbacks(i for i in answers if i not in cached)
             if query.is_enough:
                 break

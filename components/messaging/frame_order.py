@@ -36,14 +36,14 @@ class FrameOrder:
     def __init__(
         self,
         instance_id: str,
-        deal: Callable[[TokenFrame], None],
+        deliver: Callable[[TokenFrame], None],
         lost: Callable[[FramesLost], None],
         resend: Resend,
         counts: FrameCounts | None = None,
     ) -> None:
-        """`deal` is called once for each frame, in order; `lost` for frames that the instance no longer has."""
+        """`deliver` is called once for each frame, in order; `lost` for frames that the instance no longer has."""
         self._instance_id = instance_id
-        self._deal = deal
+        self._deliver = deliver
         self._lost = lost
         self._resend = resend
         self._counts = counts or FrameCounts()
@@ -71,11 +71,11 @@ class FrameOrder:
             self.repair()
             return True
         self._expected += 1
-        self._deal(frame)
-        self._deal_held()
+        self._deliver(frame)
+        self._deliver_held()
         return True
 
-    def look(self) -> None:
+    def repair_if_quiet(self) -> None:
         if self.is_wanted and self._loop.time() - self._last_frame_s > QUERY_AFTER_SILENCE_S:
             self.repair()
 
@@ -129,10 +129,10 @@ class FrameOrder:
         self._lost(FramesLost(f"frames {self._expected} to {number - 1} of decode {self._instance_id} are lost"))
         self._expected = number
         self._held = {n: frame for n, frame in self._held.items() if n >= number}
-        self._deal_held()
+        self._deliver_held()
 
-    def _deal_held(self) -> None:
+    def _deliver_held(self) -> None:
         while (frame := self._held.pop(self._expected, None)) is not None:
             self._expected += 1
-            self._deal(frame)
+            self._deliver(frame)
         self._advanced.set()

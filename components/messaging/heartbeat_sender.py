@@ -90,7 +90,7 @@ class HeartbeatSender:
             self._step = step
             self._news.set()
 
-    def at_once(self) -> None:
+    def send_now(self) -> None:
         self._urgent.set()
         self._news.set()
 

@@ -18,7 +18,7 @@ from components.messaging.bus import Bus
 from components.messaging.fan_out import SubscriptionChoice
 from components.messaging.following import subscribed
 from components.messaging.refusals import GAP, STRANGER
-from components.routing.kv_following import BlockIndex, Follower
+from components.routing.kv_following import BlockIndex, KvFollower
 from components.wire.instances import InstanceRecord, Role
 from components.wire.kv_events import FetchKvDump, KvDumpPart, unpack_batch, unpack_hashes
 
@@ -31,7 +31,7 @@ FIRST_WAIT_S: Final = 0.1  # back-off after a failed dump; doubles
 LAST_WAIT_S: Final = 5.0
 BACKOFF_RESET_S: Final = 10.0  # time without a dump after which the back-off is reset
 CHECK_INTERVAL_S: Final = 0.5
-SLICES_PER_CHECK: Final = 32  # slices swept in one run of `look`
+SLICES_PER_CHECK: Final = 32  # slices swept in one `check`
 SWEEP_REST_S: Final = 0.01  # pause between two slices
 
 
@@ -46,7 +46,7 @@ class MirrorCounts:
 @dataclass(slots=True)
 class _Instance:
     record: InstanceRecord
-    follower: Follower
+    follower: KvFollower
     task: asyncio.Task[None] | None = None  # fetches a dump
     wait_s: float = 0.0  # before the next dump
     dumped: float = 0.0  # monotonic
@@ -109,7 +109,7 @@ class KvMirror:
                         instance.task = tasks.create_task(self._sync(instance), name=f"kv-dump {instance_id}")
                 self._asking.clear()
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Fetch all dumps after a reconnect, as events were lost, and those with refused blocks once the index has room."""
         seen = self._bus.client.stats["reconnects"]
         while True:
@@ -117,9 +117,9 @@ class KvMirror:
             before, seen = seen, self._bus.client.stats["reconnects"]
             if seen != before:
                 for instance in self._instances.values():
-                    instance.follower.doubt()
+                    instance.follower.mark_stale()
                     self._ask(instance)
-            self._make_up_for_refused()
+            self._refetch_refused()
             await self._sweep()
 
     async def _sweep(self) -> None:
@@ -129,7 +129,7 @@ class KvMirror:
                 return
             await asyncio.sleep(SWEEP_REST_S)
 
-    def _make_up_for_refused(self) -> None:
+    def _refetch_refused(self) -> None:
         without = [i for i in self._instances.values() if i.follower.missing and not i.follower.needs_dump]
         if without and not self._has_warned_full:
             self._has_warned_full = True
@@ -143,7 +143,7 @@ class KvMirror:
         self._asked_again = None
         if without and self._index.has_room:
             self._asked_again = instance = max(without, key=lambda i: i.follower.missing)
-            instance.follower.doubt()
+            instance.follower.mark_stale()
             self._ask(instance)
 
     def _ask(self, instance: _Instance) -> None:
@@ -196,7 +196,7 @@ class KvMirror:
                 raise MalformedMessage(f"a dump of {part.num_blocks} blocks ends after {first}")
             part = await self._part(record, FetchKvDump(epoch=record.epoch, dump_id=part.dump_id, first=first))
 
-    def _end(self, follower: Follower, number: int) -> None:
+    def _end(self, follower: KvFollower, number: int) -> None:
         self.counts.dumps += 1
         gaps = follower.gaps
         follower.dump_ends(number)
@@ -216,7 +216,7 @@ class KvMirror:
             instance.follower.forget()
             self._asking.discard(was.instance_id)
         if now is not None and now.role == self._role and now.kv_events:
-            follower = Follower(now.instance_id, now.epoch, self._index)
+            follower = KvFollower(now.instance_id, now.epoch, self._index)
             self._instances[now.instance_id] = instance = _Instance(now, follower)
             self._ask(instance)
 
@@ -241,6 +241,6 @@ async def follow_kv_events(
     async with (
         subscribed(bus, f"{namespace}.{role}.*.kv_events", mirror.receive, following),
         background(mirror.run(), f"kv-dumps-{role}"),
-        background(mirror.look(), f"kv-look-{role}"),
+        background(mirror.check(), f"kv-check-{role}"),
     ):
         yield mirror

@@ -73,7 +73,7 @@ class _InstanceHealth:
     advanced: float  # monotonic time of the last change of the step counter, or of the last idle heartbeat
     last: Heartbeat | None = None
     usual_s: float = 0.0  # usual time between steps under load
-    asked: float | None = None  # monotonic time of the oldest unanswered query
+    queried_at: float | None = None  # monotonic time of the oldest unanswered query
     is_lost: bool = False
     is_stalled: bool = False
 
@@ -161,9 +161,9 @@ class Liveness:
     def queries_instances(self, queries_instances: bool) -> None:
         self._queries_instances = queries_instances
         for health in self._health.values():
-            health.asked = None
+            health.queried_at = None
         self._unanswered.clear()
-        self.forgive()
+        self.reset_times()
 
     @contextmanager
     def watching(self, instance_id: str) -> Iterator[None]:
@@ -176,23 +176,23 @@ class Liveness:
             if not self._watched[instance_id]:
                 del self._watched[instance_id]
 
-    def asked(self, instance_id: str) -> None:
+    def note_query(self, instance_id: str) -> None:
         health = self._health.get(instance_id)
-        if health is not None and health.asked is None:
-            health.asked = self._clock()
+        if health is not None and health.queried_at is None:
+            health.queried_at = self._clock()
             self._unanswered.add(instance_id)
 
     def unanswered_s(self, instance_id: str) -> float:
         """Age of the oldest unanswered query; 0 without one."""
         health = self._health.get(instance_id)
-        return 0.0 if health is None or health.asked is None else self._clock() - health.asked
+        return 0.0 if health is None or health.queried_at is None else self._clock() - health.queried_at
 
-    def to_be_asked(self) -> list[InstanceRecord]:
+    def to_query(self) -> list[InstanceRecord]:
         """Return the watched instances, and those that get no work until they answer."""
         return [
             health.record
             for instance_id, health in self._health.items()
-            if health.asked is not None
+            if health.queried_at is not None
             or health.is_lost
             or health.is_stalled
             or health.is_draining
@@ -224,7 +224,7 @@ class Liveness:
         now = self._clock()
         return {instance_id: self._silent_s(health, now) for instance_id, health in self._health.items()}
 
-    def prompts(self, instance_id: str) -> PromptLoad:
+    def prompt_load(self, instance_id: str) -> PromptLoad:
         health = self._health.get(instance_id)
         if health is None or health.last is None:
             return PromptLoad(0, 0.0)
@@ -243,7 +243,7 @@ class Liveness:
             health.advanced = now
         if self._queries_instances:
             health.advanced = now - max(heartbeat.still_s, 0.0)
-        health.asked = None
+        health.queried_at = None
         self._unanswered.discard(heartbeat.instance_id)
         if heartbeat.draining != health.is_draining:
             self._usable.clear()
@@ -293,20 +293,20 @@ class Liveness:
 
     def _silent_s(self, health: _InstanceHealth, now: float) -> float:
         if self._queries_instances:
-            return 0.0 if health.asked is None else now - health.asked
+            return 0.0 if health.queried_at is None else now - health.queried_at
         return now - health.received
 
     def _since_step_s(self, health: _InstanceHealth, now: float) -> float:
         """Seconds without a step; for queried instances, as of the last answer."""
         return (health.received if self._queries_instances else now) - health.advanced
 
-    def forgive(self) -> None:
+    def reset_times(self) -> None:
         """Reset all instances' times, because this process was stopped, which may have caused the silence."""
         now = self._clock()
         for health in self._health.values():
             health.received = health.advanced = now
-            if health.asked is not None:
-                health.asked = now
+            if health.queried_at is not None:
+                health.queried_at = now
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         if (now or was) is None or (now or was).role != self.role:  # type: ignore[union-attr]
@@ -382,7 +382,7 @@ async def watch_heartbeats(
             asked = time.monotonic()
             await asyncio.sleep(EVERY_S / 2)
             if time.monotonic() - asked > SILENT_AFTER_S / 2 or bus.contact_age_s() > NATS_SILENT_AFTER_S:
-                liveness.forgive()
+                liveness.reset_times()
             liveness.check()
 
     async with (

@@ -32,9 +32,9 @@ class LoadQueries:
         self._tasks = BackgroundTasks()
         self._waits: dict[str, tuple[float, float]] = {}  # of lost instances: seconds, and monotonic end
 
-    def take(self, wanted: int) -> int:
+    def reserve(self, wanted: int) -> int:
         """Reserve up to `wanted` queries of the allowance."""
-        return self._allowance.take(wanted, self._per_s(), time.monotonic())
+        return self._allowance.reserve(wanted, self._per_s(), time.monotonic())
 
     async def ask(self, records: Sequence[InstanceRecord], hashes: Mapping[str, bytes]) -> dict[str, int | None]:
         """Query instances and wait for at most ANSWER_TIMEOUT_S. Skip those with an older unanswered query.
@@ -67,10 +67,10 @@ class LoadQueries:
             self._waits = {i: wait for i, wait in self._waits.items() if self._alive.find(i) is not None}
             due = [
                 record
-                for record in self._alive.to_be_asked()
+                for record in self._alive.to_query()
                 if record.instance_id not in self._asking and now >= self._waits.get(record.instance_id, (0.0, 0.0))[1]
             ]
-            for record in self._rng.sample(due, self.take(len(due))):
+            for record in self._rng.sample(due, self.reserve(len(due))):
                 self._ask(record, b"")
 
     async def close(self) -> None:
@@ -83,7 +83,7 @@ class LoadQueries:
 
     async def _answer(self, record: InstanceRecord, hashes: bytes) -> int | None:
         instance_id = record.instance_id
-        self._alive.asked(instance_id)
+        self._alive.note_query(instance_id)
         subject = f"{record.subject}.ask_heartbeat"
         try:
             beat = await self._bus.call(subject, AskHeartbeat(hashes=hashes), Heartbeat, timeout_s=CALL_TIMEOUT_S)

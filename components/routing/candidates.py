@@ -54,7 +54,7 @@ class Allowance:
         self._left = LEAST_BURST
         self._at_s = -math.inf
 
-    def take(self, wanted: int, per_s: float, now_s: float) -> int:
+    def reserve(self, wanted: int, per_s: float, now_s: float) -> int:
         """Take up to `wanted` queries. A busy router gets a few for each prompt, rather than none for some prompts."""
         most = max(LEAST_BURST, BURST_S * per_s)
         self._left = min(most, self._left + per_s * min(now_s - self._at_s, BURST_S))
@@ -117,7 +117,7 @@ class CandidateQuery:
     def answered(self) -> Sequence[str]:
         return sorted(self._answered)
 
-    def take(self, asked: int, cached: Mapping[str, int]) -> None:
+    def add_answers(self, asked: int, cached: Mapping[str, int]) -> None:
         """`cached`: prompt tokens by instance that answered."""
         self.num_asked += asked
         self._rounds += 1

@@ -20,7 +20,7 @@ SWEPT_PER_ADD: Final = 4  # blocks
 
 
 class KvIndex:
-    """Holds at most `max_blocks` and refuses further ones, until evictions make room: see `Follower.missing`."""
+    """Holds at most `max_blocks` and refuses further ones, until evictions make room: see `KvFollower.missing`."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self.num_blocks = 0  # including blocks of removed instances, until they are swept

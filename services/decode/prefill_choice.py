@@ -106,7 +106,7 @@ class PrefillChoice:
         ask = RouteRequest(blocks.num_tokens, session=session, prefix=blocks.prefix(), explain=explain, dry=dry)
         candidate_queries = self._fleet.candidate_queries
         if candidate_queries is not None and candidate_queries.are_needed:
-            query = await candidate_queries.about(ask, blocks, usable)
+            query = await candidate_queries.query(ask, blocks, usable)
             if not self._prefill.has_free_aux_slot:  # other requests have taken the last slots in the meantime
                 return NO_SLOT
             return self._chosen_by(query, remaining, usable, adapter)
@@ -135,7 +135,7 @@ class PrefillChoice:
     def _is_sooner_here(self, remaining: int, instance_ids: Sequence[str]) -> bool:
         if not self._overflow:
             return False
-        return sooner_here(remaining, self._own_prompts(), (self._alive.prompts(i) for i in instance_ids))
+        return sooner_here(remaining, self._own_prompts(), (self._alive.prompt_load(i) for i in instance_ids))
 
     def _why_none(self, usable: Sequence[InstanceRecord], adapter: str) -> LocalPrefill:
         which = f"prefill instance{f' with adapter {adapter}' if adapter else ''}"

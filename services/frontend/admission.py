@@ -91,7 +91,7 @@ class Admission:
         self._room: FleetRoom | None = None
         self._known_tokens = 0.0  # load of decode without our own requests
         self._limit_tokens = math.inf
-        self._look_at_s = -math.inf
+        self._next_check_s = -math.inf
         self._rate: AdmittedRate | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._metrics = metrics
@@ -135,14 +135,14 @@ class Admission:
             self._pump()
 
     def _has_room(self, now_s: float) -> bool:
-        if now_s >= self._look_at_s:
-            self._look(now_s)
+        if now_s >= self._next_check_s:
+            self._update_room(now_s)
         return (
             self._known_tokens + self._tokens_not_started < self._limit_tokens and self._inflight < self._max_inflight
         )
 
-    def _look(self, now_s: float) -> None:
-        self._look_at_s = now_s + CHECK_INTERVAL_S
+    def _update_room(self, now_s: float) -> None:
+        self._next_check_s = now_s + CHECK_INTERVAL_S
         room = self._mesh.room()
         if room == self._room:
             return  # no new heartbeat: our requests that have begun since would count as other frontends'
@@ -171,7 +171,7 @@ class Admission:
                 raise self._refusal("full", now_s)
             _end_wait(dropped, self._refusal("shed", now_s))
         ticket.admission_result = asyncio.get_running_loop().create_future()
-        self._look_later()
+        self._check_later()
 
     def _refusal(self, why: str, now_s: float) -> QueueFull:
         self._metrics.refused.labels(why).inc()
@@ -194,7 +194,7 @@ class Admission:
             self._admit(ticket, now_s)
             _end_wait(ticket, None)
 
-    def _look_later(self) -> None:
+    def _check_later(self) -> None:
         if self._timer is None and self._queue:
             self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL_S, self._tick)
 
@@ -209,7 +209,7 @@ class Admission:
                 self._queue.remove(ticket)
                 _end_wait(ticket, NoDecodeInstance("no decode instance has come back", retry_after_s=2.0))
         self._pump()
-        self._look_later()
+        self._check_later()
 
     def _count_begun(self, ticket: AdmissionTicket, choices: int, tokens: int) -> None:
         ticket.choices_not_started -= choices

@@ -75,7 +75,7 @@ class Mesh:
         seen = [Seen(r.role, r.instance_id, r.subject, r) for r in self.records()]
         return seen + [Seen("planner", instance_id, subject) for instance_id, subject in self._planners.items()]
 
-    async def look(self, *, transport: bool = False, wait_s: float = STATUS_S) -> list[Seen]:
+    async def snapshot(self, *, transport: bool = False, wait_s: float = STATUS_S) -> list[Seen]:
         """All, with the status of those that answer within `wait_s`. `transport`: also what their processes have open."""
         asked = StatusRequest(transport=transport)
         return list(await asyncio.gather(*(self._ask(one, asked, wait_s) for one in await self.instances())))

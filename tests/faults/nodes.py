@@ -326,7 +326,7 @@ class Worker(Node):
         self.kv_events = await stack.enter_async_context(
             publish_kv_events(self.bus, self.subject, self.id, lambda: self.registration.epoch)
         )
-        self.engine.on_output(lambda output: self.kv_events.take(output.cache_events))
+        self.engine.on_output(lambda output: self.kv_events.record(output.cache_events))
 
     def _make_engine(self) -> EngineCore:
         setup = self.cluster.setup
@@ -393,7 +393,7 @@ class Worker(Node):
 
     async def _drain(self) -> None:
         if self.died is None:
-            await drain(self.service, DRAIN_TIMEOUT_S, self.heart.at_once)
+            await drain(self.service, DRAIN_TIMEOUT_S, self.heart.send_now)
 
     def _kept(self) -> list[str]:
         core = self.engine.core

@@ -56,7 +56,7 @@ class MeshView:
         self._about = about
         self._clock = clock
 
-    def look(self, samples: Sequence[Fields] = ()) -> View:
+    def snapshot(self, samples: Sequence[Fields] = ()) -> View:
         records = [record for role in ROLES for record in self._book.of_role(role)]
         known = {record.instance_id: record for record in records}
         ages_s = self._decodes.ages_s()

@@ -48,7 +48,7 @@ def make_ui(settings: FrontendSettings, sources: MeshSources, is_over: Callable[
     view = MeshView(sources.book, sources.decodes, reports, about)
     poll = StatusPoll(sources.me, sources.bus, sources.book, sources.prefills, reports=reports, load=load)
     ui = Ui(
-        Feed(lambda: view.look(load.samples()), is_over),
+        Feed(lambda: view.snapshot(load.samples()), is_over),
         history,
         Traces(settings, shows_content=shows_content(settings)),
         LocalControl(sources.bus, settings.ui_control) if settings.ui_control else None,

@@ -141,7 +141,7 @@ def test_a_busy_worker_publishes_a_batch_of_kv_events_as_often_as_it_may() -> No
         publisher = KvEventPublisher(bus, "ns.prefill.w", "w", lambda: "e1", rest_s=lambda: 1.3)
         async with background(publisher.run(), "kv-events"):
             for number in range(1000):
-                publisher.take([(number.to_bytes(16, "little"), True)])
+                publisher.record([(number.to_bytes(16, "little"), True)])
                 await asyncio.sleep(0.01)
         assert len(bus.batches) == 8
         assert all(count == pytest.approx(130, abs=2) for count in bus.batches[1:])

@@ -59,7 +59,7 @@ class Worker:
 
     def cache(self, *hashes: bytes) -> None:
         assert self.events is not None
-        self.events.take([(block, True) for block in hashes])
+        self.events.record([(block, True) for block in hashes])
 
 
 class Scene:
@@ -75,7 +75,7 @@ class Scene:
         assert candidate_queries is not None
         assert candidate_queries.are_needed
         blocks = prompt_blocks(tokens)
-        return await candidate_queries.about(RouteRequest(len(tokens), **ask), blocks, self.fleet.alive.usable("m"))
+        return await candidate_queries.query(RouteRequest(len(tokens), **ask), blocks, self.fleet.alive.usable("m"))
 
     async def stop(self, name: str) -> None:
         """It answers nothing more, and stays in etcd."""
@@ -251,7 +251,7 @@ async def test_every_policy_chooses_among_those_that_answer(scene: Scene, namesp
         for first in range(8):
             blocks = prompt_blocks(range(first, first + 900))
             ask = RouteRequest(900, session="s", prefix=blocks.prefix())
-            chosen = (await candidate_queries.about(ask, blocks, fleet.alive.usable("m"))).choose()
+            chosen = (await candidate_queries.query(ask, blocks, fleet.alive.usable("m"))).choose()
             assert chosen is not None
             found.add(chosen.instance_id)
         assert len(found) == 1 if policy in {"consistent_hashing", "session_affinity"} else len(found) > 1

@@ -221,7 +221,7 @@ def test_strangers_and_other_roles_are_nobody() -> None:
 def test_a_process_that_was_held_up_itself_starts_the_count_afresh() -> None:
     watched = Watched()
     watched.now += 60
-    watched.liveness.forgive()
+    watched.liveness.reset_times()
     watched.liveness.check()
     assert not watched.lost
     watched.after(SILENT_AFTER_S + 0.1)
@@ -250,10 +250,10 @@ def test_a_heartbeat_says_what_the_engine_measured() -> None:
 
 def test_what_an_instance_said_of_its_prompts_grows_old() -> None:
     watched = Watched()
-    assert watched.liveness.prompts("a") == watched.liveness.prompts("unknown") == IDLE
+    assert watched.liveness.prompt_load("a") == watched.liveness.prompt_load("unknown") == IDLE
     watched.liveness.record_heartbeat(heartbeat_of("a", "1", StepStats(), PromptLoad(70, 2.5), draining=False))
     watched.after(1.5)
-    assert watched.liveness.prompts("a") == PromptLoad(70, 2.5, age_s=1.5)
+    assert watched.liveness.prompt_load("a") == PromptLoad(70, 2.5, age_s=1.5)
 
 
 @pytest.mark.mesh
@@ -353,7 +353,7 @@ def test_what_must_not_wait_is_told_at_once() -> None:
             for beats in range(1, 5):
                 await asyncio.sleep(0.001)
                 assert told.beats == beats
-                heart.at_once()
+                heart.send_now()
 
     run_virtually(test)
 

@@ -79,7 +79,7 @@ class Watched:
 
     def pause(self) -> None:
         if self.liveness.queries_instances:
-            self.liveness.asked("a")
+            self.liveness.note_query("a")
         self.now += PAUSE_S
         self.liveness.check()
 
@@ -96,7 +96,7 @@ class Watched:
         """This process is held up, and the instance is not."""
         self.now += 30.0
         self.moved_s = self.now
-        self.liveness.forgive()
+        self.liveness.reset_times()
         self.liveness.check()
         self.forgiven_s = self.now
 

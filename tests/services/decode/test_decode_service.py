@@ -478,9 +478,9 @@ async def test_slots_that_others_take_while_prefill_instances_are_asked_leave_no
     class Asking:
         are_needed = True
 
-        async def about(self, ask: RouteRequest, *_: object) -> CandidateQuery:
+        async def query(self, ask: RouteRequest, *_: object) -> CandidateQuery:
             query = CandidateQuery(decode.fleet.router, ask)
-            query.take(1, {"p": 0})
+            query.add_answers(1, {"p": 0})
             aux = decode.transfer.aux
             taken.extend(aux.take() for _ in range(aux.num_slots))
             return query
@@ -509,10 +509,10 @@ async def test_a_prefill_that_restarts_with_other_settings_while_it_is_asked_is_
     class Asking:
         are_needed = True
 
-        async def about(self, ask: RouteRequest, *_: object) -> CandidateQuery:
+        async def query(self, ask: RouteRequest, *_: object) -> CandidateQuery:
             query = CandidateQuery(decode.fleet.router, ask)
             decode.registry.book.put("p", record("p", "2", **{**before, **change}))
-            query.take(1, {"p": 0})
+            query.add_answers(1, {"p": 0})
             return query
 
     candidate_queries: Any = Asking()

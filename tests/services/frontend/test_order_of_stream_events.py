@@ -350,7 +350,7 @@ async def _run(order: tuple[str, ...], num_branches: int, begun: int, pause: int
     mesh = Mesh()
     mesh.start("a")
     mesh.start("b", eager=1)
-    looking = asyncio.ensure_future(mesh.inbox.look())
+    looking = asyncio.ensure_future(mesh.inbox.query_quiet_sources())
     client = Client(mesh, num_branches)
     await turns(begun)
     for name in order:
