@@ -29,7 +29,7 @@ from components.process_control import Limit, ProcessControl
 from components.process_health import measure, serve_health, status_endpoint
 from components.routing.policies import WorkerRole
 from components.settings import WorkerSettings
-from components.structured.masks import MaskMaker, open_masks
+from components.structured.mask_maker import MaskMaker, open_masks
 from components.structured.metrics import ConstraintMetrics
 from components.telemetry.figures import Figures
 from components.telemetry.logs import log_progress, log_ready

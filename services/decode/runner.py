@@ -23,7 +23,7 @@ from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
 from components.routing.policy import PromptLoad, PromptRate
 from components.routing.router import Route, RouteChoice
-from components.structured.masks import MaskMaker
+from components.structured.mask_maker import MaskMaker
 from components.telemetry.exemplars import exemplar_of
 from components.telemetry.light_span import Step
 from components.telemetry.on_demand import OnDemand

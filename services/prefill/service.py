@@ -22,7 +22,7 @@ from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
 from components.messaging.heartbeat_sender import heartbeat_of
 from components.routing.policy import PromptLoad, PromptRate
-from components.structured.masks import MaskMaker
+from components.structured.mask_maker import MaskMaker
 from components.telemetry.exemplars import exemplar_of
 from components.telemetry.figures import Figures, queues_of
 from components.telemetry.spans import step, tracer
