@@ -251,7 +251,7 @@ class EngineCore:
         if self._scheduler.must_preempt():
             if pauses:
                 yield from self._pauses(output, reserve=False)  # there are too few pages
-            self._land(output)
+            self._commit_flight(output)
         beside = None if self._chunk_limit is None else self._chunk_limit.tokens
         least_chance = None if self._row_cost is None else self._row_cost.least_chance
         chunks, reserved = self._scheduler.schedule(beside, least_chance)
@@ -259,13 +259,13 @@ class EngineCore:
         self._behind = self._launch(chunks, output)
         if pauses:
             yield from self._pauses(output)
-        self._land(output)
+        self._commit_flight(output)
         self._behind, behind = None, self._behind
         self._flight = self._sample(behind, output)
         if not self._pipelined:
             if pauses:
                 yield from self._pauses(output)
-            self._land(output)
+            self._commit_flight(output)
         self._failed_steps.check()
         output.cache_events = self._memory.prefix.take_events()
         output.stats = stats = self._stats(output, perf_counter() - started)
@@ -311,7 +311,7 @@ class EngineCore:
             if reserve:
                 output.reserved += _reserved(self._scheduler.reserve())
 
-    def _land(self, output: StepOutput) -> None:
+    def _commit_flight(self, output: StepOutput) -> None:
         flight, self._flight = self._flight, None
         if flight is None:
             return
@@ -337,7 +337,7 @@ class EngineCore:
 
     def _fail(self, error: StepFailed, chunks: Sequence[Chunk], output: StepOutput) -> None:
         log.error("step failed", exc_info=error, extra={"requests": len(chunks)})
-        self._land(output)  # if a launch failed, the previous step is still in flight
+        self._commit_flight(output)  # if a launch failed, the previous step is still in flight
         self._failed_steps.failed((chunk.request for chunk in chunks), error.message)
         for chunk in chunks:
             self._requests.landed(chunk)

@@ -69,7 +69,7 @@ class Scheduler:
 
     def fork(self, request: Request, branch: Request) -> None:
         """Start `branch` after the prompt of `request`. Without enough pages, queue it: the prompt will be cached."""
-        if not self._has_place(branch):
+        if not self._has_room_for(branch):
             self.add(branch)
             return
         self.memory.fork(request, branch)
@@ -186,7 +186,7 @@ class Scheduler:
         if at is None:
             self._decodes_wait = len(self.waiting) > MAX_OVERTAKEN_PROMPTS
             return None
-        return at if self._has_place(self.waiting[at], self.waiting[:at]) else None
+        return at if self._has_room_for(self.waiting[at], self.waiting[:at]) else None
 
     def _next(self, prompts: list[Request], *, admit: bool, more: bool) -> Request | None:
         """Pop the next prompt from `prompts`, which is in reverse order.
@@ -197,12 +197,12 @@ class Scheduler:
             admit: False after a preemption, because the preempted request would be admitted again.
             more: whether there is budget left.
         """
-        while admit and self._takes_first(prompts, more=more) and self._can_admit():
+        while admit and self._new_prompt_is_next(prompts, more=more) and self._can_admit():
             prompts.append(self._admit())
             prompts.sort(key=prompt_order, reverse=True)
         return prompts.pop() if prompts and more else None
 
-    def _takes_first(self, prompts: list[Request], *, more: bool) -> bool:
+    def _new_prompt_is_next(self, prompts: list[Request], *, more: bool) -> bool:
         if not self.waiting or self.waiting[0].phase is Phase.DECODE:  # it is not overtaken
             return False
         if not more or not prompts:
@@ -213,9 +213,9 @@ class Scheduler:
         return any(prompt_order(request) < first for request in soon)
 
     def _can_admit(self) -> bool:
-        return bool(self.waiting) and self._has_place(self.waiting[0])
+        return bool(self.waiting) and self._has_room_for(self.waiting[0])
 
-    def _has_place(self, request: Request, before: Sequence[Request] = ()) -> bool:
+    def _has_room_for(self, request: Request, before: Sequence[Request] = ()) -> bool:
         """True if there is room for `request` now, and later for those `before` it."""
         if len(self.running) + len(self.reserved) + len(before) >= self._max_running:
             return False

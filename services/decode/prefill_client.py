@@ -47,7 +47,7 @@ from components.wire.prefill import (
 from components.wire.status import RoomStatus
 from components.wire.tokens import num_tokens
 from engine.ports import Exposed
-from services.decode.bootstrap_choice import LIMIT_S, BootstrapChoice
+from services.decode.bootstrap_choice import OPEN_TIMEOUT_S, BootstrapChoice
 from services.decode.inbound import NEXT, InboundState, InboundTransfer
 from services.decode.keyed_random import KeyedRandom
 
@@ -194,13 +194,13 @@ class PrefillClient:
     def kv_coming(self, coming: KvComing) -> None:
         self._transfer.poll_often(coming.room)
 
-    def ask(self, transfer: InboundTransfer, request: GenerateRequest, route: Route) -> None:
+    def call_prefill(self, transfer: InboundTransfer, request: GenerateRequest, route: Route) -> None:
         transfer.asking = asyncio.create_task(
-            self._ask(transfer, request, route, time.time_ns()), name=f"ask {transfer.engine_id}"
+            self._call_prefill(transfer, request, route, time.time_ns()), name=f"ask {transfer.engine_id}"
         )
         transfer.asking.add_done_callback(partial(_fail_if_refused, transfer))
 
-    async def run(self, transfer: InboundTransfer, request: GenerateRequest) -> AuxRecord:
+    async def receive_kv(self, transfer: InboundTransfer, request: GenerateRequest) -> AuxRecord:
         """Receive the KV. Raises: MeshError. Even then, pages are safe only after `wait_until_pages_safe`."""
         left_s = min(self._bootstrap_timeout_s, remaining_s(request.deadline_unix_ms))
         reserved = await self._within(
@@ -264,7 +264,9 @@ class PrefillClient:
             receiving.note({"kvmesh.transfer.backend": self._transfer.endpoint.backend})
             return await transfer.landed(reserved.pages, tokens)
 
-    async def _ask(self, transfer: InboundTransfer, request: GenerateRequest, route: Route, began_ns: int) -> None:
+    async def _call_prefill(
+        self, transfer: InboundTransfer, request: GenerateRequest, route: Route, began_ns: int
+    ) -> None:
         life_s = self._bootstrap_timeout_s + self._timeout_s
         prefill = transfer.prefill
         asking = PrefillRequest(
@@ -314,11 +316,11 @@ class PrefillClient:
         # Monotonic, because a jump of the wall clock would free the pages too early or too late.
         transfer.expose(time.monotonic() + timeout_s)
 
-        async def ask(replica: InstanceRecord) -> None:
-            await self._bus.call(f"{replica.subject}.open", opening, RoomOk, timeout_s=LIMIT_S)
+        async def call_prefill(replica: InstanceRecord) -> None:
+            await self._bus.call(f"{replica.subject}.open", opening, RoomOk, timeout_s=OPEN_TIMEOUT_S)
 
         with step("decode.open_room", kind=SpanKind.CLIENT):
-            await self._bootstraps.open(replicas, ask)
+            await self._bootstraps.open(replicas, call_prefill)
 
     async def _until_quiet(self, transfer: InboundTransfer, quiesce: Quiesce) -> None:
         """Return when prefill can no longer write into our pages.

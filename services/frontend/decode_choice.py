@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 WAIT_FOR_DECODE_S: Final = 30.0  # for a request whose instance was lost and may restart
 NO_WORKER_WAIT_S: Final = 5.0  # for a new request, since the last instance was lost
-MOVES: Final = 5
+MAX_MOVES: Final = 5
 NO_RESPONDERS_S: Final = 10.0  # during this time, attempts that find no listener do not count as moves
 MOVES_PER_BREAKING_ERROR: Final = 3  # so that one request breaks at most two instances
 FIRST_BACK_OFF_S: Final = 0.05  # before an instance is tried again; doubles
@@ -140,7 +140,7 @@ class DecodeChoice:
             if now_ms() < prompt.deadline_unix_ms:  # else the request ran out of its own time
                 route.failed(why)
             attempts.failed.append(route.instance_id)
-        if attempts.moves > MOVES:
+        if attempts.moves > MAX_MOVES:
             raise why
         remaining_s(prompt.deadline_unix_ms)
         facts = {"from": route.instance_id, "cause": why.message}

@@ -20,7 +20,7 @@ from services.frontend.ports import Prompt, Texts
 from services.frontend.request_record import request_record
 
 # Tokens of a call, unless it is a single longer text. Large enough to batch, small enough to spread over instances.
-TOKENS_A_CALL: Final = 8192
+MAX_CALL_TOKENS: Final = 8192
 
 
 class EmbedCalls:
@@ -103,10 +103,10 @@ class EmbedCalls:
 
 
 def _shares(texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """Yield the range of texts of each call, [first, last), bounded by MAX_TEXTS and TOKENS_A_CALL."""
+    """Yield the range of texts of each call, [first, last), bounded by MAX_TEXTS and MAX_CALL_TOKENS."""
     first = tokens = 0
     for i, text in enumerate(texts):
-        if i > first and (i - first == MAX_TEXTS or tokens + len(text) > TOKENS_A_CALL):
+        if i > first and (i - first == MAX_TEXTS or tokens + len(text) > MAX_CALL_TOKENS):
             yield first, i
             first, tokens = i, 0
         tokens += len(text)

@@ -15,7 +15,7 @@ from services.frontend.ports import ServedModel, Texts
 from services.frontend.prompts import find_model
 from services.frontend.unary import Call
 
-OTHERS_AFTER: Final = 4  # short texts tokenised on the event loop before other requests get a turn
+TEXTS_PER_TURN: Final = 4  # short texts tokenised on the event loop before other requests get a turn
 
 
 async def embed(call: Call, request: EmbeddingRequest) -> Parts:
@@ -98,6 +98,6 @@ async def _encoded(text: TextModel, request: EmbeddingRequest, model: ServedMode
                 param="input",
             )
         inputs.append(ids)
-        if i % OTHERS_AFTER == OTHERS_AFTER - 1:
+        if i % TEXTS_PER_TURN == TEXTS_PER_TURN - 1:
             await asyncio.sleep(0)
     return inputs

@@ -27,20 +27,20 @@ from services.frontend.sites import Sites
 from services.frontend.ui.page import PATHS, ROOT
 
 # For load balancers, which without a key get the status only; and the static files of /ui, without its API.
-OPEN: Final = frozenset({"/health", "/live", "/ready"}) | PATHS
+OPEN_PATHS: Final = frozenset({"/health", "/live", "/ready"}) | PATHS
 CALLER: Final = "kvmesh.caller"  # key of a Caller in an ASGI scope
 ROUTE_CHARS: Final = 128  # of a refused request's path in the log, because any client can choose it
 LABEL: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # a client's X-Request-Id
-MISSING: Final = from_status(401)
-WRONG: Final = from_status(401, "Incorrect API key provided.")
-LEAVING: Final = ApiError(
+MISSING_KEY_ERROR: Final = from_status(401)
+WRONG_KEY_ERROR: Final = from_status(401, "Incorrect API key provided.")
+DRAINING_ERROR: Final = ApiError(
     503,
     "This frontend takes no new requests, because an operator is draining it. Send the request to another one, or retry later.",
     "service_unavailable_error",
     code="draining",
     retry_after_s=1.0,
 )
-SEVERAL: Final = from_status(
+SEVERAL_KEYS_ERROR: Final = from_status(
     400, "Send one API key: one 'Authorization' header, one 'x-api-key', or the same key in both."
 )
 
@@ -178,22 +178,22 @@ class Gate:
 
     def _check(self, scope: Scope, credentials: "Credentials") -> "Caller | _Refusal":
         ring, key = self._ring, credentials.key
-        is_open = scope["path"] in OPEN and scope["method"] in {"GET", "HEAD"}
+        is_open = scope["path"] in OPEN_PATHS and scope["method"] in {"GET", "HEAD"}
         if not is_open:
             if credentials.several:
-                return _Refusal(SEVERAL)
+                return _Refusal(SEVERAL_KEYS_ERROR)
             if ring is None and (error := self._sites.refusal(scope["headers"])) is not None:
                 return _Refusal(error)
         if self._operations.order.draining and _asks_for_work(scope):
             self._metrics.refused.labels("draining").inc()
-            return _Refusal(LEAVING, [(b"connection", b"close")])
+            return _Refusal(DRAINING_ERROR, [(b"connection", b"close")])
         if ring is None:
             return Caller(credentials.label, credentials.credential)
         account = None if key is None else ring.find(key)
         if account is None and not (is_open and key is None):
             self._metrics.unauthorized.labels("missing" if key is None else "wrong").inc()
         if account is None and not is_open:
-            return _Refusal(MISSING if key is None else WRONG, [(b"www-authenticate", b"Bearer")])
+            return _Refusal(MISSING_KEY_ERROR if key is None else WRONG_KEY_ERROR, [(b"www-authenticate", b"Bearer")])
         return Caller(credentials.label, credentials.credential, account, lacks_valid_key=account is None)
 
     async def _limited(self, account: Account, label: str, scope: Scope, receive: Receive, send: Send) -> None:

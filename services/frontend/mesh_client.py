@@ -35,8 +35,8 @@ from services.frontend.request_record import request_record
 log = logging.getLogger(__name__)
 
 DISPATCH_TIMEOUT_S: Final = 10.0
-RECONNECT_S: Final = 2.0  # after our own reconnect; by then other processes have reconnected, too
-ASK_AGAIN_S: Final = 0.1
+RECONNECT_GRACE_S: Final = 2.0  # after our own reconnect; by then other processes have reconnected, too
+ASK_RETRY_PAUSE_S: Final = 0.1
 
 
 class MeshClient:
@@ -180,9 +180,9 @@ class MeshClient:
             try:
                 return (await stream.failure.unless(call)).number
             except NobodyListens:
-                if self._bus.since_reconnect_s() > RECONNECT_S:
+                if self._bus.since_reconnect_s() > RECONNECT_GRACE_S:
                     raise
-                await asyncio.sleep(ASK_AGAIN_S)  # NATS has restarted; the instance may not have reconnected yet
+                await asyncio.sleep(ASK_RETRY_PAUSE_S)  # NATS has restarted; the instance may not have reconnected yet
 
     async def _until_connected(self, prompt: Prompt, stream: InStream) -> None:
         """Wait until NATS is connected, because its client's buffer has room for only some hundred prompts.
@@ -191,7 +191,7 @@ class MeshClient:
         """
         while not self._bus.is_connected:
             remaining_s(prompt.deadline_unix_ms)
-            await stream.failure.unless(asyncio.sleep(ASK_AGAIN_S))
+            await stream.failure.unless(asyncio.sleep(ASK_RETRY_PAUSE_S))
 
     def _send_later(self, subject: str, message: Struct) -> None:
         """Send in the background, for callers that are being cancelled and cannot wait."""

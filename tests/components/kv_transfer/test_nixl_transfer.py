@@ -232,7 +232,7 @@ async def test_only_a_write_between_two_gpus_is_judged_by_its_speed(
     agent, pages = shared_peer.endpoint.agent, range(4)
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
-    monkeypatch.setattr(slow_peers, "JUDGED_BYTES", 2 * LAYOUT.page_bytes)
+    monkeypatch.setattr(slow_peers, "MIN_JUDGED_BYTES", 2 * LAYOUT.page_bytes)
     monkeypatch.setattr(slow_peers, "SLOW_BYTES_S", float("inf"))
     peer = transfer._peers[agent]
     for ours, theirs, warnings in (("cpu", "cuda:0", 0), ("cuda:0", "cpu", 0), ("cuda:0", "cuda:1", 1)):

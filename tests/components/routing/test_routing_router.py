@@ -15,7 +15,7 @@ from components.errors import (
     StaleInstance,
 )
 from components.routing.cache_policies import KvWeights
-from components.routing.health import USUAL, WARM_S, BreakerState
+from components.routing.health import DEFAULT_SETTINGS, WARM_S, BreakerState
 from components.routing.kv_index import KvIndex
 from components.routing.policies import PolicyName, parse_policy
 from components.routing.policy import Member, RouteRequest
@@ -136,7 +136,7 @@ def test_a_request_that_a_heartbeat_covers_is_not_counted_twice() -> None:
 )
 def test_loss_speaks_against_an_instance_and_a_refusal_does_not(error: MeshError, state: BreakerState) -> None:
     fleet = Fleet("round_robin")
-    for _ in range(USUAL.failures):
+    for _ in range(DEFAULT_SETTINGS.failures):
         route = fleet.send(fleet.choose("b"))
         route.failed(error)
         route.ended()
@@ -167,12 +167,12 @@ def test_success_makes_up_for_failures() -> None:
 def test_requests_to_an_earlier_process_say_nothing_about_the_one_with_its_id(outcome: str) -> None:
     """Requests that a worker lost as it restarted opened the breaker of its next process at once."""
     fleet = Fleet("round_robin")
-    before = [fleet.send(fleet.choose("b")) for _ in range(USUAL.failures)]
+    before = [fleet.send(fleet.choose("b")) for _ in range(DEFAULT_SETTINGS.failures)]
     fleet.router.joined("b", "anew", 16)
     if outcome == "succeed":
-        for _ in range(USUAL.failures):
+        for _ in range(DEFAULT_SETTINGS.failures):
             fleet.send(fleet.choose("b")).failed(DecodeLost("silent"))
-        fleet.now += 2 * USUAL.first_s
+        fleet.now += 2 * DEFAULT_SETTINGS.first_s
         fleet.send(fleet.choose("b"))  # on trial
     state = fleet.router.health.state("b")
     for route in before:

@@ -13,7 +13,7 @@ import pytest
 from components.errors import BackendUnavailable, Cancelled, NobodyListens, UnknownResponse
 from components.openai.responses import ResponseObject
 from components.wire.responses import CancelResponse, ResponseUnderway
-from services.frontend.stored import PUT_AGAIN_S, RECONNECT_GRACE_S, Remembered, StoredResponses
+from services.frontend.stored import PUT_RETRY_PAUSE_S, RECONNECT_GRACE_S, Remembered, StoredResponses
 
 pytestmark = pytest.mark.anyio
 ID: Final = "resp_" + "0" * 32
@@ -211,7 +211,7 @@ async def test_an_answer_that_comes_while_nats_is_away_is_stored_later(deleted: 
     await two.begun.wait()
     two.records.is_away = True
     two.goes_on.set()
-    await asyncio.sleep(PUT_AGAIN_S / 2)
+    await asyncio.sleep(PUT_RETRY_PAUSE_S / 2)
     assert not two.work.done()
     if deleted:
         await two.records.delete(ID)
