@@ -30,8 +30,8 @@ from components.aio import background
 from components.discovery.book import InstanceBook
 from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
-from components.messaging.fan_out import FleetSizes, Following
-from components.messaging.fleet import Fleet, watch_fleet
+from components.messaging.fan_out import FleetSizes, SubscriptionChoice
+from components.messaging.fleet import Fleet, open_fleet
 from components.messaging.heartbeat_sender import HeartbeatSender, heartbeat_of, send_heartbeats
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
 from components.messaging.liveness import OnLost, watch_heartbeats
@@ -110,7 +110,7 @@ class Steps:
             changes = [(self._blocks[-1], True)]
             if len(self._blocks) > CACHED:
                 changes.append((self._blocks.pop(0), False))
-            events.take(changes)
+            events.record(changes)
             await asyncio.sleep(self._each_s)
 
 
@@ -120,19 +120,19 @@ class Prompts:
         self._signals = signals
 
     async def run(self, fleet: Fleet, draw: Random) -> None:
-        inquiries = fleet.inquiries
-        assert inquiries is not None
+        candidate_queries = fleet.candidate_queries
+        assert candidate_queries is not None
         while True:
             await asyncio.sleep(draw.expovariate(1 / self._each_s))
             prefix = draw.randrange(PREFIXES) if draw.random() < 0.5 else draw.getrandbits(31)
             shared = Random(prefix).choices(range(1000), k=PREFIX_TOKENS)
             blocks = PromptBlocks(pack_tokens([*shared, *draw.choices(range(1000), k=QUESTION_TOKENS)]), b"")
-            if not inquiries.are_needed:
+            if not candidate_queries.are_needed:
                 continue
             began_s = time.monotonic()
-            inquiry = await inquiries.about(RouteRequest(blocks.num_tokens), blocks, fleet.alive.usable(MODEL))
+            query = await candidate_queries.query(RouteRequest(blocks.num_tokens), blocks, fleet.alive.usable(MODEL))
             if self._signals.warm.is_set() and not self._signals.stop.is_set():
-                self._signals.asked.put((inquiry.num_asked, len(inquiry.answered), time.monotonic() - began_s))
+                self._signals.asked.put((query.num_asked, len(query.answered), time.monotonic() - began_s))
 
 
 @asynccontextmanager
@@ -150,8 +150,8 @@ async def worker(
         )
         await enter(serve_calls(bus, role, about.subject, events.endpoints(), {}))
         if role == "decode":
-            following = Following(book)
-            fleet = await enter(watch_fleet(bus, NAMESPACE, "prefill", book, DEFAULT["prefill"], following=following))
+            following = SubscriptionChoice(book)
+            fleet = await enter(open_fleet(bus, NAMESPACE, "prefill", book, DEFAULT["prefill"], following=following))
             fleet.alive.on_lost(on_lost)
             await enter(background(prompts.run(fleet, Random(about.instance_id)), "prompts"))
         rest_s = partial(sizes.heartbeat_rest_s, role)
@@ -164,7 +164,7 @@ async def worker(
 async def frontend(url: str, about: InstanceRecord, book: InstanceBook, on_lost: OnLost) -> AsyncIterator[None]:
     async with (
         connect_bus(url, about.instance_id) as bus,
-        watch_fleet(bus, NAMESPACE, "decode", book, DEFAULT["decode"]) as fleet,
+        open_fleet(bus, NAMESPACE, "decode", book, DEFAULT["decode"]) as fleet,
     ):
         fleet.alive.on_lost(on_lost)
         yield

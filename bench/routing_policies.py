@@ -75,7 +75,7 @@ def policy_us(name: PolicyName, count: int, *, route: bool) -> float:
         sent = book.send(choice.member.instance_id, ask.num_tokens, ask.num_tokens // 16, 0.0)
         assert sent is not None
         book.accepted(sent, 1)
-        book.over(sent)
+        book.ended(sent)
         health.succeeded(choice.member.instance_id, 0.0)
 
     return best_us(whole if route else choose, max(200, 20_000 // count))
@@ -89,7 +89,7 @@ def book_us(count: int) -> float:
         sent = book.send(instance_id, 100, 7, 0.0)
         assert sent is not None
         book.accepted(sent, 1)
-        book.over(sent)
+        book.ended(sent)
 
     return best_us(decide, 5000)
 

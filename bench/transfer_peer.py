@@ -67,7 +67,7 @@ async def main(layout: KvLayout, num_pages: int) -> None:
 async def keep_going(agent: nixl_agent, transfer: NixlTransfer) -> None:
     while True:
         agent.get_new_notifs()
-        transfer.hasten("never")  # as prefill's announcement does
+        transfer.poll_often("never")  # as prefill's announcement does
         await asyncio.sleep(POLL_WRITES_S)  # as a worker polls at the end of a transfer
 
 

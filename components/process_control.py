@@ -56,7 +56,7 @@ class ProcessControl:
         self._is_leaving = True
 
     def endpoint(self) -> Endpoint:
-        return Endpoint("control", Control, self.control, immediate=True)
+        return Endpoint("control", Control, self.control, runs_inline=True)
 
     async def control(self, wanted: Control) -> Controlled:
         """Change everything or, if a part of `wanted` is invalid, nothing. Raises: Rejected."""

@@ -136,4 +136,4 @@ def status_endpoint(figures: Figures) -> Endpoint:
         except OSError:  # no /proc, or one without our files
             return found
 
-    return Endpoint("status", StatusRequest, status, immediate=True, repeatable=True)
+    return Endpoint("status", StatusRequest, status, runs_inline=True, is_idempotent=True)

@@ -136,15 +136,15 @@ def _measured(
     loaded: LoadedModel, config: EngineConfig, progress: Progress, memory: DeviceMemory, make_forward: MakeForward
 ) -> tuple[Forward, MemoryUse, int]:
     """Prepare the forward, measure it, and find the window. The trial's pages and graphs are free again afterwards."""
-    weights = memory.look().own
+    weights = memory.measure().own
     context = min(loaded.max_positions, config.max_context or loaded.max_positions)
     trial = _pool(loaded, config, TRIAL_PAGES, 0, context)
     window = check_attention(loaded, trial.attention)
     forward = make_forward(loaded, config, trial.attention, progress)
-    ready = memory.look()
+    ready = memory.measure()
     use = MemoryUse(ready.total, ready.free, weights, max(0, ready.own - weights), 0, 0)
     graphs = _trial_graphs(forward, trial, memory) if isinstance(forward, DeviceForward) else 0
-    before = memory.look().own
+    before = memory.measure().own
     memory.start_peak()
     model = make_model(loaded, forward, trial)
     size = config.step_size(str(loaded.device))
@@ -159,7 +159,7 @@ def _measured(
     if isinstance(forward, DeviceForward):
         forward.forget_graphs()
     del trial, model
-    memory.look()  # gives their memory back
+    memory.measure()  # gives their memory back
     return forward, use, window
 
 
@@ -170,11 +170,11 @@ def _trial_graphs(forward: DeviceForward, trial: Pool, memory: DeviceMemory) -> 
     estimate lacks the driver's memory for graphs; the memory that each share leaves free is for that. Over the real pool
     graphs also have memory for split contexts, less than a thousandth of the pool.
     """
-    before = memory.look().own
+    before = memory.measure().own
     recorded, _ = forward.record(trial.attention, silent, most=1)
-    first = memory.look().own
+    first = memory.measure().own
     recorded, wanted = forward.record(trial.attention, silent, most=TRIAL_GRAPHS)
-    last = memory.look().own
+    last = memory.measure().own
     each = max(0, last - first) / max(1, recorded - 1)
     return max(0, first - before) + round(each * max(0, wanted - 1))
 
@@ -210,7 +210,7 @@ def _report(uses: Sequence[MemoryUse], pool: Pool, memory: DeviceMemory, loaded:
     for rank, use in enumerate(uses):
         facts = {"device": str(loaded.device), **use.facts(), **pages}
         if rank == 0:
-            facts["free_gb"] = round(memory.look().free / 1e9, 2)
+            facts["free_gb"] = round(memory.measure().free / 1e9, 2)
         else:
             facts["device"] = f"rank {rank}"
         log.info("the device's memory is divided", extra=facts)

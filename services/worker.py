@@ -12,7 +12,7 @@ from components.discovery.registry import Registration, Registry, join_registry
 from components.errors import Overloaded, UnknownModel
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import known_transport, kv_opener, own_address
-from components.kv_transfer.led_transfer import open_transfer
+from components.kv_transfer.multi_rank_transfer import open_transfer
 from components.kv_transfer.network import observed_transport
 from components.kv_transfer.writes import Writes
 from components.messaging.bus import Bus, connect_bus
@@ -29,7 +29,7 @@ from components.process_control import Limit, ProcessControl
 from components.process_health import measure, serve_health, status_endpoint
 from components.routing.policies import WorkerRole
 from components.settings import WorkerSettings
-from components.structured.masks import MaskMaker, open_masks
+from components.structured.mask_maker import MaskMaker, open_masks
 from components.structured.metrics import ConstraintMetrics
 from components.telemetry.figures import Figures
 from components.telemetry.logs import log_progress, log_ready
@@ -153,7 +153,7 @@ class Worker:
         self.metrics.show_ranks(self.config.tensor_parallel)
         self.metrics.show(self.figures)
         service.show(self.figures)
-        engine.on_output(lambda output: self.kv_events.take(output.cache_events))
+        engine.on_output(lambda output: self.kv_events.record(output.cache_events))
         size = self.config.step_size(self.transfer.endpoint.device)
         record = record_maker(
             self.settings,
@@ -180,12 +180,12 @@ class Worker:
             self.registry.advertise(self.registration, record),
         ):
             engine.on_output(lambda output: heart.stepped(output.stats.step))
-            control.serves(service, heart.at_once, Limit(drain_timeout_s, service.stop_all))
+            control.serves(service, heart.send_now, Limit(drain_timeout_s, service.stop_all))
             settle()
             log_ready(instance=self.instance_id, model=model, metrics=self.page)
             await first(stopped(), control.stopped(), raises(engine.failed()))
             control.leave()
-            await first(drain(service, drain_timeout_s, heart.at_once), raises(engine.failed()))
+            await first(drain(service, drain_timeout_s, heart.send_now), raises(engine.failed()))
 
     def _endpoints(self, service: WorkerService) -> Sequence[Endpoint]:
         own = [present_endpoint(self.registration), status_endpoint(self.figures)]

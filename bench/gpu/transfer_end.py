@@ -39,7 +39,7 @@ async def receive(transfer: NixlTransfer, pool: torch.Tensor) -> None:
 
     async def keep_going() -> None:
         while True:
-            transfer.hasten("never")  # as prefill's announcement does
+            transfer.poll_often("never")  # as prefill's announcement does
             await asyncio.sleep(POLL_WRITES_S)
 
     going = asyncio.create_task(keep_going())

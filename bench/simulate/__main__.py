@@ -45,7 +45,7 @@ from bench.simulate.routers import MakePolicy, News
 from bench.simulate.setup import Link, Setup
 from bench.simulate.traffic import Lengths, Request, conversations, shared_prefixes, swinging, trace
 from bench.simulate.worker import Engine
-from components.messaging.fan_out import heartbeat_rest_s, kv_events_rest_s, questions_per_s
+from components.messaging.fan_out import heartbeat_rest_s, kv_events_rest_s, queries_per_s
 from components.messaging.liveness import EVERY_S, silent_after_s
 from components.planning.needs import Targets
 from components.planning.planner import Bounds
@@ -150,7 +150,7 @@ def asking(setup: Setup) -> Setup:
         heartbeat_s,
         setup.news.event_s + kv_events_rest_s(to_frontends),
         silent_after_s(heartbeat_s),
-        questions_per_s(setup.decode),
+        queries_per_s(setup.decode),
     )
     return replace(setup, news=news, prefill_routers=max(setup.decode, 1), asks=True)
 

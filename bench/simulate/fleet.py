@@ -165,7 +165,7 @@ class Fleet:
         flow = stay.flow
         flow.over = True
         del self.decodes.flows[worker][flow]
-        flow.to_decode.over()
+        flow.to_decode.ended()
         self.measured.finished(flow.request, self.clock.now_s)
         self._count(-1)
         self._leave_if_drained(self.decodes, worker)
@@ -201,7 +201,7 @@ class Fleet:
             self.prefills.flows[prefill].pop(flow, None)
             self._leave_if_drained(self.prefills, prefill)
         if flow.to_prefill is not None:
-            flow.to_prefill.over()
+            flow.to_prefill.ended()
         if (
             flow.over or not arrived or not decode.alive
         ):  # a draining prefill worker has just left, after it has sent everything
@@ -303,7 +303,7 @@ class Fleet:
 
     def _move(self, flow: Flow) -> None:
         flow.over = True
-        flow.to_decode.over()
+        flow.to_decode.ended()
         stay, prefill = flow.at_decode, flow.prefill
         left = stay.left + (stay.part is Part.DECODE and not flow.delivered)
         if prefill is not None and prefill.alive and not flow.delivered and flow.at_prefill is not None:
@@ -312,7 +312,7 @@ class Fleet:
 
     def _drop_prompt(self, flow: Flow, prefill: Worker, stay: Stay) -> None:
         if flow.to_prefill is not None:
-            flow.to_prefill.over()
+            flow.to_prefill.ended()
         if flow.computed_s < 0:
             prefill.cancel(stay)
         elif flow.reserved_s < 0:

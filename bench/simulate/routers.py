@@ -9,7 +9,7 @@ from random import Random
 from bench.simulate.clock import Clock
 from bench.simulate.traffic import Request
 from bench.simulate.worker import Worker
-from components.routing.candidates import Allowance, CandidateChoice, Inquiry, depths
+from components.routing.candidates import Allowance, CandidateChoice, CandidateQuery, depths
 from components.routing.kv_index import KvIndex
 from components.routing.policy import Member, Policy, RouteRequest
 from components.routing.router import RouteChoice, Router
@@ -23,7 +23,7 @@ class News:
     heartbeat_s: float = 0.5  # interval; each worker has its own phase
     event_s: float = 0.005  # delay of stored and removed blocks
     lost_s: float = 2.0  # time until routers that have not sent to a lost worker detect the loss
-    questions_per_s: float = math.inf  # limit on a router's queries
+    queries_per_s: float = math.inf  # limit on a router's queries
 
 
 class Routers:
@@ -106,19 +106,19 @@ class Routers:
         assert self._candidates is not None
         members, prefixes = self._everyone, depths(len(request.blocks), self._page_tokens)
         keys = [request.blocks[depth - 1] for depth in prefixes]
-        inquiry, allowance = Inquiry(router, _ask(request, tokens)), self._allowances[router]
+        query, allowance = CandidateQuery(router, _ask(request, tokens)), self._allowances[router]
         for candidates in self._candidates.rounds(keys, members):
-            allowed = allowance.take(len(candidates), self._news.questions_per_s, self._clock.now_s)
+            allowed = allowance.reserve(len(candidates), self._news.queries_per_s, self._clock.now_s)
             if not allowed:
-                inquiry.add_fallbacks(members[at].instance_id for at in candidates)
+                query.add_fallbacks(members[at].instance_id for at in candidates)
                 break
-            inquiry.take(
+            query.add_answers(
                 allowed, self._answers(router, request, tokens, [members[at] for at in candidates[:allowed]], tried)
             )
-            if inquiry.is_enough:
+            if query.is_enough:
                 break
-        self.num_asked += inquiry.num_asked
-        return inquiry.choose()
+        self.num_asked += query.num_asked
+        return query.choose()
 
     def _answers(
         self, router: Router, request: Request, tokens: int, asked: Sequence[Member], tried: Container[str]

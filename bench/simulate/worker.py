@@ -15,7 +15,7 @@ from bench.simulate.clock import Clock
 from bench.simulate.prefix import PagePool
 from bench.simulate.steps import Part, Progress, Run, Stay
 from bench.simulate.traffic import Request
-from components.routing.policy import SMOOTHING
+from components.routing.policy import LATEST_SPEED_WEIGHT
 from components.turns import turn
 from engine.config import MockConfig, attended
 from engine.scheduler.request import usable_pages
@@ -312,7 +312,7 @@ class Worker:
         if run.chunks and seconds > 0:
             speed = sum(length for _, length in run.chunks) * steps / seconds
             before = self.prompt_tokens_per_s or speed
-            self.prompt_tokens_per_s = before + (1 - (1 - SMOOTHING) ** steps) * (speed - before)
+            self.prompt_tokens_per_s = before + (1 - (1 - LATEST_SPEED_WEIGHT) ** steps) * (speed - before)
         if run.decodes:
             self._owner.stepped(steps, seconds / steps, run.decodes)
 

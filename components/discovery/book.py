@@ -13,13 +13,13 @@ Listener = Callable[[InstanceRecord | None, InstanceRecord | None], None]  # (be
 class InstanceBook:
     """Instance records by key.
 
-    If `doubt` is set, `remove` keeps a record until `put` or `drop`. Its instance may be alive: it lost etcd, or etcd
+    If `on_missing` is set, `remove` keeps a record until `put` or `drop`. Its instance may be alive: it lost etcd, or etcd
     lost its data.
     """
 
     def __init__(self) -> None:
-        self.doubt: Callable[[str], None] | None = None  # called with the key
-        self.doubted: set[str] = set()  # keys that have left etcd
+        self.on_missing: Callable[[str], None] | None = None  # called with the key
+        self.missing_in_etcd: set[str] = set()  # keys that have left etcd
         self._records: dict[str, InstanceRecord] = {}
         self._listeners: list[Listener] = []
 
@@ -43,21 +43,21 @@ class InstanceBook:
         self._listeners.append(listener)
 
     def put(self, key: str, record: InstanceRecord) -> None:
-        self.doubted.discard(key)
+        self.missing_in_etcd.discard(key)
         before = self._records.get(key)
         if before != record:
             self._records[key] = record
             self._notify(before, record)
 
     def remove(self, key: str) -> None:
-        if self.doubt is None:
+        if self.on_missing is None:
             self.drop(key)
-        elif key in self._records and key not in self.doubted:
-            self.doubted.add(key)
-            self.doubt(key)
+        elif key in self._records and key not in self.missing_in_etcd:
+            self.missing_in_etcd.add(key)
+            self.on_missing(key)
 
     def drop(self, key: str) -> None:
-        self.doubted.discard(key)
+        self.missing_in_etcd.discard(key)
         before = self._records.pop(key, None)
         if before is not None:
             self._notify(before, None)

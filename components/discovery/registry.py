@@ -36,7 +36,7 @@ from components.wire.instances import InstanceRecord, dump_record, load_record
 log = logging.getLogger(__name__)
 
 PAGE: Final = 256  # records per read, about a megabyte
-SPREAD_S: Final = 0.02  # delay per instance, so that instances do not all write lost records at once
+JITTER_PER_INSTANCE_S: Final = 0.02  # delay per instance, so that instances do not all write lost records at once
 
 MakeRecord = Callable[[str], InstanceRecord]  # epoch → record
 
@@ -127,7 +127,7 @@ class Registry:
                     revoke_lease(self._url, lease_id, self._access)
                     return
                 log.warning("etcd dropped the lease, registering again", extra={"epoch": record.epoch})
-                stop.wait(random.uniform(0, SPREAD_S * len(self.book)))
+                stop.wait(random.uniform(0, JITTER_PER_INSTANCE_S * len(self.book)))
             except BackendUnavailable as exc:
                 wait_s = backoff.failed()
                 self._report(exc, backoff)
@@ -157,7 +157,7 @@ class Registry:
         # A read that began after our write includes it, even if etcd has since lost its data and its revision is lower.
         if self._revision < registration.revision and self._reads_taken <= registration.reads:
             return
-        if self.connected and (self.book.at(key) is None or key in self.book.doubted):
+        if self.connected and (self.book.at(key) is None or key in self.book.missing_in_etcd):
             log.warning("the record is missing in etcd, writing it again", extra={"epoch": record.epoch})
             with etcd_client(self._url, self._access) as client:
                 self._write(client, registration, record, lease_id)

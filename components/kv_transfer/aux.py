@@ -204,7 +204,7 @@ class AuxArrivals:
         self._loop = asyncio.get_running_loop()
         self._expected: dict[str, tuple[int, asyncio.Future[None]]] = {}  # slot by notification
         self._coming: dict[str, float] = {}  # announced notifications, polled often until this time
-        self._look_at_all_s = 0.0  # next time to poll the others
+        self._poll_all_s = 0.0  # next time to poll the others
         self._linger = 0  # polls left while no slot is expected
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
@@ -215,20 +215,20 @@ class AuxArrivals:
             self._thread.wake()
         return future
 
-    def hasten(self, notification: str) -> None:
+    def poll_often(self, notification: str) -> None:
         """Complete the slot if its record has arrived, else poll it often."""
-        if notification in self._expected and not self._look_at(notification):
-            is_looking = self._looks_often()
+        if notification in self._expected and not self._poll_slot(notification):
+            is_polling = self._polls_often()
             self._coming[notification] = time.monotonic() + COMING_S
-            if not is_looking:
+            if not is_polling:
                 self._thread.wake()
 
-    def patience_s(self) -> float | None:
+    def poll_interval_s(self) -> float | None:
         if not self._expected and not self._linger:
             return None
-        return POLL_COMING_S if self._looks_often() else POLL_EXPECTED_S
+        return POLL_COMING_S if self._polls_often() else POLL_EXPECTED_S
 
-    def begin_look(self) -> bool:
+    def begin_poll(self) -> bool:
         """Return whether to make progress for peers. Counts down the extra polls after an arrival."""
         if self._expected:
             return True
@@ -236,26 +236,26 @@ class AuxArrivals:
         self._linger -= lingers
         return lingers
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Poll announced slots, and from time to time all, because an announcement may be lost."""
         now_s = time.monotonic()
-        if now_s < self._look_at_all_s:
+        if now_s < self._poll_all_s:
             for notification in list(self._coming):
-                self._look_at(notification)
+                self._poll_slot(notification)
             return
-        self._look_at_all_s = now_s + POLL_EXPECTED_S
+        self._poll_all_s = now_s + POLL_EXPECTED_S
         for notification in list(self._expected):
             # before the announcement, a wrong seal belongs to another transfer
-            if not self._look_at(notification) and notification in self._coming:
-                self._look_for_damage(notification, now_s)
+            if not self._poll_slot(notification) and notification in self._coming:
+                self._check_damage(notification, now_s)
 
-    def _looks_often(self) -> bool:
+    def _polls_often(self) -> bool:
         if not self._coming:
             return False
         now_s = time.monotonic()
         return any(until_s > now_s for until_s in self._coming.copy().values())
 
-    def _look_at(self, notification: str) -> bool:
+    def _poll_slot(self, notification: str) -> bool:
         """Check one slot; on either thread."""
         slot, future = self._expected.get(notification, (0, None))
         if future is None or not self._aux.is_sealed(slot, notification):
@@ -265,7 +265,7 @@ class AuxArrivals:
         self._thread.settle(future)
         return True
 
-    def _look_for_damage(self, notification: str, now_s: float) -> None:
+    def _check_damage(self, notification: str, now_s: float) -> None:
         slot, future = self._expected.get(notification, (0, None))
         if future is not None and self._aux.is_damaged(slot, now_s):
             self._linger = LINGER_POLLS

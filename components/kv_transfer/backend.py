@@ -71,10 +71,10 @@ class KvTransfer(Protocol):
         Keep it until all writes have ended, because they make progress only while a slot is expected.
         """
 
-    def hasten(self, notification: str) -> None:
+    def poll_often(self, notification: str) -> None:
         """Poll often, because the peer will soon write its last pages. This hint may be lost or late."""
 
-    async def catch_up(self) -> None:
+    async def drain_sockets(self) -> None:
         """Return when all bytes that have reached this machine are in the pool.
 
         After that, no byte of an ended write can arrive. Over TCP, bytes wait in a socket until this process reads it.

@@ -69,10 +69,10 @@ class FakeKvTransfer:
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         return self.doorbell.expect(notification)
 
-    def hasten(self, notification: str) -> None:
+    def poll_often(self, notification: str) -> None:
         pass
 
-    async def catch_up(self) -> None:
+    async def drain_sockets(self) -> None:
         pass
 
 

@@ -167,10 +167,10 @@ class NixlTransfer:
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         return self._arrivals.expect(notification, slot)
 
-    def hasten(self, notification: str) -> None:
-        self._arrivals.hasten(notification)
+    def poll_often(self, notification: str) -> None:
+        self._arrivals.poll_often(notification)
 
-    async def catch_up(self) -> None:
+    async def drain_sockets(self) -> None:
         await self._thread.ask(self._make_progress)
 
     def _write(
@@ -301,13 +301,13 @@ class NixlTransfer:
     def _poll(self) -> float | None:
         self._writes = [w for w in self._writes if not self._finished(w, self._state(w))]
         self._failed = [w for w in self._failed if not self._gave_up(w)]
-        if self._arrivals.begin_look():
+        if self._arrivals.begin_poll():
             self._make_progress()
-            self._arrivals.look()
+            self._arrivals.poll()
         return self._patience()
 
     def _patience(self) -> float | None:
-        return POLL_WRITES_S if self._writes or self._failed else self._arrivals.patience_s()
+        return POLL_WRITES_S if self._writes or self._failed else self._arrivals.poll_interval_s()
 
     def _make_progress(self) -> None:
         """Call NIXL, because over TCP bytes arrive only during a call."""

@@ -31,7 +31,7 @@ from components.kv_transfer.writes import Copy, connect_ranks, write_ranks
 from components.wire.instances import KvEndpoint
 from components.wire.layout import KvRegion
 
-RECEIVING = "kvmesh-leader"  # a notification that no peer ever sends
+PLACEHOLDER_NOTIFICATION = "kvmesh-leader"  # a notification that no peer ever sends
 
 
 def serve_rank(path: Path) -> None:
@@ -49,21 +49,21 @@ def serve_rank(path: Path) -> None:
 
 
 async def _serve(path: Path, listening: threading.Event) -> None:
-    async def obey(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with AsyncExitStack() as stack:
-                await obey_orders(RankEnd(stack), reader, writer)
+                await execute_orders(RankEnd(stack), reader, writer)
         finally:
             writer.close()
             with suppress(OSError):
                 await writer.wait_closed()
 
-    async with await asyncio.start_unix_server(obey, path) as server:
+    async with await asyncio.start_unix_server(serve, path) as server:
         listening.set()
         await server.serve_forever()
 
 
-async def obey_orders(end: "RankEnd", reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+async def execute_orders(end: "RankEnd", reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Execute and answer each order, until the leader ends."""
     async with asyncio.TaskGroup() as tasks:
         while (frame := await read_frame(reader)) is not None:
@@ -73,7 +73,7 @@ async def obey_orders(end: "RankEnd", reader: asyncio.StreamReader, writer: asyn
 
 async def _answered(end: "RankEnd", number: int, order: Order, writer: asyncio.StreamWriter) -> None:
     try:
-        answer = await end.obey(number, order)
+        answer = await end.execute(number, order)
     except MeshError as exc:
         answer = Answer(number, error=exc.message)
     except Exception as exc:  # noqa: BLE001 - the edge of one order: the leader fails the transfer
@@ -89,7 +89,7 @@ class RankEnd:
         self._peers: dict[str, KvEndpoint] = {}  # by the agent of the first rank
         self._receiving: asyncio.Future[None] | None = None
 
-    async def obey(self, number: int, order: Order) -> Answer:
+    async def execute(self, number: int, order: Order) -> Answer:
         """Raises: MeshError."""
         if isinstance(order, Open):
             return await self._open(number, order)
@@ -119,9 +119,9 @@ class RankEnd:
             case Receive(on):
                 self._receive(transfer, on=on)
             case Hasten():
-                transfer.hasten(RECEIVING)
+                transfer.poll_often(PLACEHOLDER_NOTIFICATION)
             case CatchUp():
-                await transfer.catch_up()
+                await transfer.drain_sockets()
         return Answer(number)
 
     async def _open(self, number: int, order: Open) -> Answer:
@@ -135,7 +135,7 @@ class RankEnd:
         """Expect a slot that is never written, because a backend makes progress only while a slot is expected."""
         if on and self._receiving is None:
             slot = transfer.aux.take()
-            self._receiving = transfer.expect(RECEIVING, slot)
+            self._receiving = transfer.expect(PLACEHOLDER_NOTIFICATION, slot)
             self._receiving.add_done_callback(lambda _: transfer.aux.give_back(slot))
         elif not on and self._receiving is not None:
             self._receiving.cancel()

@@ -7,7 +7,7 @@ from typing import Final
 log = logging.getLogger(__name__)
 
 SLOW_BYTES_S: Final = 3e9  # slower than any direct path between two GPUs
-JUDGED_BYTES: Final = 16 << 20  # a shorter write says little about the speed
+MIN_JUDGED_BYTES: Final = 16 << 20  # a shorter write says little about the speed
 
 
 class SlowPeers:
@@ -16,7 +16,7 @@ class SlowPeers:
 
     def judge(self, agent: str, num_bytes: int, posted_s: float) -> None:
         """Warn once per peer, when a write that was posted at `posted_s`, monotonic, has ended."""
-        if num_bytes < JUDGED_BYTES or agent in self._warned:
+        if num_bytes < MIN_JUDGED_BYTES or agent in self._warned:
             return
         bytes_s = num_bytes / max(time.monotonic() - posted_s, 1e-9)
         if bytes_s < SLOW_BYTES_S:

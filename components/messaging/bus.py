@@ -67,7 +67,7 @@ class Bus:
     def is_connected(self) -> bool:
         return bool(self.client.is_connected)
 
-    def steady_s(self) -> float:
+    def since_reconnect_s(self) -> float:
         """Seconds since the latest reconnect; infinite if there was none, 0 while disconnected."""
         # nats-py reports itself as connected before it calls us; answers to calls that waited for NATS arrive in between
         if not self.client.is_connected or self.disconnected_at > self.reconnected_at:
@@ -91,10 +91,10 @@ class Bus:
         """
         data = self._packed(subject, request)
         try:
-            with nats_errors(subject, self.url):
+            with translated_nats_errors(subject, self.url):
                 message = await self._replies.call(subject, data, trace_headers(), timeout_s)
         except DeadlineExceeded as exc:
-            if self.steady_s() < timeout_s:  # after our own outage the receiver may be healthy
+            if self.since_reconnect_s() < timeout_s:  # after our own outage the receiver may be healthy
                 raise BackendUnavailable(f"NATS at {self.url} was unreachable during a call", subject=subject) from exc
             raise
         try:
@@ -110,7 +110,7 @@ class Bus:
         await self.publish_bytes(subject, self._packed(subject, message))
 
     async def publish_bytes(self, subject: str, data: bytes, reply: str = "") -> None:
-        with nats_errors(subject, self.url):
+        with translated_nats_errors(subject, self.url):
             await publish(self.client, subject, data, reply)
 
     def on_no_responders(self, subject: str, callback: Callable[[], None]) -> str:
@@ -123,12 +123,12 @@ class Bus:
     @asynccontextmanager
     async def subscription(self, subject: str, handler: Callable[[Msg], Awaitable[None]]) -> AsyncIterator[None]:
         """Pass each message of `subject` to `handler`, one at a time; it must not block."""
-        with nats_errors(subject, self.url):
+        with translated_nats_errors(subject, self.url):
             subscription = await self.client.subscribe(
                 subject, cb=handler, pending_msgs_limit=PENDING_MESSAGES, pending_bytes_limit=PENDING_BYTES
             )
         try:
-            with nats_errors(subject, self.url):
+            with translated_nats_errors(subject, self.url):
                 await self.flush()  # NATS must know the subscription before any request is sent
             yield
         finally:
@@ -165,7 +165,7 @@ class Bus:
         return data
 
 
-class nats_errors:  # noqa: N801 - a `contextmanager` function takes three times as long, per message
+class translated_nats_errors:  # noqa: N801 - a `contextmanager` function takes three times as long, per message
     """Context manager that turns nats-py's exceptions into MeshErrors."""
 
     __slots__ = ("_subject", "_url")
@@ -180,11 +180,11 @@ class nats_errors:  # noqa: N801 - a `contextmanager` function takes three times
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and (ours := _ours(error, self._subject, self._url)) is not None:
-            raise ours from error
+        if error is not None and (mesh_error := _to_mesh_error(error, self._subject, self._url)) is not None:
+            raise mesh_error from error
 
 
-def _ours(error: BaseException, subject: str, url: str) -> MeshError | None:
+def _to_mesh_error(error: BaseException, subject: str, url: str) -> MeshError | None:
     if isinstance(error, nats.errors.NoRespondersError):
         kind, when = (ListenerGone, " any more") if isinstance(error, RespondersGone) else (NobodyListens, "")
         return kind(f"no process listens on {subject}{when}", subject=subject)

@@ -20,7 +20,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from components.aio import BackgroundTasks, exact_cancellation
 from components.errors import InvariantBroken, MeshError, MessageTooLarge, PeerLost
-from components.messaging.bus import Bus, nats_errors
+from components.messaging.bus import Bus, translated_nats_errors
 from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import BAD_TRACEPARENT, Refusals
 from components.telemetry.logs import request_id
@@ -46,8 +46,8 @@ class Endpoint:
     request: type[Struct]
     handler: Callable[[Any], Awaitable[Struct]]  # returns the answer; a MeshError becomes Refused
     span: str | None = None  # name of the span around the handler; None: no span
-    immediate: bool = False  # the handler never waits, so it needs no task
-    repeatable: bool = False  # a repeated call may run again, so answers, which are often large, are not kept
+    runs_inline: bool = False  # the handler never waits, so it needs no task
+    is_idempotent: bool = False  # a repeated call may run again, so answers, which are often large, are not kept
     refusal_level: int = logging.INFO  # log level of a refused call
 
 
@@ -78,13 +78,13 @@ class SentAnswers:
             _, oldest = self._sent.popleft()
             self._bytes -= len(self._answers.pop(oldest) or b"")
 
-    def forget(self, reply: str) -> None:
-        """Forget a call, so that it would run again if repeated."""
+    def allow_rerun(self, reply: str) -> None:
+        """Forget a call, so that it runs again if repeated."""
         del self._answers[reply]
 
 
 class CallServer:
-    """Runs each call in its own task, unless it is immediate."""
+    """Runs each call in its own task, unless its endpoint `runs_inline`."""
 
     def __init__(
         self,
@@ -106,7 +106,7 @@ class CallServer:
         return {"errors": self._errors[endpoint.name], "in_flight": len(self._tasks)}
 
     def receive(self, endpoint: Endpoint) -> Callable[[Request], Awaitable[None]]:
-        if endpoint.immediate:
+        if endpoint.runs_inline:
             return partial(self._answer, endpoint)
 
         async def start(request: Request) -> None:
@@ -151,8 +151,8 @@ class CallServer:
             request_id.set("")  # this task continues with the next call of the subscription
         if reply:
             packed = self._packed(endpoint, reply, answer)
-            if endpoint.repeatable:
-                self._answers.forget(reply)
+            if endpoint.is_idempotent:
+                self._answers.allow_rerun(reply)
             else:
                 self._answers.sent(reply, packed)
             await self._respond(endpoint, request, packed)
@@ -170,7 +170,7 @@ class CallServer:
 
     async def _respond(self, endpoint: Endpoint, request: Request, answer: bytes) -> None:
         try:
-            with nats_errors(request._msg.reply, self._url):
+            with translated_nats_errors(request._msg.reply, self._url):
                 await request.respond(answer)
         except MeshError as exc:
             log.warning("answer lost", extra={"call": endpoint.name, "cause": exc.message})
@@ -190,7 +190,7 @@ class CallServer:
                 raise
 
 
-class _Subscribed(MicroEndpoint):  # type: ignore[misc]  # nats-py has no types
+class _DirectEndpoint(MicroEndpoint):  # type: ignore[misc]  # nats-py has no types
     """An endpoint without a queue group, because only one instance listens on its subject.
 
     After a reconnect, a NATS cluster may deliver half of a group's calls to the old subscription at a frozen
@@ -211,8 +211,8 @@ class _Subscribed(MicroEndpoint):  # type: ignore[misc]  # nats-py has no types
             self._subscription._stop_processing()
             raise
 
-    async def forget(self) -> None:
-        """Forget the subscription even while disconnected, because nats-py renews all its subscriptions after an outage."""
+    async def unsubscribe(self) -> None:
+        """Unsubscribe even while disconnected, because nats-py renews all its subscriptions after an outage."""
         with suppress(nats.errors.Error, OSError, RuntimeError, AttributeError), exact_cancellation():
             await self._subscription.unsubscribe()
 
@@ -245,10 +245,10 @@ async def serve_calls(
         metadata={"subject": subject, **metadata},
         stats_handler=server.stats,
     )
-    listening: list[_Subscribed] = []
+    listening: list[_DirectEndpoint] = []
     for endpoint in endpoints:
         config = EndpointConfig(endpoint.name, server.receive(endpoint), subject=f"{subject}.{endpoint.name}")
-        subscribed = _Subscribed(service, config)
+        subscribed = _DirectEndpoint(service, config)
         await subscribed._start()
         service._endpoints.append(subscribed)
         listening.append(subscribed)
@@ -263,7 +263,7 @@ async def serve_calls(
                 async with asyncio.timeout(STOP_S):
                     await service.stop()  # from now on callers get "no responders" at once
         for subscribed in listening:
-            await subscribed.forget()
+            await subscribed.unsubscribe()
         if not has_failed:
             with suppress(TimeoutError):
                 async with asyncio.timeout(LEAVE_S):

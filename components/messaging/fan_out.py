@@ -14,34 +14,34 @@ from components.wire.heartbeat import USUAL_NEXT_S
 from components.wire.instances import InstanceRecord, Role
 
 ALL_PAIRS: Final = 4096  # pairs up to which decode instances follow prefill instances: 64 of each
-AGAIN_BELOW: Final = 0.75  # of ALL_PAIRS: hysteresis
-WATCHERS: Final = 1  # a planner subscribes to the heartbeats of all workers
+RESUBSCRIBE_BELOW: Final = 0.75  # of ALL_PAIRS: hysteresis
+PLANNERS: Final = 1  # a planner subscribes to the heartbeats of all workers
 # deliveries a second, for each kind of message
 DELIVERIES_PER_S: Final = 12_000
-QUESTIONS_PER_S: Final = 11_000  # by all decode instances; each costs two deliveries
+QUERIES_PER_S: Final = 11_000  # by all decode instances; each costs two deliveries
 RECEIVED_PER_S: Final = 2_000  # heartbeats of one role that one process receives
-SOONEST_S: Final = 0.05  # between two messages of an instance
-LONGEST_S: Final = 5.0  # between two messages; enough for 60,000 pairs of a decode instance and a frontend
+MIN_INTERVAL_S: Final = 0.05  # between two messages of an instance
+MAX_INTERVAL_S: Final = 5.0  # between two messages; enough for 60,000 pairs of a decode instance and a frontend
 
 ROLES: Final[tuple[Role, ...]] = ("frontend", "decode", "prefill")
 
 
 def heartbeat_rest_s(instances: int, followings: int) -> float:
     received = instances * DELIVERIES_PER_S / RECEIVED_PER_S
-    return _rest_s(max(followings + WATCHERS * instances, received))
+    return _rest_s(max(followings + PLANNERS * instances, received))
 
 
 def kv_events_rest_s(followings: int) -> float:
     return _rest_s(followings)
 
 
-def questions_per_s(decodes: int) -> float:
-    """Questions a second for each decode instance."""
-    return QUESTIONS_PER_S / max(decodes, 1)
+def queries_per_s(decodes: int) -> float:
+    """Queries a second for each decode instance."""
+    return QUERIES_PER_S / max(decodes, 1)
 
 
 def _rest_s(deliveries: float) -> float:
-    return min(max(SOONEST_S, deliveries / DELIVERIES_PER_S), LONGEST_S)
+    return min(max(MIN_INTERVAL_S, deliveries / DELIVERIES_PER_S), MAX_INTERVAL_S)
 
 
 class FleetSizes:
@@ -74,11 +74,11 @@ class FleetSizes:
 
     def kv_events_rest_s(self, role: Role) -> float:
         if role == "prefill" and self.pairs > ALL_PAIRS:
-            return LONGEST_S  # no process follows them
+            return MAX_INTERVAL_S  # no process follows them
         return kv_events_rest_s(self.followings(role))
 
-    def questions_per_s(self) -> float:
-        return questions_per_s(self._counts["decode"])
+    def queries_per_s(self) -> float:
+        return queries_per_s(self._counts["decode"])
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         if was is not None:
@@ -87,12 +87,12 @@ class FleetSizes:
             self._counts[now.role] += 1
 
 
-class Following:
+class SubscriptionChoice:
     def __init__(self, book: InstanceBook, most_pairs: int | None = None) -> None:
         self.followed = InstanceBook()  # all prefill instances, or none
         self.sizes = FleetSizes(book)
         self._most_pairs = ALL_PAIRS if most_pairs is None else most_pairs
-        self.asks = self.sizes.pairs > self._most_pairs
+        self.queries_instances = self.sizes.pairs > self._most_pairs
         self._book = book
         self._on_change: list[Callable[[], None]] = []
         self._fill()
@@ -102,18 +102,18 @@ class Following:
         self._on_change.append(callback)
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
-        asks = self.sizes.pairs > self._most_pairs * (AGAIN_BELOW if self.asks else 1)
-        if asks != self.asks:
-            self.asks = asks
+        queries_instances = self.sizes.pairs > self._most_pairs * (RESUBSCRIBE_BELOW if self.queries_instances else 1)
+        if queries_instances != self.queries_instances:
+            self.queries_instances = queries_instances
             self._fill()
             for callback in self._on_change:
                 callback()
-        elif not asks:
+        elif not queries_instances:
             if was is not None and was.role == "prefill" and now is None:
                 self.followed.remove(was.instance_id)
             if now is not None and now.role == "prefill":
                 self.followed.put(now.instance_id, now)
 
     def _fill(self) -> None:
-        followed = () if self.asks else self._book.of_role("prefill")
+        followed = () if self.queries_instances else self._book.of_role("prefill")
         self.followed.replace_all({record.instance_id: record for record in followed})

@@ -11,11 +11,11 @@ from prometheus_client.registry import Collector
 
 from components.discovery.book import InstanceBook
 from components.messaging.bus import Bus
-from components.messaging.fan_out import Following
+from components.messaging.fan_out import SubscriptionChoice
 from components.messaging.kv_subscriber import KvMirror, follow_kv_events
 from components.messaging.liveness import InstanceState, Liveness, Loss, watch_heartbeats
-from components.messaging.questions import ANSWER_WITHIN_S, Questions, ask_heartbeats
-from components.routing.candidates import CandidateChoice, Inquiry, depths
+from components.messaging.load_queries import ANSWER_TIMEOUT_S, LoadQueries, ask_heartbeats
+from components.routing.candidates import CandidateChoice, CandidateQuery, depths
 from components.routing.kv_index import MAX_BLOCKS, KvIndex
 from components.routing.policies import WorkerRole, parse_policy
 from components.routing.policy import RouteRequest
@@ -42,7 +42,7 @@ class Fleet:
         self.index = KvIndex(kv_index_blocks) if self.policy.uses_caches(role) else None
         or_none = role == "prefill"  # decode can compute prompts itself
         self.router = Router(self.policy.make(role, rng), rng, time.monotonic, self.index, or_none=or_none)
-        self.inquiries: Inquiries | None = None  # set if the fleet may be too large to subscribe to
+        self.candidate_queries: CandidateQueries | None = None  # set if the fleet may be too large to subscribe to
         self._role = role
         for record in book.of_role(role):
             self._changed(None, record)
@@ -60,19 +60,19 @@ class Fleet:
             self.router.joined(now.instance_id, now.epoch, page_size, kv_events=now.kv_events, devices=devices)
 
 
-class Inquiries:
-    def __init__(self, fleet: Fleet, role: WorkerRole, following: Following, questions: Questions) -> None:
+class CandidateQueries:
+    def __init__(self, fleet: Fleet, role: WorkerRole, following: SubscriptionChoice, queries: LoadQueries) -> None:
         self._fleet = fleet
         self._role: WorkerRole = role
         self._following = following
-        self._questions = questions
+        self._queries = queries
         self._candidates = CandidateChoice(fleet.rng)
 
     @property
     def are_needed(self) -> bool:
-        return self._following.asks
+        return self._following.queries_instances
 
-    async def about(self, ask: RouteRequest, blocks: PromptBlocks, usable: Sequence[InstanceRecord]) -> Inquiry:
+    async def query(self, ask: RouteRequest, blocks: PromptBlocks, usable: Sequence[InstanceRecord]) -> CandidateQuery:
         """Query some of `usable` until one can start the prompt at once, or enough have been queried.
 
         Args:
@@ -81,31 +81,31 @@ class Inquiries:
             usable: candidates; the same sequence while they are the same.
         """
         router = self._fleet.router
-        inquiry, began_s = Inquiry(router, ask), router.now_s
+        query, began_s = CandidateQuery(router, ask), router.now_s
         page_sizes = {record.instance_id: _page_size(record) for record in usable}
         prefixes = {size: depths(len(blocks(size)), size) for size in set(page_sizes.values())}
         hashes = {size: [blocks(size)[depth - 1] for depth in found] for size, found in prefixes.items()}
         key = self._fleet.policy.meeting_key(self._role, ask)
         keys = hashes[min(hashes)] if hashes and key is None else []
         for candidates in self._candidates.rounds(keys or [key or ask.prefix or self._fleet.rng.randbytes(16)], usable):
-            if router.now_s - began_s > ANSWER_WITHIN_S:
+            if router.now_s - began_s > ANSWER_TIMEOUT_S:
                 break
-            records = [usable[at] for at in candidates[: self._questions.take(len(candidates))]]
+            records = [usable[at] for at in candidates[: self._queries.reserve(len(candidates))]]
             if not records:
-                inquiry.add_fallbacks(usable[at].instance_id for at in candidates)
+                query.add_fallbacks(usable[at].instance_id for at in candidates)
                 break
             wanted = {record.instance_id: b"".join(hashes[page_sizes[record.instance_id]]) for record in records}
-            answers = await self._questions.ask(records, wanted)
+            answers = await self._queries.ask(records, wanted)
             cached = {
                 i: _tokens(prefixes[page_sizes[i]], page_sizes[i], found)
                 for i, found in answers.items()
                 if found is not None
             }
-            inquiry.take(len(records), cached)
-            inquiry.add_fallbacks(i for i in answers if i not in cached)
-            if inquiry.is_enough:
+            query.add_answers(len(records), cached)
+            query.add_fallbacks(i for i in answers if i not in cached)
+            if query.is_enough:
                 break
-        return inquiry
+        return query
 
 
 def _page_size(record: InstanceRecord) -> int:
@@ -119,7 +119,7 @@ def _tokens(prefixes: Sequence[int], page_size: int, num_cached: int) -> int:
 
 
 @asynccontextmanager
-async def watch_fleet(
+async def open_fleet(
     bus: Bus,
     namespace: str,
     role: WorkerRole,
@@ -129,7 +129,7 @@ async def watch_fleet(
     rng: Random | None = None,
     kv_index_blocks: int = MAX_BLOCKS,
     metrics: CollectorRegistry | None = None,
-    following: Following | None = None,
+    following: SubscriptionChoice | None = None,
 ) -> AsyncIterator[Fleet]:
     """Watch the fleet of a role.
 
@@ -152,8 +152,8 @@ async def watch_fleet(
             if metrics is not None:
                 metrics.register(KvMirrorMetrics(fleet.index, mirror))
         if following is not None:
-            questions = await enter(ask_heartbeats(bus, alive, following.sizes.questions_per_s, fleet.rng))
-            fleet.inquiries = Inquiries(fleet, role, following, questions)
+            queries = await enter(ask_heartbeats(bus, alive, following.sizes.queries_per_s, fleet.rng))
+            fleet.candidate_queries = CandidateQueries(fleet, role, following, queries)
         yield fleet
 
 

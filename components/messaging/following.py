@@ -10,7 +10,7 @@ from nats.aio.msg import Msg
 from components.aio import background
 from components.errors import MeshError
 from components.messaging.bus import Bus
-from components.messaging.fan_out import Following
+from components.messaging.fan_out import SubscriptionChoice
 
 RETRY_S: Final = 0.5
 
@@ -18,7 +18,7 @@ Handler = Callable[[Msg], Awaitable[None]]
 
 
 class _Subscription:
-    def __init__(self, bus: Bus, subject: str, handler: Handler, following: Following) -> None:
+    def __init__(self, bus: Bus, subject: str, handler: Handler, following: SubscriptionChoice) -> None:
         self._bus = bus
         self._subject = subject
         self._handler = handler
@@ -29,7 +29,7 @@ class _Subscription:
 
     async def update(self) -> None:
         self._stale.clear()
-        if self._following.asks:
+        if self._following.queries_instances:
             await self.close()
         elif self._open is None:
             stack = AsyncExitStack()
@@ -55,7 +55,9 @@ class _Subscription:
 
 
 @asynccontextmanager
-async def subscribed(bus: Bus, subject: str, handler: Handler, following: Following | None) -> AsyncIterator[None]:
+async def subscribed(
+    bus: Bus, subject: str, handler: Handler, following: SubscriptionChoice | None
+) -> AsyncIterator[None]:
     """Pass messages from a role's workers to `handler`, while `following` says to follow them.
 
     Args:

@@ -14,10 +14,10 @@ from components.wire.generate import FramesResent, TokenFrame
 
 log = logging.getLogger(__name__)
 
-QUIET_S: Final = 1.0  # time without a frame after which the instance is queried
-LOOK_S: Final = 0.25
-AGAIN_S: Final = 0.5  # pause after a failed call
-ARRIVE_S: Final = 0.5  # timeout for frames that were sent again
+QUERY_AFTER_SILENCE_S: Final = 1.0  # time without a frame after which the instance is queried
+CHECK_INTERVAL_S: Final = 0.25
+RETRY_PAUSE_S: Final = 0.5  # pause after a failed call
+RESEND_TIMEOUT_S: Final = 0.5  # timeout for frames that were sent again
 MAX_HELD: Final = 4096  # frames kept after a gap; later ones are requested again
 
 Resend = Callable[[int], Awaitable[FramesResent]]  # number of the first missing frame
@@ -36,14 +36,14 @@ class FrameOrder:
     def __init__(
         self,
         instance_id: str,
-        deal: Callable[[TokenFrame], None],
+        deliver: Callable[[TokenFrame], None],
         lost: Callable[[FramesLost], None],
         resend: Resend,
         counts: FrameCounts | None = None,
     ) -> None:
-        """`deal` is called once for each frame, in order; `lost` for frames that the instance no longer has."""
+        """`deliver` is called once for each frame, in order; `lost` for frames that the instance no longer has."""
         self._instance_id = instance_id
-        self._deal = deal
+        self._deliver = deliver
         self._lost = lost
         self._resend = resend
         self._counts = counts or FrameCounts()
@@ -71,12 +71,12 @@ class FrameOrder:
             self.repair()
             return True
         self._expected += 1
-        self._deal(frame)
-        self._deal_held()
+        self._deliver(frame)
+        self._deliver_held()
         return True
 
-    def look(self) -> None:
-        if self.is_wanted and self._loop.time() - self._last_frame_s > QUIET_S:
+    def repair_if_quiet(self) -> None:
+        if self.is_wanted and self._loop.time() - self._last_frame_s > QUERY_AFTER_SILENCE_S:
             self.repair()
 
     def repair(self) -> None:
@@ -102,7 +102,7 @@ class FrameOrder:
                 log.debug(
                     "missing frames were not sent again", extra={"instance": self._instance_id, "cause": exc.message}
                 )
-                await asyncio.sleep(AGAIN_S)
+                await asyncio.sleep(RETRY_PAUSE_S)
                 continue
             for number in held:
                 if number >= answer.made:  # not a frame of this instance
@@ -117,7 +117,7 @@ class FrameOrder:
     async def _reached(self, number: int) -> None:
         """Wait for the frames before `number`, which may get lost again."""
         try:
-            async with asyncio.timeout(ARRIVE_S):
+            async with asyncio.timeout(RESEND_TIMEOUT_S):
                 while self._expected < number:
                     self._advanced.clear()
                     await self._advanced.wait()
@@ -129,10 +129,10 @@ class FrameOrder:
         self._lost(FramesLost(f"frames {self._expected} to {number - 1} of decode {self._instance_id} are lost"))
         self._expected = number
         self._held = {n: frame for n, frame in self._held.items() if n >= number}
-        self._deal_held()
+        self._deliver_held()
 
-    def _deal_held(self) -> None:
+    def _deliver_held(self) -> None:
         while (frame := self._held.pop(self._expected, None)) is not None:
             self._expected += 1
-            self._deal(frame)
+            self._deliver(frame)
         self._advanced.set()

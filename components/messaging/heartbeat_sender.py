@@ -13,7 +13,7 @@ from nats.aio.msg import Msg
 from components.aio import background
 from components.errors import MalformedMessage, MeshError
 from components.messaging.bus import Bus
-from components.messaging.liveness import EVERY_S, LATE_S
+from components.messaging.liveness import EVERY_S, HEARTBEAT_TOLERANCE_S
 from components.routing.policy import PromptLoad
 from components.wire.codec import unpack
 from components.wire.heartbeat import AskHeartbeat, Heartbeat
@@ -90,7 +90,7 @@ class HeartbeatSender:
             self._step = step
             self._news.set()
 
-    def at_once(self) -> None:
+    def send_now(self) -> None:
         self._urgent.set()
         self._news.set()
 
@@ -116,7 +116,7 @@ class HeartbeatSender:
 
     def _heartbeat(self, rest_s: float) -> Heartbeat:
         heartbeat, now_s = self._make(), time.monotonic()
-        was_stopped = now_s > self._due_s + LATE_S  # the whole process was stopped, including its engine
+        was_stopped = now_s > self._due_s + HEARTBEAT_TOLERANCE_S  # the whole process was stopped, including its engine
         self._due_s = now_s + max(EVERY_S, rest_s)
         if heartbeat.step != self._made_of_step or not heartbeat.busy or was_stopped:
             self._made_of_step, self._progress_s = heartbeat.step, now_s

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from components.aio import Failure, background
 from components.errors import DecodeLost, FramesLost, InvariantBroken, MalformedMessage, MeshError
 from components.messaging.bus import Bus
-from components.messaging.frame_order import LOOK_S, FrameCounts, FrameOrder
+from components.messaging.frame_order import CHECK_INTERVAL_S, FrameCounts, FrameOrder
 from components.messaging.refusals import DUPLICATE, GAP, STRANGER, Refusals
 from components.telemetry.on_demand import OnDemand
 from components.wire.generate import (
@@ -32,11 +32,11 @@ from components.wire.refused import raised
 log = logging.getLogger(__name__)
 
 ASK_TIMEOUT_S: Final = 2.0
-UNWANTED_S: Final = 1.0  # a cancelled stream that still sends after this time is cancelled again
+CANCEL_AGAIN_AFTER_S: Final = 1.0  # a cancelled stream that still sends after this time is cancelled again
 
 
 class Reader(Protocol):
-    def take(self, item: StreamItem) -> None:
+    def add_tokens(self, item: StreamItem) -> None:
         """Take the items of one turn of the event loop, joined into one."""
 
     def fail(self, error: MeshError) -> None:
@@ -59,14 +59,14 @@ class InStream:
 
     def start(self, reader: Reader) -> None:
         self._reader = reader
-        self.deal()
+        self.deliver()
         if self._error is not None:
             self._end(self._error)
 
     def put(self, item: StreamItem) -> bool:
         """Add an item. A duplicate is dropped; a gap fails the stream.
 
-        Returns: whether the caller must `deal`: the stream has a reader, and this is its first new item.
+        Returns: whether the caller must `deliver`: the stream has a reader, and this is its first new item.
         """
         if item.seq < self._next_seq:
             self._refusals.count("tokens", DUPLICATE)
@@ -79,7 +79,7 @@ class InStream:
         self._items.append(item)
         return self._reader is not None and len(self._items) == 1
 
-    def deal(self) -> None:
+    def deliver(self) -> None:
         items, reader = self._items, self._reader
         if reader is None or not items:
             return
@@ -87,7 +87,7 @@ class InStream:
         item = items[0] if len(items) == 1 else _joined(items)
         try:
             if item.token_ids or item.error is None:
-                reader.take(item)
+                reader.add_tokens(item)
         except Exception as exc:  # noqa: BLE001 - it ends this stream alone: the frame has items of others
             self.fail(exc if isinstance(exc, MeshError) else _broken(exc))
             return
@@ -98,7 +98,7 @@ class InStream:
         """End the stream with an error, after the items that have already arrived."""
         if self._error is not None:
             return
-        self.deal()
+        self.deliver()
         self._error = self._error or error
         self.failure.report(self._error)
         self._end(self._error)
@@ -213,11 +213,11 @@ class StreamInbox:
         elif not source.order.arrived(frame):
             self._refusals.count("tokens", DUPLICATE)
 
-    async def look(self) -> None:
+    async def query_quiet_sources(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             for source in list(self._sources.values()):
-                source.order.look()
+                source.order.repair_if_quiet()
 
     def stop(self) -> None:
         for source in self._sources.values():
@@ -250,7 +250,7 @@ class StreamInbox:
             elif stream.put(item):
                 waiting.append(stream)
         if is_first and waiting:
-            asyncio.get_running_loop().call_soon(self._deal)
+            asyncio.get_running_loop().call_soon(self._deliver)
 
     def _put_unwanted(self, source: _Source, instance_id: str, item: StreamItem) -> None:
         """Cancel a closed stream again if it still sends tokens, because NATS may have lost the cancellation."""
@@ -258,15 +258,15 @@ class StreamInbox:
             source.unwanted.pop(item.stream_id, None)
             return
         now_s = asyncio.get_running_loop().time()
-        if now_s - source.unwanted.setdefault(item.stream_id, now_s) > UNWANTED_S:
+        if now_s - source.unwanted.setdefault(item.stream_id, now_s) > CANCEL_AGAIN_AFTER_S:
             source.unwanted[item.stream_id] = now_s
             self._cancel(instance_id, item.stream_id)
 
-    def _deal(self) -> None:
+    def _deliver(self) -> None:
         waiting, self._waiting = self._waiting, []
         with self._together:
             for stream in waiting:
-                stream.deal()
+                stream.deliver()
 
 
 def _joined(items: Sequence[StreamItem]) -> StreamItem:
@@ -299,7 +299,7 @@ async def open_inbox(
         return await bus.call(f"{namespace}.decode.{instance_id}.resend", asking, FramesResent, timeout_s=ASK_TIMEOUT_S)
 
     inbox = StreamInbox(subject, resend, bus.refusals, together)
-    async with bus.subscription(subject, inbox.receive), background(inbox.look(), "look-for-frames"):
+    async with bus.subscription(subject, inbox.receive), background(inbox.query_quiet_sources(), "query-quiet-sources"):
         try:
             yield inbox
         finally:

@@ -50,7 +50,7 @@ class EventLog:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def take(self, changes: Iterable[tuple[bytes, bool]]) -> None:
+    def record(self, changes: Iterable[tuple[bytes, bool]]) -> None:
         """Add blocks stored (True) or removed, in order. Redundant changes are ignored."""
         cached, waiting = self._cached, self._waiting
         for block, is_stored in changes:
@@ -71,7 +71,7 @@ class EventLog:
         """Count `hashes`, in order of depth, up to the last cached one, whose parents are cached, too."""
         return next((at for at in range(len(hashes), 0, -1) if hashes[at - 1] in self._cached), 0)
 
-    def seal(self, instance_id: str, epoch: str) -> list[KvEventBatch]:
+    def take_batches(self, instance_id: str, epoch: str) -> list[KvEventBatch]:
         waiting, self._waiting = list(self._waiting.items()), {}
         return [
             self._batch(instance_id, epoch, waiting[at : at + self._max_batch])
@@ -91,8 +91,8 @@ class EventLog:
     def dump(self) -> bytes:
         """All cached hashes as of the latest batch.
 
-        Call `seal` first. If a block is stored and removed before the next batch, `take` drops both changes. Readers of
-        a dump with that block would keep it.
+        Call `take_batches` first. If a block is stored and removed before the next batch, `record` drops both changes.
+        Readers of a dump with that block would keep it.
         """
         assert not self._waiting
         return pack_hashes(self._cached)
@@ -129,17 +129,17 @@ class KvEventPublisher:
         self._epoch = epoch
         self._on = on
         self._rest_s = rest_s
-        self._sealed: deque[KvEventBatch] = deque()
+        self._unsent: deque[KvEventBatch] = deque()
         self._dumps: dict[str, _Dump] = {}
         self._wake = asyncio.Event()
 
-    def take(self, changes: Iterable[tuple[bytes, bool]]) -> None:
-        self.log.take(changes)
+    def record(self, changes: Iterable[tuple[bytes, bool]]) -> None:
+        self.log.record(changes)
         if self.log:
             self._wake.set()
 
     def endpoints(self) -> list[Endpoint]:
-        return [Endpoint("kv_dump", FetchKvDump, self.dump, repeatable=True)] if self._on else []
+        return [Endpoint("kv_dump", FetchKvDump, self.dump, is_idempotent=True)] if self._on else []
 
     async def dump(self, request: FetchKvDump) -> KvDumpPart:
         """Begin or continue a dump.
@@ -158,24 +158,24 @@ class KvEventPublisher:
                     await self._wake.wait()
             except TimeoutError:
                 pause_s = min(2 * pause_s, LONGEST_MARK_PAUSE_S)
-                self._seal()
-                self._sealed.append(self.log.empty_batch(self._instance_id, self._epoch()))
+                self._batch_changes()
+                self._unsent.append(self.log.empty_batch(self._instance_id, self._epoch()))
             else:
                 pause_s = MARK_AFTER_S
                 self._wake.clear()
-                self._seal()
+                self._batch_changes()
             await self._send()
             await asyncio.sleep(self._rest_s())
 
-    def _seal(self) -> None:
+    def _batch_changes(self) -> None:
         if self._epoch():
-            self._sealed.extend(self.log.seal(self._instance_id, self._epoch()))
+            self._unsent.extend(self.log.take_batches(self._instance_id, self._epoch()))
         elif self.log:  # a worker that is not registered has no readers
             self.log.drop()
 
     async def _send(self) -> None:
-        while self._sealed:
-            batch = self._sealed.popleft()
+        while self._unsent:
+            batch = self._unsent.popleft()
             if not batch.epoch:
                 continue
             try:
@@ -184,7 +184,7 @@ class KvEventPublisher:
                 self.log.dropped += 1
 
     def _begin(self, request: FetchKvDump) -> KvDumpPart:
-        self._seal()
+        self._batch_changes()
         self._wake.set()
         if request.have == self.log.number:
             return KvDumpPart(number=self.log.number, unchanged=True)

@@ -15,10 +15,10 @@ from components.aio import background
 from components.discovery.book import InstanceBook
 from components.errors import MalformedMessage, MeshError
 from components.messaging.bus import Bus
-from components.messaging.fan_out import Following
+from components.messaging.fan_out import SubscriptionChoice
 from components.messaging.following import subscribed
 from components.messaging.refusals import GAP, STRANGER
-from components.routing.kv_following import BlockIndex, Follower
+from components.routing.kv_following import BlockIndex, KvFollower
 from components.wire.instances import InstanceRecord, Role
 from components.wire.kv_events import FetchKvDump, KvDumpPart, unpack_batch, unpack_hashes
 
@@ -29,14 +29,14 @@ DUMPS_AT_ONCE: Final = 16
 SLICE_BLOCKS: Final = 1024  # blocks of a dump per turn of the event loop; about a millisecond
 FIRST_WAIT_S: Final = 0.1  # back-off after a failed dump; doubles
 LAST_WAIT_S: Final = 5.0
-CALM_S: Final = 10.0  # time without a dump after which the back-off is reset
-LOOK_EVERY_S: Final = 0.5
-SWEEPS: Final = 32  # slices swept in one run of `look`
+BACKOFF_RESET_S: Final = 10.0  # time without a dump after which the back-off is reset
+CHECK_INTERVAL_S: Final = 0.5
+SLICES_PER_CHECK: Final = 32  # slices swept in one `check`
 SWEEP_REST_S: Final = 0.01  # pause between two slices
 
 
 @dataclass(slots=True)
-class FollowCounts:
+class MirrorCounts:
     batches: int = 0
     gaps: int = 0
     dumps: int = 0  # including those without changes
@@ -46,7 +46,7 @@ class FollowCounts:
 @dataclass(slots=True)
 class _Instance:
     record: InstanceRecord
-    follower: Follower
+    follower: KvFollower
     task: asyncio.Task[None] | None = None  # fetches a dump
     wait_s: float = 0.0  # before the next dump
     dumped: float = 0.0  # monotonic
@@ -54,7 +54,7 @@ class _Instance:
 
 class KvMirror:
     def __init__(self, bus: Bus, role: Role, book: InstanceBook, index: BlockIndex, rng: Random) -> None:
-        self.counts = FollowCounts()
+        self.counts = MirrorCounts()
         self._bus = bus
         self._role = role
         self._index = index
@@ -109,27 +109,27 @@ class KvMirror:
                         instance.task = tasks.create_task(self._sync(instance), name=f"kv-dump {instance_id}")
                 self._asking.clear()
 
-    async def look(self) -> None:
+    async def check(self) -> None:
         """Fetch all dumps after a reconnect, as events were lost, and those with refused blocks once the index has room."""
         seen = self._bus.client.stats["reconnects"]
         while True:
-            await asyncio.sleep(LOOK_EVERY_S)
+            await asyncio.sleep(CHECK_INTERVAL_S)
             before, seen = seen, self._bus.client.stats["reconnects"]
             if seen != before:
                 for instance in self._instances.values():
-                    instance.follower.doubt()
+                    instance.follower.mark_stale()
                     self._ask(instance)
-            self._make_up_for_refused()
+            self._refetch_refused()
             await self._sweep()
 
     async def _sweep(self) -> None:
         """Free the room of instances that left, if others need it. New blocks also do so, but there may be none."""
-        for _ in range(SWEEPS):
+        for _ in range(SLICES_PER_CHECK):
             if not (self.missing and self._index.sweep(SLICE_BLOCKS)):
                 return
             await asyncio.sleep(SWEEP_REST_S)
 
-    def _make_up_for_refused(self) -> None:
+    def _refetch_refused(self) -> None:
         without = [i for i in self._instances.values() if i.follower.missing and not i.follower.needs_dump]
         if without and not self._has_warned_full:
             self._has_warned_full = True
@@ -143,7 +143,7 @@ class KvMirror:
         self._asked_again = None
         if without and self._index.has_room:
             self._asked_again = instance = max(without, key=lambda i: i.follower.missing)
-            instance.follower.doubt()
+            instance.follower.mark_stale()
             self._ask(instance)
 
     def _ask(self, instance: _Instance) -> None:
@@ -154,7 +154,7 @@ class KvMirror:
         """Fetch dumps until the instance is current or no longer followed."""
         follower = instance.follower
         while follower.needs_dump and self._is_followed(instance):
-            if time.monotonic() - instance.dumped > CALM_S:
+            if time.monotonic() - instance.dumped > BACKOFF_RESET_S:
                 instance.wait_s = 0.0
             await asyncio.sleep(instance.wait_s * self._rng.uniform(0.5, 1.0))
             instance.wait_s = min(max(FIRST_WAIT_S, 2 * instance.wait_s), LAST_WAIT_S)
@@ -196,7 +196,7 @@ class KvMirror:
                 raise MalformedMessage(f"a dump of {part.num_blocks} blocks ends after {first}")
             part = await self._part(record, FetchKvDump(epoch=record.epoch, dump_id=part.dump_id, first=first))
 
-    def _end(self, follower: Follower, number: int) -> None:
+    def _end(self, follower: KvFollower, number: int) -> None:
         self.counts.dumps += 1
         gaps = follower.gaps
         follower.dump_ends(number)
@@ -216,7 +216,7 @@ class KvMirror:
             instance.follower.forget()
             self._asking.discard(was.instance_id)
         if now is not None and now.role == self._role and now.kv_events:
-            follower = Follower(now.instance_id, now.epoch, self._index)
+            follower = KvFollower(now.instance_id, now.epoch, self._index)
             self._instances[now.instance_id] = instance = _Instance(now, follower)
             self._ask(instance)
 
@@ -230,7 +230,7 @@ async def follow_kv_events(
     index: BlockIndex,
     *,
     rng: Random | None = None,
-    following: Following | None = None,
+    following: SubscriptionChoice | None = None,
 ) -> AsyncIterator[KvMirror]:
     """Mirror in `index` the caches of the instances in `book`.
 
@@ -241,6 +241,6 @@ async def follow_kv_events(
     async with (
         subscribed(bus, f"{namespace}.{role}.*.kv_events", mirror.receive, following),
         background(mirror.run(), f"kv-dumps-{role}"),
-        background(mirror.look(), f"kv-look-{role}"),
+        background(mirror.check(), f"kv-check-{role}"),
     ):
         yield mirror

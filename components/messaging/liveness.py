@@ -16,7 +16,7 @@ from components.aio import background
 from components.discovery.book import InstanceBook
 from components.errors import MalformedMessage
 from components.messaging.bus import PING_EVERY_S, Bus
-from components.messaging.fan_out import LONGEST_S, Following
+from components.messaging.fan_out import MAX_INTERVAL_S, SubscriptionChoice
 from components.messaging.following import subscribed
 from components.messaging.refusals import STRANGER
 from components.routing.policy import PromptLoad
@@ -28,14 +28,18 @@ from components.wire.protocol import OLDEST, PROTOCOL
 log = logging.getLogger(__name__)
 
 EVERY_S: Final = USUAL_NEXT_S  # between two heartbeats; in a large fleet their `next_s`
-LATE_S: Final = 1.0  # tolerated delay of a heartbeat
-SILENT_AFTER_S: Final = 2 * EVERY_S + LATE_S  # two missing heartbeats
+HEARTBEAT_TOLERANCE_S: Final = 1.0  # tolerated delay of a heartbeat
+SILENT_AFTER_S: Final = 2 * EVERY_S + HEARTBEAT_TOLERANCE_S  # two missing heartbeats
 HUNG_AFTER_S: Final = 20.0  # longest plausible step: a chunk on a busy CPU takes seconds
-STALLED_AFTER_S: Final = EVERY_S + LATE_S  # time without a heartbeat or step; then other instances are preferred
-LONG_STEPS: Final = 2.0  # in usual step times: an instance is stalled after this, or after STALLED_AFTER_S if longer
+STALLED_AFTER_S: Final = (
+    EVERY_S + HEARTBEAT_TOLERANCE_S
+)  # time without a heartbeat or step; then other instances are preferred
+STALLED_AFTER_STEPS: Final = (
+    2.0  # in usual step times: an instance is stalled after this, or after STALLED_AFTER_S if longer
+)
 LONGEST_STEP_S: Final = 5.0  # upper bound of the usual step time
 NATS_SILENT_AFTER_S: Final = PING_EVERY_S  # if NATS itself is silent for longer, an instance's silence is ignored
-LATEST: Final = 0.5  # weight of the latest step in the usual step time; less for a short step
+LATEST_STEP_WEIGHT: Final = 0.5  # weight of the latest step in the usual step time; less for a short step
 
 OnLost = Callable[[InstanceRecord, str], None]  # (instance, reason)
 OnEnded = Callable[[InstanceRecord], None]
@@ -69,7 +73,7 @@ class _InstanceHealth:
     advanced: float  # monotonic time of the last change of the step counter, or of the last idle heartbeat
     last: Heartbeat | None = None
     usual_s: float = 0.0  # usual time between steps under load
-    asked: float | None = None  # monotonic time of the oldest unanswered query
+    queried_at: float | None = None  # monotonic time of the oldest unanswered query
     is_lost: bool = False
     is_stalled: bool = False
 
@@ -91,8 +95,8 @@ class _InstanceHealth:
 class Liveness:
     """The usable instances of one role. Each loss is reported once.
 
-    A process subscribes to all heartbeats, or queries some instances for one (`asks`). If it queries, an instance is
-    silent while a query is unanswered; the others count as alive.
+    A process subscribes to all heartbeats, or queries some instances for one (`queries_instances`). If it queries, an
+    instance is silent while a query is unanswered; the others count as alive.
     """
 
     def __init__(self, book: InstanceBook, role: Role, clock: Callable[[], float] = time.monotonic) -> None:
@@ -104,7 +108,7 @@ class Liveness:
         self._on_ended: list[OnEnded] = []
         self._on_heartbeat: list[OnHeartbeat] = []
         self._next_s = EVERY_S  # `next_s` of the latest heartbeat
-        self._asks = False
+        self._queries_instances = False
         self._watched: Counter[str] = Counter()  # by instance id
         self._unanswered: set[str] = set()  # instance ids
         self._usable: dict[tuple[str | None, str, bool], Sequence[InstanceRecord]] = {}  # cleared by any change
@@ -150,16 +154,16 @@ class Liveness:
         return sorted((p.record for p in (running if running or or_none else found)), key=lambda r: r.instance_id)
 
     @property
-    def asks(self) -> bool:
-        return self._asks
+    def queries_instances(self) -> bool:
+        return self._queries_instances
 
-    @asks.setter
-    def asks(self, asks: bool) -> None:
-        self._asks = asks
+    @queries_instances.setter
+    def queries_instances(self, queries_instances: bool) -> None:
+        self._queries_instances = queries_instances
         for health in self._health.values():
-            health.asked = None
+            health.queried_at = None
         self._unanswered.clear()
-        self.forgive()
+        self.reset_times()
 
     @contextmanager
     def watching(self, instance_id: str) -> Iterator[None]:
@@ -172,23 +176,23 @@ class Liveness:
             if not self._watched[instance_id]:
                 del self._watched[instance_id]
 
-    def asked(self, instance_id: str) -> None:
+    def note_query(self, instance_id: str) -> None:
         health = self._health.get(instance_id)
-        if health is not None and health.asked is None:
-            health.asked = self._clock()
+        if health is not None and health.queried_at is None:
+            health.queried_at = self._clock()
             self._unanswered.add(instance_id)
 
     def unanswered_s(self, instance_id: str) -> float:
         """Age of the oldest unanswered query; 0 without one."""
         health = self._health.get(instance_id)
-        return 0.0 if health is None or health.asked is None else self._clock() - health.asked
+        return 0.0 if health is None or health.queried_at is None else self._clock() - health.queried_at
 
-    def to_be_asked(self) -> list[InstanceRecord]:
+    def to_query(self) -> list[InstanceRecord]:
         """Return the watched instances, and those that get no work until they answer."""
         return [
             health.record
             for instance_id, health in self._health.items()
-            if health.asked is not None
+            if health.queried_at is not None
             or health.is_lost
             or health.is_stalled
             or health.is_draining
@@ -220,7 +224,7 @@ class Liveness:
         now = self._clock()
         return {instance_id: self._silent_s(health, now) for instance_id, health in self._health.items()}
 
-    def prompts(self, instance_id: str) -> PromptLoad:
+    def prompt_load(self, instance_id: str) -> PromptLoad:
         health = self._health.get(instance_id)
         if health is None or health.last is None:
             return PromptLoad(0, 0.0)
@@ -234,12 +238,12 @@ class Liveness:
         now = self._clock()
         if health.last is None or health.last.step != heartbeat.step or not heartbeat.busy:
             if health.last is not None and health.last.busy:
-                took_s = min(health.last.still_s if self._asks else now - health.advanced, LONGEST_STEP_S)
-                health.usual_s += LATEST * min(1.0, took_s / EVERY_S) * (took_s - health.usual_s)
+                took_s = min(health.last.still_s if self._queries_instances else now - health.advanced, LONGEST_STEP_S)
+                health.usual_s += LATEST_STEP_WEIGHT * min(1.0, took_s / EVERY_S) * (took_s - health.usual_s)
             health.advanced = now
-        if self._asks:
+        if self._queries_instances:
             health.advanced = now - max(heartbeat.still_s, 0.0)
-        health.asked = None
+        health.queried_at = None
         self._unanswered.discard(heartbeat.instance_id)
         if heartbeat.draining != health.is_draining:
             self._usable.clear()
@@ -250,7 +254,7 @@ class Liveness:
             health.is_lost = False
             self._usable.clear()
             log.info("instance is back", extra={"instance": heartbeat.instance_id})
-        if self._asks:
+        if self._queries_instances:
             self._check(health, now)
         else:
             self._update_stalled(health, now)
@@ -260,7 +264,9 @@ class Liveness:
 
     def check(self) -> None:
         now = self._clock()
-        checked = [self._health[i] for i in self._unanswered] if self._asks else list(self._health.values())
+        checked = (
+            [self._health[i] for i in self._unanswered] if self._queries_instances else list(self._health.values())
+        )
         for health in checked:
             self._check(health, now)
 
@@ -274,33 +280,33 @@ class Liveness:
 
     def _update_stalled(self, health: _InstanceHealth, now: float) -> None:
         stalled_after_s = STALLED_AFTER_S + _beyond_usual_s(self._next_s_of(health))
-        patience_s = max(stalled_after_s, LONG_STEPS * health.usual_s)
+        patience_s = max(stalled_after_s, STALLED_AFTER_STEPS * health.usual_s)
         is_stalled = self._silent_s(health, now) > stalled_after_s or self._since_step_s(health, now) > patience_s
         if is_stalled != health.is_stalled:
             health.is_stalled = is_stalled
             self._usable.clear()
 
     def _next_s_of(self, health: _InstanceHealth) -> float:
-        if self._asks:
+        if self._queries_instances:
             return EVERY_S  # a query is repeated at this interval
         return self._next_s if health.last is None else health.last.next_s
 
     def _silent_s(self, health: _InstanceHealth, now: float) -> float:
-        if self._asks:
-            return 0.0 if health.asked is None else now - health.asked
+        if self._queries_instances:
+            return 0.0 if health.queried_at is None else now - health.queried_at
         return now - health.received
 
     def _since_step_s(self, health: _InstanceHealth, now: float) -> float:
         """Seconds without a step; for queried instances, as of the last answer."""
-        return (health.received if self._asks else now) - health.advanced
+        return (health.received if self._queries_instances else now) - health.advanced
 
-    def forgive(self) -> None:
+    def reset_times(self) -> None:
         """Reset all instances' times, because this process was stopped, which may have caused the silence."""
         now = self._clock()
         for health in self._health.values():
             health.received = health.advanced = now
-            if health.asked is not None:
-                health.asked = now
+            if health.queried_at is not None:
+                health.queried_at = now
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         if (now or was) is None or (now or was).role != self.role:  # type: ignore[union-attr]
@@ -350,18 +356,18 @@ def silent_after_s(next_s: float) -> float:
 
 def _beyond_usual_s(next_s: float) -> float:
     """Seconds by which `next_s` exceeds the usual interval; bounded, so one bad heartbeat cannot keep an instance alive."""
-    return min(max(EVERY_S, next_s), LONGEST_S) - EVERY_S
+    return min(max(EVERY_S, next_s), MAX_INTERVAL_S) - EVERY_S
 
 
 @asynccontextmanager
 async def watch_heartbeats(
-    bus: Bus, namespace: str, role: Role, book: InstanceBook, following: Following | None = None
+    bus: Bus, namespace: str, role: Role, book: InstanceBook, following: SubscriptionChoice | None = None
 ) -> AsyncIterator[Liveness]:
-    """Receive heartbeats and check liveness. While instances are queried instead, `Questions` delivers the heartbeats."""
+    """Receive heartbeats and check liveness. While instances are queried instead, `LoadQueries` delivers the heartbeats."""
     liveness = Liveness(book, role)
     if following is not None:
-        liveness.asks = following.asks
-        following.on_change(lambda: setattr(liveness, "asks", following.asks))
+        liveness.queries_instances = following.queries_instances
+        following.on_change(lambda: setattr(liveness, "queries_instances", following.queries_instances))
 
     async def receive(message: Msg) -> None:
         try:
@@ -376,7 +382,7 @@ async def watch_heartbeats(
             asked = time.monotonic()
             await asyncio.sleep(EVERY_S / 2)
             if time.monotonic() - asked > SILENT_AFTER_S / 2 or bus.contact_age_s() > NATS_SILENT_AFTER_S:
-                liveness.forgive()
+                liveness.reset_times()
             liveness.check()
 
     async with (

@@ -9,8 +9,8 @@ from components.messaging.bus import Bus
 from components.messaging.scatter_gather import ask_all
 from components.wire.codec import MALFORMED
 
-EXPECTED_S: Final = 3.0  # timeout for registered instances, which may be busy
-OTHERS_S: Final = 0.5
+REGISTERED_TIMEOUT_S: Final = 3.0  # timeout for registered instances, which may be busy
+OTHERS_TIMEOUT_S: Final = 0.5
 
 
 class Metadata(msgspec.Struct, frozen=True):
@@ -44,12 +44,12 @@ _decoder: Final = msgspec.json.Decoder(MicroService)
 
 
 async def find_services(
-    bus: Bus, subject: str, namespace: str, expected: Collection[str] = (), wait_s: float = OTHERS_S
+    bus: Bus, subject: str, namespace: str, expected: Collection[str] = (), wait_s: float = OTHERS_TIMEOUT_S
 ) -> list[MicroService]:
     """Return the micro services of a mesh that answer on `subject`, such as `$SRV.PING.kvmesh-planner`.
 
     Args:
-        expected: subjects of registered instances, which get EXPECTED_S to answer.
+        expected: subjects of registered instances, which get REGISTERED_TIMEOUT_S to answer.
         wait_s: timeout for all others.
     Raises: MeshError.
     """
@@ -66,5 +66,5 @@ async def find_services(
             missing.discard(service.metadata.subject)
         return not missing
 
-    await ask_all(bus, subject, b"", receive, wait_s=EXPECTED_S if missing else wait_s, least_s=wait_s)
+    await ask_all(bus, subject, b"", receive, wait_s=REGISTERED_TIMEOUT_S if missing else wait_s, least_s=wait_s)
     return found

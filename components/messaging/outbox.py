@@ -26,7 +26,7 @@ KEPT_BYTES: Final = 64 << 20  # limit on the size of kept frames, over all front
 RESENT_BYTES: Final = 4 << 20  # limit on the frames in the answer to one call
 PROBE_S: Final = 1.0  # between probes: frames with a reply subject, on which NATS reports a missing listener
 GONE_AFTER_S: Final = 6.0  # time without a listener; longer than a reconnect takes
-FORGET_S: Final = 60.0  # an older report of a missing listener is ignored: the frontend may have listened since
+REPORT_EXPIRY_S: Final = 60.0  # an older report of a missing listener is ignored: the frontend may have listened since
 QUICK_INTERVALS: Final = 4  # intervals between two frames of a stream that gets several tokens in one interval
 
 
@@ -248,7 +248,7 @@ class StreamOutbox:
         now = time.monotonic()
         if now - lane.probed_s < PROBE_S:
             return ""
-        if lane.is_probing or now - lane.probed_s > FORGET_S:
+        if lane.is_probing or now - lane.probed_s > REPORT_EXPIRY_S:
             lane.no_listener_since_s = None
         lane.probed_s, lane.is_probing = now, True
 

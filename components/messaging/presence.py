@@ -20,10 +20,10 @@ from components.messaging.call_server import Endpoint
 from components.wire.instances import AskPresent, InstanceRecord, Present
 
 ASK_TIMEOUT_S: Final = 2.0
-AGAIN_S: Final = 5.0  # between calls to a missing instance
-SPREAD_S: Final = 0.1  # delay per missing instance, as most register again before they are called
-STEADY_S: Final = 5.0  # since our own reconnect, because other processes may reconnect later
-AT_ONCE: Final = 64  # concurrent calls
+CALL_INTERVAL_S: Final = 5.0  # between calls to a missing instance
+JITTER_PER_INSTANCE_S: Final = 0.1  # delay per missing instance, as most register again before they are called
+RECONNECT_GRACE_S: Final = 5.0  # since our own reconnect, because other processes may reconnect later
+MAX_CONCURRENT_CALLS: Final = 64  # concurrent calls
 
 
 def present_endpoint(registration: Registration) -> Endpoint:
@@ -34,7 +34,7 @@ def present_endpoint(registration: Registration) -> Endpoint:
         return Present(instance_id=registration.instance_id)
 
     # When we leave, every peer calls this, and expects a refusal.
-    return Endpoint("present", AskPresent, present, immediate=True, refusal_level=logging.DEBUG)
+    return Endpoint("present", AskPresent, present, runs_inline=True, refusal_level=logging.DEBUG)
 
 
 class PresenceCheck:
@@ -45,10 +45,12 @@ class PresenceCheck:
         self._due: dict[str, float] = {}  # monotonic time of the next call, by key
         self._asking: set[str] = set()
         self._wake = asyncio.Event()
-        book.doubt = self._doubted
+        book.on_missing = self._on_missing
 
-    def _doubted(self, key: str) -> None:
-        self._due[key] = time.monotonic() + self._rng.uniform(0, SPREAD_S * (len(self._book.doubted) - 1))
+    def _on_missing(self, key: str) -> None:
+        self._due[key] = time.monotonic() + self._rng.uniform(
+            0, JITTER_PER_INSTANCE_S * (len(self._book.missing_in_etcd) - 1)
+        )
         self._wake.set()
 
     async def run(self) -> None:
@@ -57,9 +59,9 @@ class PresenceCheck:
                 await self._next_due()
                 now = time.monotonic()
                 ready = [key for key, due in self._due.items() if due <= now]
-                for key in ready[: AT_ONCE - len(self._asking)]:
+                for key in ready[: MAX_CONCURRENT_CALLS - len(self._asking)]:
                     del self._due[key]
-                    if key in self._book.doubted:  # otherwise the record is in etcd again
+                    if key in self._book.missing_in_etcd:  # otherwise the record is in etcd again
                         self._asking.add(key)
                         group.create_task(self._ask(key), name=f"ask {key}")
 
@@ -67,7 +69,7 @@ class PresenceCheck:
         """Wait until a call is due and allowed."""
         self._wake.clear()
         wait_s = min(self._due.values(), default=float("inf")) - time.monotonic()
-        if wait_s <= 0 and len(self._asking) < AT_ONCE:
+        if wait_s <= 0 and len(self._asking) < MAX_CONCURRENT_CALLS:
             return
         timeout_s = None if wait_s == float("inf") or wait_s <= 0 else wait_s
         try:
@@ -81,12 +83,12 @@ class PresenceCheck:
         gone = record is None or await self._is_gone(record)
         self._asking.discard(key)
         self._wake.set()
-        if key not in self._book.doubted or self._book.at(key) is not record:
+        if key not in self._book.missing_in_etcd or self._book.at(key) is not record:
             return  # a newer record of this key gets its own call
         if gone:
             self._book.drop(key)
         else:
-            again_s = AGAIN_S + SPREAD_S * len(self._book.doubted)
+            again_s = CALL_INTERVAL_S + JITTER_PER_INSTANCE_S * len(self._book.missing_in_etcd)
             self._due[key] = time.monotonic() + self._rng.uniform(0.5, 1.0) * again_s
 
     async def _is_gone(self, record: InstanceRecord) -> bool:
@@ -95,7 +97,7 @@ class PresenceCheck:
         try:
             await self._bus.call(f"{record.subject}.present", asking, Present, timeout_s=ASK_TIMEOUT_S)
         except NobodyListens:
-            return self._bus.steady_s() >= STEADY_S
+            return self._bus.since_reconnect_s() >= RECONNECT_GRACE_S
         except PeerLost:  # it is leaving, or has another epoch
             return True
         except MeshError:
@@ -111,4 +113,4 @@ async def keep_present(bus: Bus, book: InstanceBook, rng: Random | None = None) 
         try:
             yield
         finally:
-            book.doubt = None
+            book.on_missing = None

@@ -17,8 +17,8 @@ from components.wire.inspection import FetchProfile, ProfilePart, ProfileStarted
 
 MAX_SECONDS: Final = 60.0  # a second takes up to 10 MB, uncompressed
 PART_BYTES: Final = 512 * 1024  # half of NATS's default payload
-WAIT_S: Final = 2.0  # wait for a profile to be ready before an empty answer
-KEPT: Final = 2  # number of profiles; a new one removes the oldest
+READY_TIMEOUT_S: Final = 2.0  # wait for a profile to be ready before an empty answer
+MAX_KEPT_PROFILES: Final = 2  # number of profiles; a new one removes the oldest
 
 
 class Profiler(Protocol):
@@ -51,7 +51,7 @@ class Profiles:
     def endpoints(self) -> list[Endpoint]:
         return [
             Endpoint("profile", StartProfile, self.start),
-            Endpoint("profile_part", FetchProfile, self.part, repeatable=True),
+            Endpoint("profile_part", FetchProfile, self.part, is_idempotent=True),
         ]
 
     async def start(self, request: StartProfile) -> ProfileStarted:
@@ -65,7 +65,7 @@ class Profiles:
             raise InvariantBroken(f"the profile of {self._who} cannot be kept there: {exc}") from exc
         finally:
             self._starting = False
-        for profile_id in list(self._ordered)[: 1 - KEPT]:
+        for profile_id in list(self._ordered)[: 1 - MAX_KEPT_PROFILES]:
             self._ordered.pop(profile_id).path.unlink(missing_ok=True)
         profile_id = token_hex(4)
         path = home / f"{profile_id}.json.gz"
@@ -81,7 +81,7 @@ class Profiles:
         ordered = self._ordered.get(request.profile_id)
         if ordered is None:
             raise Rejected(f"{self._who} has no profile {request.profile_id[:16]!r}", param="profile_id")
-        await asyncio.wait((ordered.task,), timeout=WAIT_S)
+        await asyncio.wait((ordered.task,), timeout=READY_TIMEOUT_S)
         if not ordered.task.done():
             return ProfilePart(data=b"")
         try:

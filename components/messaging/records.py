@@ -18,12 +18,14 @@ from nats.js.api import DiscardPolicy, Header, StorageType, StreamConfig
 from nats.js.errors import APIError, BadRequestError, NoStreamResponseError, NotFoundError, ServiceUnavailableError
 
 from components.errors import BackendUnavailable, DeadlineExceeded, MessageTooLarge
-from components.messaging.bus import HEADERS_BYTES, Bus, nats_errors
+from components.messaging.bus import HEADERS_BYTES, Bus, translated_nats_errors
 
 log = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 2.0
-AGAIN_S: Final = 10.0  # between attempts to create the stream; without the right to, each one takes TIMEOUT_S
+CREATE_RETRY_PAUSE_S: Final = (
+    10.0  # between attempts to create the stream; without the right to, each one takes TIMEOUT_S
+)
 NO_STREAM: Final = 10059  # JetStream's codes
 OTHER_REVISION: Final = 10071
 COMMAND: Final = "`python -m services.frontend.response_stream`, with the administrator's access,"
@@ -91,7 +93,7 @@ class Records:
         return int(sent.seq)
 
     async def _make_anew(self) -> None:
-        if time.monotonic() < self._not_made_at + AGAIN_S:
+        if time.monotonic() < self._not_made_at + CREATE_RETRY_PAUSE_S:
             raise _missing(self._stream)
         if not await _make_stream(self._jetstream, self._name, self._bounds):
             self._not_made_at = time.monotonic()
@@ -171,7 +173,7 @@ def _names(name: str) -> tuple[str, str]:
 @contextmanager
 def _errors(subject: str, url: str) -> Iterator[None]:
     try:
-        with nats_errors(subject, url):
+        with translated_nats_errors(subject, url):
             try:
                 yield
             except (nats.errors.NoRespondersError, ServiceUnavailableError) as exc:

@@ -19,9 +19,9 @@ from components.aio import exact_cancellation
 from components.permissions import answer_subject
 from components.wire.codec import MAX_SUBJECT
 
-AGAIN_S: Final = 1.0  # time after which an unanswered call is sent again
-QUICK_REPEATS: Final = 8  # repetitions a second apart; after them the pause doubles, up to LONGEST_S
-LONGEST_S: Final = 8.0  # between repetitions; the receiver keeps an answer for 30 s, and two may be lost
+FIRST_REPEAT_S: Final = 1.0  # time after which an unanswered call is sent again
+QUICK_REPEATS: Final = 8  # repetitions a second apart; after them the pause doubles, up to MAX_REPEAT_PAUSE_S
+MAX_REPEAT_PAUSE_S: Final = 8.0  # between repetitions; the receiver keeps an answer for 30 s, and two may be lost
 STATUS: Final = "Status"  # header of the server's own messages
 NO_RESPONDERS: Final = "503"
 
@@ -113,7 +113,7 @@ class _Call:
 
     async def answer(self) -> Msg | None:
         """Repeat the call until it is answered. Return None if it times out."""
-        self._repeat_after(AGAIN_S)
+        self._repeat_after(FIRST_REPEAT_S)
         try:
             await publish(self._client, *self._message)
             return await self._answered
@@ -143,7 +143,7 @@ class _Call:
         # While NATS is unreachable, the first message is in the client's buffer, which other calls need, too.
         if self._client.is_connected and (self._repeating is None or self._repeating.done()):
             self._repeating = asyncio.ensure_future(self._publish_again())
-        self._repeat_after(waited_s if self._repeats < QUICK_REPEATS else min(2 * waited_s, LONGEST_S))
+        self._repeat_after(waited_s if self._repeats < QUICK_REPEATS else min(2 * waited_s, MAX_REPEAT_PAUSE_S))
 
     async def _publish_again(self) -> None:
         # the call fails at its timeout, unless a later try succeeds

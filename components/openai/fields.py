@@ -295,8 +295,8 @@ class Usage(BaseModel):
             prompt_tokens_details=cls.PromptDetails(cached_tokens=cached),
             completion_tokens_details=cls.CompletionDetails(
                 reasoning_tokens=reasoning,
-                accepted_prediction_tokens=None if drafts is None else drafts.right,
-                rejected_prediction_tokens=None if drafts is None else drafts.checked - drafts.right,
+                accepted_prediction_tokens=None if drafts is None else drafts.accepted,
+                rejected_prediction_tokens=None if drafts is None else drafts.checked - drafts.accepted,
             ),
         )
 

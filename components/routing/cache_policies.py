@@ -20,8 +20,8 @@ from components.routing.policy import (
 
 SPEED_RANGE: Final = 4.0  # a speed counts as at most this factor from the median
 USUAL_SPEEDS: Final = 2.0  # a speed within this factor of the median counts as the median
-EVEN_S: Final = 60.0  # half-life of the tokens given to an instance
-REBASE: Final = 64.0  # half-lives until values are rebased, against overflow
+GIVEN_HALF_LIFE_S: Final = 60.0  # half-life of the tokens given to an instance
+REBASE_AFTER_HALF_LIVES: Final = 64.0  # half-lives until values are rebased, against overflow
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +54,8 @@ class _Given:
     def add(self, instance_id: str, tokens: float, now_s: float) -> None:
         if self._since_s is None:
             self._since_s = now_s
-        age = (now_s - self._since_s) / EVEN_S
-        if age > REBASE:
+        age = (now_s - self._since_s) / GIVEN_HALF_LIFE_S
+        if age > REBASE_AFTER_HALF_LIVES:
             by = 2.0**-age if age < 1000 else 0.0
             self._tokens = {name: had * by for name, had in self._tokens.items() if had * by >= 1}
             self._since_s, age = now_s, 0.0

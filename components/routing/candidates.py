@@ -17,14 +17,14 @@ from components.routing.policy import HasInstanceId, Member, RouteRequest
 from components.routing.router import RouteChoice, Router
 
 FIRST_DEPTH_TOKENS: Final = 512
-GROWTH: Final = 1.5  # two prompts share a depth of at least two thirds of their common prefix
+DEPTH_GROWTH: Final = 1.5  # two prompts share a depth of at least two thirds of their common prefix
 MAX_DEPTHS: Final = 12
-SAMPLED: Final = 6  # instances per later round, from all depths
-REMEMBERED: Final = 4096
+CANDIDATES_PER_LATER_ROUND: Final = 6  # instances per later round, from all depths
+MAX_REMEMBERED_KEYS: Final = 4096
 LEAST_BURST: Final = 32.0
 BURST_S: Final = 20.0  # capacity of the token bucket, in seconds of its rate
-FEWEST: Final = 2  # queries per round
-MAX_SHARE: Final = 0.1  # share of the allowance per round
+MIN_QUERIES_PER_ROUND: Final = 2  # queries per round
+MAX_SHARE_PER_ROUND: Final = 0.1  # share of the allowance per round
 
 
 class Round(NamedTuple):
@@ -43,7 +43,7 @@ def depths(num_blocks: int, page_size: int) -> list[int]:
     while len(found) < MAX_DEPTHS and (depth := max(1, round(tokens / page_size))) < num_blocks:
         if not found or depth > found[-1]:
             found.append(depth)
-        tokens *= GROWTH
+        tokens *= DEPTH_GROWTH
     return found or [num_blocks][:num_blocks]
 
 
@@ -54,12 +54,12 @@ class Allowance:
         self._left = LEAST_BURST
         self._at_s = -math.inf
 
-    def take(self, wanted: int, per_s: float, now_s: float) -> int:
+    def reserve(self, wanted: int, per_s: float, now_s: float) -> int:
         """Take up to `wanted` queries. A busy router gets a few for each prompt, rather than none for some prompts."""
         most = max(LEAST_BURST, BURST_S * per_s)
         self._left = min(most, self._left + per_s * min(now_s - self._at_s, BURST_S))
         self._at_s = now_s
-        taken = min(wanted, int(self._left), max(FEWEST, int(self._left * MAX_SHARE)))
+        taken = min(wanted, int(self._left), max(MIN_QUERIES_PER_ROUND, int(self._left * MAX_SHARE_PER_ROUND)))
         self._left -= taken
         return taken
 
@@ -85,8 +85,8 @@ class CandidateChoice:
         for at_round in ROUNDS:
             low, asked_ranks = asked_ranks, at_round.ranks
             new = list(dict.fromkeys(at for ranked in best for at in ranked[low:asked_ranks] if at not in seen))
-            if low and len(new) > SAMPLED:
-                new = self._rng.sample(new, SAMPLED)
+            if low and len(new) > CANDIDATES_PER_LATER_ROUND:
+                new = self._rng.sample(new, CANDIDATES_PER_LATER_ROUND)
             seen.update(new)
             if new:
                 yield new
@@ -96,14 +96,14 @@ class CandidateChoice:
         if best is None:
             scores = self._rendezvous.scores(key, self._members)
             best = self._best[key] = nlargest(ROUNDS[-1].ranks, range(len(scores)), key=scores.__getitem__)
-            if len(self._best) > REMEMBERED:
+            if len(self._best) > MAX_REMEMBERED_KEYS:
                 self._best.popitem(last=False)
         else:
             self._best.move_to_end(key)
         return best
 
 
-class Inquiry:
+class CandidateQuery:
     def __init__(self, router: Router, request: RouteRequest) -> None:
         self._router = router
         self._request = request
@@ -117,7 +117,7 @@ class Inquiry:
     def answered(self) -> Sequence[str]:
         return sorted(self._answered)
 
-    def take(self, asked: int, cached: Mapping[str, int]) -> None:
+    def add_answers(self, asked: int, cached: Mapping[str, int]) -> None:
         """`cached`: prompt tokens by instance that answered."""
         self.num_asked += asked
         self._rounds += 1

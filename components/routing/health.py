@@ -36,7 +36,7 @@ class BreakerSettings:
     try_s: float = 10.0  # limit of a trial
 
 
-USUAL: Final = BreakerSettings()
+DEFAULT_SETTINGS: Final = BreakerSettings()
 
 
 class Trial:
@@ -114,7 +114,7 @@ class Health:
     Each request of the role adds credit: at first a tenth of an equal share, after WARM_S a full share.
     """
 
-    def __init__(self, rng: Random, settings: BreakerSettings = USUAL) -> None:
+    def __init__(self, rng: Random, settings: BreakerSettings = DEFAULT_SETTINGS) -> None:
         self._rng = rng
         self._settings = settings
         self._known: set[str] = set()

@@ -27,7 +27,7 @@ class BlockIndex(Protocol):
         """Free the room of removed instances. Returns whether there may be more to free."""
 
 
-class Follower:
+class KvFollower:
     """Applies batches, which may arrive out of order, twice, or never. While a dump is needed, they are held back."""
 
     def __init__(self, instance_id: str, epoch: str, index: BlockIndex) -> None:
@@ -40,7 +40,7 @@ class Follower:
         self._index = index
         self._held: dict[int, KvEventBatch] = {}
         self._held_blocks = 0  # counts repeated batches twice
-        self._doubted = False  # doubted since the dump was requested
+        self._became_stale = False  # since the dump was requested
 
     def received(self, batch: KvEventBatch) -> None:
         if self.needs_dump or self.number is None:
@@ -54,12 +54,12 @@ class Follower:
             self.needs_dump = True
             self._hold(batch)
 
-    def doubt(self) -> None:
-        self.needs_dump = self._doubted = True
+    def mark_stale(self) -> None:
+        self.needs_dump = self._became_stale = True
 
     def dump_asked(self) -> int | None:
         """Return the batch number to send with the dump request. A worker that has no later batch sends no dump."""
-        self._doubted = False
+        self._became_stale = False
         return None if self.missing else self.number
 
     def dump_begins(self) -> None:
@@ -71,7 +71,7 @@ class Follower:
 
     def dump_ends(self, number: int) -> None:
         self.number = number
-        self.needs_dump = self._doubted
+        self.needs_dump = self._became_stale
         held, self._held, self._held_blocks = self._held, {}, 0
         for at in sorted(held):
             self.received(held[at])

@@ -9,16 +9,18 @@ from itertools import compress, count
 from typing import Final
 
 MAX_BLOCKS: Final = 4_000_000
-ROOMY: Final = 1 / 16  # share of `max_blocks` that must be free before refused blocks are requested again
+FREE_SHARE_TO_REFETCH: Final = (
+    1 / 16
+)  # share of `max_blocks` that must be free before refused blocks are requested again
 SHARDS: Final = 256  # by a hash's first byte; to resize one dictionary of millions would stop the process
 INTERNED: Final = 1 << 16  # masks kept for sharing
-MANY: Final = 24  # if more than one bit in this many is set, it is faster to scan the mask as text
+MAX_BITS_PER_SET_BIT: Final = 24  # if more than one bit in this many is set, it is faster to scan the mask as text
 AS_NUMBERS: Final = bytes.maketrans(b"01", b"\0\1")
 SWEPT_PER_ADD: Final = 4  # blocks
 
 
 class KvIndex:
-    """Holds at most `max_blocks` and refuses further ones, until evictions make room: see `Follower.missing`."""
+    """Holds at most `max_blocks` and refuses further ones, until evictions make room: see `KvFollower.missing`."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self.num_blocks = 0  # including blocks of removed instances, until they are swept
@@ -38,7 +40,7 @@ class KvIndex:
 
     @property
     def has_room(self) -> bool:
-        return self.num_blocks < self.max_blocks * (1 - ROOMY)
+        return self.num_blocks < self.max_blocks * (1 - FREE_SHARE_TO_REFETCH)
 
     def __contains__(self, instance_id: str) -> bool:
         return instance_id in self._slots
@@ -166,7 +168,7 @@ class KvIndex:
 
 
 def _bits(mask: int) -> list[int]:
-    if mask.bit_count() * MANY > mask.bit_length():
+    if mask.bit_count() * MAX_BITS_PER_SET_BIT > mask.bit_length():
         return list(compress(count(), bin(mask)[:1:-1].encode().translate(AS_NUMBERS)))
     found: list[int] = []
     while mask:

@@ -12,14 +12,14 @@ from typing import Final
 from components.routing.policy import BY_ID, Member
 from components.wire.heartbeat import Heartbeat
 
-FORGET_AFTER_S: Final = 12.0  # longer than a call takes, and than a lost instance's silence
-OURS_FOR_S: Final = 600.0  # after this time, a request whose end was never reported no longer counts
+UNREPORTED_EXPIRY_S: Final = 12.0  # longer than a call takes, and than a lost instance's silence
+OWN_REQUEST_EXPIRY_S: Final = 600.0  # after this time, a request whose end was never reported no longer counts
 OVERTAKEN_FOR_S: Final = 2.0  # until then a lower number is a late heartbeat; later it corrects a wrong one
 
 
 @dataclass(slots=True, eq=False)
-class Sent:
-    """A request sent to an instance. The sender must pass it to `over` when it has ended."""
+class RoutedRequest:
+    """A request sent to an instance. The sender must pass it to `ended` when it has ended."""
 
     tokens: int
     pages: int
@@ -39,13 +39,13 @@ class _InstanceLoad:
     queued_tokens: int = 0
     running: int = 0
     used_pages: int = 0
-    ours: int = 0  # this router's branches
-    ours_tokens: int = 0  # their prompt tokens that are not computed yet
-    ours_pages: int = 0
-    uncovered: dict[Sent, None] = field(default_factory=dict)
-    uncovered_tokens: int = 0
-    uncovered_pages: int = 0
-    uncovered_branches: int = 0
+    own_branches: int = 0  # this router's branches
+    own_tokens: int = 0  # their prompt tokens that are not computed yet
+    own_pages: int = 0
+    unreported: dict[RoutedRequest, None] = field(default_factory=dict)
+    unreported_tokens: int = 0
+    unreported_pages: int = 0
+    unreported_branches: int = 0
 
     def show(self) -> None:
         """Update the member that policies see. Our own counts are lower bounds if a worker reports fewer requests.
@@ -53,29 +53,29 @@ class _InstanceLoad:
         Otherwise the worker's report is used, because requests may share pages.
         """
         member = self.member
-        member.queued_tokens = self.queued_tokens + self.uncovered_tokens
-        member.running = self.running + self.uncovered_branches
-        member.used_pages = self.used_pages + self.uncovered_pages
-        if member.running < self.ours:
-            member.running = self.ours
-            member.queued_tokens = max(member.queued_tokens, self.ours_tokens)
-            member.used_pages = max(member.used_pages, self.ours_pages)
+        member.queued_tokens = self.queued_tokens + self.unreported_tokens
+        member.running = self.running + self.unreported_branches
+        member.used_pages = self.used_pages + self.unreported_pages
+        if member.running < self.own_branches:
+            member.running = self.own_branches
+            member.queued_tokens = max(member.queued_tokens, self.own_tokens)
+            member.used_pages = max(member.used_pages, self.own_pages)
 
 
 class LoadBook:
     def __init__(self) -> None:
         self._instances: dict[str, _InstanceLoad] = {}
         self._members: list[Member] = []
-        self._uncovered: dict[Sent, None] = {}  # oldest first
-        self._ours: dict[Sent, None] = {}  # oldest first
+        self._unreported: dict[RoutedRequest, None] = {}  # oldest first
+        self._own_requests: dict[RoutedRequest, None] = {}  # oldest first
 
     @property
     def members(self) -> Sequence[Member]:
         return self._members
 
     @property
-    def num_uncovered(self) -> int:
-        return len(self._uncovered)
+    def num_unreported(self) -> int:
+        return len(self._unreported)
 
     def find(self, instance_id: str) -> Member | None:
         instance = self._instances.get(instance_id)
@@ -97,58 +97,58 @@ class LoadBook:
         if instance is None:
             return
         del self._members[bisect_left(self._members, instance_id, key=BY_ID)]
-        for sent in instance.uncovered:
-            del self._uncovered[sent]
-        instance.uncovered.clear()
-        for sent in [s for s in self._ours if s.where is instance]:
-            del self._ours[sent]
+        for sent in instance.unreported:
+            del self._unreported[sent]
+        instance.unreported.clear()
+        for sent in [s for s in self._own_requests if s.where is instance]:
+            del self._own_requests[sent]
 
-    def send(self, instance_id: str, tokens: int, pages: int, now_s: float, branches: int = 1) -> Sent | None:
+    def send(self, instance_id: str, tokens: int, pages: int, now_s: float, branches: int = 1) -> RoutedRequest | None:
         """Record a request that is sent to an instance. Returns None for an unknown instance."""
         self.expire(now_s)
         instance = self._instances.get(instance_id)
         if instance is None:
             return None
-        sent = Sent(tokens, pages, now_s, instance, branches)
-        instance.uncovered[sent] = self._uncovered[sent] = self._ours[sent] = None
-        instance.ours += branches
-        instance.ours_tokens += tokens
-        instance.ours_pages += pages
-        instance.uncovered_tokens += tokens
-        instance.uncovered_pages += pages
-        instance.uncovered_branches += branches
+        sent = RoutedRequest(tokens, pages, now_s, instance, branches)
+        instance.unreported[sent] = self._unreported[sent] = self._own_requests[sent] = None
+        instance.own_branches += branches
+        instance.own_tokens += tokens
+        instance.own_pages += pages
+        instance.unreported_tokens += tokens
+        instance.unreported_pages += pages
+        instance.unreported_branches += branches
         instance.show()
         return sent
 
-    def accepted(self, sent: Sent, number: int) -> None:
-        """Record the number that the instance gave the request. With 0, the next heartbeat covers it."""
+    def accepted(self, sent: RoutedRequest, number: int) -> None:
+        """Record the number that the instance gave the request. With 0, the next heartbeat counts as its report."""
         sent.number = number
         if 0 < number <= sent.where.order[0]:
-            self._cover(sent)
+            self._mark_reported(sent)
 
-    def computed(self, sent: Sent) -> None:
-        if sent in self._ours and not sent.computed:
+    def computed(self, sent: RoutedRequest) -> None:
+        if sent in self._own_requests and not sent.computed:
             sent.computed = True
-            sent.where.ours_tokens -= sent.tokens
+            sent.where.own_tokens -= sent.tokens
             sent.where.show()
 
-    def over(self, sent: Sent) -> None:
-        if sent in self._ours:
+    def ended(self, sent: RoutedRequest) -> None:
+        if sent in self._own_requests:
             self.computed(sent)
-            del self._ours[sent]
-            sent.where.ours -= sent.branches
-            sent.where.ours_pages -= sent.pages
+            del self._own_requests[sent]
+            sent.where.own_branches -= sent.branches
+            sent.where.own_pages -= sent.pages
             sent.where.show()
-        self._cover(sent)
+        self._mark_reported(sent)
 
-    def _cover(self, sent: Sent) -> None:
+    def _mark_reported(self, sent: RoutedRequest) -> None:
         instance = sent.where
-        if sent not in instance.uncovered:
+        if sent not in instance.unreported:
             return
-        del instance.uncovered[sent], self._uncovered[sent]
-        instance.uncovered_tokens -= sent.tokens
-        instance.uncovered_pages -= sent.pages
-        instance.uncovered_branches -= sent.branches
+        del instance.unreported[sent], self._unreported[sent]
+        instance.unreported_tokens -= sent.tokens
+        instance.unreported_pages -= sent.pages
+        instance.unreported_branches -= sent.branches
         instance.show()
 
     def record_heartbeat(self, heartbeat: Heartbeat, now_s: float) -> None:
@@ -168,18 +168,18 @@ class LoadBook:
         instance.member.total_pages = max(heartbeat.total_pages, 0)
         speed = heartbeat.prompt_tokens_per_s
         instance.member.prompt_tokens_per_s = speed if isfinite(speed) and speed > 0 else 0.0
-        for sent in [s for s in instance.uncovered if s.number is not None and s.number <= heartbeat.accepted]:
-            self._cover(sent)
+        for sent in [s for s in instance.unreported if s.number is not None and s.number <= heartbeat.accepted]:
+            self._mark_reported(sent)
         instance.show()
 
     def expire(self, now_s: float) -> None:
-        while self._uncovered:
-            oldest = next(iter(self._uncovered))
-            if now_s - oldest.sent_s < FORGET_AFTER_S:
+        while self._unreported:
+            oldest = next(iter(self._unreported))
+            if now_s - oldest.sent_s < UNREPORTED_EXPIRY_S:
                 break
-            self._cover(oldest)
-        while self._ours:
-            oldest = next(iter(self._ours))
-            if now_s - oldest.sent_s < OURS_FOR_S:
+            self._mark_reported(oldest)
+        while self._own_requests:
+            oldest = next(iter(self._own_requests))
+            if now_s - oldest.sent_s < OWN_REQUEST_EXPIRY_S:
                 break
-            self.over(oldest)
+            self.ended(oldest)

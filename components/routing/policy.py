@@ -13,8 +13,8 @@ from random import Random
 from typing import Final, NamedTuple, Protocol
 
 REQUEST_TOKENS: Final = 64  # fixed cost of a request, such as its transfer
-NO_ROOM: Final = 10  # cost factor of a token for which there is no free page
-SMOOTHING: Final = 0.2  # weight of the latest step in the prefill speed
+NO_ROOM_COST_FACTOR: Final = 10  # cost factor of a token for which there is no free page
+LATEST_SPEED_WEIGHT: Final = 0.2  # weight of the latest step in the prefill speed
 MARGIN_S: Final = 0.5  # interval between heartbeats
 BY_ID: Final = attrgetter("instance_id")  # the order of sorted members
 
@@ -79,7 +79,9 @@ def prompt_load(member: Member, tokens: int) -> float:
 def memory_load(member: Member, tokens: int) -> float:
     held = member.used_pages * member.page_size + tokens
     over = held - member.total_pages * member.page_size if member.total_pages else 0
-    load = held + member.queued_tokens + REQUEST_TOKENS * member.running + (NO_ROOM * over if over > 0 else 0)
+    load = (
+        held + member.queued_tokens + REQUEST_TOKENS * member.running + (NO_ROOM_COST_FACTOR * over if over > 0 else 0)
+    )
     return load / member.devices
 
 
@@ -121,10 +123,10 @@ class PromptRate:
         if not prompt_tokens or step_s <= 0:
             return
         now = prompt_tokens / step_s
-        self.tokens_per_s += SMOOTHING * (now - self.tokens_per_s) if self.tokens_per_s else now
+        self.tokens_per_s += LATEST_SPEED_WEIGHT * (now - self.tokens_per_s) if self.tokens_per_s else now
 
 
-def sooner_here(tokens: int, here: PromptLoad, there: Iterable[PromptLoad]) -> bool:
+def is_sooner_locally(tokens: int, here: PromptLoad, there: Iterable[PromptLoad]) -> bool:
     """Return whether `tokens` would be finished here before any worker `there` starts them. False if speeds are unknown."""
     others = list(there)
     speeds = [load.tokens_per_s for load in (here, *others) if load.tokens_per_s]
@@ -195,8 +197,8 @@ class LeastLoad:
         return PolicyChoice(members[at], why, cost_table(members, costs) if request.explain else None)
 
 
-HISTORY: Final = 1024  # prompts
-LEARN_EVERY: Final = 64
+BUCKET_HISTORY_PROMPTS: Final = 1024  # prompts
+LEARN_INTERVAL_PROMPTS: Final = 64
 BALANCE_ABS_TOKENS: Final = 16384
 BALANCE_REL: Final = 1.5
 
@@ -218,7 +220,7 @@ class Bucket:
         self._load = load
         self._absolute = balance_abs_tokens
         self._relative = balance_rel
-        self._lengths: deque[int] = deque(maxlen=HISTORY)
+        self._lengths: deque[int] = deque(maxlen=BUCKET_HISTORY_PROMPTS)
         self._learned = 0  # prompts since `_sorted` was made
         self._sorted: list[int] = []
         self._below: list[int] = [0]  # tokens in the first i of `_sorted`
@@ -237,7 +239,7 @@ class Bucket:
     def _learn(self, tokens: int) -> None:
         self._lengths.append(tokens)
         self._learned += 1
-        if self._learned >= LEARN_EVERY:
+        if self._learned >= LEARN_INTERVAL_PROMPTS:
             self._learned = 0
             self._sorted = sorted(self._lengths)
             self._below = [0, *accumulate(self._sorted)]

@@ -12,15 +12,15 @@ from components.errors import DeadlineExceeded, MalformedMessage, MeshError, Pee
 from components.routing.approximate_index import ApproximateIndex
 from components.routing.health import Health, Trial
 from components.routing.kv_index import KvIndex
-from components.routing.load_book import LoadBook, Sent
+from components.routing.load_book import LoadBook, RoutedRequest
 from components.routing.policy import HasInstanceId, Member, Policy, PolicyChoice, RouteRequest
 from components.wire.heartbeat import Heartbeat
 from components.wire.inspection import Candidate, RouteExplained
 
 BlocksOf = Callable[[int], Sequence[bytes]]  # page size → block hashes
-SHOWN: Final = 8  # candidates in a span
+MAX_SHOWN_CANDIDATES: Final = 8  # candidates in a span
 # errors that count as an instance's failure
-AGAINST: Final = (PeerLost, DeadlineExceeded, PeerBroken, MalformedMessage)
+INSTANCE_FAILURES: Final = (PeerLost, DeadlineExceeded, PeerBroken, MalformedMessage)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class RouteChoice:
         if self.num_candidates > 1:  # with a single one, its cache is not looked up
             facts["kvmesh.route.cached_tokens"] = self.cached_tokens
         if self.candidates:
-            facts["kvmesh.route.compared"] = _Compared(self.candidates[:SHOWN])
+            facts["kvmesh.route.compared"] = _Compared(self.candidates[:MAX_SHOWN_CANDIDATES])
         return facts
 
 
@@ -80,12 +80,12 @@ def explained(policy: str, token_ids: bytes, chosen: RouteChoice | str) -> Route
 
 
 class Route:
-    """A request that was routed to an instance. The sender reports outcomes, and calls `over` for every branch."""
+    """A request that was routed to an instance. The sender reports outcomes, and calls `ended` for every branch."""
 
     __slots__ = ("_failed", "_left", "_router", "_sent", "_succeeded", "_trial", "instance_id")
 
     def __init__(
-        self, router: "Router", instance_id: str, sent: Sent | None, branches: int, trial: Trial | None
+        self, router: "Router", instance_id: str, sent: RoutedRequest | None, branches: int, trial: Trial | None
     ) -> None:
         self._router = router
         self._sent = sent
@@ -102,27 +102,27 @@ class Route:
         self._succeeded = True
         if self._sent is not None:
             self._router.book.computed(self._sent)
-        if self._is_of_present:
+        if self._is_same_process:
             self._router.health.succeeded(self.instance_id, self._router.now_s)
 
     def failed(self, error: MeshError) -> None:
         """Record a failure of the instance; counted once for all branches."""
-        counts = isinstance(error, AGAINST) and not isinstance(error, StaleInstance) and self._is_of_present
+        counts = isinstance(error, INSTANCE_FAILURES) and not isinstance(error, StaleInstance) and self._is_same_process
         if counts and not self._failed:
             self._failed = True
             self._router.health.failed(self.instance_id, self._router.now_s)
 
-    def over(self) -> None:
+    def ended(self) -> None:
         self._left -= 1
         if self._left:
             return
         if self._sent is not None:
-            self._router.book.over(self._sent)
+            self._router.book.ended(self._sent)
         if self._trial is not None and not (self._failed or self._succeeded):
             self._router.health.undecided(self.instance_id, self._trial, self._router.now_s)
 
     @property
-    def _is_of_present(self) -> bool:
+    def _is_same_process(self) -> bool:
         """Whether the instance is still the same process. A restarted one must not be blamed."""
         return self._sent is not None and self._router.book.find(self.instance_id) is self._sent.where.member
 

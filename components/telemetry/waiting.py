@@ -13,12 +13,12 @@ from components.urls import without_password
 log = logging.getLogger(__name__)
 
 FIRST_S: Final = 1.0  # before the first line; a running server answers sooner
-AGAIN_S: Final = 10.0
+LOG_INTERVAL_S: Final = 10.0
 
 
 @asynccontextmanager
 async def waiting_logged(what: str, url: str) -> AsyncIterator[None]:
-    """Log after `FIRST_S`, then every `AGAIN_S`."""
+    """Log after `FIRST_S`, then every `LOG_INTERVAL_S`."""
     async with background(_log_waiting(what, without_password(url)), f"waiting-for-{what}"):
         yield
 
@@ -28,5 +28,5 @@ async def _log_waiting(what: str, url: str) -> None:
     await asyncio.sleep(FIRST_S)
     log.warning(f"waiting for {what}", extra={"url": url})
     while True:
-        await asyncio.sleep(AGAIN_S)
+        await asyncio.sleep(LOG_INTERVAL_S)
         log.warning(f"still waiting for {what}", extra={"url": url, "waited_s": round(time.monotonic() - began_s)})

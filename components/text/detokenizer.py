@@ -226,13 +226,13 @@ class StreamDetokenizer:
                 raise
             return self._restart()  # invalid UTF-8 shortened the text; the decoder's state is unusable
         if text is None:
-            return self._look() if len(self._held) > LOOK_AFTER else ""
+            return self._complete_part() if len(self._held) > LOOK_AFTER else ""
         if self._early:
             text, self._early = text[self._early :], 0
         self._shown, self._held = self._held, []
         return text
 
-    def _look(self) -> str:
+    def _complete_part(self) -> str:
         """Complete characters, if each token ended within the next one."""
         text = self._held_text()
         whole = text.rstrip(REPLACEMENT)

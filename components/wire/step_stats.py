@@ -9,10 +9,10 @@ class DraftCounts(NamedTuple):
     """Tokens guessed so far by speculative decoding."""
 
     checked: int
-    right: int
+    accepted: int
 
     def plus(self, more: "DraftCounts") -> "DraftCounts":
-        return DraftCounts(self.checked + more.checked, self.right + more.right)
+        return DraftCounts(self.checked + more.checked, self.accepted + more.accepted)
 
 
 NO_DRAFTS: Final = DraftCounts(0, 0)

@@ -81,7 +81,7 @@ class EngineCore:
         self._pooling = pooling
         self._limits = Limits(max_context, vocab_size, eos_token_ids, embeds=pooling is not None)
         self._make_drafter = make_drafter
-        self._guesses_all = config.speculative_tokens is not None  # otherwise only if drafts cost little
+        self._always_drafts = config.speculative_tokens is not None  # otherwise only if `drafts_are_cheap`
         auto = not runner.takes_cpu and make_drafter is None  # a draft needs the token that the step in flight draws
         self._pipelined = config.pipeline == "on" or (config.pipeline == "auto" and auto)
         self._memory = RequestMemory(
@@ -180,7 +180,7 @@ class EngineCore:
 
     def _drafter_of(self, request: EngineRequest) -> Callable[[Sequence[int]], Drafter] | None:
         make_drafter = self._make_drafter
-        if make_drafter is None or not (self._guesses_all or guesses_cost_little(request)):
+        if make_drafter is None or not (self._always_drafts or drafts_are_cheap(request)):
             return None
         return lambda tokens: make_drafter(tokens, request.prediction)
 
@@ -251,7 +251,7 @@ class EngineCore:
         if self._scheduler.must_preempt():
             if pauses:
                 yield from self._pauses(output, reserve=False)  # there are too few pages
-            self._land(output)
+            self._commit_flight(output)
         beside = None if self._chunk_limit is None else self._chunk_limit.tokens
         least_chance = None if self._row_cost is None else self._row_cost.least_chance
         chunks, reserved = self._scheduler.schedule(beside, least_chance)
@@ -259,13 +259,13 @@ class EngineCore:
         self._behind = self._launch(chunks, output)
         if pauses:
             yield from self._pauses(output)
-        self._land(output)
+        self._commit_flight(output)
         self._behind, behind = None, self._behind
         self._flight = self._sample(behind, output)
         if not self._pipelined:
             if pauses:
                 yield from self._pauses(output)
-            self._land(output)
+            self._commit_flight(output)
         self._failed_steps.check()
         output.cache_events = self._memory.prefix.take_events()
         output.stats = stats = self._stats(output, perf_counter() - started)
@@ -311,7 +311,7 @@ class EngineCore:
             if reserve:
                 output.reserved += _reserved(self._scheduler.reserve())
 
-    def _land(self, output: StepOutput) -> None:
+    def _commit_flight(self, output: StepOutput) -> None:
         flight, self._flight = self._flight, None
         if flight is None:
             return
@@ -337,7 +337,7 @@ class EngineCore:
 
     def _fail(self, error: StepFailed, chunks: Sequence[Chunk], output: StepOutput) -> None:
         log.error("step failed", exc_info=error, extra={"requests": len(chunks)})
-        self._land(output)  # if a launch failed, the previous step is still in flight
+        self._commit_flight(output)  # if a launch failed, the previous step is still in flight
         self._failed_steps.failed((chunk.request for chunk in chunks), error.message)
         for chunk in chunks:
             self._requests.landed(chunk)
@@ -376,7 +376,7 @@ class EngineCore:
             restored_pages=self._memory.offloaded.num_restored,
             preemptions=scheduler.preemptions,
             drafted_tokens=self._outcomes.draft_counts.checked,
-            accepted_tokens=self._outcomes.draft_counts.right,
+            accepted_tokens=self._outcomes.draft_counts.accepted,
             forward=self._runner.forward_kind,
         )
 
@@ -385,7 +385,7 @@ def _reserved(requests: Sequence[Request]) -> list[Exposed]:
     return [Exposed(r.id, list(r.pages), r.num_computed, r.num_cached_tokens) for r in requests]
 
 
-def guesses_cost_little(request: EngineRequest) -> bool:
+def drafts_are_cheap(request: EngineRequest) -> bool:
     """Return whether drafts cost nothing beyond the computation of their rows.
 
     Drafts use up the limit of a compiled grammar, which its requests share. Penalties count the text again for each draft.

@@ -37,7 +37,7 @@ class ComputeDelay:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._waited_s = 0.0
-        self._looked_s = -math.inf
+        self._updated_s = -math.inf
         self._times: dict[int, tuple[int, int]] = {}  # times of all threads at the latest look
         self._before: dict[int, int] = {}  # threads that count; nanoseconds waited so far
 
@@ -47,19 +47,19 @@ class ComputeDelay:
             self._waited_s += (waited_ns - before) / 1e9
             self._before[thread] = waited_ns
         now_s = self._clock()
-        if now_s - self._looked_s >= LOOK_EVERY_S:
-            self._look(now_s)
+        if now_s - self._updated_s >= LOOK_EVERY_S:
+            self._update_threads(now_s)
         return self._waited_s
 
-    def _look(self, now_s: float) -> None:
+    def _update_threads(self, now_s: float) -> None:
         times, others = _thread_times(), other_python_threads()
-        least_ns = BUSY * 1e9 * (now_s - self._looked_s) if self._times else 0.0
+        least_ns = BUSY * 1e9 * (now_s - self._updated_s) if self._times else 0.0
         self._before = {
             thread: waited_ns
             for thread, (ran_ns, waited_ns) in times.items()
             if thread not in others and ran_ns - self._times.get(thread, (0, 0))[0] >= least_ns
         }
-        self._times, self._looked_s = times, now_s
+        self._times, self._updated_s = times, now_s
 
 
 def _thread_times() -> dict[int, tuple[int, int]]:

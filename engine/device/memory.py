@@ -18,7 +18,7 @@ KEPT_FREE: Final = 0.02  # share of the device that no pool takes, however littl
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class MemoryReading:
     """Bytes at one moment."""
 
     total: int  # of the device
@@ -27,7 +27,7 @@ class Look:
 
 
 class DeviceMemory(Protocol):
-    def look(self) -> Look:
+    def measure(self) -> MemoryReading:
         """Give back cached memory, then measure."""
 
     def start_peak(self) -> None: ...
@@ -40,12 +40,12 @@ class CudaMemory:
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def look(self) -> Look:
+    def measure(self) -> MemoryReading:
         gc.collect()
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         free, total = torch.cuda.mem_get_info(self._device)
-        return Look(total, free, torch.cuda.memory_reserved(self._device))
+        return MemoryReading(total, free, torch.cuda.memory_reserved(self._device))
 
     def start_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)

@@ -12,11 +12,11 @@ from engine.ports import StepOutput
 
 log = logging.getLogger(__name__)
 
-SLOW: Final = 4  # a step is slow if it takes this many times its usual time
-SLOW_S: Final = 0.1  # shorter steps are never slow
-KNOWN: Final = 20  # steps of a kind that are needed to know its usual time
-LEARN: Final = 0.05  # weight of the latest step in the usual time
-CAUSE: Final = 0.25  # share of a step that identifies a cause
+SLOW_FACTOR: Final = 4  # a step is slow if it takes this many times its usual time
+MIN_SLOW_STEP_S: Final = 0.1  # shorter steps are never slow
+STEPS_TO_LEARN: Final = 20  # steps of a kind that are needed to know its usual time
+LATEST_STEP_WEIGHT: Final = 0.05  # weight of the latest step in the usual time
+MIN_SHARE_OF_CAUSE: Final = 0.25  # share of a step that identifies a cause
 FAULTS_PER_S: Final = 100  # major page faults per second
 WARN_EVERY_S: Final = 30.0
 READ_EVERY_S: Final = 1.0
@@ -54,16 +54,16 @@ class SlowSteps:
         tokens = stats.prompt_tokens or stats.decode_tokens
         kind = ("prompt" if stats.prompt_tokens else "decode", tokens.bit_length())
         count, usual_s = self._usual.get(kind, (0, step_s))
-        slow = count >= KNOWN and step_s > max(SLOW_S, SLOW * usual_s)
+        slow = count >= STEPS_TO_LEARN and step_s > max(MIN_SLOW_STEP_S, SLOW_FACTOR * usual_s)
         if slow and now - self._warned >= WARN_EVERY_S:
             self._warn(kind[0], step_s, usual_s)
             self._warned = now
         if slow or now - self._read >= READ_EVERY_S:
             self._before, self._read = self._held(), now
-        if count < KNOWN:
+        if count < STEPS_TO_LEARN:
             usual_s = min(usual_s, step_s)  # the first steps touch new memory
         else:  # one slow step counts little
-            usual_s += LEARN * (min(step_s, 2 * usual_s) - usual_s)
+            usual_s += LATEST_STEP_WEIGHT * (min(step_s, 2 * usual_s) - usual_s)
         self._usual[kind] = (count + 1, usual_s)
 
     def _warn(self, kind: str, step_s: float, usual_s: float) -> None:
@@ -84,9 +84,9 @@ class SlowSteps:
 
 
 def likely_cause(held: Held, step_s: float) -> str:
-    if held.quota_s > CAUSE * step_s:
+    if held.quota_s > MIN_SHARE_OF_CAUSE * step_s:
         return "the cgroup's CPU quota is used up"
-    if held.cores_s > CAUSE * step_s:
+    if held.cores_s > MIN_SHARE_OF_CAUSE * step_s:
         return "other processes use these cores"
     if held.faults > FAULTS_PER_S * step_s:
         return "memory is read back from disk"

@@ -21,7 +21,7 @@ from components.wire.layout import KvLayout, KvRegion, RankMemory, largest_shard
 from components.wire.tokens import pack_tokens
 from engine.config import PAGE_SIZES
 from engine.runner.step_runner import StepFailed
-from engine.scheduler.request import LEAST_COMPUTED
+from engine.scheduler.request import MIN_COMPUTED_TOKENS
 
 # A mark is a uint64: the block's tokens with KV; how many of them all marks include; KV head; checksum up to the last.
 MARK: Final = Struct("<BBHI")
@@ -168,7 +168,7 @@ class MarkedPages:
         is_right = self._words[last] == mark + self._last_head
         if is_right and of_all == count == wanted and self._agree(page, skipped, mark):
             return checksum
-        if is_right and 0 < of_all <= count and wanted <= count <= wanted + LEAST_COMPUTED:
+        if is_right and 0 < of_all <= count and wanted <= count <= wanted + MIN_COMPUTED_TOKENS:
             start = num_tokens - wanted
             before = self._read(pages, tokens, start, origin) if block else origin
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 NGRAM: Final = 3  # maximum number of last tokens to look up
 FIRST_CHANCE: Final = 0.3  # assumed chance that a guess is right, before any was checked
 PREDICTED_CHANCE: Final = 0.8  # the same for a prediction: a client that sends one expects most of it to be repeated
-LEARNING: Final = 0.15  # weight of the latest guess in the moving average
-SELDOM: Final = 4  # steps between lookups while no guess is likely enough, because a lookup takes time
+LATEST_GUESS_WEIGHT: Final = 0.15  # weight of the latest guess in the moving average
+LOOKUP_INTERVAL_STEPS: Final = 4  # steps between lookups while no guess is likely enough, because a lookup takes time
 FIRST_CAPACITY: Final = 256  # tokens
 
 Tokens = npt.NDArray[np.int32]
@@ -51,7 +51,7 @@ class PromptLookup:
             best = max(best, *self._predicted.chances)
         if best < least_chance:
             self._unlikely += 1
-            if self._unlikely % SELDOM:
+            if self._unlikely % LOOKUP_INTERVAL_STEPS:
                 return ()
         before = self._copied
         text = self._updated()
@@ -118,7 +118,7 @@ class _Guesses:
         """Return how many tokens of the guess were right."""
         right = 0
         for guessed, token in zip(self._tokens, drawn, strict=False):
-            self.chances[self._size] += LEARNING * ((guessed == token) - self.chances[self._size])
+            self.chances[self._size] += LATEST_GUESS_WEIGHT * ((guessed == token) - self.chances[self._size])
             if guessed != token:
                 break
             right += 1

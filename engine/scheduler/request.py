@@ -16,7 +16,7 @@ from engine.kv.page_pool import PagePool, PrefixCache
 from engine.ports import Phase, TokenMask
 from engine.sampling.row import Row
 
-LEAST_COMPUTED: Final = 2  # last prompt tokens, always computed for their logits; `chunk_length` explains why two
+MIN_COMPUTED_TOKENS: Final = 2  # last prompt tokens, always computed for their logits; `chunk_length` explains why two
 
 
 class RequestState(StrEnum):
@@ -218,7 +218,7 @@ class RequestMemory:
         self._most_promised = self._pages_for(reserve_tokens) + 1  # pages that a request may still need
         # because branches compute the last tokens again
         # with a window shorter than a page, released entries could refer to the page that is being filled
-        self._kept_tokens = window + LEAST_COMPUTED - 1 if window >= page_size else 0
+        self._kept_tokens = window + MIN_COMPUTED_TOKENS - 1 if window >= page_size else 0
         self._kept_pages = self._pages_for(self._kept_tokens)  # last full pages that are kept
 
     def fits(self, request: Request, others: Collection[Request], before: Collection[Request] = ()) -> bool:
@@ -253,8 +253,8 @@ class RequestMemory:
             self.prefix_hits += num_tokens
 
     def fork(self, request: Request, branch: Request) -> None:
-        """Let `branch` share the prompt's pages; it computes the last `LEAST_COMPUTED` tokens again."""
-        branch.num_computed = max(0, request.prompt_len - LEAST_COMPUTED)
+        """Let `branch` share the prompt's pages; it computes the last `MIN_COMPUTED_TOKENS` tokens again."""
+        branch.num_computed = max(0, request.prompt_len - MIN_COMPUTED_TOKENS)
         branch.first_page = request.first_page
         branch.num_published = num_shared = branch.num_computed // self.page_size
         shared = request.pages[branch.first_page : num_shared]
@@ -380,4 +380,4 @@ class RequestMemory:
 
 def usable_pages(prompt_len: int, page_size: int) -> int:
     """Number of leading full pages that a cache may provide."""
-    return max(0, prompt_len - LEAST_COMPUTED) // page_size
+    return max(0, prompt_len - MIN_COMPUTED_TOKENS) // page_size

@@ -18,20 +18,20 @@ from engine.scheduler.request import Chunk, Drafter, Request, RequestMemory, Req
 
 log = logging.getLogger(__name__)
 
-PASSED: Final = 64  # queued prompts that a DECODE may overtake
+MAX_OVERTAKEN_PROMPTS: Final = 64  # queued prompts that a DECODE may overtake
 # Limit of a chunk with log-probabilities: each token has a row of logits, as wide as the vocabulary.
-READ_TOKENS: Final = 1024
+MAX_LOGPROBS_CHUNK: Final = 1024
 
 by_rank = attrgetter("priority", "arrival")  # sort key; the last request is preempted first
 
 
-def by_turn(request: Request) -> tuple[int, int]:
+def prompt_order(request: Request) -> tuple[int, int]:
     """Sort key of the prompts to compute. Preempted and moved requests count as short, so they do not wait again."""
     fresh = not (request.has_begun or request.num_generated or request.branch)
     return turn(request.arrival, request.priority, request.prompt_len if fresh else 0)
 
 
-def in_line(request: Request) -> tuple[int, int]:
+def queue_order(request: Request) -> tuple[int, int]:
     """Sort key of the waiting queue."""
     return turn(request.arrival, request.priority, 0)
 
@@ -55,12 +55,12 @@ class Scheduler:
         self._max_step_tokens = max_step_tokens
         self._pack_tokens = pack_tokens
         self._draft_rows = min(draft_rows, max_step_tokens)
-        self._made_room = False  # whether the latest plan preempted a request
+        self._preempted = False  # whether the latest plan preempted a request
         self._decodes_wait = False
 
     def add(self, request: Request) -> None:
         self._decodes_wait |= request.phase is Phase.DECODE
-        insort(self.waiting, request, key=in_line)
+        insort(self.waiting, request, key=queue_order)
 
     def start(self, request: Request) -> None:
         self.reserved.remove(request)
@@ -69,7 +69,7 @@ class Scheduler:
 
     def fork(self, request: Request, branch: Request) -> None:
         """Start `branch` after the prompt of `request`. Without enough pages, queue it: the prompt will be cached."""
-        if not self._has_place(branch):
+        if not self._has_room_for(branch):
             self.add(branch)
             return
         self.memory.fork(request, branch)
@@ -143,12 +143,12 @@ class Scheduler:
             budget = min(budget, beside(len(chunks), disaggregated))
         full = max(0, budget - self._pack_tokens)  # with no more than this budget left, no further prompt starts
         prompts = [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else []
-        prompts.sort(key=by_turn, reverse=True)
-        self._made_room = self.preemptions > preemptions
+        prompts.sort(key=prompt_order, reverse=True)
+        self._preempted = self.preemptions > preemptions
         reserved = self.reserve()
-        while (following := self._next(prompts, admit=not self._made_room, more=budget > full)) is not None:
+        while (following := self._next(prompts, admit=not self._preempted, more=budget > full)) is not None:
             start, pending = following.upcoming
-            length = chunk_length(pending, min(budget, READ_TOKENS) if following.reads_logits else budget)
+            length = chunk_length(pending, min(budget, MAX_LOGPROBS_CHUNK) if following.reads_logits else budget)
             if not length:
                 break
             end = start + length
@@ -174,7 +174,7 @@ class Scheduler:
         These requests may overtake queued prompts if pages remain for all of those.
         """
         reserved: list[Request] = []
-        while not self._made_room and (at := self._first_decode()) is not None:
+        while not self._preempted and (at := self._first_decode()) is not None:
             reserved.append(self._admit(at))
         return reserved
 
@@ -182,11 +182,11 @@ class Scheduler:
         """Return the queue position of the first DECODE request, if there are pages for it and for all requests before it."""
         if not self._decodes_wait:
             return None
-        at = next((i for i, r in enumerate(self.waiting[: PASSED + 1]) if r.phase is Phase.DECODE), None)
+        at = next((i for i, r in enumerate(self.waiting[: MAX_OVERTAKEN_PROMPTS + 1]) if r.phase is Phase.DECODE), None)
         if at is None:
-            self._decodes_wait = len(self.waiting) > PASSED
+            self._decodes_wait = len(self.waiting) > MAX_OVERTAKEN_PROMPTS
             return None
-        return at if self._has_place(self.waiting[at], self.waiting[:at]) else None
+        return at if self._has_room_for(self.waiting[at], self.waiting[:at]) else None
 
     def _next(self, prompts: list[Request], *, admit: bool, more: bool) -> Request | None:
         """Pop the next prompt from `prompts`, which is in reverse order.
@@ -197,24 +197,25 @@ class Scheduler:
             admit: False after a preemption, because the preempted request would be admitted again.
             more: whether there is budget left.
         """
-        while admit and self._takes_first(prompts, more=more) and self._can_admit():
+        while admit and self._new_prompt_is_next(prompts, more=more) and self._can_admit():
             prompts.append(self._admit())
-            prompts.sort(key=by_turn, reverse=True)
+            prompts.sort(key=prompt_order, reverse=True)
         return prompts.pop() if prompts and more else None
 
-    def _takes_first(self, prompts: list[Request], *, more: bool) -> bool:
+    def _new_prompt_is_next(self, prompts: list[Request], *, more: bool) -> bool:
         if not self.waiting or self.waiting[0].phase is Phase.DECODE:  # it is not overtaken
             return False
         if not more or not prompts:
             return more
-        first = by_turn(prompts[-1])
-        soon = takewhile(lambda request: in_line(request) <= first, self.waiting)  # later ones cannot come before it
-        return any(by_turn(request) < first for request in soon)
+        first = prompt_order(prompts[-1])
+        # requests later in the queue cannot come before it
+        soon = takewhile(lambda request: queue_order(request) <= first, self.waiting)
+        return any(prompt_order(request) < first for request in soon)
 
     def _can_admit(self) -> bool:
-        return bool(self.waiting) and self._has_place(self.waiting[0])
+        return bool(self.waiting) and self._has_room_for(self.waiting[0])
 
-    def _has_place(self, request: Request, before: Sequence[Request] = ()) -> bool:
+    def _has_room_for(self, request: Request, before: Sequence[Request] = ()) -> bool:
         """True if there is room for `request` now, and later for those `before` it."""
         if len(self.running) + len(self.reserved) + len(before) >= self._max_running:
             return False

@@ -4,17 +4,17 @@ from collections import deque
 from statistics import median
 from typing import Final
 
-FEWEST: Final = 32  # minimum tokens of a chunk, because each step has a fixed cost
-FEWEST_DISAGGREGATED: Final = 16  # beside streams whose prompts were computed elsewhere
-STRETCH: Final = 2.0  # factor by which a prompt chunk may lengthen a decode step
-UNKNOWN: Final = 64  # tokens of a chunk before the speed is known
-REMEMBERED: Final = 9  # latest steps of each kind in a median
-LATEST: Final = 64  # latest steps from which the cost of a row is estimated
-SUPPOSED: Final = 1 / 16  # cost of a row, as a share of a step, until steps of different sizes are known
-SUPPOSED_SPREAD: Final = 32.0  # weight of that cost, as a sum of squared distances from the mean number of rows
-LEAST: Final = 1 / 100  # lowest cost of a row, as a share of a step
-LONGEST: Final = 3.0  # in mean step times; a longer step counts as this long
-MARGIN: Final = 1.25  # safety factor for chances, because overestimated ones are selected more often
+MIN_CHUNK_TOKENS: Final = 32  # minimum tokens of a chunk, because each step has a fixed cost
+MIN_DISAGGREGATED_CHUNK_TOKENS: Final = 16  # beside streams whose prompts were computed elsewhere
+MAX_STEP_STRETCH: Final = 2.0  # factor by which a prompt chunk may lengthen a decode step
+FIRST_CHUNK_TOKENS: Final = 64  # tokens of a chunk before the speed is known
+STEPS_IN_MEDIAN: Final = 9  # latest steps of each kind in a median
+STEPS_IN_REGRESSION: Final = 64  # latest steps from which the cost of a row is estimated
+ASSUMED_ROW_COST: Final = 1 / 16  # cost of a row, as a share of a step, until steps of different sizes are known
+ASSUMED_ROW_COST_WEIGHT: Final = 32.0  # weight of that cost, as a sum of squared distances from the mean number of rows
+MIN_ROW_COST: Final = 1 / 100  # lowest cost of a row, as a share of a step
+MAX_STEP_OVER_MEAN: Final = 3.0  # in mean step times; a longer step counts as this long
+CHANCE_MARGIN: Final = 1.25  # safety factor for chances, because overestimated ones are selected more often
 
 
 class StepCost:
@@ -25,7 +25,7 @@ class StepCost:
 
     def __init__(self) -> None:
         self._decode_s: dict[int, deque[float]] = {}  # steps without prompts, by bit length of the number of decodes
-        self._token_s: deque[float] = deque(maxlen=REMEMBERED)  # per prompt token, without the step's decodes
+        self._token_s: deque[float] = deque(maxlen=STEPS_IN_MEDIAN)  # per prompt token, without the step's decodes
 
     def decode_s(self, decodes: int) -> float:
         """Seconds of a step with `decodes` decodes, or with the most similar number that is known; 0: unknown."""
@@ -41,11 +41,11 @@ class StepCost:
 
     def stepped(self, prompt_tokens: int, decodes: int, step_s: float) -> None:
         """Learn from a step without drafts, or from what it would have taken without them."""
-        if prompt_tokens >= FEWEST_DISAGGREGATED:
+        if prompt_tokens >= MIN_DISAGGREGATED_CHUNK_TOKENS:
             prompt_s = max(step_s - (self.decode_s(decodes) if decodes else 0.0), step_s / 2, 1e-6)
             self._token_s.append(prompt_s / prompt_tokens)
         elif not prompt_tokens and decodes:
-            self._decode_s.setdefault(decodes.bit_length(), deque(maxlen=REMEMBERED)).append(step_s)
+            self._decode_s.setdefault(decodes.bit_length(), deque(maxlen=STEPS_IN_MEDIAN)).append(step_s)
 
 
 class RowCost:
@@ -62,10 +62,10 @@ class RowCost:
     def stepped(self, rows: int, step_s: float) -> None:
         if self._steps:
             _, all_s, _, _ = self._sums
-            step_s = min(step_s, LONGEST * all_s / len(self._steps))  # in a longer step other processes took the cores
+            step_s = min(step_s, MAX_STEP_OVER_MEAN * all_s / len(self._steps))  # other processes took the cores
         self._steps.append((rows, step_s))
         self._add(rows, step_s, 1)
-        if len(self._steps) > LATEST:
+        if len(self._steps) > STEPS_IN_REGRESSION:
             self._add(*self._steps.popleft(), -1)
 
     def without_drafts_s(self, decodes: int, rows: int, step_s: float) -> float:
@@ -82,10 +82,10 @@ class RowCost:
         """
         count, (all_rows, all_s, _, _) = len(self._steps), self._sums
         if not all_s or not decodes:
-            return min(1.0, MARGIN * SUPPOSED * decodes)
+            return min(1.0, CHANCE_MARGIN * ASSUMED_ROW_COST * decodes)
         row_s = self._row_s
         step_s = max(all_s / count + (decodes - all_rows / count) * row_s, decodes * row_s)
-        return min(1.0, MARGIN * decodes * row_s / step_s)
+        return min(1.0, CHANCE_MARGIN * decodes * row_s / step_s)
 
     @property
     def _row_s(self) -> float:
@@ -93,8 +93,8 @@ class RowCost:
         count, (all_rows, all_s, squares, products) = len(self._steps), self._sums
         mean_rows, mean_s = all_rows / count, all_s / count
         together, spread = products - all_rows * mean_s, squares - all_rows * mean_rows
-        line_s = (together + SUPPOSED_SPREAD * SUPPOSED * mean_s) / (spread + SUPPOSED_SPREAD)
-        return max(line_s, LEAST * mean_s)
+        line_s = (together + ASSUMED_ROW_COST_WEIGHT * ASSUMED_ROW_COST * mean_s) / (spread + ASSUMED_ROW_COST_WEIGHT)
+        return max(line_s, MIN_ROW_COST * mean_s)
 
     def _add(self, rows: int, step_s: float, sign: int) -> None:
         all_rows, all_s, squares, products = self._sums
@@ -113,12 +113,12 @@ class ChunkLimit:
     1 - 1 / `stretch` of the time. The speeds are measured, as a machine may be shared.
 
     Disaggregated streams, whose prompts were computed elsewhere, should barely wait for prompts that are computed here.
-    Beside them `stretch` is at most STRETCH, and a chunk may be shorter.
+    Beside them `stretch` is at most MAX_STEP_STRETCH, and a chunk may be shorter.
 
     Source: chunked prefill, Agrawal et al. 2023, "SARATHI", arXiv:2308.16369.
     """
 
-    def __init__(self, target_s: float, stretch: float = STRETCH) -> None:
+    def __init__(self, target_s: float, stretch: float = MAX_STEP_STRETCH) -> None:
         self._target_s = target_s
         self._stretch = stretch
         self._cost = StepCost()
@@ -130,11 +130,11 @@ class ChunkLimit:
         """
         token_s = self._cost.prompt_token_s()
         if not token_s:
-            return UNKNOWN
+            return FIRST_CHUNK_TOKENS
         decode_s = self._cost.decode_s(decodes)
-        stretch, fewest = self._stretch, FEWEST
+        stretch, fewest = self._stretch, MIN_CHUNK_TOKENS
         if disaggregated:
-            stretch, fewest = min(stretch, STRETCH), FEWEST_DISAGGREGATED
+            stretch, fewest = min(stretch, MAX_STEP_STRETCH), MIN_DISAGGREGATED_CHUNK_TOKENS
         step_s = max(self._target_s, stretch * decode_s)
         return max(fewest, int((step_s - decode_s) / token_s))
 

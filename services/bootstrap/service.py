@@ -73,8 +73,8 @@ class BootstrapService:
 
     def endpoints(self) -> list[Endpoint]:
         return [
-            Endpoint("open", OpenRoom, self.open, span="bootstrap.open", immediate=True),
-            Endpoint("close", CloseRooms, self.close, immediate=True),
+            Endpoint("open", OpenRoom, self.open, span="bootstrap.open", runs_inline=True),
+            Endpoint("close", CloseRooms, self.close, runs_inline=True),
         ]
 
     async def open(self, request: OpenRoom) -> RoomOk:

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from components.errors import Rejected
 from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.rank_connection import RankConnection
-from components.messaging.fan_out import Following
-from components.messaging.fleet import watch_fleet
+from components.messaging.fan_out import SubscriptionChoice
+from components.messaging.fleet import open_fleet
 from components.messaging.outbox import open_outbox
 from components.process import run
 from components.startup import refuse
@@ -34,7 +34,7 @@ async def main(settings: DecodeSettings) -> None:
         refuse(f"setting engine.lora: {model!r} is the name of the model itself")
     async with (
         open_worker(settings, settings.engine, "decode") as worker,
-        watch_fleet(
+        open_fleet(
             worker.bus,
             settings.namespace,
             "prefill",
@@ -42,7 +42,7 @@ async def main(settings: DecodeSettings) -> None:
             settings.prefill_policy,
             kv_index_blocks=settings.kv_index_blocks,
             metrics=worker.metrics.registry,
-            following=Following(worker.registry.book),
+            following=SubscriptionChoice(worker.registry.book),
         ) as prefills,
         open_outbox(
             worker.bus,

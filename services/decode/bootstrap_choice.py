@@ -10,9 +10,9 @@ from components.errors import DeadlineExceeded, NoBootstrapInstance, Overloaded,
 from components.routing.health import Breaker, BreakerSettings
 from components.wire.instances import InstanceRecord
 
-LIMIT_S: Final = 1.5  # timeout of a call; short, because a replica only writes to memory to open a room
-HEDGE_S: Final = 0.1  # hedging delay: the next replica is called, too, if there is no answer by then
-PAUSES: Final = BreakerSettings(failures=1, first_s=5.0, most_s=30.0, try_s=LIMIT_S)
+OPEN_TIMEOUT_S: Final = 1.5  # timeout of a call; short, because a replica only writes to memory to open a room
+HEDGE_AFTER_S: Final = 0.1  # hedging delay: the next replica is called, too, if there is no answer by then
+BREAKER_SETTINGS: Final = BreakerSettings(failures=1, first_s=5.0, most_s=30.0, try_s=OPEN_TIMEOUT_S)
 
 Ask = Callable[[InstanceRecord], Coroutine[Any, Any, None]]
 
@@ -32,7 +32,7 @@ class BootstrapChoice:
         return {instance_id: str(breaker.state) for instance_id, breaker in self._breakers.items()}
 
     async def open(self, replicas: Sequence[InstanceRecord], ask: Ask) -> None:
-        """Open a room at one of `replicas`; return when one has opened it. `ask` calls a replica, with a timeout of `LIMIT_S`.
+        """Open a room at one of `replicas`; return when one has opened it. `ask` calls a replica, within `OPEN_TIMEOUT_S`.
 
         Several replicas may open the same room: prefill takes the first offer, and closes the other rooms.
         Raises: NoBootstrapInstance; a replica's refusal, unless the replica drains.
@@ -43,7 +43,7 @@ class BootstrapChoice:
         while order or waiting:
             if order:
                 waiting.add(self._call(order.pop(0), ask))
-            timeout_s = HEDGE_S if order else None
+            timeout_s = HEDGE_AFTER_S if order else None
             done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             for call in done:
                 error = call.exception()
@@ -68,25 +68,25 @@ class BootstrapChoice:
 
     def _is_late(self, instance_id: str, now_s: float) -> bool:
         asked_s = self._asked_s.get(instance_id)
-        return asked_s is not None and now_s - asked_s[0] >= HEDGE_S
+        return asked_s is not None and now_s - asked_s[0] >= HEDGE_AFTER_S
 
     def _call(self, replica: InstanceRecord, ask: Ask) -> asyncio.Task[None]:
         """Start a call. It continues after another replica has answered, so that the breaker also counts its timeout."""
-        task = asyncio.create_task(self._judged(replica.instance_id, ask(replica)), name="open room")
+        task = asyncio.create_task(self._report_outcome(replica.instance_id, ask(replica)), name="open room")
         self._calls.add(task)
-        task.add_done_callback(self._over)
+        task.add_done_callback(self._call_ended)
         return task
 
-    def _over(self, call: asyncio.Task[None]) -> None:
+    def _call_ended(self, call: asyncio.Task[None]) -> None:
         self._calls.discard(call)
         if not call.cancelled():
             call.exception()  # mark the exception as retrieved, or asyncio logs it
 
-    async def _judged(self, instance_id: str, call: Coroutine[Any, Any, None]) -> None:
+    async def _report_outcome(self, instance_id: str, call: Coroutine[Any, Any, None]) -> None:
         """Await the call, and report its outcome to the breaker. A refusal counts as success: the replica is alive."""
         clock = asyncio.get_running_loop().time
         if instance_id not in self._breakers:
-            self._breakers[instance_id] = Breaker(f"bootstrap {instance_id}", self._rng, PAUSES)
+            self._breakers[instance_id] = Breaker(f"bootstrap {instance_id}", self._rng, BREAKER_SETTINGS)
         breaker, asked_s = self._breakers[instance_id], clock()
         trial = breaker.sent(asked_s)
         self._asked_s.setdefault(instance_id, []).append(asked_s)

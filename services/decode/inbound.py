@@ -128,7 +128,7 @@ class InboundTransfer:
         self._transfer.aux.give_back(self.slot)
         return record
 
-    def abandon(self) -> InboundState:
+    def give_up(self) -> InboundState:
         """Give the transfer up. Returns PINNED if prefill may still write into our pages: the caller must then `close` it."""
         if self.lifecycle.state is S.TRANSFER:
             self.lifecycle.advance(S.PINNED)

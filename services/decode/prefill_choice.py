@@ -10,8 +10,8 @@ from opentelemetry import trace
 from components.errors import MeshError
 from components.messaging.call_server import Endpoint
 from components.messaging.fleet import Fleet
-from components.routing.candidates import Inquiry
-from components.routing.policy import PromptLoad, RouteRequest, sooner_here
+from components.routing.candidates import CandidateQuery
+from components.routing.policy import PromptLoad, RouteRequest, is_sooner_locally
 from components.routing.router import RouteChoice, explained
 from components.wire.inspection import ExplainRoute, RouteExplained
 from components.wire.instances import InstanceRecord
@@ -45,8 +45,10 @@ class LocalPrefill(NamedTuple):
     why: str
 
 
-SOONER: Final = LocalPrefill(LocalPrefillReason.QUEUES, "every prefill queue takes longer than computing it here")
-NO_SLOT: Final = LocalPrefill(LocalPrefillReason.NO_AUX_SLOT, "all aux slots are in use by other transfers")
+LOCAL_IS_SOONER: Final = LocalPrefill(
+    LocalPrefillReason.QUEUES, "every prefill queue takes longer than computing it here"
+)
+NO_FREE_AUX_SLOT: Final = LocalPrefill(LocalPrefillReason.NO_AUX_SLOT, "all aux slots are in use by other transfers")
 
 
 class PrefillChoice:
@@ -100,30 +102,30 @@ class PrefillChoice:
         if remaining <= self._max_local_prefill:
             return LocalPrefill(LocalPrefillReason.FEW_TOKENS, f"only {remaining} tokens are not cached")
         if not self._prefill.has_free_aux_slot:
-            return NO_SLOT
+            return NO_FREE_AUX_SLOT
         usable = self._usable(adapter, but_not)
         explain = explain and (dry or len(usable) > 1)  # with a single candidate there is nothing to compare
         ask = RouteRequest(blocks.num_tokens, session=session, prefix=blocks.prefix(), explain=explain, dry=dry)
-        inquiries = self._fleet.inquiries
-        if inquiries is not None and inquiries.are_needed:
-            inquiry = await inquiries.about(ask, blocks, usable)
+        candidate_queries = self._fleet.candidate_queries
+        if candidate_queries is not None and candidate_queries.are_needed:
+            query = await candidate_queries.query(ask, blocks, usable)
             if not self._prefill.has_free_aux_slot:  # other requests have taken the last slots in the meantime
-                return NO_SLOT
-            return self._chosen_by(inquiry, remaining, usable, adapter)
+                return NO_FREE_AUX_SLOT
+            return self._chosen_by(query, remaining, usable, adapter)
         if self._is_sooner_here(remaining, [member.instance_id for member in self._fleet.router.candidates(usable)]):
-            return SOONER
+            return LOCAL_IS_SOONER
         return self._fleet.router.choose(ask, blocks, usable) or self._why_none(usable, adapter)
 
     def _chosen_by(
-        self, inquiry: Inquiry, remaining: int, usable: Sequence[InstanceRecord], adapter: str
+        self, query: CandidateQuery, remaining: int, usable: Sequence[InstanceRecord], adapter: str
     ) -> RouteChoice | LocalPrefill:
-        trace.get_current_span().set_attribute("kvmesh.route.asked", inquiry.num_asked)
-        if self._is_sooner_here(remaining, inquiry.answered):
-            return SOONER
-        chosen = inquiry.choose()
-        if chosen is None and inquiry.num_asked:
+        trace.get_current_span().set_attribute("kvmesh.route.asked", query.num_asked)
+        if self._is_sooner_here(remaining, query.answered):
+            return LOCAL_IS_SOONER
+        chosen = query.choose()
+        if chosen is None and query.num_asked:
             return LocalPrefill(
-                LocalPrefillReason.UNANSWERED, f"none of {inquiry.num_asked} prefill instances can take the prompt"
+                LocalPrefillReason.UNANSWERED, f"none of {query.num_asked} prefill instances can take the prompt"
             )
         if chosen is None:
             return self._why_none(usable, adapter)
@@ -135,7 +137,7 @@ class PrefillChoice:
     def _is_sooner_here(self, remaining: int, instance_ids: Sequence[str]) -> bool:
         if not self._overflow:
             return False
-        return sooner_here(remaining, self._own_prompts(), (self._alive.prompts(i) for i in instance_ids))
+        return is_sooner_locally(remaining, self._own_prompts(), (self._alive.prompt_load(i) for i in instance_ids))
 
     def _why_none(self, usable: Sequence[InstanceRecord], adapter: str) -> LocalPrefill:
         which = f"prefill instance{f' with adapter {adapter}' if adapter else ''}"

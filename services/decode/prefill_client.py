@@ -47,13 +47,13 @@ from components.wire.prefill import (
 from components.wire.status import RoomStatus
 from components.wire.tokens import num_tokens
 from engine.ports import Exposed
-from services.decode.bootstrap_choice import LIMIT_S, BootstrapChoice
+from services.decode.bootstrap_choice import OPEN_TIMEOUT_S, BootstrapChoice
 from services.decode.inbound import NEXT, InboundState, InboundTransfer
-from services.decode.unpredictable import Unpredictable
+from services.decode.keyed_random import KeyedRandom
 
 log = logging.getLogger(__name__)
 
-randbits: Final = Unpredictable()
+randbits: Final = KeyedRandom()
 
 S = InboundState
 T = TypeVar("T")
@@ -61,7 +61,7 @@ T = TypeVar("T")
 CALL_TIMEOUT_S: Final = 10.0
 QUIESCE_TIMEOUT_S = 5.0
 QUIESCE_AGAIN_S = 0.5
-TAKE_BACK_S: Final = 1.0  # timeout for an instance that refused the prompt to confirm that it will not write
+CONFIRM_NOT_WRITING_S: Final = 1.0  # timeout for an instance that refused the prompt to confirm that it will not write
 GONE_AFTER_S = 5.0  # time without a listener on prefill's subject; longer than a reconnect takes
 FENCE_MARGIN_S: Final = 4.0  # after the offer's deadline: for a write posted just before it, and for clocks that differ
 
@@ -148,7 +148,7 @@ class PrefillClient:
             check_readable(endpoint.device)
 
     def begin(self, engine_id: str, prefill: InstanceRecord, refused: InboundTransfer | None = None) -> InboundTransfer:
-        """Start a transfer. `refused`: an earlier one that `take_back` stopped; its pages are offered again.
+        """Start a transfer. `refused`: an earlier one that `confirm_not_writing` stopped; its pages are offered again.
 
         Raises: QueueFull, if no aux slot is free.
         """
@@ -192,16 +192,16 @@ class PrefillClient:
         return transfer.reserved.result()
 
     def kv_coming(self, coming: KvComing) -> None:
-        self._transfer.hasten(coming.room)
+        self._transfer.poll_often(coming.room)
 
-    def ask(self, transfer: InboundTransfer, request: GenerateRequest, route: Route) -> None:
+    def call_prefill(self, transfer: InboundTransfer, request: GenerateRequest, route: Route) -> None:
         transfer.asking = asyncio.create_task(
-            self._ask(transfer, request, route, time.time_ns()), name=f"ask {transfer.engine_id}"
+            self._call_prefill(transfer, request, route, time.time_ns()), name=f"ask {transfer.engine_id}"
         )
         transfer.asking.add_done_callback(partial(_fail_if_refused, transfer))
 
-    async def run(self, transfer: InboundTransfer, request: GenerateRequest) -> AuxRecord:
-        """Receive the KV. Raises: MeshError. Even then prefill may write into our pages until `settle` returns."""
+    async def receive_kv(self, transfer: InboundTransfer, request: GenerateRequest) -> AuxRecord:
+        """Receive the KV. Raises: MeshError. Even then, pages are safe only after `wait_until_pages_safe`."""
         left_s = min(self._bootstrap_timeout_s, remaining_s(request.deadline_unix_ms))
         reserved = await self._within(
             left_s, "page of this decode instance became free for KV from", transfer, _pages_of(transfer)
@@ -211,19 +211,19 @@ class PrefillClient:
         work = self._receive(transfer, reserved, tokens, left_s)
         return await self._within(left_s, "KV arrived from", transfer, work)
 
-    async def take_back(self, transfer: InboundTransfer) -> bool:
+    async def confirm_not_writing(self, transfer: InboundTransfer) -> bool:
         """Make sure that a prefill instance that refused will not write, so that the pages can be offered to another one.
 
-        Returns: False, if this cannot be confirmed in TAKE_BACK_S. The caller must then call `settle`.
+        Returns: False, if this cannot be confirmed in CONFIRM_NOT_WRITING_S. The caller must then call `wait_until_pages_safe`.
         """
         try:
-            async with asyncio.timeout(TAKE_BACK_S):
+            async with asyncio.timeout(CONFIRM_NOT_WRITING_S):
                 await self._stop(transfer, "decode sends it to another prefill instance")
         except TimeoutError:
             return False
         return True
 
-    async def settle(self, transfer: InboundTransfer, *, cancelled: bool = False) -> None:
+    async def wait_until_pages_safe(self, transfer: InboundTransfer, *, cancelled: bool = False) -> None:
         """End a transfer: stop prefill if it is still working on it, and return when it can no longer write into the pages.
 
         `cancelled`: the client has gone.
@@ -235,13 +235,13 @@ class PrefillClient:
 
     async def _stop(self, transfer: InboundTransfer, cause: str, *, cancelled: bool = False) -> None:
         quiesce = Quiesce(request_id=transfer.engine_id, cause=cause, cancelled=cancelled, epoch=transfer.prefill.epoch)
-        match transfer.abandon():
+        match transfer.give_up():
             case S.PINNED:
                 await _until_answered(transfer)
                 if not transfer.reached_no_process:
                     await self._until_quiet(transfer, quiesce)
                     with suppress(MeshError):  # this process is stopping
-                        await self._transfer.catch_up()
+                        await self._transfer.drain_sockets()
                 transfer.close()
             case S.CLOSED if transfer.asking is not None:
                 # Without this message prefill would compute the prompt, and hold its own pages until a timeout.
@@ -264,7 +264,9 @@ class PrefillClient:
             receiving.note({"kvmesh.transfer.backend": self._transfer.endpoint.backend})
             return await transfer.landed(reserved.pages, tokens)
 
-    async def _ask(self, transfer: InboundTransfer, request: GenerateRequest, route: Route, began_ns: int) -> None:
+    async def _call_prefill(
+        self, transfer: InboundTransfer, request: GenerateRequest, route: Route, began_ns: int
+    ) -> None:
         life_s = self._bootstrap_timeout_s + self._timeout_s
         prefill = transfer.prefill
         asking = PrefillRequest(
@@ -314,11 +316,11 @@ class PrefillClient:
         # Monotonic, because a jump of the wall clock would free the pages too early or too late.
         transfer.expose(time.monotonic() + timeout_s)
 
-        async def ask(replica: InstanceRecord) -> None:
-            await self._bus.call(f"{replica.subject}.open", opening, RoomOk, timeout_s=LIMIT_S)
+        async def call_prefill(replica: InstanceRecord) -> None:
+            await self._bus.call(f"{replica.subject}.open", opening, RoomOk, timeout_s=OPEN_TIMEOUT_S)
 
         with step("decode.open_room", kind=SpanKind.CLIENT):
-            await self._bootstraps.open(replicas, ask)
+            await self._bootstraps.open(replicas, call_prefill)
 
     async def _until_quiet(self, transfer: InboundTransfer, quiesce: Quiesce) -> None:
         """Return when prefill can no longer write into our pages.

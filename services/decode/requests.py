@@ -77,7 +77,7 @@ class ActiveRequest:
         if not self.draft_counts:
             return {}
         counts = reduce(DraftCounts.plus, self.draft_counts.values())
-        return {"kvmesh.draft_tokens": counts.checked, "kvmesh.accepted_tokens": counts.right}
+        return {"kvmesh.draft_tokens": counts.checked, "kvmesh.accepted_tokens": counts.accepted}
 
     def wait(self, span: str) -> None:
         """Start the span that ends with the first token, in place of an earlier one."""

@@ -23,7 +23,7 @@ from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
 from components.routing.policy import PromptLoad, PromptRate
 from components.routing.router import Route, RouteChoice
-from components.structured.masks import MaskMaker
+from components.structured.mask_maker import MaskMaker
 from components.telemetry.exemplars import exemplar_of
 from components.telemetry.light_span import Step
 from components.telemetry.on_demand import OnDemand
@@ -46,10 +46,12 @@ log = logging.getLogger(__name__)
 PROMPT_LOGPROBS: Final = LocalPrefill(
     LocalPrefillReason.PROMPT_LOGPROBS, "the client requested the prompt's log-probabilities"
 )
-LIGHT_TOKENS: Final = 4096  # checking and hashing this many tokens takes less than a millisecond
-MAX_ASKED: Final = 3  # prefill instances to which one prompt is sent in turn
-REFUSAL_S: Final = 0.1  # timeout, after a failed transfer, for prefill's answer to the call with the prompt
-SETTLE_S: Final = 1.0  # timeout, when this process stops, for prefill workers to confirm that they no longer write
+MAX_LIGHT_TOKENS: Final = 4096  # checking and hashing this many tokens takes less than a millisecond
+MAX_PREFILLS_TRIED: Final = 3  # prefill instances to which one prompt is sent in turn
+REFUSAL_TIMEOUT_S: Final = 0.1  # timeout, after a failed transfer, for prefill's answer to the call with the prompt
+SETTLE_TIMEOUT_S: Final = (
+    1.0  # timeout, when this process stops, for prefill workers to confirm that they no longer write
+)
 
 
 class RequestRunner:
@@ -155,14 +157,14 @@ class RequestRunner:
     async def drained(self) -> None:
         """Wait until every request is answered.
 
-        Wait for pinned pages for SETTLE_S. A live prefill answers within it. A dead one never does, and its offer may last a
-        minute. Giving up is safe: this process ends, so no request reuses the pages.
+        Wait for pinned pages for SETTLE_TIMEOUT_S. A live prefill answers within it. A dead one never does, and its offer may
+        last a minute. Giving up is safe: this process ends, so no request reuses the pages.
         """
         await self.active.drained()
         while self._tasks:
             await asyncio.wait(self._tasks.values())
         with suppress(TimeoutError):
-            async with asyncio.timeout(SETTLE_S):
+            async with asyncio.timeout(SETTLE_TIMEOUT_S):
                 await self._settling.drain()
         self._settling.cancel()
 
@@ -267,7 +269,7 @@ class RequestRunner:
             self._settle_later(transfer, cancelled=isinstance(active.error, Cancelled))
             raise
         finally:
-            route.over()
+            route.ended()
         if failure is not None and following is None:  # a refusal is no failure if another instance accepts
             self._metrics.transfer_failed(peer, failure)
             self._settle_later(transfer)
@@ -284,13 +286,13 @@ class RequestRunner:
         `submit`: the engine does not have the request yet.
         """
         try:
-            self.prefill.ask(transfer, active.request, route)
+            self.prefill.call_prefill(transfer, active.request, route)
             # Yield to the task that calls prefill, and to NATS's writer: the message must leave before our engine plans a step.
             await asyncio.sleep(0)
             await asyncio.sleep(0)
             if submit:
                 self._submit(active, Phase.DECODE)
-            record = await self.prefill.run(transfer, active.request)
+            record = await self.prefill.receive_kv(transfer, active.request)
             route.succeeded()
             active.wait(SPAN_FIRST)
             first_token = record.first_token if active.early_token is None else active.early_token
@@ -312,7 +314,7 @@ class RequestRunner:
                 self.active.emit(output)
         num_bytes = self.prefill.num_bytes(transfer)
         self._metrics.transferred(active.prefill, num_bytes, transfer.duration_s, exemplar_of(active.span))
-        await self.prefill.settle(transfer)
+        await self.prefill.wait_until_pages_safe(transfer)
         return None
 
     async def _choose_another(
@@ -321,12 +323,12 @@ class RequestRunner:
         """Choose another instance after a refusal. None: there is no other one, or the instance did not refuse."""
         if transfer.asking is not None and isinstance(failure, TransferFailed):
             # An instance that is leaving also refuses the offer. That report may arrive before the refusal of the prompt.
-            await asyncio.wait([transfer.asking], timeout=REFUSAL_S)
-        if not transfer.another_may_accept or len(asked) == MAX_ASKED:
+            await asyncio.wait([transfer.asking], timeout=REFUSAL_TIMEOUT_S)
+        if not transfer.another_may_accept or len(asked) == MAX_PREFILLS_TRIED:
             return None
         if not self.choice.has_another(active.request.adapter, but_not=asked):
             return None
-        if not await self.prefill.take_back(transfer):
+        if not await self.prefill.confirm_not_writing(transfer):
             return None
         with step("decode.choose_prefill", active.span) as choosing:
             chosen = await self._choose_instance(active, choosing, but_not=asked)
@@ -382,15 +384,15 @@ class RequestRunner:
                 self.stop(active, failed)
 
         # Checking and hashing a long prompt would block the event loop for milliseconds.
-        light = phase is Phase.DECODE and len(active.token_ids) + len(active.prediction) <= LIGHT_TOKENS
+        light = phase is Phase.DECODE and len(active.token_ids) + len(active.prediction) <= MAX_LIGHT_TOKENS
         self.engine.between_steps(submit, light=light).add_done_callback(submitted)
 
     def _settle_later(self, transfer: InboundTransfer, *, cancelled: bool = False) -> None:
         """Free the exposed pages as soon as prefill can no longer write into them."""
-        transfer.abandon()  # at once, so that a late `KvComing` cannot send a token that this instance computes again
+        transfer.give_up()  # at once, so that a late `KvComing` cannot send a token that this instance computes again
 
         async def settle() -> None:
-            await self.prefill.settle(transfer, cancelled=cancelled)
+            await self.prefill.wait_until_pages_safe(transfer, cancelled=cancelled)
             self.engine.between_steps(lambda engine: engine.release(transfer.engine_id), light=True)
 
         self._settling.start(settle(), f"settle {transfer.engine_id}")

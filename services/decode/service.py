@@ -43,11 +43,11 @@ class DecodeService:
 
     def endpoints(self) -> list[Endpoint]:
         return [
-            Endpoint("generate", GenerateRequest, self.generate, immediate=True),
-            Endpoint("cancel", CancelStreams, self.cancel, immediate=True),
+            Endpoint("generate", GenerateRequest, self.generate, runs_inline=True),
+            Endpoint("cancel", CancelStreams, self.cancel, runs_inline=True),
             self._active.outbox.endpoint(),
-            Endpoint("room_failed", RoomFailed, self.room_failed, immediate=True),
-            Endpoint("kv_coming", KvComing, self.kv_coming, immediate=True),
+            Endpoint("room_failed", RoomFailed, self.room_failed, runs_inline=True),
+            Endpoint("kv_coming", KvComing, self.kv_coming, runs_inline=True),
             self._runner.choice.endpoint(),
             *self.embedding.endpoints(),
         ]

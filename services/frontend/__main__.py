@@ -12,8 +12,8 @@ from components.http.server import serve_http
 from components.http.tls import Tls
 from components.http.writer import HeldWrites
 from components.messaging.call_server import Endpoint, serve_calls
+from components.messaging.heartbeat_query import HeartbeatQuery
 from components.messaging.presence import keep_present, present_endpoint
-from components.messaging.roll_call import RollCall
 from components.openai.errors import http_refusal
 from components.openai.operations import WorkerList
 from components.output.formats import FormatOptions
@@ -73,7 +73,9 @@ async def load_text(settings: FrontendSettings) -> tuple[Path, TextModel]:
     return folder, text
 
 
-def make_operations(settings: FrontendSettings, links: Connections, mesh: MeshClient, prefills: RollCall) -> Operations:
+def make_operations(
+    settings: FrontendSettings, links: Connections, mesh: MeshClient, prefills: HeartbeatQuery
+) -> Operations:
     book, registration = links.registry.book, links.registration
 
     async def workers() -> WorkerList:
@@ -119,7 +121,7 @@ async def main(settings: FrontendSettings) -> None:
         )
         mesh.moves.show(links.metrics)
         stored = await open_stored(links.bus, settings, links.subject)
-        prefills = RollCall(links.bus, settings.namespace, "prefill", links.registry.book)
+        prefills = HeartbeatQuery(links.bus, settings.namespace, "prefill", links.registry.book)
         operations = make_operations(settings, links, mesh, prefills)
         links.figures.is_draining = lambda: operations.is_draining
         control = ProcessControl(links.figures, SHARED_PORT)

@@ -21,12 +21,12 @@ from typing import Final, Protocol
 from components.errors import NoDecodeInstance, Overloaded, QueueFull
 from components.routing.policy import REQUEST_TOKENS
 from components.telemetry.figures import Batch, Queue
-from services.frontend.fair_queue import FairQueue, Place
+from services.frontend.fair_queue import AdmissionTicket, FairQueue
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.ports import FleetRoom, Mesh
 
-LOOK_EVERY_S: Final = 0.05  # between checks of decode's load and of how long requests have waited
-RATE_OVER_S: Final = 10.0
+CHECK_INTERVAL_S: Final = 0.05  # between checks of decode's load and of how long requests have waited
+RATE_WINDOW_S: Final = 10.0
 REFUSALS: Final = {  # by their reason in the metric
     "full": "the admission queue is full",
     "shed": "the admission queue was full, and another request replaced this one",
@@ -64,18 +64,18 @@ def queue_key(api_key: bytes) -> bytes:
 class AdmittedRate:
     def __init__(self, now_s: float) -> None:
         self._since_s = self._at_s = now_s
-        self._sum = 0.0  # tokens, decayed by e^(-t / RATE_OVER_S)
+        self._sum = 0.0  # tokens, decayed by e^(-t / RATE_WINDOW_S)
 
     def add(self, tokens: int, now_s: float) -> None:
         self._sum = self._decayed(now_s) + tokens
         self._at_s = now_s
 
     def per_s(self, now_s: float) -> float:
-        seen_s = RATE_OVER_S * -math.expm1(-max(now_s - self._since_s, 1.0) / RATE_OVER_S)
+        seen_s = RATE_WINDOW_S * -math.expm1(-max(now_s - self._since_s, 1.0) / RATE_WINDOW_S)
         return self._decayed(now_s) / seen_s
 
     def _decayed(self, now_s: float) -> float:
-        return self._sum * math.exp((self._at_s - now_s) / RATE_OVER_S)
+        return self._sum * math.exp((self._at_s - now_s) / RATE_WINDOW_S)
 
 
 class Admission:
@@ -85,13 +85,13 @@ class Admission:
         self._max_inflight = limits.max_inflight or math.inf
         self._queue = FairQueue(limits.queue_tokens)
         self._inflight = 0
-        self._not_begun = 0  # our choices without a token yet
-        self._tokens_not_begun = 0
+        self._choices_not_started = 0  # our choices without a token yet
+        self._tokens_not_started = 0
         self._usual_tokens = 0.0  # tokens of a choice; moving average
         self._room: FleetRoom | None = None
         self._known_tokens = 0.0  # load of decode without our own requests
         self._limit_tokens = math.inf
-        self._look_at_s = -math.inf
+        self._next_check_s = -math.inf
         self._rate: AdmittedRate | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._metrics = metrics
@@ -105,71 +105,73 @@ class Admission:
         """Admitted and queued requests."""
         return Batch(self._inflight, len(self._queue))
 
-    def enter(self, key: bytes, priority: int, prompt_tokens: int, choices: int = 1) -> Place:
-        """Admit or queue a request. If the returned place has a `turn`, await `admitted`. Always call `leave` at the end.
+    def enter(self, key: bytes, priority: int, prompt_tokens: int, choices: int = 1) -> AdmissionTicket:
+        """Admit or queue a request. If the ticket has an `admission_result`, await `admitted`. Always call `leave` at the end.
 
         Raises: QueueFull, if the request cannot be queued either.
         """
         now_s = asyncio.get_running_loop().time()
-        place = Place(key, priority, prompt_tokens + REQUEST_TOKENS * choices, now_s, choices)
+        ticket = AdmissionTicket(key, priority, prompt_tokens + REQUEST_TOKENS * choices, now_s, choices)
         if not self._queue and self._has_room(now_s):
-            self._admit(place, now_s)
+            self._admit(ticket, now_s)
         else:
-            self._wait(place, now_s)
-        return place
+            self._wait(ticket, now_s)
+        return ticket
 
-    def began(self, place: Place, prompt_tokens: int) -> None:
+    def began(self, ticket: AdmissionTicket, prompt_tokens: int) -> None:
         """Record the first token of a choice. `prompt_tokens`: length of the prompt for its first choice; 0 for the others."""
-        if place.inside:
-            self._count_begun(place, 1, prompt_tokens + REQUEST_TOKENS)
+        if ticket.is_admitted:
+            self._count_begun(ticket, 1, prompt_tokens + REQUEST_TOKENS)
             self._pump()
 
-    def leave(self, place: Place, answer_tokens: int = 0) -> None:
-        if place in self._queue:
-            self._queue.remove(place)
-        if place.inside:
-            place.inside = False
+    def leave(self, ticket: AdmissionTicket, answer_tokens: int = 0) -> None:
+        if ticket in self._queue:
+            self._queue.remove(ticket)
+        if ticket.is_admitted:
+            ticket.is_admitted = False
             self._inflight -= 1
-            self._count_begun(place, place.not_begun, place.tokens_not_begun)
-            self._queue.charge(place.key, place.priority, ANSWER_WEIGHT * answer_tokens)
+            self._count_begun(ticket, ticket.choices_not_started, ticket.tokens_not_started)
+            self._queue.charge(ticket.key, ticket.priority, ANSWER_WEIGHT * answer_tokens)
             self._pump()
 
     def _has_room(self, now_s: float) -> bool:
-        if now_s >= self._look_at_s:
-            self._look(now_s)
-        return self._known_tokens + self._tokens_not_begun < self._limit_tokens and self._inflight < self._max_inflight
+        if now_s >= self._next_check_s:
+            self._update_room(now_s)
+        return (
+            self._known_tokens + self._tokens_not_started < self._limit_tokens and self._inflight < self._max_inflight
+        )
 
-    def _look(self, now_s: float) -> None:
-        self._look_at_s = now_s + LOOK_EVERY_S
+    def _update_room(self, now_s: float) -> None:
+        self._next_check_s = now_s + CHECK_INTERVAL_S
         room = self._mesh.room()
         if room == self._room:
             return  # no new heartbeat: our requests that have begun since would count as other frontends'
         self._room = room
-        others = max(0, room.num_waiting - self._not_begun)
+        others = max(0, room.num_waiting - self._choices_not_started)
         self._known_tokens = room.held_tokens + others * self._usual_tokens
         if room.capacity_tokens is not None:
             self._limit_tokens = self._limits.admit_load * room.capacity_tokens
         elif self._limit_tokens < math.inf:  # all are lost: the first to return must not get the whole queue
             self._known_tokens = self._limit_tokens
 
-    def _admit(self, place: Place, now_s: float) -> None:
-        place.inside = True
+    def _admit(self, ticket: AdmissionTicket, now_s: float) -> None:
+        ticket.is_admitted = True
         self._inflight += 1
-        self._not_begun += place.not_begun
-        self._tokens_not_begun += place.tokens
-        self._usual_tokens += (place.tokens / place.not_begun - self._usual_tokens) / 16
+        self._choices_not_started += ticket.choices_not_started
+        self._tokens_not_started += ticket.tokens
+        self._usual_tokens += (ticket.tokens / ticket.choices_not_started - self._usual_tokens) / 16
         if self._rate is None:
             self._rate = AdmittedRate(now_s)
-        self._rate.add(place.tokens, now_s)
-        self._metrics.queue_time.observe(now_s - place.since_s)
+        self._rate.add(ticket.tokens, now_s)
+        self._metrics.queue_time.observe(now_s - ticket.since_s)
 
-    def _wait(self, place: Place, now_s: float) -> None:
-        for dropped in self._queue.put(place):
-            if dropped is place:
+    def _wait(self, ticket: AdmissionTicket, now_s: float) -> None:
+        for dropped in self._queue.put(ticket):
+            if dropped is ticket:
                 raise self._refusal("full", now_s)
             _end_wait(dropped, self._refusal("shed", now_s))
-        place.turn = asyncio.get_running_loop().create_future()
-        self._look_later()
+        ticket.admission_result = asyncio.get_running_loop().create_future()
+        self._check_later()
 
     def _refusal(self, why: str, now_s: float) -> QueueFull:
         self._metrics.refused.labels(why).inc()
@@ -188,35 +190,35 @@ class Admission:
             return
         now_s = asyncio.get_running_loop().time()
         while self._queue and self._has_room(now_s):
-            place = self._queue.take()
-            self._admit(place, now_s)
-            _end_wait(place, None)
+            ticket = self._queue.take()
+            self._admit(ticket, now_s)
+            _end_wait(ticket, None)
 
-    def _look_later(self) -> None:
+    def _check_later(self) -> None:
         if self._timer is None and self._queue:
-            self._timer = asyncio.get_running_loop().call_later(LOOK_EVERY_S, self._tick)
+            self._timer = asyncio.get_running_loop().call_later(CHECK_INTERVAL_S, self._tick)
 
     def _tick(self) -> None:
         self._timer = None
         now_s = asyncio.get_running_loop().time()
-        for place in self._queue.waiting_since(now_s - self._limits.queue_timeout_s):
-            self._queue.remove(place)
-            _end_wait(place, self._refusal("age", now_s))
+        for ticket in self._queue.waiting_since(now_s - self._limits.queue_timeout_s):
+            self._queue.remove(ticket)
+            _end_wait(ticket, self._refusal("age", now_s))
         if self._room is not None and self._room.capacity_tokens is None and not self._mesh.models():
-            for place in self._queue.waiting_since(now_s):
-                self._queue.remove(place)
-                _end_wait(place, NoDecodeInstance("no decode instance has come back", retry_after_s=2.0))
+            for ticket in self._queue.waiting_since(now_s):
+                self._queue.remove(ticket)
+                _end_wait(ticket, NoDecodeInstance("no decode instance has come back", retry_after_s=2.0))
         self._pump()
-        self._look_later()
+        self._check_later()
 
-    def _count_begun(self, place: Place, choices: int, tokens: int) -> None:
-        place.not_begun -= choices
-        place.tokens_not_begun -= tokens
-        self._not_begun -= choices
-        self._tokens_not_begun -= tokens
+    def _count_begun(self, ticket: AdmissionTicket, choices: int, tokens: int) -> None:
+        ticket.choices_not_started -= choices
+        ticket.tokens_not_started -= tokens
+        self._choices_not_started -= choices
+        self._tokens_not_started -= tokens
 
 
-def _end_wait(place: Place, refusal: Overloaded | None) -> None:
+def _end_wait(ticket: AdmissionTicket, refusal: Overloaded | None) -> None:
     """Admit (None) or refuse a queued request. A request that was just cancelled is ignored, because it calls `leave`."""
-    if place.turn is not None and not place.turn.done():
-        place.turn.set_result(refusal)
+    if ticket.admission_result is not None and not ticket.admission_result.done():
+        ticket.admission_result.set_result(refusal)

@@ -299,8 +299,8 @@ def _card(model: ServedModel) -> ModelCard:
 def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: CollectorRegistry) -> None:
     async def health(request: Request) -> Health:
         """This process answers. `models` needs the API key."""
-        stranger = caller_of(request.scope).stranger
-        return Health(models=None if stranger else [model.name for model in mesh.listed_models()])
+        lacks_valid_key = caller_of(request.scope).lacks_valid_key
+        return Health(models=None if lacks_valid_key else [model.name for model in mesh.listed_models()])
 
     async def live() -> Live:
         """This process answers."""
@@ -312,8 +312,8 @@ def _add_operations(app: FastAPI, mesh: Mesh, operations: Operations, registry: 
         if reasons:
             response.status_code = 503
             response.headers["retry-after"] = "1"
-        stranger = caller_of(request.scope).stranger
-        return Readiness(status="unready" if reasons else "ready", reasons=None if stranger else reasons)
+        lacks_valid_key = caller_of(request.scope).lacks_valid_key
+        return Readiness(status="unready" if reasons else "ready", reasons=None if lacks_valid_key else reasons)
 
     async def version() -> Version:
         """The version of kvmesh."""

@@ -15,7 +15,7 @@ from components.wire.step_stats import NO_DRAFTS, DraftCounts
 from services.frontend.ports import Prompt
 
 
-class Piece(NamedTuple):
+class TextDelta(NamedTuple):
     """New text of one choice; empty while a character or a possible stop string is incomplete."""
 
     choice: int  # its index
@@ -31,7 +31,7 @@ class Piece(NamedTuple):
         return bool(self.text or self.tokens or self.reasoning or self.calls)
 
     @classmethod
-    def joined(cls, pieces: "Sequence[Piece]", *, has_logprobs: bool) -> Self:
+    def joined(cls, pieces: "Sequence[TextDelta]", *, has_logprobs: bool) -> Self:
         """Join all pieces of a choice into one."""
         return cls(
             pieces[-1].choice,
@@ -121,17 +121,17 @@ class Choice:
     @property
     def counted_drafts(self) -> DraftCounts:
         """Draft counts of the choice. Drafts after the end of the answer do not count as accepted."""
-        checked, right = self.draft_counts
-        return DraftCounts(checked, min(right, self.generated_tokens))
+        checked, accepted = self.draft_counts
+        return DraftCounts(checked, min(accepted, self.generated_tokens))
 
     @property
     def stop_string(self) -> str | None:
         return None if self._stops is None else self._stops.found
 
     async def begin(self) -> None:
-        """Call before the first `take`."""
+        """Call before the first `add_tokens`."""
 
-    def take(self, item: StreamItem) -> Piece:
+    def add_tokens(self, item: StreamItem) -> TextDelta:
         """Return the text that `item` adds. Sets `finish` with the last piece."""
         if not self.prompt.generates:
             item = item._replace(
@@ -156,7 +156,7 @@ class Choice:
             tokens, self.prompt_tokens = self.prompt_tokens + tokens, []
         counted = self.generated_tokens - before
         token_ids = item.token_ids if counted == len(item.token_ids) else item.token_ids[:counted]
-        return Piece(self.index, text, self.finish, tokens, "", (), token_ids)
+        return TextDelta(self.index, text, self.finish, tokens, "", (), token_ids)
 
     def _one_by_one(
         self, stops: StopStrings, item: StreamItem, *, hides_last: bool
@@ -204,9 +204,9 @@ class ParsedChoice(Choice):
     async def begin(self) -> None:
         await self._text.run(len(self._before), self._parser.begin)
 
-    def take(self, item: StreamItem) -> Piece:
+    def add_tokens(self, item: StreamItem) -> TextDelta:
         """As in `Choice`. Also sets `finish` when the only allowed call is complete."""
-        piece = super().take(item)
+        piece = super().add_tokens(item)
         parser = self._parser
         if self._thought is not None:
             self._thought.count(piece.token_ids)
@@ -218,7 +218,7 @@ class ParsedChoice(Choice):
             text, reasoning, calls = text + more, reasoning + thought, [*calls, *last]
             if parser.called and self.finish == "stop":
                 self.finish = "tool_calls"
-        return Piece(self.index, text, self.finish, piece.tokens, reasoning, calls, piece.token_ids)
+        return TextDelta(self.index, text, self.finish, piece.tokens, reasoning, calls, piece.token_ids)
 
 
 class UpToMarker:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 from components.discovery.registry import Registration, Registry, join_registry
 from components.http.writer import HeldWrites
 from components.messaging.bus import Bus, connect_bus
-from components.messaging.fleet import Fleet, watch_fleet
+from components.messaging.fleet import Fleet, open_fleet
 from components.messaging.inbox import StreamInbox, open_inbox
 from components.messaging.kept_traces import announce_kept
 from components.process import new_instance_id, subject_of
@@ -47,7 +47,7 @@ async def open_connections(settings: FrontendSettings, writes: HeldWrites) -> As
         connect_bus(settings.nats_url, f"frontend-{me}", settings.nats_access("frontend")) as bus,
         announce_kept(bus, settings.namespace, telemetry.held),
         join_registry(settings.etcd_url, settings.namespace, settings.lease_ttl_s, settings.etcd_access()) as registry,
-        watch_fleet(
+        open_fleet(
             bus,
             settings.namespace,
             "decode",

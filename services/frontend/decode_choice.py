@@ -46,17 +46,17 @@ log = logging.getLogger(__name__)
 
 WAIT_FOR_DECODE_S: Final = 30.0  # for a request whose instance was lost and may restart
 NO_WORKER_WAIT_S: Final = 5.0  # for a new request, since the last instance was lost
-MOVES: Final = 5
+MAX_MOVES: Final = 5
 NO_RESPONDERS_S: Final = 10.0  # during this time, attempts that find no listener do not count as moves
-BROKEN_MOVES: Final = 3  # moves that a BREAKING error counts as, so that one request breaks at most two instances
+MOVES_PER_BREAKING_ERROR: Final = 3  # so that one request breaks at most two instances
 FIRST_BACK_OFF_S: Final = 0.05  # before an instance is tried again; doubles
 MAX_BACK_OFF_S: Final = 1.0
 # The instance or this request is broken, or the two do not understand each other.
-BREAKING: Final = (PeerBroken, MalformedMessage)
+INSTANCE_BROKEN: Final = (PeerBroken, MalformedMessage)
 # After these errors a request tries another instance. Cancelled: NATS had no listener for our token frames for a while,
 # so decode treated this frontend as gone.
-MOVING: Final = (PeerLost, *BREAKING, Overloaded, BackendUnavailable, DeadlineExceeded, Cancelled)
-BLAMELESS: Final = (FramesLost, BackendUnavailable, Cancelled)  # caused by NATS: the same instance may be tried again
+RETRYABLE_ELSEWHERE: Final = (PeerLost, *INSTANCE_BROKEN, Overloaded, BackendUnavailable, DeadlineExceeded, Cancelled)
+NATS_FAULTS: Final = (FramesLost, BackendUnavailable, Cancelled)  # caused by NATS: the same instance may be tried again
 
 
 @dataclass(slots=True)
@@ -143,11 +143,11 @@ class DecodeChoice:
         """
         attempts.moves += self._cost(why, attempts)
         request_record().moved(why.message)
-        if not isinstance(why, BLAMELESS):
+        if not isinstance(why, NATS_FAULTS):
             if now_ms() < prompt.deadline_unix_ms:  # else the request ran out of its own time
                 route.failed(why)
             attempts.failed.append(route.instance_id)
-        if attempts.moves > MOVES:
+        if attempts.moves > MAX_MOVES:
             raise why
         remaining_s(prompt.deadline_unix_ms)
         facts = {"from": route.instance_id, "cause": why.message}
@@ -160,7 +160,7 @@ class DecodeChoice:
     def _cost(self, why: MeshError, attempts: Attempts) -> int:
         if not isinstance(why, NobodyListens | StaleInstance):
             attempts.no_responders_s = None
-            return BROKEN_MOVES if isinstance(why, BREAKING) else 1
+            return MOVES_PER_BREAKING_ERROR if isinstance(why, INSTANCE_BROKEN) else 1
         # No instance received the request, or it has been replaced since. All may have just died: their silence is
         # detected within two seconds, and then the request waits for a new one.
         now_s = time.monotonic()

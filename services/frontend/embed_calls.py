@@ -15,12 +15,12 @@ from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbedRequest, Vectors
 from components.wire.instances import InstanceRecord
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
-from services.frontend.decode_choice import MOVING, Attempts, DecodeChoice
+from services.frontend.decode_choice import RETRYABLE_ELSEWHERE, Attempts, DecodeChoice
 from services.frontend.ports import Prompt, Texts
 from services.frontend.request_record import request_record
 
 # Tokens of a call, unless it is a single longer text. Large enough to batch, small enough to spread over instances.
-TOKENS_A_CALL: Final = 8192
+MAX_CALL_TOKENS: Final = 8192
 
 
 class EmbedCalls:
@@ -68,12 +68,12 @@ class EmbedCalls:
                     again = replace(texts, request_id=f"{texts.request_id}-{next(numbers)}")
                     vectors = await self._call_embed(again, record, stream)
                 route.succeeded()
-            except MOVING as exc:
+            except RETRYABLE_ELSEWHERE as exc:
                 self._choice.note_move(prompt, route, exc, attempts)
             else:
                 return vectors
             finally:
-                route.over()
+                route.ended()
                 self._inbox.close(stream)
 
     async def _call_embed(self, texts: Texts, record: InstanceRecord, stream: InStream) -> list[bytes]:
@@ -103,10 +103,10 @@ class EmbedCalls:
 
 
 def _shares(texts: Sequence[Sequence[int]]) -> Iterator[tuple[int, int]]:
-    """Yield the range of texts of each call, [first, last), bounded by MAX_TEXTS and TOKENS_A_CALL."""
+    """Yield the range of texts of each call, [first, last), bounded by MAX_TEXTS and MAX_CALL_TOKENS."""
     first = tokens = 0
     for i, text in enumerate(texts):
-        if i > first and (i - first == MAX_TEXTS or tokens + len(text) > TOKENS_A_CALL):
+        if i > first and (i - first == MAX_TEXTS or tokens + len(text) > MAX_CALL_TOKENS):
             yield first, i
             first, tokens = i, 0
         tokens += len(text)

@@ -15,7 +15,7 @@ from services.frontend.ports import ServedModel, Texts
 from services.frontend.prompts import find_model
 from services.frontend.unary import Call
 
-OTHERS_AFTER: Final = 4  # short texts tokenised on the event loop before other requests get a turn
+TEXTS_PER_TURN: Final = 4  # short texts tokenised on the event loop before other requests get a turn
 
 
 async def embed(call: Call, request: EmbeddingRequest) -> Parts:
@@ -34,7 +34,7 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     priority = caller.priority(request.priority, frontend.settings.best_priority)
     salt = caller.cache_salt(request.cache_salt, shared=frontend.settings.share_prefix_cache)
     texts = Texts(call.id, model.name, inputs, call.deadline_unix_ms, salt, priority)
-    place = caller.enter(
+    ticket = caller.enter(
         frontend.admission,
         frontend.metrics,
         priority=priority,
@@ -45,11 +45,11 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     running.inc()
     try:
         call.record.begin("frontend.admit")
-        await place.admitted()
+        await ticket.admitted()
         call.record.pause()
         vectors = await frontend.mesh.embed(texts)
     finally:
-        caller.leave(frontend.admission, place, prompt_tokens=num_tokens)
+        caller.leave(frontend.admission, ticket, prompt_tokens=num_tokens)
         running.dec()
     frontend.metrics.prompt_tokens.labels(model.name).inc(num_tokens)
     if caller.account is not None:
@@ -98,6 +98,6 @@ async def _encoded(text: TextModel, request: EmbeddingRequest, model: ServedMode
                 param="input",
             )
         inputs.append(ids)
-        if i % OTHERS_AFTER == OTHERS_AFTER - 1:
+        if i % TEXTS_PER_TURN == TEXTS_PER_TURN - 1:
             await asyncio.sleep(0)
     return inputs

@@ -22,11 +22,11 @@ from components.wire.sampling import Constraint
 from services.frontend import tracing
 from services.frontend.admission import Admission
 from services.frontend.answer_form import error_of
-from services.frontend.choice import Piece
+from services.frontend.choice import TextDelta
 from services.frontend.config import FrontendSettings
 from services.frontend.dialects.dialect import Dialect, EventStream
-from services.frontend.fair_queue import Place
-from services.frontend.gate import NOBODY, Caller, caller_of
+from services.frontend.fair_queue import AdmissionTicket
+from services.frontend.gate import UNKNOWN_CALLER, Caller, caller_of
 from services.frontend.generation import Generation
 from services.frontend.incoming import Body, cancelled_on_disconnect, limited_time, read_json_body
 from services.frontend.metrics import NO_MODEL, FrontendMetrics
@@ -61,7 +61,7 @@ class Exchange:
         self._dialect = dialect(self._request_id)
         self._events: EventStream | None = None  # None: not a stream, or not started
         self._record: RequestRecord
-        self._caller: Caller = NOBODY
+        self._caller: Caller = UNKNOWN_CALLER
         self._model = NO_MODEL
         self._generation: Generation | None = None
         self._awaits_first_token = True
@@ -99,22 +99,24 @@ class Exchange:
             async with cancelled_on_disconnect(receive, lambda: reply.answered):
                 prompts = await self._prepare(request, model, limit)
                 prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-                place = self._enter(prompts, prompt_tokens)
+                ticket = self._enter(prompts, prompt_tokens)
                 try:
-                    await self._generate(reply, request, prompts, place)
+                    await self._generate(reply, request, prompts, ticket)
                 finally:
                     admission, answer_tokens = self._frontend.admission, self._num_generated
-                    self._caller.leave(admission, place, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
+                    self._caller.leave(admission, ticket, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
         finally:
             running.dec()
 
-    async def _generate(self, reply: Reply, request: GenerationFields, prompts: list[Prompt], place: Place) -> None:
+    async def _generate(
+        self, reply: Reply, request: GenerationFields, prompts: list[Prompt], ticket: AdmissionTicket
+    ) -> None:
         frontend, gaps = self._frontend, self._frontend.metrics.gaps.of(self._model)
-        generation = Generation(frontend.mesh, frontend.text, prompts, gaps, partial(self._began, place))
+        generation = Generation(frontend.mesh, frontend.text, prompts, gaps, partial(self._began, ticket))
         async with self._dialect.underway(reply, generation):
-            if place.turn is not None:
+            if ticket.admission_result is not None:
                 self._record.begin("frontend.admit")
-                await place.admitted()
+                await ticket.admitted()
             self._generation = generation
             self._record.pause()
             if request.stream:
@@ -122,8 +124,8 @@ class Exchange:
             else:
                 await self._collect(reply, generation)
 
-    def _began(self, place: Place, prompt_tokens: int, cached_tokens: int) -> None:
-        self._frontend.admission.began(place, prompt_tokens)
+    def _began(self, ticket: AdmissionTicket, prompt_tokens: int, cached_tokens: int) -> None:
+        self._frontend.admission.began(ticket, prompt_tokens)
         if prompt_tokens:
             self._count_prompts(prompt_tokens)
             self._frontend.metrics.cached_tokens += cached_tokens
@@ -174,7 +176,7 @@ class Exchange:
         except Unusable as exc:
             raise Rejected(f"Invalid '{asked.param}': {exc}.", param=asked.param, code="invalid_value") from exc
 
-    def _enter(self, prompts: list[Prompt], prompt_tokens: int) -> Place:
+    def _enter(self, prompts: list[Prompt], prompt_tokens: int) -> AdmissionTicket:
         return self._caller.enter(
             self._frontend.admission,
             self._frontend.metrics,
@@ -186,10 +188,10 @@ class Exchange:
     async def _stream(self, reply: Reply, generation: Generation) -> None:
         self._events = events = self._dialect.events(generation)
 
-        def show(piece: Piece, is_last: bool) -> bool:
+        def show(piece: TextDelta, is_last: bool) -> bool:
             data = events.piece(piece)
             if is_last:  # sent together with the events of `end`
-                reply.hold_end(data)
+                reply.hold_final_events(data)
                 return False
             return not data or reply.write(data)
 
@@ -199,16 +201,16 @@ class Exchange:
                 await generation.woken()
                 is_over = generation.is_over
                 if is_over:
-                    reply.hold_end(await events.end())
+                    reply.hold_final_events(await events.end())
                 is_first = self._begin_first_token(generation)
                 await reply.flush(last=is_over)
                 if is_first:
                     self._first_token_sent()
 
     async def _collect(self, reply: Reply, generation: Generation) -> None:
-        pieces: list[list[Piece]] = [[] for _ in generation.choices]
+        pieces: list[list[TextDelta]] = [[] for _ in generation.choices]
 
-        def show(piece: Piece, _: bool) -> bool:
+        def show(piece: TextDelta, _: bool) -> bool:
             pieces[piece.choice].append(piece)
             return not self._awaits_first_token
 

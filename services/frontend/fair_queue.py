@@ -24,21 +24,21 @@ SWEEP_AT: Final = 64  # stale entries that a heap or a dict may hold
 
 
 @dataclass(slots=True, eq=False)
-class Place:
+class AdmissionTicket:
     """A request from `Admission.enter` to `leave`."""
 
     key: bytes
     priority: int  # lower is served first
     tokens: int
     since_s: float
-    not_begun: int = 1  # choices without a token
+    choices_not_started: int = 1  # choices without a token
     arrival: int = -1  # set by the queue
-    inside: bool = False  # admitted and not ended
-    turn: asyncio.Future[Overloaded | None] | None = None  # of a queued request; result: a refusal, or None if admitted
-    tokens_not_begun: int = field(init=False)
+    is_admitted: bool = False  # admitted and not ended
+    admission_result: asyncio.Future[Overloaded | None] | None = None  # of a queued request; None: admitted
+    tokens_not_started: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.tokens_not_begun = self.tokens
+        self.tokens_not_started = self.tokens
 
     @property
     def order(self) -> tuple[int, int]:
@@ -46,11 +46,11 @@ class Place:
 
     async def admitted(self) -> None:
         """Wait until the request is admitted. Raises: QueueFull, NoDecodeInstance."""
-        if self.turn is not None and (refusal := await self.turn) is not None:
+        if self.admission_result is not None and (refusal := await self.admission_result) is not None:
             raise refusal
 
 
-InOrder = OrderedDict[int, Place]  # by arrival
+ByArrival = OrderedDict[int, AdmissionTicket]  # by arrival
 
 
 class _Line:
@@ -62,19 +62,19 @@ class _Line:
         self.weighed = 0  # tokens by its latest entry in `_Heaviest`; never less than `tokens`
         self.start = 0  # of its next request, in virtual time
         self.tokens = 0
-        self.waiting: InOrder = OrderedDict()
+        self.waiting: ByArrival = OrderedDict()
 
     def rank(self) -> tuple[int, int]:
         return self.start, next(iter(self.waiting))
 
-    def add(self, one: Place) -> None:
-        self.waiting[one.arrival] = one
-        heappush(self._turns, one.order)
+    def add(self, request: AdmissionTicket) -> None:
+        self.waiting[request.arrival] = request
+        heappush(self._turns, request.order)
         if len(self._turns) > 2 * len(self.waiting) + SWEEP_AT:
-            self._turns = [one.order for one in self.waiting.values()]
+            self._turns = [request.order for request in self.waiting.values()]
             heapify(self._turns)
 
-    def first(self) -> Place:
+    def first(self) -> AdmissionTicket:
         while self._turns[0][1] not in self.waiting:
             heappop(self._turns)
         return self.waiting[self._turns[0][1]]
@@ -123,7 +123,7 @@ class _Heaviest:
         self._sweep_at = SWEEP_AT
         self._notes = count()  # tie-breaker, so that no two entries are equal
 
-    def grown(self, line: _Line) -> None:
+    def line_grew(self, line: _Line) -> None:
         if line.tokens <= line.weighed:
             return
         if len(self._heap) >= self._sweep_at:
@@ -173,53 +173,53 @@ class _Level:
     def turn(self) -> tuple[int, int]:
         return self._order.first().first().order[0], self._priority
 
-    def add(self, one: Place) -> None:
-        line = self._line(one.key)
+    def add(self, request: AdmissionTicket) -> None:
+        line = self._line(request.key)
         if not line.waiting:
             line.start = max(line.start, self._now)
-        line.add(one)
+        line.add(request)
         self.num_waiting += 1
-        line.tokens += one.tokens
-        self.tokens += one.tokens
+        line.tokens += request.tokens
+        self.tokens += request.tokens
         self._order.add(line)
-        self._heaviest.grown(line)
+        self._heaviest.line_grew(line)
 
-    def remove(self, one: Place) -> None:
-        line = self._lines[one.key]
-        del line.waiting[one.arrival]
+    def remove(self, request: AdmissionTicket) -> None:
+        line = self._lines[request.key]
+        del line.waiting[request.arrival]
         self.num_waiting -= 1
-        line.tokens -= one.tokens
-        self.tokens -= one.tokens
+        line.tokens -= request.tokens
+        self.tokens -= request.tokens
 
-    def take(self) -> Place:
+    def take(self) -> AdmissionTicket:
         line = self._order.first()
-        one = line.first()
+        request = line.first()
         self._now = line.start
-        line.start += one.tokens
-        self.remove(one)
-        return one
+        line.start += request.tokens
+        self.remove(request)
+        return request
 
     def charge(self, key: bytes, tokens: int) -> None:
         line = self._line(key)
         line.start = max(line.start, self._now) + tokens
 
-    def worst(self) -> Place:
+    def worst(self) -> AdmissionTicket:
         return next(reversed(self._heaviest.line().waiting.values()))
 
-    def beyond(self, newcomer: Place, over: int) -> list[Place] | None:
-        """Return requests of the heaviest key to drop for `newcomer`, at least `over` tokens; None: refuse the newcomer."""
+    def requests_to_drop(self, newcomer: AdmissionTicket, excess: int) -> list[AdmissionTicket] | None:
+        """Return requests of the heaviest key to drop for `newcomer`, at least `excess` tokens; None: refuse the newcomer."""
         mine = self._lines.get(newcomer.key)
         share = newcomer.tokens + (0 if mine is None else mine.tokens)
         heaviest = self._heaviest.line()
         left = heaviest.tokens
-        found: list[Place] = []
-        for one in reversed(heaviest.waiting.values()):
+        found: list[AdmissionTicket] = []
+        for request in reversed(heaviest.waiting.values()):
             if left <= share:
                 return None
-            found.append(one)
-            left -= one.tokens
-            over -= one.tokens
-            if over <= 0:
+            found.append(request)
+            left -= request.tokens
+            excess -= request.tokens
+            if excess <= 0:
                 return found
         return None
 
@@ -239,56 +239,56 @@ class FairQueue:
         self.tokens = 0
         self._max_tokens = max_tokens
         self._arrivals = 0
-        self._waiting: InOrder = OrderedDict()
+        self._waiting: ByArrival = OrderedDict()
         self._levels: dict[int, _Level] = {}  # of priorities that wait
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def __contains__(self, one: Place) -> bool:
-        return one.arrival in self._waiting
+    def __contains__(self, request: AdmissionTicket) -> bool:
+        return request.arrival in self._waiting
 
-    def put(self, one: Place) -> list[Place]:
+    def put(self, request: AdmissionTicket) -> list[AdmissionTicket]:
         """Queue a request, unless it is refused. A request larger than the queue may wait if it is alone.
 
-        Returns: the requests that were dropped, which are no longer in the queue: `[one]` if it was refused.
+        Returns: the requests that were dropped, which are no longer in the queue: `[request]` if it was refused.
         """
-        leaving = self._make_room(one)
+        leaving = self._make_room(request)
         if leaving is None:
-            return [one]
-        one.arrival = self._arrivals
+            return [request]
+        request.arrival = self._arrivals
         self._arrivals += 1
-        level = self._levels.get(one.priority)
+        level = self._levels.get(request.priority)
         if level is None:
-            level = self._levels[one.priority] = _Level(one.priority)
-        level.add(one)
-        self._waiting[one.arrival] = one
-        self.tokens += one.tokens
+            level = self._levels[request.priority] = _Level(request.priority)
+        level.add(request)
+        self._waiting[request.arrival] = request
+        self.tokens += request.tokens
         return leaving
 
-    def take(self) -> Place:
+    def take(self) -> AdmissionTicket:
         """Remove and return the next request. There must be one."""
-        one = min(self._levels.values(), key=_Level.turn).take()
-        self._forget(one)
-        return one
+        request = min(self._levels.values(), key=_Level.turn).take()
+        self._forget(request)
+        return request
 
-    def remove(self, one: Place) -> None:
+    def remove(self, request: AdmissionTicket) -> None:
         """Remove a request, which must be in the queue."""
-        self._levels[one.priority].remove(one)
-        self._forget(one)
+        self._levels[request.priority].remove(request)
+        self._forget(request)
 
     @property
     def oldest_since_s(self) -> float | None:
         """Return when the oldest queued request arrived; None if the queue is empty."""
-        return next((one.since_s for one in self._waiting.values()), None)
+        return next((request.since_s for request in self._waiting.values()), None)
 
-    def waiting_since(self, until_s: float) -> list[Place]:
+    def waiting_since(self, until_s: float) -> list[AdmissionTicket]:
         """Requests that arrived up to `until_s`, the oldest first."""
-        found: list[Place] = []
-        for one in self._waiting.values():
-            if one.since_s > until_s:
+        found: list[AdmissionTicket] = []
+        for request in self._waiting.values():
+            if request.since_s > until_s:
                 break
-            found.append(one)
+            found.append(request)
         return found
 
     def charge(self, key: bytes, priority: int, tokens: int) -> None:
@@ -297,32 +297,32 @@ class FairQueue:
         if level is not None:
             level.charge(key, tokens)
 
-    def _make_room(self, newcomer: Place) -> list[Place] | None:
+    def _make_room(self, newcomer: AdmissionTicket) -> list[AdmissionTicket] | None:
         """Drop requests to make room for `newcomer`, and return them; None: refuse it instead."""
-        over = self.tokens + newcomer.tokens - self._max_tokens
-        if over <= 0 or not self._waiting:
+        excess = self.tokens + newcomer.tokens - self._max_tokens
+        if excess <= 0 or not self._waiting:
             return []
         if newcomer.tokens > self._max_tokens:
             return None
         worse = [self._levels[p] for p in sorted(self._levels, reverse=True) if p > newcomer.priority]
-        missing = over - sum(level.tokens for level in worse)
-        leaving: list[Place] = []
+        missing = excess - sum(level.tokens for level in worse)
+        leaving: list[AdmissionTicket] = []
         if missing > 0:
             level = self._levels.get(newcomer.priority)
-            beyond = None if level is None else level.beyond(newcomer, missing)
-            if beyond is None:
+            dropped = None if level is None else level.requests_to_drop(newcomer, missing)
+            if dropped is None:
                 return None
-            leaving = beyond
-            for one in beyond:
-                self.remove(one)
+            leaving = dropped
+            for request in dropped:
+                self.remove(request)
         for level in worse:
             while level.num_waiting and self.tokens + newcomer.tokens > self._max_tokens:
                 leaving.append(level.worst())
                 self.remove(leaving[-1])
         return leaving
 
-    def _forget(self, one: Place) -> None:
-        del self._waiting[one.arrival]
-        self.tokens -= one.tokens
-        if not self._levels[one.priority].num_waiting:
-            del self._levels[one.priority]
+    def _forget(self, request: AdmissionTicket) -> None:
+        del self._waiting[request.arrival]
+        self.tokens -= request.tokens
+        if not self._levels[request.priority].num_waiting:
+            del self._levels[request.priority]

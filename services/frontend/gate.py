@@ -17,7 +17,7 @@ from components.errors import KeyLimited, Rejected
 from components.openai.errors import ApiError, from_mesh, from_status
 from services.frontend.admission import Admission, queue_key
 from services.frontend.answer_form import Forms, form_at
-from services.frontend.fair_queue import Place
+from services.frontend.fair_queue import AdmissionTicket
 from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.operations import Operations
@@ -27,20 +27,20 @@ from services.frontend.sites import Sites
 from services.frontend.ui.page import PATHS, ROOT
 
 # For load balancers, which without a key get the status only; and the static files of /ui, without its API.
-OPEN: Final = frozenset({"/", "/health", "/live", "/ready"}) | PATHS  # "/" sends a browser to the page
+OPEN_PATHS: Final = frozenset({"/", "/health", "/live", "/ready"}) | PATHS  # "/" sends a browser to the page
 CALLER: Final = "kvmesh.caller"  # key of a Caller in an ASGI scope
 ROUTE_CHARS: Final = 128  # of a refused request's path in the log, because any client can choose it
 LABEL: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # a client's X-Request-Id
-MISSING: Final = from_status(401)
-WRONG: Final = from_status(401, "Incorrect API key provided.")
-LEAVING: Final = ApiError(
+MISSING_KEY_ERROR: Final = from_status(401)
+WRONG_KEY_ERROR: Final = from_status(401, "Incorrect API key provided.")
+DRAINING_ERROR: Final = ApiError(
     503,
     "This frontend takes no new requests, because an operator is draining it. Send the request to another one, or retry later.",
     "service_unavailable_error",
     code="draining",
     retry_after_s=1.0,
 )
-SEVERAL: Final = from_status(
+SEVERAL_KEYS_ERROR: Final = from_status(
     400, "Send one API key: one 'Authorization' header, one 'x-api-key', or the same key in both."
 )
 
@@ -48,9 +48,9 @@ SEVERAL: Final = from_status(
 @dataclass(frozen=True, slots=True)
 class Caller:
     label: str = ""  # the client's X-Request-Id if valid; for display only, never used as a key
-    sent: bytes = b""  # key or Authorization header; distinguishes clients if no API keys are set
+    credential: bytes = b""  # key or Authorization header; distinguishes clients if no API keys are set
     account: Account | None = None  # None without API keys
-    stranger: bool = False  # without a valid API key although keys are set; only on open paths
+    lacks_valid_key: bool = False  # without a valid API key although keys are set; only on open paths
 
     @property
     def sees_tenant(self) -> str | None:
@@ -60,12 +60,12 @@ class Caller:
     @property
     def queue_key(self) -> bytes:
         """The fair queue's key: requests with equal keys share a line."""
-        return queue_key(self.sent) if self.account is None else self.account.name.encode()
+        return queue_key(self.credential) if self.account is None else self.account.name.encode()
 
     @property
     def owner(self) -> bytes:
         """The owner of stored responses: the key's name, which outlives the key itself, or without keys what was sent."""
-        return self.sent if self.account is None else self.account.name.encode()
+        return self.credential if self.account is None else self.account.name.encode()
 
     def cache_salt(self, asked: str | None, *, shared: bool) -> str:
         """Return a request's cache salt. Unless `shared`, each tenant has its own prefix cache.
@@ -99,7 +99,7 @@ class Caller:
         priority: int,
         prompt_tokens: int,
         choices: int,
-    ) -> Place:
+    ) -> AdmissionTicket:
         """Enter the admission queue, and charge the prompt to the API key. A refused request is not charged.
 
         Raises: KeyLimited, QueueFull.
@@ -111,24 +111,26 @@ class Caller:
             except KeyLimited:
                 metrics.limited.labels(account.name).inc()
                 raise
-        place = admission.enter(self.queue_key, priority, prompt_tokens, choices)
+        ticket = admission.enter(self.queue_key, priority, prompt_tokens, choices)
         if account is not None:
             account.take(prompt_tokens)
-        return place
+        return ticket
 
-    def leave(self, admission: Admission, place: Place, *, prompt_tokens: int, answer_tokens: int = 0) -> None:
+    def leave(
+        self, admission: Admission, ticket: AdmissionTicket, *, prompt_tokens: int, answer_tokens: int = 0
+    ) -> None:
         """Leave admission. The tokens of a prompt that was never admitted are given back to the API key."""
-        if self.account is not None and not place.inside:
+        if self.account is not None and not ticket.is_admitted:
             self.account.take(-prompt_tokens)
-        admission.leave(place, answer_tokens)
+        admission.leave(ticket, answer_tokens)
 
 
-NOBODY: Final = Caller()
+UNKNOWN_CALLER: Final = Caller()
 
 
 def caller_of(scope: Scope) -> Caller:
-    """Return the client of a request; NOBODY if the application has no gate."""
-    caller: Caller = scope.get(CALLER, NOBODY)
+    """Return the client of a request; UNKNOWN_CALLER if the application has no gate."""
+    caller: Caller = scope.get(CALLER, UNKNOWN_CALLER)
     return caller
 
 
@@ -176,23 +178,23 @@ class Gate:
 
     def _check(self, scope: Scope, credentials: "Credentials") -> "Caller | _Refusal":
         ring, key = self._ring, credentials.key
-        is_open = scope["path"] in OPEN and scope["method"] in {"GET", "HEAD"}
+        is_open = scope["path"] in OPEN_PATHS and scope["method"] in {"GET", "HEAD"}
         if not is_open:
             if credentials.several:
-                return _Refusal(SEVERAL)
+                return _Refusal(SEVERAL_KEYS_ERROR)
             if ring is None and (error := self._sites.refusal(scope["headers"])) is not None:
                 return _Refusal(error)
         if self._operations.order.draining and _asks_for_work(scope):
             self._metrics.refused.labels("draining").inc()
-            return _Refusal(LEAVING, [(b"connection", b"close")])
+            return _Refusal(DRAINING_ERROR, [(b"connection", b"close")])
         if ring is None:
-            return Caller(credentials.label, credentials.sent)
+            return Caller(credentials.label, credentials.credential)
         account = None if key is None else ring.find(key)
         if account is None and not (is_open and key is None):
             self._metrics.unauthorized.labels("missing" if key is None else "wrong").inc()
         if account is None and not is_open:
-            return _Refusal(MISSING if key is None else WRONG, [(b"www-authenticate", b"Bearer")])
-        return Caller(credentials.label, credentials.sent, account, stranger=account is None)
+            return _Refusal(MISSING_KEY_ERROR if key is None else WRONG_KEY_ERROR, [(b"www-authenticate", b"Bearer")])
+        return Caller(credentials.label, credentials.credential, account, lacks_valid_key=account is None)
 
     async def _limited(self, account: Account, label: str, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -254,7 +256,7 @@ class Credentials(NamedTuple):
     key: bytes | None  # from Authorization or x-api-key
     label: str
     several: bool  # more than one key: refused, because it is unclear which one is meant
-    sent: bytes  # the key, or an Authorization header of another kind
+    credential: bytes  # the key, or an Authorization header of another kind
 
 
 def read_credentials(headers: Iterable[tuple[bytes, bytes]]) -> Credentials:

@@ -14,14 +14,14 @@ from components.text.tokenizer import TextModel
 from components.wire.generate import StreamItem
 from components.wire.logprobs import TokenLogprobs
 from components.wire.step_stats import DraftCounts
-from services.frontend.choice import Choice, ParsedChoice, Piece, shown_prompt
+from services.frontend.choice import Choice, ParsedChoice, TextDelta, shown_prompt
 from services.frontend.metrics import GapCounts
 from services.frontend.ports import Branch, Mesh, Prompt
 
 AT_ONCE_TOKENS: Final = 1 << 16  # prompt tokens, over all choices that begin in one turn of the event loop
 MAX_HELD_ITEMS: Final = 100_000  # over all choices of a request, while the client reads earlier ones
 
-Show = Callable[[Piece, bool], bool]  # (piece, is it the last of all) → False: wake the request's task
+Show = Callable[[TextDelta, bool], bool]  # (piece, is it the last of all) → False: wake the request's task
 
 
 class PromptChoices:
@@ -50,7 +50,7 @@ class PromptChoices:
         for branch in self._branches:
             branch.close()
 
-    def take(self, branch: int, item: StreamItem) -> bool:
+    def add_tokens(self, branch: int, item: StreamItem) -> bool:
         choice = self.choices[branch]
         if not choice.has_begun:
             choice.has_begun = True
@@ -58,7 +58,7 @@ class PromptChoices:
             if self.prompt.sampling.prompt_logprobs is not None or self._generation.in_turns:
                 self._held[branch] = []
         if branch not in self._held:
-            return self._generation.take(choice, item)
+            return self._generation.add_tokens(choice, item)
         self._held[branch].append(item)
         self._generation.held(1)
         if item.prompt_logprobs is not None:
@@ -83,7 +83,7 @@ class PromptChoices:
         items = self._held.pop(branch)
         self._generation.held(-len(items))
         for item in items:
-            self._generation.take(self.choices[branch], item)
+            self._generation.add_tokens(self.choices[branch], item)
 
     async def _show_prompt(self, logprobs: Sequence[TokenLogprobs]) -> None:
         """Add the prompt's tokens to each choice, before its first token."""
@@ -195,7 +195,7 @@ class Generation:
         else:
             self._began(0, 0)
 
-    def take(self, choice: Choice, item: StreamItem) -> bool:
+    def add_tokens(self, choice: Choice, item: StreamItem) -> bool:
         """Build a piece and show it. Returns False if the choice needs no more tokens."""
         if choice.finish is not None or self._error is not None:  # these tokens were already on their way
             return False
@@ -230,13 +230,13 @@ class Generation:
         for prompt in self._prompts:
             prompt.close()
 
-    def _piece(self, choice: Choice, item: StreamItem) -> Piece:
+    def _piece(self, choice: Choice, item: StreamItem) -> TextDelta:
         now = time.perf_counter()
         if choice.shown_s:
             self._gaps.observe(gap_s := now - choice.shown_s)
             self._longest_gap_s = max(self._longest_gap_s, gap_s)
         choice.shown_s = now
-        piece = choice.take(item)
+        piece = choice.add_tokens(item)
         self.num_generated += len(piece.token_ids)
         self._gaps.num_tokens += len(piece.token_ids)
         return piece

@@ -17,7 +17,7 @@ from services.frontend.quota import Account
 
 log = logging.getLogger(__name__)
 
-LOOK_EVERY_S: Final = 1.0  # how often the file is checked for changes
+CHECK_INTERVAL_S: Final = 1.0  # how often the file is checked for changes
 
 Stamp = tuple[int, int, int]  # changes with a file
 
@@ -93,7 +93,7 @@ async def _follow(ring: KeyRing, from_environment: str | None, file: Path, seen:
     try:
         while True:
             try:
-                async with asyncio.timeout(LOOK_EVERY_S):
+                async with asyncio.timeout(CHECK_INTERVAL_S):
                     await hangup.wait()
             except TimeoutError:
                 if stamp_of(file) == seen:

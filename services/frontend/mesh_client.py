@@ -27,7 +27,7 @@ from components.wire.instances import InstanceRecord
 from components.wire.sampling import branch_seed
 from components.wire.step_stats import NO_DRAFTS
 from components.wire.tokens import pack_tokens
-from services.frontend.decode_choice import MOVING, NO_WORKER_WAIT_S, Attempts, DecodeChoice, Moves
+from services.frontend.decode_choice import NO_WORKER_WAIT_S, RETRYABLE_ELSEWHERE, Attempts, DecodeChoice, Moves
 from services.frontend.embed_calls import EmbedCalls
 from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
 from services.frontend.request_record import request_record
@@ -35,8 +35,8 @@ from services.frontend.request_record import request_record
 log = logging.getLogger(__name__)
 
 DISPATCH_TIMEOUT_S: Final = 10.0
-RECONNECT_S: Final = 2.0  # after our own reconnect; by then other processes have reconnected, too
-ASK_AGAIN_S: Final = 0.1
+RECONNECT_GRACE_S: Final = 2.0  # after our own reconnect; by then other processes have reconnected, too
+ASK_RETRY_PAUSE_S: Final = 0.1
 
 
 class MeshClient:
@@ -125,7 +125,7 @@ class MeshClient:
                 route.accepted(number)
                 accepted = True
                 request_record().sent_to(record.instance_id)
-            except MOVING as exc:
+            except RETRYABLE_ELSEWHERE as exc:
                 self.moves.count_request(exc)
                 branches[0].note_lost(exc)
                 self.choice.note_move(prompt, route, exc, attempts)
@@ -180,9 +180,9 @@ class MeshClient:
             try:
                 return (await stream.failure.unless(call)).number
             except NobodyListens:
-                if self._bus.steady_s() > RECONNECT_S:
+                if self._bus.since_reconnect_s() > RECONNECT_GRACE_S:
                     raise
-                await asyncio.sleep(ASK_AGAIN_S)  # NATS has restarted; the instance may not have reconnected yet
+                await asyncio.sleep(ASK_RETRY_PAUSE_S)  # NATS has restarted; the instance may not have reconnected yet
 
     async def _until_connected(self, prompt: Prompt, stream: InStream) -> None:
         """Wait until NATS is connected, because its client's buffer has room for only some hundred prompts.
@@ -191,7 +191,7 @@ class MeshClient:
         """
         while not self._bus.is_connected:
             remaining_s(prompt.deadline_unix_ms)
-            await stream.failure.unless(asyncio.sleep(ASK_AGAIN_S))
+            await stream.failure.unless(asyncio.sleep(ASK_RETRY_PAUSE_S))
 
     def _send_later(self, subject: str, message: Struct) -> None:
         """Send in the background, for callers that are being cancelled and cannot wait."""
@@ -260,7 +260,7 @@ class Branch:
         """Close the stream from the instance. Idempotent."""
         if self._is_attached:
             self._is_attached = False
-            self._route.over()
+            self._route.ended()
             self._client.close(self._record, self.stream, is_over=self._is_over)
 
     def start(self, attempts: Attempts) -> None:
@@ -271,7 +271,7 @@ class Branch:
         if isinstance(why, DecodeLost) and not isinstance(why, FramesLost):  # else the instance records its own spans
             record_lost("decode.request", self.dispatched, self._record.instance_id, why.message)
 
-    def take(self, item: StreamItem) -> None:
+    def add_tokens(self, item: StreamItem) -> None:
         if not self._has_begun:
             self._has_begun = True
             self._route.succeeded()
@@ -285,7 +285,7 @@ class Branch:
         self._is_over = item.finish is not None
         self._generated += item.token_ids
         try:
-            wants_more = self._sink.take(self._index, item)
+            wants_more = self._sink.add_tokens(self._index, item)
         except MeshError as exc:
             # The reader failed, for example because the client is slow: a move would only repeat the work.
             self.close()
@@ -295,7 +295,7 @@ class Branch:
             self.close()
 
     def fail(self, error: MeshError) -> None:
-        if isinstance(error, MOVING):
+        if isinstance(error, RETRYABLE_ELSEWHERE):
             self._moving = asyncio.create_task(self._move(error), context=self._context)
         else:
             self.close()

@@ -14,9 +14,9 @@ from services.frontend.server_metrics import ServerMetrics
 NO_MODEL: Final = ""  # label of requests for unknown models
 TTFT_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
 E2E_BUCKETS: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 30, 60, 120, 300, 600)
-REFUSED: Final = ("full", "shed", "age", "draining")
-SLOW: Final = ("ttft", "tpot", "stall")
-UNAUTHORIZED: Final = ("missing", "wrong")
+REFUSAL_REASONS: Final = ("full", "shed", "age", "draining")
+SLOW_REASONS: Final = ("ttft", "tpot", "stall")
+UNAUTHORIZED_REASONS: Final = ("missing", "wrong")
 QUEUE_BUCKETS: Final = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 GAP_BUCKETS: Final = (
     0.0005,
@@ -134,7 +134,7 @@ class FrontendMetrics:
             ["reason"],
             registry=registry,
         )
-        for reason in SLOW:
+        for reason in SLOW_REASONS:
             self.slow.labels(reason)
         self.queue_time = Histogram(
             "kvmesh_request_queue_time_seconds",
@@ -149,7 +149,7 @@ class FrontendMetrics:
             ["reason"],
             registry=registry,
         )
-        for reason in REFUSED:
+        for reason in REFUSAL_REASONS:
             self.refused.labels(reason)
         by_key = ["api_key"]  # its name, from the operator's list
         self.key_requests = Counter(
@@ -164,7 +164,7 @@ class FrontendMetrics:
         self.unauthorized = Counter(
             "kvmesh_requests_unauthorized", "Requests without a valid API key.", ["reason"], registry=registry
         )
-        for reason in UNAUTHORIZED:
+        for reason in UNAUTHORIZED_REASONS:
             self.unauthorized.labels(reason)
 
     def show_queue(self, num_requests: Callable[[], int], num_tokens: Callable[[], int]) -> None:

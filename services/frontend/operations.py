@@ -18,7 +18,7 @@ Condition = Callable[[], str | None]  # returns why a request would fail now, or
 
 
 class Seen(Protocol):
-    """The workers of one role, by their heartbeats or their answers to a roll call."""
+    """The workers of one role, by their heartbeats or their answers to a query for them."""
 
     def last_heartbeat(self, instance_id: str) -> Heartbeat | None:
         pass

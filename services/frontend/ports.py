@@ -63,7 +63,7 @@ class FleetRoom(NamedTuple):
 
 
 class Sink(Protocol):
-    def take(self, branch: int, item: StreamItem) -> bool:
+    def add_tokens(self, branch: int, item: StreamItem) -> bool:
         """Returns False to cancel the branch."""
 
     def fail(self, error: Exception) -> None:

@@ -14,7 +14,7 @@ from components.wire.logprobs import packed_bytes
 from components.wire.sampling import Constraint, SamplingParams
 from services.frontend.ports import Mesh, Prompt, ServedModel
 
-NAMED: Final = 8  # models in the error for an unknown one
+MAX_NAMED: Final = 8  # models in the error for an unknown one
 
 
 def find_model(models: Sequence[ServedModel], name: str) -> ServedModel:
@@ -24,7 +24,7 @@ def find_model(models: Sequence[ServedModel], name: str) -> ServedModel:
             return model
     if not models:
         raise NoDecodeInstance("no decode instance is usable")
-    there = ", ".join(f"'{model.name}'" for model in models[:NAMED]) + (", …" if len(models) > NAMED else "")
+    there = ", ".join(f"'{model.name}'" for model in models[:MAX_NAMED]) + (", …" if len(models) > MAX_NAMED else "")
     raise UnknownModel(
         f"The model '{name}' does not exist. There {'are' if len(models) > 1 else 'is'} {there}.", param="model"
     )

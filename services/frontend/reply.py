@@ -10,7 +10,7 @@ from components.errors import Cancelled
 from components.http.connection import BodyPush
 from components.openai.parts import AT_ONCE_BYTES, Parts, some_of
 
-FAREWELL_S: Final = 5.0  # timeout for the last bytes to a client that may not be reading
+LAST_WRITE_TIMEOUT_S: Final = 5.0  # timeout for the last bytes to a client that may not be reading
 MAX_HELD_BYTES: Final = 16 << 20  # events for one client that does not read
 
 Headers = list[tuple[bytes, bytes]]
@@ -80,7 +80,7 @@ class Reply:
         if offered and self._held_bytes > MAX_HELD_BYTES:
             raise Cancelled("the client reads too slowly")
 
-    def hold_end(self, events: bytes) -> None:
+    def hold_final_events(self, events: bytes) -> None:
         """Hold the events that end the answer until the last `flush`; a failure replaces them."""
         self._end += events
 
@@ -110,7 +110,7 @@ class Reply:
             self.status = status
             return
         try:
-            async with asyncio.timeout(FAREWELL_S):
+            async with asyncio.timeout(LAST_WRITE_TIMEOUT_S):
                 if self.streaming:
                     if self._held_bytes > MAX_HELD_BYTES:
                         self._held.clear()

@@ -21,9 +21,9 @@ from components.wire.generate import PromptOrigin
 from services.frontend.config import SlowLimits
 
 DISPATCH: Final = "frontend.dispatch"
-ROUTING: Final = {"route", "dispatch"}  # phases that a stream repeats when it moves
-PARAM: Final = re.compile(r"[A-Za-z0-9_.\[\]]{1,64}")  # in a log line: a client chooses the name of an unknown one
-AFTER: Final = {"first_token", "stream", "receive"}  # phases that are not before the first token
+REPEATED_PHASES: Final = {"route", "dispatch"}  # phases that a stream repeats when it moves
+SAFE_PARAM: Final = re.compile(r"[A-Za-z0-9_.\[\]]{1,64}")  # in a log line: a client chooses the name of an unknown one
+PHASES_AFTER_FIRST_TOKEN: Final = {"first_token", "stream", "receive"}  # phases that are not before the first token
 
 
 class RequestRecord:
@@ -116,7 +116,7 @@ class RequestRecord:
             self.reason = exc.message if isinstance(exc, MeshError) else ""
         else:
             self.code = error.code or ""
-            self.param = error.param if error.param and PARAM.fullmatch(error.param) else ""
+            self.param = error.param if error.param and SAFE_PARAM.fullmatch(error.param) else ""
         if (step := self.pause()) is not None:
             step.error = f"{self.error}: {exc}"
         self.begin("frontend.fail")
@@ -145,7 +145,7 @@ class RequestRecord:
         total_s, late = (end_ns - self.root.start_time) / 1e9, {}
         ttft_s = total_s if self.ttft_s is None else self.ttft_s
         if ttft_s >= limits.ttft_s:
-            before = {name: s for name, s in self.spent_s(end_ns).items() if name not in AFTER}
+            before = {name: s for name, s in self.spent_s(end_ns).items() if name not in PHASES_AFTER_FIRST_TOKEN}
             phase, seconds = max(before.items(), key=lambda one: one[1], default=("unknown", ttft_s))
             late["ttft"] = f"{phase} took {seconds:.1f} s of the {ttft_s:.1f} s to the first token"
         if self.ttft_s is None:
@@ -169,7 +169,7 @@ class RequestRecord:
         counted_ns = self.root.start_time  # the time until then is in a phase
         for step in sorted(self.root.steps, key=lambda step: step.start_time):
             name, step_ns = step.name.removeprefix("frontend."), step.end_time or end_ns
-            moves = step.start_time >= first_ns and name in ROUTING
+            moves = step.start_time >= first_ns and name in REPEATED_PHASES
             if moves or name == step.name:  # or it is the span of a lost process, below the dispatch
                 continue
             if step.start_time >= first_ns:

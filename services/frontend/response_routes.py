@@ -12,7 +12,7 @@ from components.wire.responses import StoredResponse
 from services.frontend.gate import caller_of
 from services.frontend.stored import StoredResponses
 
-NO_MORE_THAN: Final = 100
+MAX_PAGE_ITEMS: Final = 100
 _ID_PREFIXES: Final = {
     "message": "msg_",
     "function_call": "fc_",
@@ -45,7 +45,7 @@ def add_response_routes(app: FastAPI, stored: StoredResponses | None) -> None:
     async def input_items(
         response_id: str,
         request: Request,
-        limit: Annotated[int, Query(ge=1, le=NO_MORE_THAN)] = 20,
+        limit: Annotated[int, Query(ge=1, le=MAX_PAGE_ITEMS)] = 20,
         order: Annotated[str, Query(pattern="^(asc|desc)$")] = "desc",
         after: str | None = None,
     ) -> dict[str, Any]:

@@ -36,14 +36,14 @@ from services.frontend.config import FrontendSettings
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S: Final = 5.0
-STEADY_S: Final = 5.0  # since our own reconnect: other frontends may reconnect later
-ASK_AGAIN_S: Final = 0.2
-PUT_FOR_S: Final = 60.0  # how long to retry while NATS is unreachable
-PUT_AGAIN_S: Final = 0.5
+RECONNECT_GRACE_S: Final = 5.0  # since our own reconnect: other frontends may reconnect later
+ASK_RETRY_PAUSE_S: Final = 0.2
+PUT_TIMEOUT_S: Final = 60.0  # how long to retry while NATS is unreachable
+PUT_RETRY_PAUSE_S: Final = 0.5
 SALT_BYTES: Final = 16
 RESPONSE_ID: Final = re.compile(r"resp_[0-9a-f]{32}")
 ITEMS: Final = TypeAdapter(list[InputItem])
-_LOST: Final = "The instance working on this response was lost, or its time limit has passed. Try again."
+_INSTANCE_LOST: Final = "The instance working on this response was lost, or its time limit has passed. Try again."
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,17 +123,17 @@ class StoredResponses:
     async def put_end(self, response: ResponseObject, remembered: Remembered) -> None:
         """Store the end of a background response. Retry while NATS is unreachable: no client has it yet.
 
-        Raises: MeshError, also if NATS is unreachable for PUT_FOR_S.
+        Raises: MeshError, also if NATS is unreachable for PUT_TIMEOUT_S.
         """
         clock = asyncio.get_running_loop().time
-        until_s = clock() + PUT_FOR_S
+        until_s = clock() + PUT_TIMEOUT_S
         while True:
             try:
                 return await self.put(response, remembered)
             except BackendUnavailable:
                 if clock() >= until_s:
                     raise
-            await asyncio.sleep(PUT_AGAIN_S)
+            await asyncio.sleep(PUT_RETRY_PAUSE_S)
 
     async def get(self, response_id: str, key: bytes) -> StoredResponse:
         """Raises: UnknownResponse, also if the response belongs to another API key."""
@@ -186,7 +186,7 @@ class StoredResponses:
         latest = unpack(data, StoredResponse)
         if not latest.frontend:
             return latest
-        error = {"code": "server_error", "message": _LOST}
+        error = {"code": "server_error", "message": _INSTANCE_LOST}
         response = {**json.loads(latest.response), "status": "failed", "error": error}
         return StoredResponse(
             response=json.dumps(response), input=latest.input, earlier=latest.earlier, owner=latest.owner
@@ -203,11 +203,11 @@ class StoredResponses:
             try:
                 answer = await self._bus.call(subject, request, ResponseUnderway, timeout_s=CALL_TIMEOUT_S)
             except NobodyListens:
-                if self._bus.steady_s() >= STEADY_S:
+                if self._bus.since_reconnect_s() >= RECONNECT_GRACE_S:
                     return False
                 if request.ask:
                     return True
-                await asyncio.sleep(ASK_AGAIN_S)
+                await asyncio.sleep(ASK_RETRY_PAUSE_S)
             except PeerLost:
                 return False
             except DeadlineExceeded:

@@ -108,7 +108,7 @@ async def gather_facts(settings: MeshSettings) -> Facts:
     if not facts.servers_work:
         return facts
     async with open_mesh(settings) as mesh:
-        seen = await mesh.look(transport=True)
+        seen = await mesh.snapshot(transport=True)
     pages, ports = await asyncio.gather(_pages(seen, settings.page_access()), _ports(seen))
     return Facts(
         settings.namespace,

@@ -13,7 +13,7 @@ from components.discovery.registry import Registry, check_readable, join_registr
 from components.errors import BackendUnavailable, MeshError
 from components.local_mesh import local_mesh, no_answer_advice
 from components.messaging.bus import Bus, connect_bus
-from components.messaging.micro_services import OTHERS_S, find_services
+from components.messaging.micro_services import OTHERS_TIMEOUT_S, find_services
 from components.settings import MeshSettings
 from components.urls import without_password
 from components.wire.heartbeat import Heartbeat
@@ -75,7 +75,7 @@ class Mesh:
         seen = [Seen(r.role, r.instance_id, r.subject, r) for r in self.records()]
         return seen + [Seen("planner", instance_id, subject) for instance_id, subject in self._planners.items()]
 
-    async def look(self, *, transport: bool = False, wait_s: float = STATUS_S) -> list[Seen]:
+    async def snapshot(self, *, transport: bool = False, wait_s: float = STATUS_S) -> list[Seen]:
         """Return all instances, with the status of those that answer within `wait_s`. `transport`: query connections, too."""
         asked = StatusRequest(transport=transport)
         return list(await asyncio.gather(*(self._ask(one, asked, wait_s) for one in await self.instances())))
@@ -133,7 +133,7 @@ async def _opened(settings: MeshSettings, where: str, connection: AbstractAsyncC
         raise SystemExit(exc.message) from None
 
 
-async def planners(bus: Bus, namespace: str, wait_s: float = OTHERS_S) -> dict[str, str]:
+async def planners(bus: Bus, namespace: str, wait_s: float = OTHERS_TIMEOUT_S) -> dict[str, str]:
     """Return the subjects of the planners that answer, by instance id. Raises: MeshError."""
     found = await find_services(bus, "$SRV.PING.kvmesh-planner", namespace, wait_s=wait_s)
     return {one.metadata.instance_id: one.metadata.subject for one in found}

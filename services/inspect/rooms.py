@@ -55,7 +55,7 @@ def joined(seen: Iterable[Seen]) -> list[Room]:
 
 async def show_rooms(settings: MeshSettings, console: Console, *, as_json: bool) -> None:
     async with open_mesh(settings) as mesh:
-        seen = await mesh.look()
+        seen = await mesh.snapshot()
     rooms = joined(seen)
     if as_json:
         console.out(json.dumps([asdict(room) for room in rooms]), highlight=False)

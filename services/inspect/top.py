@@ -140,7 +140,7 @@ async def show_top(settings: MeshSettings, console: Console, *, once: bool, as_j
 
 
 async def _frame(mesh: Mesh, wait_s: float = STATUS_S) -> Frame:
-    return frame_of(await mesh.look(wait_s=wait_s), mesh.namespace, time.time())
+    return frame_of(await mesh.snapshot(wait_s=wait_s), mesh.namespace, time.time())
 
 
 def _row(one: Seen, heartbeat_age_s: float | None) -> Row:

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from components.messaging.heartbeat_query import HeartbeatQuery
 from components.messaging.micro_services import MicroService, find_services
-from components.messaging.roll_call import RollCall
 from components.settings import MeshSettings
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
@@ -41,7 +41,7 @@ LOAD: Final = (
 async def show_workers(settings: MeshSettings, console: Console, *, wide: bool = False, as_json: bool = False) -> None:
     async with open_mesh(settings) as mesh:
         asked = mesh.records()
-        calls = [RollCall(mesh.bus, mesh.namespace, role, mesh.book).answers() for role in WORKERS]
+        calls = [HeartbeatQuery(mesh.bus, mesh.namespace, role, mesh.book).answers() for role in WORKERS]
         answers, found = await asyncio.gather(asyncio.gather(*calls), _services(mesh, asked))
         records, services = unchanged(asked, mesh.records(), found)
     beats: dict[Key, Heartbeat] = {

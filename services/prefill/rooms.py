@@ -13,10 +13,10 @@ from components.messaging.bus import Bus
 from components.messaging.failed_rooms import report_room_failed
 from components.wire.prefill import CloseRooms, PagesOffered, PrefillRequest
 
-CLOSE_EVERY_S: Final = 0.02
-EARLY_FOR_S: Final = 10.0  # decode's timeout for an answer
-MAX_EARLY: Final = 4096
-OVER_FOR_S: Final = 60.0  # longer than any message is delayed
+CLOSE_INTERVAL_S: Final = 0.02
+EARLY_OFFER_EXPIRY_S: Final = 10.0  # decode's timeout for an answer
+MAX_EARLY_OFFERS: Final = 4096
+ENDED_ID_EXPIRY_S: Final = 60.0  # longer than any message is delayed
 
 
 class Rooms:
@@ -28,20 +28,20 @@ class Rooms:
         self._in_background = in_background
         self._closing: dict[str, list[str]] = {}  # by bootstrap instance
         self._early: dict[tuple[str, str], PagesOffered] = {}  # by request id and room
-        self._over: OrderedDict[str, float] = OrderedDict()  # end by request id
+        self._ended: OrderedDict[str, float] = OrderedDict()  # end by request id
 
-    def hold(self, offer: PagesOffered) -> bool:
+    def keep_early(self, offer: PagesOffered) -> bool:
         """Keep an offer until its request arrives. Returns False if the request has ended, or too many offers are kept."""
-        if offer.request_id in self._over or len(self._early) >= MAX_EARLY:
+        if offer.request_id in self._ended or len(self._early) >= MAX_EARLY_OFFERS:
             return False
         key = offer.request_id, offer.room  # an offer with a wrong room must not replace the right one
         if (other := self._early.get(key)) is not None:  # from another bootstrap replica
             self.close_later(other)
         self._early[key] = offer
-        asyncio.get_running_loop().call_later(EARLY_FOR_S, self._expire, offer)
+        asyncio.get_running_loop().call_later(EARLY_OFFER_EXPIRY_S, self._expire, offer)
         return True
 
-    def take(self, request_id: str, room: str) -> PagesOffered | None:
+    def take_early(self, request_id: str, room: str) -> PagesOffered | None:
         return self._early.pop((request_id, room), None)
 
     def end(self, request_id: str) -> None:
@@ -49,18 +49,18 @@ class Rooms:
         for key in [key for key in self._early if key[0] == request_id]:
             self.close_later(self._early.pop(key))
         now_s = time.monotonic()
-        self._over[request_id] = now_s
-        self._over.move_to_end(request_id)
-        while self._over and now_s - next(iter(self._over.values())) > OVER_FOR_S:
-            self._over.popitem(last=False)
+        self._ended[request_id] = now_s
+        self._ended.move_to_end(request_id)
+        while self._ended and now_s - next(iter(self._ended.values())) > ENDED_ID_EXPIRY_S:
+            self._ended.popitem(last=False)
 
-    def is_over(self, request_id: str) -> bool:
-        return request_id in self._over
+    def has_ended(self, request_id: str) -> bool:
+        return request_id in self._ended
 
     def close_later(self, offer: PagesOffered) -> None:
         if not self._closing:
             asyncio.get_running_loop().call_later(
-                CLOSE_EVERY_S, self.send_closes, context=Context()
+                CLOSE_INTERVAL_S, self.send_closes, context=Context()
             )  # rooms of many requests
         self._closing.setdefault(offer.bootstrap_id, []).append(offer.room)
 

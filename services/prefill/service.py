@@ -22,7 +22,7 @@ from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
 from components.messaging.heartbeat_sender import heartbeat_of
 from components.routing.policy import PromptLoad, PromptRate
-from components.structured.masks import MaskMaker
+from components.structured.mask_maker import MaskMaker
 from components.telemetry.exemplars import exemplar_of
 from components.telemetry.figures import Figures, queues_of
 from components.telemetry.spans import step, tracer
@@ -90,8 +90,8 @@ class PrefillService:
 
     def endpoints(self) -> list[Endpoint]:
         return [
-            Endpoint("prefill", PrefillRequest, self.prefill, immediate=True),
-            Endpoint("pages", PagesOffered, self.pages, immediate=True),
+            Endpoint("prefill", PrefillRequest, self.prefill, runs_inline=True),
+            Endpoint("pages", PagesOffered, self.pages, runs_inline=True),
             Endpoint("quiesce", Quiesce, self.quiesce),
         ]
 
@@ -105,7 +105,7 @@ class PrefillService:
             if request.request_id not in self._outbound:
                 self._rooms.end(request.request_id)
             raise
-        if (offer := self._rooms.take(request.request_id, request.room)) is not None:
+        if (offer := self._rooms.take_early(request.request_id, request.room)) is not None:
             with suppress(TransferFailed):  # `pages` has already notified decode
                 await self.pages(offer)
         return accepted
@@ -126,7 +126,7 @@ class PrefillService:
 
     def _check(self, request: PrefillRequest) -> None:
         check_addressed(request, self._registration, draining=self.draining)
-        if request.request_id in self._outbound or self._rooms.is_over(request.request_id):
+        if request.request_id in self._outbound or self._rooms.has_ended(request.request_id):
             raise Rejected(f"request id {request.request_id!r} is in use, or was a moment ago", param="request_id")
         if self._registry.book.find("decode", request.decode_id, request.decode_epoch) is None:
             # refuse now, so that decode can try an instance that sees it in etcd; we would refuse its offer later
@@ -137,7 +137,7 @@ class PrefillService:
 
         Raises: TransferFailed, after notifying decode; no write into those pages will follow.
         """
-        if offer.request_id not in self._outbound and self._rooms.hold(offer):
+        if offer.request_id not in self._outbound and self._rooms.keep_early(offer):
             return RoomOk(room=offer.room)
         try:
             self._take_offer(offer)

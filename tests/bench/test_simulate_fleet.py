@@ -356,7 +356,7 @@ def test_questions_are_answered_by_the_living_and_are_few() -> None:
 
 def test_without_questions_left_prompts_are_served_all_the_same() -> None:
     setup = asking(LARGE)
-    mute = replace(setup, news=replace(setup.news, questions_per_s=0.0))
+    mute = replace(setup, news=replace(setup.news, queries_per_s=0.0))
     fleet, measured = large(mute, "conversations")
     assert len(measured.e2e_s) == 3000
     assert fleet.prefills.routers.num_asked <= LARGE.decode * 32

@@ -27,7 +27,7 @@ class Oracle:
 
 def guided(engine: EngineCore, texts: Texts, lies: int = 0) -> EngineCore:
     engine._make_drafter = lambda tokens, _: Oracle(texts, tokens, lies)
-    engine._guesses_all = True
+    engine._always_drafts = True
     engine._pipelined = False
     return engine
 

@@ -15,7 +15,7 @@ from engine import parts as parts_module
 from engine.build import assemble
 from engine.config import EngineConfig, StepSize
 from engine.device import huge_pages
-from engine.device.memory import Look, MemoryUse
+from engine.device.memory import MemoryReading, MemoryUse
 from engine.model.load import LoadedModel
 from engine.parts import Parts, make_parts
 from engine.ports import EngineRequest, Phase
@@ -119,7 +119,7 @@ def test_what_graphs_hold_is_learnt_from_a_few_of_them(fresh: LoadedModel, monke
     config, graphs = settings(max_running=24, max_step_tokens=32), Graphs(900_000, 200_000)
     with CountedMemory(TOTAL, fresh) as memory, idle_kernels():
         parts = made(fresh, memory, config, graphs)
-        left = TOTAL - memory.look().own
+        left = TOTAL - memory.measure().own
     held = 0.1 * TOTAL  # and the activations of a step
     assert held < left < held + 350_000
     assert parts.pool.max_context > 400
@@ -136,8 +136,8 @@ def test_what_another_worker_takes_while_graphs_are_measured_is_not_multiplied()
             return most, 35
 
     class Memory:
-        def look(self) -> Look:
-            return Look(10**6, 10**6 - own - others, own)
+        def measure(self) -> MemoryReading:
+            return MemoryReading(10**6, 10**6 - own - others, own)
 
     parts: Any = parts_module
     graphs = parts._trial_graphs(Forward(), SimpleNamespace(attention=None), Memory())
@@ -149,7 +149,7 @@ def test_pages_of_other_processes_are_not_counted_as_free(fresh: LoadedModel) ->
         alone = plain(fresh, memory)
         memory.others = TOTAL // 2
         beside = plain(fresh, memory)
-        memory.look()
+        memory.measure()
         memory.others = TOTAL // 20  # what the share leaves to others anyway
         assert abs(plain(fresh, memory) - alone) < 60
     assert 0 < beside < 0.6 * alone

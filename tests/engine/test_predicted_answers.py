@@ -51,14 +51,14 @@ def test_each_output_has_the_counts_so_far_of_its_branch(tiny: LoadedModel) -> N
             if tokens.draft_counts is not None:
                 before = counts[tokens.branch][-1] if counts[tokens.branch] else DraftCounts(0, 0)
                 counts[tokens.branch].append(tokens.draft_counts)
-                assert tokens.draft_counts.right - before.right >= len(tokens.token_ids) - 1
+                assert tokens.draft_counts.accepted - before.accepted >= len(tokens.token_ids) - 1
                 assert tokens.draft_counts.checked > before.checked
             else:
                 assert len(tokens.token_ids) == 1
     stats = output.stats
     last = [counts[branch][-1] for branch in (0, 1)]
     assert (stats.drafted_tokens, stats.accepted_tokens) == last[0].plus(last[1])
-    assert last[0].right > 0.8 * last[0].checked > last[1].right, "the first branch is the predicted one"
+    assert last[0].accepted > 0.8 * last[0].checked > last[1].accepted, "the first branch is the predicted one"
 
 
 @pytest.mark.parametrize(

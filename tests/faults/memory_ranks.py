@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from typing import Final, cast
 
 from components.kv_transfer.rank_connection import Answer, Open, RankConnection, rank_endpoint
-from components.kv_transfer.rank_end import RankEnd, obey_orders
+from components.kv_transfer.rank_end import RankEnd, execute_orders
 from components.wire.instances import RankEndpoint
 from components.wire.layout import KvRegion, of_shard
 from tests.faults.memory_transfer import Fabric, MemoryTransfer
@@ -89,7 +89,7 @@ class MemoryRank:
 
     async def _serve(self) -> None:
         async with AsyncExitStack() as stack:
-            await obey_orders(MemoryRankEnd(stack, self._make), self._to.reader, self._from.writer())
+            await execute_orders(MemoryRankEnd(stack, self._make), self._to.reader, self._from.writer())
         self._from.close()
 
     def _make(self, order: Open) -> MemoryTransfer:

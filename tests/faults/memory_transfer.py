@@ -300,10 +300,10 @@ class MemoryTransfer:
         else:
             loop.call_later(LOOK_EVERY_S, self._look, notification, slot)
 
-    def hasten(self, notification: str) -> None:
+    def poll_often(self, notification: str) -> None:
         """Nothing looks for it here."""
 
-    async def catch_up(self) -> None:
+    async def drain_sockets(self) -> None:
         """Nothing waits in a socket here."""
 
     def notify(self, notification: str) -> None:

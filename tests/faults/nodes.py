@@ -16,12 +16,12 @@ from components.aio import background
 from components.discovery.registry import Registration
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.checksum import PageChecksums
-from components.kv_transfer.led_transfer import LedTransfer
+from components.kv_transfer.multi_rank_transfer import MultiRankTransfer
 from components.kv_transfer.writes import Writes
 from components.messaging.bus import Bus
 from components.messaging.call_server import serve_calls
-from components.messaging.fan_out import SOONEST_S, Following
-from components.messaging.fleet import Fleet, watch_fleet
+from components.messaging.fan_out import MIN_INTERVAL_S, SubscriptionChoice
+from components.messaging.fleet import Fleet, open_fleet
 from components.messaging.heartbeat_sender import HeartbeatSender, send_heartbeats
 from components.messaging.inbox import open_inbox
 from components.messaging.kv_publisher import publish_kv_events
@@ -238,11 +238,11 @@ class Node(ABC):
         return make
 
     def _watch(
-        self, role: WorkerRole, policy: PolicyName, following: Following | None = None
+        self, role: WorkerRole, policy: PolicyName, following: SubscriptionChoice | None = None
     ) -> AbstractAsyncContextManager[Fleet]:
         """Draws are the same in each run."""
         book = self.registry.book
-        return watch_fleet(self.bus, NAMESPACE, role, book, policy, rng=Random(self.id), following=following)
+        return open_fleet(self.bus, NAMESPACE, role, book, policy, rng=Random(self.id), following=following)
 
     @asynccontextmanager
     async def _advertised(
@@ -319,12 +319,14 @@ class Worker(Node):
             for rank in self.ranks:
                 stack.push_async_callback(rank.end)
             connections = [rank.connection for rank in self.ranks]
-            self.transfer = LedTransfer(self.memory, connections, await open_ranks(self.ranks, region, self.id, pages))
+            self.transfer = MultiRankTransfer(
+                self.memory, connections, await open_ranks(self.ranks, region, self.id, pages)
+            )
             self.writes = Writes(self.transfer, connections)
         self.kv_events = await stack.enter_async_context(
             publish_kv_events(self.bus, self.subject, self.id, lambda: self.registration.epoch)
         )
-        self.engine.on_output(lambda output: self.kv_events.take(output.cache_events))
+        self.engine.on_output(lambda output: self.kv_events.record(output.cache_events))
 
     def _make_engine(self) -> EngineCore:
         setup = self.cluster.setup
@@ -391,7 +393,7 @@ class Worker(Node):
 
     async def _drain(self) -> None:
         if self.died is None:
-            await drain(self.service, DRAIN_TIMEOUT_S, self.heart.at_once)
+            await drain(self.service, DRAIN_TIMEOUT_S, self.heart.send_now)
 
     def _kept(self) -> list[str]:
         core = self.engine.core
@@ -413,7 +415,7 @@ class Decode(Worker):
 
     async def _serve(self, stack: AsyncExitStack) -> None:
         await self._start_engine(stack)
-        following = Following(self.registry.book, 0 if self.cluster.setup.asks else None)
+        following = SubscriptionChoice(self.registry.book, 0 if self.cluster.setup.asks else None)
         prefills = await stack.enter_async_context(self._watch("prefill", DEFAULT["prefill"], following))
         outbox = await stack.enter_async_context(
             open_outbox(self.bus, self.id, lambda: self.registration.epoch, lambda: self.engine.stats.step)
@@ -447,7 +449,7 @@ class Decode(Worker):
         await stack.enter_async_context(
             self._advertised([*self.service.endpoints(), *self.kv_events.endpoints()], record)
         )
-        heartbeats = send_heartbeats(self.bus, self.subject, self.service.heartbeat, lambda: SOONEST_S)
+        heartbeats = send_heartbeats(self.bus, self.subject, self.service.heartbeat, lambda: MIN_INTERVAL_S)
         self.heart = heart = await stack.enter_async_context(heartbeats)
         self.engine.on_output(lambda output: heart.stepped(output.stats.step))
 
@@ -482,7 +484,7 @@ class Prefill(Worker):
             self._advertised([*self.service.endpoints(), *self.kv_events.endpoints()], record)
         )
         heartbeats = send_heartbeats(
-            self.bus, self.subject, self.service.heartbeat, lambda: SOONEST_S, self.kv_events.log.num_cached
+            self.bus, self.subject, self.service.heartbeat, lambda: MIN_INTERVAL_S, self.kv_events.log.num_cached
         )
         self.heart = heart = await stack.enter_async_context(heartbeats)
         self.engine.on_output(lambda output: heart.stepped(output.stats.step))

@@ -22,7 +22,7 @@ from components.discovery.book import InstanceBook
 from components.discovery.registry import join_registry
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.clocks import now_ms
-from components.messaging.fleet import watch_fleet
+from components.messaging.fleet import open_fleet
 from components.messaging.inbox import open_inbox
 from components.messaging.liveness import Liveness, watch_heartbeats
 from components.permissions import ADMINISTRATOR
@@ -310,7 +310,7 @@ async def open_client(mesh: MeshProcesses, model: str) -> AsyncIterator[Client]:
     async with (
         connect_bus(mine.nats_url, "test", mine.nats_access("test")) as bus,
         join_registry(mine.etcd_url, mesh.namespace, 10.0, mine.etcd_access()) as registry,
-        watch_fleet(bus, mesh.namespace, "decode", registry.book, "round_robin") as decodes,
+        open_fleet(bus, mesh.namespace, "decode", registry.book, "round_robin") as decodes,
         watch_heartbeats(bus, mesh.namespace, "prefill", registry.book) as prefills,
         open_inbox(bus, f"{mesh.namespace}.tokens.frontend.test-{uuid4().hex[:8]}") as inbox,
     ):

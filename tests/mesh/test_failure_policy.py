@@ -35,7 +35,9 @@ def test_a_killed_prefill_fails_its_requests_with_a_502_and_no_stream_that_has_b
             await until(lambda: any(beat.num_running for beat in client.beats("decode")), lambda: [*client.beats()])
             body = {"model": MODEL, "prompt": "a" * 200, "max_tokens": 5}
             asked = [asyncio.create_task(http.post("/v1/completions", json=body)) for _ in range(3)]
-            await until(lambda: client.prefills.prompts(record.instance_id).queued_tokens > 2 * 200, "all three there")
+            await until(
+                lambda: client.prefills.prompt_load(record.instance_id).queued_tokens > 2 * 200, "all three there"
+            )
             prefill.kill()
             for answer in await asyncio.gather(*asked):
                 assert answer.status_code == 502

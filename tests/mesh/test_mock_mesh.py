@@ -106,10 +106,10 @@ def test_a_long_queue_at_prefill_is_passed_by(mock_mesh: MeshProcesses) -> None:
 
             def is_known() -> bool:
                 """How much prefill has to do, and how fast it is."""
-                news = client.prefills.prompts(prefill.instance_id)
+                news = client.prefills.prompt_load(prefill.instance_id)
                 return news.queued_tokens > 2000 and news.tokens_per_s > 0
 
-            await until(is_known, lambda: client.prefills.prompts(prefill.instance_id))
+            await until(is_known, lambda: client.prefills.prompt_load(prefill.instance_id))
             assert _computed(decode.http) == 0
             behind = await asyncio.gather(*(client.generate(p, 4, model=MODEL) for p in prompts[15:]))
             assert _computed(decode.http) == 5 * 200

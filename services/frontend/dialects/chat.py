@@ -15,7 +15,7 @@ from components.openai.fields import FinishReason, GenerationFields, parse_body
 from components.openai.logprobs import ChatLogprobs, ShownToken
 from components.openai.parts import Parts, filled
 from components.output.calls import whole_calls
-from services.frontend.choice import Piece
+from services.frontend.choice import TextDelta
 from services.frontend.dialects.dialect import (
     ConversationDialect,
     EventStream,
@@ -46,7 +46,7 @@ class ChunkStream:
         self._has_usage = has_usage
         self._opened: set[int] = set()
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: TextDelta) -> bytes:
         index = piece.choice
         data = self._text(piece) if piece.shows else b""
         if index not in self._opened:
@@ -62,7 +62,7 @@ class ChunkStream:
     def fail(self, error: ApiError) -> bytes:
         return b"data: " + error.body() + b"\n\n" + DONE
 
-    def _text(self, piece: Piece, more: More = NOTHING) -> bytes:
+    def _text(self, piece: TextDelta, more: More = NOTHING) -> bytes:
         index, text, logprobs = piece.choice, piece.text, self._logprobs(piece.tokens)
         if piece.reasoning or piece.calls:
             return self._events.parts(index, text, piece.reasoning, piece.calls, logprobs=logprobs, more=more)
@@ -85,7 +85,7 @@ class DetailedStream(ChunkStream):
         self._has_ids = bool(request.return_token_ids)
         self._has_usage_so_far = request.continuous_usage
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: TextDelta) -> bytes:
         index, data = piece.choice, b""
         usage = member("usage", self._generation.usage().model_dump_json()) if self._has_usage_so_far else b""
         first = index not in self._opened
@@ -99,7 +99,7 @@ class DetailedStream(ChunkStream):
             data += self._text(piece, More(self._ids(piece, first=first), prompt_ids, usage))
         return data if piece.finish is None else data + self._events.finish(index, piece.finish, More(usage=usage))
 
-    def _ids(self, piece: Piece, *, first: bool) -> bytes:
+    def _ids(self, piece: TextDelta, *, first: bool) -> bytes:
         """New token ids of a choice, in a completion's first chunk after those of its prompt."""
         if not self._has_ids:
             return b""
@@ -141,7 +141,7 @@ class ChatDialect(ConversationDialect):
         )
         return chunks(request, events, self.logprobs, generation)
 
-    async def answer(self, pieces: Sequence[Sequence[Piece]], generation: Generation) -> Parts:
+    async def answer(self, pieces: Sequence[Sequence[TextDelta]], generation: Generation) -> Parts:
         token_ids, lists = prompt_extras(self.chat, generation, 0)
         completion = ChatCompletion(
             id=self.response_id,
@@ -155,7 +155,7 @@ class ChatDialect(ConversationDialect):
         made = (self._choice(i, choice) for i, choice in enumerate(whole_choices(pieces, self.chat)))
         return filled(completion, choices=made, **lists)
 
-    def _choice(self, index: int, choice: Piece) -> Parts:
+    def _choice(self, index: int, choice: TextDelta) -> Parts:
         made = ChatChoice(
             index=index,
             message=message_of(choice),
@@ -169,7 +169,7 @@ class ChatDialect(ConversationDialect):
         return None if tokens is None else ChatLogprobs.of(tokens)
 
 
-def message_of(choice: Piece) -> ChatMessage:
+def message_of(choice: TextDelta) -> ChatMessage:
     """The message of a choice. Its content is null if there are only reasoning or calls."""
     return ChatMessage(
         content=choice.text or (None if choice.reasoning or choice.calls else ""),

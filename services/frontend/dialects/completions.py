@@ -13,7 +13,7 @@ from components.openai.fields import FinishReason, parse_body
 from components.openai.logprobs import CompletionLogprobs, ShownToken
 from components.openai.parts import Parts, filled
 from components.text.tokenizer import TextModel
-from services.frontend.choice import Piece
+from services.frontend.choice import TextDelta
 from services.frontend.dialects.chat import chunks
 from services.frontend.dialects.dialect import (
     Dialect,
@@ -66,14 +66,14 @@ class CompletionDialect(Dialect):
         events = Events.completion(self.response_id, self.created, request.model, usage_follows=request.announces_usage)
         return chunks(request, events, self.logprobs, generation)
 
-    async def answer(self, pieces: Sequence[Sequence[Piece]], generation: Generation) -> Parts:
+    async def answer(self, pieces: Sequence[Sequence[TextDelta]], generation: Generation) -> Parts:
         completion = Completion(
             id=self.response_id, created=self.created, model=self.request.model, choices=[], usage=generation.usage()
         )
         choices = enumerate(whole_choices(pieces, self.request))
         return filled(completion, choices=(self._choice(i, choice, generation) for i, choice in choices))
 
-    def _choice(self, index: int, choice: Piece, generation: Generation) -> Parts:
+    def _choice(self, index: int, choice: TextDelta, generation: Generation) -> Parts:
         token_ids, lists = prompt_extras(self.request, generation, index)
         made = CompletionChoice(
             index=index,

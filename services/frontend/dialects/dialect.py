@@ -16,7 +16,7 @@ from components.openai.parts import Items, Parts
 from components.output.plan import OutputPlan
 from components.text.tokenizer import TextModel
 from services.frontend.answer_form import AnswerForm
-from services.frontend.choice import Piece
+from services.frontend.choice import TextDelta
 from services.frontend.conversation import AnswerPlan, conversation_of, encode_conversation, plan_answer
 from services.frontend.generation import Generation
 from services.frontend.incoming import Body
@@ -32,7 +32,7 @@ class Encoded(NamedTuple):
 
 
 class EventStream(Protocol):
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: TextDelta) -> bytes:
         """Return the events for a piece of the answer; may be empty, except for the first piece."""
 
     async def end(self) -> bytes:
@@ -78,7 +78,7 @@ class Dialect(AnswerForm, ABC):
     def events(self, generation: Generation) -> EventStream: ...
 
     @abstractmethod
-    async def answer(self, pieces: Sequence[Sequence[Piece]], generation: Generation) -> Parts:
+    async def answer(self, pieces: Sequence[Sequence[TextDelta]], generation: Generation) -> Parts:
         """The JSON of an answer that is not streamed. `pieces`: of each choice, in order."""
 
 
@@ -102,8 +102,8 @@ class ConversationDialect(Dialect):
         return Encoded([prompt], [echo], self.plan.output, self.plan.asked, prediction)
 
 
-def whole_choices(pieces: Sequence[Sequence[Piece]], request: GenerationFields) -> list[Piece]:
-    return [Piece.joined(mine, has_logprobs=request.alternatives is not None) for mine in pieces]
+def whole_choices(pieces: Sequence[Sequence[TextDelta]], request: GenerationFields) -> list[TextDelta]:
+    return [TextDelta.joined(mine, has_logprobs=request.alternatives is not None) for mine in pieces]
 
 
 def prompt_extras(
@@ -119,5 +119,5 @@ def prompt_extras(
     return token_ids if request.return_token_ids else None, lists
 
 
-def logprob_lists(logprobs: type[ChatLogprobs | CompletionLogprobs], choice: Piece) -> dict[str, Items]:
+def logprob_lists(logprobs: type[ChatLogprobs | CompletionLogprobs], choice: TextDelta) -> dict[str, Items]:
     return {} if choice.tokens is None else logprobs.parts(choice.tokens)

@@ -20,7 +20,7 @@ from components.openai.errors import ApiError, in_other_words
 from components.openai.fields import parse_body
 from components.openai.parts import Parts, filled
 from components.output.blocks import Block, Blocks
-from services.frontend.choice import Piece
+from services.frontend.choice import TextDelta
 from services.frontend.dialects.dialect import ConversationDialect, EventStream
 from services.frontend.generation import Generation
 from services.frontend.incoming import Body
@@ -51,7 +51,7 @@ class MessagesDialect(ConversationDialect):
     def events(self, generation: Generation) -> EventStream:
         return MessageStream(self, generation)
 
-    async def answer(self, pieces: Sequence[Sequence[Piece]], generation: Generation) -> Parts:
+    async def answer(self, pieces: Sequence[Sequence[TextDelta]], generation: Generation) -> Parts:
         [mine] = pieces
         blocks = await generation.text.run(len(mine), partial(blocks_of, mine))
         reason, sequence = why_it_stopped(generation)
@@ -81,7 +81,7 @@ class MessageStream:
         self._events = MessageEvents()
         self._begun = False
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: TextDelta) -> bytes:
         data = self._events.piece(piece.reasoning, piece.text, piece.calls)
         if not self._begun:
             self._begun = True
@@ -97,7 +97,7 @@ class MessageStream:
         return b"event: error\ndata: %b\n\n" % body
 
 
-def blocks_of(pieces: Sequence[Piece]) -> list[Block]:
+def blocks_of(pieces: Sequence[TextDelta]) -> list[Block]:
     blocks = Blocks()
     for piece in pieces:
         blocks.add(piece.reasoning, piece.text, piece.calls)

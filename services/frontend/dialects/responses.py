@@ -30,7 +30,7 @@ from components.openai.responses import (
 from components.output.blocks import Block, Blocks
 from components.wire.responses import StoredResponse
 from services.frontend.answer_form import error_of
-from services.frontend.choice import Piece
+from services.frontend.choice import TextDelta
 from services.frontend.dialects.dialect import ConversationDialect, EventStream
 from services.frontend.gate import caller_of
 from services.frontend.generation import Generation
@@ -119,7 +119,7 @@ class ResponsesDialect(ConversationDialect):
     def events(self, generation: Generation) -> EventStream:
         return ResponseStream(self, generation)
 
-    async def answer(self, pieces: Sequence[Sequence[Piece]], generation: Generation) -> Parts:
+    async def answer(self, pieces: Sequence[Sequence[TextDelta]], generation: Generation) -> Parts:
         [mine] = pieces
         size = len(mine) + sum(len(piece.tokens or ()) for piece in mine)
         items = await generation.text.run(size, partial(items_of, mine, self.request_id, generation))
@@ -179,7 +179,7 @@ class ResponseStream:
         self._ended = False
         self._tokens: list[ShownToken] = []  # without text so far: they are sent with the next ones
 
-    def piece(self, piece: Piece) -> bytes:
+    def piece(self, piece: TextDelta) -> bytes:
         _, text, _, tokens, reasoning, calls, _ = piece
         logprobs: list[TokenLogprob] = []
         if tokens:
@@ -209,7 +209,7 @@ class ResponseStream:
         return data + self._events.last("failed", response.model_copy(update={"store": False}))
 
 
-def items_of(pieces: Sequence[Piece], request_id: str, generation: Generation) -> list[OutputItem]:
+def items_of(pieces: Sequence[TextDelta], request_id: str, generation: Generation) -> list[OutputItem]:
     """Return the items of a whole answer. An answer without text has one empty message."""
     blocks = Blocks()
     tokens: defaultdict[int, list[ShownToken]] = defaultdict(list)  # by the index of a block of text

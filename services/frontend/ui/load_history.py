@@ -66,7 +66,7 @@ class LoadHistory:
         async def load(ask: AskLoad) -> Load:
             return Load(samples=[sample for sample in self.samples if sample.unix_s > ask.after_unix_s])
 
-        return Endpoint("load", AskLoad, load, immediate=True, repeatable=True)
+        return Endpoint("load", AskLoad, load, runs_inline=True, is_idempotent=True)
 
     async def run(self) -> None:
         while True:

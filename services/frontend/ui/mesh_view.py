@@ -36,7 +36,7 @@ SILENT: Final = State("silent", "it does not answer, or its engine has stalled")
 class Reports:
     """The latest answers of instances."""
 
-    prefills: Seen | None = None  # the last roll call
+    prefills: Seen | None = None  # answers to the last query
     statuses: dict[str, Status] = field(default_factory=dict)  # by instance id
     unanswered: dict[str, int] = field(default_factory=dict)  # by instance id: status calls in a row
 
@@ -60,7 +60,7 @@ class MeshView:
         self._clock = clock
         self._nats_away_s = nats_away_s
 
-    def look(self, samples: Sequence[Fields] = ()) -> View:
+    def snapshot(self, samples: Sequence[Fields] = ()) -> View:
         records = [record for role in ROLES for record in self._book.of_role(role)]
         known = {record.instance_id: record for record in records}
         ages_s = self._decodes.ages_s()

@@ -10,8 +10,8 @@ from typing import Final
 from components.aio import background
 from components.discovery.book import InstanceBook
 from components.messaging.bus import Bus
+from components.messaging.heartbeat_query import HeartbeatQuery
 from components.messaging.liveness import Liveness
-from components.messaging.roll_call import RollCall
 from components.urls import is_loopback
 from services.frontend.config import FrontendSettings
 from services.frontend.ui.api import Ui
@@ -37,7 +37,7 @@ class MeshSources:
     bus: Bus
     book: InstanceBook
     decodes: Liveness
-    prefills: RollCall
+    prefills: HeartbeatQuery
 
 
 def make_ui(settings: FrontendSettings, sources: MeshSources, is_over: Callable[[], bool]) -> tuple[Ui, StatusPoll]:
@@ -48,7 +48,7 @@ def make_ui(settings: FrontendSettings, sources: MeshSources, is_over: Callable[
     view = MeshView(sources.book, sources.decodes, reports, about, nats_away_s=sources.bus.contact_age_s)
     poll = StatusPoll(sources.me, sources.bus, sources.book, sources.prefills, reports=reports, load=load)
     ui = Ui(
-        Feed(lambda: view.look(load.samples()), is_over),
+        Feed(lambda: view.snapshot(load.samples()), is_over),
         history,
         Traces(settings, shows_content=shows_content(settings)),
         LocalControl(sources.bus, settings.ui_control) if settings.ui_control else None,

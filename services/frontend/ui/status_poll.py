@@ -11,7 +11,7 @@ from typing import Final
 from components.discovery.book import InstanceBook
 from components.errors import MeshError
 from components.messaging.bus import Bus
-from components.messaging.roll_call import RollCall
+from components.messaging.heartbeat_query import HeartbeatQuery
 from components.wire.instances import InstanceRecord
 from components.wire.load import AskLoad, Load
 from components.wire.status import Status, StatusRequest
@@ -27,7 +27,7 @@ ANSWER_S: Final = 1.0
 
 class StatusPoll:
     def __init__(
-        self, me: str, bus: Bus, book: InstanceBook, prefills: RollCall, *, reports: Reports, load: MeshLoad
+        self, me: str, bus: Bus, book: InstanceBook, prefills: HeartbeatQuery, *, reports: Reports, load: MeshLoad
     ) -> None:
         """`me`: instance id of this frontend."""
         self._me = me

@@ -59,21 +59,21 @@ def test_instances_of_two_roles_may_have_one_id() -> None:
 def test_a_record_in_doubt_stays_until_it_is_dropped_or_comes_back() -> None:
     """An etcd that lost its data, or a process cut off from etcd, took healthy workers out of the mesh."""
     book, heard = listened()
-    doubts: list[str] = []
-    book.doubt = doubts.append
+    missing: list[str] = []
+    book.on_missing = missing.append
     for name in "abc":
         book.put(name, record(name, "1"))
     heard.clear()
     book.replace_all({"c": record("c", "1")})
     book.remove("a")
-    assert sorted(doubts) == ["a", "b"]
-    assert book.doubted == {"a", "b"}
+    assert sorted(missing) == ["a", "b"]
+    assert book.missing_in_etcd == {"a", "b"}
     assert [r.instance_id for r in book.of_role("decode")] == ["a", "b", "c"]
     assert heard == []
     book.put("a", record("a", "1"))
     book.drop("b")
     assert heard == [("1", None)]
-    assert book.doubted == set()
+    assert book.missing_in_etcd == set()
     assert book.at("b") is None
     book.remove("a")
-    assert sorted(doubts) == ["a", "a", "b"]
+    assert sorted(missing) == ["a", "a", "b"]

@@ -96,10 +96,10 @@ class FakeTransfer:
         future.add_done_callback(lambda _: self.expected.pop(notification, None))
         return future
 
-    def hasten(self, notification: str) -> None:
+    def poll_often(self, notification: str) -> None:
         self.hastened.append(notification)
 
-    async def catch_up(self) -> None:
+    async def drain_sockets(self) -> None:
         """Nothing waits in a socket here."""
 
     async def _flight(self) -> None:

@@ -232,7 +232,7 @@ async def test_only_a_write_between_two_gpus_is_judged_by_its_speed(
     agent, pages = shared_peer.endpoint.agent, range(4)
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
-    monkeypatch.setattr(slow_peers, "JUDGED_BYTES", 2 * LAYOUT.page_bytes)
+    monkeypatch.setattr(slow_peers, "MIN_JUDGED_BYTES", 2 * LAYOUT.page_bytes)
     monkeypatch.setattr(slow_peers, "SLOW_BYTES_S", float("inf"))
     peer = transfer._peers[agent]
     for ours, theirs, warnings in (("cpu", "cuda:0", 0), ("cuda:0", "cpu", 0), ("cuda:0", "cuda:1", 1)):
@@ -398,10 +398,10 @@ async def test_a_dead_peer_fails_the_write_of_pieces(transfer: NixlTransfer, sta
 
 
 async def test_a_notification_is_looked_for_often_once_it_is_said_to_come(transfer: NixlTransfer) -> None:
-    transfer.hasten("boot/1")  # nobody expects it
+    transfer.poll_often("boot/1")  # nobody expects it
     first, second = transfer.expect("boot/1", 1), transfer.expect("boot/2", 2)
     assert transfer._patience() == POLL_EXPECTED_S
-    transfer.hasten("boot/2")
+    transfer.poll_often("boot/2")
     assert transfer._patience() == POLL_COMING_S
     second.cancel()
     await asyncio.sleep(0)
@@ -413,10 +413,10 @@ async def test_what_has_landed_is_seen_as_soon_as_it_is_said_to_come(transfer: N
     expected = transfer.expect("boot/1", 3)
     transfer.aux.write(3, AuxRecord(1, 2, 3, 4))
     transfer.aux.seal(3, "boot/2")
-    transfer.hasten("boot/1")
+    transfer.poll_often("boot/1")
     assert list(transfer._arrivals._coming) == ["boot/1"], "it is another's, or not whole yet"
     transfer.aux.seal(3, "boot/1")
-    transfer.hasten("boot/1")
+    transfer.poll_often("boot/1")
     assert not transfer._arrivals._expected
     await asyncio.wait_for(expected, PATIENCE_S)
     await asyncio.sleep(0)  # since Python 3.12 `wait_for` returns at once
@@ -433,7 +433,7 @@ async def test_a_record_that_was_damaged_on_its_way_is_told_long_before_the_tran
     transfer.aux._heads[3]["first_token"] ^= 1
     await asyncio.sleep(0.2)
     assert not damaged.done(), "it may be of somebody else, as long as nobody says that ours is coming"
-    transfer.hasten("boot/1")
+    transfer.poll_often("boot/1")
     with pytest.raises(KvCorrupt, match="was corrupted on its way from prefill"):
         await asyncio.wait_for(damaged, PATIENCE_S)
     assert list(transfer._arrivals._expected) == ["boot/2"]
@@ -446,10 +446,10 @@ async def test_a_hint_that_comes_to_nothing_is_looked_after_for_a_while_only(
 ) -> None:
     monkeypatch.setattr(aux, "COMING_S", 0.5)
     expected = transfer.expect("boot/1", 3)
-    transfer.hasten("boot/1")
+    transfer.poll_often("boot/1")
     await until(lambda: transfer._patience() != POLL_COMING_S)
     assert transfer._patience() == POLL_EXPECTED_S
-    transfer.hasten("boot/1")
+    transfer.poll_often("boot/1")
     assert transfer._patience() == POLL_COMING_S
     expected.cancel()
 

@@ -47,15 +47,15 @@ class Slot:
             "head": lambda: self.write(0, NEW_BYTES[:middle]),
             "rest": lambda: self.write(middle, NEW_BYTES[middle : HEAD.itemsize]),
             "sums": lambda: self.write(HEAD.itemsize, NEW_BYTES[HEAD.itemsize :]),
-            "hasten": lambda: self.arrivals.hasten("new"),
+            "poll_often": lambda: self.arrivals.poll_often("new"),
         }
 
     def write(self, at: int, data: bytes) -> None:
         self.aux._memory[0, at : at + len(data)] = list(data)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         self.now_s += 0.01  # later than the next look at all slots
-        self.arrivals.look()
+        self.arrivals.poll()
 
     @property
     def is_new(self) -> bool:
@@ -63,13 +63,13 @@ class Slot:
 
 
 async def test_a_record_completes_its_own_transfer_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    for order in permutations(["old", "head", "rest", "sums", "hasten"]):
+    for order in permutations(["old", "head", "rest", "sums", "poll_often"]):
         slot = Slot(monkeypatch)
         await asyncio.sleep(0)
         for name in order:
             was_landed = slot.landed.done()
             slot.events[name]()
-            slot.look()
+            slot.poll()
             if not was_landed:
                 assert slot.landed.done() == slot.is_new, (order, name)
         if slot.landed.done():
@@ -77,5 +77,5 @@ async def test_a_record_completes_its_own_transfer_whole(monkeypatch: pytest.Mon
             continue
         for _ in range(3):  # announced, and another seal stays
             slot.now_s += DAMAGED_AFTER_S
-            slot.look()
+            slot.poll()
         assert isinstance(slot.landed.exception(), KvCorrupt), order

@@ -109,7 +109,7 @@ async def test_a_damaged_page_is_named_and_the_pages_stay_until_prefill_is_quiet
     with pytest.raises(KvCorrupt, match=told):
         await pair.run()
     assert pair.receiver.lifecycle.state is InboundState.TRANSFER
-    assert pair.receiver.abandon() is InboundState.PINNED
+    assert pair.receiver.give_up() is InboundState.PINNED
 
 
 async def test_pages_that_decode_held_before_are_not_checked() -> None:

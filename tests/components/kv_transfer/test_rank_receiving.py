@@ -27,7 +27,7 @@ async def end() -> AsyncIterator[RankEnd]:
     async with AsyncExitStack() as stack:
         opened = RankEnd(stack)
         order = Open("nixl", "rank", "127.0.0.1", 0, region.address, region.num_pages, region.device, LAYOUT)
-        await opened.obey(0, order)
+        await opened.execute(0, order)
         yield opened
 
 
@@ -43,10 +43,10 @@ def is_receiving(end: RankEnd) -> bool:
 
 
 async def obey_all(end: RankEnd, orders: tuple[Order, ...], turns: int) -> None:
-    """As `obey_orders`: a task for each."""
+    """As `execute_orders`: a task for each."""
     async with asyncio.TaskGroup() as tasks:
         for order in orders:
-            tasks.create_task(end.obey(1, order))
+            tasks.create_task(end.execute(1, order))
             for _ in range(turns):
                 await asyncio.sleep(0)
 
@@ -69,6 +69,6 @@ async def test_a_follower_holds_one_aux_slot_however_often_it_receives(end: Rank
     """Each order took another slot. After 1,024 of them the follower received nothing more."""
     for _ in range(SLOTS + 1):
         await obey_all(end, (Receive(on=True), Receive(on=False)), 1)
-    await end.obey(1, Receive(on=True))
+    await end.execute(1, Receive(on=True))
     assert is_receiving(end)
     assert transfer_of(end).aux.num_free >= SLOTS - 1

@@ -17,7 +17,7 @@ from components.errors import DeadlineExceeded, TransferFailed
 from components.kv_transfer import backend, nixl_transfer
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.checksum import PageChecksums
-from components.kv_transfer.led_transfer import Opened, open_transfer
+from components.kv_transfer.multi_rank_transfer import Opened, open_transfer
 from components.kv_transfer.rank_connection import Write
 from components.kv_transfer.rank_end import serve_rank
 from components.kv_transfer.writes import Copy
@@ -125,7 +125,7 @@ async def test_pages_of_all_ranks_arrive_before_the_aux_slot(
         source = ours.transfer.aux.take()
         ours.transfer.aux.write(source, AuxRecord(stamp=1, num_pages=1, first_token=7, num_cached_tokens=0))
         await ours.transfer.write_aux(peer.agent, source, slot, "room", LATER_MS)
-        theirs.transfer.hasten("room")
+        theirs.transfer.poll_often("room")
         await asyncio.wait_for(landed, PATIENCE_S)
         for rank in range(ranks[1]):
             for head in of_shard(layouts[1], rank, ranks[1]).heads:
@@ -148,7 +148,7 @@ async def test_pages_of_all_ranks_arrive_before_the_aux_slot(
             assert [i for i in range(len(sent)) if found[i] != sent[i]] == [70 // max(sizes)]
         if sizes[0] == sizes[1]:
             assert moved == len(tables[1]) * peer.page_bytes
-        await theirs.transfer.catch_up()
+        await theirs.transfer.drain_sockets()
         await ours.writes.disconnect(peer.agent)
         with pytest.raises(TransferFailed, match="no connection"):
             await ours.writes.write(peer, Copy(range(16), *tables), LATER_MS)

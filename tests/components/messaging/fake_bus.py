@@ -56,7 +56,7 @@ class FakeBus:
         if handler is not None:
             self._tasks.start(self._answer(handler, message))
 
-    def steady_s(self) -> float:
+    def since_reconnect_s(self) -> float:
         return 3600.0
 
     def on_no_responders(self, subject: str, callback: Callable[[], None]) -> str:

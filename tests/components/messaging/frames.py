@@ -34,7 +34,7 @@ class Read:
     def tokens(self) -> list[list[int]]:
         return [item.token_ids for item in self.items]
 
-    def take(self, item: StreamItem) -> None:
+    def add_tokens(self, item: StreamItem) -> None:
         self.items.append(item)
         self._came.set()
 

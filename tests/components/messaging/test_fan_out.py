@@ -8,11 +8,11 @@ from components.aio import background
 from components.discovery.book import InstanceBook
 from components.messaging.fan_out import (
     ALL_PAIRS,
-    LONGEST_S,
-    QUESTIONS_PER_S,
-    SOONEST_S,
+    MAX_INTERVAL_S,
+    MIN_INTERVAL_S,
+    QUERIES_PER_S,
     FleetSizes,
-    Following,
+    SubscriptionChoice,
 )
 from components.messaging.kv_publisher import KvEventPublisher
 from components.wire.instances import InstanceRecord, Role
@@ -42,7 +42,7 @@ def fleet(prefill: int, decode: int, frontends: int) -> InstanceBook:
 def deliveries_per_s(sizes: FleetSizes) -> float:
     """Of heartbeats, KV events and questions with their answers, with all workers busy and one planner."""
     roles: tuple[Role, ...] = ("decode", "prefill")
-    asked = 0 if sizes.pairs <= ALL_PAIRS else 2 * sizes.questions_per_s() * sizes.count("decode")
+    asked = 0 if sizes.pairs <= ALL_PAIRS else 2 * sizes.queries_per_s() * sizes.count("decode")
     return asked + sum(
         (sizes.followings(role) + sizes.count(role)) / sizes.heartbeat_rest_s(role)
         + sizes.followings(role) / sizes.kv_events_rest_s(role)
@@ -76,7 +76,7 @@ def test_a_thousand_of_each_with_16_frontends_use_the_budget_and_no_more() -> No
     sizes = FleetSizes(fleet(1000, 1000, 16))
     assert 0.9 * BUDGET_PER_S < deliveries_per_s(sizes) <= BUDGET_PER_S
     assert sizes.followings("prefill") == 0
-    assert sizes.questions_per_s() == QUESTIONS_PER_S / 1000
+    assert sizes.queries_per_s() == QUERIES_PER_S / 1000
     assert 1.0 < sizes.kv_events_rest_s("decode") < 2.5
 
 
@@ -84,36 +84,36 @@ def test_in_a_small_fleet_everything_is_followed_and_sent_as_soon_as_it_may_be()
     sizes = FleetSizes(fleet(20, 20, 4))
     assert sizes.followings("prefill") == 400
     for role in ("decode", "prefill"):
-        assert sizes.heartbeat_rest_s(role) == sizes.kv_events_rest_s(role) == SOONEST_S
+        assert sizes.heartbeat_rest_s(role) == sizes.kv_events_rest_s(role) == MIN_INTERVAL_S
 
 
 def test_prefill_instances_that_nobody_follows_publish_seldom() -> None:
-    assert FleetSizes(fleet(65, 64, 1)).kv_events_rest_s("prefill") == LONGEST_S
+    assert FleetSizes(fleet(65, 64, 1)).kv_events_rest_s("prefill") == MAX_INTERVAL_S
 
 
 def test_a_decode_instance_follows_until_the_fleet_is_large_and_then_asks() -> None:
     book = fleet(64, 64, 1)
-    following = Following(book)
+    following = SubscriptionChoice(book)
     changes: list[bool] = []
-    following.on_change(lambda: changes.append(following.asks))
-    assert not following.asks
+    following.on_change(lambda: changes.append(following.queries_instances))
+    assert not following.queries_instances
     assert following.followed.of_role("prefill") == book.of_role("prefill")
     (joined,) = instances("prefill", 1, 64, model="another")
     book.put(joined.instance_id, joined)
-    assert following.asks
+    assert following.queries_instances
     assert not len(following.followed)
     book.remove("prefill-00007")
-    assert following.asks, "it does not switch to and fro"
+    assert following.queries_instances, "it does not switch to and fro"
     for one in instances("prefill", 20):
         book.remove(one.instance_id)
-    assert not following.asks
+    assert not following.queries_instances
     assert following.followed.of_role("prefill") == book.of_role("prefill")
     assert changes == [True, False]
 
 
 def test_followed_instances_come_and_go_with_the_mesh() -> None:
     book = fleet(3, 2, 1)
-    following = Following(book)
+    following = SubscriptionChoice(book)
     again = record("prefill-00001", "e2", role="prefill", model="m")
     book.put(again.instance_id, again)
     book.remove("prefill-00002")
@@ -141,7 +141,7 @@ def test_a_busy_worker_publishes_a_batch_of_kv_events_as_often_as_it_may() -> No
         publisher = KvEventPublisher(bus, "ns.prefill.w", "w", lambda: "e1", rest_s=lambda: 1.3)
         async with background(publisher.run(), "kv-events"):
             for number in range(1000):
-                publisher.take([(number.to_bytes(16, "little"), True)])
+                publisher.record([(number.to_bytes(16, "little"), True)])
                 await asyncio.sleep(0.01)
         assert len(bus.batches) == 8
         assert all(count == pytest.approx(130, abs=2) for count in bus.batches[1:])

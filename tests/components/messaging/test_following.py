@@ -7,14 +7,14 @@ from contextlib import AsyncExitStack
 import pytest
 
 from components.discovery.book import InstanceBook
-from components.messaging import fan_out, questions
+from components.messaging import fan_out, load_queries
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import serve_calls
-from components.messaging.fan_out import Following
-from components.messaging.fleet import Fleet, watch_fleet
+from components.messaging.fan_out import SubscriptionChoice
+from components.messaging.fleet import Fleet, open_fleet
 from components.messaging.heartbeat_sender import HeartbeatSender, send_heartbeats
 from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
-from components.routing.candidates import Inquiry, depths
+from components.routing.candidates import CandidateQuery, depths
 from components.routing.policy import RouteRequest
 from components.wire.heartbeat import Heartbeat
 from components.wire.tokens import PromptBlocks, pack_tokens, seed_hash
@@ -59,23 +59,23 @@ class Worker:
 
     def cache(self, *hashes: bytes) -> None:
         assert self.events is not None
-        self.events.take([(block, True) for block in hashes])
+        self.events.record([(block, True) for block in hashes])
 
 
 class Scene:
     """Eight prefill instances, and what a decode instance knows of them."""
 
-    def __init__(self, bus: Bus, book: InstanceBook, following: Following, fleet: Fleet) -> None:
+    def __init__(self, bus: Bus, book: InstanceBook, following: SubscriptionChoice, fleet: Fleet) -> None:
         self.bus, self.book, self.following, self.fleet = bus, book, following, fleet
         self.workers = {name: Worker(name) for name in NAMES}
         self.running: dict[str, AsyncExitStack] = {}
 
-    async def inquire(self, tokens: range = PROMPT, **ask: object) -> Inquiry:
-        inquiries = self.fleet.inquiries
-        assert inquiries is not None
-        assert inquiries.are_needed
+    async def query(self, tokens: range = PROMPT, **ask: object) -> CandidateQuery:
+        candidate_queries = self.fleet.candidate_queries
+        assert candidate_queries is not None
+        assert candidate_queries.are_needed
         blocks = prompt_blocks(tokens)
-        return await inquiries.about(RouteRequest(len(tokens), **ask), blocks, self.fleet.alive.usable("m"))
+        return await candidate_queries.query(RouteRequest(len(tokens), **ask), blocks, self.fleet.alive.usable("m"))
 
     async def stop(self, name: str) -> None:
         """It answers nothing more, and stays in etcd."""
@@ -85,8 +85,8 @@ class Scene:
 @pytest.fixture
 async def scene(nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Scene]:
     monkeypatch.setattr(fan_out, "ALL_PAIRS", 40)
-    for limit in ("ANSWER_WITHIN_S", "GIVEN_UP_AFTER_S"):  # NATS refuses at once what is asked of a stopped instance
-        monkeypatch.setattr(questions, limit, 5.0)
+    for limit in ("ANSWER_TIMEOUT_S", "CALL_TIMEOUT_S"):  # NATS refuses at once what is asked of a stopped instance
+        monkeypatch.setattr(load_queries, limit, 5.0)
     book = InstanceBook()
     for name in NAMES:
         subject = f"{namespace}.prefill.{name}"
@@ -96,8 +96,8 @@ async def scene(nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) 
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
         workers, bus = await enter(connect_bus(nats_url, "workers")), await enter(connect_bus(nats_url, "decode"))
-        following = Following(book)
-        fleet = await enter(watch_fleet(bus, namespace, "prefill", book, "kv_aware", following=following))
+        following = SubscriptionChoice(book)
+        fleet = await enter(open_fleet(bus, namespace, "prefill", book, "kv_aware", following=following))
         made = Scene(bus, book, following, fleet)
         for name, worker in made.workers.items():
             running = made.running[name] = AsyncExitStack()
@@ -113,25 +113,25 @@ async def scene(nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 async def test_a_large_fleet_is_asked_and_not_followed(scene: Scene) -> None:
-    assert scene.following.asks
+    assert scene.following.queries_instances
     before = scene.bus.client.stats["in_msgs"]
     await asyncio.sleep(0.5)
     assert scene.bus.client.stats["in_msgs"] == before
     assert {one.instance_id for one in scene.fleet.alive.usable("m")} == set(NAMES)
-    inquiry = await scene.inquire()
-    assert 0 < inquiry.num_asked == len(inquiry.answered)
-    assert inquiry.choose() is not None
+    query = await scene.query()
+    assert 0 < query.num_asked == len(query.answered)
+    assert query.choose() is not None
 
 
 async def test_the_instance_that_has_the_prompt_cached_is_found(scene: Scene) -> None:
     """All prompts with this beginning ask the same instances; the one that computed it says how much it has."""
-    first = (await scene.inquire()).choose()
+    first = (await scene.query()).choose()
     assert first is not None
     blocks = prompt_blocks()(PAGE)
     deep = depths(len(blocks), PAGE)[-2]
     scene.workers[first.instance_id].cache(*[blocks[at] for at in range(deep)])
     for tokens in (PROMPT, range(1999), range(2100)):
-        again = (await scene.inquire(tokens)).choose()
+        again = (await scene.query(tokens)).choose()
         assert again is not None
         assert (again.instance_id, again.cached_tokens) == (first.instance_id, deep * PAGE)
 
@@ -140,18 +140,18 @@ async def test_more_are_asked_while_those_that_answered_have_queues(scene: Scene
     for worker in scene.workers.values():
         worker.queued = 100_000
     few = depths(len(prompt_blocks()(PAGE)), PAGE)
-    inquiry = await scene.inquire()
-    assert inquiry.num_asked == len(NAMES)
+    query = await scene.query()
+    assert query.num_asked == len(NAMES)
     assert len(few) < len(NAMES)
 
 
 async def test_an_instance_that_does_not_answer_costs_one_prompt_a_moment_and_is_lost_in_seconds(scene: Scene) -> None:
-    chosen = (await scene.inquire()).choose()
+    chosen = (await scene.query()).choose()
     assert chosen is not None
     lost: list[tuple[str, str]] = []
     scene.fleet.alive.on_lost(lambda record, why: lost.append((record.instance_id, why)))
     await scene.stop(chosen.instance_id)
-    other = (await scene.inquire()).choose()
+    other = (await scene.query()).choose()
     assert other is not None
     assert other.instance_id != chosen.instance_id
     await until(lambda: lost)
@@ -161,11 +161,11 @@ async def test_an_instance_that_does_not_answer_costs_one_prompt_a_moment_and_is
 
 
 async def test_a_lost_instance_is_asked_until_it_answers(scene: Scene, namespace: str, nats_url: str) -> None:
-    chosen = (await scene.inquire()).choose()
+    chosen = (await scene.query()).choose()
     assert chosen is not None
     name, alive = chosen.instance_id, scene.fleet.alive
     await scene.stop(name)
-    await scene.inquire()
+    await scene.query()
     await until(lambda: alive.is_lost(name))
     subject = f"{namespace}.prefill.{name}"
     async with (
@@ -195,8 +195,8 @@ async def test_an_instance_that_is_stalled_or_drains_gets_no_work_until_it_says_
         scene.workers["p2"].still = True
         await until(lambda: not alive.is_usable("p2"))
     for _ in range(5):
-        inquiry = await scene.inquire()
-        assert not {"p1", "p2"} & set(inquiry.answered)
+        query = await scene.query()
+        assert not {"p1", "p2"} & set(query.answered)
     scene.workers["p1"].draining = scene.workers["p2"].still = False
     await until(lambda: alive.is_usable("p1") and alive.is_usable("p2"))
 
@@ -204,13 +204,13 @@ async def test_an_instance_that_is_stalled_or_drains_gets_no_work_until_it_says_
 async def test_without_questions_left_a_candidate_is_chosen_unasked(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(fan_out, "QUESTIONS_PER_S", 0)
+    monkeypatch.setattr(fan_out, "QUERIES_PER_S", 0)
     asked = 0
-    while (inquiry := await scene.inquire()).num_asked:
-        asked += inquiry.num_asked
+    while (query := await scene.query()).num_asked:
+        asked += query.num_asked
         assert asked < 100
     before = scene.bus.client.stats["out_msgs"]
-    chosen = inquiry.choose()
+    chosen = query.choose()
     assert chosen is not None
     assert scene.bus.client.stats["out_msgs"] == before
 
@@ -223,19 +223,19 @@ async def test_a_fleet_that_becomes_small_is_followed_and_a_large_one_asked_agai
     kept = {name: scene.book.find("prefill", name) for name in NAMES}
     for name in NAMES[6:]:
         scene.book.remove(name)
-    assert scene.following.asks, "48 pairs are more than 40, and so were 30 at first"
+    assert scene.following.queries_instances, "48 pairs are more than 40, and so were 30 at first"
     for name in NAMES[3:6]:
         scene.book.remove(name)
-    assert not scene.following.asks
+    assert not scene.following.queries_instances
     await until(lambda: index.blocks_of("p0"))
     await until(lambda: all(alive.last_heartbeat(name) for name in NAMES[:3]))
     for name in NAMES[3:]:
         found = kept[name]
         assert found is not None
         scene.book.put(name, found)
-    assert scene.following.asks
+    assert scene.following.queries_instances
     assert not index.blocks_of("p0")
-    assert (await scene.inquire()).choose() is not None
+    assert (await scene.query()).choose() is not None
 
 
 @pytest.mark.parametrize(
@@ -243,15 +243,15 @@ async def test_a_fleet_that_becomes_small_is_followed_and_a_large_one_asked_agai
 )
 async def test_every_policy_chooses_among_those_that_answer(scene: Scene, namespace: str, policy: str) -> None:
     """Requests with one session meet at one instance, where the policy is about sessions."""
-    watching = watch_fleet(scene.bus, namespace, "prefill", scene.book, policy, following=scene.following)
+    watching = open_fleet(scene.bus, namespace, "prefill", scene.book, policy, following=scene.following)
     async with watching as fleet:
-        inquiries = fleet.inquiries
-        assert inquiries is not None
+        candidate_queries = fleet.candidate_queries
+        assert candidate_queries is not None
         found = set()
         for first in range(8):
             blocks = prompt_blocks(range(first, first + 900))
             ask = RouteRequest(900, session="s", prefix=blocks.prefix())
-            chosen = (await inquiries.about(ask, blocks, fleet.alive.usable("m"))).choose()
+            chosen = (await candidate_queries.query(ask, blocks, fleet.alive.usable("m"))).choose()
             assert chosen is not None
             found.add(chosen.instance_id)
         assert len(found) == 1 if policy in {"consistent_hashing", "session_affinity"} else len(found) > 1

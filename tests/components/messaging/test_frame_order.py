@@ -91,8 +91,8 @@ def test_a_lost_last_frame_is_asked_for_after_a_quiet_second() -> None:
         loop = asyncio.get_running_loop()
         began = loop.time()
         while len(link.dealt) < 3:
-            link.order.look()
-            await asyncio.sleep(frame_order.LOOK_S)
+            link.order.repair_if_quiet()
+            await asyncio.sleep(frame_order.CHECK_INTERVAL_S)
         assert loop.time() - began < 2.0
         assert link.counts == FrameCounts(lost=0, gaps=0, checks=1)
 
@@ -105,11 +105,11 @@ def test_nobody_is_asked_while_no_stream_is_open_or_frames_come() -> None:
         for _ in range(20):
             link.send()
             await asyncio.sleep(0.5)
-            link.order.look()
+            link.order.repair_if_quiet()
         link.order.is_wanted = False
         for _ in range(20):
             await asyncio.sleep(0.5)
-            link.order.look()
+            link.order.repair_if_quiet()
         assert link.asked == []
 
     run_virtually(test)
@@ -123,7 +123,7 @@ def test_asking_goes_on_through_an_outage() -> None:
         await asyncio.sleep(30)
         assert link.dealt == [0]
         link.away = False
-        await asyncio.sleep(frame_order.AGAIN_S + 0.1)
+        await asyncio.sleep(frame_order.RETRY_PAUSE_S + 0.1)
         assert link.dealt == [0, 1, 2]
         assert len(link.asked) < 100
 
@@ -180,11 +180,11 @@ def test_whatever_is_lost_and_how_often_every_frame_is_dealt_once_in_order(seed:
             link.away = draw.random() < 0.2
             link.send(draw.randrange(4))
             await asyncio.sleep(draw.choice((0.0, 0.01, 0.3, 1.5)))
-            link.order.look()
+            link.order.repair_if_quiet()
         bad = link.away = False
         for _ in range(20):
-            await asyncio.sleep(frame_order.LOOK_S)
-            link.order.look()
+            await asyncio.sleep(frame_order.CHECK_INTERVAL_S)
+            link.order.repair_if_quiet()
         assert link.dealt == list(range(link.made))
         assert not link.lost
         link.order.stop()

@@ -45,11 +45,11 @@ class Worker:
 
     def store(self, blocks: list[bytes]) -> None:
         self.blocks.update(blocks)
-        self.publisher.take((block, True) for block in blocks)
+        self.publisher.record((block, True) for block in blocks)
 
     def remove(self, blocks: list[bytes]) -> None:
         self.blocks.difference_update(blocks)
-        self.publisher.take((block, False) for block in blocks)
+        self.publisher.record((block, False) for block in blocks)
 
     def register(self, epoch: str) -> None:
         self.epoch = epoch
@@ -200,7 +200,7 @@ async def test_a_worker_that_cannot_be_asked_is_without_blocks_until_it_can(
         s.worker.register("1")
         await s.until_it_agrees()
         s.worker.epoch = "2"  # as for a moment after each registration: etcd knows, it does not
-        s.mirror._instances["w"].follower.doubt()
+        s.mirror._instances["w"].follower.mark_stale()
         s.mirror._ask(s.mirror._instances["w"])
         await until(lambda: s.mirror.counts.failed_dumps >= 2)
         assert s.index.blocks_of("w") == set()
@@ -254,7 +254,7 @@ async def test_nothing_is_sent_when_nothing_has_happened(nats_url: str, namespac
         call = FetchKvDump(epoch="1", have=s.worker.publisher.log.number)
         part = await s.router.call(f"{namespace}.prefill.w.kv_dump", call, KvDumpPart, timeout_s=PATIENCE_S)
         assert part == KvDumpPart(number=call.have or 0, unchanged=True)
-        s.mirror._instances["w"].follower.doubt()
+        s.mirror._instances["w"].follower.mark_stale()
         s.mirror._ask(s.mirror._instances["w"])
         await until(lambda: s.mirror.counts.dumps == 2)
         assert s.agrees()

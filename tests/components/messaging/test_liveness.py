@@ -8,13 +8,13 @@ from components.aio import background
 from components.discovery.book import InstanceBook
 from components.errors import DeadlineExceeded, MeshError
 from components.messaging.bus import connect_bus
-from components.messaging.fan_out import LONGEST_S, SOONEST_S
+from components.messaging.fan_out import MAX_INTERVAL_S, MIN_INTERVAL_S
 from components.messaging.fleet import show_instances
 from components.messaging.heartbeat_sender import HeartbeatSender, heartbeat_of, send_heartbeats
 from components.messaging.liveness import (
     EVERY_S,
+    HEARTBEAT_TOLERANCE_S,
     HUNG_AFTER_S,
-    LATE_S,
     SILENT_AFTER_S,
     STALLED_AFTER_S,
     Liveness,
@@ -221,7 +221,7 @@ def test_strangers_and_other_roles_are_nobody() -> None:
 def test_a_process_that_was_held_up_itself_starts_the_count_afresh() -> None:
     watched = Watched()
     watched.now += 60
-    watched.liveness.forgive()
+    watched.liveness.reset_times()
     watched.liveness.check()
     assert not watched.lost
     watched.after(SILENT_AFTER_S + 0.1)
@@ -250,10 +250,10 @@ def test_a_heartbeat_says_what_the_engine_measured() -> None:
 
 def test_what_an_instance_said_of_its_prompts_grows_old() -> None:
     watched = Watched()
-    assert watched.liveness.prompts("a") == watched.liveness.prompts("unknown") == IDLE
+    assert watched.liveness.prompt_load("a") == watched.liveness.prompt_load("unknown") == IDLE
     watched.liveness.record_heartbeat(heartbeat_of("a", "1", StepStats(), PromptLoad(70, 2.5), draining=False))
     watched.after(1.5)
-    assert watched.liveness.prompts("a") == PromptLoad(70, 2.5, age_s=1.5)
+    assert watched.liveness.prompt_load("a") == PromptLoad(70, 2.5, age_s=1.5)
 
 
 @pytest.mark.mesh
@@ -266,7 +266,7 @@ async def test_a_worker_that_stops_beating_is_lost_over_nats(nats_url: str, name
     async with connect_bus(nats_url, "test") as bus, watch_heartbeats(bus, namespace, "decode", book) as liveness:
         liveness.on_lost(lambda r, _: lost.append(r))
         beat = heartbeat_of("one", "1", StepStats(), IDLE, draining=False)
-        async with send_heartbeats(bus, mine.subject, lambda: beat, lambda: SOONEST_S):
+        async with send_heartbeats(bus, mine.subject, lambda: beat, lambda: MIN_INTERVAL_S):
             await bus.publish_bytes(f"{mine.subject}.heartbeat", b"garbage")
             await until(lambda: liveness.last_heartbeat("one") is not None)
             assert liveness.usable() == [mine]
@@ -353,7 +353,7 @@ def test_what_must_not_wait_is_told_at_once() -> None:
             for beats in range(1, 5):
                 await asyncio.sleep(0.001)
                 assert told.beats == beats
-                heart.at_once()
+                heart.send_now()
 
     run_virtually(test)
 
@@ -361,7 +361,7 @@ def test_what_must_not_wait_is_told_at_once() -> None:
 def test_a_heartbeat_that_cannot_leave_is_not_the_end() -> None:
     async def test() -> None:
         told = Told(DeadlineExceeded("the connection timed out"))
-        async with background(beating(told, SOONEST_S).run(), "heartbeat"):
+        async with background(beating(told, MIN_INTERVAL_S).run(), "heartbeat"):
             await asyncio.sleep(1.2)
         assert told.beats == 2
 
@@ -435,7 +435,7 @@ def test_no_heartbeat_keeps_its_instance_alive_for_good(next_s: float) -> None:
     watched.liveness.record_heartbeat(Heartbeat(instance_id="a", epoch="1", step=1, busy=False, next_s=next_s))
     watched.after(SILENT_AFTER_S - 0.1)
     assert not watched.lost
-    watched.after(2 * LONGEST_S + LATE_S)
+    watched.after(2 * MAX_INTERVAL_S + HEARTBEAT_TOLERANCE_S)
     assert {name for name, _, _ in watched.lost} == {"a", "b"}
 
 

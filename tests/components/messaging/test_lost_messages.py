@@ -14,7 +14,7 @@ from nats.aio.msg import Msg
 from components.errors import BackendUnavailable, ListenerGone, NobodyListens
 from components.messaging import outbox as outbox_module
 from components.messaging import replies
-from components.messaging.bus import Bus, connect_bus, nats_errors
+from components.messaging.bus import Bus, connect_bus, translated_nats_errors
 from components.messaging.call_server import KEPT_BYTES, KEPT_S, CallServer, Endpoint, SentAnswers, serve_calls
 from components.messaging.clocks import PeerClocks
 from components.messaging.outbox import OutStream, SentFrames, StreamOutbox, open_outbox
@@ -83,7 +83,7 @@ async def test_a_lost_question_or_answer_costs_a_second_and_the_call_runs_once(
             monkeypatch.setattr(CallServer, "_respond", losing_method(CallServer._respond))
         began = time.monotonic()
         await ask(client, subject)
-        assert time.monotonic() - began > replies.AGAIN_S * 0.9
+        assert time.monotonic() - began > replies.FIRST_REPEAT_S * 0.9
         assert server.runs == ["r", "r"]
 
 
@@ -100,7 +100,7 @@ def losing_method(method: Callable[..., Awaitable[None]]) -> Callable[..., Await
 async def test_a_call_that_takes_long_is_repeated_and_runs_once(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "AGAIN_S", 0.05)
+    monkeypatch.setattr(replies, "FIRST_REPEAT_S", 0.05)
     async with serving(nats_url, namespace) as (server, client, subject):
         server.release.clear()
         asking = asyncio.create_task(ask(client, subject))
@@ -114,7 +114,7 @@ async def test_a_call_that_takes_long_is_repeated_and_runs_once(
 async def test_a_receiver_that_goes_away_after_it_took_a_call_ends_it_when_repetitions_find_nobody(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(replies, "AGAIN_S", 0.05)
+    monkeypatch.setattr(replies, "FIRST_REPEAT_S", 0.05)
 
     taken = asyncio.Event()
 
@@ -177,8 +177,8 @@ async def test_answers_of_calls_that_may_run_again_do_not_displace_those_that_mu
         runs.append("once")
         return RoomOk(room="r")
 
-    parts = Endpoint("part", KvComing, part, immediate=True, repeatable=True)
-    ones = Endpoint("once", KvComing, once, immediate=True)
+    parts = Endpoint("part", KvComing, part, runs_inline=True, is_idempotent=True)
+    ones = Endpoint("once", KvComing, once, runs_inline=True)
     server = CallServer([parts, ones], "nats://n", Refusals(), PeerClocks(), lambda *_: None)
 
     async def call(endpoint: Endpoint, reply: str) -> list[bytes]:
@@ -320,5 +320,5 @@ async def test_nats_says_whether_anybody_listens_for_frames(nats_url: str, names
 )
 def test_whatever_a_connection_raises_is_an_error_of_ours(error: Exception) -> None:
     """A RuntimeError of uvloop's went through everything that catches MeshError: pages leaked, processes ended."""
-    with pytest.raises(BackendUnavailable), nats_errors("subject", "nats://n"):
+    with pytest.raises(BackendUnavailable), translated_nats_errors("subject", "nats://n"):
         raise error

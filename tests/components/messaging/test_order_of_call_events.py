@@ -15,7 +15,7 @@ from nats.micro.request import Request
 from components.messaging.call_server import CallServer, Endpoint, SentAnswers
 from components.messaging.clocks import PeerClocks
 from components.messaging.refusals import Refusals
-from components.messaging.replies import AGAIN_S, NO_RESPONDERS, STATUS, Replies
+from components.messaging.replies import FIRST_REPEAT_S, NO_RESPONDERS, STATUS, Replies
 from components.wire.codec import pack, unpack
 from components.wire.prefill import KvComing, RoomOk
 from components.wire.refused import Refused
@@ -64,7 +64,7 @@ class Calling:
 
     async def _next_question(self) -> Msg:
         if not self.questions:
-            await asyncio.sleep(AGAIN_S)  # until it is repeated
+            await asyncio.sleep(FIRST_REPEAT_S)  # until it is repeated
             await turns(TURNS)
         if not self.questions:
             raise ImpossibleOrder
@@ -139,7 +139,7 @@ async def _settle(calling: Calling, asking: "asyncio.Task[Msg]") -> None:
             await calling.return_answer()
         await turns(TURNS)
         if not asking.done():
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(FIRST_REPEAT_S)
 
 
 async def _run(order: tuple[str, ...], impossible: set[tuple[str, ...]], cancelled: bool) -> None:
@@ -235,7 +235,7 @@ def test_an_immediate_call_whose_work_another_task_cancels_does_not_end_the_subs
         calling = Calling()
         asking = asyncio.create_task(calling.call())
         await turns(TURNS)
-        immediate = Endpoint("call", KvComing, _cancelled_work, immediate=True)
+        immediate = Endpoint("call", KvComing, _cancelled_work, runs_inline=True)
         await calling.server.receive(immediate)(Request(calling.questions.popleft()))
         await calling.return_answer()
         assert unpack((await asking).data, Refused).error == "InvariantBroken"

@@ -42,7 +42,7 @@ class Instance:
             self.questions.append((answered, StaleInstance("another") if self.runs else NobodyListens("none")))
         return await answered
 
-    def steady_s(self) -> float:
+    def since_reconnect_s(self) -> float:
         return float("inf")
 
     async def register(self) -> None:
@@ -112,7 +112,7 @@ async def _run(order: tuple[str, ...]) -> None:
         else:
             assert found is None, order
             assert not one.questions, order
-        assert bool(one.book.doubted) == (known == one.runs and not one.in_etcd), order
+        assert bool(one.book.missing_in_etcd) == (known == one.runs and not one.in_etcd), order
     assert [task.get_name() for task in asyncio.all_tasks() if task is not asyncio.current_task()] == [], order
 
 

@@ -32,7 +32,7 @@ class Watched:
         self.received_s = self.moved_s = self.forgiven_s = self.now
         self.book = InstanceBook()
         self.liveness = Liveness(self.book, "decode", lambda: self.now)
-        self.liveness.asks = asks
+        self.liveness.queries_instances = asks
         self.lost = self.returned = 0
         self.liveness.on_lost(lambda *_: setattr(self, "lost", self.lost + 1))
         self.register()
@@ -78,8 +78,8 @@ class Watched:
         )
 
     def pause(self) -> None:
-        if self.liveness.asks:
-            self.liveness.asked("a")
+        if self.liveness.queries_instances:
+            self.liveness.note_query("a")
         self.now += PAUSE_S
         self.liveness.check()
 
@@ -96,7 +96,7 @@ class Watched:
         """This process is held up, and the instance is not."""
         self.now += 30.0
         self.moved_s = self.now
-        self.liveness.forgive()
+        self.liveness.reset_times()
         self.liveness.check()
         self.forgiven_s = self.now
 

@@ -90,7 +90,7 @@ class Scene:
 
     async def __aenter__(self) -> "Scene":
         await self._stack.enter_async_context(background(self.mirror.run(), "dumps"))
-        await self._stack.enter_async_context(background(self.mirror.look(), "look"))
+        await self._stack.enter_async_context(background(self.mirror.check(), "check"))
         await self._start()
         self.stored()
         self.registered()
@@ -113,12 +113,12 @@ class Scene:
     def stored(self) -> None:
         new = [next(self.fresh) for _ in range(3)]
         self.blocks += new
-        self.publisher.take((block, True) for block in new)
+        self.publisher.record((block, True) for block in new)
 
     def evicted(self) -> None:
         """The parents go first."""
         gone, self.blocks = self.blocks[:2], self.blocks[2:]
-        self.publisher.take((block, False) for block in gone)
+        self.publisher.record((block, False) for block in gone)
 
     def registered(self) -> None:
         """Anew, as after an outage of etcd. Its process is the same."""

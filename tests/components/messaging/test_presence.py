@@ -39,12 +39,12 @@ class Mesh:
 
 @pytest.fixture
 async def mesh(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Mesh]:
-    monkeypatch.setattr(presence, "AGAIN_S", 0.05)
-    monkeypatch.setattr(presence, "SPREAD_S", 0.001)
+    monkeypatch.setattr(presence, "CALL_INTERVAL_S", 0.05)
+    monkeypatch.setattr(presence, "JITTER_PER_INSTANCE_S", 0.001)
     made = Mesh()
     async with keep_present(made.bus, made.book, Random(0)):
         yield made
-    assert made.book.doubt is None
+    assert made.book.on_missing is None
 
 
 async def test_one_that_answers_stays_and_is_asked_again_until_it_does_not(mesh: Mesh) -> None:
@@ -96,7 +96,7 @@ async def test_silence_and_an_outage_of_nats_prove_nothing(mesh: Mesh) -> None:
 async def test_just_after_a_reconnect_nobody_is_given_up(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart of NATS drops every connection: processes that were back first would have counted the others as lost."""
     steady = [0.1]
-    monkeypatch.setattr(mesh.bus, "steady_s", lambda: steady[0])
+    monkeypatch.setattr(mesh.bus, "since_reconnect_s", lambda: steady[0])
     mesh.add("a")
     mesh.die("a")
     mesh.book.remove("a")
@@ -109,15 +109,15 @@ async def test_just_after_a_reconnect_nobody_is_given_up(mesh: Mesh, monkeypatch
 async def test_when_etcd_loses_everybody_the_questions_are_spread_and_bounded(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence, "SPREAD_S", 0.002)
+    monkeypatch.setattr(presence, "JITTER_PER_INSTANCE_S", 0.002)
     names = [f"d{number}" for number in range(300)]
     for name in names:
         mesh.add(name)
     mesh.book.replace_all({})
     await asyncio.sleep(0)
-    assert len(mesh.bus.of(AskPresent)) <= presence.AT_ONCE
+    assert len(mesh.bus.of(AskPresent)) <= presence.MAX_CONCURRENT_CALLS
     assert len(mesh.here) == 300
     mesh.book.replace_all({name: record(name, "1") for name in names[:250]})
     await asyncio.sleep(0.7)
-    assert mesh.book.doubted == set(names[250:])
+    assert mesh.book.missing_in_etcd == set(names[250:])
     assert len(mesh.here) == 300

@@ -89,7 +89,7 @@ async def test_a_second_is_refused_while_the_first_is_recorded_and_not_after(nat
         profiler.over.set()
         assert (await part(bus, namespace, profile_id)).data == b"x"
         others = [profile_id]
-        for _ in range(profiles.KEPT):
+        for _ in range(profiles.MAX_KEPT_PROFILES):
             others.append(await start(bus, namespace, 0.01))
             await part(bus, namespace, others[-1])
         assert (await part(bus, namespace, others[-2])).data == b"x", "the last but one is kept"
@@ -100,7 +100,7 @@ async def test_a_second_is_refused_while_the_first_is_recorded_and_not_after(nat
 async def test_one_that_is_not_ready_is_answered_before_the_caller_gives_up(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(profiles, "WAIT_S", 0.05)
+    monkeypatch.setattr(profiles, "READY_TIMEOUT_S", 0.05)
     async with worker(nats_url, namespace, FakeProfiler(b"x")) as (bus, _):
         profile_id = await start(bus, namespace, 20)
         assert (await part(bus, namespace, profile_id)).size_bytes is None

@@ -139,7 +139,7 @@ async def test_a_stream_that_was_not_made_in_time_is_made_later(
                 await records.put("a", b"x")
         with pytest.raises(BackendUnavailable, match="response_stream"):
             await records.put("a", b"x")
-        monkeypatch.setattr("components.messaging.records.AGAIN_S", 0.0)
+        monkeypatch.setattr("components.messaging.records.CREATE_RETRY_PAUSE_S", 0.0)
         await records.put("a", b"x")
         assert await records.get("a") == b"x"
 

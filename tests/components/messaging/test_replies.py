@@ -23,7 +23,7 @@ class Recorder:
 
 async def test_a_call_is_repeated_only_while_nats_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """Repetitions filled the client's buffer while NATS was away, and other calls were refused."""
-    monkeypatch.setattr(replies, "AGAIN_S", 0.01)
+    monkeypatch.setattr(replies, "FIRST_REPEAT_S", 0.01)
     client = Recorder()
     call = replies._Call(cast("Client", client), "a", b"")
     asyncio.get_running_loop().call_later(1000, call.end, None)

@@ -174,7 +174,7 @@ async def test_what_comes_at_once_is_pushed_together() -> None:
             seen.append("end")
 
     class Noting(Read):
-        def take(self, item: StreamItem) -> None:
+        def add_tokens(self, item: StreamItem) -> None:
             seen.append(item.token_ids)
 
     inbox = StreamInbox("s", nothing_lost, together=Together())
@@ -193,7 +193,7 @@ async def test_what_comes_at_once_is_pushed_together() -> None:
 @pytest.mark.parametrize(("cause", "ends_with"), [(QueueFull("full"), QueueFull), (KeyError("bug"), InvariantBroken)])
 async def test_a_reader_that_fails_ends_its_stream_alone(cause: Exception, ends_with: type[Exception]) -> None:
     class Failing(Read):
-        def take(self, item: StreamItem) -> None:
+        def add_tokens(self, item: StreamItem) -> None:
             raise cause
 
     ends = Ends()

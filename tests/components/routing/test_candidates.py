@@ -6,12 +6,12 @@ import pytest
 
 from components.routing.candidates import (
     BURST_S,
+    CANDIDATES_PER_LATER_ROUND,
     LEAST_BURST,
     ROUNDS,
-    SAMPLED,
     Allowance,
     CandidateChoice,
-    Inquiry,
+    CandidateQuery,
     depths,
 )
 from components.routing.policies import parse_policy
@@ -75,7 +75,7 @@ def test_later_rounds_draw_a_few_of_many() -> None:
     first, *later = rounds(keys)
     assert len(first) == 8
     assert len(later) == len(ROUNDS) - 1
-    assert all(len(each) == SAMPLED for each in later)
+    assert all(len(each) == CANDIDATES_PER_LATER_ROUND for each in later)
 
 
 def test_rankings_are_made_anew_when_the_fleet_changes() -> None:
@@ -94,7 +94,7 @@ def test_an_empty_fleet_has_no_candidates() -> None:
 def take_all(allowance: Allowance, per_s: float, now_s: float) -> int:
     """What an impatient router gets at once."""
     taken = 0
-    while got := allowance.take(1000, per_s, now_s):
+    while got := allowance.reserve(1000, per_s, now_s):
         taken += got
     return taken
 
@@ -102,9 +102,9 @@ def take_all(allowance: Allowance, per_s: float, now_s: float) -> int:
 def test_an_allowance_refills_at_its_rate_and_holds_a_burst() -> None:
     allowance = Allowance()
     assert take_all(allowance, 10.0, 0.0) == BURST_S * 10
-    assert allowance.take(5, 10.0, 0.0) == 0
+    assert allowance.reserve(5, 10.0, 0.0) == 0
     assert take_all(allowance, 10.0, 1.0) == 10
-    assert allowance.take(7, 10.0, 1000.0) == 7
+    assert allowance.reserve(7, 10.0, 1000.0) == 7
     assert take_all(allowance, 10.0, 1000.0) == BURST_S * 10 - 7
 
 
@@ -114,13 +114,13 @@ def test_an_allowance_is_never_exceeded() -> None:
     taken, now_s = 0, 0.0
     for _ in range(5000):
         now_s += draw.expovariate(3.0)
-        taken += allowance.take(draw.randrange(1, 30), 12.0, now_s)
+        taken += allowance.reserve(draw.randrange(1, 30), 12.0, now_s)
         assert taken <= max(LEAST_BURST, BURST_S * 12.0) + 12.0 * now_s + 1
 
 
 def test_the_less_is_left_the_fewer_are_asked_at_once() -> None:
     allowance = Allowance()
-    taken = [allowance.take(100, 50.0, 0.0) for _ in range(200)]
+    taken = [allowance.reserve(100, 50.0, 0.0) for _ in range(200)]
     assert taken[0] == 100
     assert taken == sorted(taken, reverse=True)
     assert {2, 0} <= set(taken)
@@ -137,7 +137,7 @@ class Scene:
         )
         for member in FLEET[:20]:
             self.router.joined(member.instance_id, "e1")
-        self.inquiry = Inquiry(self.router, RouteRequest(2000))
+        self.query = CandidateQuery(self.router, RouteRequest(2000))
 
     def queue(self, name: str, tokens: int) -> None:
         self.router.record_heartbeat(Heartbeat(instance_id=name, epoch="e1", step=1, busy=True, queued_tokens=tokens))
@@ -145,17 +145,17 @@ class Scene:
 
 def test_an_instance_that_can_begin_at_once_is_enough() -> None:
     scene = Scene()
-    assert not scene.inquiry.is_enough, "nobody has answered"
+    assert not scene.query.is_enough, "nobody has answered"
     scene.queue("p001", 5000)
-    scene.inquiry.take(3, {"p001": 0})
-    assert not scene.inquiry.is_enough
-    scene.inquiry.take(2, {"p002": 0, "p003": 1024})
-    assert scene.inquiry.is_enough
-    chosen = scene.inquiry.choose()
+    scene.query.add_answers(3, {"p001": 0})
+    assert not scene.query.is_enough
+    scene.query.add_answers(2, {"p002": 0, "p003": 1024})
+    assert scene.query.is_enough
+    chosen = scene.query.choose()
     assert chosen is not None
     assert (chosen.instance_id, chosen.cached_tokens, chosen.num_candidates) == ("p003", 1024, 3)
-    assert scene.inquiry.num_asked == 5
-    assert scene.inquiry.answered == ["p001", "p002", "p003"]
+    assert scene.query.num_asked == 5
+    assert scene.query.answered == ["p001", "p002", "p003"]
 
 
 def test_each_round_needs_a_longer_queue_than_the_one_before() -> None:
@@ -164,8 +164,8 @@ def test_each_round_needs_a_longer_queue_than_the_one_before() -> None:
     scene.queue("p001", 4000)
     enough = []
     for _ in ROUNDS:
-        scene.inquiry.take(1, {"p001": 0})
-        enough.append(scene.inquiry.is_enough)
+        scene.query.add_answers(1, {"p001": 0})
+        enough.append(scene.query.is_enough)
     assert enough == sorted(enough)
     assert not enough[0]
     assert enough[-1]
@@ -173,23 +173,23 @@ def test_each_round_needs_a_longer_queue_than_the_one_before() -> None:
 
 def test_an_instance_that_has_left_meanwhile_is_not_chosen() -> None:
     scene = Scene()
-    scene.inquiry.take(2, {"p001": 2000, "p002": 0})
+    scene.query.add_answers(2, {"p001": 2000, "p002": 0})
     scene.router.left("p001")
-    chosen = scene.inquiry.choose()
+    chosen = scene.query.choose()
     assert chosen is not None
     assert chosen.instance_id == "p002"
 
 
 def test_none_is_chosen_without_answers() -> None:
     scene = Scene()
-    scene.inquiry.take(4, {})
-    assert scene.inquiry.choose() is None
+    scene.query.add_answers(4, {})
+    assert scene.query.choose() is None
 
 
 def test_without_a_question_the_candidates_are_chosen_by_what_is_known() -> None:
     scene = Scene()
     scene.queue("p003", 9000)
-    scene.inquiry.add_fallbacks(["p003", "p004"])
-    chosen = scene.inquiry.choose()
+    scene.query.add_fallbacks(["p003", "p004"])
+    chosen = scene.query.choose()
     assert chosen is not None
     assert chosen.instance_id == "p004"

@@ -10,10 +10,10 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from components.errors import IllegalTransition
 from components.lifecycle import Lifecycle
 from components.routing.health import (
+    DEFAULT_SETTINGS,
     FIRST_SHARE,
     MAX_CREDIT,
     NEXT,
-    USUAL,
     WARM_S,
     Breaker,
     BreakerSettings,
@@ -42,7 +42,7 @@ class BreakerByTheClock(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.breaker = Breaker("a", Random(0), USUAL)
+        self.breaker = Breaker("a", Random(0), DEFAULT_SETTINGS)
         self.now = 0.0
         self.in_a_row = 0  # failures since the last success or opening, while closed
         self.tries = 0  # that failed since it was closed
@@ -51,14 +51,14 @@ class BreakerByTheClock(RuleBasedStateMachine):
 
     @property
     def back_off_s(self) -> float:
-        return min(USUAL.most_s, USUAL.first_s * 2.0**self.tries)
+        return min(DEFAULT_SETTINGS.most_s, DEFAULT_SETTINGS.first_s * 2.0**self.tries)
 
     @precondition(lambda self: self.now >= self.breaker.ready_s)
     @rule()
     def a_request_goes(self) -> None:
         if self.breaker.state is not B.CLOSED:
             assert self.now >= self.opened_s + self.back_off_s / 2
-            assert self.trying_s is None or self.now >= self.trying_s + USUAL.try_s
+            assert self.trying_s is None or self.now >= self.trying_s + DEFAULT_SETTINGS.try_s
             self.trying_s = self.now
         trial = self.breaker.sent(self.now)
         assert (trial is None) == (self.trying_s is None)
@@ -84,7 +84,7 @@ class BreakerByTheClock(RuleBasedStateMachine):
         self.in_a_row += 1
         if was is B.HALF_OPEN:
             self.tries += 1
-        elif self.in_a_row < USUAL.failures:
+        elif self.in_a_row < DEFAULT_SETTINGS.failures:
             assert self.breaker.state is B.CLOSED
             return
         assert self.breaker.state is B.OPEN
@@ -153,8 +153,8 @@ def test_a_trial_without_a_result_blocks_its_instance_for_a_while_only() -> None
     members = old_fleet(2, health)
     health.failed("i000", 0.0)
     health.sent("i000", 1.0)
-    assert names(health.candidates(members, 1.0 + USUAL.try_s - 0.1)) == "i001"
-    assert names(health.candidates(members, 1.0 + USUAL.try_s)) == "i000 i001"
+    assert names(health.candidates(members, 1.0 + DEFAULT_SETTINGS.try_s - 0.1)) == "i001"
+    assert names(health.candidates(members, 1.0 + DEFAULT_SETTINGS.try_s)) == "i000 i001"
 
 
 def test_an_undecided_trial_lets_another_one_follow() -> None:

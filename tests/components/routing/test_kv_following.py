@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from components.messaging.kv_publisher import EventLog
-from components.routing.kv_following import MAX_HELD, MAX_HELD_BLOCKS, Follower
+from components.routing.kv_following import MAX_HELD, MAX_HELD_BLOCKS, KvFollower
 from components.routing.kv_index import KvIndex
 from components.wire.kv_events import KvEventBatch, pack_batch, unpack_batch, unpack_hashes
 
@@ -35,12 +35,12 @@ class Cache:
         dropped = self.log.dropped
         for block, is_stored in some:
             (self.blocks.add if is_stored else self.blocks.discard)(block)
-        self.log.take(some)
+        self.log.record(some)
         if self.log.dropped > dropped:
             self.at[self.log.number] = frozenset(self.blocks)
 
     def seal(self) -> None:
-        self.send(self.log.seal(self.name, str(self.epoch)))
+        self.send(self.log.take_batches(self.name, str(self.epoch)))
 
     def send(self, batches: list[KvEventBatch]) -> None:
         state = set(self.at[batches[0].number - 1]) if batches else self.blocks
@@ -61,7 +61,7 @@ class FollowingMachine(RuleBasedStateMachine):
         super().__init__()
         self.index = KvIndex(self.max_blocks)
         self.caches = {name: Cache(name) for name in NAMES}
-        self.followers = {name: Follower(name, "0", self.index) for name in NAMES}
+        self.followers = {name: KvFollower(name, "0", self.index) for name in NAMES}
         self.dumps: dict[str, tuple[int, list[bytes]]] = {}  # under way: the number, and what has not arrived
         for cache in self.caches.values():
             cache.at[0] = frozenset()
@@ -99,7 +99,7 @@ class FollowingMachine(RuleBasedStateMachine):
         cache = self.caches[name]
         cache.epoch += 1
         self.followers[name].forget()
-        self.followers[name] = Follower(name, str(cache.epoch), self.index)
+        self.followers[name] = KvFollower(name, str(cache.epoch), self.index)
         self.dumps.pop(name, None)
         assert not self.index.blocks_of(name)
 
@@ -112,8 +112,8 @@ class FollowingMachine(RuleBasedStateMachine):
         self.register_anew(name)
 
     @rule(name=names)
-    def doubt(self, name: str) -> None:
-        self.followers[name].doubt()
+    def mark_stale(self, name: str) -> None:
+        self.followers[name].mark_stale()
 
     @rule(name=names)
     def ask(self, name: str) -> None:
@@ -191,15 +191,15 @@ TestFollowingWithoutRoom.settings = settings(max_examples=40, stateful_step_coun
 def test_a_block_that_comes_and_goes_between_two_batches_is_not_mentioned() -> None:
     log = EventLog()
     one, two = BLOCKS[:2]
-    log.take([(one, True), (two, True), (one, False), (one, False)])
-    assert log.seal("a", "0") == [KvEventBatch("a", "0", 1, [two], [])]
-    log.take([(two, False), (two, True)])
-    assert (len(log), log.seal("a", "0"), log.number) == (0, [], 1)
+    log.record([(one, True), (two, True), (one, False), (one, False)])
+    assert log.take_batches("a", "0") == [KvEventBatch("a", "0", 1, [two], [])]
+    log.record([(two, False), (two, True)])
+    assert (len(log), log.take_batches("a", "0"), log.number) == (0, [], 1)
 
 
 def test_too_much_that_waits_is_dropped_with_its_number() -> None:
     log = EventLog(max_waiting=3)
-    log.take((block, True) for block in BLOCKS[:4])
+    log.record((block, True) for block in BLOCKS[:4])
     assert (len(log), log.number, log.dropped) == (0, 1, 1)
     assert log.empty_batch("a", "0").number == 2
     assert unpack_hashes(log.dump()) == BLOCKS[:4], "in the order they came"
@@ -207,7 +207,7 @@ def test_too_much_that_waits_is_dropped_with_its_number() -> None:
 
 def test_batches_held_for_too_long_are_given_up_and_a_dump_is_needed_again() -> None:
     index = KvIndex()
-    follower = Follower("a", "0", index)
+    follower = KvFollower("a", "0", index)
     for number in range(1, MAX_HELD + 3):
         follower.received(KvEventBatch("a", "0", number, [BLOCKS[0]], []))
     assert len(follower._held) <= MAX_HELD
@@ -223,10 +223,10 @@ def test_batches_held_for_too_long_are_given_up_and_a_dump_is_needed_again() -> 
 
 
 def test_a_doubt_that_comes_while_a_dump_is_fetched_is_not_forgotten() -> None:
-    follower = Follower("a", "0", KvIndex())
+    follower = KvFollower("a", "0", KvIndex())
     assert follower.dump_asked() is None
     follower.dump_begins()
-    follower.doubt()
+    follower.mark_stale()
     follower.dump_ends(7)
     assert follower.needs_dump
     assert follower.dump_asked() == 7
@@ -237,14 +237,14 @@ def test_a_doubt_that_comes_while_a_dump_is_fetched_is_not_forgotten() -> None:
 def test_what_found_no_room_is_missing_until_a_whole_dump_is_taken_in() -> None:
     index = KvIndex(max_blocks=3)
     index.add("other", BLOCKS[8:10])
-    follower = Follower("a", "0", index)
+    follower = KvFollower("a", "0", index)
     follower.dump_begins()
     follower.dump_part(BLOCKS[:2])
     follower.dump_ends(1)
     follower.received(KvEventBatch("a", "0", 2, BLOCKS[2:3], []))
     assert (follower.missing, follower.needs_dump) == (2, False)
     index.discard("other", BLOCKS[8:10])
-    follower.doubt()
+    follower.mark_stale()
     assert follower.dump_asked() is None, "that nothing has changed there is no answer"
     follower.dump_begins()
     follower.dump_part(BLOCKS[:3])

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from msgspec.structs import replace
 
 from components.routing.cache_policies import KvWeights
-from components.routing.load_book import FORGET_AFTER_S, OURS_FOR_S, LoadBook, Sent
+from components.routing.load_book import OWN_REQUEST_EXPIRY_S, UNREPORTED_EXPIRY_S, LoadBook, RoutedRequest
 from components.routing.policies import DEFAULT, WorkerRole, parse_policy
 from components.routing.policy import RouteRequest
 from components.wire.heartbeat import Heartbeat
@@ -30,7 +30,7 @@ class Request:
     branches: int
     worker: "Worker"
     number: int | None = None
-    sent: Sent | None = None  # None: another router's
+    sent: RoutedRequest | None = None  # None: another router's
     sent_s: float = 0.0
     answered: bool = False
     given_up: bool = False  # we told the book that it is over
@@ -171,7 +171,7 @@ class BookAgainstWorld(RuleBasedStateMachine):
     def give_up(self, request: Request) -> None:
         assert request.sent is not None or not request.answered
         if request.sent is not None:
-            self.book.over(request.sent)
+            self.book.ended(request.sent)
             request.given_up = True
 
     def deliver(self, heartbeat: Heartbeat) -> None:
@@ -194,11 +194,11 @@ class BookAgainstWorld(RuleBasedStateMachine):
                 r
                 for r in worker.ours
                 if not r.given_up
-                and self.now - r.sent_s < FORGET_AFTER_S
+                and self.now - r.sent_s < UNREPORTED_EXPIRY_S
                 and not (r.answered and r.number is not None and r.number <= worker.told_of)
             ]
             said = worker.believed or beat()
-            ours = [r for r in worker.ours if not r.given_up and self.now - r.sent_s < OURS_FOR_S]
+            ours = [r for r in worker.ours if not r.given_up and self.now - r.sent_s < OWN_REQUEST_EXPIRY_S]
             told = said.num_requests + sum(r.branches for r in untold)
             assert member.running == max(told, sum(r.branches for r in ours))
             queued = said.queued_tokens + sum(r.tokens for r in untold)
@@ -210,7 +210,7 @@ class BookAgainstWorld(RuleBasedStateMachine):
             assert member.used_pages == pages
             assert self.book.find(member.instance_id) is member
             kept += len(untold)
-        assert self.book.num_uncovered == kept
+        assert self.book.num_unreported == kept
 
     def teardown(self) -> None:
         """When everything has been answered and told, the book is the truth."""
@@ -232,7 +232,7 @@ class BookAgainstWorld(RuleBasedStateMachine):
                 sum(r.tokens for r in worker.active),
                 sum(r.pages for r in worker.active),
             )
-        assert self.book.num_uncovered == 0
+        assert self.book.num_unreported == 0
 
 
 BookAgainstWorld.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
@@ -298,7 +298,7 @@ def test_a_heartbeat_that_overtakes_the_answer_covers_the_request() -> None:
     assert sent is not None
     book.record_heartbeat(beat(accepted=1, num_requests=1), 0.0)
     book.accepted(sent, 1)
-    assert (member.running, book.num_uncovered) == (1, 0)
+    assert (member.running, book.num_unreported) == (1, 0)
 
 
 @pytest.mark.parametrize("speed", [float("nan"), float("inf"), -1.0])
@@ -324,16 +324,16 @@ def test_requests_of_a_worker_that_never_reports_them_are_forgotten() -> None:
     sent = book.send("a", 100, 7, 0.0)
     assert sent is not None
     book.accepted(sent, 1)
-    for tenth in range(1, int(FORGET_AFTER_S * 10)):
+    for tenth in range(1, int(UNREPORTED_EXPIRY_S * 10)):
         book.record_heartbeat(beat(step=tenth), tenth / 10)
         assert member.running == 1
-    book.record_heartbeat(beat(step=10_000), FORGET_AFTER_S)
-    assert book.num_uncovered == 0
+    book.record_heartbeat(beat(step=10_000), UNREPORTED_EXPIRY_S)
+    assert book.num_unreported == 0
     # For all we know it is there.
     assert (member.running, member.queued_tokens, member.used_pages) == (1, 100, 7)
     book.computed(sent)
     assert (member.running, member.queued_tokens, member.used_pages) == (1, 0, 7)
-    book.expire(OURS_FOR_S)
+    book.expire(OWN_REQUEST_EXPIRY_S)
     assert (member.running, member.queued_tokens, member.used_pages) == (0, 0, 0)
 
 
@@ -343,9 +343,9 @@ def test_a_lost_instance_takes_its_requests_along_and_their_late_ends_change_not
     sent = book.send("a", 100, 7, 0.0)
     assert sent is not None
     member = book.joined("a", "2")
-    assert (member.running, book.num_uncovered) == (0, 0)
+    assert (member.running, book.num_unreported) == (0, 0)
     book.accepted(sent, 1)
-    book.over(sent)
+    book.ended(sent)
     assert (member.running, member.queued_tokens, member.used_pages) == (0, 0, 0)
     assert book.joined("a", "2") is member
 

@@ -1,6 +1,6 @@
 import pytest
 
-from components.routing.policy import PromptLoad, PromptRate, sooner_here
+from components.routing.policy import PromptLoad, PromptRate, is_sooner_locally
 
 IDLE = PromptLoad(0, 1000.0)
 
@@ -27,7 +27,7 @@ IDLE = PromptLoad(0, 1000.0)
 def test_a_prompt_is_computed_here_when_every_queue_there_lasts_longer(
     here: PromptLoad, there: list[PromptLoad], sooner: bool
 ) -> None:
-    assert sooner_here(100, here, there) is sooner
+    assert is_sooner_locally(100, here, there) is sooner
 
 
 def test_a_rate_follows_the_steps_that_compute_prompts() -> None:

@@ -4,7 +4,7 @@ from itertools import product
 from random import Random
 
 from components.errors import DecodeLost
-from components.routing.health import USUAL, BreakerState
+from components.routing.health import DEFAULT_SETTINGS, BreakerState
 from components.routing.policies import parse_policy
 from components.routing.policy import Member, RouteRequest
 from components.routing.router import Route, Router
@@ -28,9 +28,9 @@ class Instance:
         self.latest: tuple[int, Route] | None = None
         self.failures = 0  # of requests to the present process, without a success since
         self.restart()
-        for _ in range(2 * USUAL.failures):
+        for _ in range(2 * DEFAULT_SETTINGS.failures):
             self.send()
-        for _ in range(USUAL.failures):
+        for _ in range(DEFAULT_SETTINGS.failures):
             self.end(self.late.pop(0), "failed")
         assert self.state is BreakerState.OPEN
 
@@ -62,7 +62,7 @@ class Instance:
             self.failures += epoch == self.epochs
         elif how == "answered":
             route.succeeded()
-        route.over()
+        route.ended()
 
 
 def run(events: tuple[str, ...]) -> None:
@@ -88,7 +88,9 @@ def run(events: tuple[str, ...]) -> None:
             instance.end(request, how)
         if request is trial or instance.state is not BreakerState.HALF_OPEN:
             trial = None
-        assert instance.state is BreakerState.CLOSED or instance.failures >= USUAL.failures, "the failures of another"
+        assert instance.state is BreakerState.CLOSED or instance.failures >= DEFAULT_SETTINGS.failures, (
+            "the failures of another"
+        )
     if trial is not None:
         instance.end(trial, "cancelled")
     assert instance.send(), "in time each instance is tried again"

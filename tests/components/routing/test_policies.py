@@ -31,7 +31,7 @@ from components.routing.policies import (
     parse_policy,
 )
 from components.routing.policy import (
-    LEARN_EVERY,
+    LEARN_INTERVAL_PROMPTS,
     REQUEST_TOKENS,
     Bucket,
     LeastLoad,
@@ -490,12 +490,12 @@ def test_names_of_instances_that_are_gone_are_forgotten() -> None:
 
 def test_buckets_have_as_many_tokens_each_and_the_short_do_not_meet_the_long() -> None:
     rng, policy, members = Random(7), Bucket(Random(8), prompt_load), fleet(6)
-    lengths = [int(rng.lognormvariate(6, 1.2)) + 1 for _ in range(LEARN_EVERY * 40)]
-    for length in lengths[: LEARN_EVERY * 16]:
+    lengths = [int(rng.lognormvariate(6, 1.2)) + 1 for _ in range(LEARN_INTERVAL_PROMPTS * 40)]
+    for length in lengths[: LEARN_INTERVAL_PROMPTS * 16]:
         choose(policy, RouteRequest(length), members)
     tokens: Counter[str] = Counter()
     seen: dict[str, list[int]] = {m.instance_id: [] for m in members}
-    for length in lengths[LEARN_EVERY * 16 :]:
+    for length in lengths[LEARN_INTERVAL_PROMPTS * 16 :]:
         chosen = choose(policy, RouteRequest(length), members).member.instance_id
         tokens[chosen] += length
         seen[chosen].append(length)
@@ -513,7 +513,7 @@ def test_prompts_of_one_length_use_all_buckets() -> None:
 
 def test_buckets_give_way_to_the_least_load_when_the_fleet_is_unbalanced() -> None:
     policy, members = Bucket(Random(8), prompt_load), fleet(3)
-    for at in range(LEARN_EVERY):
+    for at in range(LEARN_INTERVAL_PROMPTS):
         choose(policy, RouteRequest(1 + at), members)
     assert choose(policy, RouteRequest(1), members).member is members[0]
     members[0].queued_tokens, members[1].queued_tokens = 16385, 10

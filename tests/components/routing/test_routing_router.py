@@ -15,7 +15,7 @@ from components.errors import (
     StaleInstance,
 )
 from components.routing.cache_policies import KvWeights
-from components.routing.health import USUAL, WARM_S, BreakerState
+from components.routing.health import DEFAULT_SETTINGS, WARM_S, BreakerState
 from components.routing.kv_index import KvIndex
 from components.routing.policies import PolicyName, parse_policy
 from components.routing.policy import Member, RouteRequest
@@ -89,8 +89,8 @@ def test_an_instance_never_has_the_whole_prompt() -> None:
 
 def test_caches_of_instances_without_kv_events_are_guessed_from_requests() -> None:
     fleet = Fleet(tell="bc")
-    fleet.send(fleet.choose("a")).over()
-    fleet.send(fleet.choose("b", tokens=PROMPT[::-1])).over()
+    fleet.send(fleet.choose("a")).ended()
+    fleet.send(fleet.choose("b", tokens=PROMPT[::-1])).ended()
     assert (fleet.choose().instance_id, fleet.choose().cached_tokens) == ("a", 63)
     assert fleet.choose(tokens=PROMPT[::-1]).cached_tokens == 0, "b would have told"
     fleet.router.joined("a", "anew", 16)
@@ -105,7 +105,7 @@ def test_requests_count_from_sending_on_and_until_they_are_over() -> None:
     assert member is not None
     assert (member.running, member.queued_tokens, member.used_pages) == (2, 128, 8)
     for route in routes:
-        route.over()
+        route.ended()
     assert (member.running, member.queued_tokens, member.used_pages) == (0, 0, 0)
 
 
@@ -115,9 +115,9 @@ def test_a_request_of_several_branches_is_over_with_the_last_of_them() -> None:
     member = fleet.router.book.find("a")
     assert member is not None
     for _ in range(2):
-        route.over()
+        route.ended()
         assert member.running == 3
-    route.over()
+    route.ended()
     assert member.running == 0
 
 
@@ -144,10 +144,10 @@ def test_a_request_that_a_heartbeat_covers_is_not_counted_twice() -> None:
 )
 def test_loss_speaks_against_an_instance_and_a_refusal_does_not(error: MeshError, state: BreakerState) -> None:
     fleet = Fleet("round_robin")
-    for _ in range(USUAL.failures):
+    for _ in range(DEFAULT_SETTINGS.failures):
         route = fleet.send(fleet.choose("b"))
         route.failed(error)
-        route.over()
+        route.ended()
     assert fleet.router.health.state("b") is state
     seen = {fleet.choose().instance_id for _ in range(4)}
     assert seen == ({"a", "c"} if state is BreakerState.OPEN else {"a"}) or state is BreakerState.CLOSED
@@ -158,7 +158,7 @@ def test_branches_that_fail_together_are_one_failure() -> None:
     route = fleet.router.send(fleet.choose("b"), 64, 4, branches=4)
     for _ in range(4):
         route.failed(DecodeLost("a frame was lost"))
-        route.over()
+        route.ended()
     assert fleet.router.health.state("b") is BreakerState.CLOSED
 
 
@@ -167,7 +167,7 @@ def test_success_makes_up_for_failures() -> None:
     for outcome in ("fail", "fail", "succeed", "fail", "fail"):
         route = fleet.send(fleet.choose("b"))
         route.failed(DecodeLost("")) if outcome == "fail" else route.succeeded()
-        route.over()
+        route.ended()
     assert fleet.router.health.state("b") is BreakerState.CLOSED
 
 
@@ -175,17 +175,17 @@ def test_success_makes_up_for_failures() -> None:
 def test_requests_to_an_earlier_process_say_nothing_about_the_one_with_its_id(outcome: str) -> None:
     """Requests that a worker lost as it restarted opened the breaker of its next process at once."""
     fleet = Fleet("round_robin")
-    before = [fleet.send(fleet.choose("b")) for _ in range(USUAL.failures)]
+    before = [fleet.send(fleet.choose("b")) for _ in range(DEFAULT_SETTINGS.failures)]
     fleet.router.joined("b", "anew", 16)
     if outcome == "succeed":
-        for _ in range(USUAL.failures):
+        for _ in range(DEFAULT_SETTINGS.failures):
             fleet.send(fleet.choose("b")).failed(DecodeLost("silent"))
-        fleet.now += 2 * USUAL.first_s
+        fleet.now += 2 * DEFAULT_SETTINGS.first_s
         fleet.send(fleet.choose("b"))  # on trial
     state = fleet.router.health.state("b")
     for route in before:
         route.failed(DecodeLost("its lease has expired")) if outcome == "fail" else route.succeeded()
-        route.over()
+        route.ended()
     assert fleet.router.health.state("b") is state
     assert state is (BreakerState.CLOSED if outcome == "fail" else BreakerState.HALF_OPEN)
 

@@ -15,10 +15,10 @@ from prometheus_client import CollectorRegistry
 
 from components.errors import Overloaded, Rejected
 from components.structured import grammar
-from components.structured import masks as module
+from components.structured import mask_maker as module
 from components.structured.grammar import load_vocabulary, start_matcher
 from components.structured.mask import GrammarMask
-from components.structured.masks import MaskMaker, open_masks
+from components.structured.mask_maker import MaskMaker, open_masks
 from components.structured.metrics import ConstraintMetrics
 from components.wire.sampling import Constraint
 from engine.model.mock_model import SPECIAL
@@ -181,14 +181,15 @@ LEAVES_IN_THE_MIDDLE = """
 import asyncio, sys, uvloop
 from pathlib import Path
 from prometheus_client import CollectorRegistry
-from components.structured import masks
+from components.structured import mask_maker
 from components.structured.metrics import ConstraintMetrics
 from components.wire.sampling import Constraint
 
 async def main():
-    masks.STOP_S = 0.1
+    mask_maker.STOP_S = 0.1
     bomb = Constraint(kind="json_schema", text='{"type": "integer", "multipleOf": 9999991}')
-    async with masks.open_masks(lambda: Path(sys.argv[1]), 258, frozenset(), ConstraintMetrics(CollectorRegistry())) as maker:
+    metrics = ConstraintMetrics(CollectorRegistry())
+    async with mask_maker.open_masks(lambda: Path(sys.argv[1]), 258, frozenset(), metrics) as maker:
         asking = [asyncio.create_task(maker.mask_of(bomb, [1])) for _ in range(2)]
         while not any("start_matcher" in str(frame) for frame in frames()):
             await asyncio.sleep(0.01)

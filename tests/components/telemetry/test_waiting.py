@@ -20,7 +20,7 @@ async def test_who_waits_for_a_server_says_so_until_it_is_there(
 ) -> None:
     """It said once that it tries again; then there was silence for ever."""
     monkeypatch.setattr(waiting, "FIRST_S", 0.05)
-    monkeypatch.setattr(waiting, "AGAIN_S", 0.1)
+    monkeypatch.setattr(waiting, "LOG_INTERVAL_S", 0.1)
     port = free_port()
     opening = (
         join_registry(f"http://127.0.0.1:{port}", "nowhere", 3.0)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 from engine.compilation.device import DeviceForward
 from engine.compilation.forward import Forward
 from engine.config import EngineConfig
-from engine.device.memory import Look
+from engine.device.memory import MemoryReading
 from engine.model.load import LoadedModel
 from engine.model.progress import Progress, silent
 
@@ -34,10 +34,10 @@ class CountedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call]  # as t
             del self._held[key]
         return sum(size for _, size in self._held.values())
 
-    def look(self) -> Look:
+    def measure(self) -> MemoryReading:
         gc.collect()
         own = self.own
-        return Look(self.total, self.total - self.others - own, own)
+        return MemoryReading(self.total, self.total - self.others - own, own)
 
     def start_peak(self) -> None:
         self._most = self.own

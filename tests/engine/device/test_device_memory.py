@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from engine.device.memory import CudaMemory, Look, MemoryUse
+from engine.device.memory import CudaMemory, MemoryReading, MemoryUse
 
 GB = 10**9
 USE = MemoryUse(80 * GB, free=70 * GB, weights=8 * GB, compiled=GB, activations=2 * GB, graphs=GB)
@@ -63,7 +63,7 @@ def test_torch_gives_back_cached_memory_before_it_is_asked(monkeypatch: pytest.M
     }.items():
         monkeypatch.setattr(torch.cuda, name, partial(answer, name, value))
     memory = CudaMemory(device)
-    assert memory.look() == Look(total=9, free=5, own=3)
+    assert memory.measure() == MemoryReading(total=9, free=5, own=3)
     assert calls[:2] == [("synchronize", device), ("empty_cache",)]
     memory.start_peak()
     assert memory.peak() == 4

@@ -24,7 +24,7 @@ def assembled(instance: Led) -> tuple[EngineCore, int]:
     """An engine whose leader has LARGE bytes, and what is left of them."""
     config = small(tensor_parallel=2, num_pages=None, max_running=6, max_step_tokens=32)
     with CountedMemory(LARGE, instance.loaded) as memory:
-        return assemble_led(instance.loaded, config, instance.followers, memory=memory), memory.look().free
+        return assemble_led(instance.loaded, config, instance.followers, memory=memory), memory.measure().free
 
 
 def test_the_smallest_number_of_pages_counts(

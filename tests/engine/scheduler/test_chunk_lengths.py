@@ -16,7 +16,7 @@ from engine.runner.step_runner import Launched
 from engine.scheduler import scheduler
 from engine.scheduler.request import Chunk
 from engine.scheduler.scheduler import chunk_length
-from engine.scheduler.step_cost import UNKNOWN, ChunkLimit
+from engine.scheduler.step_cost import FIRST_CHUNK_TOKENS, ChunkLimit
 from tests.engine.embedding_model import save_embedding_model
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import GENERATING, check_pages, greedy, load_tiny, make_engine, peek, prompt, run
@@ -61,7 +61,7 @@ def lonely(chunks: Sequence[Chunk]) -> list[tuple[str, int, int]]:
 
 def test_a_chunk_with_log_probabilities_is_short(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """It had as many rows of logits as a step has tokens. No room is kept for them, and all streams of the step failed."""
-    monkeypatch.setattr(scheduler, "READ_TOKENS", 20)
+    monkeypatch.setattr(scheduler, "MAX_LOGPROBS_CHUNK", 20)
     engine = make_engine(tiny, max_step_tokens=100)
     chunks = watched(engine)
     run(engine, [EngineRequest("reads", prompt(51), greedy(1, prompt_logprobs=1))])
@@ -74,7 +74,7 @@ def test_a_chunk_with_log_probabilities_is_short(tiny: LoadedModel, monkeypatch:
 
 def test_an_embeddings_chunk_is_as_long_as_the_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mean reads the states of all tokens, and the largest step has room for them."""
-    monkeypatch.setattr(scheduler, "READ_TOKENS", 20)
+    monkeypatch.setattr(scheduler, "MAX_LOGPROBS_CHUNK", 20)
     engine = make_engine(load_tiny(save_embedding_model(tmp_path, "mean_tokens")), max_step_tokens=100)
     chunks = watched(engine)
     run(engine, [EngineRequest("pooled", prompt(51), greedy(1), Phase.EMBED)])
@@ -140,7 +140,7 @@ def test_the_limit_of_a_chunk_beside_decodes_leaves_no_single_token(tiny: Loaded
     engine.submit(EngineRequest("talks", prompt(5), greedy(20, ignore_eos=True)))
     engine.step()
     chunks = watched(engine)
-    engine.submit(EngineRequest("reads", prompt(UNKNOWN + 1, start=1), greedy(1)))
+    engine.submit(EngineRequest("reads", prompt(FIRST_CHUNK_TOKENS + 1, start=1), greedy(1)))
     engine.step()
     engine.step()
-    assert [chunk.length for chunk in chunks if chunk.request.id == "reads"] == [UNKNOWN - 1, 2]
+    assert [chunk.length for chunk in chunks if chunk.request.id == "reads"] == [FIRST_CHUNK_TOKENS - 1, 2]

@@ -6,7 +6,14 @@ from hypothesis import strategies as st
 
 from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, Phase
-from engine.scheduler.step_cost import FEWEST, FEWEST_DISAGGREGATED, REMEMBERED, UNKNOWN, ChunkLimit, StepCost
+from engine.scheduler.step_cost import (
+    FIRST_CHUNK_TOKENS,
+    MIN_CHUNK_TOKENS,
+    MIN_DISAGGREGATED_CHUNK_TOKENS,
+    STEPS_IN_MEDIAN,
+    ChunkLimit,
+    StepCost,
+)
 from tests.engine.tiny_engine import greedy, make_engine, prompt
 
 TARGET_S = 0.04
@@ -35,16 +42,16 @@ class Machine:
 
 def test_before_anything_is_known_a_chunk_is_short() -> None:
     limit = ChunkLimit(TARGET_S)
-    assert limit.tokens(4) == UNKNOWN
+    assert limit.tokens(4) == FIRST_CHUNK_TOKENS
     limit.stepped(0, 4, 0.03)
-    assert limit.tokens(4) == UNKNOWN
+    assert limit.tokens(4) == FIRST_CHUNK_TOKENS
 
 
 @pytest.mark.parametrize("speed", [2000.0, 4000.0, 10_000.0])
 def test_a_step_with_a_chunk_takes_the_target(speed: float) -> None:
     machine = Machine(1 / speed, 0.01)
     machine.decode()
-    assert machine.mixed(times=REMEMBERED) == pytest.approx(TARGET_S, rel=0.05)
+    assert machine.mixed(times=STEPS_IN_MEDIAN) == pytest.approx(TARGET_S, rel=0.05)
 
 
 def test_more_decodes_leave_less_for_the_chunk() -> None:
@@ -61,13 +68,13 @@ def test_prompts_get_their_share_of_the_time_where_decodes_alone_exceed_the_targ
     """A fixed target would starve prompts on a slow machine or beside many decodes."""
     machine = Machine(token_s=0.001, decode_s=0.1, stretch=stretch)
     machine.decode()
-    assert machine.mixed(times=REMEMBERED) == pytest.approx(stretch * 0.1, rel=0.05)
+    assert machine.mixed(times=STEPS_IN_MEDIAN) == pytest.approx(stretch * 0.1, rel=0.05)
 
 
 def test_a_longer_step_than_the_target_is_taken_only_where_decodes_are_slow() -> None:
     machine = Machine(token_s=1 / 4000, decode_s=0.009, stretch=4.0)
     machine.decode()
-    assert machine.mixed(times=REMEMBERED) == pytest.approx(TARGET_S, rel=0.05)
+    assert machine.mixed(times=STEPS_IN_MEDIAN) == pytest.approx(TARGET_S, rel=0.05)
 
 
 def test_on_a_cpu_a_target_that_was_set_stretches_a_decode_step_less(tiny: LoadedModel) -> None:
@@ -84,19 +91,19 @@ def test_a_chunk_is_never_so_short_that_steps_cost_more_than_it() -> None:
     limit = ChunkLimit(TARGET_S)
     for _ in range(50):
         limit.stepped(limit.tokens(8), 8, 5.0)
-    assert limit.tokens(8) == FEWEST
+    assert limit.tokens(8) == MIN_CHUNK_TOKENS
 
 
-@pytest.mark.parametrize(("token_s", "tokens"), [(0.001, 100), (0.01, FEWEST_DISAGGREGATED)])
+@pytest.mark.parametrize(("token_s", "tokens"), [(0.001, 100), (0.01, MIN_DISAGGREGATED_CHUNK_TOKENS)])
 def test_beside_disaggregated_streams_a_step_takes_about_twice_as_long_as_without_the_prompt(
     token_s: float, tokens: int
 ) -> None:
     machine = Machine(token_s, decode_s=0.1, stretch=4.0)
     machine.decode()
-    machine.mixed(times=REMEMBERED)
-    assert machine.limit.tokens(8) == pytest.approx(max(FEWEST, 0.3 / token_s), abs=1)
+    machine.mixed(times=STEPS_IN_MEDIAN)
+    assert machine.limit.tokens(8) == pytest.approx(max(MIN_CHUNK_TOKENS, 0.3 / token_s), abs=1)
     assert machine.limit.tokens(8, 1) == pytest.approx(tokens, abs=1)
-    assert ChunkLimit(TARGET_S, 4.0).tokens(8, 8) == UNKNOWN
+    assert ChunkLimit(TARGET_S, 4.0).tokens(8, 8) == FIRST_CHUNK_TOKENS
 
 
 @pytest.mark.parametrize("branches", [1, 3])
@@ -106,7 +113,7 @@ def test_streams_whose_prompts_were_computed_elsewhere_are_disaggregated(tiny: L
 
     def tokens(decodes: int, disaggregated: int = 0) -> int:
         seen.append((decodes, disaggregated))
-        return UNKNOWN
+        return FIRST_CHUNK_TOKENS
 
     assert engine._chunk_limit is not None
     engine._chunk_limit.tokens = tokens  # type: ignore[method-assign]
@@ -133,8 +140,8 @@ def test_a_prompt_that_is_computed_here_after_a_failed_transfer_is_not(tiny: Loa
 
 def test_one_slow_step_changes_nothing() -> None:
     machine = Machine(1 / 4000, 0.01)
-    machine.decode(times=REMEMBERED)
-    machine.mixed(times=REMEMBERED)
+    machine.decode(times=STEPS_IN_MEDIAN)
+    machine.mixed(times=STEPS_IN_MEDIAN)
     tokens = machine.limit.tokens(8)
     machine.limit.stepped(tokens, 8, 2.0)
     machine.limit.stepped(0, 8, 2.0)
@@ -145,8 +152,8 @@ def test_it_follows_a_machine_that_gets_busy_and_is_left_alone_again() -> None:
     machine = Machine(1 / 4000, 0.01)
     for factor in (1, 4, 1):
         machine.token_s, machine.decode_s = factor / 4000, factor * 0.01
-        machine.decode(times=REMEMBERED)
-        step_s = machine.mixed(times=REMEMBERED)
+        machine.decode(times=STEPS_IN_MEDIAN)
+        step_s = machine.mixed(times=STEPS_IN_MEDIAN)
         assert step_s == pytest.approx(max(TARGET_S, 2 * machine.decode_s), rel=0.1)
 
 
@@ -163,8 +170,8 @@ def test_whatever_was_measured_a_chunk_has_enough_tokens(
     limit = ChunkLimit(target_s)
     for step in steps:
         limit.stepped(*step)
-    assert limit.tokens(decodes) >= FEWEST
-    assert FEWEST_DISAGGREGATED <= limit.tokens(decodes, decodes) <= limit.tokens(decodes)
+    assert limit.tokens(decodes) >= MIN_CHUNK_TOKENS
+    assert MIN_DISAGGREGATED_CHUNK_TOKENS <= limit.tokens(decodes, decodes) <= limit.tokens(decodes)
 
 
 def test_an_unknown_number_of_decodes_costs_as_much_as_the_most_similar_one() -> None:
@@ -178,18 +185,18 @@ def test_an_unknown_number_of_decodes_costs_as_much_as_the_most_similar_one() ->
 
 def test_a_long_prompt_is_cut_beside_decodes_and_not_when_it_is_alone(tiny: LoadedModel) -> None:
     engine = make_engine(tiny, max_step_tokens=512)
-    engine.submit(EngineRequest("alone", prompt(UNKNOWN + 72), greedy(1)))
-    assert engine.step().stats.prompt_tokens == UNKNOWN + 72
+    engine.submit(EngineRequest("alone", prompt(FIRST_CHUNK_TOKENS + 72), greedy(1)))
+    assert engine.step().stats.prompt_tokens == FIRST_CHUNK_TOKENS + 72
     engine = make_engine(tiny, max_step_tokens=512)
     engine.submit(EngineRequest("talks", prompt(5), greedy(20, ignore_eos=True)))
     engine.step()
-    engine.submit(EngineRequest("reads", prompt(UNKNOWN + 72, start=1), greedy(1)))
-    assert engine.step().stats.prompt_tokens == UNKNOWN
+    engine.submit(EngineRequest("reads", prompt(FIRST_CHUNK_TOKENS + 72, start=1), greedy(1)))
+    assert engine.step().stats.prompt_tokens == FIRST_CHUNK_TOKENS
 
 
 def test_a_target_of_zero_limits_nothing(tiny: LoadedModel) -> None:
     engine = make_engine(tiny, max_step_tokens=512, itl_target_ms=0)
     engine.submit(EngineRequest("talks", prompt(5), greedy(20, ignore_eos=True)))
     engine.step()
-    engine.submit(EngineRequest("reads", prompt(UNKNOWN + 72, start=1), greedy(1)))
-    assert engine.step().stats.prompt_tokens == UNKNOWN + 72
+    engine.submit(EngineRequest("reads", prompt(FIRST_CHUNK_TOKENS + 72, start=1), greedy(1)))
+    assert engine.step().stats.prompt_tokens == FIRST_CHUNK_TOKENS + 72

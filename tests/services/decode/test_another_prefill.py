@@ -112,7 +112,7 @@ async def open_decode() -> AsyncIterator[Mesh]:
 @pytest.fixture(autouse=True)
 def waits_end_where_a_test_shortens_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is to end a wait comes a few turns of the loop later: on a busy machine the limit came first."""
-    for name in ("prefill_client.CALL_TIMEOUT_S", "prefill_client.TAKE_BACK_S", "runner.REFUSAL_S"):
+    for name in ("prefill_client.CALL_TIMEOUT_S", "prefill_client.CONFIRM_NOT_WRITING_S", "runner.REFUSAL_TIMEOUT_S"):
         monkeypatch.setattr(f"services.decode.{name}", 1000.0)
 
 
@@ -176,7 +176,7 @@ async def test_the_pages_are_offered_to_the_other_instance_whenever_they_were_re
 async def test_a_prompt_is_computed_here_if_the_instance_that_refused_does_not_confirm_that_it_writes_nothing(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.decode.prefill_client.TAKE_BACK_S", 0.01)
+    monkeypatch.setattr("services.decode.prefill_client.CONFIRM_NOT_WRITING_S", 0.01)
     mesh.prefills.answers.clear()
     mesh.prefills.quiets.clear()
     await mesh.ask(REFUSED)
@@ -218,7 +218,7 @@ async def test_a_refused_prompt_is_computed_by_another_instance_if_the_report_of
 async def test_a_prompt_whose_transfer_failed_is_computed_here_if_no_answer_follows(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.decode.runner.REFUSAL_S", 0.01)
+    monkeypatch.setattr("services.decode.runner.REFUSAL_TIMEOUT_S", 0.01)
     await refused_room(mesh)
     await until(lambda: mesh.decode.engine.did("recompute"))
     mesh.prefills.answers.set()
@@ -315,7 +315,7 @@ async def test_in_every_order_each_token_is_sent_once_and_offered_pages_come_bac
 async def test_a_settled_transfer_does_not_remove_a_later_one_of_the_same_request(mesh: Mesh) -> None:
     client, prefill = mesh.decode.prefill_client, mesh.decode.registry.book.of_role("prefill")[0]
     earlier, later = client.begin(ID, prefill), client.begin(ID, prefill)
-    await client.settle(earlier)
+    await client.wait_until_pages_safe(earlier)
     assert client.is_under_way(ID)
-    await client.settle(later)
+    await client.wait_until_pages_safe(later)
     mesh.decode.assert_nothing_is_kept()

@@ -17,7 +17,7 @@ from components.errors import (
     PeerLost,
 )
 from components.wire.instances import InstanceRecord
-from services.decode.bootstrap_choice import HEDGE_S, LIMIT_S, PAUSES, BootstrapChoice
+from services.decode.bootstrap_choice import BREAKER_SETTINGS, HEDGE_AFTER_S, OPEN_TIMEOUT_S, BootstrapChoice
 from tests.components.discovery.records import record
 from tests.faults.virtual_loop import run_virtually
 
@@ -36,8 +36,8 @@ class Replicas:
     async def _ask(self, replica: InstanceRecord) -> None:
         name = replica.instance_id
         self.asked.append(name)
-        await asyncio.sleep(min(self.answer_s[name], LIMIT_S))
-        if self.answer_s[name] >= LIMIT_S:
+        await asyncio.sleep(min(self.answer_s[name], OPEN_TIMEOUT_S))
+        if self.answer_s[name] >= OPEN_TIMEOUT_S:
             raise DeadlineExceeded(f"{name} is silent")
         if name in self.errors:
             raise self.errors[name]
@@ -75,7 +75,7 @@ async def test_a_silent_replica_costs_one_hedge_and_is_then_passed_over() -> Non
     for _ in range(200):
         await asyncio.sleep(0.005)
         took_s.append(await replicas.open())
-    assert took_s[0] == pytest.approx(HEDGE_S + 0.01)
+    assert took_s[0] == pytest.approx(HEDGE_AFTER_S + 0.01)
     assert max(took_s[1:]) == pytest.approx(0.01)
     assert replicas.asked.count("a") == 1
 
@@ -84,12 +84,12 @@ async def test_a_silent_replica_costs_one_hedge_and_is_then_passed_over() -> Non
 async def test_after_a_pause_one_request_tries_a_silent_replica_again() -> None:
     replicas = Replicas(a=NEVER, b=0.01)
     await replicas.open()
-    await asyncio.sleep(LIMIT_S + PAUSES.first_s)
+    await asyncio.sleep(OPEN_TIMEOUT_S + BREAKER_SETTINGS.first_s)
     took_s = [await replicas.open() for _ in range(10)]
     assert replicas.asked.count("a") == 2
     assert sum(took > 0.05 for took in took_s) == 1
     replicas.answer_s["a"] = 0.01
-    await asyncio.sleep(LIMIT_S + 2 * PAUSES.first_s)
+    await asyncio.sleep(OPEN_TIMEOUT_S + 2 * BREAKER_SETTINGS.first_s)
     for _ in range(4):
         await replicas.open()
     assert replicas.asked[-4:].count("a") == 2, "it answers again, and takes its turns"
@@ -112,13 +112,13 @@ async def test_the_only_replica_is_waited_for_once_and_then_left_alone_for_a_whi
     started_s = asyncio.get_running_loop().time()
     with pytest.raises(NoBootstrapInstance, match="a is silent"):
         await replicas.open()
-    assert asyncio.get_running_loop().time() - started_s == pytest.approx(LIMIT_S)
+    assert asyncio.get_running_loop().time() - started_s == pytest.approx(OPEN_TIMEOUT_S)
     for _ in range(5):
         with pytest.raises(NoBootstrapInstance, match="has answered lately"):
             await replicas.open()
-    assert asyncio.get_running_loop().time() - started_s == pytest.approx(LIMIT_S)
+    assert asyncio.get_running_loop().time() - started_s == pytest.approx(OPEN_TIMEOUT_S)
     replicas.answer_s["a"] = 0.01
-    await asyncio.sleep(PAUSES.first_s)
+    await asyncio.sleep(BREAKER_SETTINGS.first_s)
     assert await replicas.open() == pytest.approx(0.01)
 
 
@@ -160,6 +160,6 @@ async def test_a_client_that_leaves_ends_the_waiting() -> None:
     opening.cancel()
     with pytest.raises(asyncio.CancelledError):
         await opening
-    await asyncio.sleep(LIMIT_S)
+    await asyncio.sleep(OPEN_TIMEOUT_S)
     assert not replicas.choice._calls
     assert not replicas.choice._asked_s

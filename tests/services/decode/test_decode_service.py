@@ -29,8 +29,8 @@ from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
 from components.messaging.liveness import STALLED_AFTER_S, Liveness, Loss
 from components.messaging.outbox import open_outbox
-from components.routing.candidates import Inquiry
-from components.routing.health import USUAL, BreakerState
+from components.routing.candidates import CandidateQuery
+from components.routing.health import DEFAULT_SETTINGS, BreakerState
 from components.routing.policy import RouteRequest
 from components.telemetry.figures import Figures
 from components.telemetry.worker_metrics import WorkerMetrics
@@ -478,15 +478,15 @@ async def test_slots_that_others_take_while_prefill_instances_are_asked_leave_no
     class Asking:
         are_needed = True
 
-        async def about(self, ask: RouteRequest, *_: object) -> Inquiry:
-            inquiry = Inquiry(decode.fleet.router, ask)
-            inquiry.take(1, {"p": 0})
+        async def query(self, ask: RouteRequest, *_: object) -> CandidateQuery:
+            query = CandidateQuery(decode.fleet.router, ask)
+            query.add_answers(1, {"p": 0})
             aux = decode.transfer.aux
             taken.extend(aux.take() for _ in range(aux.num_slots))
-            return inquiry
+            return query
 
-    inquiries: Any = Asking()
-    decode.fleet.inquiries = inquiries
+    candidate_queries: Any = Asking()
+    decode.fleet.candidate_queries = candidate_queries
     await decode.ask()
     assert decode.errors() == []
     assert decode.engine.engine.submitted[ID].phase is Phase.FULL
@@ -509,14 +509,14 @@ async def test_a_prefill_that_restarts_with_other_settings_while_it_is_asked_is_
     class Asking:
         are_needed = True
 
-        async def about(self, ask: RouteRequest, *_: object) -> Inquiry:
-            inquiry = Inquiry(decode.fleet.router, ask)
+        async def query(self, ask: RouteRequest, *_: object) -> CandidateQuery:
+            query = CandidateQuery(decode.fleet.router, ask)
             decode.registry.book.put("p", record("p", "2", **{**before, **change}))
-            inquiry.take(1, {"p": 0})
-            return inquiry
+            query.add_answers(1, {"p": 0})
+            return query
 
-    inquiries: Any = Asking()
-    decode.fleet.inquiries = inquiries
+    candidate_queries: Any = Asking()
+    decode.fleet.candidate_queries = candidate_queries
     await decode.ask(adapter="legal")
     assert decode.errors() == []
     assert decode.engine.engine.submitted[ID].phase is Phase.FULL
@@ -1311,7 +1311,7 @@ async def test_a_request_that_fails_in_a_step_is_told_and_forgotten(decode: Deco
 async def test_giving_up_hands_every_stream_back_and_waits_until_its_pages_are_safe(
     decode: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.decode.runner.SETTLE_S", 1000.0)
+    monkeypatch.setattr("services.decode.runner.SETTLE_TIMEOUT_S", 1000.0)
     decode.prefill.quiets.clear()
     await decode.ask()
     await decode.reserve()
@@ -1331,7 +1331,7 @@ async def test_leaving_does_not_wait_for_pages_that_a_dead_or_hung_prefill_has_p
     decode: Decode, monkeypatch: pytest.MonkeyPatch, prefill: str
 ) -> None:
     """After a prefill's death decode did not stop for a minute: it waited for the end of the offer, and was killed."""
-    monkeypatch.setattr("services.decode.runner.SETTLE_S", 0.05)
+    monkeypatch.setattr("services.decode.runner.SETTLE_TIMEOUT_S", 0.05)
     await decode.ask()
     await decode.reserve()
     if prefill == "dead":
@@ -1363,12 +1363,14 @@ async def test_prefill_is_blamed_for_its_own_faults_and_not_for_those_of_bootstr
         decode.engine.step(reserved=[Exposed(f"r.{number}", PAGES, 4, 4)])
         await turns()
     assert decode.fleet.router.health.state("p") is state
-    assert len(decode.prefill.asked) == (USUAL.failures if blamed else 5), "a broken one is worse than nobody here"
+    assert len(decode.prefill.asked) == (DEFAULT_SETTINGS.failures if blamed else 5), (
+        "a broken one is worse than nobody here"
+    )
 
 
 async def test_a_prefill_whose_steps_fail_is_blamed_though_our_own_pages_are_what_is_waited_for(decode: Decode) -> None:
     """Decode kept asking the instance: a failed step did not count as its failure."""
-    for number in range(1, USUAL.failures + 1):
+    for number in range(1, DEFAULT_SETTINGS.failures + 1):
         await decode.ask(stream_id=number)
         failed = RoomFailed(request_id=f"r.{number}", room=ROOM, error="InvariantBroken", cause="out of memory")
         await decode.service.room_failed(failed)

@@ -29,7 +29,7 @@ async def test_what_landed_is_believed_by_its_stamp_and_gives_the_slot_back(deco
     assert await landed == AuxRecord(STAMP, 5, 42, 4)
     assert receiver.lifecycle.state is InboundState.LANDED
     assert decode.aux.num_free == decode.aux.num_slots
-    assert receiver.abandon() is InboundState.LANDED
+    assert receiver.give_up() is InboundState.LANDED
     assert decode.aux.num_free == decode.aux.num_slots
 
 
@@ -42,7 +42,7 @@ async def test_another_rooms_stamp_is_a_failed_transfer_whose_pages_stay(
     decode.land(ROOM, receiver.slot, AuxRecord(stamp, num_pages, 42, 4))
     with pytest.raises(TransferFailed, match="the aux slot belongs to another transfer"):
         await receiver.landed(*SENT)
-    assert receiver.abandon() is InboundState.PINNED
+    assert receiver.give_up() is InboundState.PINNED
     assert decode.aux.num_free == decode.aux.num_slots - 1
     receiver.close()
     assert decode.aux.num_free == decode.aux.num_slots
@@ -50,7 +50,7 @@ async def test_another_rooms_stamp_is_a_failed_transfer_whose_pages_stay(
 
 async def test_abandoned_before_the_offer_nothing_stays(decode: FakeTransfer) -> None:
     receiver = inbound(decode)
-    assert receiver.abandon() is InboundState.CLOSED
+    assert receiver.give_up() is InboundState.CLOSED
     assert decode.aux.num_free == decode.aux.num_slots
     with pytest.raises(IllegalTransition):
         receiver.expose(DEADLINE)
@@ -64,8 +64,8 @@ async def test_abandoned_after_the_offer_the_slot_stays_until_prefill_is_quiet(d
     await turns()
     waiting.cancel()
     await asyncio.wait((waiting,))
-    assert receiver.abandon() is InboundState.PINNED
-    assert receiver.abandon() is InboundState.PINNED
+    assert receiver.give_up() is InboundState.PINNED
+    assert receiver.give_up() is InboundState.PINNED
     assert decode.aux.num_free == decode.aux.num_slots - 1
     assert ROOM in decode.expected
     receiver.close()
@@ -79,7 +79,7 @@ async def test_abandoned_after_the_offer_the_slot_stays_until_prefill_is_quiet(d
 async def test_a_landing_after_the_abandoning_changes_nothing(decode: FakeTransfer) -> None:
     receiver = inbound(decode)
     receiver.expose(DEADLINE)
-    assert receiver.abandon() is InboundState.PINNED
+    assert receiver.give_up() is InboundState.PINNED
     decode.land(ROOM, receiver.slot, AuxRecord(STAMP, 5, 42, 4))
     receiver.close()
     assert receiver.lifecycle.state is InboundState.CLOSED

@@ -125,7 +125,7 @@ class FakeBranch:
     async def _run(self, items: AsyncGenerator[StreamItem, None]) -> None:
         try:
             async for item in items:
-                wanted = self._sink.take(self._index, item)
+                wanted = self._sink.add_tokens(self._index, item)
                 if item.finish is not None:
                     self._end()
                 elif not wanted:

@@ -15,7 +15,7 @@ class Reading:
         self.came: list[asyncio.Queue[StreamItem | Exception]] = [asyncio.Queue() for _ in range(branches)]
         self.unwanted: set[int] = set()  # branches that are cancelled at their next item
 
-    def take(self, branch: int, item: StreamItem) -> bool:
+    def add_tokens(self, branch: int, item: StreamItem) -> bool:
         self.came[branch].put_nowait(item)
         return branch not in self.unwanted
 

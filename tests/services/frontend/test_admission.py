@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from components.errors import NoDecodeInstance, Overloaded, QueueFull
 from components.routing.policy import REQUEST_TOKENS
-from services.frontend.admission import LOOK_EVERY_S, Admission, queue_key
-from services.frontend.fair_queue import Place
+from services.frontend.admission import CHECK_INTERVAL_S, Admission, queue_key
+from services.frontend.fair_queue import AdmissionTicket
 from services.frontend.gate import read_credentials
 from services.frontend.metrics import FrontendMetrics
 from services.frontend.ports import FleetRoom
@@ -37,33 +37,33 @@ class Case:
         self.admission = Admission(mesh, SimpleNamespace(**wanted), self.metrics)
         self.admitted: list[str] = []
         self.refused: dict[str, Overloaded] = {}
-        self.places: dict[str, Place] = {}
+        self.tickets: dict[str, AdmissionTicket] = {}
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
-    def come(self, name: str, tokens: int = 100, key: bytes = b"", priority: int = 0) -> Place:
+    def come(self, name: str, tokens: int = 100, key: bytes = b"", priority: int = 0) -> AdmissionTicket:
         """It costs `tokens` and stays until it is told to leave."""
-        place = self.places[name] = self.admission.enter(key, priority, tokens - REQUEST_TOKENS)
+        ticket = self.tickets[name] = self.admission.enter(key, priority, tokens - REQUEST_TOKENS)
 
         async def wait() -> None:
             try:
-                await place.admitted()
+                await ticket.admitted()
                 self.admitted.append(name)
             except Overloaded as exc:
                 self.refused[name] = exc
-                self.admission.leave(place)
+                self.admission.leave(ticket)
             except asyncio.CancelledError:
-                self.admission.leave(place)
+                self.admission.leave(ticket)
                 raise
 
         self.tasks[name] = asyncio.create_task(wait())
-        return place
+        return ticket
 
     def value(self, name: str, **labels: str) -> float | None:
         return self.metrics.registry.get_sample_value(name, labels)
 
     def is_clean(self) -> bool:
         a = self.admission
-        return (len(a._queue), a._queue.tokens, a._inflight, a._not_begun, a._tokens_not_begun) == (0,) * 5
+        return (len(a._queue), a._queue.tokens, a._inflight, a._choices_not_started, a._tokens_not_started) == (0,) * 5
 
 
 async def soon() -> None:
@@ -79,7 +79,7 @@ def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def test_nobody_waits_before_there_has_been_any_decode() -> None:
     async def test() -> None:
         case = Case(UNKNOWN)
-        assert all(case.come(str(i), 10_000).turn is None for i in range(100))
+        assert all(case.come(str(i), 10_000).admission_result is None for i in range(100))
 
     run(test)
 
@@ -87,9 +87,9 @@ def test_nobody_waits_before_there_has_been_any_decode() -> None:
 def test_one_larger_than_everything_goes_on_and_the_next_waits() -> None:
     async def test() -> None:
         case = Case()
-        assert case.come("huge", 100_000).turn is None
-        assert case.come("next").turn is not None
-        case.admission.began(case.places["huge"], 100_000 - REQUEST_TOKENS)
+        assert case.come("huge", 100_000).admission_result is None
+        assert case.come("next").admission_result is not None
+        case.admission.began(case.tickets["huge"], 100_000 - REQUEST_TOKENS)
         await soon()
         assert case.admitted == ["huge", "next"]
 
@@ -99,12 +99,12 @@ def test_one_larger_than_everything_goes_on_and_the_next_waits() -> None:
 def test_ours_fill_the_line_until_they_begin() -> None:
     async def test() -> None:
         case = Case(FleetRoom(1000, 1000, 0))
-        assert [case.come(str(i)).turn is None for i in range(6)] == [True] * 5 + [False]
-        case.admission.began(case.places["0"], 100 - REQUEST_TOKENS)
+        assert [case.come(str(i)).admission_result is None for i in range(6)] == [True] * 5 + [False]
+        case.admission.began(case.tickets["0"], 100 - REQUEST_TOKENS)
         await soon()
         assert case.admitted[-1] == "5"
         case.come("6")
-        case.admission.leave(case.places["1"])  # without having begun
+        case.admission.leave(case.tickets["1"])  # without having begun
         await soon()
         assert case.admitted[-1] == "6"
 
@@ -118,9 +118,11 @@ def test_news_of_room_lets_the_next_go_on() -> None:
         await asyncio.sleep(1)
         assert not case.admitted
         case.room_now = EMPTY
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
         assert case.admitted == ["a"]
-        assert case.value("kvmesh_request_queue_time_seconds_sum") == pytest.approx(1 + LOOK_EVERY_S, abs=LOOK_EVERY_S)
+        assert case.value("kvmesh_request_queue_time_seconds_sum") == pytest.approx(
+            1 + CHECK_INTERVAL_S, abs=CHECK_INTERVAL_S
+        )
 
     run(test)
 
@@ -136,7 +138,7 @@ def test_whoever_waits_when_all_decode_is_lost_waits_for_its_return() -> None:
         await asyncio.sleep(1)
         assert not case.admitted
         case.room_now = EMPTY
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
         assert len(case.admitted) == 15
 
     run(test)
@@ -153,7 +155,7 @@ def test_requests_are_refused_when_no_decode_instance_comes_back() -> None:
         await asyncio.sleep(1)
         assert not case.refused
         case.models = []  # the time to wait for one is over
-        await asyncio.sleep(2 * LOOK_EVERY_S)
+        await asyncio.sleep(2 * CHECK_INTERVAL_S)
         assert len(case.refused) == 100
         assert {type(refusal) for refusal in case.refused.values()} == {NoDecodeInstance}
         assert case.is_clean()
@@ -166,13 +168,13 @@ def test_what_others_have_waiting_counts_and_ours_does_not_count_twice() -> None
         case = Case()
         for i in range(5):
             case.come(str(i))
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
         case.admission._usual_tokens = 100.0
         case.room_now = FleetRoom(700, 1000, 5)  # all ours: 1,200 in all
-        assert case.come("a").turn is None
-        await asyncio.sleep(LOOK_EVERY_S)
+        assert case.come("a").admission_result is None
+        await asyncio.sleep(CHECK_INTERVAL_S)
         case.room_now = FleetRoom(700, 1000, 9)  # three of them others': 1,600
-        assert case.come("b").turn is not None
+        assert case.come("b").admission_result is not None
 
     run(test)
 
@@ -180,11 +182,11 @@ def test_what_others_have_waiting_counts_and_ours_does_not_count_twice() -> None
 def test_no_more_are_at_work_than_may_be() -> None:
     async def test() -> None:
         case = Case(UNKNOWN, max_inflight=2)
-        assert [case.come(name).turn is None for name in "abc"] == [True, True, False]
-        case.admission.began(case.places["a"], 0)
+        assert [case.come(name).admission_result is None for name in "abc"] == [True, True, False]
+        case.admission.began(case.tickets["a"], 0)
         await soon()
         assert case.admitted == ["a", "b"]
-        case.admission.leave(case.places["a"])
+        case.admission.leave(case.tickets["a"])
         await soon()
         assert case.admitted == ["a", "b", "c"]
 
@@ -220,7 +222,7 @@ def test_a_full_queue_refuses_a_flood_and_sheds_it_for_another_key() -> None:
         assert set(case.refused) == {"9"}
         assert [case.value("kvmesh_requests_refused_total", reason=why) for why in ("full", "shed", "age")] == [1, 1, 0]
         case.room_now = EMPTY
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
         assert case.admitted[:2] == ["0", "other"]
 
     run(test)
@@ -255,7 +257,7 @@ def test_whoever_gives_up_leaves_the_queue_at_once() -> None:
         await soon()
         assert case.value("kvmesh_num_requests_waiting") == 1
         case.room_now = EMPTY
-        await asyncio.sleep(LOOK_EVERY_S)
+        await asyncio.sleep(CHECK_INTERVAL_S)
         assert case.admitted == ["b"]
 
     run(test)
@@ -267,11 +269,11 @@ def test_whoever_gives_up_in_the_moment_of_its_turn_gives_its_room_back() -> Non
         for name in "abc":
             case.come(name)
         await soon()
-        case.admission.leave(case.places["a"])  # b is told, and has not run yet
+        case.admission.leave(case.tickets["a"])  # b is told, and has not run yet
         case.tasks["b"].cancel()
         await soon()
         assert case.admitted == ["a", "c"]
-        case.admission.leave(case.places["c"])
+        case.admission.leave(case.tickets["c"])
         assert case.is_clean()
 
     run(test)
@@ -292,19 +294,19 @@ def test_whatever_happens_every_request_ends_once_and_nothing_is_left(seed: int)
                     case.come(name, draw.randint(65, 400), draw.choice((b"a", b"b")), draw.choice((0, 0, 1)))
                 except QueueFull as exc:
                     case.refused[name] = exc
-            elif case.places:
-                some = draw.choice(list(case.places))
+            elif case.tickets:
+                some = draw.choice(list(case.tickets))
                 if act == 3:
                     case.tasks[some].cancel()
-                    case.admission.leave(case.places[some], 10)
-                elif case.places[some].not_begun and case.places[some].inside:
-                    case.admission.began(case.places[some], case.places[some].tokens - REQUEST_TOKENS)
+                    case.admission.leave(case.tickets[some], 10)
+                elif case.tickets[some].choices_not_started and case.tickets[some].is_admitted:
+                    case.admission.began(case.tickets[some], case.tickets[some].tokens - REQUEST_TOKENS)
             await asyncio.sleep(draw.choice((0, 0, 0.01, 0.3)))
             assert case.admission._queue.tokens <= 1500
-            assert case.admission._inflight == sum(place.inside for place in case.places.values())
-        for name, place in case.places.items():
+            assert case.admission._inflight == sum(ticket.is_admitted for ticket in case.tickets.values())
+        for name, ticket in case.tickets.items():
             case.tasks[name].cancel()
-            case.admission.leave(place)
+            case.admission.leave(ticket)
         await asyncio.sleep(2)
         assert case.is_clean()
         assert not case.admission._queue
@@ -317,7 +319,7 @@ def test_whatever_happens_every_request_ends_once_and_nothing_is_left(seed: int)
 
 def test_clients_are_told_apart_by_what_they_send_however_it_is_written() -> None:
     def sent(*headers: tuple[bytes, bytes]) -> bytes:
-        return read_credentials([(b"host", b"x"), *headers]).sent
+        return read_credentials([(b"host", b"x"), *headers]).credential
 
     key = sent((b"authorization", b"Bearer sk-1"))
     assert key == sent((b"authorization", b"bearer  sk-1 ")) == sent((b"x-api-key", b"sk-1")) == b"sk-1"

@@ -23,7 +23,7 @@ from components.http.tls import Tls
 from components.startup import WrongSettings
 from components.wire.embed import EmbeddingModel
 from services.frontend import keys as keys_module
-from services.frontend.admission import LOOK_EVERY_S
+from services.frontend.admission import CHECK_INTERVAL_S
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.keys import KeyRing, follow_keys, open_keys, stamp_of
@@ -374,7 +374,7 @@ async def test_a_key_that_has_used_what_it_may_takes_nobodys_place(mesh: FakeMes
     async with served(mesh, table("alice", ALICE, tokens_per_minute=25) + table("bob", BOB), queue_tokens=80) as http:
         assert (await http.post(CHAT, json=HELLO, headers=AUTH)).status_code == 200
         mesh.fleet = FULL
-        await asyncio.sleep(2 * LOOK_EVERY_S)
+        await asyncio.sleep(2 * CHECK_INTERVAL_S)
         waits = asyncio.create_task(http.post(CHAT, json=HELLO, headers={"x-api-key": BOB}))
         await asyncio.sleep(0)  # to ask for the metrics alice's key is lent to every request that is made meanwhile
         async with asyncio.timeout(PATIENCE_S):
@@ -533,7 +533,7 @@ async def test_the_file_is_read_again_when_it_changes_and_on_sighup_and_a_broken
     file.write_text(table("alice", ALICE))
     ring = KeyRing(read_keys(f"env:{BOB}", file))
 
-    monkeypatch.setattr(keys_module, "LOOK_EVERY_S", 0.02)
+    monkeypatch.setattr(keys_module, "CHECK_INTERVAL_S", 0.02)
     async with follow_keys(ring, f"env:{BOB}", file, stamp_of(file)):
         await asyncio.sleep(0.05)
         file.write_text(table("alice", "sk-rotated-0123"))
@@ -547,7 +547,7 @@ async def test_the_file_is_read_again_when_it_changes_and_on_sighup_and_a_broken
         assert ring.find(b"sk-rotated-0123") is not None
         file.write_text("")
         await until(lambda: not ring.find(b"sk-rotated-0123"))
-    monkeypatch.setattr(keys_module, "LOOK_EVERY_S", 1000.0)
+    monkeypatch.setattr(keys_module, "CHECK_INTERVAL_S", 1000.0)
     async with follow_keys(ring, None, file, stamp_of(file)):
         await asyncio.sleep(0.02)
         file.write_text(table("alice", ALICE))
@@ -561,7 +561,7 @@ async def test_a_file_that_changes_while_the_process_starts_is_read_again(
     """The first look was after the first read: a change in between was never seen."""
     file = tmp_path / "keys.toml"
     file.write_text(table("alice", ALICE))
-    monkeypatch.setattr(keys_module, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(keys_module, "CHECK_INTERVAL_S", 0.01)
     async with open_keys(FrontendSettings(api_keys_file=file)) as ring:
         file.write_text(table("alice", "sk-rotated-at-the-start"))  # before the task that follows the file first runs
         assert ring is not None

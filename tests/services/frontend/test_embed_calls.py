@@ -23,7 +23,7 @@ from components.messaging.inbox import StreamInbox
 from components.messaging.liveness import Liveness
 from components.wire.embed import MAX_TEXTS, CancelEmbed, EmbeddingModel, EmbedRequest, Vectors
 from components.wire.tokens import unpack_tokens
-from services.frontend.embed_calls import TOKENS_A_CALL
+from services.frontend.embed_calls import MAX_CALL_TOKENS
 from services.frontend.mesh_client import MeshClient
 from services.frontend.ports import Texts
 from tests.components.discovery.records import record
@@ -89,7 +89,7 @@ async def test_texts_go_in_shares_to_all_instances_and_come_back_in_order(mesh: 
     assert all(decode.asked for decode in both)
     assert len({request.request_id for request in asked}) == 3
     assert {(r.epoch, r.model, r.cache_salt, r.priority) for r in asked} == {("1", "m", "salt", 3)}
-    long = [TOKENS_A_CALL + 1, TOKENS_A_CALL // 2, TOKENS_A_CALL // 2, 1]
+    long = [MAX_CALL_TOKENS + 1, MAX_CALL_TOKENS // 2, MAX_CALL_TOKENS // 2, 1]
     assert await mesh.embed(*long) == long
     assert [len(request.texts) for request in (both[0].asked + both[1].asked)[-3:]].count(2) <= 1
     assert not mesh.bus.of(CancelEmbed)

@@ -12,24 +12,24 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from components.turns import OVERTAKEN_TOKENS, OVERTAKERS
-from services.frontend.fair_queue import FairQueue, Place
+from services.frontend.fair_queue import AdmissionTicket, FairQueue
 
 A, B, C = b"a", b"b", b"c"
 ENDLESS = 10**9
 
 
-def waiting(key: bytes = A, tokens: int = 1, priority: int = 0, since_s: float = 0.0) -> Place:
-    return Place(key, priority, tokens, since_s)
+def waiting(key: bytes = A, tokens: int = 1, priority: int = 0, since_s: float = 0.0) -> AdmissionTicket:
+    return AdmissionTicket(key, priority, tokens, since_s)
 
 
-def queue_of(*several: Place, max_tokens: int = ENDLESS) -> FairQueue:
+def queue_of(*several: AdmissionTicket, max_tokens: int = ENDLESS) -> FairQueue:
     queue = FairQueue(max_tokens)
     for one in several:
         assert queue.put(one) == []
     return queue
 
 
-def drained(queue: FairQueue) -> list[Place]:
+def drained(queue: FairQueue) -> list[AdmissionTicket]:
     return [queue.take() for _ in range(len(queue))]
 
 
@@ -41,7 +41,7 @@ class EveryWayThrough(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.queue = FairQueue(self.MAX)
-        self.there: list[Place] = []
+        self.there: list[AdmissionTicket] = []
 
     @rule(key=st.sampled_from([A, B, C]), tokens=st.integers(1, 6000), priority=st.sampled_from([-3, 0, 1]))
     def put(self, key: bytes, tokens: int, priority: int) -> None:
@@ -206,7 +206,7 @@ def test_the_age_of_a_flood_does_not_help_its_neighbours_past_a_better_one() -> 
 # what happens when it is full
 
 
-def full(*several: Place) -> FairQueue:
+def full(*several: AdmissionTicket) -> FairQueue:
     return queue_of(*several, max_tokens=sum(one.tokens for one in several))
 
 

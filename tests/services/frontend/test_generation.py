@@ -6,7 +6,7 @@ from components.errors import Cancelled
 from components.text.tokenizer import TextModel
 from components.wire.sampling import SamplingParams
 from services.frontend import generation as module
-from services.frontend.choice import Piece
+from services.frontend.choice import TextDelta
 from services.frontend.generation import Generation
 from services.frontend.metrics import GapCounts
 from services.frontend.ports import Prompt
@@ -24,9 +24,9 @@ def generation_of(mesh: FakeMesh, text: TextModel, *, n: int = 1, prompts: int =
 async def test_a_client_that_reads_too_slowly_ends_all_branches_at_once(mesh: FakeMesh, text: TextModel) -> None:
     """Not only when its request's task wakes: that one waits for the client."""
     mesh.answer = "word " * 100
-    shown: list[Piece] = []
+    shown: list[TextDelta] = []
 
-    def show(piece: Piece, _: bool) -> bool:
+    def show(piece: TextDelta, _: bool) -> bool:
         shown.append(piece)
         if len(shown) > 10:
             raise Cancelled("the client reads too slowly")
@@ -49,9 +49,9 @@ async def test_a_client_that_reads_too_slowly_ends_all_branches_at_once(mesh: Fa
 async def test_the_task_wakes_for_what_could_not_be_shown_and_for_the_last_piece_alone(
     mesh: FakeMesh, text: TextModel
 ) -> None:
-    shown: list[Piece] = []
+    shown: list[TextDelta] = []
 
-    def show(piece: Piece, is_last: bool) -> bool:
+    def show(piece: TextDelta, is_last: bool) -> bool:
         shown.append(piece)
         assert is_last == (piece.finish is not None)
         return len(shown) not in (1, 3)
@@ -68,7 +68,7 @@ async def test_the_task_wakes_for_what_could_not_be_shown_and_for_the_last_piece
 async def test_a_last_piece_that_cannot_be_shown_ends_the_generation_with_that_error(
     mesh: FakeMesh, text: TextModel
 ) -> None:
-    def show(piece: Piece, is_last: bool) -> bool:
+    def show(piece: TextDelta, is_last: bool) -> bool:
         if is_last:
             raise Cancelled("the client reads too slowly")
         return True
@@ -84,9 +84,9 @@ async def test_choices_that_may_repeat_a_long_prompt_are_shown_one_per_wake(
 ) -> None:
     """All were made in one turn, before any could be sent: 128 choices with 32,000 token ids each were cut off."""
     monkeypatch.setattr(module, "AT_ONCE_TOKENS", 11)
-    shown: list[Piece] = []
+    shown: list[TextDelta] = []
 
-    def show(piece: Piece, _: bool) -> bool:
+    def show(piece: TextDelta, _: bool) -> bool:
         shown.append(piece)
         return True
 

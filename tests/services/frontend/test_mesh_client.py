@@ -41,7 +41,7 @@ from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams, branch_seed
 from components.wire.step_stats import DraftCounts
 from components.wire.tokens import unpack_tokens
-from services.frontend.decode_choice import MOVES
+from services.frontend.decode_choice import MAX_MOVES
 from services.frontend.mesh_client import MeshClient
 from services.frontend.ports import Prompt
 from services.frontend.request_lines import RequestLines
@@ -200,7 +200,7 @@ async def test_a_stream_whose_cancel_was_lost_is_cancelled_again(mesh: Mesh, mon
     assert asking.cancelled()
     await asyncio.sleep(0)
     assert mesh.cancelled() == [("ns.decode.a.cancel", [0])]
-    monkeypatch.setattr(inbox, "UNWANTED_S", -1.0)
+    monkeypatch.setattr(inbox, "CANCEL_AGAIN_AFTER_S", -1.0)
     decode.send(streams[0].tokens([103]))
     await asyncio.gather(*mesh.tasks)
     await asyncio.sleep(0)
@@ -368,10 +368,10 @@ async def test_an_error_of_the_reader_moves_no_stream(
     """A client that did not read had its answer computed six times. What a sink has written would be written twice."""
 
     class Broken(Reading):
-        def take(self, branch: int, item: StreamItem) -> bool:
+        def add_tokens(self, branch: int, item: StreamItem) -> bool:
             if item.token_ids == [104]:
                 raise error
-            return super().take(branch, item)
+            return super().add_tokens(branch, item)
 
     def script(decode: Decode, stream: OutStream, _: GenerateRequest) -> None:
         decode.send(stream.tokens([103]))
@@ -407,7 +407,7 @@ async def test_a_stream_that_moves_too_often_gives_up_with_the_last_error(mesh: 
     with pytest.raises(PeerLost, match="c broke"):
         await mesh.ask()
     assert [len(d.requests) for d in decodes] == [2, 2, 2]
-    assert sum(len(d.requests) for d in decodes) == MOVES + 1
+    assert sum(len(d.requests) for d in decodes) == MAX_MOVES + 1
 
 
 async def test_a_request_that_finds_no_decode_instance_fails_at_once(mesh: Mesh) -> None:
@@ -568,7 +568,7 @@ async def test_a_process_that_was_replaced_costs_no_move(mesh: Mesh) -> None:
     decode.refusal = StaleInstance("instance a has epoch 2, not 1")
     asking = asyncio.create_task(mesh.ask())
     async with asyncio.timeout(PATIENCE_S):
-        while len(decode.requests) < MOVES + 2:
+        while len(decode.requests) < MAX_MOVES + 2:
             await asyncio.sleep(0.01)
     decode.refusal = None
     assert tokens(await asking) == WHOLE
@@ -599,7 +599,7 @@ async def test_a_request_waits_for_a_decode_instance_that_is_draining(mesh: Mesh
 
 async def test_a_request_outlives_instances_that_have_just_died(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """With both decodes killed, requests used up their moves before two seconds of silence had told, and got 502."""
-    monkeypatch.setattr("services.frontend.decode_choice.MOVES", 1)
+    monkeypatch.setattr("services.frontend.decode_choice.MAX_MOVES", 1)
     dead = [Decode(mesh, name, answers) for name in "ab"]
     mesh.bus.handlers.clear()
     asking = asyncio.create_task(mesh.ask())

@@ -9,7 +9,7 @@ import pytest
 
 from components.errors import QueueFull
 from components.routing.policy import REQUEST_TOKENS
-from services.frontend.admission import LOOK_EVERY_S
+from services.frontend.admission import CHECK_INTERVAL_S
 from services.frontend.ports import FleetRoom
 from tests.faults.virtual_loop import run_virtually
 from tests.services.frontend.test_admission import EMPTY, FULL, UNKNOWN, Case, soon
@@ -18,13 +18,13 @@ MOST_TURNS: Final = 2  # between two events
 
 
 def _begins(case: Case) -> None:
-    place = case.places["runs"]
-    if place.inside and place.not_begun:
-        case.admission.began(place, place.tokens - REQUEST_TOKENS)
+    ticket = case.tickets["runs"]
+    if ticket.is_admitted and ticket.choices_not_started:
+        case.admission.began(ticket, ticket.tokens - REQUEST_TOKENS)
 
 
 def _ends(case: Case) -> None:
-    case.admission.leave(case.places["runs"], 50)
+    case.admission.leave(case.tickets["runs"], 50)
 
 
 def _leaves(case: Case) -> None:
@@ -56,7 +56,7 @@ EVENTS: Final[dict[str, Callable[[Case], None]]] = {
 }
 SECONDS: Final = (
     0.0,
-    LOOK_EVERY_S,
+    CHECK_INTERVAL_S,
     1.1,
 )  # after the events: in this turn, at the next look, after the queue's time limit
 
@@ -66,7 +66,7 @@ SECONDS: Final = (
 def test_every_request_ends_once_and_counts_return_to_zero(first: str, most: int | None) -> None:
     async def test() -> None:
         for others in permutations([name for name in EVENTS if name != first], 2):
-            for pauses, wait_s in product(product((0, 1, MOST_TURNS, LOOK_EVERY_S), repeat=2), SECONDS):
+            for pauses, wait_s in product(product((0, 1, MOST_TURNS, CHECK_INTERVAL_S), repeat=2), SECONDS):
                 await one([first, *others], pauses, wait_s)
 
     async def one(order: list[str], pauses: tuple[float, ...], wait_s: float) -> None:
@@ -83,21 +83,23 @@ def test_every_request_ends_once_and_counts_return_to_zero(first: str, most: int
         await asyncio.sleep(wait_s)
         await soon()
         a, at = case.admission, (order, pauses, wait_s)
-        assert a._inflight == sum(place.inside for place in case.places.values()) <= (most or 3), at
-        assert a._not_begun == sum(place.not_begun for place in case.places.values() if place.inside), at
-        assert a._queue.tokens == sum(place.tokens for place in case.places.values() if place in a._queue), at
+        assert a._inflight == sum(ticket.is_admitted for ticket in case.tickets.values()) <= (most or 3), at
+        assert a._choices_not_started == sum(
+            ticket.choices_not_started for ticket in case.tickets.values() if ticket.is_admitted
+        ), at
+        assert a._queue.tokens == sum(ticket.tokens for ticket in case.tickets.values() if ticket in a._queue), at
         if wait_s and a._queue and not a._inflight:
             assert case.room_now != EMPTY, ("there is room, and a request waits", at)
-        if order[0] == "full" and pauses[0] == LOOK_EVERY_S and not {"empty", "lost"} & set(order):
+        if order[0] == "full" and pauses[0] == CHECK_INTERVAL_S and not {"empty", "lost"} & set(order):
             assert case.admitted == ["runs"], at
         refused, admitted = case.refused, case.admitted
         assert not set(refused) & set(admitted), at
         assert all(1 <= (exc.retry_after_s or 0) <= 60 for exc in refused.values()), at
         if wait_s > 1:
             assert not a._queue, at
-        for name, place in case.places.items():
+        for name, ticket in case.tickets.items():
             case.tasks[name].cancel()
-            a.leave(place)
+            a.leave(ticket)
         await soon()
         assert case.is_clean(), at
 

@@ -13,7 +13,7 @@ import pytest
 from components.errors import BackendUnavailable, Cancelled, NobodyListens, UnknownResponse
 from components.openai.responses import ResponseObject
 from components.wire.responses import CancelResponse, ResponseUnderway
-from services.frontend.stored import PUT_AGAIN_S, STEADY_S, Remembered, StoredResponses
+from services.frontend.stored import PUT_RETRY_PAUSE_S, RECONNECT_GRACE_S, Remembered, StoredResponses
 
 pytestmark = pytest.mark.anyio
 ID: Final = "resp_" + "0" * 32
@@ -65,8 +65,8 @@ class Two:
     def __init__(self) -> None:
         self.records = Records()
         self.is_away = False  # the first one, from NATS
-        self.steady_s = math.inf  # since the other one's reconnect to NATS
-        bus = SimpleNamespace(call=self._call, steady_s=lambda: self.steady_s)
+        self.since_reconnect_s = math.inf  # since the other one's reconnect to NATS
+        bus = SimpleNamespace(call=self._call, since_reconnect_s=lambda: self.since_reconnect_s)
         self.here, self.there = (StoredResponses(cast("Any", bus), cast("Any", self.records), name) for name in "ab")
         self.begun = asyncio.Event()
         self.goes_on = asyncio.Event()
@@ -189,11 +189,11 @@ async def test_a_frontend_that_may_be_reconnecting_is_not_taken_for_lost() -> No
     """
     two = Two()
     await two.begun.wait()
-    two.is_away, two.steady_s = True, STEADY_S / 2
+    two.is_away, two.since_reconnect_s = True, RECONNECT_GRACE_S / 2
     assert await two.status() == "in_progress"
-    two.steady_s = STEADY_S
+    two.since_reconnect_s = RECONNECT_GRACE_S
     assert await two.status() == "failed"
-    two.steady_s = STEADY_S / 2
+    two.since_reconnect_s = RECONNECT_GRACE_S / 2
     cancelling = asyncio.create_task(_cancel(two))
     for _ in range(10):
         await asyncio.sleep(0)
@@ -211,7 +211,7 @@ async def test_an_answer_that_comes_while_nats_is_away_is_stored_later(deleted: 
     await two.begun.wait()
     two.records.is_away = True
     two.goes_on.set()
-    await asyncio.sleep(PUT_AGAIN_S / 2)
+    await asyncio.sleep(PUT_RETRY_PAUSE_S / 2)
     assert not two.work.done()
     if deleted:
         await two.records.delete(ID)

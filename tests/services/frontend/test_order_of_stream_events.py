@@ -170,7 +170,7 @@ class Bus(FakeBus):
             raise NobodyListens(f"no process listens on {subject}")
         return answer
 
-    def steady_s(self) -> float:
+    def since_reconnect_s(self) -> float:
         return asyncio.get_running_loop().time() - self.reconnected_s
 
 
@@ -242,7 +242,7 @@ class Client:
         """The first branch has failed before the others began: as `Generation`, this cannot close them yet."""
         return self.error is not None and not self._branches
 
-    def take(self, branch: int, item: StreamItem) -> bool:
+    def add_tokens(self, branch: int, item: StreamItem) -> bool:
         if self._is_starting_after_error:
             return False
         if self.left or self.error is not None or self.ends[branch] is not None:
@@ -350,7 +350,7 @@ async def _run(order: tuple[str, ...], num_branches: int, begun: int, pause: int
     mesh = Mesh()
     mesh.start("a")
     mesh.start("b", eager=1)
-    looking = asyncio.ensure_future(mesh.inbox.look())
+    looking = asyncio.ensure_future(mesh.inbox.query_quiet_sources())
     client = Client(mesh, num_branches)
     await turns(begun)
     for name in order:
@@ -426,8 +426,8 @@ def _assert_nothing_is_kept(mesh: Mesh) -> None:
     assert mesh.inbox._sources.keys() <= mesh.serving.keys()
     assert not mesh.client._sending
     book = mesh.fleet.router.book
-    assert not book._ours
-    assert not book.num_uncovered
+    assert not book._own_requests
+    assert not book.num_unreported
     for member in book.members:
         assert (member.running, member.queued_tokens, member.used_pages) == (0, 0, 0)
 

@@ -61,7 +61,7 @@ async def test_a_failure_follows_what_is_held_in_place_of_the_end() -> None:
     await client.reply.flush()
     client.is_open = False
     client.reply.write(b"2")
-    client.reply.hold_end(b"3")
+    client.reply.hold_final_events(b"3")
     await client.reply.fail(502, b"{}", [], b"failed")
     assert client.got == [b"1", b"2failed"]
     assert (client.reply.status, client.reply.answered) == (502, True)

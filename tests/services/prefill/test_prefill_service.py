@@ -216,7 +216,7 @@ async def test_bootstrap_and_decode_are_reached_if_all_roles_of_a_host_have_one_
 
 
 async def test_rooms_that_are_over_are_closed_together(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.prefill.rooms.CLOSE_EVERY_S", 0.5)  # all are over before it has passed
+    monkeypatch.setattr("services.prefill.rooms.CLOSE_INTERVAL_S", 0.5)  # all are over before it has passed
     for number in range(3):
         await prefill.ask(f"r{number}", room=f"room-{number}")
         await prefill.offer(f"room-{number}", request_id=f"r{number}")
@@ -452,13 +452,13 @@ async def test_pages_that_do_not_fit_are_refused_also_when_they_come_first(prefi
 
 
 async def test_pages_that_nobody_asks_about_are_given_back(prefill: Prefill, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.prefill.rooms.EARLY_FOR_S", 0.01)
+    monkeypatch.setattr("services.prefill.rooms.EARLY_OFFER_EXPIRY_S", 0.01)
     await prefill.offer()
     await until(lambda: prefill.failures)
     assert await prefill.closed() == [ROOM]
     with pytest.raises(Rejected):
         await prefill.ask()
-    monkeypatch.setattr("services.prefill.rooms.MAX_EARLY", 0)
+    monkeypatch.setattr("services.prefill.rooms.MAX_EARLY_OFFERS", 0)
     with pytest.raises(TransferFailed):
         await prefill.offer(request_id="another")
 
@@ -515,10 +515,10 @@ async def test_nothing_is_written_for_a_request_that_was_over_once(prefill: Pref
 async def test_requests_that_were_over_long_ago_are_forgotten(
     prefill: Prefill, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.prefill.rooms.OVER_FOR_S", -1.0)
+    monkeypatch.setattr("services.prefill.rooms.ENDED_ID_EXPIRY_S", -1.0)
     for number in range(3):
         await prefill.quiesce(str(number))
-    assert len(prefill.service._rooms._over) == 0
+    assert len(prefill.service._rooms._ended) == 0
 
 
 @pytest.mark.parametrize(("page_size", "num_pages"), [(2, 5), (8, 2), (16, 1)])

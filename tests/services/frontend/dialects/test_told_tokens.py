@@ -14,7 +14,7 @@ from components.output.calls import CallDelta
 from components.text.tokenizer import TextModel
 from services.frontend import generation, reply
 from services.frontend.app import create_app
-from services.frontend.choice import Piece
+from services.frontend.choice import TextDelta
 from services.frontend.config import FrontendSettings
 from services.frontend.dialects.chat import DetailedStream
 from services.frontend.generation import Generation
@@ -157,7 +157,7 @@ def test_what_is_held_back_until_the_end_is_told_though_no_token_comes_with_it(
     events = Events.chat("id", 1, MODEL, usage_follows=False)
     stream = DetailedStream(events, lambda _: None, generation, request)
     first, calls = CallDelta(0, "call_1", "f", ""), CallDelta(0, None, None, "{}")
-    data = stream.piece(Piece(1, "", "tool_calls", None, "hm", [first, calls]))
+    data = stream.piece(TextDelta(1, "", "tool_calls", None, "hm", [first, calls]))
     deltas = [json.loads(line[6:])["choices"][0]["delta"] for line in data.splitlines() if line]
     assert [next(iter(delta), None) for delta in deltas] == [
         "role",

@@ -6,8 +6,8 @@ import pytest
 from msgspec.structs import replace
 
 from components.discovery.book import InstanceBook
+from components.messaging.heartbeat_query import HeartbeatAnswers
 from components.messaging.liveness import SILENT_AFTER_S, STALLED_AFTER_S, Liveness
-from components.messaging.roll_call import Answers
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, RankEndpoint
 from components.wire.protocol import UNNAMED
@@ -43,7 +43,7 @@ class Shown:
         )
 
     def state(self, name: str) -> str:
-        return str(self.view.look().instances[name]["state"])
+        return str(self.view.snapshot().instances[name]["state"])
 
 
 def instance(name: str, role: str = "decode", **facts: Any) -> InstanceRecord:
@@ -53,11 +53,11 @@ def instance(name: str, role: str = "decode", **facts: Any) -> InstanceRecord:
 def test_a_picture_without_nats_says_how_old_it_is() -> None:
     """The page showed its last figures as live, and all prefill instances as silent."""
     shown = Shown()
-    assert shown.view.look().about["nats_away"] == 0
+    assert shown.view.snapshot().about["nats_away"] == 0
     shown.nats_away_s = 1.0
-    assert shown.view.look().about["nats_away"] == 0
+    assert shown.view.snapshot().about["nats_away"] == 0
     shown.nats_away_s = 6.2
-    assert shown.view.look().about["nats_away"] == 6
+    assert shown.view.snapshot().about["nats_away"] == 6
 
 
 def test_an_instance_on_several_devices_names_them() -> None:
@@ -66,7 +66,7 @@ def test_an_instance_on_several_devices_names_them() -> None:
     shown = Shown(
         instance("d1", kv=replace(whole, device="cuda:0", followers=followers)), instance("d2", kv=endpoint("d2"))
     )
-    of = shown.view.look().instances
+    of = shown.view.snapshot().instances
     assert of["d1"]["devices"] == ["cuda:0", "cuda:1"]
     assert "devices" not in of["d2"]
 
@@ -83,25 +83,25 @@ def test_a_decode_instance_warms_up_serves_stalls_is_silent_and_is_back() -> Non
     shown.now_s += SILENT_AFTER_S
     shown.decodes.check()
     assert shown.state("d1") == "silent"
-    assert shown.view.look().instances["d1"]["beat_age"] > 0
+    assert shown.view.snapshot().instances["d1"]["beat_age"] > 0
     shown.decodes.record_heartbeat(beat("d1", draining=True))
     assert shown.state("d1") == "draining"
     shown.decodes.record_heartbeat(beat("d1"))
     assert shown.state("d1") == "up"
-    assert "beat_age" not in shown.view.look().instances["d1"]
+    assert "beat_age" not in shown.view.snapshot().instances["d1"]
 
 
 def test_a_prefill_instance_is_new_then_answers_or_not() -> None:
     shown = Shown(instance("p1", "prefill"))
     assert shown.state("p1") == "warming"
-    shown.reports.prefills = Answers({})
+    shown.reports.prefills = HeartbeatAnswers({})
     assert shown.state("p1") == "warming"
     shown.now_s += WARMING_S
     assert shown.state("p1") == "silent"
-    shown.reports.prefills = Answers({"p1": beat("p1", held_pages=3, total_pages=10)})
+    shown.reports.prefills = HeartbeatAnswers({"p1": beat("p1", held_pages=3, total_pages=10)})
     assert shown.state("p1") == "up"
-    assert shown.view.look().instances["p1"]["held"] == 3
-    shown.reports.prefills = Answers({"p1": beat("p1", draining=True)})
+    assert shown.view.snapshot().instances["p1"]["held"] == 3
+    shown.reports.prefills = HeartbeatAnswers({"p1": beat("p1", draining=True)})
     assert shown.state("p1") == "draining"
 
 
@@ -114,7 +114,7 @@ def test_others_are_silent_after_two_unanswered_calls() -> None:
     assert shown.state("b1") == "silent"
     shown.reports.statuses["f1"] = Status(instance_id="f1", role="frontend", epoch="e1", draining=True)
     assert shown.state("f1") == "draining"
-    assert shown.view.look().instances["f1"]["url"] == "http://h:1"
+    assert shown.view.snapshot().instances["f1"]["url"] == "http://h:1"
 
 
 def test_an_instance_of_another_protocol_is_foreign() -> None:
@@ -136,11 +136,11 @@ def test_a_status_adds_what_a_heartbeat_lacks_and_one_of_an_earlier_process_does
         running=99,
     )
     shown.reports.statuses["d1"] = status
-    found = shown.view.look().instances["d1"]
+    found = shown.view.snapshot().instances["d1"]
     assert (found["running"], found["rooms"], found["tps"], found["exposed"]) == (2, 4, 12.3, 3)
     assert (found["queues"], found["breakers"]) == ({"running": 2}, {"p1": "open"})
     shown.book.put("d1", instance("d1", epoch="e2"))
-    assert "rooms" not in shown.view.look().instances["d1"]
+    assert "rooms" not in shown.view.snapshot().instances["d1"]
 
 
 @pytest.mark.parametrize("order", [("p1", "d1"), ("d1", "p1")])
@@ -155,12 +155,12 @@ def test_a_link_is_counted_once_with_the_larger_figures(order: tuple[str, str]) 
         ),
     }
     shown.reports.statuses = {name: statuses[name] for name in order}
-    links = shown.view.look().links
+    links = shown.view.snapshot().links
     assert list(links) == ["p1>d1"]
     assert (links["p1>d1"]["transfers"], links["p1>d1"]["bytes_per_s"]) == (5, 1_000_000)
     restarted = Status(instance_id="p1", role="prefill", links=[LinkStatus(peer="d1", transfers=1)])
     shown.reports.statuses["p1"] = restarted
-    assert shown.view.look().links["p1>d1"]["transfers"] == 4
+    assert shown.view.snapshot().links["p1>d1"]["transfers"] == 4
 
 
 def test_an_old_prefill_instance_is_not_new_before_the_first_answers() -> None:
@@ -168,6 +168,6 @@ def test_an_old_prefill_instance_is_not_new_before_the_first_answers() -> None:
     shown = Shown(instance("p1", "prefill"))
     shown.now_s += WARMING_S
     assert shown.state("p1") == "up"
-    assert shown.view.look().about["asked"] is False
+    assert shown.view.snapshot().about["asked"] is False
     shown.reports.statuses["p1"] = Status(instance_id="p1", role="prefill")
-    assert shown.view.look().about["asked"] is True
+    assert shown.view.snapshot().about["asked"] is True

@@ -8,7 +8,7 @@ import pytest
 
 from components.discovery.book import InstanceBook
 from components.errors import NobodyListens
-from components.messaging.roll_call import Answers
+from components.messaging.heartbeat_query import HeartbeatAnswers
 from components.wire.codec import Struct
 from components.wire.load import AskLoad, Load, LoadSample
 from components.wire.status import Status
@@ -44,8 +44,8 @@ class FakeBus:
 
 
 class FakeRollCall:
-    async def answers(self) -> Answers:
-        return Answers({})
+    async def answers(self) -> HeartbeatAnswers:
+        return HeartbeatAnswers({})
 
 
 def polled(count: int) -> tuple[StatusPoll, FakeBus, InstanceBook, Reports]:

@@ -8,7 +8,7 @@ from typing import Final
 import pytest
 
 from components.api_keys import parse_file
-from services.frontend.gate import OPEN
+from services.frontend.gate import OPEN_PATHS
 from services.frontend.keys import KeyRing
 from services.frontend.ui.page import FILES, FOLDER, HEADERS, PATHS, ROOT
 from tests.services.frontend.fake_mesh import FakeMesh
@@ -99,7 +99,7 @@ async def test_without_the_setting_there_is_no_page(mesh: FakeMesh) -> None:
 
 async def test_with_api_keys_the_page_loads_and_its_api_wants_one(mesh: FakeMesh) -> None:
     keys = KeyRing(parse_file(f'[alice]\nkey = "{KEY}"\n'))
-    assert PATHS <= OPEN
+    assert PATHS <= OPEN_PATHS
     async with served(mesh, make_page(), keys) as http:
         for path in FILES:
             assert (await http.get(path)).status_code == 200

@@ -16,12 +16,12 @@ from components.routing.candidates import Allowance
 from components.wire.heartbeat import AskHeartbeat, Heartbeat
 from components.wire.instances import InstanceRecord
 
-ANSWER_WITHIN_S: Final = 0.1  # after this time the prompt is routed without the answer
-GIVEN_UP_AFTER_S: Final = 1.0  # timeout; before the bus repeats the call, because `run` sends a new one
-LONGEST_WAIT_S: Final = 5.0  # longest back-off between queries to a lost instance
+ANSWER_TIMEOUT_S: Final = 0.1  # after this time the prompt is routed without the answer
+CALL_TIMEOUT_S: Final = 1.0  # timeout; before the bus repeats the call, because `run` sends a new one
+MAX_BACKOFF_S: Final = 5.0  # longest back-off between queries to a lost instance
 
 
-class Questions:
+class LoadQueries:
     def __init__(self, bus: Bus, alive: Liveness, per_s: Callable[[], float], rng: Random) -> None:
         self._bus = bus
         self._alive = alive
@@ -32,12 +32,12 @@ class Questions:
         self._tasks = BackgroundTasks()
         self._waits: dict[str, tuple[float, float]] = {}  # of lost instances: seconds, and monotonic end
 
-    def take(self, wanted: int) -> int:
-        """Reserve up to `wanted` questions of the allowance."""
-        return self._allowance.take(wanted, self._per_s(), time.monotonic())
+    def reserve(self, wanted: int) -> int:
+        """Reserve up to `wanted` queries of the allowance."""
+        return self._allowance.reserve(wanted, self._per_s(), time.monotonic())
 
     async def ask(self, records: Sequence[InstanceRecord], hashes: Mapping[str, bytes]) -> dict[str, int | None]:
-        """Query instances and wait for at most ANSWER_WITHIN_S. Skip those with an older unanswered query.
+        """Query instances and wait for at most ANSWER_TIMEOUT_S. Skip those with an older unanswered query.
 
         Args:
             records: the instances.
@@ -49,10 +49,10 @@ class Questions:
         asked = {
             record.instance_id: self._ask(record, hashes[record.instance_id])
             for record in records
-            if self._alive.unanswered_s(record.instance_id) < ANSWER_WITHIN_S
+            if self._alive.unanswered_s(record.instance_id) < ANSWER_TIMEOUT_S
         }
         if asked:
-            await asyncio.wait(asked.values(), timeout=ANSWER_WITHIN_S)
+            await asyncio.wait(asked.values(), timeout=ANSWER_TIMEOUT_S)
         late = {i: None for i, task in asked.items() if not task.done()}
         answers = {i: task.result() for i, task in asked.items() if task.done() and not task.cancelled()}
         usable = {i: cached for i, cached in answers.items() if cached is not None and self._alive.is_usable(i)}
@@ -61,16 +61,16 @@ class Questions:
     async def run(self) -> None:
         while True:
             await asyncio.sleep(EVERY_S)
-            if not self._alive.asks or not self._bus.client.is_connected:
+            if not self._alive.queries_instances or not self._bus.client.is_connected:
                 continue
             now = time.monotonic()
             self._waits = {i: wait for i, wait in self._waits.items() if self._alive.find(i) is not None}
             due = [
                 record
-                for record in self._alive.to_be_asked()
+                for record in self._alive.to_query()
                 if record.instance_id not in self._asking and now >= self._waits.get(record.instance_id, (0.0, 0.0))[1]
             ]
-            for record in self._rng.sample(due, self.take(len(due))):
+            for record in self._rng.sample(due, self.reserve(len(due))):
                 self._ask(record, b"")
 
     async def close(self) -> None:
@@ -83,13 +83,13 @@ class Questions:
 
     async def _answer(self, record: InstanceRecord, hashes: bytes) -> int | None:
         instance_id = record.instance_id
-        self._alive.asked(instance_id)
+        self._alive.note_query(instance_id)
         subject = f"{record.subject}.ask_heartbeat"
         try:
-            beat = await self._bus.call(subject, AskHeartbeat(hashes=hashes), Heartbeat, timeout_s=GIVEN_UP_AFTER_S)
+            beat = await self._bus.call(subject, AskHeartbeat(hashes=hashes), Heartbeat, timeout_s=CALL_TIMEOUT_S)
         except MeshError:
             if self._alive.is_lost(instance_id):
-                wait_s = min(2 * self._waits.get(instance_id, (EVERY_S / 2, 0.0))[0], LONGEST_WAIT_S)
+                wait_s = min(2 * self._waits.get(instance_id, (EVERY_S / 2, 0.0))[0], MAX_BACKOFF_S)
                 self._waits[instance_id] = wait_s, time.monotonic() + wait_s
             return None
         finally:
@@ -105,11 +105,11 @@ class Questions:
 @asynccontextmanager
 async def ask_heartbeats(
     bus: Bus, alive: Liveness, per_s: Callable[[], float], rng: Random
-) -> AsyncIterator[Questions]:
+) -> AsyncIterator[LoadQueries]:
     """Ask the instances in `alive`, at most `per_s()` times a second."""
-    questions = Questions(bus, alive, per_s, rng)
+    queries = LoadQueries(bus, alive, per_s, rng)
     try:
-        async with background(questions.run(), "ask-heartbeats"):
-            yield questions
+        async with background(queries.run(), "ask-heartbeats"):
+            yield queries
     finally:
-        await questions.close()
+        await queries.close()

@@ -6,9 +6,9 @@ import pytest
 
 from components.discovery.book import InstanceBook
 from components.messaging.bus import connect_bus
+from components.messaging.heartbeat_query import KEPT_S, HeartbeatAnswers, HeartbeatQuery
 from components.messaging.heartbeat_sender import heartbeat_of, send_heartbeats
 from components.messaging.liveness import HUNG_AFTER_S
-from components.messaging.roll_call import KEPT_S, Answers, RollCall
 from components.routing.policy import PromptLoad
 from components.wire.heartbeat import Heartbeat
 from components.wire.step_stats import StepStats
@@ -33,7 +33,7 @@ async def test_all_that_are_registered_and_answer_are_known(nats_url: str, names
             await stack.enter_async_context(send_heartbeats(bus, f"{namespace}.prefill.{name}", make, lambda: 5.0))
         for name in ("a", "b", "silent"):
             book.put(name, record(name, role="prefill"))
-        call = RollCall(bus, namespace, "prefill", book, lambda: now[0])
+        call = HeartbeatQuery(bus, namespace, "prefill", book, lambda: now[0])
         answers = await call.answers()
         assert {name: beat.num_running for name, beat in answers.beats.items()} == running
         assert [answers.is_lost(name) for name in ("a", "b", "silent", "stranger")] == [False, False, True, True]
@@ -54,15 +54,15 @@ async def test_a_worker_of_another_epoch_has_not_answered(nats_url: str, namespa
         connect_bus(nats_url, "test") as bus,
         send_heartbeats(bus, f"{namespace}.prefill.a", lambda: beat, lambda: 5.0),
     ):
-        assert (await RollCall(bus, namespace, "prefill", book).answers()).is_lost("a")
+        assert (await HeartbeatQuery(bus, namespace, "prefill", book).answers()).is_lost("a")
 
 
 async def test_of_nobody_nothing_is_asked(nats_url: str, namespace: str) -> None:
     async with connect_bus(nats_url, "test") as bus:
         book = InstanceBook()
         book.put("a", record("a", role="prefill"))
-        assert (await RollCall(bus, namespace, "prefill", book).answers()).beats == {}
-        assert (await RollCall(bus, namespace, "decode", book).answers()).beats == {}
+        assert (await HeartbeatQuery(bus, namespace, "prefill", book).answers()).beats == {}
+        assert (await HeartbeatQuery(bus, namespace, "decode", book).answers()).beats == {}
 
 
 def test_a_worker_whose_engine_is_stalled_counts_as_lost() -> None:
@@ -70,6 +70,6 @@ def test_a_worker_whose_engine_is_stalled_counts_as_lost() -> None:
         name: Heartbeat(instance_id=name, epoch="e", step=1, busy=True, still_s=still_s)
         for name, still_s in (("moves", 1.0), ("hangs", HUNG_AFTER_S + 1))
     }
-    answers = Answers(beats)
+    answers = HeartbeatAnswers(beats)
     assert not answers.is_lost("moves")
     assert answers.is_lost("hangs")

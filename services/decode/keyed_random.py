@@ -5,7 +5,7 @@ import os
 from itertools import count
 
 
-class Unpredictable:
+class KeyedRandom:
     """A keyed hash of a counter.
 
     os.urandom releases the GIL to the engine's thread, which delays the caller. So it is called only once.

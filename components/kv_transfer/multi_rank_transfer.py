@@ -17,7 +17,7 @@ from components.wire.instances import KvEndpoint, RankEndpoint
 from components.wire.layout import KvRegion, of_shard
 
 
-class LedTransfer:
+class MultiRankTransfer:
     """Implements `KvTransfer`. Its own `write_pages` and `write_pieces` are rank 0's: use `Writes` for all ranks."""
 
     def __init__(self, own: KvTransfer, connections: Sequence[RankConnection], followers: list[RankEndpoint]) -> None:
@@ -57,12 +57,12 @@ class LedTransfer:
         future.add_done_callback(self._expected)
         return future
 
-    def hasten(self, notification: str) -> None:
-        self._own.hasten(notification)
+    def poll_often(self, notification: str) -> None:
+        self._own.poll_often(notification)
         self._order_all(Hasten())
 
-    async def catch_up(self) -> None:
-        await self._own.catch_up()
+    async def drain_sockets(self) -> None:
+        await self._own.drain_sockets()
         for answer in [connection.ask(CatchUp()) for connection in self._connections]:
             await answer
 
@@ -117,7 +117,7 @@ async def open_transfer(
                 endpoint = (await connection.ask(order)).endpoint
                 assert endpoint is not None, "opening answers with it"
                 followers.append(endpoint)
-            transfer = LedTransfer(own, connections, followers)
+            transfer = MultiRankTransfer(own, connections, followers)
             yield Opened(transfer, Writes(transfer, connections))
         finally:
             for connection in connections:

@@ -17,10 +17,10 @@ from components.wire.heartbeat import AskHeartbeat, Heartbeat
 from components.wire.instances import Role
 
 ANSWER_TIMEOUT_S: Final = 0.5
-KEPT_S: Final = 1.0  # how long answers are reused, as a roll call costs two messages a worker
+KEPT_S: Final = 1.0  # how long answers are reused, as a query costs two messages a worker
 
 
-class Answers:
+class HeartbeatAnswers:
     def __init__(self, beats: dict[str, Heartbeat]) -> None:
         self.beats = beats
 
@@ -32,7 +32,7 @@ class Answers:
         return beat is None or beat.still_s > HUNG_AFTER_S
 
 
-class RollCall:
+class HeartbeatQuery:
     def __init__(
         self, bus: Bus, namespace: str, role: Role, book: InstanceBook, clock: Callable[[], float] = time.monotonic
     ) -> None:
@@ -41,11 +41,11 @@ class RollCall:
         self._role = role
         self._book = book
         self._clock = clock
-        self._answers = Answers({})
+        self._answers = HeartbeatAnswers({})
         self._answered_s = -math.inf
         self._turn = asyncio.Lock()
 
-    async def answers(self) -> Answers:
+    async def answers(self) -> HeartbeatAnswers:
         """Return the answers that arrive within ANSWER_TIMEOUT_S, at most KEPT_S old; none while NATS is unreachable."""
         async with self._turn:
             if self._clock() - self._answered_s > KEPT_S:
@@ -53,7 +53,7 @@ class RollCall:
                 if self._bus.client.is_connected:
                     with suppress(MeshError):  # the bus reports its own outages
                         await self._ask(beats)
-                self._answers, self._answered_s = Answers(beats), self._clock()
+                self._answers, self._answered_s = HeartbeatAnswers(beats), self._clock()
             return self._answers
 
     async def _ask(self, beats: dict[str, Heartbeat]) -> None:
