@@ -18,7 +18,7 @@ from services.frontend.ui.feed import Fields, View
 ROLES: Final[tuple[Role, ...]] = ("frontend", "bootstrap", "prefill", "decode")
 WARMING_S: Final = 3.0  # a new instance may be without a heartbeat this long
 OLD_BEAT_S: Final = 1.5  # an older heartbeat is shown with its age
-AWAY_S: Final = 2.5  # without an answer of NATS: the picture is then old
+NATS_SILENCE_S: Final = 2.5  # after this time without an answer from NATS, the picture is old
 MAX_BREAKERS: Final = 16  # shown of one instance
 
 
@@ -50,26 +50,26 @@ class MeshView:
         about: Fields,
         clock: Callable[[], float] = time.time,
         *,
-        nats_away_s: Callable[[], float] = lambda: 0.0,
+        nats_contact_age_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`about`: constant facts, such as the namespace. `nats_away_s`: seconds since NATS last answered this process."""
+        """`about`: constant facts, such as the namespace. `nats_contact_age_s`: time since NATS answered this process."""
         self._book = book
         self._decodes = decodes
         self._reports = reports
         self._about = about
         self._clock = clock
-        self._nats_away_s = nats_away_s
+        self._nats_contact_age_s = nats_contact_age_s
 
     def snapshot(self, samples: Sequence[Fields] = ()) -> View:
         records = [record for role in ROLES for record in self._book.of_role(role)]
         known = {record.instance_id: record for record in records}
         ages_s = self._decodes.ages_s()
         instances = {r.instance_id: self._instance(r, ages_s.get(r.instance_id, 0.0)) for r in records}
-        away_s = self._nats_away_s()
+        silent_s = self._nats_contact_age_s()
         about = {
             **self._about,
             "asked": bool(self._reports.statuses),
-            "nats_away": round(away_s) if away_s > AWAY_S else 0,
+            "nats_away": round(silent_s) if silent_s > NATS_SILENCE_S else 0,
         }
         return View(instances, self._links(known), about, tuple(samples))
 

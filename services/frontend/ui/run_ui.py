@@ -45,7 +45,7 @@ def make_ui(settings: FrontendSettings, sources: MeshSources, is_over: Callable[
     history, reports = LoadHistory(), Reports()
     load = MeshLoad(history)
     about = about_mesh(settings.namespace, sources.model, sources.me)
-    view = MeshView(sources.book, sources.decodes, reports, about, nats_away_s=sources.bus.contact_age_s)
+    view = MeshView(sources.book, sources.decodes, reports, about, nats_contact_age_s=sources.bus.contact_age_s)
     poll = StatusPoll(sources.me, sources.bus, sources.book, sources.prefills, reports=reports, load=load)
     ui = Ui(
         Feed(lambda: view.snapshot(load.samples()), is_over),

@@ -39,7 +39,7 @@ class Shown:
             self.reports,
             about,
             lambda: STARTED_S + self.now_s,
-            nats_away_s=lambda: self.nats_away_s,
+            nats_contact_age_s=lambda: self.nats_away_s,
         )
 
     def state(self, name: str) -> str:
