@@ -141,7 +141,7 @@ def test_of_a_trace_of_many_requests_the_first_spans_are_shown(open_page: OpenPa
     go(page, f"requests/{LONG_ID}")
     page.wait_for_selector(".waterfall")
     assert page.locator(".spans li").count() == 2000
-    assert "4000 later spans are left out" in page.inner_text("main")
+    assert "4000 later spans are omitted" in page.inner_text("main")
     assert "services.inspect trace eeeeeeeeeeee prints all" in page.inner_text("main")
 
 

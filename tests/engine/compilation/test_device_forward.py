@@ -69,7 +69,7 @@ def test_graphs_that_are_missing_when_time_is_up_are_reported(
         forward.start(1000.0, silent)
         monkeypatch.setattr(device, "RECORD_S", -1.0)
         assert forward.record(pool.attention, silent) == (1, 5)
-        assert "decodes run in larger CUDA graphs than they need" in caplog.text
+        assert "decodes run in larger CUDA graphs than necessary" in caplog.text
         caplog.clear()
         assert forward.record(pool.attention, silent, most=1) == (1, 5)
         assert not caplog.text
@@ -258,7 +258,7 @@ def test_what_is_compiled_too_late_is_adopted_without_graphs(
     forward = DeviceForward(fresh, pool.attention, lambda: record, compiler)
     forward.start(0.01, silent)
     assert forward.record(pool.attention, silent) == (0, 0)
-    assert "decodes run without CUDA graphs: the model is not compiled yet" in caplog.messages
+    assert "decodes run without CUDA graphs, because the model is not compiled yet" in caplog.messages
     go_on.set()
     forward._thread.join()
     assert len(run(assemble(fresh, config, forward, pool), REQUESTS[:1]).tokens["0"]) == 3

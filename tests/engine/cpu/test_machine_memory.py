@@ -28,7 +28,7 @@ def test_a_container_has_what_is_left_of_its_limit_and_the_files_that_it_has_rea
 def test_a_pool_larger_than_what_is_free_is_refused_before_it_is_zeroed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_memory, "available_bytes", lambda: 1_000_000_000)
     with pytest.raises(
-        WrongSettings, match=r"kv_memory_gb .* KV pages take 1.5 GB, and 1.0 GB of memory are free here"
+        WrongSettings, match=r"kv_memory_gb .* KV pages need 1.5 GB, but only 1.0 GB of memory are free here"
     ):
         allocate_storage(LAYOUT, 1_500_000_000 // LAYOUT.page_bytes + 1, torch.device("cpu"))
 

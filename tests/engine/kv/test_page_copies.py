@@ -100,12 +100,12 @@ def test_memory_that_cuda_cannot_lock_is_refused(gpu: SimulatedDevice, monkeypat
 
 
 def test_too_little_main_memory_is_refused_before_it_is_used() -> None:
-    with pytest.raises(WrongSettings, match="kv_offload_gb: evicted KV pages take"):
+    with pytest.raises(WrongSettings, match="kv_offload_gb: evicted KV pages need"):
         allocate_offloaded(LAYOUT, 2**60 // LAYOUT.page_bytes, CPU, None)
 
 
 def test_a_full_disk_is_seen_at_the_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(WrongSettings, match=rf"take 1000000.0 GB, and [\d.]+ GB are free in {tmp_path}"):
+    with pytest.raises(WrongSettings, match=rf"need 1000000.0 GB, but only [\d.]+ GB are free in {tmp_path}"):
         allocate_offloaded(LAYOUT, 10**15 // LAYOUT.page_bytes + 1, CPU, tmp_path)
 
     def full(*_args: object) -> None:

@@ -138,8 +138,8 @@ def test_a_directory_without_an_adapter_is_refused_by_name(tiny_dir: Path, tmp_p
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"num_hidden_layers": 1}, r"it changes model\.layers\.1\..*Was it trained on another model"),
-        ({"num_hidden_layers": 3}, r"no weights for model\.layers\.2\..*Was it trained on another model"),
+        ({"num_hidden_layers": 1}, r"it changes model\.layers\.1\..*Was the adapter trained on another model"),
+        ({"num_hidden_layers": 3}, r"no weights for model\.layers\.2\..*Was the adapter trained on another model"),
         ({"intermediate_size": 80}, r"does not fit this model: the matrices of model\.layers\.0\.mlp\.\w+ are"),
     ],
 )
@@ -157,7 +157,7 @@ def test_an_adapter_of_another_model_is_refused_by_name(
     [
         ("base_model.model.model.embed_tokens.lora_embedding_A", "is not a change of a linear layer"),
         ("base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector", "is not a change of a linear layer"),
-        ("base_model.model.lm_head.lora_A.weight", "holds half of the change of lm_head"),
+        ("base_model.model.lm_head.lora_A.weight", "has only one of the two matrices of lm_head"),
     ],
 )
 def test_tensors_of_other_kinds_are_refused_by_name(tiny_dir: Path, tmp_path: Path, key: str, said: str) -> None:

@@ -166,7 +166,7 @@ async def test_one_in_the_background_goes_on_without_its_client(here: Any, there
         assert (made.status, made.background, made.output) == ("in_progress", True, [])
     # its connection is closed by now
     assert (await there.responses.retrieve(made.id)).status == "in_progress"
-    with pytest.raises(package.BadRequestError, match="not over yet"):
+    with pytest.raises(package.BadRequestError, match="not ended yet"):
         await there.responses.create(**HELLO, previous_response_id=made.id)
     for _ in range(100):
         mesh.gate.release()

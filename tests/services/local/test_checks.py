@@ -110,11 +110,11 @@ def test_more_memory_than_is_free_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     """500 GB was 311 lines, four tracebacks and three tries."""
     monkeypatch.setattr(machine_memory, "available_bytes", lambda: 10_000_000_000)
     assert refusal(engine__kv_memory_gb="6", engine__device="cpu") == (
-        "setting engine.kv_memory_gb: KV pages of 2 workers take 12.0 GB, and 10.0 GB of memory are free here"
+        "setting engine.kv_memory_gb: KV pages of 2 workers need 12.0 GB, but only 10.0 GB of memory are free here"
     )
     check(engine__kv_memory_gb="4")
     assert refusal(engine__kv_memory_gb="4", engine__kv_offload_gb="2", engine__device="cpu") == (
-        "settings engine.kv_memory_gb and engine.kv_offload_gb: KV pages of 2 workers take 12.0 GB, and 10.0 GB of memory "
+        "settings engine.kv_memory_gb and engine.kv_offload_gb: KV pages of 2 workers need 12.0 GB, but only 10.0 GB of memory "
         "are free here"
     )
 
@@ -125,7 +125,7 @@ def test_a_disk_without_room_for_the_evicted_pages_of_all_workers_is_refused(tmp
     check(**with_room)
     said = refusal(**{**with_room, "engine__kv_offload_gb": f"{gigabytes * 0.9:.0f}"})
     assert said.startswith(
-        "settings engine.kv_offload_gb and engine.kv_offload_dir: evicted KV pages of all workers take"
+        "settings engine.kv_offload_gb and engine.kv_offload_dir: evicted KV pages of all workers need"
     )
     assert said.endswith(f"GB are free in {tmp_path}")
     said = refusal(**{**with_room, "engine__kv_offload_dir": str(tmp_path / "none")})

@@ -288,7 +288,7 @@ def test_the_observers_own_settings_are_kept(monkeypatch: pytest.MonkeyPatch) ->
 def test_an_observers_token_with_a_slash_is_one_line_that_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The run ended with "setting otlp_endpoint: give http://HOST:PORT", a setting that the user had not set."""
     monkeypatch.setenv("MESH_OBSERVER_TOKEN", "K7/x0")
-    with pytest.raises(WrongSettings, match=r"^setting token of observer: a token has only letters") as caught:
+    with pytest.raises(WrongSettings, match=r"^setting token of observer: a token may only have letters") as caught:
         Plan.read(ONE_EACH)
     assert "K7" not in caught.value.message
 
