@@ -129,7 +129,7 @@ def test_a_disk_without_room_for_the_evicted_pages_of_all_workers_is_refused(tmp
     )
     assert said.endswith(f"GB are free in {tmp_path}")
     said = refusal(**{**with_room, "engine__kv_offload_dir": str(tmp_path / "none")})
-    assert said.endswith(f"{tmp_path / 'none'} is none")
+    assert said.endswith(f"{tmp_path / 'none'} is not one")
 
 
 @pytest.mark.parametrize(
