@@ -22,7 +22,7 @@ SERVING: Final = "frontend decode prefill bootstrap planner local"  # as NATS mi
 
 
 class Line(NamedTuple):
-    """Subjects after the namespace that `senders` publish to and `receivers` subscribe to; see `_subjects`."""
+    """Subjects after the namespace that `senders` publish to and `receivers` subscribe to; `nats_rights` completes them."""
 
     subject: str
     senders: tuple[str, ...]

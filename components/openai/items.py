@@ -15,7 +15,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class Item(Strict):
-    """Part of a conversation. Ignores unknown fields that are null: clients send back all that they know of an item."""
+    """Part of a conversation. Ignores unknown fields that are null, because clients send back every field that they know."""
 
     @model_validator(mode="before")
     @classmethod

@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file. transformers reads it; here is mended what it reads otherwise than llama.cpp."""
+"""The tokenizer of a GGUF file. transformers reads it, and this module corrects what differs from llama.cpp."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -87,8 +87,8 @@ def _split_as_trained(tokenizer: Any, splitter: Any, warn: Callable[[str], None]
 def _name_as_in_file(saved: dict[str, Any], reader: GGUFReader) -> None:
     """Give the added tokens of a byte-level vocabulary the file's names and ids.
 
-    transformers spells letters that are none of the bytes' in bytes, as in DeepSeek's tokens, and adds those tokens
-    again behind the vocabulary. There it also adds tokens that the file lacks, such as GPT-2's `<|endoftext|>`.
+    transformers writes characters outside the byte alphabet as bytes, as in DeepSeek's tokens, and adds those tokens a
+    second time after the vocabulary. There it also adds tokens that the file lacks, such as GPT-2's `<|endoftext|>`.
     """
     tokens = list(_tokens(reader))
     names = {name: i for i, name, _ in tokens}

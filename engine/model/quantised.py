@@ -17,7 +17,7 @@ def method_of(config: Any) -> str:
 
 
 def unpacker(config: Any) -> Unpack | None:
-    """Return what unpacks the weights as they are read; None if they are not quantised, or in a format left out here.
+    """Return what unpacks the weights as they are read; None if they are not quantised, or their format is not unpacked.
 
     Unpacked are gpt-oss's experts in MXFP4, 8-bit floats as "fp8", "fbgemm_fp8", "compressed-tensors" and "modelopt"
     store them, and symmetric 8-bit integers of "compressed-tensors".
