@@ -287,7 +287,14 @@ def main(
         return
     generated = BESIDE_STEPS if neighbours else 32
     tokens = int(PAGES_MARGIN * max(batch) * (max(context) + generated)) + 2 * max(prompt)
-    config = EngineConfig(dtype=dtype, threads=threads, num_pages=tokens // 16, compile=compile)  # type: ignore[arg-type]
+    # without drafts, with which a step has more rows, and requests end before the last step
+    config = EngineConfig(
+        dtype=dtype,  # type: ignore[arg-type]
+        threads=threads,
+        num_pages=tokens // 16,
+        compile=compile,  # type: ignore[arg-type]
+        speculative_tokens=0,
+    )
     if threads is not None:
         torch.set_num_threads(threads)
     loaded = load_model(model, config, state_dir, silent)
