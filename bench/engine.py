@@ -292,7 +292,7 @@ def main(
         dtype=dtype,  # type: ignore[arg-type]
         threads=threads,
         num_pages=tokens // 16,
-        compile=compile,  # type: ignore[arg-type]
+        compile=compile,
         speculative_tokens=0,
     )
     if threads is not None:

@@ -109,14 +109,17 @@ class Scheduler:
         return sum(1 for slots, start, pending in decodes if pending == 1 and start >= slots) > available
 
     def schedule(
-        self, beside: Callable[[int, int], int] | None = None, least_chance: Callable[[int], float] | None = None
+        self,
+        beside: Callable[[int, int], int] | None = None,
+        least_chance: Callable[[int, int, int], float] | None = None,
     ) -> tuple[list[Chunk], list[Request]]:
         """Plan one step. No step may be in flight if `must_preempt` is true.
 
         Args:
             beside: returns the prompt tokens that may share a step with N decodes, of which M are disaggregated;
                 None: only the budget limits them.
-            least_chance: returns how likely a draft must be in a step with N decodes; None: all drafts are checked.
+            least_chance: returns how likely up to D more drafts must be in a step with N decodes, and R rows so far;
+                None: all drafts are checked.
 
         Returns: what to compute, and the DECODE requests that got pages.
         """
@@ -126,7 +129,6 @@ class Scheduler:
         decodes = [(r, start) for r in self.running for start, pending in [r.upcoming] if pending == 1]
         # in a step with a prompt, a draft would take the time of a prompt token
         places = 0 if len(decodes) < len(self.running) or self._admits_prompt() else self._draft_rows - len(decodes)
-        least = 0.0 if least_chance is None else least_chance(len(decodes))
         for handled, (request, start) in enumerate(decodes):
             if self.preemptions > preemptions and request.state is not RequestState.RUNNING:
                 continue
@@ -134,6 +136,8 @@ class Scheduler:
                 chunk = Chunk(request, start, start + 1, True, start == len(request.tokens))
                 if places > 0 and request.drafter is not None and request.has_begun:  # branches fork after the prompt
                     share = -(-places // (len(decodes) - handled))  # later ones get what earlier ones leave
+                    rows = self._draft_rows - places
+                    least = 0.0 if least_chance is None else least_chance(len(decodes), rows, share)
                     chunk = self._with_drafts(chunk, request.drafter, share, least)
                     places -= len(chunk.drafts)
                 chunks.append(chunk)

@@ -10,6 +10,8 @@ MAX_STEP_STRETCH: Final = 2.0  # factor by which a prompt chunk may lengthen a d
 FIRST_CHUNK_TOKENS: Final = 64  # tokens of a chunk before the speed is known
 STEPS_IN_MEDIAN: Final = 9  # latest steps of each kind in a median
 STEPS_IN_REGRESSION: Final = 64  # latest steps from which the cost of a row is estimated
+WORK_EXPONENT: Final = 1.5  # fits steps of 1 to 16 rows on one and on two cores (docs/decisions/029)
+USUAL_ROWS: Final = 5
 ASSUMED_ROW_COST: Final = 1 / 16  # cost of a row, as a share of a step, until steps of different sizes are known
 ASSUMED_ROW_COST_WEIGHT: Final = 32.0  # weight of that cost, as a sum of squared distances from the mean number of rows
 MIN_ROW_COST: Final = 1 / 100  # lowest cost of a row, as a share of a step
@@ -49,22 +51,23 @@ class StepCost:
 
 
 class RowCost:
-    """Cost of one more row in a step without prompts, by linear regression over the latest steps.
+    """Cost of more rows in a step without prompts, by linear regression over the latest steps.
 
-    A row is a decode or a draft. A step of few rows waits for the weights, so another row is almost free there. The cost
-    also depends on the context, and on the cores that other processes use now.
+    A row is a decode or a draft. A step of few rows waits for the weights, and one of many rows waits for the processor. So
+    another row costs more in a step of many rows, and the regression is over `_work` instead of rows. The cost also
+    depends on the context, and on the cores that other processes use now.
     """
 
     def __init__(self) -> None:
-        self._steps: deque[tuple[int, float]] = deque()  # rows, seconds
-        self._sums = 0, 0.0, 0, 0.0  # of rows, seconds, rows², rows x seconds
+        self._steps: deque[tuple[float, float]] = deque()  # work, seconds
+        self._sums = 0.0, 0.0, 0.0, 0.0  # of work, seconds, work², work x seconds
 
     def stepped(self, rows: int, step_s: float) -> None:
         if self._steps:
             _, all_s, _, _ = self._sums
             step_s = min(step_s, MAX_STEP_OVER_MEAN * all_s / len(self._steps))  # other processes took the cores
-        self._steps.append((rows, step_s))
-        self._add(rows, step_s, 1)
+        self._steps.append((_work(rows), step_s))
+        self._add(*self._steps[-1], 1)
         if len(self._steps) > STEPS_IN_REGRESSION:
             self._add(*self._steps.popleft(), -1)
 
@@ -73,37 +76,43 @@ class RowCost:
         if rows == decodes or not self._steps:
             return step_s
         # at least their share of the rows, as if each row cost the same
-        return max(step_s - (rows - decodes) * self._row_s, step_s * decodes / rows)
+        return max(step_s - (_work(rows) - _work(decodes)) * self._work_s, step_s * decodes / rows)
 
-    def least_chance(self, decodes: int) -> float:
-        """Return how likely a draft must be to be worth its row, with a margin for inexact measurements.
+    def least_chance(self, decodes: int, rows: int, drafts: int) -> float:
+        """Return how likely `drafts` more drafts must be in a step of `rows`, with a margin for inexact measurements.
 
-        A row is worthwhile if its expected token costs no more than the step's other tokens.
+        They are worthwhile if an expected token of theirs costs no more than a token of the `decodes` alone.
         """
-        count, (all_rows, all_s, _, _) = len(self._steps), self._sums
-        if not all_s or not decodes:
-            return min(1.0, CHANCE_MARGIN * ASSUMED_ROW_COST * decodes)
-        row_s = self._row_s
-        step_s = max(all_s / count + (decodes - all_rows / count) * row_s, decodes * row_s)
-        return min(1.0, CHANCE_MARGIN * decodes * row_s / step_s)
+        work = (_work(rows + drafts) - _work(rows)) / drafts
+        count, (all_work, all_s, _, _) = len(self._steps), self._sums
+        if not all_s:
+            return min(1.0, CHANCE_MARGIN * decodes * work * ASSUMED_ROW_COST)
+        work_s = self._work_s
+        step_s = max(all_s / count + (_work(decodes) - all_work / count) * work_s, _work(decodes) * work_s)
+        return min(1.0, CHANCE_MARGIN * decodes * work * work_s / step_s)
 
     @property
-    def _row_s(self) -> float:
-        """Seconds of one more row. There must have been a step."""
-        count, (all_rows, all_s, squares, products) = len(self._steps), self._sums
-        mean_rows, mean_s = all_rows / count, all_s / count
-        together, spread = products - all_rows * mean_s, squares - all_rows * mean_rows
+    def _work_s(self) -> float:
+        """Seconds of one more unit of work. There must have been a step."""
+        count, (all_work, all_s, squares, products) = len(self._steps), self._sums
+        mean_work, mean_s = all_work / count, all_s / count
+        together, spread = products - all_work * mean_s, squares - all_work * mean_work
         line_s = (together + ASSUMED_ROW_COST_WEIGHT * ASSUMED_ROW_COST * mean_s) / (spread + ASSUMED_ROW_COST_WEIGHT)
         return max(line_s, MIN_ROW_COST * mean_s)
 
-    def _add(self, rows: int, step_s: float, sign: int) -> None:
-        all_rows, all_s, squares, products = self._sums
+    def _add(self, work: float, step_s: float, sign: int) -> None:
+        all_work, all_s, squares, products = self._sums
         self._sums = (
-            all_rows + sign * rows,
+            all_work + sign * work,
             all_s + sign * step_s,
-            squares + sign * rows * rows,
-            products + sign * rows * step_s,
+            squares + sign * work * work,
+            products + sign * work * step_s,
         )
+
+
+def _work(rows: int) -> float:
+    """Return what the time of a step grows with. Its unit is one more row in a step of USUAL_ROWS."""
+    return rows**WORK_EXPONENT / (WORK_EXPONENT * USUAL_ROWS ** (WORK_EXPONENT - 1))
 
 
 class ChunkLimit:
@@ -113,7 +122,7 @@ class ChunkLimit:
     1 - 1 / `stretch` of the time. The speeds are measured, as a machine may be shared.
 
     Disaggregated streams, whose prompts were computed elsewhere, should barely wait for prompts that are computed here.
-    Beside them `stretch` is at most MAX_STEP_STRETCH, and a chunk may be shorter.
+    Beside them `stretch` is at most MAX_STEP_STRETCH, whatever `target_s` is, and a chunk may be shorter.
 
     Source: chunked prefill, Agrawal et al. 2023, "SARATHI", arXiv:2308.16369.
     """
@@ -132,10 +141,12 @@ class ChunkLimit:
         if not token_s:
             return FIRST_CHUNK_TOKENS
         decode_s = self._cost.decode_s(decodes)
-        stretch, fewest = self._stretch, MIN_CHUNK_TOKENS
         if disaggregated:
-            stretch, fewest = min(stretch, MAX_STEP_STRETCH), MIN_DISAGGREGATED_CHUNK_TOKENS
-        step_s = max(self._target_s, stretch * decode_s)
+            fewest = MIN_DISAGGREGATED_CHUNK_TOKENS
+            step_s = min(self._stretch, MAX_STEP_STRETCH) * decode_s or self._target_s
+        else:
+            fewest = MIN_CHUNK_TOKENS
+            step_s = max(self._target_s, self._stretch * decode_s)
         return max(fewest, int((step_s - decode_s) / token_s))
 
     def stepped(self, prompt_tokens: int, decodes: int, step_s: float) -> None:

@@ -14,6 +14,7 @@ from engine.model.load import LoadedModel
 from engine.ports import EngineRequest, FinishReason, Phase
 from engine.runner.step_runner import StepFailed
 from engine.scheduler.request import Chunk
+from engine.scheduler.step_cost import WORK_EXPONENT
 from tests.engine.oracle import Oracle, at_no_cost, guided, texts_of
 from tests.engine.sampling.test_in_engine import VARIED, Cycle
 from tests.engine.test_engine_stateful import MAX_CONTEXT, PROMPTS, SAMPLINGS, run_machine
@@ -168,8 +169,11 @@ def test_the_cost_of_decodes_is_learned_without_that_of_their_drafts(
     steps, learned = chunks_of(engine), []
     launch = engine._runner.launch
 
+    def takes_s(rows: int) -> float:
+        return 0.01 + 0.001 * rows**WORK_EXPONENT
+
     def launch_for(chunks: list[Chunk]) -> Any:
-        clock[0] += 0.01 + 0.002 * sum(chunk.length for chunk in chunks)
+        clock[0] += takes_s(sum(chunk.length for chunk in chunks))
         return launch(chunks)
 
     monkeypatch.setattr(engine._runner, "launch", launch_for)
@@ -180,7 +184,7 @@ def test_the_cost_of_decodes_is_learned_without_that_of_their_drafts(
         assert prompt_rows == sum(c.length for c in chunks if c.is_prompt)
         assert decodes == sum(1 for c in chunks if not c.is_prompt)
         assert not (prompt_rows and any(chunk.drafts for chunk in chunks))
-    late = [step_s - 0.01 - 0.002 * decodes for prompt_rows, decodes, step_s in learned[-10:] if not prompt_rows]
+    late = [step_s - takes_s(decodes) for prompt_rows, decodes, step_s in learned[-10:] if not prompt_rows]
     assert late
     assert max(map(abs, late)) < 0.004, "the time of the decodes alone"
 
