@@ -134,8 +134,9 @@ class EngineConfig:
         float | None,
         Field(
             description="limits the prompt tokens of a step with decodes to what it can compute in this time, by measured "
-            "speed; 0: no such limit; default: on a CPU 50, or four times a step without prompts if that is more, two times "
-            "beside streams whose prompts were computed elsewhere; 0 on a device"
+            "speed; 0: no such limit; default: on a CPU 50, or four times a step without prompts if that is more; 0 on a "
+            "device. Beside streams whose prompts were computed elsewhere a step takes at most twice as long as without "
+            "prompts"
         ),
     ] = None
     reserve_tokens: Annotated[
