@@ -47,6 +47,7 @@ CPU_ITL_TARGET_MS: Final = 50.0
 CPU_DRAFT_ROWS: Final = 12
 GPU_DRAFT_ROWS: Final = 64
 CPU_STRETCH: Final = 4.0  # factor by which a prompt chunk may lengthen a decode step if no target is set
+CPU_OVERRUN: Final = 1.5  # factor by which a chunk may exceed its limit then, to complete its prompt
 
 
 class EngineCore:
@@ -109,7 +110,7 @@ class EngineCore:
         if config.itl_target_ms:
             self._chunk_limit = ChunkLimit(config.itl_target_ms / 1000)
         elif config.itl_target_ms is None and runner.takes_cpu:
-            self._chunk_limit = ChunkLimit(CPU_ITL_TARGET_MS / 1000, CPU_STRETCH)
+            self._chunk_limit = ChunkLimit(CPU_ITL_TARGET_MS / 1000, CPU_STRETCH, CPU_OVERRUN)
         self._row_cost = None if make_drafter is None else RowCost()
         self._arrivals = count()
         self._step = 0

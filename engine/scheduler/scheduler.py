@@ -110,14 +110,14 @@ class Scheduler:
 
     def schedule(
         self,
-        beside: Callable[[int, int], int] | None = None,
+        beside: Callable[[int, int], tuple[int, int]] | None = None,
         least_chance: Callable[[int, int, int], float] | None = None,
     ) -> tuple[list[Chunk], list[Request]]:
         """Plan one step. No step may be in flight if `must_preempt` is true.
 
         Args:
-            beside: returns the prompt tokens that may share a step with N decodes, of which M are disaggregated;
-                None: only the budget limits them.
+            beside: returns the prompt tokens that may share a step with N decodes, of which M are disaggregated, and the
+                limit for a first chunk that completes its prompt; None: only the budget limits them.
             least_chance: returns how likely up to D more drafts must be in a step with N decodes, and R rows so far;
                 None: all drafts are checked.
 
@@ -142,9 +142,10 @@ class Scheduler:
                     places -= len(chunk.drafts)
                 chunks.append(chunk)
         budget -= sum(chunk.length for chunk in chunks)
+        completing = 0
         if chunks and beside is not None:
             disaggregated = sum(chunk.request.disaggregated for chunk in chunks)
-            budget = min(budget, beside(len(chunks), disaggregated))
+            budget, completing = (min(budget, tokens) for tokens in beside(len(chunks), disaggregated))
         full = max(0, budget - self._pack_tokens)  # with no more than this budget left, no further prompt starts
         prompts = [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else []
         prompts.sort(key=prompt_order, reverse=True)
@@ -152,6 +153,9 @@ class Scheduler:
         reserved = self.reserve()
         while (following := self._next(prompts, admit=not self._preempted, more=budget > full)) is not None:
             start, pending = following.upcoming
+            if pending <= completing:
+                budget = max(budget, pending)
+            completing = 0
             length = chunk_length(pending, min(budget, MAX_LOGPROBS_CHUNK) if following.reads_logits else budget)
             if not length:
                 break

@@ -124,30 +124,35 @@ class ChunkLimit:
     Disaggregated streams, whose prompts were computed elsewhere, should barely wait for prompts that are computed here.
     Beside them `stretch` is at most MAX_STEP_STRETCH, whatever `target_s` is, and a chunk may be shorter.
 
+    Beside other streams a chunk may have `overrun` times as many tokens if they complete its prompt. A short rest would
+    delay the first token by a whole step.
+
     Source: chunked prefill, Agrawal et al. 2023, "SARATHI", arXiv:2308.16369.
     """
 
-    def __init__(self, target_s: float, stretch: float = MAX_STEP_STRETCH) -> None:
+    def __init__(self, target_s: float, stretch: float = MAX_STEP_STRETCH, overrun: float = 1.0) -> None:
         self._target_s = target_s
         self._stretch = stretch
+        self._overrun = overrun
         self._cost = StepCost()
 
-    def tokens(self, decodes: int, disaggregated: int = 0) -> int:
-        """Prompt tokens that may share a step with `decodes` decodes, of which some are `disaggregated`.
+    def tokens(self, decodes: int, disaggregated: int = 0) -> tuple[int, int]:
+        """Return how many prompt tokens may share a step with `decodes` decodes, of which some are `disaggregated`.
 
-        A step with a prompt has no drafts.
+        Returns: the limit, and the limit for a chunk that completes its prompt. A step with a prompt has no drafts.
         """
         token_s = self._cost.prompt_token_s()
         if not token_s:
-            return FIRST_CHUNK_TOKENS
+            return FIRST_CHUNK_TOKENS, FIRST_CHUNK_TOKENS
         decode_s = self._cost.decode_s(decodes)
         if disaggregated:
-            fewest = MIN_DISAGGREGATED_CHUNK_TOKENS
+            fewest, overrun = MIN_DISAGGREGATED_CHUNK_TOKENS, 1.0
             step_s = min(self._stretch, MAX_STEP_STRETCH) * decode_s or self._target_s
         else:
-            fewest = MIN_CHUNK_TOKENS
+            fewest, overrun = MIN_CHUNK_TOKENS, self._overrun
             step_s = max(self._target_s, self._stretch * decode_s)
-        return max(fewest, int((step_s - decode_s) / token_s))
+        tokens = max(fewest, int((step_s - decode_s) / token_s))
+        return tokens, int(overrun * tokens)
 
     def stepped(self, prompt_tokens: int, decodes: int, step_s: float) -> None:
         """Learn from a step without drafts, or from what it would have taken without them."""

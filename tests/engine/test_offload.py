@@ -243,7 +243,9 @@ def test_the_time_of_copies_is_not_learned_as_that_of_prompt_tokens(
         copy_pages(moves)
 
     monkeypatch.setattr(engine._runner, "copy_pages", slow)
-    limit = SimpleNamespace(tokens=lambda *_: 100, stepped=lambda _prompts, _decodes, step_s: learned.append(step_s))
+    limit = SimpleNamespace(
+        tokens=lambda *_: (100, 100), stepped=lambda _prompts, _decodes, step_s: learned.append(step_s)
+    )
     monkeypatch.setattr(engine, "_chunk_limit", limit)
     seen = ask(engine, FIRST, SECOND, FIRST)
     assert sum(stats.step_s for stats in seen.steps) - sum(learned) > 2 * copied_s

@@ -34,7 +34,7 @@ class Machine:
     def mixed(self, decodes: int = 8, times: int = 1) -> float:
         step_s = 0.0
         for _ in range(times):
-            tokens = self.limit.tokens(decodes)
+            tokens, _ = self.limit.tokens(decodes)
             step_s = self.decode_s + tokens * self.token_s
             self.limit.stepped(tokens, decodes, step_s)
         return step_s
@@ -42,9 +42,9 @@ class Machine:
 
 def test_before_anything_is_known_a_chunk_is_short() -> None:
     limit = ChunkLimit(TARGET_S)
-    assert limit.tokens(4) == FIRST_CHUNK_TOKENS
+    assert limit.tokens(4) == (FIRST_CHUNK_TOKENS, FIRST_CHUNK_TOKENS)
     limit.stepped(0, 4, 0.03)
-    assert limit.tokens(4) == FIRST_CHUNK_TOKENS
+    assert limit.tokens(4) == (FIRST_CHUNK_TOKENS, FIRST_CHUNK_TOKENS)
 
 
 @pytest.mark.parametrize("speed", [2000.0, 4000.0, 10_000.0])
@@ -59,8 +59,8 @@ def test_more_decodes_leave_less_for_the_chunk() -> None:
     limit.stepped(0, 1, 0.008)
     limit.stepped(0, 16, 0.018)
     limit.stepped(100, 1, 0.033)
-    assert limit.tokens(1) == 128
-    assert limit.tokens(16) == 88
+    assert limit.tokens(1) == (128, 128)
+    assert limit.tokens(16) == (88, 88)
 
 
 @pytest.mark.parametrize("stretch", [2.0, 4.0])
@@ -79,7 +79,7 @@ def test_a_longer_step_than_the_target_is_taken_only_where_decodes_are_slow() ->
 
 def test_on_a_cpu_a_target_that_was_set_stretches_a_decode_step_less(tiny: LoadedModel) -> None:
     """One second a token: the chunk takes as long as a decode step, and without a setting three times as long."""
-    for target_ms, tokens in ((50.0, 40), (None, 120)):
+    for target_ms, tokens in ((50.0, (40, 40)), (None, (120, 180))):
         engine = make_engine(tiny, max_step_tokens=512, itl_target_ms=target_ms)
         assert engine._chunk_limit is not None
         engine._chunk_limit.stepped(0, 1, 40.0)
@@ -90,8 +90,8 @@ def test_on_a_cpu_a_target_that_was_set_stretches_a_decode_step_less(tiny: Loade
 def test_a_chunk_is_never_so_short_that_steps_cost_more_than_it() -> None:
     limit = ChunkLimit(TARGET_S)
     for _ in range(50):
-        limit.stepped(limit.tokens(8), 8, 5.0)
-    assert limit.tokens(8) == MIN_CHUNK_TOKENS
+        limit.stepped(limit.tokens(8)[0], 8, 5.0)
+    assert limit.tokens(8)[0] == MIN_CHUNK_TOKENS
 
 
 @pytest.mark.parametrize(("token_s", "tokens"), [(0.001, 100), (0.01, MIN_DISAGGREGATED_CHUNK_TOKENS)])
@@ -101,9 +101,9 @@ def test_beside_disaggregated_streams_a_step_takes_about_twice_as_long_as_withou
     machine = Machine(token_s, decode_s=0.1, stretch=4.0)
     machine.decode()
     machine.mixed(times=STEPS_IN_MEDIAN)
-    assert machine.limit.tokens(8) == pytest.approx(max(MIN_CHUNK_TOKENS, 0.3 / token_s), abs=1)
-    assert machine.limit.tokens(8, 1) == pytest.approx(tokens, abs=1)
-    assert ChunkLimit(TARGET_S, 4.0).tokens(8, 8) == FIRST_CHUNK_TOKENS
+    assert machine.limit.tokens(8)[0] == pytest.approx(max(MIN_CHUNK_TOKENS, 0.3 / token_s), abs=1)
+    assert machine.limit.tokens(8, 1)[0] == pytest.approx(tokens, abs=1)
+    assert ChunkLimit(TARGET_S, 4.0).tokens(8, 8)[0] == FIRST_CHUNK_TOKENS
 
 
 @pytest.mark.parametrize("branches", [1, 3])
@@ -111,9 +111,9 @@ def test_streams_whose_prompts_were_computed_elsewhere_are_disaggregated(tiny: L
     engine = make_engine(tiny, max_step_tokens=512)
     seen: list[tuple[int, int]] = []
 
-    def tokens(decodes: int, disaggregated: int = 0) -> int:
+    def tokens(decodes: int, disaggregated: int = 0) -> tuple[int, int]:
         seen.append((decodes, disaggregated))
-        return FIRST_CHUNK_TOKENS
+        return FIRST_CHUNK_TOKENS, FIRST_CHUNK_TOKENS
 
     assert engine._chunk_limit is not None
     engine._chunk_limit.tokens = tokens  # type: ignore[method-assign]
@@ -143,7 +143,7 @@ def test_one_slow_step_changes_nothing() -> None:
     machine.decode(times=STEPS_IN_MEDIAN)
     machine.mixed(times=STEPS_IN_MEDIAN)
     tokens = machine.limit.tokens(8)
-    machine.limit.stepped(tokens, 8, 2.0)
+    machine.limit.stepped(tokens[0], 8, 2.0)
     machine.limit.stepped(0, 8, 2.0)
     assert machine.limit.tokens(8) == tokens
 
@@ -167,11 +167,13 @@ def test_it_follows_a_machine_that_gets_busy_and_is_left_alone_again() -> None:
 def test_whatever_was_measured_a_chunk_has_enough_tokens(
     steps: list[tuple[int, int, float]], target_s: float, decodes: int
 ) -> None:
-    limit = ChunkLimit(target_s)
+    limit = ChunkLimit(target_s, overrun=1.5)
     for step in steps:
         limit.stepped(*step)
-    assert limit.tokens(decodes) >= MIN_CHUNK_TOKENS
-    assert MIN_DISAGGREGATED_CHUNK_TOKENS <= limit.tokens(decodes, decodes) <= limit.tokens(decodes)
+    tokens, completing = limit.tokens(decodes)
+    assert MIN_CHUNK_TOKENS <= tokens <= completing
+    disaggregated, completing = limit.tokens(decodes, decodes)
+    assert MIN_DISAGGREGATED_CHUNK_TOKENS <= disaggregated == completing <= tokens
 
 
 def test_an_unknown_number_of_decodes_costs_as_much_as_the_most_similar_one() -> None:
@@ -200,3 +202,28 @@ def test_a_target_of_zero_limits_nothing(tiny: LoadedModel) -> None:
     engine.step()
     engine.submit(EngineRequest("reads", prompt(FIRST_CHUNK_TOKENS + 72, start=1), greedy(1)))
     assert engine.step().stats.prompt_tokens == FIRST_CHUNK_TOKENS + 72
+
+
+def test_a_chunk_may_exceed_its_limit_to_complete_the_first_prompt_of_a_step(tiny: LoadedModel) -> None:
+    for length, expected in ((90, [90]), (91, [60, 31]), (150, [60, 90]), (120, [60, 60]), (30, [30])):
+        engine = make_engine(tiny, max_step_tokens=512)
+        assert engine._chunk_limit is not None
+        engine._chunk_limit.tokens = lambda *_: (60, 90)  # type: ignore[method-assign]
+        engine.submit(EngineRequest("talks", prompt(5), greedy(20, ignore_eos=True)))
+        engine.step()
+        engine.submit(EngineRequest("reads", prompt(length, start=1), greedy(1)))
+        seen: list[int] = []
+        while sum(seen) < length:
+            seen.append(engine.step().stats.prompt_tokens)
+        assert seen == expected
+
+
+def test_a_second_prompt_of_a_step_does_not_exceed_the_limit(tiny: LoadedModel) -> None:
+    engine = make_engine(tiny, max_step_tokens=512)
+    assert engine._chunk_limit is not None
+    engine._chunk_limit.tokens = lambda *_: (60, 90)  # type: ignore[method-assign]
+    engine.submit(EngineRequest("talks", prompt(5), greedy(20, ignore_eos=True)))
+    engine.step()
+    for name in ("first", "second"):
+        engine.submit(EngineRequest(name, prompt(45, start=len(name)), greedy(1)))
+    assert [engine.step().stats.prompt_tokens for _ in range(2)] == [60, 30]
