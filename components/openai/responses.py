@@ -106,20 +106,12 @@ class StreamOptions(Strict):
     include_obfuscation: Annotated[JsonValue, only(False)] = None
 
 
-class ResponsesRequest(Strict):
-    model: Annotated[str, Field(min_length=1, max_length=256)]
+class ResponsePrompt(Strict):
+    """The fields of a response from which its prompt is made."""
+
     input: InputItems
     instructions: str | None = None
     previous_response_id: Id | None = None
-    store: bool | None = None
-    background: bool | None = None
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_output_tokens: TokenCount | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    include: Annotated[list[Logprobs], Field(max_length=16)] | None = None
     text: TextOptions | None = None
     tools: (
         Annotated[
@@ -131,15 +123,67 @@ class ResponsesRequest(Strict):
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningOptions | None = None
+    # not supported yet
+    truncation: Annotated[JsonValue, only("disabled")] = None
+    conversation: Annotated[JsonValue, only()] = None
+
+    def chat_with(self, model: str, earlier: Sequence[InputItem], **fields: Any) -> ChatRequest:
+        """Return a chat that continues `earlier`. Raises: Rejected, with the chat's parameter names."""
+        _check_outputs(earlier, self.input)
+        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        wanted: dict[str, Any] = {
+            "model": model,
+            "messages": [*system, *turns([*earlier, *self.input])],
+            "response_format": self._response_format(),
+            "tools": [_chats_tool(tool) for tool in self.tools or ()] or None,
+            "tool_choice": self._tool_choice(),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning and self.reasoning.effort,
+            **fields,
+        }
+        return parse_value(ChatRequest, {name: value for name, value in wanted.items() if value is not None})
+
+    def _response_format(self) -> dict[str, Any] | None:
+        form = None if self.text is None else self.text.format
+        if isinstance(form, JsonSchema):
+            schema = form.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
+            return {"type": "json_schema", "json_schema": schema}
+        return None if form is None else form.model_dump()
+
+    def _tool_choice(self) -> str | dict[str, Any] | None:
+        choice = self.tool_choice
+        if isinstance(choice, NamedFunction):
+            return {"type": "function", "function": {"name": choice.name}}
+        return None if choice is None else choice.type
+
+
+class InputTokensRequest(ResponsePrompt):
+    model: Annotated[str, Field(min_length=1, max_length=256)] | None = None
+
+
+class InputTokens(BaseModel):
+    object: Literal["response.input_tokens"] = "response.input_tokens"
+    input_tokens: int
+
+
+class ResponsesRequest(ResponsePrompt):
+    model: Annotated[str, Field(min_length=1, max_length=256)]
+    store: bool | None = None
+    background: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_output_tokens: TokenCount | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    include: Annotated[list[Logprobs], Field(max_length=16)] | None = None
     metadata: Metadata | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
     prompt_cache_key: Annotated[str, Field(max_length=512)] | None = None
     # not supported yet
-    truncation: Annotated[JsonValue, only("disabled")] = None
     service_tier: Annotated[JsonValue, only("auto", "default")] = None
     max_tool_calls: Annotated[JsonValue, only()] = None
-    conversation: Annotated[JsonValue, only()] = None
     prompt: Annotated[JsonValue, only()] = None
     prompt_cache_retention: Annotated[JsonValue, only("in_memory")] = None
 
@@ -166,39 +210,18 @@ class ResponsesRequest(Strict):
 
     def chat(self, earlier: Sequence[InputItem]) -> ChatRequest:
         """Return a chat that continues `earlier`. Raises: Rejected, with the chat's parameter names."""
-        _check_outputs(earlier, self.input)
-        system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
-        wanted: dict[str, Any] = {
-            "model": self.model,
-            "messages": [*system, *turns([*earlier, *self.input])],
-            "stream": self.stream,
-            "max_completion_tokens": self.max_output_tokens,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "logprobs": bool(self.include) or None,
-            "top_logprobs": self.top_logprobs,
-            "response_format": self._response_format(),
-            "tools": [_chats_tool(tool) for tool in self.tools or ()] or None,
-            "tool_choice": self._tool_choice(),
-            "parallel_tool_calls": self.parallel_tool_calls,
-            "reasoning_effort": self.reasoning and self.reasoning.effort,
-            "user": self.user,
-            "prompt_cache_key": self.prompt_cache_key,
-        }
-        return parse_value(ChatRequest, {name: value for name, value in wanted.items() if value is not None})
-
-    def _response_format(self) -> dict[str, Any] | None:
-        form = None if self.text is None else self.text.format
-        if isinstance(form, JsonSchema):
-            schema = form.model_dump(by_alias=True, exclude_none=True, exclude={"type"})
-            return {"type": "json_schema", "json_schema": schema}
-        return None if form is None else form.model_dump()
-
-    def _tool_choice(self) -> str | dict[str, Any] | None:
-        choice = self.tool_choice
-        if isinstance(choice, NamedFunction):
-            return {"type": "function", "function": {"name": choice.name}}
-        return None if choice is None else choice.type
+        return self.chat_with(
+            self.model,
+            earlier,
+            stream=self.stream,
+            max_completion_tokens=self.max_output_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            logprobs=bool(self.include) or None,
+            top_logprobs=self.top_logprobs,
+            user=self.user,
+            prompt_cache_key=self.prompt_cache_key,
+        )
 
 
 def _check_outputs(earlier: Sequence[InputItem], items: Sequence[InputItem]) -> None:

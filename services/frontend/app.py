@@ -24,7 +24,7 @@ from components.openai.embeddings import EmbeddingList, EmbeddingRequest
 from components.openai.errors import ApiError, from_validation, internal
 from components.openai.operations import Health, Live, ModelCard, ModelList, Readiness, Version, WorkerList
 from components.openai.parts import Parts
-from components.openai.responses import ResponseObject, ResponsesRequest
+from components.openai.responses import InputTokens, InputTokensRequest, ResponseObject, ResponsesRequest
 from components.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from components.structured.checker import ConstraintChecker
 from components.telemetry.figures import Figures
@@ -55,7 +55,7 @@ from services.frontend.server_metrics import ServerMetrics
 from services.frontend.sites import Sites
 from services.frontend.stored import StoredResponses
 from services.frontend.ui.api import Ui
-from services.frontend.unary import Call, answered, count_tokens, detokenize, tokenize
+from services.frontend.unary import Call, answered, count_input_tokens, count_tokens, detokenize, tokenize
 
 B = TypeVar("B", bound=BaseModel)
 
@@ -116,7 +116,7 @@ def create_app(
     lines = RequestLines(settings.request_lines_per_s, settings.slow, metrics.slow)
     frontend = Frontend(mesh, text, settings, defaults or SamplingDefaults(), metrics, admission, checker, lines)
     generating = _generating_routes(frontend, stored)
-    add_post_routes(app, [*generating, *_unary_routes(frontend)])
+    add_post_routes(app, [*generating, *_unary_routes(frontend, stored)])
     add_response_routes(app, stored)
     _add_models(app, mesh)
     operations = operations or Operations(mesh)
@@ -217,7 +217,7 @@ def _generating_routes(frontend: Frontend, stored: StoredResponses | None) -> li
     ]
 
 
-def _unary_routes(frontend: Frontend) -> list[PostRoute]:
+def _unary_routes(frontend: Frontend, stored: StoredResponses | None) -> list[PostRoute]:
     def route(
         path: str,
         body: type[B],
@@ -251,6 +251,15 @@ def _unary_routes(frontend: Frontend) -> list[PostRoute]:
             count_tokens,
             name="count",
             description="How many tokens a message's prompt has.",
+            operation="count_tokens",
+        ),
+        route(
+            f"{ResponsesDialect.route}/input_tokens",
+            InputTokensRequest,
+            InputTokens,
+            partial(count_input_tokens, stored),
+            name="input_tokens",
+            description="How many tokens a response's prompt has.",
             operation="count_tokens",
         ),
         route(

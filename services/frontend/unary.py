@@ -19,11 +19,13 @@ from components.openai.completions import check_vocabulary
 from components.openai.errors import ApiError
 from components.openai.fields import parse_body
 from components.openai.parts import AT_ONCE_BYTES, Parts, filled, items_of, some_of, text_filled
+from components.openai.responses import InputTokens, InputTokensRequest
 from components.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from services.frontend import tracing
 from services.frontend.answer_form import AnswerForm, error_of
 from services.frontend.conversation import conversation_of, encode_conversation
 from services.frontend.dialects.messages import MessagesDialect
+from services.frontend.dialects.responses import ResponsesDialect
 from services.frontend.exchange import Frontend
 from services.frontend.gate import caller_of
 from services.frontend.incoming import Body, cancelled_on_disconnect, limited_time, read_json_body
@@ -31,6 +33,7 @@ from services.frontend.metrics import NO_MODEL
 from services.frontend.ports import ServedModel
 from services.frontend.prompts import find_model
 from services.frontend.request_record import RequestRecord
+from services.frontend.stored import StoredResponses
 
 R = TypeVar("R", bound=BaseModel)
 
@@ -152,6 +155,13 @@ async def count_tokens(call: Call, request: CountRequest) -> Parts:
     _model(call, request.model)
     [prompt] = (await dialect.encode(call.frontend.text)).prompts
     return filled(TokenCountAnswer(input_tokens=len(prompt)))
+
+
+async def count_input_tokens(stored: StoredResponses | None, call: Call, request: InputTokensRequest) -> Parts:
+    call.form = dialect = ResponsesDialect(stored, call.id)
+    await dialect.read_prompt(request, _model(call, request.model).name, call.frontend.text, call.scope)
+    [prompt] = (await dialect.encode(call.frontend.text)).prompts
+    return filled(InputTokens(input_tokens=len(prompt)))
 
 
 def _model(call: Call, name: str | None) -> ServedModel:

@@ -21,6 +21,7 @@ from components.openai.response_events import ResponseEvents, item_of
 from components.openai.responses import (
     PARAMS,
     IncompleteDetails,
+    InputTokensRequest,
     ResponseError,
     ResponseObject,
     ResponsesRequest,
@@ -28,6 +29,7 @@ from components.openai.responses import (
     ResponsesUsage,
 )
 from components.output.blocks import Block, Blocks
+from components.text.tokenizer import TextModel
 from components.wire.responses import StoredResponse
 from services.frontend.answer_form import error_of
 from services.frontend.choice import TextDelta
@@ -61,8 +63,8 @@ class ResponsesDialect(ConversationDialect):
         self.request = request = await body.made_into(partial(parse_body, ResponsesRequest))
         request.check()
         key = caller_of(scope).owner
-        record = await self._earlier(key)
-        size = 0 if record is None else len(record.input) + len(record.earlier) + len(record.response)
+        record = await self._earlier(request.previous_response_id, key)
+        size = size_of(record)
         earlier = [] if record is None else await body.run(partial(items_before, record), size)
         self.chat = await body.run(partial(request.chat, earlier), size)
         if self._stored is None and request.stored:
@@ -71,9 +73,15 @@ class ResponsesDialect(ConversationDialect):
             self._remembered = await body.run(partial(Remembered.of, request.input, earlier, key), size)
         return self.chat
 
-    async def _earlier(self, key: bytes) -> StoredResponse | None:
-        """Return the response that this one continues. Raises: Rejected."""
-        previous = self.request.previous_response_id
+    async def read_prompt(self, request: InputTokensRequest, model: str, text: TextModel, scope: Scope) -> None:
+        """Turn the prompt of a response into a chat, to count its tokens. Raises: Rejected."""
+        record = await self._earlier(request.previous_response_id, caller_of(scope).owner)
+        size = size_of(record)
+        earlier = [] if record is None else await text.run(size, partial(items_before, record))
+        self.chat = await text.run(size, partial(request.chat_with, model, earlier))
+
+    async def _earlier(self, previous: str | None, key: bytes) -> StoredResponse | None:
+        """Return the response that a request continues. Raises: Rejected."""
         if previous is None:
             return None
         if self._stored is None:
@@ -225,6 +233,11 @@ def items_of(pieces: Sequence[TextDelta], request_id: str, generation: Generatio
     logprobs = [ChatLogprobs.of(tokens[block.index]).content for block in found]
     items = [item_of(block, request_id, "completed", of) for block, of in zip(found, logprobs, strict=True)]
     return [*items[:-1], item_of(found[-1], request_id, end_of(found, generation), logprobs[-1])]
+
+
+def size_of(record: StoredResponse | None) -> int:
+    """Return the characters of a stored response and of all before it."""
+    return 0 if record is None else len(record.input) + len(record.earlier) + len(record.response)
 
 
 def status_of(generation: Generation) -> Literal["completed", "incomplete"]:

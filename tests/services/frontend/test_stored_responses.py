@@ -121,7 +121,9 @@ async def test_a_conversation_goes_on_from_a_response(here: Any, there: Any, mes
     ), "instructions are for one request"
     assert third.previous_response_id == second.id
     await here.responses.delete(first.id)
+    counted = await there.responses.input_tokens.count(input="Once more.", previous_response_id=third.id)
     await here.responses.create(model=MODEL, input="Once more.", previous_response_id=third.id)
+    assert counted.input_tokens == len(mesh.prompts[-1].token_ids)
     assert [item.content[0].text for item in (await here.responses.input_items.list(third.id)).data] == ["Thanks."]
 
 

@@ -490,3 +490,29 @@ async def test_the_description_mixes_no_two_models(mesh: FakeMesh, settings: Fro
     names = answers.keys() - set(UNUSED_SCHEMAS)
     assert {name: described[name] for name in names} == {name: answers[name] for name in names}
     assert {"ResponseObject", "MessageObject", "ResponsesRequest", "MessagesRequest", "CountRequest"} < set(described)
+
+
+async def test_input_tokens_are_counted_as_a_response_would_read_them(openai: Any, mesh: FakeMesh) -> None:
+    asked = {"model": MODEL, "input": "Hello", "instructions": "Be brief."}
+    counted = await openai.responses.input_tokens.count(**asked)
+    assert (counted.object, mesh.prompts) == ("response.input_tokens", [])
+    response = await openai.responses.create(**asked)
+    assert counted.input_tokens == response.usage.input_tokens
+    assert (await openai.responses.input_tokens.count(input="Hello", instructions="Be brief.")) == counted
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "param"),
+    [
+        ({"input": []}, 400, "input"),
+        ({"model": "another"}, 404, "model"),
+        ({"truncation": "auto"}, 400, "truncation"),
+        ({"previous_response_id": "resp_1"}, 400, "previous_response_id"),
+        ({"input": [{"type": "function_call_output", "call_id": "c", "output": ""}]}, 400, "input[0].call_id"),
+    ],
+)
+async def test_counting_input_tokens_refuses_by_its_own_names(
+    http: httpx.AsyncClient, fields: dict[str, Any], status: int, param: str
+) -> None:
+    answer = await http.post(f"{URL}/input_tokens", json={**HELLO, **fields})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
