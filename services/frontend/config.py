@@ -93,6 +93,14 @@ class FrontendSettings(ModelSettings):
         PositiveFloat,
         Field(description="seconds after which a client is cut off that sends no headers or body, or reads nothing"),
     ] = 20.0
+    keep_alive_s: Annotated[
+        float,
+        Field(
+            ge=0,
+            description="seconds without an event after which a stream gets a comment, so that no proxy closes it; 0: never; "
+            "docs/operations.md",
+        ),
+    ] = 0.0
     max_body_bytes: Annotated[PositiveInt, Field(description="largest request body, bytes")] = 4 * 1024 * 1024
     decode_policy: Annotated[RoutingPolicy, Field(description=f"choice of a decode instance: {ABOUT_POLICIES}")] = (
         DEFAULT["decode"]

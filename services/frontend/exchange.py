@@ -1,9 +1,11 @@
 """One request that generates text, from the first header to the last byte."""
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any, Final
 from uuid import uuid4
 
 from starlette.exceptions import HTTPException
@@ -36,6 +38,8 @@ from services.frontend.reply import Reply
 from services.frontend.request_lines import RequestLines
 from services.frontend.request_record import RequestRecord
 
+SSE_COMMENT: Final = b": keep-alive\n\n"  # clients ignore it
+
 
 @dataclass(frozen=True, slots=True)
 class Frontend:
@@ -52,14 +56,15 @@ class Frontend:
 class Exchange:
     """An ASGI application for one request. `__call__` holds its record, its time limit and its error handling.
 
-    An error before the first token sets the HTTP status; a later one becomes the stream's last event.
+    An error before the first token sets the HTTP status; a later one becomes the stream's last event. So does an error
+    after a comment that keeps the connection alive.
     """
 
     def __init__(self, frontend: Frontend, dialect: Callable[[str], Dialect]) -> None:
         self._frontend = frontend
         self._request_id = uuid4().hex  # ours: the client's X-Request-Id is never a key
         self._dialect = dialect(self._request_id)
-        self._events: EventStream | None = None  # None: not a stream, or not started
+        self._events: EventStream | None = None  # None: not a stream, or not read yet
         self._record: RequestRecord
         self._caller: Caller = UNKNOWN_CALLER
         self._model = NO_MODEL
@@ -113,14 +118,16 @@ class Exchange:
     ) -> None:
         frontend, gaps = self._frontend, self._frontend.metrics.gaps.of(self._model)
         generation = Generation(frontend.mesh, frontend.text, prompts, gaps, partial(self._began, ticket))
+        if request.stream:
+            self._events = self._dialect.events(generation)
         async with self._dialect.underway(reply, generation):
             if ticket.admission_result is not None:
                 self._record.begin("frontend.admit")
-                await ticket.admitted()
+                await self._keeping_alive(reply, ticket.admitted())
             self._generation = generation
             self._record.pause()
-            if request.stream:
-                await self._stream(reply, generation)
+            if self._events is not None:
+                await self._stream(reply, generation, self._events)
             else:
                 await self._collect(reply, generation)
 
@@ -185,20 +192,21 @@ class Exchange:
             choices=sum(prompt.sampling.n for prompt in prompts),
         )
 
-    async def _stream(self, reply: Reply, generation: Generation) -> None:
-        self._events = events = self._dialect.events(generation)
-
+    async def _stream(self, reply: Reply, generation: Generation, events: EventStream) -> None:
         def show(piece: TextDelta, is_last: bool) -> bool:
             data = events.piece(piece)
             if is_last:  # sent together with the events of `end`
                 reply.hold_final_events(data)
+                return False
+            if data and self._awaits_first_token:  # wakes `_stream`, even after comments
+                reply.hold(data)
                 return False
             return not data or reply.write(data)
 
         async with generation.running(show):
             is_over = False
             while not is_over:
-                await generation.woken()
+                await self._keeping_alive(reply, generation.woken())
                 is_over = generation.is_over
                 if is_over:
                     reply.hold_final_events(await events.end())
@@ -206,6 +214,23 @@ class Exchange:
                 await reply.flush(last=is_over)
                 if is_first:
                     self._first_token_sent()
+
+    async def _keeping_alive(self, reply: Reply, wait: Coroutine[Any, Any, None]) -> None:
+        """Wait. In a stream that is silent for too long meanwhile, send comments, so that no proxy closes it."""
+        interval_s = self._frontend.settings.keep_alive_s
+        if self._events is None or not interval_s:
+            await wait
+            return
+        task = asyncio.create_task(wait)
+        try:
+            while not task.done():
+                sent = self._num_generated
+                await asyncio.wait({task}, timeout=interval_s)
+                if not task.done() and self._num_generated == sent and not reply.write(SSE_COMMENT):
+                    await reply.flush()
+        finally:
+            task.cancel()
+        await task
 
     async def _collect(self, reply: Reply, generation: Generation) -> None:
         pieces: list[list[TextDelta]] = [[] for _ in generation.choices]
