@@ -153,10 +153,11 @@ class Scheduler:
         reserved = self.reserve()
         while (following := self._next(prompts, admit=not self._preempted, more=budget > full)) is not None:
             start, pending = following.upcoming
-            if pending <= completing:
+            most = MAX_LOGPROBS_CHUNK if following.reads_logits else self._max_step_tokens
+            if pending <= min(completing, most):
                 budget = max(budget, pending)
             completing = 0
-            length = chunk_length(pending, min(budget, MAX_LOGPROBS_CHUNK) if following.reads_logits else budget)
+            length = chunk_length(pending, min(budget, most))
             if not length:
                 break
             end = start + length

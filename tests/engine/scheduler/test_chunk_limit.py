@@ -227,3 +227,18 @@ def test_a_second_prompt_of_a_step_does_not_exceed_the_limit(tiny: LoadedModel) 
     for name in ("first", "second"):
         engine.submit(EngineRequest(name, prompt(45, start=len(name)), greedy(1)))
     assert [engine.step().stats.prompt_tokens for _ in range(2)] == [60, 30]
+
+
+def test_a_chunk_that_log_probabilities_keep_from_completing_its_prompt_does_not_raise_the_limit(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next prompt of the step used the tokens that were meant to complete the first one."""
+    monkeypatch.setattr("engine.scheduler.scheduler.MAX_LOGPROBS_CHUNK", 40)
+    engine = make_engine(tiny, max_step_tokens=512)
+    assert engine._chunk_limit is not None
+    engine._chunk_limit.tokens = lambda *_: (60, 90)  # type: ignore[method-assign]
+    engine.submit(EngineRequest("talks", prompt(5), greedy(20, ignore_eos=True)))
+    engine.step()
+    engine.submit(EngineRequest("scored", prompt(80, start=1), greedy(1, prompt_logprobs=0)))
+    engine.submit(EngineRequest("plain", prompt(100, start=2), greedy(1)))
+    assert [engine.step().stats.prompt_tokens for _ in range(2)] == [60, 60]
