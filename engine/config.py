@@ -65,6 +65,7 @@ class StepSize:
 
 ON_CPU: Final = StepSize(64, 512)
 ON_GPU: Final = StepSize(256, 8192)
+MAX_ITL_TARGET_MS: Final = 60_000.0
 LEAST_PROMPT: Final = 2  # tokens of a step beyond a full batch of decodes
 
 
@@ -222,8 +223,10 @@ class EngineConfig:
                 raise ValueError(f"{name} is {value}; it must be positive")
         if not all(self.lora) or not all(self.lora.values()):
             raise ValueError(f"lora is {self.lora}; it must give each adapter a name and a directory")
-        if self.itl_target_ms is not None and self.itl_target_ms < 0:
-            raise ValueError(f"itl_target_ms is {self.itl_target_ms}; it must be 0 (no limit) or more")
+        if self.itl_target_ms is not None and not 0 <= self.itl_target_ms <= MAX_ITL_TARGET_MS:
+            raise ValueError(
+                f"itl_target_ms is {self.itl_target_ms}; it must be from 0 (no limit) to {MAX_ITL_TARGET_MS:g}"
+            )
         if self.kv_offload_gb is not None and self.kv_offload_gb < 0:
             raise ValueError(f"kv_offload_gb is {self.kv_offload_gb}; it must be 0 (evicted pages are lost) or more")
         if self.reserve_tokens < 0:
