@@ -299,20 +299,24 @@ async def _connect(url: str, name: str, access: NatsAccess, reports: "_Connectio
         client = SecureClient(url, access)
         connected = partial(_connected, client, choice, reports)
         try:
-            await client.connect(
-                without_password(url).split(","),
-                name=name,
-                **client.login_options(),
-                connect_timeout=CONNECT_TIMEOUT_S,
-                ping_interval=PING_EVERY_S,
-                max_outstanding_pings=MAX_PINGS,
-                max_reconnect_attempts=-1,
-                allow_reconnect=True,
-                reconnect_to_server_handler=choice,
-                error_cb=reports.on_error,
-                disconnected_cb=reports.on_disconnected,
-                reconnected_cb=connected,
-            )
+            with exact_cancellation():
+                await client.connect(
+                    without_password(url).split(","),
+                    name=name,
+                    **client.login_options(),
+                    connect_timeout=CONNECT_TIMEOUT_S,
+                    ping_interval=PING_EVERY_S,
+                    max_outstanding_pings=MAX_PINGS,
+                    max_reconnect_attempts=-1,
+                    allow_reconnect=True,
+                    reconnect_to_server_handler=choice,
+                    error_cb=reports.on_error,
+                    disconnected_cb=reports.on_disconnected,
+                    reconnected_cb=connected,
+                )
+        except asyncio.CancelledError:
+            await _close(client)
+            raise
         except (nats.errors.Error, OSError, TimeoutError) as exc:
             await reports.on_error(exc)
             await asyncio.sleep(RETRY_EVERY_S)
@@ -348,10 +352,12 @@ async def _watch(client: Client, url: str) -> None:
 async def _close(client: Client) -> None:
     try:
         if client.is_connected:
-            await client.flush(timeout=2)
+            with exact_cancellation():
+                await client.flush(timeout=2)
     except (nats.errors.Error, OSError, TimeoutError):
         log.warning("NATS was lost before the last messages were sent")
-    if not client.is_connected:  # close() would write unsent messages to the closed socket, and fail
-        client._pending, client._pending_data_size = [], 0
-    with exact_cancellation():  # close() cancels a reconnecting task that waits for the same socket
-        await client.close()
+    finally:
+        if not client.is_connected:  # close() would write unsent messages to the closed socket, and fail
+            client._pending, client._pending_data_size = [], 0
+        with exact_cancellation():  # close() cancels a reconnecting task that waits for the same socket
+            await client.close()

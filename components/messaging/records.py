@@ -17,6 +17,7 @@ from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, Header, StorageType, StreamConfig
 from nats.js.errors import APIError, BadRequestError, NoStreamResponseError, NotFoundError, ServiceUnavailableError
 
+from components.aio import exact_cancellation
 from components.errors import BackendUnavailable, DeadlineExceeded, MessageTooLarge
 from components.messaging.bus import HEADERS_BYTES, Bus, translated_nats_errors
 
@@ -175,7 +176,10 @@ def _errors(subject: str, url: str) -> Iterator[None]:
     try:
         with translated_nats_errors(subject, url):
             try:
-                yield
+                with exact_cancellation():
+                    yield
+                    return
+                raise nats.errors.ConnectionClosedError  # nats-py has cancelled the call itself
             except (nats.errors.NoRespondersError, ServiceUnavailableError) as exc:
                 raise BackendUnavailable(f"NATS at {url} has no JetStream, or not this stream: {exc}") from exc
             except APIError as exc:

@@ -17,6 +17,7 @@ from nats.errors import FlushTimeoutError
 from components.errors import BackendUnavailable, DeadlineExceeded, NobodyListens
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
+from components.messaging.secure_client import SecureClient
 from components.wire.codec import pack
 from components.wire.prefill import KvComing, RoomOk
 from tests.waiting import PATIENCE_S, until
@@ -221,6 +222,40 @@ async def test_a_task_that_is_cancelled_while_it_subscribes_ends(turns: int) -> 
         async with asyncio.timeout(PATIENCE_S), bus.subscription("news", receive):
             nats.deliver("news", "", b"")
             await received.wait()  # the connection is still read
+
+
+@pytest.mark.parametrize("call", ["connect", "flush"])
+async def test_a_task_that_is_cancelled_while_it_connects_or_closes_ends(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11's wait_for forgot a Ctrl-C that came as NATS answered: `make up` started, and only SIGKILL ended it."""
+    calls: list[SecureClient] = []
+    forgetful = asyncio.Event()
+    real = getattr(SecureClient, call)
+
+    async def forgets(client: SecureClient, *arguments: object, **options: object) -> None:
+        if forgetful.is_set():
+            calls.append(client)
+            with suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+        await real(client, *arguments, **options)
+
+    monkeypatch.setattr(SecureClient, call, forgets)
+    if call == "connect":
+        forgetful.set()
+    nats = FakeNats()
+    async with nats.running():
+
+        async def work() -> None:
+            async with connect_bus(nats.url, "test"):
+                forgetful.set()
+
+        task = asyncio.create_task(work())
+        await until(lambda: bool(calls))
+        task.cancel()
+        await asyncio.wait([task], timeout=PATIENCE_S)
+        assert task.cancelled()
+        assert calls[0].is_closed
 
 
 async def test_a_server_that_freezes_is_left_for_another_one_within_two_seconds() -> None:

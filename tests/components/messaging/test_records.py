@@ -2,6 +2,7 @@ import asyncio
 import subprocess
 import sysconfig
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import nats.errors
@@ -167,3 +168,38 @@ async def test_a_nats_that_does_not_answer_is_away(
         for call in (records.put("a", b"x"), records.get("a"), records.delete("a")):
             with pytest.raises(BackendUnavailable, match="does not answer"):
                 await call
+
+
+async def test_a_task_that_is_cancelled_while_it_opens_records_ends(
+    nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11's wait_for forgot a Ctrl-C that came together with JetStream's answer."""
+    asked = asyncio.Event()
+    real = JetStreamContext.stream_info
+
+    async def forgets(*arguments: object) -> object:
+        asked.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return await real(*arguments)
+
+    monkeypatch.setattr(JetStreamContext, "stream_info", forgets)
+    async with connect_bus(nats_url, "one") as bus:
+        task = asyncio.create_task(open_records(bus, namespace, BOUNDS))
+        async with asyncio.timeout(PATIENCE_S):
+            await asked.wait()
+        task.cancel()
+        await asyncio.wait([task], timeout=PATIENCE_S)
+        assert task.cancelled()
+
+
+async def test_a_call_that_nats_py_cancels_itself_finds_no_jetstream(
+    nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def cancelled(*_: object) -> None:
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(JetStreamContext, "stream_info", cancelled)
+    async with connect_bus(nats_url, "one") as bus:
+        with pytest.raises(BackendUnavailable):
+            await open_records(bus, namespace, BOUNDS)
