@@ -11,10 +11,9 @@ from functools import partial
 from typing import Any, Final
 
 import nats.errors
-from nats import micro
 from nats.micro.request import Request
 from nats.micro.service import Endpoint as MicroEndpoint
-from nats.micro.service import EndpointConfig, EndpointStats
+from nats.micro.service import EndpointConfig, EndpointStats, Service, ServiceConfig
 from opentelemetry import context, trace
 from opentelemetry.trace import SpanKind, StatusCode
 
@@ -237,18 +236,20 @@ async def serve_calls(
         metadata: returned by `$SRV.INFO`.
     """
     server = CallServer(endpoints, bus.url, bus.refusals, bus.clocks, bus.check_size)
-    service = await micro.add_service(
-        bus.client,
+    config = ServiceConfig(
         name=f"kvmesh-{role}",
         version=VERSION,
         description=f"kvmesh {role} instance",
         metadata={"subject": subject, **metadata},
         stats_handler=server.stats,
     )
+    service = Service(bus.client, config)
+    with exact_cancellation():
+        await service.start()
     listening: list[_DirectEndpoint] = []
     for endpoint in endpoints:
-        config = EndpointConfig(endpoint.name, server.receive(endpoint), subject=f"{subject}.{endpoint.name}")
-        subscribed = _DirectEndpoint(service, config)
+        receives = EndpointConfig(endpoint.name, server.receive(endpoint), subject=f"{subject}.{endpoint.name}")
+        subscribed = _DirectEndpoint(service, receives)
         await subscribed._start()
         service._endpoints.append(subscribed)
         listening.append(subscribed)
@@ -261,7 +262,8 @@ async def serve_calls(
         if bus.client.is_connected:
             with suppress(nats.errors.Error, OSError, TimeoutError):  # NATS hangs or is gone, so no call arrives anyway
                 async with asyncio.timeout(STOP_S):
-                    await service.stop()  # from now on callers get "no responders" at once
+                    with exact_cancellation():
+                        await service.stop()  # from now on callers get "no responders" at once
         for subscribed in listening:
             await subscribed.unsubscribe()
         if not has_failed:

@@ -13,6 +13,7 @@ import pytest
 import uvloop
 from nats.aio.msg import Msg
 from nats.errors import FlushTimeoutError
+from nats.micro.service import Service
 
 from components.errors import BackendUnavailable, DeadlineExceeded, NobodyListens
 from components.messaging.bus import Bus, connect_bus
@@ -256,6 +257,35 @@ async def test_a_task_that_is_cancelled_while_it_connects_or_closes_ends(
         await asyncio.wait([task], timeout=PATIENCE_S)
         assert task.cancelled()
         assert calls[0].is_closed
+
+
+@pytest.mark.parametrize("call", ["start", "stop"])
+async def test_a_task_that_is_cancelled_while_it_begins_or_ends_to_serve_ends(
+    call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python 3.11's wait_for forgot a Ctrl-C here, too, and `make up` waited for this task for ever."""
+    called = asyncio.Event()
+    real = getattr(Service, call)
+
+    async def forgets(service: Service) -> None:
+        called.set()
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        await real(service)
+
+    monkeypatch.setattr(Service, call, forgets)
+    nats = FakeNats()
+    async with nats.running():
+
+        async def work() -> None:
+            async with connect_bus(nats.url, "test") as bus, serve_calls(bus, "local", "kvmesh.local.x", [], {}):
+                pass
+
+        task = asyncio.create_task(work())
+        await until(called.is_set)
+        task.cancel()
+        await asyncio.wait([task], timeout=PATIENCE_S)
+        assert task.cancelled()
 
 
 async def test_a_server_that_freezes_is_left_for_another_one_within_two_seconds() -> None:
