@@ -49,7 +49,7 @@ def beside_local_mesh(settings: S, user: str = "") -> S:
 
 
 def no_answer_advice(settings: MeshSettings) -> str:
-    flags = "--etcd-url and --nats-url (services.local prints both)"
+    flags = "--etcd-url and --nats-url (`inspect env` prints both, with passwords)"
     if mesh := local_mesh(settings.home):
         if without_password(settings.nats_url) == without_password(str(mesh.get("nats_url"))):
             return f"services.local (pid {mesh['pid']}) runs it; its logs are in {settings.home / 'local'}"

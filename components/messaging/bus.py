@@ -221,7 +221,9 @@ def unreachable(url: str, exc: BaseException) -> str:
 
 
 @asynccontextmanager
-async def connect_bus(url: str, name: str, access: NatsAccess = ANYONE) -> AsyncIterator[Bus]:
+async def connect_bus(
+    url: str, name: str, access: NatsAccess = ANYONE, failed: Callable[[Exception], object] = lambda _: None
+) -> AsyncIterator[Bus]:
     """Connect, and reconnect automatically. If NATS is unreachable at the start, wait and log.
 
     Raises: WrongSettings; BackendUnavailable, also within the `with` body, if the connection is closed for good.
@@ -230,8 +232,9 @@ async def connect_bus(url: str, name: str, access: NatsAccess = ANYONE) -> Async
         url: server addresses, comma-separated.
         name: client name in NATS's monitoring.
         access: login and TLS files, which are read again for each connection.
+        failed: called with the error of each attempt to connect.
     """
-    reports = _ConnectionReports(url)
+    reports = _ConnectionReports(url, failed)
     async with waiting_logged("NATS", url):
         client = await _connect(url, name, access, reports)
     bus = reports.bus = Bus(client, url)
@@ -246,10 +249,11 @@ async def connect_bus(url: str, name: str, access: NatsAccess = ANYONE) -> Async
 class _ConnectionReports:
     """Logs a NATS outage once, because nats-py reports every reconnect attempt."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(self, url: str, failed: Callable[[Exception], object] = lambda _: None) -> None:
         self.closing = False
         self.bus: Bus | None = None
         self._url = url
+        self._failed = failed
         self._away = True
         self._has_reported = False
 
@@ -257,6 +261,7 @@ class _ConnectionReports:
         if not self._away:
             log.warning("NATS client error", extra={"cause": str(exc) or type(exc).__name__})
         elif not self.closing:
+            self._failed(exc)
             level = logging.DEBUG if self._has_reported else logging.ERROR
             log.log(level, "NATS cannot be reached, trying again", extra={"reason": unreachable(self._url, exc)})
             self._has_reported = True

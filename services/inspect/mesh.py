@@ -3,6 +3,7 @@
 import asyncio
 import math
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -93,8 +94,9 @@ class Mesh:
 
 def open_bus(settings: MeshSettings) -> AbstractAsyncContextManager[Bus]:
     """Connect to NATS only, for a command that does not need etcd."""
-    where = f"NATS at {without_password(settings.nats_url)}"
-    return _opened(settings, where, connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect")))
+    where, failures = f"NATS at {without_password(settings.nats_url)}", deque[Exception](maxlen=1)
+    bus = connect_bus(settings.nats_url, "inspect", settings.nats_access("inspect"), failures.append)
+    return _opened(settings, where, bus, failures)
 
 
 @asynccontextmanager
@@ -121,14 +123,23 @@ async def _readable_registry(settings: MeshSettings) -> AsyncIterator[Registry]:
 
 
 @asynccontextmanager
-async def _opened(settings: MeshSettings, where: str, connection: AbstractAsyncContextManager[T]) -> AsyncIterator[T]:
-    """Open a connection. Exit with one line if this takes longer than CONNECT_S, or for a MeshError, even in the body."""
+async def _opened(
+    settings: MeshSettings,
+    where: str,
+    connection: AbstractAsyncContextManager[T],
+    failures: Sequence[Exception] = (),
+) -> AsyncIterator[T]:
+    """Open a connection. Exit with one line if this takes longer than CONNECT_S, or for a MeshError, even in the body.
+
+    The line has `failures`, the errors of the attempts so far.
+    """
     try:
         async with asyncio.timeout(CONNECT_S) as limit, connection as opened:
             limit.reschedule(None)
             yield opened
     except TimeoutError:
-        raise SystemExit(f"no answer from {where}: {no_answer_advice(settings)}") from None
+        cause = "".join(f" ({str(failure) or type(failure).__name__})" for failure in failures)
+        raise SystemExit(f"no answer from {where}{cause}: {no_answer_advice(settings)}") from None
     except MeshError as exc:
         raise SystemExit(exc.message) from None
 

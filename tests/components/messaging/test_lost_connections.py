@@ -288,6 +288,18 @@ async def test_a_task_that_is_cancelled_while_it_begins_or_ends_to_serve_ends(
         assert task.cancelled()
 
 
+async def test_the_error_of_each_attempt_to_connect_is_passed_on() -> None:
+    failures: list[Exception] = []
+    with socket.socket() as nobody_listens:
+        nobody_listens.bind(("127.0.0.1", 0))
+        connection = connect_bus(f"nats://127.0.0.1:{nobody_listens.getsockname()[1]}", "test", failed=failures.append)
+        connecting = asyncio.create_task(connection.__aenter__())
+        await until(lambda: len(failures) > 1)
+        connecting.cancel()
+        await asyncio.wait([connecting], timeout=PATIENCE_S)
+    assert {type(failure) for failure in failures} == {ConnectionRefusedError}
+
+
 async def test_a_server_that_freezes_is_left_for_another_one_within_two_seconds() -> None:
     """Other instances count this one as lost after two seconds, and move its streams."""
     for _ in range(3):  # a busy machine may pause in one; NATS's client alone takes minutes

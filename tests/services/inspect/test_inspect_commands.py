@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from nats.errors import AuthorizationError
 from opentelemetry.trace import StatusCode
 from rich.console import Console
 from typer.testing import CliRunner
@@ -222,6 +223,23 @@ def test_without_a_mesh_the_state_directory_is_named_as_a_cause(
     assert code == 1
     assert "no answer from" in text
     assert f"no services.local runs with state directory {tmp_path}: name its --state-dir, or --etcd-url" in text
+
+
+def test_a_login_that_nats_refuses_is_the_cause(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The address that services.local logs has no password. With it, NATS was said not to answer, and no mesh to run."""
+
+    @asynccontextmanager
+    async def refused(*arguments: Any) -> AsyncIterator[Bus]:
+        arguments[3](AuthorizationError())
+        await asyncio.Event().wait()
+        raise AssertionError("nothing sets the event")
+        yield
+
+    monkeypatch.setattr(mesh, "connect_bus", refused)
+    monkeypatch.setattr(mesh, "CONNECT_S", 0.05)
+    code, text = invoke("workers", "--nats-url", "nats://127.0.0.1:9", "--state-dir", str(tmp_path))
+    assert code == 1
+    assert "no answer from NATS at nats://127.0.0.1:9 (nats: authorization failed): " in text
 
 
 @pytest.mark.mesh
