@@ -1,5 +1,11 @@
 """`python -m services.local`: the whole mesh on one machine, with real etcd and NATS, until Ctrl-C."""
 
+import signal
+
+# The imports take a second, in which Ctrl-C would print a traceback. A script's background job ignores the signal.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import asyncio
 import os
 import sys
