@@ -88,13 +88,20 @@ def model_dir(model: str, state_dir: Path, progress: Progress = silent) -> Path:
     if path is not None:
         check_config_file(path)
         return path
+    check_model_name(model)
+    fetched: Path = import_module(HUB).fetch(model, progress)
+    return fetched
+
+
+def check_model_name(model: str) -> None:
+    """Raises: ModelUnavailable, for a name that is neither built in, nor a path that exists, nor a hub id."""
+    if model == MOCK or model in WHEEL_MODELS or local_path(model) is not None:
+        return
     if model.startswith((".", "/", "~")) or not HUB_ID.fullmatch(model):
         raise ModelUnavailable(
             f"no model {model!r}: give one of {', '.join(WHEEL_MODELS)}, a directory that exists, "
             f"a {CONFIG_FILE} (random weights), a GGUF file, a hub id such as org/name, or mock"
         )
-    fetched: Path = import_module(HUB).fetch(model, progress)
-    return fetched
 
 
 def independent_name(model: str) -> str:

@@ -18,7 +18,7 @@ from engine.config import EngineConfig
 from engine.cpu.machine_memory import check_fits, check_fits_in
 from engine.lora.adapter_config import ADAPTER_WEIGHTS, read_adapter_config
 from engine.model.mock_model import PREFIX, is_mock
-from engine.model.resolve import check_config_file, gguf_file, local_path
+from engine.model.resolve import check_config_file, check_model_name, gguf_file, local_path
 from services.local.child_process import CannotStart, run
 from services.local.plan import Plan
 
@@ -70,8 +70,10 @@ def _evicted_gb(engine: EngineConfig) -> float:
 
 
 def _check_model(model: str) -> None:
-    """Check a directory; another model is checked when it is downloaded or converted."""
-    path = local_path(model.removeprefix(PREFIX))
+    """Check the name, and a directory; another model is checked when it is downloaded or converted."""
+    name = model.removeprefix(PREFIX)
+    check_model_name(name)
+    path = local_path(name)
     if path is not None and gguf_file(path) is None:
         check_config_file(path)
         check_tokenizer_file(path)

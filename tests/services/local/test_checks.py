@@ -51,6 +51,8 @@ def test_settings_of_workers_that_are_not_started_are_not_checked() -> None:
     ("given", "said"),
     [
         ({"engine__dtype": "float8"}, "setting engine.dtype of prefill: Input should be 'auto', 'bfloat16'"),
+        ({"model": "/no/such"}, "no model '/no/such': give one of smollm2-135m, a directory that exists"),
+        ({"model": "mock:nonsense"}, "no model 'nonsense': give one of"),
         ({"kv_transfer": "nixel"}, "setting kv_transfer: no backend 'nixel'; there are fake"),
         ({"kv_transfer": "nixl/UXC"}, "setting kv_transfer: NIXL has no plugin 'UXC'; it has "),
         ({"frontend_tls_cert": "/c.pem"}, "settings of frontend: tls_cert and tls_key belong together"),
