@@ -33,10 +33,18 @@ _CHANNEL: Final = (
     ("grpc.max_receive_message_length", -1),  # a watch event may contain the records of a whole fleet
 )
 ANYONE: Final = EtcdAccess()
+FREE_SPACE: Final = (
+    "run `etcdctl compact` with the latest revision, `etcdctl defrag` and `etcdctl alarm disarm`; to prevent it, start "
+    "etcd with --auto-compaction-retention or a larger --quota-backend-bytes"
+)
 
 
 class NotAllowed(BackendUnavailable):
     """This user has no right to a key. The right may be granted later."""
+
+
+class DatabaseFull(BackendUnavailable):
+    """etcd accepts no writes and grants no leases until an operator has freed space; it can still be read."""
 
 
 class Endpoint(NamedTuple):
@@ -101,6 +109,8 @@ def etcd_errors(url: str) -> Iterator[None]:
         cause, where = _cause(exc), without_password(url)
         if "permission denied" in cause:
             raise NotAllowed(refused(url, cause), etcd_url=where) from exc
+        if "database space exceeded" in cause:
+            raise DatabaseFull(f"etcd at {where} is full ({cause}): {FREE_SPACE}", etcd_url=where) from exc
         says = refused if _is_refusal(exc) else unreachable
         raise BackendUnavailable(says(url, cause), etcd_url=where) from exc
     except etcd3.Etcd3Exception as exc:

@@ -187,4 +187,9 @@ def _errors(subject: str, url: str) -> Iterator[None]:
                     f"JetStream of NATS at {url} cannot keep records: {exc.description}", subject=subject
                 ) from exc
     except DeadlineExceeded as exc:  # this limit is ours, not the request's
-        raise BackendUnavailable(f"JetStream of NATS at {url} does not answer", subject=subject) from exc
+        # after a write error NATS stores nothing more in a stream, and reports that only in its own log
+        raise BackendUnavailable(
+            f"JetStream of NATS at {url} does not answer: if NATS's log has write errors, as of a full disk, free space "
+            "and restart NATS",
+            subject=subject,
+        ) from exc

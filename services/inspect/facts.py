@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import nats.errors
 
 from components.credentials import EtcdAccess, NatsAccess, PageAccess
-from components.discovery.etcd import CALL_TIMEOUT_S, etcd_client
+from components.discovery.etcd import CALL_TIMEOUT_S, DatabaseFull, etcd_client
 from components.discovery.etcd_stubs import etcdrpc
 from components.errors import MeshError
 from components.http.fetch import fetch
@@ -48,6 +48,7 @@ class Server:
     version: str = ""
     latency_ms: float = 0.0
     facts: Mapping[str, Any] = field(default_factory=dict)
+    do: str = "start it, or set the right address and password; `inspect env` prints those of a local mesh"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +134,8 @@ def _etcd_member(url: str, access: EtcdAccess, key: str) -> Server:
             status = etcdrpc.MaintenanceStub(client.channel).Status(etcdrpc.StatusRequest(), CALL_TIMEOUT_S)
             client.put(key, "")
             client.delete(key)
+    except DatabaseFull as exc:
+        return Server(shown, exc.message, do="do so soon: until then no process can join the mesh")
     except (MeshError, WrongSettings) as exc:
         return Server(shown, exc.message)
     took_ms = (time.monotonic() - began_s) * SECOND_MS

@@ -47,11 +47,7 @@ def check_nats(facts: Facts) -> Iterator[Finding]:
 
 def _server(name: str, one: Server, about: str) -> Finding:
     if one.error:
-        return wrong(
-            name,
-            one.error,
-            "start it, or set the right address and password; `inspect env` prints those of a local mesh",
-        )
+        return wrong(name, one.error, one.do)
     text = f"{one.url}: version {one.version}, {one.latency_ms:.0f} ms, {about}"
     if one.latency_ms > SLOW_MS:
         return note(name, f"{text}: slow", "check disk and CPU load of its host")

@@ -3,7 +3,7 @@ import asyncio
 import grpc
 import pytest
 
-from components.discovery.etcd import Endpoint, endpoints, etcd_errors
+from components.discovery.etcd import DatabaseFull, Endpoint, endpoints, etcd_errors
 from components.discovery.etcd_stubs import etcd3
 from components.discovery.registry import join_registry
 from components.errors import BackendUnavailable
@@ -52,6 +52,21 @@ def test_errors_of_etcd_name_address_cause_and_remedy(error: Exception, cause: s
     said = rf"etcd at http://e:1 cannot be reached \(.*{cause}.*\): start one"
     with pytest.raises(BackendUnavailable, match=said), etcd_errors("http://e:1"):
         raise error
+
+
+class _Full(grpc.RpcError):  # type: ignore[misc]
+    def code(self) -> grpc.StatusCode:
+        return grpc.StatusCode.RESOURCE_EXHAUSTED
+
+    def details(self) -> str:
+        return "etcdserver: mvcc: database space exceeded"
+
+
+def test_a_full_etcd_is_not_called_unreachable() -> None:
+    """Logs and `inspect doctor` said that etcd cannot be reached and must be started, while it ran and was read."""
+    said = r"^etcd at http://e:1 is full .*etcdctl compact"
+    with pytest.raises(DatabaseFull, match=said), etcd_errors("http://e:1"):
+        raise _Full
 
 
 @pytest.mark.parametrize("bad", ["https://etcd:2379", "https://user:secret@etcd", "http://secret@etcd", "grpc://etcd"])
