@@ -121,18 +121,11 @@ class Spans(trace.Tracer):
         return LightSpan(name, trace_id, parent_id, flags, sink, kind, attributes, start_time, remote, state)
 
     def start_as_current_span(  # type: ignore[override]
-        self,
-        name: str,
-        context: Context | None = None,
-        *,
-        record_exception: bool = True,
-        set_status_on_exception: bool = True,
-        **options: Any,
+        self, name: str, context: Context | None = None, **options: Any
     ) -> AbstractContextManager[trace.Span]:
         if context is None and get_current() is _IN_NOT_KEPT:  # it is current already
             return _INSIDE_ALREADY
-        span = self.start_span(name, context, **options)
-        return CurrentSpan(span, True, record_exception, set_status_on_exception)
+        return EndingSpan(self.start_span(name, context, **options))
 
     def start_called_span(self, name: str, instance_id: str) -> trace.Span:
         """Start a request's span with an id that the caller can compute, to record the span if this process dies."""
@@ -142,25 +135,13 @@ class Spans(trace.Tracer):
         return span
 
 
-def use_span(
-    span: trace.Span,
-    end_on_exit: bool = False,
-    record_exception: bool = True,
-    set_status_on_exception: bool = True,
-) -> AbstractContextManager[trace.Span]:
-    return CurrentSpan(span, end_on_exit, record_exception, set_status_on_exception)
-
-
 class CurrentSpan:
-    """OpenTelemetry's `use_span` without its generator, which costs as much as the span."""
+    """Makes a span the current one. OpenTelemetry's `use_span` is a generator, which costs as much as the span."""
 
-    __slots__ = ("_ends", "_record_exception", "_set_status_on_exception", "_span", "_token")
+    __slots__ = ("_span", "_token")
 
-    def __init__(self, span: trace.Span, ends: bool, record_exception: bool, set_status_on_exception: bool) -> None:
+    def __init__(self, span: trace.Span) -> None:
         self._span = span
-        self._ends = ends
-        self._record_exception = record_exception
-        self._set_status_on_exception = set_status_on_exception
 
     def __enter__(self) -> trace.Span:
         span = self._span
@@ -171,16 +152,24 @@ class CurrentSpan:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         detach(self._token)
+
+
+class EndingSpan(CurrentSpan):
+    """Also ends the span after the body, and records an exception that leaves the body."""
+
+    __slots__ = ()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        detach(self._token)
         span = self._span
         if span is NOT_KEPT:
             return
         if isinstance(error, Exception):
-            if self._record_exception:
-                span.record_exception(error)
-            if self._set_status_on_exception:
-                span.set_status(trace.Status(trace.StatusCode.ERROR, f"{type(error).__name__}: {error}"))
-        if self._ends:
-            span.end()
+            span.record_exception(error)
+            span.set_status(trace.Status(trace.StatusCode.ERROR, f"{type(error).__name__}: {error}"))
+        span.end()
 
 
 tracer: Final = Spans()

@@ -13,7 +13,7 @@ from opentelemetry.trace import Span
 from components.errors import MeshError
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.outbox import OutStream, StreamOutbox
-from components.telemetry.spans import mark_outcome, record_step, use_span
+from components.telemetry.spans import CurrentSpan, mark_outcome, record_step
 from components.wire.generate import GenerateRequest, PromptOrigin
 from components.wire.step_stats import DraftCounts
 from components.wire.tokens import PromptBlocks
@@ -208,7 +208,7 @@ class ActiveRequests:
             **{name: text for name, text in (("prefill", active.prefill), ("local_prefill", active.why_local)) if text},
             **({} if active.error is None else {"error": type(active.error).__name__, "cause": active.error.message}),
         }
-        with use_span(active.span, end_on_exit=False):
+        with CurrentSpan(active.span):
             log.debug("request ended", extra=facts)
 
     def _first_token(self, active: ActiveRequest) -> int:

@@ -27,7 +27,7 @@ from components.structured.mask_maker import MaskMaker
 from components.telemetry.exemplars import exemplar_of
 from components.telemetry.light_span import Step
 from components.telemetry.on_demand import OnDemand
-from components.telemetry.spans import NO_STEP, record_lost, step, use_span
+from components.telemetry.spans import NO_STEP, CurrentSpan, record_lost, step
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.prefill import KvComing
 from components.wire.sampling import Constraint
@@ -169,7 +169,7 @@ class RequestRunner:
         self._settling.cancel()
 
     async def _run(self, active: ActiveRequest) -> None:
-        with use_span(active.span):
+        with CurrentSpan(active.span):
             try:
                 if (constraint := active.request.sampling.constraint) is not None:
                     active.mask = await self._mask_of(constraint, active)

@@ -20,7 +20,7 @@ from components.messaging.fleet import Fleet
 from components.messaging.inbox import InStream, StreamInbox
 from components.routing.router import Route
 from components.telemetry.light_span import Step
-from components.telemetry.spans import record_lost, record_step, use_span
+from components.telemetry.spans import CurrentSpan, record_lost, record_step
 from components.wire.codec import Struct
 from components.wire.generate import CancelStreams, GenerateAccepted, GenerateRequest, StreamItem
 from components.wire.instances import InstanceRecord
@@ -309,7 +309,7 @@ class Branch:
 
     async def _move(self, why: MeshError) -> None:
         try:
-            with use_span(self._span, record_exception=False, set_status_on_exception=False):
+            with CurrentSpan(self._span):
                 self._client.moves.count_stream(why)
                 self.note_lost(why)
                 self._client.choice.note_move(self._prompt, self._route, why, self._attempts)

@@ -15,7 +15,7 @@ from components.errors import MeshError
 from components.openai.errors import ApiError
 from components.telemetry.light_span import LightSpan, Step
 from components.telemetry.logs import request_id
-from components.telemetry.spans import NOT_KEPT, use_span
+from components.telemetry.spans import NOT_KEPT, CurrentSpan, EndingSpan
 from components.telemetry.trace_pieces import MOVED, REQUEST_ID, SLOW, TENANT, TTFT
 from components.wire.generate import PromptOrigin
 from services.frontend.config import SlowLimits
@@ -61,7 +61,7 @@ class RequestRecord:
     def __enter__(self) -> Self:
         self._current = _current.set(self)
         self._request_id = request_id.set(self.root.attributes.get(REQUEST_ID, ""))
-        self._in_trace = use_span(self._span, record_exception=False, set_status_on_exception=False)
+        self._in_trace = CurrentSpan(self._span)
         self._in_trace.__enter__()
         if self.is_kept:
             _running[self.root.trace_id] = self
@@ -99,7 +99,7 @@ class RequestRecord:
     def dispatching(self) -> AbstractContextManager[Span | Step]:
         """Around a call to decode, whose spans hang below it."""
         if self.is_kept:
-            return use_span(self.root.child(DISPATCH, SpanKind.CLIENT), end_on_exit=True)
+            return EndingSpan(self.root.child(DISPATCH, SpanKind.CLIENT))
         return Step(self.root, DISPATCH, time_ns(), SpanKind.CLIENT)
 
     def first_token_sent(self) -> float:

@@ -17,7 +17,7 @@ from components.kv_transfer.checksum import Checksums, PageChecksums
 from components.kv_transfer.writes import Copy, Writes
 from components.lifecycle import Lifecycle, Tally
 from components.messaging.clocks import now_ms, remaining_s
-from components.telemetry.spans import mark_outcome, record_step, step, use_span
+from components.telemetry.spans import EndingSpan, mark_outcome, record_step, step
 from components.wire.instances import KvEndpoint
 from components.wire.prefill import PagesOffered, PrefillRequest
 from components.wire.tokens import num_tokens
@@ -125,7 +125,7 @@ class OutboundTransfer:
 
     async def run(self, before: Callable[[], Awaitable[None]] | None = None) -> MeshError | None:
         """Send all pages, after `before`. Returns the error if it failed. No write is in flight afterwards."""
-        with use_span(self.span, end_on_exit=True):
+        with EndingSpan(self.span):
             try:
                 outcome = await self._outcome(before)
                 if outcome is None:
