@@ -31,12 +31,9 @@ EVERY_S: Final = USUAL_NEXT_S  # between two heartbeats; in a large fleet their 
 HEARTBEAT_TOLERANCE_S: Final = 1.0  # tolerated delay of a heartbeat
 SILENT_AFTER_S: Final = 2 * EVERY_S + HEARTBEAT_TOLERANCE_S  # two missing heartbeats
 HUNG_AFTER_S: Final = 20.0  # longest plausible step: a chunk on a busy CPU takes seconds
-STALLED_AFTER_S: Final = (
-    EVERY_S + HEARTBEAT_TOLERANCE_S
-)  # time without a heartbeat or step; then other instances are preferred
-STALLED_AFTER_STEPS: Final = (
-    2.0  # in usual step times: an instance is stalled after this, or after STALLED_AFTER_S if longer
-)
+# An instance is stalled after the longer of these two times without a heartbeat or step.
+STALLED_AFTER_S: Final = EVERY_S + HEARTBEAT_TOLERANCE_S
+STALLED_AFTER_STEPS: Final = 2.0  # in usual step times
 LONGEST_STEP_S: Final = 5.0  # upper bound of the usual step time
 NATS_SILENT_AFTER_S: Final = PING_EVERY_S  # if NATS itself is silent for longer, an instance's silence is ignored
 LATEST_STEP_WEIGHT: Final = 0.5  # weight of the latest step in the usual step time; less for a short step

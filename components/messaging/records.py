@@ -24,9 +24,7 @@ from components.messaging.bus import HEADERS_BYTES, Bus, translated_nats_errors
 log = logging.getLogger(__name__)
 
 TIMEOUT_S: Final = 2.0
-CREATE_RETRY_PAUSE_S: Final = (
-    10.0  # between attempts to create the stream; without the right to, each one takes TIMEOUT_S
-)
+CREATE_RETRY_PAUSE_S: Final = 10.0  # after a failed attempt to create the stream; without permission it takes TIMEOUT_S
 NO_STREAM: Final = 10059  # JetStream's codes
 OTHER_REVISION: Final = 10071
 COMMAND: Final = "`python -m services.frontend.response_stream`, with the administrator's access,"

@@ -29,9 +29,8 @@ class CallStyle:
     separator: str
     before: str = ""
     after: str = ""
-    marker: str = (
-        ""  # starts the first call and no other answer; "": no marker, but other answers never start with a bracket
-    )
+    # Starts the first call and no other answer. Without one, other answers never start with a bracket.
+    marker: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,7 @@ from itertools import compress, count
 from typing import Final
 
 MAX_BLOCKS: Final = 4_000_000
-FREE_SHARE_TO_REFETCH: Final = (
-    1 / 16
-)  # share of `max_blocks` that must be free before refused blocks are requested again
+FREE_SHARE_TO_REFETCH: Final = 1 / 16  # of `max_blocks`; once it is free, refused blocks are requested again
 SHARDS: Final = 256  # by a hash's first byte; to resize one dictionary of millions would stop the process
 INTERNED: Final = 1 << 16  # masks kept for sharing
 MAX_BITS_PER_SET_BIT: Final = 24  # if more than one bit in this many is set, it is faster to scan the mask as text

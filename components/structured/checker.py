@@ -143,9 +143,8 @@ class ConstraintChecker:
             try:
                 known = await sandbox.check(check.constraint)
             finally:
-                self._idle.insert(
-                    len(self._idle) if sandbox.is_there else 0, sandbox
-                )  # the last one is used next, so a running process
+                # The last one is used next, so one whose process is running.
+                self._idle.insert(len(self._idle) if sandbox.is_there else 0, sandbox)
             self._learn(check.constraint, known)
         self._metrics.count("refused" if isinstance(known, str) else "compiled", time.perf_counter() - started)
         return known

@@ -22,10 +22,9 @@ _START_AND_END: Final = Struct("<BQBQ").pack  # fields 7 and 8 of Span
 _START_TAG, _END_TAG = 0x39, 0x41
 _EVENT_TIME: Final = Struct("<BQ").pack  # field 1 of Event
 _DOUBLE: Final = Struct("<d").pack
-_LOCAL_PARENT: Final = (
-    b"\x85\x01\x00\x01\x00\x00"  # field 16 of Span, four bytes: whether the parent is remote is known
-)
-_REMOTE_PARENT: Final = b"\x85\x01\x00\x03\x00\x00"  # the parent is remote
+# Field 16 of Span, four bytes. Bit 8: whether the parent is remote is known; bit 9: it is.
+_LOCAL_PARENT: Final = b"\x85\x01\x00\x01\x00\x00"
+_REMOTE_PARENT: Final = b"\x85\x01\x00\x03\x00\x00"
 _LENGTHS: Final = [bytes([n]) for n in range(128)]  # varints of one byte
 _MASK: Final = (1 << 64) - 1
 SCOPE: Final = b"\x0a\x08\x0a\x06kvmesh"  # field 1 of ScopeSpans: an InstrumentationScope with its name

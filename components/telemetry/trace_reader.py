@@ -122,9 +122,8 @@ class ObserverTraceReader:
 
     def listed(self, which: Which = "recent", limit: int = 50, tenant: str | None = None) -> list[TraceSummary]:
         found = [summary_from(fields) for fields in self._get(API, which=which, limit=limit, tenant=tenant)["traces"]]
-        return (
-            found if tenant is None else [one for one in found if one.tenant == tenant]
-        )  # an older observer sends all
+        # An older observer ignores `tenant` and sends all.
+        return found if tenant is None else [one for one in found if one.tenant == tenant]
 
     def spans(self, trace_id: str) -> list[Span]:
         return [span_from(fields) for fields in self._get(_path(trace_id))["spans"]]

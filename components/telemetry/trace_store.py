@@ -139,9 +139,8 @@ class TraceStore:
                 if (spans := found.get(piece.trace_id)) is None:
                     continue
                 for span in read_piece(piece.trace_id, service, piece.spans):
-                    if (
-                        span.span_id not in spans or LOST not in span.attributes
-                    ):  # prefer the span of the process itself, if it was alive
+                    # Prefer a process's own span to the one that its caller recorded in its place.
+                    if span.span_id not in spans or LOST not in span.attributes:
                         spans[span.span_id] = span
         return {
             trace_id: sorted(spans.values(), key=lambda span: (span.start_ns, -span.end_ns))

@@ -49,9 +49,7 @@ PROMPT_LOGPROBS: Final = LocalPrefill(
 MAX_LIGHT_TOKENS: Final = 4096  # checking and hashing this many tokens takes less than a millisecond
 MAX_PREFILLS_TRIED: Final = 3  # prefill instances to which one prompt is sent in turn
 REFUSAL_TIMEOUT_S: Final = 0.1  # timeout, after a failed transfer, for prefill's answer to the call with the prompt
-SETTLE_TIMEOUT_S: Final = (
-    1.0  # timeout, when this process stops, for prefill workers to confirm that they no longer write
-)
+SETTLE_TIMEOUT_S: Final = 1.0  # timeout, when this process stops, for prefill to confirm that it no longer writes
 
 
 class RequestRunner:

@@ -15,9 +15,7 @@ from components.aio import time_limit
 from components.errors import Cancelled, Stopping
 from components.text.tokenizer import TextModel
 
-DISCARD_TIMES: Final = (
-    4  # a body up to this many times the limit is read to its end, so that the client reads our answer
-)
+DISCARD_TIMES: Final = 4  # a body of up to this many times the limit is read, so that the client reads our answer
 DISCARD_S: Final = 5.0
 UTF_8: Final = {"utf-8", "utf8"}
 INLINE_BYTES: Final = 64 * 1024  # a larger body is parsed in a thread; parsing this much takes 10 ms at most

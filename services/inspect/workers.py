@@ -26,6 +26,7 @@ Key = tuple[str, str]  # role and instance id, which is unique in its role only
 
 ANSWER_S: Final = 3.0
 NOT_IN_ETCD: Final = ("kvmesh-planner", "kvmesh-local")  # they answer on NATS, but serve no requests
+# Fields of a heartbeat.
 LOAD: Final = (
     "num_running",
     "num_waiting",
@@ -35,7 +36,7 @@ LOAD: Final = (
     "cached_pages",
     "held_pages",
     "draining",
-)  # of a heartbeat
+)
 
 
 async def show_workers(settings: MeshSettings, console: Console, *, wide: bool = False, as_json: bool = False) -> None:

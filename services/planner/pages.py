@@ -22,12 +22,13 @@ T = TypeVar("T")
 
 TIMEOUT_S: Final = 2.0  # for a page
 AT_ONCE: Final = 32  # pages, each in a thread
+# Of a worker.
 COUNTERS: Final = (
     "kvmesh_engine_step_seconds_sum",
     "kvmesh_engine_step_seconds_count",
     "kvmesh_prompt_tokens_total",
     "kvmesh_generation_tokens_total",
-)  # of a worker
+)
 GUESSED: Final = "kvmesh_spec_decode_num_accepted_tokens_total"
 TTFT: Final = "kvmesh_time_to_first_token_seconds"  # histograms of a frontend
 ITL: Final = "kvmesh_inter_token_latency_seconds"

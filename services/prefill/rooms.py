@@ -59,9 +59,8 @@ class Rooms:
 
     def close_later(self, offer: PagesOffered) -> None:
         if not self._closing:
-            asyncio.get_running_loop().call_later(
-                CLOSE_INTERVAL_S, self.send_closes, context=Context()
-            )  # rooms of many requests
+            # An empty context, because one message closes the rooms of many requests.
+            asyncio.get_running_loop().call_later(CLOSE_INTERVAL_S, self.send_closes, context=Context())
         self._closing.setdefault(offer.bootstrap_id, []).append(offer.room)
 
     def send_closes(self) -> None:

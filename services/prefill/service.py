@@ -171,9 +171,8 @@ class PrefillService:
         if not 0 <= offer.aux_slot < record.kv.aux_slots:
             raise TransferFailed(f"aux slot {offer.aux_slot} is out of range")
         transfer.offered(offer, record.kv)
-        if (
-            transfer.offer is not None and transfer.offer.bootstrap_id != offer.bootstrap_id
-        ):  # two replicas opened the room
+        # Two replicas may have opened the room. The end of the transfer closes only that of the first offer.
+        if transfer.offer is not None and transfer.offer.bootstrap_id != offer.bootstrap_id:
             self._rooms.close_later(offer)
 
     async def quiesce(self, request: Quiesce) -> Quiet:
