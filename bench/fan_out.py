@@ -32,8 +32,8 @@ from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
 from components.messaging.fan_out import FleetSizes, SubscriptionChoice
 from components.messaging.fleet import Fleet, open_fleet
-from components.messaging.heartbeat_sender import HeartbeatSender, heartbeat_of, send_heartbeats
-from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
+from components.messaging.heartbeat_sender import HeartbeatSender, heartbeat_of
+from components.messaging.kv_publisher import KvEventPublisher
 from components.messaging.liveness import OnLost, watch_heartbeats
 from components.process import subject_of
 from components.routing.policies import DEFAULT
@@ -146,7 +146,7 @@ async def worker(
         bus = await enter(connect_bus(url, about.instance_id))
         rest_s = partial(sizes.kv_events_rest_s, role)
         events = await enter(
-            publish_kv_events(bus, about.subject, about.instance_id, lambda: about.epoch, rest_s=rest_s)
+            KvEventPublisher(bus, about.subject, about.instance_id, lambda: about.epoch, rest_s=rest_s).running()
         )
         await enter(serve_calls(bus, role, about.subject, events.endpoints(), {}))
         if role == "decode":
@@ -155,7 +155,9 @@ async def worker(
             fleet.alive.on_lost(on_lost)
             await enter(background(prompts.run(fleet, Random(about.instance_id)), "prompts"))
         rest_s = partial(sizes.heartbeat_rest_s, role)
-        heart = await enter(send_heartbeats(bus, about.subject, steps.heartbeat, rest_s, events.log.num_cached))
+        heart = await enter(
+            HeartbeatSender(bus, about.subject, steps.heartbeat, rest_s, events.log.num_cached).running()
+        )
         await enter(background(steps.run(heart, events), "steps"))
         yield
 

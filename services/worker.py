@@ -19,9 +19,9 @@ from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
 from components.messaging.clocks import remaining_s
 from components.messaging.fan_out import FleetSizes
-from components.messaging.heartbeat_sender import NumCached, none_cached, send_heartbeats
+from components.messaging.heartbeat_sender import HeartbeatSender, NumCached, none_cached
 from components.messaging.kept_traces import follow_kept
-from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
+from components.messaging.kv_publisher import KvEventPublisher
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import Profiles, keep_profiles
 from components.process import Draining, drain, new_instance_id, record_maker, settle, stop_signals, subject_of
@@ -175,7 +175,7 @@ class Worker:
         endpoints = [*self._endpoints(service), control.endpoint()]
         async with (
             serve_calls(self.bus, self.role, self.subject, endpoints, facts),
-            send_heartbeats(self.bus, self.subject, service.heartbeat, interval_s, num_cached) as heart,
+            HeartbeatSender(self.bus, self.subject, service.heartbeat, interval_s, num_cached).running() as heart,
             stop_signals() as stopped,
             self.registry.advertise(self.registration, record),
         ):
@@ -228,14 +228,14 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Work
             max_request_pages(engine.engine),
         ) as opened,
         keep_profiles(f"{role} {me}", EngineProfiler(engine, {"role": role, "instance": me})) as profiles,
-        publish_kv_events(
+        KvEventPublisher(
             bus,
             subject,
             me,
             lambda: registration.epoch,
             on=config.kv_events,
             rest_s=partial(FleetSizes(registry.book).kv_events_rest_s, role),
-        ) as kv_events,
+        ).running() as kv_events,
         measure(
             settings,
             role,

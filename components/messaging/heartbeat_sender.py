@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
+from typing import Self
 
 from msgspec import structs
 from nats.aio.msg import Msg
@@ -63,7 +64,14 @@ def none_cached(_hashes: Sequence[bytes]) -> int:
 
 
 class HeartbeatSender:
-    """Publishes soon after a step, and at least every `EVERY_S`, or every `rest_s` if that is longer."""
+    """Publishes soon after a step, and at least every `EVERY_S`, or every `rest_s` if that is longer.
+
+    Args:
+        subject: prefix of this instance; heartbeats are published on `<subject>.heartbeat`.
+        make: returns the load at the moment.
+        rest_s: returns the minimum seconds between heartbeats that are not urgent. See `FleetSizes`.
+        num_cached: counts the cached hashes of a query; see `EventLog.num_cached`.
+    """
 
     def __init__(
         self,
@@ -74,7 +82,7 @@ class HeartbeatSender:
         num_cached: NumCached = none_cached,
     ) -> None:
         self._bus = bus
-        self._subject = f"{subject}.heartbeat"
+        self._subject = subject
         self._make = make
         self._rest_s = rest_s
         self._num_cached = num_cached
@@ -94,13 +102,24 @@ class HeartbeatSender:
         self._urgent.set()
         self._news.set()
 
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Self]:
+        """Publish heartbeats, and answer each `AskHeartbeat`."""
+        of_role, _, _ = self._subject.rpartition(".")
+        async with (
+            self._bus.subscription(f"{of_role}.ask_heartbeat", self.answer),
+            self._bus.subscription(f"{self._subject}.ask_heartbeat", self.answer),
+            background(self.run(), "heartbeat"),
+        ):
+            yield self
+
     async def run(self) -> None:
         while True:
             self._news.clear()
             self._urgent.clear()
             rest_s = self._rest_s()
             with suppress(MeshError):  # the bus reports its own outages
-                await self._bus.publish(self._subject, self._heartbeat(rest_s))
+                await self._bus.publish(f"{self._subject}.heartbeat", self._heartbeat(rest_s))
             if not await _set_within(rest_s, self._urgent):
                 await _set_within(EVERY_S - rest_s, self._news)
 
@@ -128,28 +147,3 @@ async def _set_within(seconds: float, event: asyncio.Event) -> bool:
         async with asyncio.timeout(seconds):
             return await event.wait()
     return False
-
-
-@asynccontextmanager
-async def send_heartbeats(
-    bus: Bus,
-    subject: str,
-    make: Callable[[], Heartbeat],
-    rest_s: Callable[[], float],
-    num_cached: NumCached = none_cached,
-) -> AsyncIterator[HeartbeatSender]:
-    """Publish `make()` on `<subject>.heartbeat`, and answer each `AskHeartbeat`.
-
-    Args:
-        subject: prefix of this instance.
-        rest_s: returns the minimum seconds between heartbeats that are not urgent. See `FleetSizes`.
-        num_cached: counts the cached hashes of a query; see `EventLog.num_cached`.
-    """
-    sender = HeartbeatSender(bus, subject, make, rest_s, num_cached)
-    of_role, _, _ = subject.rpartition(".")
-    async with (
-        bus.subscription(f"{of_role}.ask_heartbeat", sender.answer),
-        bus.subscription(f"{subject}.ask_heartbeat", sender.answer),
-        background(sender.run(), "heartbeat"),
-    ):
-        yield sender

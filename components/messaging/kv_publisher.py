@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from secrets import token_hex
-from typing import Final
+from typing import Final, Self
 
 from components.aio import background
 from components.errors import MeshError, Overloaded, Rejected, StaleInstance
@@ -112,6 +112,13 @@ class _Dump:
 
 
 class KvEventPublisher:
+    """Publishes batches of KV events and answers dumps, unless `on` is False.
+
+    Args:
+        epoch: returns "" while the worker is not registered.
+        rest_s: returns the minimum seconds between batches. See `FleetSizes.kv_events_rest_s`.
+    """
+
     def __init__(
         self,
         bus: Bus,
@@ -132,6 +139,14 @@ class KvEventPublisher:
         self._unsent: deque[KvEventBatch] = deque()
         self._dumps: dict[str, _Dump] = {}
         self._wake = asyncio.Event()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Self]:
+        if not self._on:
+            yield self
+            return
+        async with background(self.run(), "kv-events"):
+            yield self
 
     def record(self, changes: Iterable[tuple[bytes, bool]]) -> None:
         self.log.record(changes)
@@ -218,27 +233,3 @@ class KvEventPublisher:
 def _part(dump: _Dump, dump_id: str, first: int) -> KvDumpPart:
     blocks = dump.blocks[first * HASH_BYTES : (first + DUMP_PART_BLOCKS) * HASH_BYTES]
     return KvDumpPart(number=dump.number, blocks=blocks, num_blocks=len(dump.blocks) // HASH_BYTES, dump_id=dump_id)
-
-
-@asynccontextmanager
-async def publish_kv_events(
-    bus: Bus,
-    subject: str,
-    instance_id: str,
-    epoch: Callable[[], str],
-    *,
-    on: bool = True,
-    rest_s: Callable[[], float] = lambda: EVERY_S,
-) -> AsyncIterator[KvEventPublisher]:
-    """Publish batches and answer dumps, unless `on` is False.
-
-    Args:
-        epoch: "" while the worker is not registered.
-        rest_s: returns the minimum seconds between batches. See `FleetSizes.kv_events_rest_s`.
-    """
-    publisher = KvEventPublisher(bus, subject, instance_id, epoch, on=on, rest_s=rest_s)
-    if not on:
-        yield publisher
-        return
-    async with background(publisher.run(), "kv-events"):
-        yield publisher

@@ -22,9 +22,9 @@ from components.messaging.bus import Bus
 from components.messaging.call_server import serve_calls
 from components.messaging.fan_out import MIN_INTERVAL_S, SubscriptionChoice
 from components.messaging.fleet import Fleet, open_fleet
-from components.messaging.heartbeat_sender import HeartbeatSender, send_heartbeats
+from components.messaging.heartbeat_sender import HeartbeatSender
 from components.messaging.inbox import open_inbox
-from components.messaging.kv_publisher import publish_kv_events
+from components.messaging.kv_publisher import KvEventPublisher
 from components.messaging.outbox import open_outbox
 from components.messaging.presence import keep_present, present_endpoint
 from components.process import drain, subject_of
@@ -324,7 +324,7 @@ class Worker(Node):
             )
             self.writes = Writes(self.transfer, connections)
         self.kv_events = await stack.enter_async_context(
-            publish_kv_events(self.bus, self.subject, self.id, lambda: self.registration.epoch)
+            KvEventPublisher(self.bus, self.subject, self.id, lambda: self.registration.epoch).running()
         )
         self.engine.on_output(lambda output: self.kv_events.record(output.cache_events))
 
@@ -449,7 +449,7 @@ class Decode(Worker):
         await stack.enter_async_context(
             self._advertised([*self.service.endpoints(), *self.kv_events.endpoints()], record)
         )
-        heartbeats = send_heartbeats(self.bus, self.subject, self.service.heartbeat, lambda: MIN_INTERVAL_S)
+        heartbeats = HeartbeatSender(self.bus, self.subject, self.service.heartbeat, lambda: MIN_INTERVAL_S).running()
         self.heart = heart = await stack.enter_async_context(heartbeats)
         self.engine.on_output(lambda output: heart.stepped(output.stats.step))
 
@@ -483,9 +483,9 @@ class Prefill(Worker):
         await stack.enter_async_context(
             self._advertised([*self.service.endpoints(), *self.kv_events.endpoints()], record)
         )
-        heartbeats = send_heartbeats(
+        heartbeats = HeartbeatSender(
             self.bus, self.subject, self.service.heartbeat, lambda: MIN_INTERVAL_S, self.kv_events.log.num_cached
-        )
+        ).running()
         self.heart = heart = await stack.enter_async_context(heartbeats)
         self.engine.on_output(lambda output: heart.stepped(output.stats.step))
 

@@ -12,8 +12,8 @@ from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import serve_calls
 from components.messaging.fan_out import SubscriptionChoice
 from components.messaging.fleet import Fleet, open_fleet
-from components.messaging.heartbeat_sender import HeartbeatSender, send_heartbeats
-from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
+from components.messaging.heartbeat_sender import HeartbeatSender
+from components.messaging.kv_publisher import KvEventPublisher
 from components.routing.candidates import CandidateQuery, depths
 from components.routing.policy import RouteRequest
 from components.wire.heartbeat import Heartbeat
@@ -103,11 +103,11 @@ async def scene(nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch) 
             running = made.running[name] = AsyncExitStack()
             stack.push_async_callback(running.aclose)
             subject = f"{namespace}.prefill.{name}"
-            events = await running.enter_async_context(publish_kv_events(workers, subject, name, lambda: "e1"))
+            events = await running.enter_async_context(KvEventPublisher(workers, subject, name, lambda: "e1").running())
             worker.events = events
             await running.enter_async_context(serve_calls(workers, "prefill", subject, events.endpoints(), {}))
             worker.heart = await running.enter_async_context(
-                send_heartbeats(workers, subject, worker.beat, lambda: 0.05, events.log.num_cached)
+                HeartbeatSender(workers, subject, worker.beat, lambda: 0.05, events.log.num_cached).running()
             )
         yield made
 
@@ -170,7 +170,7 @@ async def test_a_lost_instance_is_asked_until_it_answers(scene: Scene, namespace
     subject = f"{namespace}.prefill.{name}"
     async with (
         connect_bus(nats_url, "again") as bus,
-        send_heartbeats(bus, subject, scene.workers[name].beat, lambda: 0.05),
+        HeartbeatSender(bus, subject, scene.workers[name].beat, lambda: 0.05).running(),
     ):
         await until(lambda: not alive.is_lost(name))
         assert alive.is_usable(name)

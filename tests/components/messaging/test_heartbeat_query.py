@@ -7,7 +7,7 @@ import pytest
 from components.discovery.book import InstanceBook
 from components.messaging.bus import connect_bus
 from components.messaging.heartbeat_query import KEPT_S, HeartbeatAnswers, HeartbeatQuery
-from components.messaging.heartbeat_sender import heartbeat_of, send_heartbeats
+from components.messaging.heartbeat_sender import HeartbeatSender, heartbeat_of
 from components.messaging.liveness import HUNG_AFTER_S
 from components.routing.policy import PromptLoad
 from components.wire.heartbeat import Heartbeat
@@ -30,7 +30,9 @@ async def test_all_that_are_registered_and_answer_are_known(nats_url: str, names
                     name, "e1", StepStats(num_running=running.get(name, 0)), PromptLoad(0, 0.0), draining=name == "b"
                 )
 
-            await stack.enter_async_context(send_heartbeats(bus, f"{namespace}.prefill.{name}", make, lambda: 5.0))
+            await stack.enter_async_context(
+                HeartbeatSender(bus, f"{namespace}.prefill.{name}", make, lambda: 5.0).running()
+            )
         for name in ("a", "b", "silent"):
             book.put(name, record(name, role="prefill"))
         call = HeartbeatQuery(bus, namespace, "prefill", book, lambda: now[0])
@@ -52,7 +54,7 @@ async def test_a_worker_of_another_epoch_has_not_answered(nats_url: str, namespa
     beat = heartbeat_of("a", "e1", StepStats(), PromptLoad(0, 0.0), draining=False)
     async with (
         connect_bus(nats_url, "test") as bus,
-        send_heartbeats(bus, f"{namespace}.prefill.a", lambda: beat, lambda: 5.0),
+        HeartbeatSender(bus, f"{namespace}.prefill.a", lambda: beat, lambda: 5.0).running(),
     ):
         assert (await HeartbeatQuery(bus, namespace, "prefill", book).answers()).is_lost("a")
 

@@ -16,7 +16,7 @@ from components.messaging import kv_publisher, kv_subscriber
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import serve_calls
 from components.messaging.fleet import KvMirrorMetrics
-from components.messaging.kv_publisher import KvEventPublisher, publish_kv_events
+from components.messaging.kv_publisher import KvEventPublisher
 from components.messaging.kv_subscriber import KvMirror, follow_kv_events
 from components.routing.kv_index import MAX_BLOCKS, KvIndex
 from components.wire.kv_events import DUMP_PART_BLOCKS, FetchKvDump, KvDumpPart, KvEventBatch, pack_batch, unpack_hashes
@@ -67,7 +67,7 @@ async def worker(url: str, namespace: str, book: InstanceBook) -> AsyncIterator[
     made: list[Worker] = []
     async with (
         connect_bus(url, "worker") as bus,
-        publish_kv_events(bus, subject, "w", lambda: made[0].epoch if made else "") as publisher,
+        KvEventPublisher(bus, subject, "w", lambda: made[0].epoch if made else "").running() as publisher,
         serve_calls(bus, "prefill", subject, publisher.endpoints(), {}),
     ):
         made.append(Worker(namespace, book, publisher))
@@ -294,7 +294,7 @@ async def test_a_worker_without_events_is_not_followed_and_answers_nothing(nats_
     book = InstanceBook()
     async with (
         connect_bus(nats_url, "router") as bus,
-        publish_kv_events(bus, f"{namespace}.prefill.w", "w", lambda: "1", on=False) as publisher,
+        KvEventPublisher(bus, f"{namespace}.prefill.w", "w", lambda: "1", on=False).running() as publisher,
         follow_kv_events(bus, namespace, "prefill", book, KvIndex()) as mirror,
     ):
         book.put("w", record("w", "1", role="prefill"))

@@ -10,7 +10,7 @@ from components.errors import DeadlineExceeded, MeshError
 from components.messaging.bus import connect_bus
 from components.messaging.fan_out import MAX_INTERVAL_S, MIN_INTERVAL_S
 from components.messaging.fleet import show_instances
-from components.messaging.heartbeat_sender import HeartbeatSender, heartbeat_of, send_heartbeats
+from components.messaging.heartbeat_sender import HeartbeatSender, heartbeat_of
 from components.messaging.liveness import (
     EVERY_S,
     HEARTBEAT_TOLERANCE_S,
@@ -266,7 +266,7 @@ async def test_a_worker_that_stops_beating_is_lost_over_nats(nats_url: str, name
     async with connect_bus(nats_url, "test") as bus, watch_heartbeats(bus, namespace, "decode", book) as liveness:
         liveness.on_lost(lambda r, _: lost.append(r))
         beat = heartbeat_of("one", "1", StepStats(), IDLE, draining=False)
-        async with send_heartbeats(bus, mine.subject, lambda: beat, lambda: MIN_INTERVAL_S):
+        async with HeartbeatSender(bus, mine.subject, lambda: beat, lambda: MIN_INTERVAL_S).running():
             await bus.publish_bytes(f"{mine.subject}.heartbeat", b"garbage")
             await until(lambda: liveness.last_heartbeat("one") is not None)
             assert liveness.usable() == [mine]
