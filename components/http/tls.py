@@ -28,8 +28,12 @@ class Tls(NamedTuple):
 
     @classmethod
     def of(cls, certificate: Path | None, key: Path | None) -> "Tls | None":
-        """None if either is missing."""
-        return None if certificate is None or key is None else cls(str(certificate), str(key))
+        """Return None if the settings `tls_cert` and `tls_key` are not set. Raises: ValueError, if only one of them is."""
+        if certificate is None and key is None:
+            return None
+        if certificate is None or key is None:
+            raise ValueError("tls_cert and tls_key belong together: set both")
+        return cls(str(certificate), str(key))
 
 
 def followed_context(tls: Tls) -> FollowedFiles[ssl.SSLContext]:

@@ -9,7 +9,6 @@ from components.aio import first
 from components.discovery.pages import scrape_targets
 from components.http.limits import ClientLimits
 from components.http.server import serve_http
-from components.http.tls import Tls
 from components.http.writer import HeldWrites
 from components.messaging.call_server import Endpoint, serve_calls
 from components.messaging.heartbeat_query import HeartbeatQuery
@@ -56,7 +55,7 @@ def warn_if_exposed(settings: FrontendSettings, keys: KeyRing | None) -> None:
         log.warning(
             "no API keys are set: anyone who reaches this address may send requests", extra={"host": settings.host}
         )
-    elif settings.tls_cert is None:
+    elif settings.https is None:
         log.warning("API keys are sent unencrypted: set --tls-cert and --tls-key", extra={"host": settings.host})
 
 
@@ -166,7 +165,7 @@ async def main(settings: FrontendSettings) -> None:
                 ),
                 settings,
                 share_port=settings.share_port,
-                tls=Tls.of(settings.tls_cert, settings.tls_key),
+                tls=settings.https,
                 limits=client_limits(settings),
                 refusal=http_refusal,
                 registry=links.metrics,

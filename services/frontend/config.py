@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, model_validator
 from pydantic_settings import CliSuppress, SettingsConfigDict
 
+from components.http.tls import Tls
 from components.messaging.records import Bounds
 from components.output.formats import ReasoningParserName, ToolParserName
 from components.routing.kv_index import MAX_BLOCKS
@@ -186,11 +187,15 @@ class FrontendSettings(ModelSettings):
         return Bounds(self.max_stored_responses, self.stored_responses_bytes, self.stored_responses_age_s)
 
     @property
+    def https(self) -> Tls | None:
+        """Certificate and key for https, if set."""
+        return Tls.of(self.tls_cert, self.tls_key)
+
+    @property
     def slow(self) -> SlowLimits:
         return SlowLimits(self.slow_ttft_s, self.slow_tpot_s, self.slow_stall_s)
 
     @model_validator(mode="after")
-    def _tls_is_whole(self) -> Self:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key belong together: set both")
+    def _check_tls(self) -> Self:
+        Tls.of(self.tls_cert, self.tls_key)
         return self

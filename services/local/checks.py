@@ -9,7 +9,7 @@ from typing import Final
 
 from components.api_keys import BadKeys, read_keys
 from components.http.listening import cannot_listen
-from components.http.tls import Tls, tls_context
+from components.http.tls import tls_context
 from components.kv_transfer.backends import check_name
 from components.settings import WorkerSettings
 from components.startup import WrongSettings
@@ -83,8 +83,8 @@ def _check_frontend(plan: Plan) -> None:
     frontend = plan.frontend
     if not frontend.port:
         raise WrongSettings(f"setting port of frontend: services.local needs a number from 1 to {LAST_PORT}")
-    if tls := Tls.of(frontend.tls_cert, frontend.tls_key):
-        tls_context(tls)
+    if frontend.https is not None:
+        tls_context(frontend.https)
     try:
         read_keys(frontend.api_keys.get_secret_value() if frontend.api_keys else None, frontend.api_keys_file)
     except BadKeys as exc:

@@ -94,7 +94,7 @@ class Plan:
 
     @property
     def urls(self) -> list[str]:
-        scheme = "https" if self.frontend.tls_cert else "http"
+        scheme = "https" if self.frontend.https else "http"
         return [f"{scheme}://{reachable(host)}:{port}" for host, port in self.addresses]
 
     @property

@@ -67,9 +67,8 @@ class ObserverSettings(MeshSettings):
         return Tls.of(self.tls_cert, self.tls_key)
 
     @model_validator(mode="after")
-    def _tls_is_whole(self) -> Self:
-        if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key belong together: set both")
+    def _check_tls(self) -> Self:
+        Tls.of(self.tls_cert, self.tls_key)
         return self
 
     @model_validator(mode="after")
