@@ -41,7 +41,7 @@ NEXT: Final = {
 class InboundTransfer:
     """One prompt's KV. Holds an aux slot until it has landed or is closed."""
 
-    asking: asyncio.Task[None] | None = None  # the call to prefill
+    prefill_call: asyncio.Task[None] | None = None
     is_room_open = False
     offer_end_s = 0.0  # monotonic; deadline of the offer: prefill posts no write after it
 
@@ -75,9 +75,8 @@ class InboundTransfer:
     @property
     def refusal(self) -> BaseException | None:
         """The error with which prefill refused the prompt, or with which the call failed."""
-        if self.asking is None or not self.asking.done() or self.asking.cancelled():
-            return None
-        return self.asking.exception()
+        call = self.prefill_call
+        return None if call is None or not call.done() or call.cancelled() else call.exception()
 
     @property
     def has_pages(self) -> bool:
@@ -97,7 +96,8 @@ class InboundTransfer:
     @property
     def waits_for_prefill(self) -> bool:
         """True if prefill causes a delay; False while the transfer waits for our own pages or for bootstrap."""
-        return self.is_room_open or self.asking is None or not self.asking.done() or self.refusal is not None
+        call = self.prefill_call
+        return self.is_room_open or call is None or not call.done() or self.refusal is not None
 
     def expose(self, offer_end_s: float) -> None:
         """Call before the offer leaves."""

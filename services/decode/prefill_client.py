@@ -195,10 +195,10 @@ class PrefillClient:
         self._transfer.poll_often(coming.room)
 
     def call_prefill(self, transfer: InboundTransfer, request: GenerateRequest, route: Route) -> None:
-        transfer.asking = asyncio.create_task(
+        transfer.prefill_call = asyncio.create_task(
             self._call_prefill(transfer, request, route, time.time_ns()), name=f"ask {transfer.engine_id}"
         )
-        transfer.asking.add_done_callback(partial(_fail_if_refused, transfer))
+        transfer.prefill_call.add_done_callback(partial(_fail_if_refused, transfer))
 
     async def receive_kv(self, transfer: InboundTransfer, request: GenerateRequest) -> AuxRecord:
         """Receive the KV. Raises: MeshError. Even then, pages are safe only after `wait_until_pages_safe`."""
@@ -243,13 +243,13 @@ class PrefillClient:
                     with suppress(MeshError):  # this process is stopping
                         await self._transfer.drain_sockets()
                 transfer.close()
-            case S.CLOSED if transfer.asking is not None:
+            case S.CLOSED if transfer.prefill_call is not None:
                 # Without this message prefill would compute the prompt, and hold its own pages until a timeout.
                 await _until_answered(transfer)
                 with suppress(MeshError):  # a prefill instance that is gone holds no pages
                     await self._bus.publish(f"{transfer.prefill.subject}.quiesce", quiesce)
-            case S.LANDED if transfer.asking is not None:
-                transfer.asking.cancel()  # the answer may have been lost
+            case S.LANDED if transfer.prefill_call is not None:
+                transfer.prefill_call.cancel()  # the answer may have been lost
 
     async def _within(self, seconds: float, what: str, transfer: InboundTransfer, work: Coroutine[Any, Any, T]) -> T:
         late = DeadlineExceeded(f"no {what} prefill {transfer.prefill.instance_id} within {seconds:.3g} s")
@@ -269,7 +269,7 @@ class PrefillClient:
     ) -> None:
         life_s = self._bootstrap_timeout_s + self._timeout_s
         prefill = transfer.prefill
-        asking = PrefillRequest(
+        message = PrefillRequest(
             request_id=transfer.engine_id,
             epoch=prefill.epoch,
             decode_id=self._registration.instance_id,
@@ -291,7 +291,7 @@ class PrefillClient:
         with step("decode.call_prefill", start_ns=began_ns, kind=SpanKind.CLIENT) as calling:
             calling.note({"kvmesh.prefill.instance": prefill.instance_id})
             subject = f"{prefill.subject}.prefill"
-            accepted = await self._bus.call(subject, asking, PrefillAccepted, timeout_s=CALL_TIMEOUT_S)
+            accepted = await self._bus.call(subject, message, PrefillAccepted, timeout_s=CALL_TIMEOUT_S)
         route.accepted(accepted.number)
 
     async def _offer(self, transfer: InboundTransfer, reserved: Exposed, timeout_s: float) -> None:
@@ -316,11 +316,11 @@ class PrefillClient:
         # Monotonic, because a jump of the wall clock would free the pages too early or too late.
         transfer.expose(time.monotonic() + timeout_s)
 
-        async def call_prefill(replica: InstanceRecord) -> None:
+        async def open_room(replica: InstanceRecord) -> None:
             await self._bus.call(f"{replica.subject}.open", opening, RoomOk, timeout_s=OPEN_TIMEOUT_S)
 
         with step("decode.open_room", kind=SpanKind.CLIENT):
-            await self._bootstraps.open(replicas, call_prefill)
+            await self._bootstraps.open(replicas, open_room)
 
     async def _until_quiet(self, transfer: InboundTransfer, quiesce: Quiesce) -> None:
         """Return when prefill can no longer write into our pages.
@@ -359,8 +359,8 @@ async def _pages_of(transfer: InboundTransfer) -> Exposed:
 
 async def _until_answered(transfer: InboundTransfer) -> None:
     """Wait for prefill's answer: a cancel sent earlier could overtake the request and be ignored."""
-    if transfer.asking is not None:
-        await ended(transfer.asking)
+    if transfer.prefill_call is not None:
+        await ended(transfer.prefill_call)
 
 
 def _fail_if_refused(transfer: InboundTransfer, _: asyncio.Task[None]) -> None:

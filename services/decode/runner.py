@@ -319,9 +319,9 @@ class RequestRunner:
         self, active: ActiveRequest, transfer: InboundTransfer, failure: MeshError, asked: Sequence[str]
     ) -> RouteChoice | None:
         """Choose another instance after a refusal. None: there is no other one, or the instance did not refuse."""
-        if transfer.asking is not None and isinstance(failure, TransferFailed):
+        if transfer.prefill_call is not None and isinstance(failure, TransferFailed):
             # An instance that is leaving also refuses the offer. That report may arrive before the refusal of the prompt.
-            await asyncio.wait([transfer.asking], timeout=REFUSAL_TIMEOUT_S)
+            await asyncio.wait([transfer.prefill_call], timeout=REFUSAL_TIMEOUT_S)
         if not transfer.another_may_accept or len(asked) == MAX_PREFILLS_TRIED:
             return None
         if not self.choice.has_another(active.request.adapter, but_not=asked):
