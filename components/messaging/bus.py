@@ -58,8 +58,8 @@ class Bus:
         self.client = client
         self.url = without_password(url)  # for logs and errors
         self.refusals = Refusals()
-        self.reconnected_at = -math.inf  # monotonic
-        self.disconnected_at = -math.inf
+        self.reconnected_s = -math.inf  # monotonic
+        self.disconnected_s = -math.inf
         self.clocks = PeerClocks()
         self._replies = Replies(client)
 
@@ -70,15 +70,15 @@ class Bus:
     def since_reconnect_s(self) -> float:
         """Seconds since the latest reconnect; infinite if there was none, 0 while disconnected."""
         # nats-py reports itself as connected before it calls us; answers to calls that waited for NATS arrive in between
-        if not self.client.is_connected or self.disconnected_at > self.reconnected_at:
+        if not self.client.is_connected or self.disconnected_s > self.reconnected_s:
             return 0.0
-        return time.monotonic() - self.reconnected_at
+        return time.monotonic() - self.reconnected_s
 
     def contact_age_s(self) -> float:
         """Seconds since NATS last answered a ping, in steps of PING_EVERY_S."""
         if self.client.is_connected:
             return float(self.client._pings_outstanding) * PING_EVERY_S
-        return time.monotonic() - self.disconnected_at + MAX_PINGS * PING_EVERY_S
+        return time.monotonic() - self.disconnected_s + MAX_PINGS * PING_EVERY_S
 
     def answers(self) -> AbstractAsyncContextManager[None]:
         return self.subscription(self._replies.subject, self._replies.receive)
@@ -268,14 +268,14 @@ class _ConnectionReports:
 
     async def on_disconnected(self) -> None:
         if self.bus is not None and not self._away:
-            self.bus.disconnected_at = time.monotonic()
+            self.bus.disconnected_s = time.monotonic()
         self._away = True
 
     async def on_connected(self) -> None:
         if self._has_reported:
             log.info("NATS connected", extra={"url": without_password(self._url)})
         if self.bus is not None:
-            self.bus.reconnected_at = time.monotonic()
+            self.bus.reconnected_s = time.monotonic()
         self._away = self._has_reported = False
 
 

@@ -108,7 +108,7 @@ class EventLog:
 class _Dump:
     number: int
     blocks: bytes
-    asked: float  # monotonic time of the latest request
+    asked_s: float  # monotonic time of the latest request
 
 
 class KvEventPublisher:
@@ -211,7 +211,7 @@ class KvEventPublisher:
 
     def _keep(self, dump: _Dump) -> str:
         for old_id, old in list(self._dumps.items()):
-            if dump.asked - old.asked > DUMP_IDLE_S:
+            if dump.asked_s - old.asked_s > DUMP_IDLE_S:
                 del self._dumps[old_id]
         if len(self._dumps) >= MAX_DUMPS:
             raise Overloaded(f"{MAX_DUMPS} dumps are being fetched from {self._instance_id}")
@@ -223,7 +223,7 @@ class KvEventPublisher:
         dump = self._dumps.get(request.dump_id)
         if dump is None or request.first < 0:
             raise Rejected(f"{self._instance_id} has no dump {request.dump_id[:16]!r} any more", param="dump_id")
-        dump.asked = time.monotonic()
+        dump.asked_s = time.monotonic()
         part = _part(dump, request.dump_id, request.first)
         if request.first + DUMP_PART_BLOCKS >= part.num_blocks:
             del self._dumps[request.dump_id]

@@ -66,11 +66,11 @@ class InstanceState(StrEnum):
 @dataclass(slots=True)
 class _InstanceHealth:
     record: InstanceRecord
-    received: float  # monotonic time of the latest heartbeat
-    advanced: float  # monotonic time of the last change of the step counter, or of the last idle heartbeat
+    received_s: float  # monotonic time of the latest heartbeat
+    stepped_s: float  # monotonic time of the last change of the step counter, or of the last idle heartbeat
     last: Heartbeat | None = None
     usual_s: float = 0.0  # usual time between steps under load
-    queried_at: float | None = None  # monotonic time of the oldest unanswered query
+    queried_s: float | None = None  # monotonic time of the oldest unanswered query
     is_lost: bool = False
     is_stalled: bool = False
 
@@ -158,7 +158,7 @@ class Liveness:
     def queries_instances(self, queries_instances: bool) -> None:
         self._queries_instances = queries_instances
         for health in self._health.values():
-            health.queried_at = None
+            health.queried_s = None
         self._unanswered.clear()
         self.reset_times()
 
@@ -175,21 +175,21 @@ class Liveness:
 
     def note_query(self, instance_id: str) -> None:
         health = self._health.get(instance_id)
-        if health is not None and health.queried_at is None:
-            health.queried_at = self._clock()
+        if health is not None and health.queried_s is None:
+            health.queried_s = self._clock()
             self._unanswered.add(instance_id)
 
     def unanswered_s(self, instance_id: str) -> float:
         """Age of the oldest unanswered query; 0 without one."""
         health = self._health.get(instance_id)
-        return 0.0 if health is None or health.queried_at is None else self._clock() - health.queried_at
+        return 0.0 if health is None or health.queried_s is None else self._clock() - health.queried_s
 
     def to_query(self) -> list[InstanceRecord]:
         """Return the watched instances, and those that get no work until they answer."""
         return [
             health.record
             for instance_id, health in self._health.items()
-            if health.queried_at is not None
+            if health.queried_s is not None
             or health.is_lost
             or health.is_stalled
             or health.is_draining
@@ -225,7 +225,7 @@ class Liveness:
         health = self._health.get(instance_id)
         if health is None or health.last is None:
             return PromptLoad(0, 0.0)
-        return PromptLoad(health.last.queued_tokens, health.last.prompt_tokens_per_s, self._clock() - health.received)
+        return PromptLoad(health.last.queued_tokens, health.last.prompt_tokens_per_s, self._clock() - health.received_s)
 
     def record_heartbeat(self, heartbeat: Heartbeat) -> bool:
         """Record a heartbeat. Return False if the epoch is stale or the instance unknown."""
@@ -235,19 +235,19 @@ class Liveness:
         now = self._clock()
         if health.last is None or health.last.step != heartbeat.step or not heartbeat.busy:
             if health.last is not None and health.last.busy:
-                took_s = min(health.last.still_s if self._queries_instances else now - health.advanced, LONGEST_STEP_S)
+                took_s = min(health.last.still_s if self._queries_instances else now - health.stepped_s, LONGEST_STEP_S)
                 health.usual_s += LATEST_STEP_WEIGHT * min(1.0, took_s / EVERY_S) * (took_s - health.usual_s)
-            health.advanced = now
+            health.stepped_s = now
         if self._queries_instances:
-            health.advanced = now - max(heartbeat.still_s, 0.0)
-        health.queried_at = None
+            health.stepped_s = now - max(heartbeat.still_s, 0.0)
+        health.queried_s = None
         self._unanswered.discard(heartbeat.instance_id)
         if heartbeat.draining != health.is_draining:
             self._usable.clear()
-        health.received = now
+        health.received_s = now
         health.last = heartbeat
         self._next_s = heartbeat.next_s
-        if health.is_lost and now - health.advanced < HUNG_AFTER_S:
+        if health.is_lost and now - health.stepped_s < HUNG_AFTER_S:
             health.is_lost = False
             self._usable.clear()
             log.info("instance is back", extra={"instance": heartbeat.instance_id})
@@ -290,20 +290,20 @@ class Liveness:
 
     def _silent_s(self, health: _InstanceHealth, now: float) -> float:
         if self._queries_instances:
-            return 0.0 if health.queried_at is None else now - health.queried_at
-        return now - health.received
+            return 0.0 if health.queried_s is None else now - health.queried_s
+        return now - health.received_s
 
     def _since_step_s(self, health: _InstanceHealth, now: float) -> float:
         """Seconds without a step; for queried instances, as of the last answer."""
-        return (health.received if self._queries_instances else now) - health.advanced
+        return (health.received_s if self._queries_instances else now) - health.stepped_s
 
     def reset_times(self) -> None:
         """Reset all instances' times, because this process was stopped, which may have caused the silence."""
         now = self._clock()
         for health in self._health.values():
-            health.received = health.advanced = now
-            if health.queried_at is not None:
-                health.queried_at = now
+            health.received_s = health.stepped_s = now
+            if health.queried_s is not None:
+                health.queried_s = now
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         if (now or was) is None or (now or was).role != self.role:  # type: ignore[union-attr]
@@ -376,9 +376,9 @@ async def watch_heartbeats(
 
     async def watch() -> None:
         while True:
-            asked = time.monotonic()
+            began_s = time.monotonic()
             await asyncio.sleep(EVERY_S / 2)
-            if time.monotonic() - asked > SILENT_AFTER_S / 2 or bus.contact_age_s() > NATS_SILENT_AFTER_S:
+            if time.monotonic() - began_s > SILENT_AFTER_S / 2 or bus.contact_age_s() > NATS_SILENT_AFTER_S:
                 liveness.reset_times()
             liveness.check()
 

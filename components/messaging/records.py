@@ -43,7 +43,7 @@ class Records:
         self._jetstream = jetstream
         self._name, self._bounds = name, bounds
         self._stream, self._prefix = _names(name)
-        self._not_made_at = -math.inf  # monotonic
+        self._create_failed_s = -math.inf  # monotonic
 
     async def put(self, key: str, value: bytes, revision: int | None = None) -> int | None:
         """Store or replace a record. All processes can read it when this returns.
@@ -92,10 +92,10 @@ class Records:
         return int(sent.seq)
 
     async def _make_anew(self) -> None:
-        if time.monotonic() < self._not_made_at + CREATE_RETRY_PAUSE_S:
+        if time.monotonic() < self._create_failed_s + CREATE_RETRY_PAUSE_S:
             raise _missing(self._stream)
         if not await _make_stream(self._jetstream, self._name, self._bounds):
-            self._not_made_at = time.monotonic()
+            self._create_failed_s = time.monotonic()
             raise _missing(self._stream)
         log.warning(
             "NATS has lost the stored responses, an empty stream takes their place", extra={"records": self._name}
