@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Final, NamedTuple
 from urllib.parse import urlsplit
 
-MOST_BYTES: Final = 16 * 1024 * 1024
+MAX_BYTES: Final = 16 * 1024 * 1024
 NO_HEADERS: Final[Mapping[str, str]] = MappingProxyType({})
 
 
@@ -32,7 +32,7 @@ def fetch(
     Args:
         timeout_s: of each wait for the server.
         context: for `https://…`; None trusts the authorities of this machine.
-    Raises: OSError, also for a malformed answer and for one of more than MOST_BYTES.
+    Raises: OSError, also for a malformed answer and for one of more than MAX_BYTES.
     """
     try:
         parts = urlsplit(url)
@@ -45,13 +45,13 @@ def fetch(
         try:
             connection.request(method, parts._replace(scheme="", netloc="").geturl() or "/", body, dict(headers))
             answer = connection.getresponse()
-            content = answer.read(MOST_BYTES + 1)
+            content = answer.read(MAX_BYTES + 1)
         finally:
             connection.close()
     except (http.client.HTTPException, ValueError) as exc:  # ValueError: of the URL
         raise ConnectionError(str(exc) or type(exc).__name__) from exc
-    if len(content) > MOST_BYTES:
-        raise ConnectionError(f"longer than {MOST_BYTES} bytes")
+    if len(content) > MAX_BYTES:
+        raise ConnectionError(f"longer than {MAX_BYTES} bytes")
     if answer.length:  # bytes missing according to Content-Length
         raise ConnectionError(f"cut off {answer.length} bytes before its end")
     return Answer(answer.status, answer.headers, content)

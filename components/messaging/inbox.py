@@ -24,7 +24,7 @@ from components.wire.generate import (
     ResendFrames,
     StreamItem,
     TokenFrame,
-    num_numbers,
+    num_seqs,
     unpack_frame,
 )
 from components.wire.refused import raised
@@ -75,7 +75,7 @@ class InStream:
             self._refusals.count("tokens", GAP)
             self.fail(FramesLost(f"tokens {self._next_seq} to {item.seq - 1} of the stream are missing"))
             return False
-        self._next_seq += num_numbers(item.token_ids)
+        self._next_seq += num_seqs(item.token_ids)
         self._items.append(item)
         return self._reader is not None and len(self._items) == 1
 

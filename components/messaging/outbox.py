@@ -15,7 +15,7 @@ from components.aio import background
 from components.errors import MeshError, MessageTooLarge
 from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
-from components.wire.generate import FramesResent, ResendFrames, StreamItem, TokenFrame, num_numbers
+from components.wire.generate import FramesResent, ResendFrames, StreamItem, TokenFrame, num_seqs
 from components.wire.logprobs import TokenLogprobs
 from components.wire.refused import refusal
 
@@ -31,13 +31,13 @@ QUICK_INTERVALS: Final = 4  # intervals between two frames of a stream that gets
 
 
 class OutStream:
-    __slots__ = ("gathered", "last_left_s", "next_seq", "reply_to", "stream_id")
+    __slots__ = ("gathered", "last_sent_s", "next_seq", "reply_to", "stream_id")
 
     def __init__(self, reply_to: str, stream_id: int) -> None:
         self.reply_to = reply_to
         self.stream_id = stream_id
         self.gathered: list[int] = []  # unsent tokens, which have the stream's latest numbers
-        self.last_left_s = 0.0  # monotonic time of the last sent tokens
+        self.last_sent_s = 0.0  # monotonic time of the last sent tokens
         self.next_seq = 0
 
     def tokens(
@@ -52,7 +52,7 @@ class OutStream:
     ) -> StreamItem:
         return StreamItem(
             self.stream_id,
-            self._take(num_numbers(token_ids)),
+            self._take(num_seqs(token_ids)),
             token_ids,
             finish,
             None,
@@ -72,7 +72,7 @@ class OutStream:
     def move_gathered(self, until_seq: int, frame: TokenFrame) -> None:
         """Move the gathered tokens to `frame`; their numbers end before `until_seq`."""
         token_ids, self.gathered = self.gathered, []
-        frame.tokens(self.stream_id, until_seq - len(token_ids), token_ids)
+        frame.add_tokens(self.stream_id, until_seq - len(token_ids), token_ids)
 
     def _take(self, count: int) -> int:
         seq = self.next_seq
@@ -144,7 +144,7 @@ class StreamOutbox:
         frames = self._frames_to(stream.reply_to)
         if stream.gathered:
             stream.move_gathered(item.seq, frames[-1])
-        stream.last_left_s = time.monotonic()
+        stream.last_sent_s = time.monotonic()
         if item.prompt_logprobs is None:
             frames[-1].add(item)
         else:  # in a frame of its own: NATS may refuse a large frame, which would end all of its streams
@@ -205,11 +205,11 @@ class StreamOutbox:
         gathering, self._gathering = self._gathering, []
         quick_until_s = now_s - QUICK_INTERVALS * self._interval_s
         for stream in gathering:
-            if len(stream.gathered) > 1 and stream.last_left_s > quick_until_s:
+            if len(stream.gathered) > 1 and stream.last_sent_s > quick_until_s:
                 self._gathering.append(stream)
             elif stream.gathered:
                 stream.move_gathered(stream.next_seq, self._frames_to(stream.reply_to)[-1])
-                stream.last_left_s = now_s
+                stream.last_sent_s = now_s
         frames, self._frames = self._frames, {}
         return frames
 

@@ -60,14 +60,14 @@ class Records:
             try:
                 return await self._publish(key, value, revision)
             except (NoStreamResponseError, NotFoundError):
-                await self._make_anew()
+                await self._recreate_stream()
                 return await self._publish(key, value)
             except BadRequestError as exc:
                 if exc.err_code != OTHER_REVISION or revision is None:
                     raise
                 state = (await self._jetstream.stream_info(self._stream)).state
-                made_anew = state.last_seq < revision  # by another process, after NATS had lost its data
-                return await self._publish(key, value) if made_anew else None
+                was_recreated = state.last_seq < revision  # by another process, after NATS had lost its data
+                return await self._publish(key, value) if was_recreated else None
 
     async def get(self, key: str) -> bytes | None:
         with _errors(self._prefix, self._bus.url):
@@ -76,7 +76,7 @@ class Records:
                 found = await self._jetstream.get_last_msg(self._stream, f"{self._prefix}.{key}")
             except NotFoundError as exc:
                 if exc.err_code == NO_STREAM:  # the stream is gone, with all records
-                    await self._make_anew()
+                    await self._recreate_stream()
                 return None
         data: bytes | None = found.data
         return data
@@ -91,10 +91,10 @@ class Records:
         sent = await self._jetstream.publish(subject, value, stream=self._stream, timeout=TIMEOUT_S, headers=headers)
         return int(sent.seq)
 
-    async def _make_anew(self) -> None:
+    async def _recreate_stream(self) -> None:
         if time.monotonic() < self._create_failed_s + CREATE_RETRY_PAUSE_S:
             raise _missing(self._stream)
-        if not await _make_stream(self._jetstream, self._name, self._bounds):
+        if not await _create_stream(self._jetstream, self._name, self._bounds):
             self._create_failed_s = time.monotonic()
             raise _missing(self._stream)
         log.warning(
@@ -111,7 +111,7 @@ async def open_records(bus: Bus, name: str, bounds: Bounds) -> Records:
     stream, prefix = _names(name)
     with _errors(prefix, bus.url):
         found = await _bounds_of(jetstream, stream)
-        if (found is None or not _same(found, bounds)) and not await _make_stream(jetstream, name, bounds):
+        if (found is None or not _same(found, bounds)) and not await _create_stream(jetstream, name, bounds):
             if found is None:
                 raise _missing(stream)
             log.warning(
@@ -137,7 +137,7 @@ def _same(one: Bounds, other: Bounds) -> bool:
     return (one.records, one.bytes) == (other.records, other.bytes) and math.isclose(one.age_s, other.age_s)
 
 
-async def _make_stream(jetstream: JetStreamContext, name: str, bounds: Bounds) -> bool:
+async def _create_stream(jetstream: JetStreamContext, name: str, bounds: Bounds) -> bool:
     """Create the stream, or change its bounds.
 
     Returns: False if there is no answer, because NATS does not answer calls that the user has no right to make.

@@ -22,8 +22,8 @@ from components.wire.step_stats import DraftCounts
 from components.wire.tokens import pack_tokens, unpack_tokens
 
 FRAME_VERSION: Final = 5
-FIELDS: Final = 9  # per item; more go to receivers that ask for them
-MOST_FIELDS: Final = 11
+MIN_FIELDS: Final = 9  # per item; receivers that ask for more get up to MAX_FIELDS
+MAX_FIELDS: Final = 11
 MAX_STREAM_ID: Final = 2**63 - 1
 PLAIN: Final = (None, None, 0, 0, None, None, None, None)  # an item's fields after its tokens
 
@@ -102,7 +102,8 @@ class StreamItem(NamedTuple):
     draft_counts: DraftCounts | None = None  # if the request has a prediction, and drafts were checked
 
 
-def num_numbers(token_ids: Sequence[int]) -> int:
+def num_seqs(token_ids: Sequence[int]) -> int:
+    """Return how many sequence numbers an item takes: one for each token, but at least one."""
     return len(token_ids) or 1
 
 
@@ -143,14 +144,14 @@ class TokenFrame:
             taken = at
         return items + plain[taken:] if items else plain
 
-    def tokens(self, stream_id: int, seq: int, token_ids: list[int]) -> None:
+    def add_tokens(self, stream_id: int, seq: int, token_ids: list[int]) -> None:
         self.streams.append(stream_id)
         self.seqs.append(seq)
         self.token_ids.append(token_ids)
 
     def add(self, item: StreamItem) -> None:
         if item.token_ids and item[3:] == PLAIN:
-            self.tokens(item.stream_id, item.seq, item.token_ids)
+            self.add_tokens(item.stream_id, item.seq, item.token_ids)
         else:
             self.others.append((len(self.seqs), item))
 
@@ -254,8 +255,8 @@ def _others(others: Any, num_plain: int) -> list[tuple[int, StreamItem]]:
 
 
 def _item(value: Any) -> StreamItem:
-    if not (isinstance(value, list) and FIELDS <= len(value) <= MOST_FIELDS):
-        raise MalformedMessage(f"token frame: an item is an array of {FIELDS} to {MOST_FIELDS}")
+    if not (isinstance(value, list) and MIN_FIELDS <= len(value) <= MAX_FIELDS):
+        raise MalformedMessage(f"token frame: an item is an array of {MIN_FIELDS} to {MAX_FIELDS}")
     stream_id, seq, tokens, finish, error, cached, sent, packed, prompt, *more = value
     counts = _draft_counts(more[1]) if len(more) == 2 else None
     origin = None if not more or (counts is not None and more[0] is None) else _origin(more[0])

@@ -74,13 +74,13 @@ class DecodeChoice:
         self._measured: Sequence[InstanceRecord] = ()  # usable instances for which `_smallest` was computed
         self._smallest: float = math.inf  # tokens of context
         self._decodes.on_lost(lambda record, _reason: self.seen("", *record.adapters))
-        self._decodes.on_heartbeat(self._heard)  # one that drains is not lost
+        self._decodes.on_heartbeat(self._on_heartbeat)  # one that drains is not lost
         self._router = decodes.router
         self._policy = decodes.policy.text
         self._rng = decodes.rng
         self._model = model
 
-    def _heard(self, beat: Heartbeat) -> None:
+    def _on_heartbeat(self, beat: Heartbeat) -> None:
         record = self._decodes.find(beat.instance_id)
         if record is not None and record.model == self._model and self._decodes.is_usable(beat.instance_id):
             self.seen("", *record.adapters)

@@ -14,7 +14,7 @@ from components.kv_transfer.aux import HEAD, AuxBuffer
 from components.messaging.inbox import StreamInbox
 from components.messaging.refusals import Refusals
 from components.wire.codec import pack, unpack
-from components.wire.generate import StreamItem, TokenFrame, num_numbers, unpack_frame
+from components.wire.generate import StreamItem, TokenFrame, num_seqs, unpack_frame
 from components.wire.instances import InstanceRecord, dump_record, load_record
 from components.wire.kv_events import KvEventBatch, pack_batch, unpack_batch
 from components.wire.logprobs import unpack_logprobs
@@ -150,7 +150,7 @@ def test_numbers_that_come_twice_or_leave_gaps_end_streams_with_errors_of_ours(s
         for stream in streams:
             read = Read(stream)
             stream.fail(MeshError("over"))
-            numbers = [item.seq + i for item in read.items for i in range(num_numbers(item.token_ids))]
+            numbers = [item.seq + i for item in read.items for i in range(num_seqs(item.token_ids))]
             assert numbers == list(range(len(numbers)))
 
     asyncio.run(run())

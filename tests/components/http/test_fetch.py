@@ -66,7 +66,7 @@ def test_a_malformed_answer_is_an_oserror(answer: bytes) -> None:
 
 
 def test_an_endless_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 1000)
+    monkeypatch.setattr(module, "MAX_BYTES", 1000)
     with (
         answering(b"HTTP/1.1 200 OK\r\n\r\n" + bytes(1001)) as (url, _),
         pytest.raises(OSError, match="longer than 1000 bytes"),

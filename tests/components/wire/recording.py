@@ -83,7 +83,7 @@ def _inlined(schema: Any, definitions: dict[str, Any]) -> Any:
 def recording() -> dict[str, Any]:
     """Of the code that runs."""
     frame = TokenFrame("i", "e", 9, 2)
-    frame.tokens(3, 0, [1, 2])
+    frame.add_tokens(3, 0, [1, 2])
     frame.add(StreamItem(4, 5, [], None, Refused(error="PeerLost", message="m"), 0, 0, None, None))
     packed = {tag: codec.pack(message_of(cls)) for cls, tag in sorted(codec._tags.items(), key=lambda one: one[1])}
     packed["record"] = dump_record(message_of(InstanceRecord))
