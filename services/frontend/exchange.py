@@ -143,7 +143,7 @@ class Exchange:
 
     async def _prepare(self, request: GenerationFields, model: ServedModel, limit: int | None) -> list[Prompt]:
         frontend, dialect = self._frontend, self._dialect
-        deadline = int((time.time() + frontend.settings.request_timeout_s) * 1000)
+        deadline_unix_ms = int((time.time() + frontend.settings.request_timeout_s) * 1000)
         priority = self._caller.priority(request.priority, frontend.settings.best_priority)
         salt = self._caller.cache_salt(request.cache_salt, shared=frontend.settings.share_prefix_cache)
         encoded = await dialect.encode(frontend.text)
@@ -159,7 +159,7 @@ class Exchange:
                 request,
                 ids,
                 max_tokens=budget,
-                deadline=deadline,
+                deadline_unix_ms=deadline_unix_ms,
                 priority=priority,
                 cache_salt=salt,
                 defaults=frontend.defaults,

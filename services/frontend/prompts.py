@@ -80,7 +80,7 @@ def make_prompt(
     token_ids: list[int],
     *,
     max_tokens: int,
-    deadline: int,
+    deadline_unix_ms: int,
     priority: int,
     cache_salt: str,
     defaults: SamplingDefaults,
@@ -89,7 +89,7 @@ def make_prompt(
     echo: str = "",
     output: OutputPlan | None = None,
 ) -> Prompt:
-    """Build a prompt, with all defaults filled in. `deadline`: Unix time in ms. Raises: Rejected."""
+    """Build a prompt, with all defaults filled in. Raises: Rejected."""
     _check_logprobs(request, len(token_ids))
     return Prompt(
         request_id=request_id,
@@ -97,7 +97,7 @@ def make_prompt(
         token_ids=token_ids,
         sampling=_sampling(request, max_tokens, defaults, constraint),
         cache_salt=cache_salt,
-        deadline_unix_ms=deadline,
+        deadline_unix_ms=deadline_unix_ms,
         priority=priority,
         session=request.session,
         prediction=prediction,
