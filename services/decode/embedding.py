@@ -1,7 +1,7 @@
 """Embeddings: each text of a call becomes one engine request; the call is answered when all have finished."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from components.discovery.registry import Registration
 from components.errors import Cancelled, DeadlineExceeded, MeshError, PeerLost, Rejected
@@ -17,8 +17,10 @@ NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)
 
 
 class EmbeddingService:
-    def __init__(self, registration: Registration, engine: EngineLoop, model: str) -> None:
-        self.draining = False
+    def __init__(
+        self, registration: Registration, engine: EngineLoop, model: str, is_draining: Callable[[], bool]
+    ) -> None:
+        self._is_draining = is_draining
         self._registration = registration
         self._engine = engine
         self._model = model
@@ -39,7 +41,7 @@ class EmbeddingService:
 
     async def embed(self, request: EmbedRequest) -> Vectors:
         """Raises: MeshError; the frontend then tries another instance, unless it is Rejected or DeadlineExceeded."""
-        left_s = check_addressed(request, self._registration, draining=self.draining)
+        left_s = check_addressed(request, self._registration, draining=self._is_draining())
         check_model(request.model, self._model)
         if request.request_id in self._calls:
             raise Rejected(f"request id {request.request_id!r} is in use", param="request_id")

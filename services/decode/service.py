@@ -37,7 +37,8 @@ class DecodeService:
         self._metrics = metrics
         self._model = model
         self._num_accepted = 0
-        self.embedding = EmbeddingService(registration, runner.engine, model)
+        self.draining = False
+        self.embedding = EmbeddingService(registration, runner.engine, model, lambda: self.draining)
         self._active.outbox.on_gone(self._frontend_gone)
         self._prefills.alive.on_lost(self._prefill.instance_lost)
 
@@ -138,14 +139,6 @@ class DecodeService:
     def _breakers(self) -> dict[str, str]:
         prefills = {i: str(state) for i, state in self._prefills.router.health.states().items()}
         return prefills | self._prefill.bootstrap_breakers()
-
-    @property
-    def draining(self) -> bool:
-        return self.embedding.draining
-
-    @draining.setter
-    def draining(self, draining: bool) -> None:
-        self.embedding.draining = draining
 
     async def drained(self) -> None:
         """Wait until every request is answered."""

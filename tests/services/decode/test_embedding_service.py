@@ -33,8 +33,9 @@ pytestmark = pytest.mark.anyio
 class Instance:
     def __init__(self) -> None:
         self.engine = FakeEngineLoop()
+        self.is_draining = False
         registration = Registration("d", "mine")
-        self.service = EmbeddingService(registration, self.engine, "m")
+        self.service = EmbeddingService(registration, self.engine, "m", lambda: self.is_draining)
 
     def ask(self, life_ms: int = 60_000, **changes: Any) -> asyncio.Task[Vectors]:
         request = EmbedRequest(
@@ -133,7 +134,7 @@ async def test_the_deadline_and_whoever_leaves_end_the_work(instance: Instance) 
 async def test_an_instance_that_leaves_answers_what_it_has_and_gives_the_rest_back(instance: Instance) -> None:
     first, second = instance.ask(request_id="a"), instance.ask(request_id="b")
     await turns()
-    instance.service.draining = True
+    instance.is_draining = True
     with pytest.raises(Overloaded):
         await instance.ask()
     draining = asyncio.create_task(instance.service.drained())
