@@ -73,10 +73,6 @@ class LoadBook:
     def members(self) -> Sequence[Member]:
         return self._members
 
-    @property
-    def num_unreported(self) -> int:
-        return len(self._unreported)
-
     def find(self, instance_id: str) -> Member | None:
         instance = self._instances.get(instance_id)
         return None if instance is None else instance.member

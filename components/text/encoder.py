@@ -52,10 +52,6 @@ class Encoder:
         self._tokenizer = tokenizer
         self._fast = _checked(tokenizer)
 
-    @property
-    def is_fast(self) -> bool:
-        return self._fast is not None
-
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
         if self._fast is not None:
             try:

@@ -58,10 +58,6 @@ class Feed:
         self._watched = asyncio.Event()
         self._seen = View()
 
-    @property
-    def is_watched(self) -> bool:
-        return bool(self._viewers)
-
     async def watched(self) -> None:
         """Wait until there is a viewer."""
         await self._watched.wait()

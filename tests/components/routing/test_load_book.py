@@ -210,7 +210,7 @@ class BookAgainstWorld(RuleBasedStateMachine):
             assert member.used_pages == pages
             assert self.book.find(member.instance_id) is member
             kept += len(untold)
-        assert self.book.num_unreported == kept
+        assert len(self.book._unreported) == kept
 
     def teardown(self) -> None:
         """When everything has been answered and told, the book is the truth."""
@@ -232,7 +232,7 @@ class BookAgainstWorld(RuleBasedStateMachine):
                 sum(r.tokens for r in worker.active),
                 sum(r.pages for r in worker.active),
             )
-        assert self.book.num_unreported == 0
+        assert len(self.book._unreported) == 0
 
 
 BookAgainstWorld.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
@@ -298,7 +298,7 @@ def test_a_heartbeat_that_overtakes_the_answer_covers_the_request() -> None:
     assert sent is not None
     book.record_heartbeat(beat(accepted=1, num_requests=1), 0.0)
     book.accepted(sent, 1)
-    assert (member.running, book.num_unreported) == (1, 0)
+    assert (member.running, len(book._unreported)) == (1, 0)
 
 
 @pytest.mark.parametrize("speed", [float("nan"), float("inf"), -1.0])
@@ -328,7 +328,7 @@ def test_requests_of_a_worker_that_never_reports_them_are_forgotten() -> None:
         book.record_heartbeat(beat(step=tenth), tenth / 10)
         assert member.running == 1
     book.record_heartbeat(beat(step=10_000), UNREPORTED_EXPIRY_S)
-    assert book.num_unreported == 0
+    assert len(book._unreported) == 0
     # For all we know it is there.
     assert (member.running, member.queued_tokens, member.used_pages) == (1, 100, 7)
     book.computed(sent)
@@ -343,7 +343,7 @@ def test_a_lost_instance_takes_its_requests_along_and_their_late_ends_change_not
     sent = book.send("a", 100, 7, 0.0)
     assert sent is not None
     member = book.joined("a", "2")
-    assert (member.running, book.num_unreported) == (0, 0)
+    assert (member.running, len(book._unreported)) == (0, 0)
     book.accepted(sent, 1)
     book.ended(sent)
     assert (member.running, member.queued_tokens, member.used_pages) == (0, 0, 0)

@@ -427,7 +427,7 @@ def _assert_nothing_is_kept(mesh: Mesh) -> None:
     assert not mesh.client._sending
     book = mesh.fleet.router.book
     assert not book._own_requests
-    assert not book.num_unreported
+    assert not book._unreported
     for member in book.members:
         assert (member.running, member.queued_tokens, member.used_pages) == (0, 0, 0)
 

@@ -80,12 +80,12 @@ async def test_nothing_is_computed_while_nobody_watches() -> None:
     feed = Feed(mesh.look, every_s=0.001)
     async with background(feed.run(), "feed"):
         await asyncio.sleep(0.02)
-        assert (mesh.looks, feed.is_watched) == (0, False)
+        assert (mesh.looks, feed._viewers) == (0, set())
         events = feed.watch()
         await anext(events)
-        assert feed.is_watched
+        assert feed._viewers
         await events.aclose()
-        assert not feed.is_watched
+        assert not feed._viewers
         await asyncio.sleep(0.02)
         looks = mesh.looks
         await asyncio.sleep(0.02)
@@ -160,8 +160,8 @@ async def test_a_viewer_that_leaves_is_forgotten(mesh: FakeMesh) -> None:
     async with served(mesh, ui) as http:
         async with http.stream("GET", "/ui/api/feed") as answer:
             await anext(answer.aiter_lines())
-            assert ui.feed.is_watched
-        await until(lambda: not ui.feed.is_watched)
+            assert ui.feed._viewers
+        await until(lambda: not ui.feed._viewers)
 
 
 def test_the_rate_is_bounded() -> None:
