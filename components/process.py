@@ -136,7 +136,7 @@ def settle() -> None:
     gc.freeze()
 
 
-class Draining(Protocol):
+class Drainable(Protocol):
     draining: bool
 
     async def drained(self) -> None: ...
@@ -145,7 +145,7 @@ class Draining(Protocol):
         """Its requests continue on other instances."""
 
 
-async def drain(service: Draining, timeout_s: float, beat: Callable[[], None]) -> None:
+async def drain(service: Drainable, timeout_s: float, beat: Callable[[], None]) -> None:
     """Finish the requests in flight, and cancel the rest after `timeout_s`.
 
     The instance stays registered: without a record it would count as dead.

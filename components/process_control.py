@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 SHOWN: Final = 3  # names like an unknown one
 
 
-class Drains(Protocol):
+class DrainFlag(Protocol):
     draining: bool
 
 
@@ -39,12 +39,12 @@ class ProcessControl:
         self._why_no_drain = why_no_drain
         self._stop = asyncio.Event()
         self._is_leaving = False
-        self._service: Drains | None = None
+        self._service: DrainFlag | None = None
         self._limit: Limit | None = None
         self._beat: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
 
-    def serves(self, service: Drains, beat: Callable[[], None] = lambda: None, limit: Limit | None = None) -> None:
+    def serves(self, service: DrainFlag, beat: Callable[[], None] = lambda: None, limit: Limit | None = None) -> None:
         """The process may drain without ending. `beat` sends a heartbeat at once. No `limit`: its requests all finish."""
         self._service, self._beat, self._limit = service, beat, limit
 
@@ -86,7 +86,7 @@ class ProcessControl:
             draining=self._figures.is_draining() or self._stop.is_set(),
         )
 
-    def _set_draining(self, service: Drains, *, draining: bool) -> None:
+    def _set_draining(self, service: DrainFlag, *, draining: bool) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -41,7 +41,7 @@ class ProcessHealth:
 
     def started(self) -> bool:
         """True after the first registration, also during an outage."""
-        return self._registration.leased_until > 0
+        return self._registration.leased_until_s > 0
 
     def reasons(self) -> list[str]:
         reasons = [] if self.started() else ["this process has not registered in etcd yet"]

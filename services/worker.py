@@ -24,7 +24,7 @@ from components.messaging.kept_traces import follow_kept
 from components.messaging.kv_publisher import KvEventPublisher
 from components.messaging.presence import keep_present, present_endpoint
 from components.messaging.profiles import Profiles, keep_profiles
-from components.process import Draining, drain, new_instance_id, record_maker, settle, stop_signals, subject_of
+from components.process import Drainable, drain, new_instance_id, record_maker, settle, stop_signals, subject_of
 from components.process_control import Limit, ProcessControl
 from components.process_health import measure, serve_health, status_endpoint
 from components.routing.policies import WorkerRole
@@ -110,7 +110,7 @@ def model_name(settings: WorkerSettings) -> str:
     return settings.served_model_name or served_name(settings.model)
 
 
-class WorkerService(Draining, Protocol):
+class WorkerService(Drainable, Protocol):
     def endpoints(self) -> list[Endpoint]: ...
     def heartbeat(self) -> Heartbeat: ...
     def show(self, figures: Figures) -> None: ...

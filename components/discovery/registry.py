@@ -45,20 +45,20 @@ class Registration:
     def __init__(self, instance_id: str, epoch: str | None = None) -> None:
         self.instance_id = instance_id
         self.epoch = epoch or token_hex(4)
-        self.leased_until = 0.0  # monotonic; set by the lease thread
+        self.leased_until_s = 0.0  # monotonic; set by the lease thread
         self.leaving = False
         self.revision = 0  # etcd's revision at the last write; like `reads`, used by the lease thread only
         self.reads = 0  # number of reads that the mirror had started at the last write
 
     def is_leased(self) -> bool:
-        return time.monotonic() < self.leased_until
+        return time.monotonic() < self.leased_until_s
 
     def check_epoch(self, epoch: str) -> None:
         if epoch != self.epoch:
             raise StaleInstance(f"instance {self.instance_id} has epoch {self.epoch}, not {epoch}")
 
-    def renewed(self, until: float) -> None:
-        self.leased_until = until
+    def renewed(self, until_s: float) -> None:
+        self.leased_until_s = until_s
 
 
 class Registry:
@@ -138,10 +138,10 @@ class Registry:
 
     def _register(self, registration: Registration, record: InstanceRecord) -> int:
         with etcd_client(self._url, self._access) as client:
-            asked = time.monotonic()  # before etcd starts the lease's time to live
+            began_s = time.monotonic()  # before etcd starts the lease's time to live
             lease_id = int(client.lease(self._ttl_s).id)
             self._write(client, registration, record, lease_id)
-        registration.renewed(asked + self._ttl_s)
+        registration.renewed(began_s + self._ttl_s)
         self._contacted()
         return lease_id
 
@@ -150,8 +150,8 @@ class Registry:
         registration.revision = int(put.header.revision)
         registration.reads = self._reads
 
-    def _renewed(self, registration: Registration, record: InstanceRecord, lease_id: int, until: float) -> None:
-        registration.renewed(until)
+    def _renewed(self, registration: Registration, record: InstanceRecord, lease_id: int, until_s: float) -> None:
+        registration.renewed(until_s)
         self._contacted()
         key = _key(self._prefix, record.role, record.instance_id)
         # A read that began after our write includes it, even if etcd has since lost its data and its revision is lower.

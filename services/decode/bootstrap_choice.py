@@ -14,7 +14,7 @@ OPEN_TIMEOUT_S: Final = 1.5  # timeout of a call; short, because a replica only 
 HEDGE_AFTER_S: Final = 0.1  # hedging delay: the next replica is called, too, if there is no answer by then
 BREAKER_SETTINGS: Final = BreakerSettings(failures=1, first_s=5.0, most_s=30.0, try_s=OPEN_TIMEOUT_S)
 
-Ask = Callable[[InstanceRecord], Coroutine[Any, Any, None]]
+CallReplica = Callable[[InstanceRecord], Coroutine[Any, Any, None]]
 
 
 class BootstrapChoice:
@@ -24,15 +24,15 @@ class BootstrapChoice:
         self._or_none = or_none
         self._turn = count()
         self._breakers: dict[str, Breaker] = {}  # by replica
-        self._asked_s: dict[str, list[float]] = {}  # start times of pending calls, by replica
+        self._called_s: dict[str, list[float]] = {}  # start times of pending calls, by replica
         self._calls: set[asyncio.Task[None]] = set()
 
     def states(self) -> dict[str, str]:
         """Circuit breaker state of each replica that was called."""
         return {instance_id: str(breaker.state) for instance_id, breaker in self._breakers.items()}
 
-    async def open(self, replicas: Sequence[InstanceRecord], ask: Ask) -> None:
-        """Open a room at one of `replicas`; return when one has opened it. `ask` calls a replica, within `OPEN_TIMEOUT_S`.
+    async def open(self, replicas: Sequence[InstanceRecord], call_replica: CallReplica) -> None:
+        """Open a room at one of `replicas`; return when one has opened it. `call_replica` calls one, within `OPEN_TIMEOUT_S`.
 
         Several replicas may open the same room: prefill takes the first offer, and closes the other rooms.
         Raises: NoBootstrapInstance; a replica's refusal, unless the replica drains.
@@ -42,7 +42,7 @@ class BootstrapChoice:
         order = self._order(replicas)
         while order or waiting:
             if order:
-                waiting.add(self._call(order.pop(0), ask))
+                waiting.add(self._call(order.pop(0), call_replica))
             timeout_s = HEDGE_AFTER_S if order else None
             done, waiting = await asyncio.wait(waiting, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             for call in done:
@@ -67,12 +67,12 @@ class BootstrapChoice:
         return sorted(ready, key=lambda r: self._is_late(r.instance_id, now_s))
 
     def _is_late(self, instance_id: str, now_s: float) -> bool:
-        asked_s = self._asked_s.get(instance_id)
-        return asked_s is not None and now_s - asked_s[0] >= HEDGE_AFTER_S
+        called_s = self._called_s.get(instance_id)
+        return called_s is not None and now_s - called_s[0] >= HEDGE_AFTER_S
 
-    def _call(self, replica: InstanceRecord, ask: Ask) -> asyncio.Task[None]:
+    def _call(self, replica: InstanceRecord, call_replica: CallReplica) -> asyncio.Task[None]:
         """Start a call. It continues after another replica has answered, so that the breaker also counts its timeout."""
-        task = asyncio.create_task(self._report_outcome(replica.instance_id, ask(replica)), name="open room")
+        task = asyncio.create_task(self._report_outcome(replica.instance_id, call_replica(replica)), name="open room")
         self._calls.add(task)
         task.add_done_callback(self._call_ended)
         return task
@@ -87,9 +87,9 @@ class BootstrapChoice:
         clock = asyncio.get_running_loop().time
         if instance_id not in self._breakers:
             self._breakers[instance_id] = Breaker(f"bootstrap {instance_id}", self._rng, BREAKER_SETTINGS)
-        breaker, asked_s = self._breakers[instance_id], clock()
-        trial = breaker.sent(asked_s)
-        self._asked_s.setdefault(instance_id, []).append(asked_s)
+        breaker, called_s = self._breakers[instance_id], clock()
+        trial = breaker.sent(called_s)
+        self._called_s.setdefault(instance_id, []).append(called_s)
         try:
             await call
         except DeadlineExceeded:
@@ -105,6 +105,6 @@ class BootstrapChoice:
         else:
             breaker.succeeded()
         finally:
-            self._asked_s[instance_id].remove(asked_s)
-            if not self._asked_s[instance_id]:
-                del self._asked_s[instance_id]
+            self._called_s[instance_id].remove(called_s)
+            if not self._called_s[instance_id]:
+                del self._called_s[instance_id]

@@ -84,7 +84,7 @@ def make_operations(
     return Operations(
         mesh,
         [
-            lambda: None if registration.leased_until else "this frontend has not registered in etcd yet",
+            lambda: None if registration.leased_until_s else "this frontend has not registered in etcd yet",
             lambda: None if links.bus.is_connected else "NATS cannot be reached",
         ],
         workers,

@@ -58,8 +58,8 @@ async def test_a_registry_registers_and_watches_over_tls_with_the_rights_of_its_
             registry.advertise(mine, lambda epoch: record("d1", epoch)),
         ):
             await seen_by(other, "d1")
-            leased_until = mine.leased_until
-            await until(lambda: mine.leased_until > leased_until, "the lease is renewed")
+            leased_until_s = mine.leased_until_s
+            await until(lambda: mine.leased_until_s > leased_until_s, "the lease is renewed")
 
 
 async def test_strangers_and_plain_text_are_refused(tmp_path: Path) -> None:
@@ -121,8 +121,8 @@ async def test_renewed_certificates_are_used_and_the_record_stays(tmp_path: Path
             await server.process.wait()
             await server.restart()
             for _ in range(2):  # the lease is renewed and renewed with the new certificate
-                before = mine.leased_until
-                await until(lambda: registry.connected and mine.leased_until > before)  # noqa: B023
+                before = mine.leased_until_s
+                await until(lambda: registry.connected and mine.leased_until_s > before)  # noqa: B023
             assert None not in left
 
 

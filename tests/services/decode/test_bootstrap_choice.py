@@ -162,4 +162,4 @@ async def test_a_client_that_leaves_ends_the_waiting() -> None:
         await opening
     await asyncio.sleep(OPEN_TIMEOUT_S)
     assert not replicas.choice._calls
-    assert not replicas.choice._asked_s
+    assert not replicas.choice._called_s
