@@ -21,7 +21,7 @@ DEPTH_GROWTH: Final = 1.5  # two prompts share a depth of at least two thirds of
 MAX_DEPTHS: Final = 12
 CANDIDATES_PER_LATER_ROUND: Final = 6  # instances per later round, from all depths
 MAX_REMEMBERED_KEYS: Final = 4096
-LEAST_BURST: Final = 32.0
+MIN_BURST: Final = 32.0
 BURST_S: Final = 20.0  # capacity of the token bucket, in seconds of its rate
 MIN_QUERIES_PER_ROUND: Final = 2  # queries per round
 MAX_SHARE_PER_ROUND: Final = 0.1  # share of the allowance per round
@@ -51,12 +51,12 @@ class Allowance:
     """A token bucket that limits queries."""
 
     def __init__(self) -> None:
-        self._left = LEAST_BURST
+        self._left = MIN_BURST
         self._at_s = -math.inf
 
     def reserve(self, wanted: int, per_s: float, now_s: float) -> int:
         """Take up to `wanted` queries. A busy router gets a few for each prompt, rather than none for some prompts."""
-        most = max(LEAST_BURST, BURST_S * per_s)
+        most = max(MIN_BURST, BURST_S * per_s)
         self._left = min(most, self._left + per_s * min(now_s - self._at_s, BURST_S))
         self._at_s = now_s
         taken = min(wanted, int(self._left), max(MIN_QUERIES_PER_ROUND, int(self._left * MAX_SHARE_PER_ROUND)))

@@ -31,9 +31,9 @@ NEXT: Final[dict[BreakerState, Set[BreakerState]]] = {
 @dataclass(frozen=True, slots=True)
 class BreakerSettings:
     failures: int = 3  # in a row
-    first_s: float = 1.0  # back-off, doubled by each failed trial
-    most_s: float = 30.0
-    try_s: float = 10.0  # limit of a trial
+    first_backoff_s: float = 1.0  # doubled by each failed trial
+    max_backoff_s: float = 30.0
+    trial_timeout_s: float = 10.0
 
 
 DEFAULT_SETTINGS: Final = BreakerSettings()
@@ -53,7 +53,7 @@ class Breaker:
         self._settings = settings
         self._lifecycle = Lifecycle(f"breaker {name}", NEXT, B.CLOSED)
         self._failures = 0
-        self._tries = 0  # failed trials in a row
+        self._failed_trials = 0  # in a row
         self._until_s = 0.0  # end of the back-off or trial
         self._trial: Trial | None = None  # latest trial
 
@@ -72,14 +72,14 @@ class Breaker:
             return None
         if self.state is B.OPEN:
             self._lifecycle.advance(B.HALF_OPEN)
-        self._until_s = now_s + self._settings.try_s
+        self._until_s = now_s + self._settings.trial_timeout_s
         self._trial = Trial()
         return self._trial
 
     def succeeded(self) -> bool:
         if self.state is B.OPEN:  # the request was sent before the breaker opened
             return False
-        self._failures = self._tries = 0
+        self._failures = self._failed_trials = 0
         if self.state is B.CLOSED:
             return False
         self._lifecycle.advance(B.CLOSED)
@@ -95,9 +95,11 @@ class Breaker:
         self._failures += 1
         if self.state is B.CLOSED and self._failures < self._settings.failures:
             return
-        self._tries += self.state is B.HALF_OPEN
+        self._failed_trials += self.state is B.HALF_OPEN
         self._lifecycle.advance(B.OPEN)
-        back_off_s = min(self._settings.most_s, self._settings.first_s * 2.0 ** min(self._tries, 30))
+        back_off_s = min(
+            self._settings.max_backoff_s, self._settings.first_backoff_s * 2.0 ** min(self._failed_trials, 30)
+        )
         jitter = 0.5 + 0.5 * self._rng.random()  # so that routers do not all retry at once
         self._until_s = now_s + back_off_s * jitter
 

@@ -216,8 +216,8 @@ class Router:
             else ()
         )
         hit = min(cached.get(member.instance_id, 0), max(request.num_tokens - 1, 0))
-        seen = self._seen(members, choice, cached) if request.explain else ()
-        return RouteChoice(member.instance_id, hit, why, len(members), hashes, seen)
+        shown = self._shown_candidates(members, choice, cached) if request.explain else ()
+        return RouteChoice(member.instance_id, hit, why, len(members), hashes, shown)
 
     def candidates(self, usable: Sequence[HasInstanceId]) -> Sequence[Member]:
         """Those of `usable` that `choose` may take now: without open breakers, and with credit while they warm up."""
@@ -255,9 +255,11 @@ class Router:
                     cached[instance_id] = depth * size
         return cached
 
-    def _seen(self, members: Sequence[Member], choice: PolicyChoice, cached: Mapping[str, int]) -> Sequence[Candidate]:
+    def _shown_candidates(
+        self, members: Sequence[Member], choice: PolicyChoice, cached: Mapping[str, int]
+    ) -> Sequence[Candidate]:
         costs = choice.costs or {}
-        seen = [
+        shown = [
             Candidate(
                 instance_id=m.instance_id,
                 cached_tokens=cached.get(m.instance_id, 0),
@@ -271,7 +273,7 @@ class Router:
             for m in members
         ]
         return sorted(
-            seen,
+            shown,
             key=lambda c: (
                 c.instance_id != choice.member.instance_id,
                 math.inf if c.cost is None else c.cost,

@@ -89,17 +89,17 @@ async def plan_answer(
         before,
     )
     grammar = Grammar(text.marker_ids(tokens))
-    held_to: AskedConstraint | None = None
+    combined: AskedConstraint | None = None
     if tools is not None:
         # a continued answer is already a message, and in this format calls are separate messages
         answer_only = thinking is None and reasoning is not None and reasoning.messages is not None
-        held_to = _constraint_of(grammar, tools, conversation, thinking, asked, single=single, answer_only=answer_only)
+        combined = _constraint_of(grammar, tools, conversation, thinking, asked, single=single, answer_only=answer_only)
     elif asked is not None and thinking is not None:
         rule = calls_or(grammar, None, (), thinking, _answer_rule(asked), single=single)
-        held_to = AskedConstraint(Constraint(kind="lark", text=rule), asked.param)
+        combined = AskedConstraint(Constraint(kind="lark", text=rule), asked.param)
     if before:
-        await _check_continuation(text, output, held_to)
-    return AnswerPlan(output, held_to)
+        await _check_continuation(text, output, combined)
+    return AnswerPlan(output, combined)
 
 
 def _thinking(text: TextModel, reasoning: ReasoningFormat, prompt: Sequence[int], before: str) -> Thinking | None:
@@ -117,19 +117,19 @@ def _thinking(text: TextModel, reasoning: ReasoningFormat, prompt: Sequence[int]
     return None if read.over else Thinking(reasoning.begin, reasoning.end, read.inside)
 
 
-async def _check_continuation(text: TextModel, output: OutputPlan, held_to: AskedConstraint | None) -> None:
+async def _check_continuation(text: TextModel, output: OutputPlan, combined: AskedConstraint | None) -> None:
     """Raises: Rejected, if no text both continues the last message and satisfies the constraint."""
     parser = output.parser()
     answer, _, calls = await text.run(len(output.before), parser.begin)
     param = "continue_final_message"
     if parser.done:
         raise _unsupported(param, "the last message already has a tool call, and only one is allowed")
-    if held_to is None:
+    if combined is None:
         return
     if parser.undecided:
-        raise _unsupported(param, f"'{held_to.param}' cannot begin where the last message ends")
+        raise _unsupported(param, f"'{combined.param}' cannot begin where the last message ends")
     bare = output.tools is not None and output.tools.style is not None and not output.tools.style.marker
-    if held_to.param == "tools" and bare and (answer.strip() or calls):
+    if combined.param == "tools" and bare and (answer.strip() or calls):
         raise _unsupported(param, "this model's calls are whole answers, and the last message already has text")
 
 

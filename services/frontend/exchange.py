@@ -284,7 +284,7 @@ class Exchange:
                 self._dialect.operation,
                 self._model,
                 duration_s=duration_s,
-                first_s=record.ttft_s,
+                ttft_s=record.ttft_s,
                 num_tokens=self._num_generated,
                 error=record.error or None,
             )

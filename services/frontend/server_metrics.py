@@ -55,7 +55,7 @@ class ServerMetrics:
         model: str,
         *,
         duration_s: float,
-        first_s: float | None,
+        ttft_s: float | None,
         num_tokens: int,
         error: str | None,
     ) -> None:
@@ -65,7 +65,7 @@ class ServerMetrics:
             operation: such as "chat".
             model: that answered; empty if the request named none of ours.
             duration_s: from acceptance to the last byte.
-            first_s: from acceptance to the first token; None without one.
+            ttft_s: from acceptance to the first token; None without one.
             num_tokens: generated.
             error: class of the error; None for a success.
         """
@@ -74,11 +74,11 @@ class ServerMetrics:
         about = {"gen_ai.operation.name": operation, "gen_ai.provider.name": "kvmesh"}
         about |= {"gen_ai.request.model": model, "gen_ai.response.model": model} if model else {}
         self._duration.record(duration_s, about | ({"error.type": error} if error else {}))
-        if error or first_s is None:
+        if error or ttft_s is None:
             return
-        self._first.record(first_s, about)
+        self._first.record(ttft_s, about)
         if num_tokens > 1:
-            self._each.record((duration_s - first_s) / (num_tokens - 1), about)
+            self._each.record((duration_s - ttft_s) / (num_tokens - 1), about)
 
 
 class ExportIfWanted(MetricExporter):

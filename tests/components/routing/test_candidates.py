@@ -7,7 +7,7 @@ import pytest
 from components.routing.candidates import (
     BURST_S,
     CANDIDATES_PER_LATER_ROUND,
-    LEAST_BURST,
+    MIN_BURST,
     ROUNDS,
     Allowance,
     CandidateChoice,
@@ -115,7 +115,7 @@ def test_an_allowance_is_never_exceeded() -> None:
     for _ in range(5000):
         now_s += draw.expovariate(3.0)
         taken += allowance.reserve(draw.randrange(1, 30), 12.0, now_s)
-        assert taken <= max(LEAST_BURST, BURST_S * 12.0) + 12.0 * now_s + 1
+        assert taken <= max(MIN_BURST, BURST_S * 12.0) + 12.0 * now_s + 1
 
 
 def test_the_less_is_left_the_fewer_are_asked_at_once() -> None:
@@ -127,7 +127,7 @@ def test_the_less_is_left_the_fewer_are_asked_at_once() -> None:
 
 
 def test_a_small_rate_still_allows_a_first_prompt() -> None:
-    assert take_all(Allowance(), 0.0, 0.0) == LEAST_BURST
+    assert take_all(Allowance(), 0.0, 0.0) == MIN_BURST
 
 
 class Scene:

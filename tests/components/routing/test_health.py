@@ -51,14 +51,14 @@ class BreakerByTheClock(RuleBasedStateMachine):
 
     @property
     def back_off_s(self) -> float:
-        return min(DEFAULT_SETTINGS.most_s, DEFAULT_SETTINGS.first_s * 2.0**self.tries)
+        return min(DEFAULT_SETTINGS.max_backoff_s, DEFAULT_SETTINGS.first_backoff_s * 2.0**self.tries)
 
     @precondition(lambda self: self.now >= self.breaker.ready_s)
     @rule()
     def a_request_goes(self) -> None:
         if self.breaker.state is not B.CLOSED:
             assert self.now >= self.opened_s + self.back_off_s / 2
-            assert self.trying_s is None or self.now >= self.trying_s + DEFAULT_SETTINGS.try_s
+            assert self.trying_s is None or self.now >= self.trying_s + DEFAULT_SETTINGS.trial_timeout_s
             self.trying_s = self.now
         trial = self.breaker.sent(self.now)
         assert (trial is None) == (self.trying_s is None)
@@ -153,8 +153,8 @@ def test_a_trial_without_a_result_blocks_its_instance_for_a_while_only() -> None
     members = old_fleet(2, health)
     health.failed("i000", 0.0)
     health.sent("i000", 1.0)
-    assert names(health.candidates(members, 1.0 + DEFAULT_SETTINGS.try_s - 0.1)) == "i001"
-    assert names(health.candidates(members, 1.0 + DEFAULT_SETTINGS.try_s)) == "i000 i001"
+    assert names(health.candidates(members, 1.0 + DEFAULT_SETTINGS.trial_timeout_s - 0.1)) == "i001"
+    assert names(health.candidates(members, 1.0 + DEFAULT_SETTINGS.trial_timeout_s)) == "i000 i001"
 
 
 def test_an_undecided_trial_lets_another_one_follow() -> None:

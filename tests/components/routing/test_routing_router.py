@@ -180,7 +180,7 @@ def test_requests_to_an_earlier_process_say_nothing_about_the_one_with_its_id(ou
     if outcome == "succeed":
         for _ in range(DEFAULT_SETTINGS.failures):
             fleet.send(fleet.choose("b")).failed(DecodeLost("silent"))
-        fleet.now += 2 * DEFAULT_SETTINGS.first_s
+        fleet.now += 2 * DEFAULT_SETTINGS.first_backoff_s
         fleet.send(fleet.choose("b"))  # on trial
     state = fleet.router.health.state("b")
     for route in before:

@@ -84,12 +84,12 @@ async def test_a_silent_replica_costs_one_hedge_and_is_then_passed_over() -> Non
 async def test_after_a_pause_one_request_tries_a_silent_replica_again() -> None:
     replicas = Replicas(a=NEVER, b=0.01)
     await replicas.open()
-    await asyncio.sleep(OPEN_TIMEOUT_S + BREAKER_SETTINGS.first_s)
+    await asyncio.sleep(OPEN_TIMEOUT_S + BREAKER_SETTINGS.first_backoff_s)
     took_s = [await replicas.open() for _ in range(10)]
     assert replicas.asked.count("a") == 2
     assert sum(took > 0.05 for took in took_s) == 1
     replicas.answer_s["a"] = 0.01
-    await asyncio.sleep(OPEN_TIMEOUT_S + 2 * BREAKER_SETTINGS.first_s)
+    await asyncio.sleep(OPEN_TIMEOUT_S + 2 * BREAKER_SETTINGS.first_backoff_s)
     for _ in range(4):
         await replicas.open()
     assert replicas.asked[-4:].count("a") == 2, "it answers again, and takes its turns"
@@ -118,7 +118,7 @@ async def test_the_only_replica_is_waited_for_once_and_then_left_alone_for_a_whi
             await replicas.open()
     assert asyncio.get_running_loop().time() - started_s == pytest.approx(OPEN_TIMEOUT_S)
     replicas.answer_s["a"] = 0.01
-    await asyncio.sleep(BREAKER_SETTINGS.first_s)
+    await asyncio.sleep(BREAKER_SETTINGS.first_backoff_s)
     assert await replicas.open() == pytest.approx(0.01)
 
 

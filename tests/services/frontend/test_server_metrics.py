@@ -120,11 +120,11 @@ async def test_requests_reach_a_collector_under_the_names_of_the_conventions(
     ]
     assert durations[0][0] == succeeded
     assert "invented" not in str(durations)
-    [(about, count, first_s)] = shown["gen_ai.server.time_to_first_token"]
+    [(about, count, ttft_s)] = shown["gen_ai.server.time_to_first_token"]
     assert (about, count) == (succeeded, 1)
     [(about, count, each_s)] = shown["gen_ai.server.time_per_output_token"]
     assert (about, count) == (succeeded, 1)
-    assert each_s == pytest.approx((durations[0][2] - first_s) / (num_deltas - 1), rel=1e-6)
+    assert each_s == pytest.approx((durations[0][2] - ttft_s) / (num_deltas - 1), rel=1e-6)
 
 
 async def test_without_a_collector_nothing_is_recorded() -> None:
@@ -142,7 +142,7 @@ async def test_a_collector_behind_the_authority_of_the_mesh_is_trusted_whatever_
         settings = FrontendSettings(otlp_endpoint=url, tls=TlsFiles(ca=authority.ca))
         async with send_server_metrics(settings, "f1", lambda: True) as metrics:
             assert metrics is not None
-            metrics.served("chat", "m", duration_s=1.0, first_s=0.5, num_tokens=3, error=None)
+            metrics.served("chat", "m", duration_s=1.0, ttft_s=0.5, num_tokens=3, error=None)
     assert "gen_ai.server.request.duration" in points(received)
     wrong = FrontendSettings(otlp_endpoint=url, tls=TlsFiles(ca=tmp_path / "none.pem"))
     with pytest.raises(WrongSettings, match=r"MESH_TLS__CA .*none\.pem: no PEM certificates"):
@@ -154,7 +154,7 @@ async def test_an_observer_gets_no_metrics(collector: tuple[str, Received]) -> N
     endpoint, received = collector
     async with send_server_metrics(FrontendSettings(otlp_endpoint=endpoint), "f1", lambda: False) as server:
         assert server is not None
-        server.served("chat", "m", duration_s=1.0, first_s=0.5, num_tokens=3, error=None)
+        server.served("chat", "m", duration_s=1.0, ttft_s=0.5, num_tokens=3, error=None)
     assert not received
 
 
@@ -167,7 +167,7 @@ async def test_metrics_of_a_receiver_that_has_not_answered_are_kept_until_it_is_
     wanted: list[bool | None] = [None]
     async with send_server_metrics(FrontendSettings(otlp_endpoint=endpoint), "f1", lambda: wanted[-1]) as server:
         assert server is not None
-        server.served("chat", "m", duration_s=1.0, first_s=0.5, num_tokens=3, error=None)
+        server.served("chat", "m", duration_s=1.0, ttft_s=0.5, num_tokens=3, error=None)
         wanted.append(answer)
     assert bool(received) == bool(answer)
     assert not received or "gen_ai.server.request.duration" in points(received)
