@@ -5,6 +5,7 @@ ordinary requests.
 """
 
 import logging
+from collections.abc import Mapping
 from math import inf
 from typing import Final
 
@@ -66,9 +67,6 @@ class RequestLines:
         local = "; ".join(dict.fromkeys(origin.why_local for origin in record.origins if origin.why_local))
         if moves:
             facts |= {"moves": len(moves), "moved_because": moves[-1]}
-        why = [*late.values()]
-        why += ["moved once" if len(moves) == 1 else f"moved {len(moves)} times"] if late and moves else []
-        why += ["its prompt was computed on decode"] if late and local else []
         texts = {
             "decode": ",".join(dict.fromkeys(record.decodes)),
             "prefill": ",".join(dict.fromkeys(origin.prefill for origin in record.origins if origin.prefill)),
@@ -77,7 +75,7 @@ class RequestLines:
             "code": record.code,
             "param": record.param,
             "reason": record.reason,
-            "slow": "; ".join(why),
+            "slow": _why_slow(late, len(moves), local),
             "client_request_id": label,
         }
         self._write(level, facts | {name: text for name, text in texts.items() if text})
@@ -93,3 +91,13 @@ class RequestLines:
         if self._left_out:
             facts["left_out"], self._left_out = self._left_out, 0
         log.log(level, "request", extra=facts)
+
+
+def _why_slow(late: Mapping[str, str], num_moves: int, local_prefill: str) -> str:
+    """Return which limits a slow request has reached, and what delayed it; "" if it is not slow."""
+    why = [*late.values()]
+    if late and num_moves:
+        why.append("moved once" if num_moves == 1 else f"moved {num_moves} times")
+    if late and local_prefill:
+        why.append("its prompt was computed on decode")
+    return "; ".join(why)
