@@ -26,21 +26,7 @@ def check_instances(facts: Facts) -> Iterator[Finding]:
             "instances", f"none is registered in namespace {facts.namespace}", "start them, or set their --namespace"
         )
         return
-    for one in facts.seen:
-        if one.status is None:
-            where = "" if one.record is None else f" on {one.record.host}, pid {one.record.pid},"
-            yield wrong(
-                "instances",
-                f"{one.role} {one.instance_id}{where} does not answer on NATS",
-                "check its log, and whether the process runs; if it hangs, kill -9 and restart it. The record of a killed "
-                f"process expires after {facts.lease_ttl_s:g} s",
-            )
-        elif one.status.draining:
-            yield note(
-                "instances",
-                f"{one.role} {one.instance_id} drains: it accepts no new requests",
-                f"undo with `inspect drain {one.instance_id} --undo`",
-            )
+    yield from _check_each(facts)
     counts: dict[str, int] = {}
     for one in facts.seen:
         counts[one.role] = counts.get(one.role, 0) + (one.status is not None)
@@ -65,6 +51,25 @@ def check_instances(facts: Facts) -> Iterator[Finding]:
             "start one: python -m services.bootstrap",
         )
     yield ok("instances", "answer: " + ", ".join(f"{count} {role}" for role, count in counts.items()))
+
+
+def _check_each(facts: Facts) -> Iterator[Finding]:
+    """Check whether each instance answers and accepts requests."""
+    for one in facts.seen:
+        if one.status is None:
+            where = "" if one.record is None else f" on {one.record.host}, pid {one.record.pid},"
+            yield wrong(
+                "instances",
+                f"{one.role} {one.instance_id}{where} does not answer on NATS",
+                "check its log, and whether the process runs; if it hangs, kill -9 and restart it. The record of a killed "
+                f"process expires after {facts.lease_ttl_s:g} s",
+            )
+        elif one.status.draining:
+            yield note(
+                "instances",
+                f"{one.role} {one.instance_id} drains: it accepts no new requests",
+                f"undo with `inspect drain {one.instance_id} --undo`",
+            )
 
 
 def check_heartbeats(facts: Facts) -> Iterator[Finding]:
