@@ -157,7 +157,7 @@ def _stored_responses(namespace: str) -> list[str]:
     return [f"{namespace}.responses.records.*", *(f"$JS.API.{call}.{stream}" for call in calls)]
 
 
-def nats_users(namespace: str, users: Sequence[User], administrator: str = "") -> str:
+def nats_users(namespace: str, users: Sequence[User], administrator: str) -> str:
     """The `authorization` block of a nats.conf. `administrator`: the proof of a user with all rights."""
     lines = ["authorization {", "  users: ["]
     if administrator:

@@ -125,9 +125,9 @@ def keep_lease(
     ttl_s: float,
     stop: threading.Event,
     *,
-    access: EtcdAccess = ANYONE,
-    renewed: Callable[[float], object] = lambda _: None,
-    failed: Callable[[BackendUnavailable, Backoff], object] = lambda *_: None,
+    access: EtcdAccess,
+    renewed: Callable[[float], object],
+    failed: Callable[[BackendUnavailable, Backoff], object],
 ) -> None:
     """Renew a lease until `stop` is set or etcd has dropped the lease.
 
@@ -142,11 +142,11 @@ def keep_lease(
         try:
             with etcd_client(url, access) as client:
                 while True:
-                    asked = time.monotonic()
+                    began_s = time.monotonic()
                     if _refresh(client, lease_id) <= 0:
                         return
                     backoff.reset()
-                    renewed(asked + ttl_s)
+                    renewed(began_s + ttl_s)
                     if stop.wait(ttl_s / 3):
                         return
         except BackendUnavailable as exc:

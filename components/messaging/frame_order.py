@@ -39,14 +39,14 @@ class FrameOrder:
         deliver: Callable[[TokenFrame], None],
         lost: Callable[[FramesLost], None],
         resend: Resend,
-        counts: FrameCounts | None = None,
+        counts: FrameCounts,
     ) -> None:
         """`deliver` is called once for each frame, in order; `lost` for frames that the instance no longer has."""
         self._instance_id = instance_id
         self._deliver = deliver
         self._lost = lost
         self._resend = resend
-        self._counts = counts or FrameCounts()
+        self._counts = counts
         self._expected = 0  # number of the next frame
         self._held: dict[int, TokenFrame] = {}  # frames after a gap, by number
         self._loop = asyncio.get_running_loop()

@@ -46,11 +46,11 @@ class Reader(Protocol):
 class InStream:
     """One stream from a decode instance. Its items wait for `start`."""
 
-    def __init__(self, stream_id: int, instance_id: str, epoch: str, refusals: Refusals | None = None) -> None:
+    def __init__(self, stream_id: int, instance_id: str, epoch: str, refusals: Refusals) -> None:
         self.stream_id = stream_id
         self.instance_id = instance_id
         self.epoch = epoch
-        self._refusals = refusals or Refusals()
+        self._refusals = refusals
         self._items: list[StreamItem] = []
         self._error: MeshError | None = None
         self.failure = Failure()  # for a caller that waits for another event about this stream

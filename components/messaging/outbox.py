@@ -125,7 +125,7 @@ class StreamOutbox:
     """Sends items in frames: at once after a pause, else every `interval_s`, as a frame costs two context switches."""
 
     def __init__(
-        self, bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int], interval_s: float = 0.0
+        self, bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int], interval_s: float
     ) -> None:
         self._bus = bus
         self._instance_id = instance_id

@@ -156,7 +156,7 @@ REASONING_FORMATS: Final[dict[ReasoningParserName, ReasoningFormat]] = {
 }
 
 
-def tool_format_of(template: str, name: ToolParserName | None = None) -> ToolFormat:
+def tool_format_of(template: str, name: ToolParserName | None) -> ToolFormat:
     """Return the format `name`, or else the template's."""
     found = TOOL_FORMATS[name or _shown_by(template)]
     return replace(found, style=MISTRAL_NAMED) if found.name == "mistral" and ARGS in template else found

@@ -41,7 +41,7 @@ class Beginning:
     left_out: int = 0  # later spans
 
 
-def beginning_of(spans: Sequence[Span], most: int, tenant: str | None = None) -> Beginning:
+def beginning_of(spans: Sequence[Span], most: int, tenant: str | None) -> Beginning:
     """Return the first `most` spans. `tenant`: only the spans of its requests; None: all."""
     found = corrected(spans if tenant is None else of_tenant(spans, tenant))
     return Beginning(found[:most], max(0, len(found) - most))

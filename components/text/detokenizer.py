@@ -259,7 +259,7 @@ class SelectiveDetokenizer(StreamDetokenizer):
 
     __slots__ = ("_skipped",)
 
-    def __init__(self, tokenizer: Tokenizer, skipped: Set[int], prefix: Sequence[int] = ()) -> None:
+    def __init__(self, tokenizer: Tokenizer, skipped: Set[int], prefix: Sequence[int]) -> None:
         super().__init__(tokenizer, [token_id for token_id in prefix if token_id not in skipped], skip=False)
         self._skipped = skipped
 

@@ -20,7 +20,7 @@ CallReplica = Callable[[InstanceRecord], Coroutine[Any, Any, None]]
 
 
 class BootstrapChoice:
-    def __init__(self, rng: Random, *, or_none: bool = True) -> None:
+    def __init__(self, rng: Random, *, or_none: bool) -> None:
         """`or_none`: call no replica if all breakers are open, because decode can compute the prompt itself."""
         self._rng = rng
         self._or_none = or_none

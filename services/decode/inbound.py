@@ -53,7 +53,7 @@ class InboundTransfer:
         room: str,
         stamp: int,
         *,
-        checksums: PageChecksums | None = None,  # if KV is to be verified
+        checksums: PageChecksums | None,  # if KV is to be verified
         tally: Tally[InboundState] | None = None,
     ) -> None:
         """Raises: QueueFull, if no aux slot is free."""

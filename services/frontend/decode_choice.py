@@ -67,7 +67,7 @@ class Attempts:
 
 
 class DecodeChoice:
-    def __init__(self, decodes: Fleet, model: str, no_worker_wait_s: float = NO_WORKER_WAIT_S) -> None:
+    def __init__(self, decodes: Fleet, model: str, no_worker_wait_s: float) -> None:
         self._decodes = decodes.alive
         self._no_worker_wait_s = no_worker_wait_s
         self._seen_s: dict[str, float] = {}  # monotonic, last time an instance was usable, by adapter or ""
@@ -95,7 +95,7 @@ class DecodeChoice:
         """Record that an instance with these adapters is usable now."""
         self._seen_s.update(dict.fromkeys(adapters, time.monotonic()))
 
-    def may_come_back(self, adapter: str = "") -> bool:
+    def may_come_back(self, adapter: str) -> bool:
         return time.monotonic() < self._seen_s.get(adapter, -math.inf) + self._no_worker_wait_s
 
     async def choose(

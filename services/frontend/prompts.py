@@ -84,10 +84,10 @@ def make_prompt(
     priority: int,
     cache_salt: str,
     defaults: SamplingDefaults,
-    constraint: Constraint | None = None,
-    prediction: Sequence[int] = (),
-    echo: str = "",
-    output: OutputPlan | None = None,
+    constraint: Constraint | None,
+    prediction: Sequence[int],
+    echo: str,
+    output: OutputPlan | None,
 ) -> Prompt:
     """Build a prompt, with all defaults filled in. Raises: Rejected."""
     _check_logprobs(request, len(token_ids))

@@ -32,7 +32,7 @@ class Reply:
         "streaming",
     )
 
-    def __init__(self, send: Send, headers: Headers, push: BodyPush | None = None) -> None:
+    def __init__(self, send: Send, headers: Headers, push: BodyPush | None) -> None:
         """`push`: sends a part of the body without waiting; None if the server has no such call."""
         self._send = send
         self._headers = headers

@@ -33,7 +33,7 @@ TOKEN_BUCKETS: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5,
 
 
 class ServerMetrics:
-    def __init__(self, meter: Meter, are_wanted: Callable[[], bool | None] = lambda: True) -> None:
+    def __init__(self, meter: Meter, are_wanted: Callable[[], bool | None]) -> None:
         self._are_wanted = are_wanted
 
         def seconds(name: str, text: str, bounds: tuple[float, ...]) -> Histogram:

@@ -15,7 +15,7 @@ from components.urls import is_loopback
 
 
 class Sites:
-    def __init__(self, allowed_hosts: str | None, origins: str | None, listens_on: str = "") -> None:
+    def __init__(self, allowed_hosts: str | None, origins: str | None, listens_on: str) -> None:
         """`allowed_hosts` and `origins` are comma-separated lists; `*` allows any."""
         name = socket.gethostname().lower()
         self._hosts = {*_listed(allowed_hosts), name, f"{name}.local", listens_on.lower()}

@@ -178,7 +178,7 @@ def _more(record: InstanceRecord, beat: Heartbeat | None, service: MicroService 
     return [record.epoch, record.host, " ".join([record.model or "", *record.adapters]), pages, step, calls]
 
 
-async def show_planners(settings: MeshSettings, console: Console, *, as_json: bool = False) -> None:
+async def show_planners(settings: MeshSettings, console: Console, *, as_json: bool) -> None:
     async with open_bus(settings) as bus:  # it works without etcd
         subjects = sorted((await planners(bus, settings.namespace)).values())
         plans = [(s, await bus.call(f"{s}.plan", AskPlan(), PlanReported, timeout_s=ANSWER_S)) for s in subjects]

@@ -50,7 +50,7 @@ class MeshView:
         about: Fields,
         clock: Callable[[], float] = time.time,
         *,
-        nats_contact_age_s: Callable[[], float] = lambda: 0.0,
+        nats_contact_age_s: Callable[[], float],
     ) -> None:
         """`about`: constant facts, such as the namespace. `nats_contact_age_s`: time since NATS answered this process."""
         self._book = book
