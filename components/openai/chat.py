@@ -198,7 +198,7 @@ class ChatRequest(ConstrainedFields):
 
     def check(self) -> None:
         super().check()
-        check_ending(self.messages, add=self.add_generation_prompt, go_on=self.continue_final_message)
+        check_ending(self.messages, add=self.add_generation_prompt, continue_last=self.continue_final_message)
         if self.echo and not self.continue_final_message:
             raise Rejected("'echo' shows the message that 'continue_final_message' continues.", param="echo")
         if self.top_logprobs is not None and not self.logprobs:
@@ -307,17 +307,17 @@ class CallMade(BaseModel):
         return cls(id=call.id, function=cls.Called(name=call.name, arguments=call.arguments))
 
 
-def ending_of(add: bool | None, go_on: bool | None, special: bool | None) -> Ending:
-    return Ending(not go_on if add is None else add, bool(go_on), bool(special))
+def ending_of(add: bool | None, continue_last: bool | None, special: bool | None) -> Ending:
+    return Ending(not continue_last if add is None else add, bool(continue_last), bool(special))
 
 
-def check_ending(messages: Sequence[Message], *, add: bool | None, go_on: bool | None) -> None:
+def check_ending(messages: Sequence[Message], *, add: bool | None, continue_last: bool | None) -> None:
     """Raises: Rejected if the last message cannot be continued, or a new turn is also requested."""
-    if add and go_on:
+    if add and continue_last:
         raise Rejected(
             "'continue_final_message' and 'add_generation_prompt' cannot both be true.", param="continue_final_message"
         )
-    if go_on and messages and messages[-1].tool_calls:  # calls come after the text, so that cannot be continued
+    if continue_last and messages and messages[-1].tool_calls:  # calls come after the text, so that cannot be continued
         raise Rejected(
             "'continue_final_message' cannot continue a message that has 'tool_calls'.",
             param="continue_final_message",

@@ -46,7 +46,7 @@ class TokenizeRequest(Strict):
         for name in ("add_generation_prompt", "continue_final_message", "tools", "chat_template_kwargs"):
             if self.messages is None and getattr(self, name) is not None:
                 raise Rejected(f"'{name}' is only allowed with 'messages'.", param=name)
-        check_ending(self.messages or (), add=self.add_generation_prompt, go_on=self.continue_final_message)
+        check_ending(self.messages or (), add=self.add_generation_prompt, continue_last=self.continue_final_message)
         check_messages(self.messages or ())
         check_tools(self.tools or (), None)
 

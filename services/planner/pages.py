@@ -22,14 +22,13 @@ T = TypeVar("T")
 
 TIMEOUT_S: Final = 2.0  # for a page
 AT_ONCE: Final = 32  # pages, each in a thread
-# Of a worker.
-COUNTERS: Final = (
+WORKER_COUNTERS: Final = (
     "kvmesh_engine_step_seconds_sum",
     "kvmesh_engine_step_seconds_count",
     "kvmesh_prompt_tokens_total",
     "kvmesh_generation_tokens_total",
 )
-GUESSED: Final = "kvmesh_spec_decode_num_accepted_tokens_total"
+ACCEPTED_DRAFTS: Final = "kvmesh_spec_decode_num_accepted_tokens_total"
 TTFT: Final = "kvmesh_time_to_first_token_seconds"  # histograms of a frontend
 ITL: Final = "kvmesh_inter_token_latency_seconds"
 
@@ -39,7 +38,7 @@ class Counters:
     busy_s: float
     steps: int
     prompt_tokens: int
-    generated_tokens: int  # without right guesses of speculative decoding
+    generated_tokens: int  # without accepted drafts
 
 
 class PageReader:
@@ -71,13 +70,15 @@ def _read(url: str, parse: Callable[[str], T], headers: Mapping[str, str], conte
 
 def read_worker(text: str) -> Counters:
     """Parse a worker's page. Raises: MalformedMessage."""
-    values = {sample.name: sample.value for sample in _samples(text, *COUNTERS, GUESSED) if not sample.labels}
+    values = {
+        sample.name: sample.value for sample in _samples(text, *WORKER_COUNTERS, ACCEPTED_DRAFTS) if not sample.labels
+    }
     try:
-        busy_s, steps, prompt_tokens, generated_tokens = (values[name] for name in COUNTERS)
+        busy_s, steps, prompt_tokens, generated_tokens = (values[name] for name in WORKER_COUNTERS)
     except KeyError as exc:
         raise MalformedMessage(f"the worker's page has no number for {exc.args[0]}") from exc
     # Count one token per request and step. More tokens of a step would look like more requests, which cost far more.
-    alone = max(0.0, generated_tokens - values.get(GUESSED, 0.0))
+    alone = max(0.0, generated_tokens - values.get(ACCEPTED_DRAFTS, 0.0))
     return Counters(busy_s, int(steps), int(prompt_tokens), int(alone))
 
 
