@@ -54,7 +54,7 @@ class InboundTransfer:
         stamp: int,
         *,
         checksums: PageChecksums | None,  # if KV is to be verified
-        tally: Tally[InboundState] | None = None,
+        tally: Tally[InboundState],
     ) -> None:
         """Raises: QueueFull, if no aux slot is free."""
         self.slot = transfer.aux.take()

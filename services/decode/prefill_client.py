@@ -77,9 +77,9 @@ class PrefillClient:
         transfer: KvTransfer,
         timeout_s: float,  # from the offer to the last byte
         *,
-        bootstrap_timeout_s: float | None = None,  # from the request to the offer
-        checksums: PageChecksums | None = None,  # if KV is to be verified
-        recomputes: bool = True,  # prompts whose KV does not arrive
+        bootstrap_timeout_s: float,  # from the request to the offer
+        checksums: PageChecksums | None,  # if KV is to be verified
+        recomputes: bool,  # prompts whose KV does not arrive
     ) -> None:
         self.tally = Tally(NEXT)
         self._bus = bus
@@ -87,7 +87,7 @@ class PrefillClient:
         self._registry = registry
         self._transfer = transfer
         self._timeout_s = timeout_s
-        self._bootstrap_timeout_s = timeout_s if bootstrap_timeout_s is None else bootstrap_timeout_s
+        self._bootstrap_timeout_s = bootstrap_timeout_s
         self._checksums = checksums
         self._transfers: dict[str, InboundTransfer] = {}  # by engine id
         registry.book.subscribe(_bootstrap_changed)

@@ -67,7 +67,7 @@ class RequestRunner:
         model: str,
         max_local_prefill: int,
         local_prefill_on_queue: bool,
-        on_transfer_failure: OnTransferFailure = "recompute",
+        on_transfer_failure: OnTransferFailure,
     ) -> None:
         self.engine = engine
         self.prefill = prefill

@@ -46,10 +46,6 @@ NEXT: Final = {
 }
 
 
-async def _announce_nothing(_offer: PagesOffered, _last: Exposed) -> None:
-    pass
-
-
 class OutboundTransfer:
     """Writes the pages that the engine computes into the pages that decode offers."""
 
@@ -61,13 +57,13 @@ class OutboundTransfer:
         request: PrefillRequest,
         span: Span,
         *,
-        tally: Tally[OutboundState] | None = None,
-        writes: Writes | None = None,  # of all ranks; default: of `transfer`
-        checksums: PageChecksums | None = None,  # if decode verifies
-        bootstrap_timeout_s: float | None = None,  # until decode's offer
-        announce: Callable[[PagesOffered, Exposed], Awaitable[None]] = _announce_nothing,  # before the last write
-        num_cached: int = 0,  # prefix hit: must not count as queued
-        step_s: Callable[[], float] = float,  # duration of the engine's last step
+        tally: Tally[OutboundState],
+        writes: Writes,  # of all ranks
+        checksums: PageChecksums | None,  # if decode verifies
+        bootstrap_timeout_s: float,  # until decode's offer
+        announce: Callable[[PagesOffered, Exposed], Awaitable[None]],  # before the last write
+        num_cached: int,  # prefix hit: must not count as queued
+        step_s: Callable[[], float],  # duration of the engine's last step
     ) -> None:
         self.request = request
         self.offer: PagesOffered | None = None
@@ -78,7 +74,7 @@ class OutboundTransfer:
         self.duration_s = 0.0  # from the offer to the aux slot
         self.lifecycle = Lifecycle(f"prefill {request.request_id}", NEXT, S.BOOTSTRAPPING, tally)
         self._transfer = transfer
-        self._writes = writes or Writes(transfer)
+        self._writes = writes
         self._layout = transfer.endpoint.layout
         self.span = span
         self._checksums = checksums

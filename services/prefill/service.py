@@ -56,15 +56,15 @@ class PrefillService:
         *,
         masks: MaskMaker,
         metrics: WorkerMetrics,
-        writes: Writes | None = None,  # of all ranks; default: of `transfer`
-        bootstrap_timeout_s: float | None = None,  # timeout for decode's offer
+        writes: Writes,  # of all ranks
+        bootstrap_timeout_s: float,  # timeout for decode's offer
     ) -> None:
         self._bus = bus
         self._registration = registration
         self._registry = registry
         self._engine = engine
         self._transfer = transfer
-        self._writes = writes or Writes(transfer)
+        self._writes = writes
         self._metrics = metrics
         self._bootstrap_timeout_s = bootstrap_timeout_s
         self._masks = masks

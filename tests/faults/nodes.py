@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
 from functools import cache
+from math import inf
 from pathlib import Path
 from random import Random
 from typing import Any, Final
@@ -427,6 +428,7 @@ class Decode(Worker):
             self.registry,
             self.transfer,
             TRANSFER_TIMEOUT_S,
+            bootstrap_timeout_s=TRANSFER_TIMEOUT_S,
             checksums=PageChecksums(self.engine.engine.kv_region, self.writes.connections) if setup.verify_kv else None,
             recomputes=setup.on_transfer_failure == "recompute",
         )
@@ -478,6 +480,7 @@ class Prefill(Worker):
             masks=masks,
             metrics=self.metrics,
             writes=self.writes,
+            bootstrap_timeout_s=inf,
         )
         record = self._record(self.transfer.endpoint)
         await stack.enter_async_context(

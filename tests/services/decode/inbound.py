@@ -5,7 +5,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from components.kv_transfer.checksum import PageChecksums
-from services.decode.inbound import InboundTransfer
+from components.lifecycle import Tally
+from services.decode.inbound import NEXT, InboundTransfer
 from tests.components.discovery.records import record
 from tests.components.kv_transfer.fake_transfer import LAYOUT, endpoint
 
@@ -22,4 +23,4 @@ def inbound(
 ) -> InboundTransfer:
     """`page_size`: prefill's."""
     prefill = record("p", "1", role="prefill", kv=endpoint(layout=replace(LAYOUT, page_size=page_size)))
-    return InboundTransfer(transfer, "r", prefill, room, stamp, checksums=checksums)
+    return InboundTransfer(transfer, "r", prefill, room, stamp, checksums=checksums, tally=Tally(NEXT))

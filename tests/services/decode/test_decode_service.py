@@ -136,6 +136,9 @@ class Decode:
             self.registry,
             self.transfer,
             1000.0,  # longer than any test: a forgotten transfer must not end by a timeout
+            bootstrap_timeout_s=1000.0,
+            checksums=None,
+            recomputes=True,
         )
         self.masks: Any = FakeMasks()
         self.metrics = WorkerMetrics()
@@ -149,6 +152,7 @@ class Decode:
             model="m",
             max_local_prefill=2,
             local_prefill_on_queue=True,
+            on_transfer_failure="recompute",
         )
         self.service = DecodeService(self.registration, self.runner, model="m", metrics=self.metrics)
 

@@ -1,17 +1,20 @@
 """Outbound transfers without a service: made, told what was computed, and run."""
 
 from collections.abc import Sequence
+from math import inf
 from typing import Any
 
 from components.kv_transfer.backend import KvTransfer
+from components.kv_transfer.writes import Writes
+from components.lifecycle import Tally
 from components.messaging.clocks import now_ms
 from components.telemetry.spans import tracer
 from components.wire.logprobs import TokenLogprobs
-from components.wire.prefill import PrefillRequest
+from components.wire.prefill import PagesOffered, PrefillRequest
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
 from engine.ports import Exposed
-from services.prefill.outbound import OutboundTransfer
+from services.prefill.outbound import NEXT, OutboundTransfer
 
 ROOM, STAMP = "boot/1", 77
 
@@ -29,7 +32,20 @@ def outbound(transfer: Any, num_tokens: int, *, stamp: int = STAMP, **options: A
         sampling=SamplingParams(max_tokens=5),
     )
     kv: KvTransfer = transfer
-    return OutboundTransfer(kv, request, tracer.start_span("prefill.request"), **options)
+    usual: dict[str, Any] = {
+        "tally": Tally(NEXT),
+        "writes": Writes(kv),
+        "checksums": None,
+        "bootstrap_timeout_s": inf,
+        "announce": _announce_nothing,
+        "num_cached": 0,
+        "step_s": float,
+    }
+    return OutboundTransfer(kv, request, tracer.start_span("prefill.request"), **{**usual, **options})
+
+
+async def _announce_nothing(_offer: PagesOffered, _last: Exposed) -> None:
+    pass
 
 
 def chunk(pages: Sequence[int], num_computed: int) -> Exposed:

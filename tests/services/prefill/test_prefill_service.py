@@ -1,6 +1,7 @@
 import asyncio
 import logging
 from collections.abc import AsyncIterator
+from math import inf
 from typing import Any
 from zlib import crc32
 
@@ -18,6 +19,7 @@ from components.errors import (
     UnknownModel,
 )
 from components.kv_transfer.aux import AuxBuffer
+from components.kv_transfer.writes import Writes
 from components.messaging.clocks import now_ms
 from components.telemetry.figures import Figures
 from components.telemetry.worker_metrics import WorkerMetrics
@@ -76,6 +78,8 @@ class Prefill:
             self.transfer,
             masks=self.masks,
             metrics=self.metrics,
+            writes=Writes(self.transfer),
+            bootstrap_timeout_s=inf,
         )
 
     async def ask(self, request_id: str = "r", life_ms: int = 1_000_000, **changes: Any) -> PrefillAccepted:
