@@ -82,14 +82,14 @@ def explained(policy: str, token_ids: bytes, chosen: RouteChoice | str) -> Route
 class Route:
     """A request that was routed to an instance. The sender reports outcomes, and calls `ended` for every branch."""
 
-    __slots__ = ("_failed", "_left", "_router", "_sent", "_succeeded", "_trial", "instance_id")
+    __slots__ = ("_branches_left", "_failed", "_router", "_sent", "_succeeded", "_trial", "instance_id")
 
     def __init__(
         self, router: "Router", instance_id: str, sent: RoutedRequest | None, branches: int, trial: Trial | None
     ) -> None:
         self._router = router
         self._sent = sent
-        self._left = branches
+        self._branches_left = branches
         self._trial = trial
         self._failed = self._succeeded = False
         self.instance_id = instance_id
@@ -113,8 +113,8 @@ class Route:
             self._router.health.failed(self.instance_id, self._router.now_s)
 
     def ended(self) -> None:
-        self._left -= 1
-        if self._left:
+        self._branches_left -= 1
+        if self._branches_left:
             return
         if self._sent is not None:
             self._router.book.ended(self._sent)

@@ -121,7 +121,7 @@ class _Heaviest:
     def __init__(self) -> None:
         self._heap: list[tuple[int, int, _Line]] = []
         self._sweep_at = SWEEP_AT
-        self._notes = count()  # tie-breaker, so that no two entries are equal
+        self._numbers = count()  # tie-breaker, so that no two entries are equal
 
     def line_grew(self, line: _Line) -> None:
         if line.tokens <= line.weighed:
@@ -129,7 +129,7 @@ class _Heaviest:
         if len(self._heap) >= self._sweep_at:
             self._sweep()
         line.weighed = line.tokens
-        heappush(self._heap, (-line.tokens, next(self._notes), line))
+        heappush(self._heap, (-line.tokens, next(self._numbers), line))
 
     def line(self) -> _Line:
         while True:
@@ -140,16 +140,16 @@ class _Heaviest:
                 return line
             else:
                 line.weighed = line.tokens
-                heapreplace(self._heap, (-line.tokens, next(self._notes), line))
+                heapreplace(self._heap, (-line.tokens, next(self._numbers), line))
 
     def _sweep(self) -> None:
         kept: dict[int, tuple[int, int, _Line]] = {}  # one entry for each line
-        for note in self._heap:
-            weight, _, line = note
+        for entry in self._heap:
+            weight, _, line = entry
             if -weight != line.weighed:
                 continue
             if line.tokens:
-                kept[id(line)] = note
+                kept[id(line)] = entry
             else:
                 line.weighed = 0
         self._heap = list(kept.values())
