@@ -113,12 +113,21 @@ class ReasoningItem(Item):
     status: Status | None = None
 
 
-InputItem = Annotated[
+class ItemReference(Item):
+    """An output item of a stored response."""
+
+    type: Literal["item_reference"]
+    id: Id
+
+
+InputItem = MessageItem | CallItem | CallOutputItem | ReasoningItem
+RequestItem = Annotated[
     Annotated[MessageItem, tagged("message")]
     | Annotated[CallItem, tagged("function_call")]
     | Annotated[CallOutputItem, tagged("function_call_output")]
-    | Annotated[ReasoningItem, tagged("reasoning")],
-    by_type("message", "function_call", "function_call_output", "reasoning", default="message"),
+    | Annotated[ReasoningItem, tagged("reasoning")]
+    | Annotated[ItemReference, tagged("item_reference")],
+    by_type("message", "function_call", "function_call_output", "reasoning", "item_reference", default="message"),
 ]
 
 
@@ -127,9 +136,9 @@ def _items(value: JsonValue) -> JsonValue:
 
 
 InputItems = Annotated[
-    list[InputItem],
+    list[RequestItem],
     Field(min_length=1, max_length=MAX_ITEMS, fail_fast=True),
-    BeforeValidator(_items, json_schema_input_type=str | list[InputItem]),
+    BeforeValidator(_items, json_schema_input_type=str | list[RequestItem]),
 ]
 
 

@@ -32,6 +32,11 @@ def item_id(block: Block, request_id: str) -> str:
     return f"{PREFIXES[block.kind]}{request_id}{block.index:02d}"
 
 
+def response_of(item_id: str) -> str:
+    """Return the id of the response with this item."""
+    return f"resp_{item_id.partition('_')[2][:32]}"
+
+
 def item_of(block: Block, request_id: str, status: Status, logprobs: Sequence[TokenLogprob] = ()) -> OutputItem:
     own = item_id(block, request_id)
     if block.kind == "call":

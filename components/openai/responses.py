@@ -127,13 +127,18 @@ class ResponsePrompt(Strict):
     truncation: Annotated[JsonValue, only("disabled")] = None
     conversation: Annotated[JsonValue, only()] = None
 
-    def chat_with(self, model: str, earlier: Sequence[InputItem], **fields: Any) -> ChatRequest:
-        """Return a chat that continues `earlier`. Raises: Rejected, with the chat's parameter names."""
-        _check_outputs(earlier, self.input)
+    def chat_with(
+        self, model: str, earlier: Sequence[InputItem], items: Sequence[InputItem], **fields: Any
+    ) -> ChatRequest:
+        """Return a chat that continues `earlier`. Raises: Rejected, with the chat's parameter names.
+
+        `items`: the input, with items in the place of references.
+        """
+        _check_outputs(earlier, items)
         system = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
         wanted: dict[str, Any] = {
             "model": model,
-            "messages": [*system, *turns([*earlier, *self.input])],
+            "messages": [*system, *turns([*earlier, *items])],
             "response_format": self._response_format(),
             "tools": [_chats_tool(tool) for tool in self.tools or ()] or None,
             "tool_choice": self._tool_choice(),
@@ -208,11 +213,12 @@ class ResponsesRequest(ResponsePrompt):
                 code="unsupported_parameter",
             )
 
-    def chat(self, earlier: Sequence[InputItem]) -> ChatRequest:
-        """Return a chat that continues `earlier`. Raises: Rejected, with the chat's parameter names."""
+    def chat(self, earlier: Sequence[InputItem], items: Sequence[InputItem]) -> ChatRequest:
+        """Return a chat of `items` that continues `earlier`, as `chat_with`."""
         return self.chat_with(
             self.model,
             earlier,
+            items,
             stream=self.stream,
             max_completion_tokens=self.max_output_tokens,
             temperature=self.temperature,

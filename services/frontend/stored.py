@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from hmac import compare_digest
-from typing import Final
+from typing import Annotated, Final
 
-from pydantic import TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from components.errors import (
     BackendUnavailable,
@@ -42,7 +42,7 @@ PUT_TIMEOUT_S: Final = 60.0  # how long to retry while NATS is unreachable
 PUT_RETRY_PAUSE_S: Final = 0.5
 SALT_BYTES: Final = 16
 RESPONSE_ID: Final = re.compile(r"resp_[0-9a-f]{32}")
-ITEMS: Final = TypeAdapter(list[InputItem])
+ITEMS: Final[TypeAdapter[list[InputItem]]] = TypeAdapter(list[Annotated[InputItem, Field(discriminator="type")]])
 _INSTANCE_LOST: Final = "The instance working on this response was lost, or its time limit has passed. Try again."
 
 
@@ -236,8 +236,12 @@ async def open_stored(bus: Bus, settings: FrontendSettings, subject: str) -> Sto
 
 
 def items_before(record: StoredResponse) -> list[InputItem]:
-    output = json.dumps(json.loads(record.response)["output"])
-    return [item for text in (record.earlier, record.input, output) for item in ITEMS.validate_json(text)]
+    input_items = [item for text in (record.earlier, record.input) for item in ITEMS.validate_json(text)]
+    return input_items + output_items(record)
+
+
+def output_items(record: StoredResponse) -> list[InputItem]:
+    return ITEMS.validate_json(json.dumps(json.loads(record.response)["output"]))
 
 
 def _dumped(items: Sequence[InputItem]) -> str:

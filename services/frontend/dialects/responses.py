@@ -4,7 +4,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from typing import Final, Literal
 
@@ -14,10 +14,10 @@ from components.errors import Cancelled, MeshError, Rejected, UnknownResponse
 from components.openai.chat import ChatRequest
 from components.openai.errors import ApiError, in_other_words
 from components.openai.fields import parse_body
-from components.openai.items import OutputItem, Status
+from components.openai.items import InputItem, ItemReference, OutputItem, Status
 from components.openai.logprobs import ChatLogprobs, ShownToken, TokenLogprob
 from components.openai.parts import Parts, filled
-from components.openai.response_events import ResponseEvents, item_of
+from components.openai.response_events import ResponseEvents, item_of, response_of
 from components.openai.responses import (
     PARAMS,
     IncompleteDetails,
@@ -39,7 +39,7 @@ from services.frontend.generation import Generation
 from services.frontend.incoming import Body
 from services.frontend.reply import Reply
 from services.frontend.request_record import request_record
-from services.frontend.stored import Remembered, StoredResponses, items_before
+from services.frontend.stored import Remembered, StoredResponses, items_before, output_items
 
 log = logging.getLogger(__name__)
 
@@ -66,19 +66,23 @@ class ResponsesDialect(ConversationDialect):
         record = await self._earlier(request.previous_response_id, key)
         size = size_of(record)
         earlier = [] if record is None else await body.run(partial(items_before, record), size)
-        self.chat = await body.run(partial(request.chat, earlier), size)
+        items, referenced = await self._items(request.input, body.text, key)
+        size += referenced
+        self.chat = await body.run(partial(request.chat, earlier, items), size)
         if self._stored is None and request.stored:
             raise _cannot("background" if request.background else "store", NO_STORE)
         if self._stored is not None and request.store is not False:
-            self._remembered = await body.run(partial(Remembered.of, request.input, earlier, key), size)
+            self._remembered = await body.run(partial(Remembered.of, items, earlier, key), size)
         return self.chat
 
     async def read_prompt(self, request: InputTokensRequest, model: str, text: TextModel, scope: Scope) -> None:
         """Turn the prompt of a response into a chat, to count its tokens. Raises: Rejected."""
-        record = await self._earlier(request.previous_response_id, caller_of(scope).owner)
+        key = caller_of(scope).owner
+        record = await self._earlier(request.previous_response_id, key)
         size = size_of(record)
         earlier = [] if record is None else await text.run(size, partial(items_before, record))
-        self.chat = await text.run(size, partial(request.chat_with, model, earlier))
+        items, referenced = await self._items(request.input, text, key)
+        self.chat = await text.run(size + referenced, partial(request.chat_with, model, earlier, items))
 
     async def _earlier(self, previous: str | None, key: bytes) -> StoredResponse | None:
         """Return the response that a request continues. Raises: Rejected."""
@@ -101,6 +105,37 @@ class ResponsesDialect(ConversationDialect):
                 code="invalid_value",
             )
         return record
+
+    async def _items(
+        self, asked: Sequence[InputItem | ItemReference], text: TextModel, key: bytes
+    ) -> tuple[list[InputItem], int]:
+        """Return the input, with items of stored responses in the place of references, and the bytes read for them.
+
+        Raises: Rejected, also for the second of two references to an item: a small request would make a huge prompt.
+        """
+        items: list[InputItem] = []
+        stored: dict[str | None, InputItem] = {}
+        searched: set[str] = set()
+        size = 0
+        for i, item in enumerate(asked):
+            if not isinstance(item, ItemReference):
+                items.append(item)
+                continue
+            if self._stored is None:
+                raise _cannot(f"input[{i}].type", NO_STORE)
+            response_id = response_of(item.id)
+            if response_id not in searched:
+                searched.add(response_id)
+                with suppress(UnknownResponse):
+                    record = await self._stored.get(response_id, key)
+                    size += len(record.response)
+                    stored |= {x.id: x for x in await text.run(len(record.response), partial(output_items, record))}
+            if item.id not in stored:
+                at = f"input[{i}].id"
+                why = f"no stored response has an item '{item.id[:128]}', or it was referred to before"
+                raise Rejected(f"Invalid '{at}': {why}.", param=at, code="invalid_value")
+            items.append(stored.pop(item.id))
+        return items, size
 
     @asynccontextmanager
     async def underway(self, reply: Reply, generation: Generation) -> AsyncIterator[None]:

@@ -11,6 +11,7 @@ from components.anthropic.events import content_of
 from components.anthropic.messages import CountRequest, MessagesRequest
 from components.errors import Rejected
 from components.openai.fields import parse_body
+from components.openai.items import ItemReference
 from components.openai.responses import ResponsesRequest
 from components.output.blocks import Block
 
@@ -55,7 +56,7 @@ def check(kind: type[MessagesRequest] | type[ResponsesRequest], body: dict[str, 
         request = parse_body(kind, json.dumps(body).encode())
         request.check()
         if isinstance(request, ResponsesRequest):
-            request.chat([])
+            request.chat([], [item for item in request.input if not isinstance(item, ItemReference)])
         else:
             request.chat()
     except Rejected as exc:

@@ -127,6 +127,35 @@ async def test_a_conversation_goes_on_from_a_response(here: Any, there: Any, mes
     assert [item.content[0].text for item in (await here.responses.input_items.list(third.id)).data] == ["Thanks."]
 
 
+async def test_a_request_refers_to_items_of_stored_responses(
+    here: Any, there: Any, mesh: FakeMesh, text: TextModel
+) -> None:
+    """The Vercel AI SDK sends earlier answers so; the second turn of each of its chats was refused."""
+    made = await here.responses.create(**HELLO)
+    reference = {"type": "item_reference", "id": made.output[0].id}
+    hello, go_on = {"role": "user", "content": "Hello"}, {"role": "user", "content": "Go on."}
+    second = await there.responses.create(model=MODEL, input=[hello, reference, go_on])
+    assert text.decode(mesh.prompts[1].token_ids) == (f"user\nHello\nassistant\n{ANSWER}\nuser\nGo on.\nassistant\n")
+    listed = (await here.responses.input_items.list(second.id, order="asc")).data
+    assert [item.content[0].text for item in listed] == ["Hello", ANSWER, "Go on."]
+    await here.responses.delete(made.id)
+    await there.responses.create(model=MODEL, input="Thanks.", previous_response_id=second.id)
+
+    unstored = await here.responses.create(**HELLO, store=False)
+    other = await here.responses.create(**HELLO)
+    for client, ids in (
+        (here, [unstored.output[0].id]),
+        (here, [made.output[0].id]),
+        (here, ["msg_1"]),
+        (here, [other.output[0].id] * 2),
+        (there.with_options(api_key="another"), [other.output[0].id]),
+    ):
+        references = [{"type": "item_reference", "id": item_id} for item_id in ids]
+        with pytest.raises(package.BadRequestError, match="no stored response has an item") as refused:
+            await client.responses.create(model=MODEL, input=[hello, *references])
+        assert refused.value.param == f"input[{len(ids)}].id"
+
+
 async def test_input_items_come_in_pages(here: Any) -> None:
     items = [{"role": "user", "content": str(i)} for i in range(5)]
     made = await here.responses.create(model=MODEL, input=items)
