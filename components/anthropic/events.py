@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from pydantic_core import from_json
 
-from components.anthropic.messages import MessageObject, MessageUsage, StopReason
+from components.anthropic.messages import NO_THREADS, MessageObject, MessageUsage, StopReason
 from components.openai.errors import ApiError
 from components.openai.events import as_json, quote
 from components.output.blocks import Block, Blocks
@@ -116,6 +116,7 @@ def body_of(error: ApiError, request_id: str) -> bytes:
     """Return the JSON of a failed request, or of an event that ends a stream."""
     status = status_of(error)
     kind = TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
-    return as_json(
-        {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": f"req_{request_id}"}
-    )
+    inner: dict[str, Any] = {"type": kind, "message": error.message}
+    if error.code == NO_THREADS:
+        inner["details"] = {"error_code": error.code}
+    return as_json({"type": "error", "error": inner, "request_id": f"req_{request_id}"})

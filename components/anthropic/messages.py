@@ -23,6 +23,8 @@ PARAMS: Final = {  # pattern of a chat's parameter: its name in this API, if dif
     r"parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
 }
 
+NO_THREADS: Final = "thread_unsupported_request"  # with this code clients send the conversation again without thread
+
 Id = Annotated[str, Field(max_length=256)]
 
 
@@ -220,8 +222,13 @@ class MessagesRequest(CountRequest):
     container: Annotated[JsonValue, only()] = None
     inference_geo: Annotated[JsonValue, only()] = None
     diagnostics: Annotated[JsonValue, only()] = None
+    thread: JsonValue = None
 
     def check(self) -> None:
+        if self.thread is not None:
+            raise Rejected(
+                "'thread' is not supported: send the whole conversation without it.", param="thread", code=NO_THREADS
+            )
         if self.messages[-1].role == "assistant":
             raise Rejected(
                 "'messages' ends with the assistant's turn, which this server cannot continue: end with the user's.",

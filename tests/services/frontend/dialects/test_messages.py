@@ -478,6 +478,13 @@ async def test_what_cannot_be_honoured_is_refused_by_name(
     assert not mesh.prompts
 
 
+async def test_a_thread_is_refused_so_that_clients_send_the_conversation_without_it(http: httpx.AsyncClient) -> None:
+    """Each call of `tool_runner` failed: it uses a thread, and continues without one only after this error code."""
+    refused = await http.post(URL, json={**HELLO, "thread": {"type": "create"}})
+    error_of(refused, 400, "invalid_request_error")
+    assert refused.json()["error"]["details"] == {"error_code": "thread_unsupported_request"}
+
+
 @pytest.mark.parametrize("path", [URL, COUNT])
 async def test_what_is_no_request_is_told_in_anthropics_shape(http: httpx.AsyncClient, path: str) -> None:
     json_type = {"content-type": "application/json"}
