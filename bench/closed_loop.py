@@ -6,8 +6,6 @@ stream's usage, so an answer of the wrong length fails.
 
 import asyncio
 import json
-import os
-import platform
 import random
 import re
 import time
@@ -16,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final, cast
 
 from bench.load.client import full_answer
-from bench.load.report import quantile_ms
+from bench.load.report import machine_and_date, quantile_ms
 from bench.load.workloads import WORDS
 from bench.processes import cpu_s, machine_busy_s
 
@@ -175,6 +173,5 @@ def figures(run: Run, output_len: int, **facts: Any) -> dict[str, Any]:
         "cpu_s_per_1k_tokens": {name: round(used_s / thousands, 4) for name, used_s in sorted(run.cpu_s.items())},
         "cores_used": round(sum(run.cpu_s.values()) / run.duration_s, 2),
         "cores_others": round(run.others_cpu_s / run.duration_s, 2),
-        "machine": f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores",
-        "date": time.strftime("%Y-%m-%d"),
+        **machine_and_date(),
     }

@@ -13,7 +13,6 @@ import engine  # noqa: F401  # before torch: it bounds how long OpenMP's threads
 # isort: split
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -29,6 +28,7 @@ import torch
 import typer
 
 from bench.host_step import CONTEXT, WAYS, host_steps, launches
+from bench.load.report import machine_and_date
 from components.wire.sampling import SamplingParams
 from engine.attention.choose_attention import prepare_attention
 from engine.build import assemble
@@ -260,8 +260,7 @@ def say(figure: str, seconds: list[float], roof_s: float, **facts: Any) -> None:
         "roofline_ms": round(roof_s * 1000, 3),
         "of_roofline": round(min(seconds) / roof_s, 2) if roof_s else None,
         "load": round(os.getloadavg()[0], 1),
-        "machine": f"{platform.machine()} {platform.system()}",
-        "date": time.strftime("%Y-%m-%d"),
+        **machine_and_date(),
     }
     print(json.dumps(line), flush=True)
 

@@ -10,8 +10,6 @@ It runs a mesh of zero-cost mock engines with SmolLM2's tokenizer. `health_ms` i
 
 import asyncio
 import json
-import os
-import platform
 import random
 import tempfile
 import time
@@ -25,7 +23,7 @@ import typer
 import uvloop
 
 from bench.closed_loop import Client, chat_request
-from bench.load.report import quantile_ms
+from bench.load.report import machine_and_date, quantile_ms
 from bench.load.workloads import WORDS
 from bench.mesh import mock_env
 from bench.processes import MESH_HOME, free_port, mesh, model_name
@@ -146,8 +144,7 @@ def _figures(load: Load, **facts: Any) -> dict[str, Any]:
         **quantiles("health_ms", load.health_s),
         "health_ms_max": quantile_ms(load.health_s, 1.0),
         "client_stall_ms_max": quantile_ms(load.stall_s, 1.0),
-        "machine": f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores",
-        "date": time.strftime("%Y-%m-%d"),
+        **machine_and_date(),
     }
 
 

@@ -11,7 +11,6 @@ hashing before a lookup.
 
 import json
 import os
-import platform
 import random
 import statistics
 import subprocess
@@ -22,6 +21,7 @@ from typing import Annotated, Any, Final
 
 import typer
 
+from bench.load.report import machine_and_date
 from components.routing.approximate_index import ApproximateIndex
 from components.routing.kv_index import KvIndex
 from components.wire.tokens import HASH_BYTES, block_hashes, seed_hash
@@ -124,17 +124,13 @@ def main(
     if one:
         print(json.dumps(measure(one, instances[0], blocks[0])))
         return
-    where = {
-        "machine": f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores",
-        "date": time.strftime("%Y-%m-%d"),
-    }
     for kind in ("events", "approximate"):
         for count in blocks:
             for number in instances:
                 command = [sys.executable, "-m", "bench.routing", f"--one={kind}"]
                 command += [f"--instances={number}", f"--blocks={count}"]
-                told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-                print(json.dumps(json.loads(told) | where), flush=True)
+                output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+                print(json.dumps(json.loads(output) | machine_and_date()), flush=True)
 
 
 if __name__ == "__main__":

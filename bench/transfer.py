@@ -11,7 +11,6 @@ each page size is about small writes.
 import asyncio
 import base64
 import json
-import platform
 import random
 import shlex
 import statistics
@@ -30,6 +29,7 @@ import msgspec
 import numpy as np
 import typer
 
+from bench.load.report import machine_and_date
 from bench.transfer_peer import Pool, digest, plain_agent
 from components.kv_transfer.nixl_transfer import NixlTransfer, open_nixl
 from components.wire.instances import KvEndpoint
@@ -183,7 +183,7 @@ def figure(layout: KvLayout, pages: int, us: dict[str, float]) -> dict[str, Any]
         **{f"{name}_us": value for name, value in us.items()},
         **speeds,
         **ratios,
-        **_here(),
+        **machine_and_date(),
     }
 
 
@@ -195,16 +195,12 @@ def fixed(layout: KvLayout, us: dict[str, float]) -> dict[str, Any]:
         "figure": "fixed cost",
         **{f"{name}_us": value for name, value in us.items()},
         **beyond,
-        **_here(),
+        **machine_and_date(),
     }
 
 
 def _shape(layout: KvLayout) -> dict[str, Any]:
     return {"page_size": layout.page_size, "page_bytes": layout.page_bytes}
-
-
-def _here() -> dict[str, Any]:
-    return {"machine": f"{platform.machine()} {platform.system()}", "date": time.strftime("%Y-%m-%d")}
 
 
 async def measure_page_size(layout: KvLayout, counts: Sequence[int], rounds: int, prefix: str) -> None:

@@ -1,5 +1,6 @@
 """Prints the figures of a load as a JSON line or a table."""
 
+import os
 import platform
 import statistics
 import time
@@ -11,6 +12,12 @@ from bench.load.client import Run
 
 WIDTH: Final = 78
 COLUMNS: Final = ("mean", "median", "p90", "p95", "p99", "max")
+
+
+def machine_and_date() -> dict[str, str]:
+    """Return the fields of a JSON line that say where and when it was measured."""
+    machine = f"{platform.machine()} {platform.system()}, {os.cpu_count()} cores"
+    return {"machine": machine, "date": time.strftime("%Y-%m-%d")}
 
 
 def quantile_ms(values: Sequence[float], quantile: float) -> float:
@@ -34,8 +41,7 @@ def figures(run: Run, **facts: Any) -> dict[str, Any]:
         "output_tok_s": round(run.output_tokens / run.duration_s, 1),
         "req_s": round(len(run.ttft_s) / run.duration_s, 2),
         "tpot_ms_mean": round(statistics.fmean(run.tpot_s) * 1000, 2) if run.tpot_s else 0.0,
-        "machine": f"{platform.machine()} {platform.system()}",
-        "date": time.strftime("%Y-%m-%d"),
+        **machine_and_date(),
     }
 
 
