@@ -183,9 +183,8 @@ def measure_machine(dtype: torch.dtype, device: str = "cpu") -> Machine:
     The numbers are random, because a GPU is faster with zeros.
     """
     if device == "cpu" and "AVX512" not in torch.backends.cpu.get_cpu_capability():
-        dtype = (
-            torch.float32
-        )  # torch has no fast bfloat16 on this machine, while packed products are as fast as in float32
+        # torch has no fast bfloat16 on this machine, while packed products are as fast as in float32
+        dtype = torch.float32
     rows, width, copied = (1024, 2048, COPY_BYTES) if device == "cpu" else (8192, 8192, 16 * COPY_BYTES)
     source = torch.randint(255, (copied,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -209,9 +208,8 @@ def best_s(work: Callable[[], object], device: str = "cpu", times: int = 8) -> f
 
 def roofline_s(loaded: LoadedModel, machine: Machine, tokens: int, kv_tokens: int) -> float:
     head = set(loaded.module.get_output_embeddings().parameters())
-    rest = (
-        set(loaded.module.parameters()) - head - set(loaded.module.get_input_embeddings().parameters())
-    )  # only looked up
+    embeddings = set(loaded.module.get_input_embeddings().parameters())  # only looked up
+    rest = set(loaded.module.parameters()) - head - embeddings
     weight_bytes: int = sum(parameter.numel() * parameter.element_size() for parameter in head | rest)
     kv_bytes = kv_tokens * loaded.layout.page_bytes / loaded.layout.page_size
     flop: int = 2 * tokens * sum(parameter.numel() for parameter in rest)

@@ -141,9 +141,7 @@ class Level:
     async def run(self, url: str, model: str, asks: Sequence[Ask], done: Callable[[], object], run: Run) -> Run:
         bodies = [body_of(ask, model) for ask in asks]
         if self.concurrency is not None:
-            return await closed_loop(
-                url, bodies[::-1], self.concurrency, None, done, run
-            )  # it sends the last one first
+            return await closed_loop(url, bodies, self.concurrency, None, done, run)
         if self.request_rate is not None:
             times_s: Iterator[float] = poisson_times_s(random.Random(), self.request_rate)
         else:

@@ -23,10 +23,8 @@ from components.telemetry.spans import Spans, step
 from components.token_bucket import TokenBucket
 
 BATCH: Final = 512  # spans in one OTLP request
-FACTS: Final[Mapping[str, str | int]] = {
-    "kvmesh.decode.instance": "a1b2c3d4",
-    "kvmesh.cached_tokens": 128,
-}  # a common span has two or three
+# a common span has two or three attributes
+FACTS: Final[Mapping[str, str | int]] = {"kvmesh.decode.instance": "a1b2c3d4", "kvmesh.cached_tokens": 128}
 STEPS: Final = 8  # spans of a request in one process
 
 

@@ -14,9 +14,8 @@ REPO = Path(__file__).resolve().parents[1]
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(RECORDS, "graphs", RECORDS["graphs"])
-    monkeypatch.setenv(
-        "UCX_CUDA_IPC_CACHE", "n"
-    )  # set where a device is chosen; processes of later tests would inherit it
+    # set where a device is chosen; processes of later tests would inherit it
+    monkeypatch.setenv("UCX_CUDA_IPC_CACHE", "n")
 
 
 def choose(device: str | None, markers: str, *, graphs: bool = False) -> None:

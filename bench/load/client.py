@@ -36,9 +36,8 @@ class Run:
     in_flight: int = 0
     peak_in_flight: int = 0
     cut_off: int = 0  # in flight when the run ended
-    tokens_in_second: defaultdict[int, float] = field(
-        default_factory=lambda: defaultdict(float)
-    )  # of output tokens since `started_s`
+    # output tokens, by the number of the second after `started_s`
+    tokens_in_second: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     @property
     def peak_tokens(self) -> float:
@@ -111,11 +110,11 @@ async def closed_loop(
     Returns: `run`, which is also filled if this is cancelled.
     """
     run = run or Run()
-    pending = list(bodies)
+    pending = iter(bodies)
 
     async def client_loop(client: httpx.AsyncClient) -> None:
-        while pending:
-            await exchange(client, pending.pop(), run, prepare)
+        for body in pending:
+            await exchange(client, body, run, prepare)
             done()
 
     async with open_client(url) as client:

@@ -118,12 +118,8 @@ def _dynamo_env(home: Path, etcd_url: str, nats_url: str) -> dict[str, str]:
 def _mocker_command(what: Dynamo, model_dir: Path, more: Sequence[str]) -> list[str]:
     command = [str(what.environment / "bin/python"), "-m", "dynamo.mocker", "--model-path", str(model_dir)]
     command += ["--model-name", what.name, "--speedup-ratio", f"{what.speedup:g}"]
-    return [
-        *command,
-        "--kv-transfer-bandwidth",
-        "0",
-        *more,
-    ]  # transfers take no time, because the mock mesh transfers very little
+    # transfers take no time, because the mock mesh transfers very little
+    return [*command, "--kv-transfer-bandwidth", "0", *more]
 
 
 def _frontend_command(what: Dynamo, port: int) -> list[str]:

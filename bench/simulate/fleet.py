@@ -195,16 +195,14 @@ class Fleet:
 
     def _delivered(self, sent: tuple[Flow, Worker, Stay]) -> None:
         flow, prefill, stay = sent
-        decode, arrived = flow.decode, prefill.alive
+        decode, arrived = flow.decode, prefill.alive  # before a draining worker leaves below
         if arrived:
             prefill.release(stay)
             self.prefills.flows[prefill].pop(flow, None)
             self._leave_if_drained(self.prefills, prefill)
         if flow.to_prefill is not None:
             flow.to_prefill.ended()
-        if (
-            flow.over or not arrived or not decode.alive
-        ):  # a draining prefill worker has just left, after it has sent everything
+        if flow.over or not arrived or not decode.alive:
             return  # the request has moved, or will
         flow.delivered = True
         if flow.to_prefill is not None:

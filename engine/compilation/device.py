@@ -132,9 +132,8 @@ class DeviceForward:
             if not alone:
                 record = _on_all_ranks(record, self._device)
             self._graphs = DecodeGraphs(self._compute, cast("Recordable", attention), record)
-        deadline = (
-            monotonic() + RECORD_S if alone else inf
-        )  # no limit with several ranks: they must record the same sizes, but their clocks differ
+        # no limit with several ranks: they must record the same sizes, but their clocks differ
+        deadline = monotonic() + RECORD_S if alone else inf
         try:
             recorded, wanted = self._graphs.record_all(deadline, progress, most), self._graphs.num_sizes
         except CaptureFailed as exc:
@@ -182,16 +181,14 @@ class DeviceForward:
         except Exception as exc:  # a compiler may raise anything, and eager always works
             log.warning("the model runs without torch.compile, because compiling it failed", extra={"reason": str(exc)})
             log.debug("compiling failed", exc_info=True)
-            self._made = (
-                self._traced if self._recorder is not None else None
-            )  # graphs can also be recorded of eager modules
+            if self._recorder is not None:  # graphs can also be recorded of eager modules
+                self._made = self._traced
 
     def _compiled(self) -> Compute:
         tokens = max(FEW, self._typical)
         token_ids = torch.zeros(tokens, dtype=torch.int64, device=self._device)
-        keep = torch.arange(
-            tokens // 4, device=self._device
-        )  # another size, because equal sizes would become one dimension
+        # another size, because equal sizes would become one dimension
+        keep = torch.arange(tokens // 4, device=self._device)
         example = token_ids, token_ids.clone(), keep
         for tensor in example:
             torch._dynamo.mark_dynamic(tensor, 0)

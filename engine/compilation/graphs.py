@@ -65,9 +65,8 @@ class CudaRecorder:
                 work()
         except RuntimeError as exc:
             self._abandon(stream)
-            raise CaptureFailed(
-                str(exc.__context__ or exc)
-            ) from exc  # the error of ending a broken capture hides its cause
+            cause = exc.__context__ or exc  # the error of ending a broken capture hides its cause
+            raise CaptureFailed(str(cause)) from exc
         return graph.replay
 
     def _abandon(self, stream: torch.cuda.Stream) -> None:

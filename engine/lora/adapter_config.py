@@ -15,14 +15,8 @@ ADAPTER_CONFIG: Final = "adapter_config.json"
 ADAPTER_WEIGHTS: Final = "adapter_model.safetensors"
 INCIDENTAL: Final = ("base_model_name_or_path", "revision", "inference_mode", "peft_version", "task_type")
 ALL_LINEAR: Final = "all-linear"
-PLAIN_STARTS: Final = (
-    True,
-    False,
-    None,
-    "gaussian",
-    "orthogonal",
-    "eva",
-)  # other values change the model's own weights
+# values of init_lora_weights; others change the model's own weights
+PLAIN_STARTS: Final = (True, False, None, "gaussian", "orthogonal", "eva")
 USED: Final = frozenset({
     "peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "target_modules", "exclude_modules",
     "layers_to_transform", "layers_pattern", "init_lora_weights", "bias",

@@ -14,19 +14,11 @@ from engine.model.model_files import read_json
 
 TOKENIZER_FILE: Final = "tokenizer.json"  # name in transformers
 END_KEYS: Final = tuple(f"tokenizer.ggml.{kind}_token_id" for kind in ("eos", "eot", "eom"))
-END_NAMES: Final = frozenset(
-    {  # of control tokens, which llama.cpp takes for end tokens in any model
-        "<end_of_turn>",
-        "<|call|>",
-        "<|end_of_text|>",
-        "<|end|>",
-        "<|endoftext|>",
-        "<|eom_id|>",
-        "<|eot_id|>",
-        "<|im_end|>",
-        "<|return|>",
-    }
-)
+# names of control tokens that llama.cpp takes for end tokens in any model
+END_NAMES: Final = frozenset({
+    "<end_of_turn>", "<|call|>", "<|end_of_text|>", "<|end|>", "<|endoftext|>", "<|eom_id|>", "<|eot_id|>", "<|im_end|>",
+    "<|return|>",
+})  # fmt: skip
 CONTROL, USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 # values of tokenizer.ggml.pre
 SINGLE_DIGITS: Final = frozenset({

@@ -35,10 +35,8 @@ class Follow(Protocol):
 
 def main(serve: Callable[[Path], None] | None = None) -> None:
     """Run the follower. `serve` starts a transfer end that listens at a path."""
-    for number in (
-        signal.SIGINT,
-        signal.SIGTERM,
-    ):  # they are sent to the whole process group, but the leader decides when to end
+    # both are sent to the whole process group, but the leader decides when to end
+    for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     report = _reporter()

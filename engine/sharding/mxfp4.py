@@ -48,9 +48,8 @@ def decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Decode uint8 [experts, out, groups, 16] and [experts, out, groups] to bfloat16 [experts, in, out]."""
     experts, out, groups, _ = blocks.shape
     decoded = torch.empty(experts, groups * IN_GROUP, out, dtype=torch.bfloat16)
-    for expert in range(
-        experts
-    ):  # one by one, because indexing all at once would take eight bytes for each byte of `blocks`
+    # one by one, because indexing all at once would take eight bytes for each byte of `blocks`
+    for expert in range(experts):
         elements = PAIRS[blocks[expert].long()].view(out, groups, IN_GROUP)
         powers = torch.exp2(scales[expert].float() - BIAS).bfloat16()
         decoded[expert] = (elements * powers[:, :, None]).view(out, -1).T

@@ -54,10 +54,8 @@ FOREIGN: Final = {  # options of other programs that the pages name
     "--speculative-config",  # vLLM
 }
 SECRETS: Final = {"MESH_FRONTEND_API_KEYS"}  # no option, so not in a help text
-COMPLETE_ENOUGH: Final = (
-    "MissingParameter",
-    "NoArgsIsHelpError",
-)  # a text may name a command without all that it needs
+# errors of commands that a text names without all that they need
+COMPLETE_ENOUGH: Final = ("MissingParameter", "NoArgsIsHelpError")
 INLINE: Final = re.compile(r"`([^`\n]+)`")
 
 

@@ -51,9 +51,8 @@ def _ask(mesh: MeshProcesses, decode: Worker) -> tuple[list[list[int]], float, f
 def test_damaged_pages_change_the_text_unless_they_are_verified(mock_mesh: MeshProcesses) -> None:
     verified = {"MESH_VERIFY_KV": "true"}  # a name for the whole mesh; decode alone needs it
     count = len(PROMPTS)
-    mock_mesh.start(
-        "bootstrap", "prefill", MESH_PREFILL_ENGINE__PAGE_SIZE="64", **verified
-    )  # decode's are of 16 tokens
+    # decode's pages have 16 tokens
+    mock_mesh.start("bootstrap", "prefill", MESH_PREFILL_ENGINE__PAGE_SIZE="64", **verified)
     right, corrupt, recomputed = _ask(mock_mesh, mock_mesh.start_one("decode", **verified))
     assert (corrupt, recomputed) == (0, 0)
     mock_mesh.modules["decode"] = DAMAGED

@@ -202,9 +202,8 @@ async def test_the_event_loop_posts_pages_some_at_a_time_and_the_thread_pieces(
     shared_peer.say("expect never-sent")
     await transfer.connect(shared_peer.endpoint)
     num_short = transfer._short_pages
-    assert (
-        num_short * DESCRIPTOR_BYTES <= SHORT_BYTES < (num_short + 1) * DESCRIPTOR_BYTES
-    )  # LAYOUT's pages are smaller
+    # LAYOUT's pages are smaller than DESCRIPTOR_BYTES
+    assert num_short * DESCRIPTOR_BYTES <= SHORT_BYTES < (num_short + 1) * DESCRIPTOR_BYTES
     for num_posts, count in ((1, 1), (1, num_short), (3, 2 * num_short + 1)):
         source = [page % NUM_PAGES for page in range(count)]
         for _ in range(TRIES):

@@ -260,9 +260,8 @@ async def test_forgetting_a_peer_that_hangs_ends_its_write_and_nothing_of_later_
     before = json.loads(hung.say("pages"))["pages"]
     hung.popen.send_signal(signal.SIGSTOP)
     agent, everything = hung.endpoint.agent, range(NUM_PAGES)
-    writes = [
-        asyncio.ensure_future(transfer.write_pages(agent, everything, everything, LATER_MS)) for _ in range(16)
-    ]  # more than any socket buffer holds
+    # more than any socket buffer holds
+    writes = [asyncio.ensure_future(transfer.write_pages(agent, everything, everything, LATER_MS)) for _ in range(16)]
     assert not (await asyncio.wait(writes, timeout=0.3))[0]
     await transfer.disconnect(agent)
     for write in writes:

@@ -274,9 +274,8 @@ def test_a_quick_stream_leaves_once_in_some_intervals_and_holds_up_no_other() ->
         quick, slow = (OutStream("a", reader.stream_id) for reader in readers)
         interval_s = 0.1
         async with open_outbox(bus, "d", lambda: "e", lambda: 5, interval_s=interval_s) as box:
-            for number in range(
-                60
-            ):  # ten a interval of the one, one of the other, for 1.5 times as long as the one waits
+            # in each interval ten tokens of one stream and one of the other, for 1.5 times as long as the one waits
+            for number in range(60):
                 if number % 10 == 0:
                     box.put_tokens(slow, [number])
                 box.put_tokens(quick, [number])

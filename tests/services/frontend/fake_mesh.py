@@ -38,9 +38,8 @@ class FakeMesh:
     cancelled: int = 0  # generations closed before their end
     deltas: int = 0
     fleet: FleetRoom = field(default_factory=lambda: FleetRoom(0, None, 0))
-    draft_counts: Sequence[
-        tuple[int, int]
-    ] = ()  # of each delta of a prompt with a prediction, as long as there are some
+    # of each delta of a prompt with a prediction, as long as there are some
+    draft_counts: Sequence[tuple[int, int]] = ()
     spans: list[trace.SpanContext] = field(default_factory=list)  # current when a generation began
 
     async def embed(self, texts: Texts) -> list[bytes]:

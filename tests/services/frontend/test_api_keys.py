@@ -244,9 +244,8 @@ async def test_a_key_stands_in_no_log_no_metric_and_no_answer(mesh: FakeMesh, ca
         assert 'kvmesh_requests_unauthorized_total{reason="wrong"} 1.0' in metrics
     ours = [record for record in caplog.records if not record.name.startswith(("httpx", "httpcore"))]
     assert ours
-    facts = [
-        record.getMessage() + str({**record.__dict__, "taskName": ""}) for record in ours
-    ]  # its names are "Task-1"
+    # without task names: "Task-1" contains "sk-"
+    facts = [record.getMessage() + str({**record.__dict__, "taskName": ""}) for record in ours]
     assert not any("sk-" in text for text in facts)
     ring = KeyRing(parse_file(BOTH))
     assert "sk-" not in repr(vars(ring)), "only hashes are kept"

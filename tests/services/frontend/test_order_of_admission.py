@@ -54,11 +54,8 @@ EVENTS: Final[dict[str, Callable[[Case], None]]] = {
     "empty": _room(EMPTY),
     "lost": _room(UNKNOWN),
 }
-SECONDS: Final = (
-    0.0,
-    CHECK_INTERVAL_S,
-    1.1,
-)  # after the events: in this turn, at the next look, after the queue's time limit
+# seconds after the events: in the same turn of the loop, at the next check, after the queue's time limit
+SECONDS: Final = (0.0, CHECK_INTERVAL_S, 1.1)
 
 
 @pytest.mark.parametrize("most", [1, None], ids=["one at a time", "by tokens"])

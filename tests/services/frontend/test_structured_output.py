@@ -139,11 +139,8 @@ async def test_what_is_asked_for_reaches_the_mesh(
         ({"guided_json": '"text"'}, "guided_json", "must be an object"),
         ({"guided_json": {"type": "x" * 300_000}}, "guided_json", "at most 262144"),
         ({"guided_json": {"enum": ["x" * 20] * 20_000}}, "guided_json", "at most 262144"),
-        (
-            {"guided_json": '{"enum": [' + "0," * 140_000},
-            "guided_json",
-            "at most 262144",
-        ),  # parsed before it was measured
+        # the bug: the text was parsed before its length was checked
+        ({"guided_json": '{"enum": [' + "0," * 140_000}, "guided_json", "at most 262144"),
         ({"guided_json": '{"enum": [' + "0, " * 30_000 + "1" * 500 + "]}"}, "guided_json", "more than 400 digits"),
         ({"guided_regex": ""}, "guided_regex", ""),
         ({"guided_regex": "a" * 20_000}, "guided_regex", ""),

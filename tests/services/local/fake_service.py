@@ -23,9 +23,8 @@ from pathlib import Path
 
 def log(event: str, **facts: str | int) -> None:
     line = {"ts": "2026-01-02T03:04:05", "level": "info", "logger": "fake", "event": event, **facts}
-    os.write(
-        2, json.dumps(line).encode() + b"\n"
-    )  # not through a buffer: a signal handler may log during another log line
+    # not through a buffer: a signal handler may log during another log line
+    os.write(2, json.dumps(line).encode() + b"\n")
 
 
 class Models(http.server.BaseHTTPRequestHandler):
