@@ -155,13 +155,13 @@ class Talked:
 
 def compare(lines: Sequence[Mapping[str, Any]], policy: str, first: str) -> dict[str, Any]:
     """Return the ratios `policy` / `first` of medians over rounds, and the targets."""
-    told: dict[str, Any] = {"compared": f"{policy} / {first}"}
+    ratios: dict[str, Any] = {"compared": f"{policy} / {first}"}
     for figure in (*TARGETS, "ttft_ms_p90", "requests_spread"):
         ours, theirs = ([line[figure] for line in lines if line["label"] == name] for name in (policy, first))
-        told[figure] = round(statistics.median(ours) / statistics.median(theirs), 3)
+        ratios[figure] = round(statistics.median(ours) / statistics.median(theirs), 3)
         if figure in TARGETS:
-            told |= {f"target_{figure}": TARGETS[figure], f"met_{figure}": told[figure] <= TARGETS[figure]}
-    return told
+            ratios |= {f"target_{figure}": TARGETS[figure], f"met_{figure}": ratios[figure] <= TARGETS[figure]}
+    return ratios
 
 
 def talk(who: Contestant, model: str, talks: Sequence[Sequence[Turn]], users: int) -> Talked:

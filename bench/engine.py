@@ -236,8 +236,10 @@ def measure_beside(bench: Bench, count: int, batches: Sequence[int], context: in
             spent = bench.decode_for(BESIDE_S, batch, context)
             p99 = round(sorted(spent)[int(0.99 * len(spent))] * 1000, 1)
             rate = round(batch * len(spent) / sum(spent), 1)
-            say("decode with neighbours", spent, 0.0, **facts, batch=batch, context=context, ms_p99=p99, tok_s=rate)
-        say("prompt with neighbours", [bench.prompt(length) for _ in range(4)], 0.0, **facts, tokens=length)
+            print_times(
+                "decode with neighbours", spent, 0.0, **facts, batch=batch, context=context, ms_p99=p99, tok_s=rate
+            )
+        print_times("prompt with neighbours", [bench.prompt(length) for _ in range(4)], 0.0, **facts, tokens=length)
 
 
 def measure_host() -> None:
@@ -246,10 +248,10 @@ def measure_host() -> None:
             facts = {"batch": size, "context": CONTEXT, "sampling": way, "sampler": "device" if on_device else "cpu"}
             if on_device:
                 facts["launches"] = launches(WAYS[way])
-            say("host's part of a decode step", spent, 0.0, **facts)
+            print_times("host's part of a decode step", spent, 0.0, **facts)
 
 
-def say(figure: str, seconds: list[float], roof_s: float, **facts: Any) -> None:
+def print_times(figure: str, seconds: list[float], roof_s: float, **facts: Any) -> None:
     line = {
         "figure": figure,
         **facts,
@@ -301,7 +303,7 @@ def main(
     benches = [Bench(assemble(loaded, config, EagerForward(loaded.module)), config, "eager")]
     if compile == "wait":
         forward = choose_forward(model, loaded, config, state_dir, silent)
-        say("compile or load package", [time.perf_counter() - started], 0.0)
+        print_times("compile or load package", [time.perf_counter() - started], 0.0)
         benches.append(Bench(assemble(loaded, config, forward), config, "compiled"))
     if neighbours:
         for count in neighbours:
@@ -316,14 +318,14 @@ def main(
                 total, host = bench.decode([length] * size, steps)
                 facts = {"label": bench.label, "batch": size, "context": length}
                 host_share = round(statistics.median(host) / statistics.median(total), 4)
-                say("decode step", total, roof_s, **facts, host_share=host_share)
-                say("scheduler and bookkeeping", host, 0.0, **facts)
+                print_times("decode step", total, roof_s, **facts, host_share=host_share)
+                print_times("scheduler and bookkeeping", host, 0.0, **facts)
     for length in prompt:
         roof_s = roofline_s(loaded, machine, length, length)
         for bench in benches:
             bench.prompt(length)
             spent = [bench.prompt(length) for _ in range(4)]
-            say("prompt", spent, roof_s, label=bench.label, tokens=length, tok_s=round(length / min(spent)))
+            print_times("prompt", spent, roof_s, label=bench.label, tokens=length, tok_s=round(length / min(spent)))
 
 
 if __name__ == "__main__":

@@ -168,13 +168,13 @@ class _ProgressLines:
         self._title = title
         self._total = total
         self._done = 0
-        self._began_s = self._told_s = time.monotonic()
+        self._began_s = self._printed_s = time.monotonic()
 
     def __call__(self) -> None:
         self._done += 1
         now_s = time.monotonic()
-        if now_s - self._told_s >= PROGRESS_S:
-            self._told_s = now_s
+        if now_s - self._printed_s >= PROGRESS_S:
+            self._printed_s = now_s
             line = f"{self._title}: {self._done} of {self._total} requests after {now_s - self._began_s:.0f} s"
             print(line, file=sys.stderr, flush=True)
 
@@ -282,7 +282,9 @@ def main(
         count = num_prompts or (None if workload is Workload.TRACE else requests * (level.concurrency or 10))
         run = measure_level(url, name, level, shape.asks(count), interrupted)
         runs.append((str(level), run))
-        tell(run, f"{label}: {name}, {workload}, {level}", json_file, label=label, **level.facts(), **shape.facts())
+        print_run(
+            run, f"{label}: {name}, {workload}, {level}", json_file, label=label, **level.facts(), **shape.facts()
+        )
         if interrupted.is_set():
             break
     if plot is not None:
@@ -315,7 +317,7 @@ def measure_level(url: str, model: str, level: Level, asks: Sequence[Ask], inter
     return run
 
 
-def tell(run: Run, title: str, json_file: Path | None, **facts: Any) -> None:
+def print_run(run: Run, title: str, json_file: Path | None, **facts: Any) -> None:
     line = json.dumps(figures(run, **facts, **more_figures(run)))
     if json_file == Path("-"):
         print(line, flush=True)

@@ -27,7 +27,7 @@ import typer
 from bench.engine import measure_machine
 from bench.gpu.correct import check_checksums, check_draws, check_ids, check_kernels, check_offload
 from bench.gpu.engines import config_of, make_bench
-from bench.gpu.report import Report, engine_lines, tell
+from bench.gpu.report import Report, engine_lines, print_figure
 from bench.gpu.scale import CARD, ON_CPU, Scale
 from bench.gpu.steps import (
     measure_host,
@@ -92,7 +92,9 @@ def run(parts: list[Part], scale: Scale, report: Report, keep: Path | None = Non
     _free(scale)
     name = "cpu" if scale.on_cpu else torch.cuda.get_device_name()
     speeds = {"copy_tb_s": machine.copy_bytes_s / 1e12, "matmul_tflop_s": machine.matmul_flop_s / 1e12}
-    tell("device", name=name, torch=torch.__version__, **{name: round(speed, 3) for name, speed in speeds.items()})
+    print_figure(
+        "device", name=name, torch=torch.__version__, **{name: round(speed, 3) for name, speed in speeds.items()}
+    )
     if Part.TUNE in parts:
         tune(scale, machine)
     if WITH_ENGINE.isdisjoint(parts):
@@ -138,7 +140,7 @@ def run_apart(groups: Sequence[Sequence[Part]], device: str, keep: Path | None =
                     targets[target["what"]] = line
         codes.append(process.returncode)
         if process.returncode:
-            tell("failed", parts=parts, exit=process.returncode)
+            print_figure("failed", parts=parts, exit=process.returncode)
     print(*(line for what, line in targets.items() if what not in measured), sep="", end="", flush=True)
     return not any(codes)
 
@@ -177,7 +179,7 @@ def main(
     report = Report(judged=not scale.on_cpu)
     with engine_lines():
         right = list(run(groups[0], scale, report, keep))
-    report.tell_targets()
+    report.print_targets()
     sys.exit(not all(right))
 
 

@@ -14,7 +14,7 @@ import torch
 
 from bench.attention_case import AttentionCase, Dtype, Outcome
 from bench.gpu.engines import EXACT, config_of, generate, make_bench, requests
-from bench.gpu.report import tell
+from bench.gpu.report import print_figure
 from bench.gpu.scale import TINY, Scale
 from components.kv_transfer.checksum import PageChecksums
 from components.wire.layout import KvLayout, KvRegion
@@ -32,7 +32,7 @@ from engine.sampling.sampler import HostSampler
 def check_kernels(scale: Scale) -> bool:
     """Check all kinds of steps against float64 attention. Compiling takes most of the time."""
     if scale.on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
-        tell("kernels against attention written out", skipped="on a CPU it needs TRITON_INTERPRET=1")
+        print_figure("kernels against attention written out", skipped="on a CPU it needs TRITON_INTERPRET=1")
         return True
     steps = [
         ((1,), (1,)),
@@ -69,14 +69,14 @@ def check_kernels(scale: Scale) -> bool:
                 except Exception as exc:  # noqa: BLE001 - whatever a compiler or a launch raises
                     wrong += 1
                     print(f"{case}: {type(exc).__name__}: {exc}", file=sys.stderr)
-        tell("kernels against attention written out", dtype=dtype, worst_error=worst, wrong=wrong)
+        print_figure("kernels against attention written out", dtype=dtype, worst_error=worst, wrong=wrong)
     return not wrong
 
 
 def check_draws(scale: Scale) -> bool:
     """Check that the sampling kernel draws the same tokens as the CPU's sampler."""
     if scale.on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
-        tell("draws beside the CPU's", skipped="on a CPU it needs TRITON_INTERPRET=1")
+        print_figure("draws beside the CPU's", skipped="on a CPU it needs TRITON_INTERPRET=1")
         return True
     ways: list[dict[str, Any]] = [
         {"temperature": 0},
@@ -99,7 +99,7 @@ def check_draws(scale: Scale) -> bool:
         Arrival(device).wait()
         found.append(draw.read())
     wrong = sum(one != other for one, other in zip(*found, strict=True))
-    tell("draws beside the CPU's", rows=num_rows, vocab=vocab, wrong=wrong)
+    print_figure("draws beside the CPU's", rows=num_rows, vocab=vocab, wrong=wrong)
     return not wrong
 
 
@@ -117,7 +117,7 @@ def check_ids(scale: Scale) -> bool:
         bench, _ = make_bench(TINY, config, name)
         found[name] = generate(bench.engine, requests(bench.vocab_size, 24, prompts=(3, 120), outputs=(20, 60)))
     same = all(each == found["torch"] for each in found.values())
-    tell("greedy ids", same=same, ways=sorted(found), tokens=sum(map(len, found["torch"].values())))
+    print_figure("greedy ids", same=same, ways=sorted(found), tokens=sum(map(len, found["torch"].values())))
     return same
 
 
@@ -138,7 +138,7 @@ def check_checksums(scale: Scale) -> bool:
             sums.append(asyncio.run(checksums.total()))
         wrong += sums[0] != sums[1]
         gb_s = round(len(tokens) // 64 * layout.page_bytes / spent_s / 1e9, 2)
-        tell("checksums of KV on the device", peer_page_size=peer_page_size, same=sums[0] == sums[1], gb_s=gb_s)
+        print_figure("checksums of KV on the device", peer_page_size=peer_page_size, same=sums[0] == sums[1], gb_s=gb_s)
     return not wrong
 
 
@@ -162,5 +162,7 @@ def check_offload(scale: Scale) -> bool:
         if name == "out":
             pool.zero_()
     same = torch.equal(pool, before)
-    tell("evicted pages to main memory and back, GB/s", pages=count, page_bytes=layout.page_bytes, same=same, **speeds)
+    print_figure(
+        "evicted pages to main memory and back, GB/s", pages=count, page_bytes=layout.page_bytes, same=same, **speeds
+    )
     return same

@@ -16,7 +16,7 @@ from typing import Any, Final
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from bench.engine import Bench
-from bench.gpu.report import tell
+from bench.gpu.report import print_figure
 from bench.gpu.scale import TINY, Scale
 from components.wire.sampling import SamplingParams
 from engine.build import assemble, build_engine
@@ -86,7 +86,7 @@ def make_bench(described: Mapping[str, Any], config: EngineConfig, label: str) -
     parts = make_parts(loaded, config)
     engine = assemble(loaded, config, parts.model.forward, parts.pool)
     spent_s = round(time.perf_counter() - started, 1)
-    tell("engine ready", label=label, seconds=spent_s, compile=config.compile, pages=engine.kv_region.num_pages)
+    print_figure("engine ready", label=label, seconds=spent_s, compile=config.compile, pages=engine.kv_region.num_pages)
     return Bench(engine, config, label), loaded
 
 

@@ -32,17 +32,17 @@ class Report:
     """Collects values. They are compared with targets only if `judged`, because these are for a GPU and Qwen3-4B."""
 
     judged: bool
-    reached: dict[Target, float] = field(default_factory=dict)
+    values: dict[Target, float] = field(default_factory=dict)
 
-    def reach(self, target: Target, value: float) -> None:
-        self.reached[target] = value
+    def record(self, target: Target, value: float) -> None:
+        self.values[target] = value
 
-    def tell_targets(self) -> None:
+    def print_targets(self) -> None:
         for target in Target:
             wanted = {"at_most": AT_MOST[target]} if target in AT_MOST else {"at_least": AT_LEAST[target]}
-            value = self.reached.get(target)
-            told = {} if value is None else {"value": round(value, 3)}
-            tell("target", what=str(target), **wanted, **told, verdict=self._verdict(target, value))
+            value = self.values.get(target)
+            measured = {} if value is None else {"value": round(value, 3)}
+            print_figure("target", what=str(target), **wanted, **measured, verdict=self._verdict(target, value))
 
     def _verdict(self, target: Target, value: float | None) -> str:
         if value is None:
@@ -53,7 +53,7 @@ class Report:
         return "met" if is_met else "missed"
 
 
-def tell(figure: str, **facts: Any) -> None:
+def print_figure(figure: str, **facts: Any) -> None:
     print(json.dumps({"figure": figure, **facts}, default=str), flush=True)
 
 
@@ -67,9 +67,11 @@ class EngineLines(logging.Handler):
         message = record.getMessage()
         facts = {name: value for name, value in vars(record).items() if name not in STANDARD}
         if message == "the device's memory is divided":
-            tell("memory of the device", **{n: v for n, v in facts.items() if n.endswith("_gb") or n == "pages"})
+            print_figure(
+                "memory of the device", **{n: v for n, v in facts.items() if n.endswith("_gb") or n == "pages"}
+            )
         elif record.levelno >= logging.WARNING:
-            tell("warning", message=message, **facts)
+            print_figure("warning", message=message, **facts)
         elif record.exc_info:
             print(logging.Formatter().formatException(record.exc_info), file=sys.stderr)
 

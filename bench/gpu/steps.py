@@ -5,9 +5,9 @@ import time
 
 import torch
 
-from bench.engine import Bench, Machine, roofline_s, say
+from bench.engine import Bench, Machine, print_times, roofline_s
 from bench.gpu.engines import built, config_of, exact_ids, generate, requests
-from bench.gpu.report import Report, Target, tell
+from bench.gpu.report import Report, Target, print_figure
 from bench.gpu.scale import TINY, Scale
 from bench.host_step import host_steps
 from engine.model.load import LoadedModel
@@ -24,9 +24,9 @@ def measure_steps(scale: Scale, bench: Bench, loaded: LoadedModel, machine: Mach
         total, host = bench.decode(contexts, scale.steps)
         roof_s = roofline_s(loaded, machine, batch, batch * context)
         facts = {"label": bench.label, "batch": batch, "context": context, "host_ms": round(min(host) * 1000, 3)}
-        say("decode step", total, roof_s, **facts, forward=bench.forward_kind)
+        print_times("decode step", total, roof_s, **facts, forward=bench.forward_kind)
         if batch == scale.batch:
-            report.reach(Target.DECODE, statistics.median(total) / roof_s)
+            report.record(Target.DECODE, statistics.median(total) / roof_s)
     layout, length = loaded.layout, scale.prompt
     pairs = length * length / 2  # each key costs head_dim products, twice, in each head
     attention_flop = 4 * pairs * layout.layers * layout.kv_heads * loaded.query_group * layout.head_dim
@@ -34,8 +34,8 @@ def measure_steps(scale: Scale, bench: Bench, loaded: LoadedModel, machine: Mach
     bench.prompt(length)
     spent = [bench.prompt(length) for _ in range(4)]
     facts = {"label": bench.label, "tokens": length, "tok_s": round(length / min(spent))}
-    say("prompt", spent, roof_s, **facts, forward=bench.forward_kind)
-    report.reach(Target.PROMPT, length / statistics.median(spent))
+    print_times("prompt", spent, roof_s, **facts, forward=bench.forward_kind)
+    report.record(Target.PROMPT, length / statistics.median(spent))
 
 
 def measure_mixed(scale: Scale, bench: Bench) -> None:
@@ -47,7 +47,7 @@ def measure_mixed(scale: Scale, bench: Bench) -> None:
         tokens = generate(bench.engine, asked)
         spent_s = time.perf_counter() - started
     count = sum(map(len, tokens.values()))
-    tell(
+    print_figure(
         "mixed requests",
         requests=len(asked),
         output_tokens=count,
@@ -67,8 +67,8 @@ def measure_sampling(scale: Scale, bench: Bench, report: Report) -> None:
             if turn:  # the first compiles
                 spent[name] += total
     for name, seconds in spent.items():
-        say("decode step by sampling", seconds, 0.0, batch=scale.batch, context=scale.context, sampling=name)
-    report.reach(Target.SAMPLED, statistics.median(spent["sampled"]) / statistics.median(spent["greedy"]))
+        print_times("decode step by sampling", seconds, 0.0, batch=scale.batch, context=scale.context, sampling=name)
+    report.record(Target.SAMPLED, statistics.median(spent["sampled"]) / statistics.median(spent["greedy"]))
 
 
 def measure_skew(scale: Scale, bench: Bench, loaded: LoadedModel, machine: Machine, report: Report) -> None:
@@ -79,13 +79,13 @@ def measure_skew(scale: Scale, bench: Bench, loaded: LoadedModel, machine: Machi
         bench.decode(contexts, scale.steps)
         total, _ = bench.decode(contexts, scale.steps)
         roof_s = roofline_s(loaded, machine, len(contexts), sum(contexts))
-        say(
+        print_times(
             "decode step by contexts", total, roof_s, batch=len(contexts), longest=max(contexts), shortest=min(contexts)
         )
         medians.append(statistics.median(total))
     more = (scale.long_context - scale.short_context) * loaded.layout.page_bytes / loaded.layout.page_size
     own_s = more / machine.copy_bytes_s
-    report.reach(Target.SKEW, (medians[1] - medians[0]) / own_s)
+    report.record(Target.SKEW, (medians[1] - medians[0]) / own_s)
 
 
 def measure_host(scale: Scale) -> None:
@@ -93,7 +93,7 @@ def measure_host(scale: Scale) -> None:
     device = torch.device(scale.device)
     steps = scale.steps if scale.on_cpu else HOST_STEPS
     for batch, way, spent in host_steps(scale.host_batches, steps, device, scale.context):
-        say("host's part of a decode step", spent, 0.0, batch=batch, context=scale.context, sampling=way)
+        print_times("host's part of a decode step", spent, 0.0, batch=batch, context=scale.context, sampling=way)
 
 
 def measure_idle(scale: Scale, bench: Bench) -> None:
@@ -111,7 +111,7 @@ def measure_idle(scale: Scale, bench: Bench) -> None:
             for event in profile.events()
             if event.device_type.name == kind
         )
-        tell("idle device", batch=batch, share=idle_share(spans) if spans else None)
+        print_figure("idle device", batch=batch, share=idle_share(spans) if spans else None)
 
 
 def idle_share(spans: list[tuple[float, float]]) -> float:
@@ -130,11 +130,11 @@ def measure_ranks(scale: Scale) -> bool:
     """Compare one engine on two devices with one on one device. On a CPU the two ranks share the cores."""
     devices = RANKS if scale.on_cpu else torch.cuda.device_count()
     if devices < RANKS:
-        tell("two ranks", skipped=f"this needs {RANKS} devices, and {devices} is here")
+        print_figure("two ranks", skipped=f"this needs {RANKS} devices, and {devices} is here")
         return True
     asked = requests(TINY["vocab_size"], 12, prompts=(3, 120), outputs=(20, 40))
     one, several = (exact_ids(scale, asked, tensor_parallel=ranks) for ranks in (1, RANKS))
-    tell("ids of two ranks", same=one == several, tokens=sum(map(len, one.values())))
+    print_figure("ids of two ranks", same=one == several, tokens=sum(map(len, one.values())))
     for ranks in (1, RANKS):
         _measure_on(scale, ranks)
     return one == several
@@ -148,6 +148,8 @@ def _measure_on(scale: Scale, ranks: int) -> None:
         contexts = [scale.context] * scale.batch
         bench.decode(contexts, scale.steps)
         total, _ = bench.decode(contexts, scale.steps)
-        say("decode step by ranks", total, 0.0, ranks=ranks, batch=scale.batch, context=scale.context)
+        print_times("decode step by ranks", total, 0.0, ranks=ranks, batch=scale.batch, context=scale.context)
         bench.prompt(scale.prompt)
-        say("prompt by ranks", [bench.prompt(scale.prompt) for _ in range(3)], 0.0, ranks=ranks, tokens=scale.prompt)
+        print_times(
+            "prompt by ranks", [bench.prompt(scale.prompt) for _ in range(3)], 0.0, ranks=ranks, tokens=scale.prompt
+        )

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
-from bench.gpu.report import Report, Target, tell
+from bench.gpu.report import Report, Target, print_figure
 from bench.gpu.scale import Scale
 from components.wire.layout import KvLayout
 
@@ -69,11 +69,11 @@ def measure_transfer(scale: Scale, report: Report) -> bool:
                 speeds, right = _moved(sender, receiver, layout, tokens)
                 same = same and right
                 facts = {"connection": connection, "tokens": tokens, **speeds, "same": right}
-                tell("KV from device to device", **facts, transport=transports(log))
+                print_figure("KV from device to device", **facts, transport=transports(log))
                 if tokens == JUDGED:
                     judged.extend(speeds.values())
     if judged:
-        report.reach(Target.MOVED, min(judged))
+        report.record(Target.MOVED, min(judged))
     return same
 
 

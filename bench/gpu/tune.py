@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from bench.engine import Machine, best_s
-from bench.gpu.report import tell
+from bench.gpu.report import print_figure
 from bench.gpu.scale import Scale
 from components.wire.layout import KvLayout
 from engine.attention.backend import Scoring, StepShape
@@ -26,7 +26,7 @@ GROUP: Final = 4  # query heads for a key head
 
 def tune(scale: Scale, machine: Machine) -> None:
     if scale.on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
-        tell("tiles", skipped="on a CPU it needs TRITON_INTERPRET=1")
+        print_figure("tiles", skipped="on a CPU it needs TRITON_INTERPRET=1")
         return
     kv_heads, head_dim = (2, 16) if scale.on_cpu else (8, 128)  # Qwen3-4B's
     layout = KvLayout(
@@ -100,7 +100,7 @@ def _time_layers(
     except CaptureFailed:
         raise  # nothing more may be recorded
     except Exception as exc:  # noqa: BLE001 - tiles that do not fit are refused in many ways: the others are of use
-        tell(figure, **facts, refused=str(exc).splitlines()[0][:100])
+        print_figure(figure, **facts, refused=str(exc).splitlines()[0][:100])
         return
     _time(figure, str(pool.device), replay, roof_s, **facts)
 
@@ -109,10 +109,10 @@ def _time(figure: str, device: str, work: Callable[[], object], roof_s: float, *
     try:
         spent_s = best_s(work, device, times=6 if device != "cpu" else 1)
     except RuntimeError as exc:
-        tell(figure, **facts, refused=str(exc).splitlines()[0][:100])
+        print_figure(figure, **facts, refused=str(exc).splitlines()[0][:100])
         return
     facts |= {"ms": round(spent_s * 1000, 3), "roofline_ms": round(roof_s * 1000, 3)}
-    tell(figure, **facts, of_roofline=round(spent_s / roof_s, 2))
+    print_figure(figure, **facts, of_roofline=round(spent_s / roof_s, 2))
 
 
 def _repeat(work: Callable[[], object], times: int) -> None:

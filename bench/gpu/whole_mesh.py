@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from bench.gpu.engines import EXACT, exact_ids, requests, saved
-from bench.gpu.report import Report, Target, tell
+from bench.gpu.report import Report, Target, print_figure
 from bench.gpu.scale import TINY, Scale
 from bench.load.client import Run, closed_loop, full_answer
 from bench.load.report import figures
@@ -49,7 +49,7 @@ def measure_mesh(scale: Scale, report: Report, keep: Path | None = None) -> bool
                 counters = _counters(server)
                 runs[name] = asyncio.run(closed_loop(_url(port), bodies[scale.clients :], scale.clients))
                 right = right and (counts is WHOLE or _all_transferred(counters, scale.requests))
-            tell("whole mesh on one device", **figures(runs[name], mesh=name, clients=scale.clients))
+            print_figure("whole mesh on one device", **figures(runs[name], mesh=name, clients=scale.clients))
     _judge(report, runs["disaggregated"], runs["aggregated"])
     return right and not any(run.failed for run in runs.values())
 
@@ -77,17 +77,17 @@ def _all_transferred(counters: Counters, requests: int) -> bool:
     (prefill,), (decode,) = counters.now()
     facts = {"requests": requests, "transfers": prefill.transfers, "computed_by_decode": decode.computed}
     right = prefill.transfers == requests and not decode.computed
-    tell("KV from prefill to decode", **facts, same=right)
+    print_figure("KV from prefill to decode", **facts, same=right)
     return right
 
 
 def _judge(report: Report, split: Run, whole: Run) -> None:
     speeds = [run.output_tokens / run.duration_s for run in (split, whole)]
-    report.reach(Target.LOAD, speeds[1])
-    report.reach(Target.SPLIT, speeds[0] / speeds[1])
+    report.record(Target.LOAD, speeds[1])
+    report.record(Target.SPLIT, speeds[0] / speeds[1])
     if split.ttft_s and whole.ttft_s:
         medians = [sorted(run.ttft_s)[len(run.ttft_s) // 2] for run in (split, whole)]
-        report.reach(Target.SPLIT_TTFT, medians[0] / medians[1])
+        report.record(Target.SPLIT_TTFT, medians[0] / medians[1])
 
 
 def _env(scale: Scale, dtype: str) -> dict[str, str]:
@@ -109,7 +109,7 @@ def _same_ids(scale: Scale, port: int) -> bool:
     found = asyncio.run(_ask(port, asked))
     expected = exact_ids(scale, asked)
     same = found == [expected[request.request_id] for request in asked]
-    tell("ids of a mesh and of one engine", same=same, tokens=sum(map(len, found)))
+    print_figure("ids of a mesh and of one engine", same=same, tokens=sum(map(len, found)))
     return same
 
 

@@ -103,7 +103,9 @@ def start_kvmesh(case: Case, model: str, env: Mapping[str, str]) -> Iterator[Up]
     costs = mock_env(1, {"SPEEDUP": 1} if case in COSTS else {}) | COSTS.get(case, {})
     prefill, port = int(case is not Case.aggregated), free_port()
     with mesh(model, {"prefill": prefill, "decode": 1}, {**costs, **env}, port) as server:
-        yield Up(KVMESH, port, model_name(port), server.processes(), partial(_spans_tell_of_kv, server.log.parent))
+        yield Up(
+            KVMESH, port, model_name(port), server.processes(), partial(_spans_show_kv_transfers, server.log.parent)
+        )
 
 
 @contextmanager
@@ -120,7 +122,7 @@ def start_peer(environment: Path, case: Case, model_dir: str, name: str, nodelay
         yield Up(f"Dynamo, nodelay {nodelay}", port, model_name(port), pids, routes_by_kv)
 
 
-def _spans_tell_of_kv(state_dir: Path) -> bool:
+def _spans_show_kv_transfers(state_dir: Path) -> bool:
     """Return whether a routing choice found the repeated prompt cached. The latest spans may still be missing."""
     store, deadline = TraceStore(state_dir), time.monotonic() + SPANS_ARRIVE_S
     while time.monotonic() < deadline:
@@ -161,9 +163,9 @@ def turn(
         prompts = Prompts(up.model, input_len, output_len)
         twice, facts = prompts.request(), {}
         for _ in range(2):
-            facts["events_with_text_alone"], told = stream_once(up.port, twice)
-            if told != output_len:
-                sys.exit(f"{up.name}: requested {output_len} tokens, got {told}")
+            facts["events_with_text_alone"], num_tokens = stream_once(up.port, twice)
+            if num_tokens != output_len:
+                sys.exit(f"{up.name}: requested {output_len} tokens, got {num_tokens}")
             time.sleep(EVENTS_ARRIVE_S)
         facts["routes_by_kv"] = up.routes_by_kv()
         pids = {"client": [os.getpid()], **up.pids}

@@ -59,7 +59,7 @@ def test_every_part_of_one_process_runs_and_is_right(capsys: pytest.CaptureFixtu
         "decode step by contexts",
         "idle device",
     }
-    assert set(report.reached) == {Target.DECODE, Target.PROMPT, Target.SAMPLED, Target.SKEW}
+    assert set(report.values) == {Target.DECODE, Target.PROMPT, Target.SAMPLED, Target.SKEW}
 
 
 def test_kv_arrives_in_the_other_process_and_its_way_has_a_name(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,16 +129,16 @@ def test_a_whole_mesh_gives_the_ids_of_one_engine_and_is_loaded(
     assert {log.name for log in tmp_path.iterdir()} == {"ids.log", "disaggregated.log", "aggregated.log"}
     assert (split["mesh"], whole["mesh"]) == ("disaggregated", "aggregated")
     assert (split["requests"], split["failed"]) == (ON_CPU.requests, 0)
-    assert set(report.reached) == {Target.LOAD, Target.SPLIT, Target.SPLIT_TTFT}
+    assert set(report.values) == {Target.LOAD, Target.SPLIT, Target.SPLIT_TTFT}
 
 
 def test_each_target_is_met_missed_or_not_measured(capsys: pytest.CaptureFixture[str]) -> None:
     report = Report(judged=True)
-    report.reach(Target.DECODE, 1.25)
-    report.reach(Target.SAMPLED, 1.2)
-    report.reach(Target.PROMPT, 64_999.0)
-    report.reach(Target.MOVED, 200.0)
-    report.tell_targets()
+    report.record(Target.DECODE, 1.25)
+    report.record(Target.SAMPLED, 1.2)
+    report.record(Target.PROMPT, 64_999.0)
+    report.record(Target.MOVED, 200.0)
+    report.print_targets()
     verdicts = {line["what"]: line["verdict"] for line in figures(capsys)}
     assert [verdicts[target] for target in (Target.DECODE, Target.SAMPLED, Target.PROMPT, Target.MOVED)] == [
         *("met", "missed", "missed", "met")
