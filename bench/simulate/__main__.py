@@ -26,8 +26,8 @@ faster by `--device-speed`, or as measured by `--prefill-fit`. Approximations:
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Final
@@ -35,13 +35,13 @@ from typing import Annotated, Any, Final
 import typer
 
 from bench.load.replay import read_trace
-from bench.simulate import incidents as happening
+from bench.simulate import incidents
 from bench.simulate.draw import save_plot
 from bench.simulate.fit import fit_file
 from bench.simulate.fleet import Fleet
 from bench.simulate.measured import Measured, Slo
 from bench.simulate.planned import Plan, PlannedFleet
-from bench.simulate.routers import MakePolicy, News
+from bench.simulate.routers import Delays, MakePolicy
 from bench.simulate.setup import Link, Setup
 from bench.simulate.traffic import Lengths, Request, conversations, shared_prefixes, swinging, trace
 from bench.simulate.worker import Engine
@@ -142,17 +142,17 @@ def _sized(setup: Setup, text: str) -> Setup:
     return replace(setup, prefill=int(prefill), decode=int(decode))
 
 
-def asking(setup: Setup) -> Setup:
+def with_queries(setup: Setup) -> Setup:
     """Return `setup` in which decode workers query candidates, with a large fleet's heartbeat intervals."""
     to_frontends = setup.decode * setup.decode_routers
     heartbeat_s = max(heartbeat_rest_s(setup.decode, to_frontends), EVERY_S)
-    news = News(
+    delays = Delays(
         heartbeat_s,
-        setup.news.event_s + kv_events_rest_s(to_frontends),
+        setup.delays.event_s + kv_events_rest_s(to_frontends),
         silent_after_s(heartbeat_s),
         queries_per_s(setup.decode),
     )
-    return replace(setup, news=news, prefill_routers=max(setup.decode, 1), asks=True)
+    return replace(setup, delays=delays, prefill_routers=max(setup.decode, 1), queries=True)
 
 
 def speeds_of(text: str) -> dict[int, float]:
@@ -187,6 +187,43 @@ def plan_of(text: str, targets: Targets, start_s: float, most_devices: int | Non
     if not bounds or not (1 <= bounds[0] <= bounds[1] and 1 <= bounds[2] <= bounds[3]):
         raise typer.BadParameter(f"--planner {text} is not LEAST..MOST/LEAST..MOST with at least 1 of each role")
     return Plan(Bounds(*bounds[:2]), Bounds(*bounds[2:]), targets, start_s=start_s, most_devices=most_devices)
+
+
+def _parse_incidents(texts: Sequence[str], workers: Mapping[incidents.Role, int]) -> list[incidents.Incident]:
+    """Parse incidents for a fleet that begins with `workers`. Raises: typer.BadParameter."""
+    try:
+        parsed = [incident for text in texts for incident in incidents.parse(text, workers)]
+        incidents.check(parsed, workers)
+    except ValueError as exc:
+        raise typer.BadParameter(str(exc)) from exc
+    return parsed
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A fleet on which each policy runs."""
+
+    label: str  # in the table, after the policy's name
+    setup: Setup
+    plan: Plan | None = None  # None: the fleet's size is fixed
+    bounds: str = ""  # `plan` as given
+
+    def run(
+        self,
+        traffic: Iterator[Request],
+        decode_policy: MakePolicy,
+        prefill_policy: MakePolicy,
+        events: Sequence[incidents.Incident],
+    ) -> tuple[Measured, dict[str, Any]]:
+        """Simulate. Return the measurements, and facts for the JSON line."""
+        fleet = Fleet(self.setup, traffic, decode_policy, prefill_policy, events)
+        planned = PlannedFleet(fleet, self.plan) if self.plan else None
+        measured = fleet.run()
+        facts: dict[str, Any] = {"planned": self.bounds, "changes": len(planned.changes)} if planned else {}
+        routers = fleet.prefills.routers
+        facts["follow"] = Follow.ASK if self.setup.queries else Follow.ALL
+        facts["asked"] = round(routers.num_asked / max(routers.num_chosen, 1), 2)
+        return measured, facts
 
 
 def main(
@@ -252,7 +289,7 @@ def main(
             "--heartbeat-s and --news-ms; may be given several times (all)"
         ),
     ] = None,
-    incident: Annotated[list[str] | None, typer.Option(help=f"may be given several times: {happening.SYNTAX}")] = None,
+    incident: Annotated[list[str] | None, typer.Option(help=f"may be given several times: {incidents.SYNTAX}")] = None,
     slo_ttft_ms: Annotated[float, typer.Option(help="TTFT limit for a good request")] = 2000.0,
     slo_tpot_ms: Annotated[float, typer.Option(help="TPOT limit for a good request")] = 100.0,
     swing: Annotated[
@@ -294,18 +331,13 @@ def main(
         engine=engine_on(decode_devices, engine, speeds, None),
         prefill_engine=engine_on(prefill_devices, engine, speeds, prefill_cost),
         link=Link(kv_bytes, link_gb_s * 1e9),
-        news=News(heartbeat_s, news_ms / 1000),
+        delays=Delays(heartbeat_s, news_ms / 1000),
         slo=Slo(slo_ttft_ms / 1000, slo_tpot_ms / 1000),
         decode_routers=frontends,
         prefill_routers=prefill_routers or max(1, min(decode, MAX_ROUTERS)),
         seed=seed,
     )
-    known: dict[happening.Role, int] = {"prefill": prefill, "decode": decode}
-    try:
-        planned = [one for text in incident or () for one in happening.parse(text, known)]
-        happening.check(planned, known)
-    except ValueError as exc:
-        raise typer.BadParameter(str(exc)) from exc
+    parsed_incidents = _parse_incidents(incident or (), {"prefill": prefill, "decode": decode})
     lengths = Lengths(prefix_len, question_len, answer_len)
 
     def traffic() -> Iterator[Request]:
@@ -320,28 +352,22 @@ def main(
 
     names = policy or list(POLICIES)
     makers = [(policy_maker(name, "decode"), policy_maker(name, "prefill")) for name in names]
-    fleets: list[tuple[str, Setup, Plan | None]] = [
-        (f" {one.value}" if follow else "", setup if one is Follow.ALL else asking(setup), None)
+    cases = [
+        Case(f" {one.value}" if follow else "", setup if one is Follow.ALL else with_queries(setup))
         for one in follow or [Follow.ALL]
     ]
-    fleets += [(f" {text}", _sized(setup, text), None) for text in fixed or ()]
+    cases += [Case(f" {text}", _sized(setup, text)) for text in fixed or ()]
     if planner is not None:
         targets = Targets(ttft_s=setup.slo.ttft_s, itl_s=setup.slo.tpot_s, goal=goal)
-        fleets.append((" planned", setup, plan_of(planner, targets, start_s, planner_devices)))
+        cases.append(Case(" planned", setup, plan_of(planner, targets, start_s, planner_devices), planner))
     runs: list[tuple[str, Measured]] = []
     print(_row("ms", [head for head, _ in COLUMNS]))
-    for name, (for_decode, for_prefill) in zip(names, makers, strict=True):
-        for label, sized, plan in fleets:
-            fleet = Fleet(sized, traffic(), for_decode, for_prefill, planned)
-            beside = PlannedFleet(fleet, plan) if plan else None
-            run = fleet.run()
-            runs.append((name + label, run))
-            facts: dict[str, Any] = {"planned": planner, "changes": len(beside.changes)} if beside else {}
-            facts["follow"] = Follow.ASK if sized.asks else Follow.ALL
-            routers = fleet.prefills.routers
-            facts["asked"] = round(routers.num_asked / max(routers.num_chosen, 1), 2)
-            figures = run.figures(policy=name, prefill=sized.prefill, decode=sized.decode, **facts)
-            print(_table_row(name + label, figures), flush=True)
+    for name, policies in zip(names, makers, strict=True):
+        for case in cases:
+            run, facts = case.run(traffic(), *policies, parsed_incidents)
+            runs.append((name + case.label, run))
+            figures = run.figures(policy=name, prefill=case.setup.prefill, decode=case.setup.decode, **facts)
+            print(_table_row(name + case.label, figures), flush=True)
             if json_file is not None:
                 with json_file.open("a") as out:
                     out.write(json.dumps(figures) + "\n")

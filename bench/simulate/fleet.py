@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
 from bench.simulate.clock import Clock
-from bench.simulate.group import BEATS, Flow, Group
+from bench.simulate.group import PHASES, Flow, Group
 from bench.simulate.incidents import Incident, Role
 from bench.simulate.measured import Measured, Share
 from bench.simulate.routers import MakePolicy, Routers
@@ -46,15 +46,15 @@ class Fleet:
             for _ in range(count):
                 self.join(group)
             if count or any(i.kind == "add" and i.role == group.role for i in incidents):
-                self._beat((group, 0))
+                self._send_heartbeats((group, 0))
         for incident in incidents:
-            self.clock.at(incident.at_s, self._happen, incident)
+            self.clock.at(incident.at_s, self._apply, incident)
 
     def run(self, until_s: float = float("inf")) -> Measured:
         """Run to the last token, or until `until_s`."""
         started = time.process_time()
         self._next_arrival()
-        self.clock.run(lambda: self._goes_on() and self.clock.now_s < until_s)
+        self.clock.run(lambda: self._has_work() and self.clock.now_s < until_s)
         self._count(0)
         measured, now_s = self.measured, self.clock.now_s
         measured.unserved = len(self._stranded)
@@ -67,7 +67,7 @@ class Fleet:
                 measured.workers.append(Share(group.role, alive_s, w.busy_s, w.prompt_tokens, w.cached_tokens, devices))
         return measured
 
-    def _goes_on(self) -> bool:
+    def _has_work(self) -> bool:
         if self._more or self.in_flight > len(self._stranded):
             return True
         if not self._stranded:
@@ -173,9 +173,9 @@ class Fleet:
     def stepped(self, steps: int, each_s: float, decodes: int) -> None:
         self.measured.stepped(steps, each_s, decodes)
 
-    def changed(self, worker: Worker, stored: list[bytes], removed: list[bytes]) -> None:
+    def cache_changed(self, worker: Worker, stored: list[bytes], removed: list[bytes]) -> None:
         group = self.prefills if worker.name in self.prefills.by_name else self.decodes
-        group.routers.changed(worker.name, stored, removed)
+        group.routers.cache_changed(worker.name, stored, removed)
 
     # KV transfers.
 
@@ -231,11 +231,11 @@ class Fleet:
             make,
             routers,
             seed,
-            setup.news,
+            setup.delays,
             engine.page_tokens,
             self.clock,
             or_none=is_prefill,  # decode computes prompts itself
-            asks=setup.asks and is_prefill,
+            queries=setup.queries and is_prefill,
         )
         return Group(role, engine, made)
 
@@ -252,7 +252,7 @@ class Fleet:
         group.routers.remove(worker.name)
         self._leave_if_drained(group, worker)
 
-    def _happen(self, incident: Incident) -> None:
+    def _apply(self, incident: Incident) -> None:
         group = self.prefills if incident.role == "prefill" else self.decodes
         if incident.kind == "add":
             self.joining -= 1
@@ -264,12 +264,12 @@ class Fleet:
         if incident.kind == "slow":
             worker.set_slowness(incident.factor)
         elif incident.kind == "lie":
-            group.lies[worker] = incident.factor
+            group.load_factors[worker] = incident.factor
         elif incident.kind == "drain":
             self.drain(group, worker)
         elif worker.alive:
             worker.stop()
-            self.clock.at(self.clock.now_s + self._setup.news.lost_s, self._lost, (group, worker))
+            self.clock.at(self.clock.now_s + self._setup.delays.lost_s, self._lost, (group, worker))
 
     def _leave_if_drained(self, group: Group, worker: Worker) -> None:
         if worker.draining and worker.alive and not group.flows[worker]:
@@ -318,7 +318,9 @@ class Fleet:
         self.prefills.flows[prefill].pop(flow, None)
         self._leave_if_drained(self.prefills, prefill)
 
-    def _beat(self, at: tuple[Group, int]) -> None:
+    def _send_heartbeats(self, at: tuple[Group, int]) -> None:
         group, turn = at
-        group.beat(turn)
-        self.clock.at(self.clock.now_s + self._setup.news.heartbeat_s / BEATS, self._beat, (group, turn + 1))
+        group.send_heartbeats(turn)
+        self.clock.at(
+            self.clock.now_s + self._setup.delays.heartbeat_s / PHASES, self._send_heartbeats, (group, turn + 1)
+        )

@@ -11,7 +11,7 @@ from bench.simulate.worker import Engine, Worker
 from components.routing.router import Route, Router
 from components.wire.heartbeat import Heartbeat
 
-BEATS: Final = 20  # groups of workers, each with its own phase of heartbeats
+PHASES: Final = 20  # groups of workers, which send heartbeats one after the other
 
 
 @dataclass(slots=True, eq=False)
@@ -42,16 +42,16 @@ class Group:
     flows: dict[Worker, dict[Flow, None]] = field(default_factory=dict)
     accepted: dict[Worker, int] = field(default_factory=dict)
     numbers: dict[Worker, int] = field(default_factory=dict)
-    told: dict[Worker, tuple[int, ...]] = field(default_factory=dict)
-    lies: dict[Worker, float] = field(default_factory=dict)
+    reported: dict[Worker, tuple[int, ...]] = field(default_factory=dict)  # load in the latest heartbeat
+    load_factors: dict[Worker, float] = field(default_factory=dict)  # of the reported load; 1 if missing
     link_free_s: dict[Worker, float] = field(default_factory=dict)
-    beats: list[list[Worker]] = field(default_factory=lambda: [[] for _ in range(BEATS)])
+    phases: list[list[Worker]] = field(default_factory=lambda: [[] for _ in range(PHASES)])
 
     def __post_init__(self) -> None:
-        self.routers.beat_of = self._heartbeat
+        self.routers.heartbeat_of = self._heartbeat
 
     def add(self, worker: Worker) -> None:
-        self.beats[len(self.workers) % BEATS].append(worker)
+        self.phases[len(self.workers) % PHASES].append(worker)
         self.numbers[worker] = len(self.workers)
         self.workers.append(worker)
         self.by_name[worker.name] = worker
@@ -60,29 +60,29 @@ class Group:
         self.routers.add(worker)
 
     def accept(self, worker: Worker) -> int:
-        """Add a worker and return its number."""
+        """Count a request that `worker` accepts. Return how many it has accepted."""
         self.accepted[worker] += 1
         return self.accepted[worker]
 
-    def beat(self, turn: int) -> None:
-        beats = self.beats[turn % BEATS] = [worker for worker in self.beats[turn % BEATS] if worker.alive]
-        for worker in beats:
+    def send_heartbeats(self, turn: int) -> None:
+        workers = self.phases[turn % PHASES] = [worker for worker in self.phases[turn % PHASES] if worker.alive]
+        for worker in workers:
             now = (self.accepted[worker], len(self.flows[worker]), worker.pool.used, worker.queued_now())
-            if self.told.get(worker) != now:  # unchanged reports are skipped
-                self.told[worker] = now
+            if self.reported.get(worker) != now:  # unchanged reports are skipped
+                self.reported[worker] = now
                 self.routers.record_heartbeat(self._heartbeat(worker))
 
     def _heartbeat(self, worker: Worker) -> Heartbeat:
-        told = self.lies.get(worker, 1.0)
+        factor = self.load_factors.get(worker, 1.0)
         return Heartbeat(
             instance_id=worker.name,
             epoch=worker.name,
             step=worker.steps,
             busy=not worker.idle,
-            held_pages=int(worker.pool.used * told),
+            held_pages=int(worker.pool.used * factor),
             total_pages=worker.pool.total,
-            queued_tokens=int(worker.queued_now() * told),
+            queued_tokens=int(worker.queued_now() * factor),
             prompt_tokens_per_s=worker.prompt_tokens_per_s,
             accepted=self.accepted[worker],
-            num_requests=int(len(self.flows[worker]) * told),
+            num_requests=int(len(self.flows[worker]) * factor),
         )

@@ -28,23 +28,23 @@ class Incident:
 
 
 def flapping(
-    role: Role, worker: int, first_s: float, up_s: float, down_s: float, times: int, known: int
+    role: Role, worker: int, first_s: float, up_s: float, down_s: float, times: int, workers: int
 ) -> list[Incident]:
     """Return crashes, `times` times, each down for `down_s`, then up for `up_s` with a new id.
 
-    `known`: number of the role's workers before the first return; no others may join.
+    `workers`: number of the role's workers before the first return; no others may join.
     """
     incidents = []
     for turn in range(times):
         at_s = first_s + turn * (up_s + down_s)
-        incidents.append(Incident(at_s, "crash", role, worker if turn == 0 else known + turn - 1))
+        incidents.append(Incident(at_s, "crash", role, worker if turn == 0 else workers + turn - 1))
         incidents.append(Incident(at_s + down_s, "add", role))
     return incidents
 
 
-def check(incidents: Sequence[Incident], known: Mapping[Role, int]) -> None:
-    """Check that all workers exist by then; `known`: those at the start. Raises: ValueError."""
-    there = dict(known)
+def check(incidents: Sequence[Incident], at_start: Mapping[Role, int]) -> None:
+    """Check that all workers exist by then; `at_start`: their numbers at the start. Raises: ValueError."""
+    there = dict(at_start)
     for incident in sorted(incidents, key=lambda i: i.at_s):
         if incident.kind == "add":
             there[incident.role] += 1
@@ -55,8 +55,8 @@ def check(incidents: Sequence[Incident], known: Mapping[Role, int]) -> None:
             )
 
 
-def parse(text: str, known: Mapping[Role, int]) -> list[Incident]:
-    """Parse an incident. `known`: workers of each role at the start. Raises: ValueError."""
+def parse(text: str, at_start: Mapping[Role, int]) -> list[Incident]:
+    """Parse an incident. `at_start`: number of workers of each role. Raises: ValueError."""
     words = text.split()
     try:
         kind, number, times = words[0], int(words[2]), [float(word) for word in words[3:]]
@@ -65,7 +65,7 @@ def parse(text: str, known: Mapping[Role, int]) -> list[Incident]:
             raise ValueError("negative")
         if kind == "flap":
             at_s, up_s, down_s, count = times
-            return flapping(role, number, at_s, up_s, down_s, int(count), known[role])
+            return flapping(role, number, at_s, up_s, down_s, int(count), at_start[role])
         if kind == "add":
             (at_s,) = times
             return [Incident(at_s, "add", role) for _ in range(number)]

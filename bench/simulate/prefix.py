@@ -16,7 +16,7 @@ class PagePool:
         self.used = 0  # private and shared pages
         self._shared: dict[bytes, int] = {}
         self._idle: OrderedDict[bytes, None] = OrderedDict()
-        self.stored: list[bytes] = []  # stored blocks since the last `news`
+        self.stored: list[bytes] = []  # stored blocks since the last `take_changes`
         self.removed: list[bytes] = []
 
     @property
@@ -71,10 +71,10 @@ class PagePool:
                 self.used -= 1
         self.used -= pages
 
-    def news(self) -> tuple[list[bytes], list[bytes]] | None:
+    def take_changes(self) -> tuple[list[bytes], list[bytes]] | None:
         """Return the blocks stored and removed since the last call; None if there are none."""
         if not self.stored and not self.removed:
             return None
-        news = (self.stored, self.removed)
+        changes = (self.stored, self.removed)
         self.stored, self.removed = [], []
-        return news
+        return changes

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from bench.simulate.measured import Slo
-from bench.simulate.routers import News
+from bench.simulate.routers import Delays
 from bench.simulate.worker import Engine
 
 
@@ -25,10 +25,10 @@ class Setup:
     engine: Engine = field(default_factory=Engine)
     prefill_engine: Engine | None = None  # None: the same as decode's
     link: Link = field(default_factory=Link)
-    news: News = field(default_factory=News)
+    delays: Delays = field(default_factory=Delays)
     slo: Slo = field(default_factory=Slo)
     decode_routers: int = 1  # frontends
     prefill_routers: int = 4  # number of routers that choose prefill workers
-    asks: bool = False  # whether candidates are queried for a prompt, instead of following all workers
+    queries: bool = False  # whether candidates are queried for a prompt, instead of following all workers
     max_local_prefill: int = 16  # uncached tokens up to which decode computes a prompt itself
     seed: int = 0

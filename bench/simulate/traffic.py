@@ -97,21 +97,22 @@ def conversations(
     begins = poisson_times_s(draw, rate / turns)
     turn_s: list[tuple[float, int, int]] = []  # next turns: time, conversation, tokens before it
     begin_s, begun = next(begins), 0
-    known: dict[int, list[bytes]] = {}  # blocks of a conversation
+    blocks_of: dict[int, list[bytes]] = {}  # by conversation
     for number in range(count):
         while not turn_s or begin_s <= turn_s[0][0]:
             heappush(turn_s, (begin_s, begun, lengths.prefix))
-            known[begun] = list(shared)
+            blocks_of[begun] = list(shared)
             begin_s, begun = next(begins), begun + 1
-        at_s, who, before = heappop(turn_s)
+        at_s, conversation, before = heappop(turn_s)
         prompt = before + lognormal(draw, lengths.question, lengths.sigma)
         answer = lognormal(draw, lengths.answer, lengths.sigma)
-        blocks = known[who] = known[who] + _own_blocks(number, prompt // lengths.block - len(known[who]))
+        earlier = blocks_of[conversation]
+        blocks = blocks_of[conversation] = earlier + _own_blocks(number, prompt // lengths.block - len(earlier))
         if draw.random() < 1 / turns:
-            del known[who]
+            del blocks_of[conversation]
         else:
-            heappush(turn_s, (at_s + draw.expovariate(1 / think_s), who, prompt + answer))
-        yield Request(number, at_s, prompt, answer, blocks, f"conversation-{who}")
+            heappush(turn_s, (at_s + draw.expovariate(1 / think_s), conversation, prompt + answer))
+        yield Request(number, at_s, prompt, answer, blocks, f"conversation-{conversation}")
 
 
 def swinging(requests: Iterable[Request], swing: float, period_s: float) -> Iterator[Request]:

@@ -49,7 +49,7 @@ class Owner(Protocol):
     def stepped(self, steps: int, each_s: float, decodes: int) -> None:
         pass
 
-    def changed(self, worker: "Worker", stored: list[bytes], removed: list[bytes]) -> None:
+    def cache_changed(self, worker: "Worker", stored: list[bytes], removed: list[bytes]) -> None:
         pass
 
 
@@ -201,8 +201,8 @@ class Worker:
             self._decode(stay)
         self._delivered.clear()
         chunks = self._chunks()
-        if news := self.pool.news():
-            self._owner.changed(self, *news)
+        if changes := self.pool.take_changes():
+            self._owner.cache_changed(self, *changes)
         if not chunks and not self.decodes:
             self._run = None
             return

@@ -15,12 +15,12 @@ import typer
 from typer.testing import CliRunner
 
 from bench.load.workloads import poisson_times_s
-from bench.simulate.__main__ import asking, engine_on, main, speeds_of
+from bench.simulate.__main__ import engine_on, main, speeds_of, with_queries
 from bench.simulate.fit import fit
 from bench.simulate.fleet import Fleet
 from bench.simulate.incidents import Incident, Kind, Role, check, flapping, parse
 from bench.simulate.measured import Measured
-from bench.simulate.routers import MakePolicy, News
+from bench.simulate.routers import Delays, MakePolicy
 from bench.simulate.setup import Link, Setup
 from bench.simulate.traffic import Lengths, Request, conversations, shared_prefixes, trace
 from bench.simulate.worker import Engine
@@ -117,7 +117,7 @@ def test_a_cache_never_holds_more_than_its_pages() -> None:
     assert 0 < measured.figures()["cache_hit"] < 0.9
     held = {block for request in conversations(5, 400, 2.0, 6.0, 3.0, LENGTHS) for block in request.blocks}
     index = fleet.decodes.routers._index
-    fleet.decodes.routers._listen(float("inf"))
+    fleet.decodes.routers._apply_events(float("inf"))
     assert index.blocks_of(worker.name) == {block for block in held if worker.pool.match([block], 1)}, (
         "events tell it all"
     )
@@ -168,7 +168,7 @@ def test_a_prompt_that_waits_for_a_lost_decode_gives_its_pages_back() -> None:
 
 def test_a_moved_answer_goes_on_from_the_tokens_it_has() -> None:
     cost = MockConfig(step_s=1.0, prompt_token_s=0, decode_s=0, context_token_s=0)
-    setup = Setup(2, engine=Engine(cost, page_tokens=64), news=News(lost_s=2.0))
+    setup = Setup(2, engine=Engine(cost, page_tokens=64), delays=Delays(lost_s=2.0))
     _, measured = simulated(setup, [Request(0, 0.0, 10, 20, [])], "round_robin", [Incident(5.5, "crash", "decode", 0)])
     assert list(measured.ttft_s) == [1.0]
     assert list(measured.e2e_s) == [pytest.approx(5.5 + 2.0 + 15)], "five tokens were out"
@@ -288,7 +288,7 @@ def test_a_slow_worker_gets_less_and_holds_up_few(name: PolicyName) -> None:
 
 
 def test_a_flapping_worker_costs_only_what_it_had() -> None:
-    flaps = flapping("decode", 0, 3.0, 4.0, 2.5, 6, known=4)
+    flaps = flapping("decode", 0, 3.0, 4.0, 2.5, 6, workers=4)
     _, calm = simulated(Setup(4, engine=ENGINE), steady(3000, 0.012), "least_load")
     fleet, measured = simulated(Setup(4, engine=ENGINE), steady(3000, 0.012), "least_load", flaps)
     assert len(measured.e2e_s) == 3000
@@ -339,7 +339,7 @@ def large(setup: Setup, load: str, incidents: Sequence[Incident] = ()) -> tuple[
 @pytest.mark.parametrize("load", ["conversations", "shared prefixes"])
 def test_asking_a_few_prefill_workers_is_as_good_as_following_all_of_them(load: str) -> None:
     """Within 3 % in cached tokens and in TTFT, for few questions a prompt."""
-    followed, asked = large(LARGE, load)[1].figures(), large(asking(LARGE), load)[1].figures()
+    followed, asked = large(LARGE, load)[1].figures(), large(with_queries(LARGE), load)[1].figures()
     assert asked["cache_hit"] >= 0.97 * followed["cache_hit"]
     for figure in ("ttft_ms_p50", "ttft_ms_p90", "ttft_ms_p99"):
         assert asked[figure] <= 1.03 * followed[figure], figure
@@ -347,7 +347,7 @@ def test_asking_a_few_prefill_workers_is_as_good_as_following_all_of_them(load: 
 
 def test_questions_are_answered_by_the_living_and_are_few() -> None:
     crashes = [Incident(5.0, "crash", "prefill", at) for at in range(8)]
-    fleet, measured = large(asking(LARGE), "conversations", crashes)
+    fleet, measured = large(with_queries(LARGE), "conversations", crashes)
     routers = fleet.prefills.routers
     assert len(measured.e2e_s) == 3000
     assert 1 <= routers.num_asked / routers.num_chosen < 12
@@ -355,8 +355,8 @@ def test_questions_are_answered_by_the_living_and_are_few() -> None:
 
 
 def test_without_questions_left_prompts_are_served_all_the_same() -> None:
-    setup = asking(LARGE)
-    mute = replace(setup, news=replace(setup.news, queries_per_s=0.0))
+    setup = with_queries(LARGE)
+    mute = replace(setup, delays=replace(setup.delays, queries_per_s=0.0))
     fleet, measured = large(mute, "conversations")
     assert len(measured.e2e_s) == 3000
     assert fleet.prefills.routers.num_asked <= LARGE.decode * 32

@@ -43,7 +43,7 @@ class Diary:
         self.tokens += steps * decodes
         self.gaps_s += steps * each_s * decodes
 
-    def changed(self, worker: Worker, stored: list[bytes], removed: list[bytes]) -> None:
+    def cache_changed(self, worker: Worker, stored: list[bytes], removed: list[bytes]) -> None:
         pass
 
 
@@ -204,7 +204,7 @@ def test_pages_are_shared_while_somebody_has_them_and_evicted_oldest_and_deepest
     pool = PagePool(4)
     assert pool.take([], 3)
     assert pool.publish([b"a", b"b"]) == [b"a", b"b"]
-    assert pool.news() == ([b"a", b"b"], [])
+    assert pool.take_changes() == ([b"a", b"b"], [])
     assert pool.match([b"a", b"b", b"c"], 9) == 2
     assert pool.match([b"a", b"b"], 1) == 1, "at most so many"
     assert pool.take([b"a"], 1), "the fourth page"
@@ -214,6 +214,6 @@ def test_pages_are_shared_while_somebody_has_them_and_evicted_oldest_and_deepest
     pool.give_back([b"a"], 1)
     assert (pool.used, pool.cached) == (0, 2)
     assert pool.take([], 3)
-    assert pool.news() == ([], [b"b"]), "the end of a prefix goes before its beginning"
+    assert pool.take_changes() == ([], [b"b"]), "the end of a prefix goes before its beginning"
     assert pool.match([b"a"], 9) == 1
     assert pool.publish([b"a", b"d"]) == [b"d"], "what is here already is not named twice"
