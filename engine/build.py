@@ -19,7 +19,7 @@ from engine.compilation.packages import CompiledWhenReady, choose_forward
 from engine.config import FOLLOWER, EngineConfig
 from engine.core.engine_core import PACK_TOKENS, EngineCore
 from engine.cpu.cpu_time import cores_for_a_while, own_cores, usable_cores
-from engine.cpu.machine import keep_compiled
+from engine.cpu.machine import set_compile_caches
 from engine.cpu.shared_cores import SharedCores
 from engine.cpu.thread_limit import ThreadLimit
 from engine.device.memory import DeviceMemory
@@ -92,7 +92,7 @@ def prepare_model(
     loaded = replace(loaded, adapters=pack_adapters(loaded.adapters))
     if loaded.device.type == "cuda":
         torch.cuda.set_device(loaded.device)  # kernels are launched on this thread's device
-        keep_compiled(state_dir)
+        set_compile_caches(state_dir)
     return loaded
 
 

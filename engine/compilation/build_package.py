@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 from engine.compilation.forward import LIBRARY, MIN_TOKENS, Exported, has_own_weights
 from engine.compilation.trial import scratch_attention, step_of
 from engine.config import EngineConfig
-from engine.cpu.machine import save
+from engine.cpu.machine import sync_to_disk
 from engine.kernels.linear import pack_linears
 from engine.kernels.native_library import load_kernels
 from engine.kernels.shared_linear import merge_products, share_linears
@@ -44,7 +44,7 @@ UNFINISHED: Final = ".unfinished"  # suffix of a directory
 
 
 @dataclass(frozen=True, slots=True)
-class Order:
+class Job:
     """The argument of the compiling process, as JSON."""
 
     model: str
@@ -96,21 +96,21 @@ def _unpack(archive: Path, package: Path) -> None:
                 target = (package / LIBRARY).with_suffix(Path(member).suffix)
                 with members.open(member) as source, target.open("wb") as file:
                     shutil.copyfileobj(source, file)
-                    save(file)
+                    sync_to_disk(file)
 
 
 def main() -> None:
-    _step_back()
+    _lower_priority()
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    order = TypeAdapter(Order).validate_json(sys.argv[1])
+    job = TypeAdapter(Job).validate_json(sys.argv[1])
     torch.set_num_threads(os.cpu_count() or 1)  # generated loops use the number that is set when they run
-    loaded = load_model(order.model, order.config, Path(order.state_dir), silent)
-    load_kernels(Path(order.state_dir))
+    loaded = load_model(job.model, job.config, Path(job.state_dir), silent)
+    load_kernels(Path(job.state_dir))
     pack_linears(loaded.module)
-    build_package(loaded, Path(order.package), order.config.step_size("cpu").tokens)
+    build_package(loaded, Path(job.package), job.config.step_size("cpu").tokens)
 
 
-def _step_back() -> None:
+def _lower_priority() -> None:
     """Lower the priority, so that this process only uses idle cores.
 
     With autogroup, `nice` only applies within a session: a worker of the same session took 1 s per token, not 30 ms.

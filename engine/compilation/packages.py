@@ -15,11 +15,11 @@ import transformers
 
 from engine.attention.backend import StepAttention
 from engine.attention.choose_attention import why_not_cpu
-from engine.compilation.build_package import UNFINISHED, Order
+from engine.compilation.build_package import UNFINISHED, Job
 from engine.compilation.forward import EagerForward, Forward, PackagedForward, has_own_weights
 from engine.compilation.trial import difference
 from engine.config import EngineConfig
-from engine.cpu.machine import NoCompiler, compiler, fingerprint, making, processor
+from engine.cpu.machine import NoCompiler, compiler, fingerprint, locked, processor
 from engine.kernels.native_library import kernel_sources, source_texts
 from engine.model.load import LoadedModel
 from engine.model.progress import Progress
@@ -40,18 +40,18 @@ class CompilationFailed(Exception):
 class CompiledWhenReady:
     """Runs eagerly until the package is loaded, which a child process builds."""
 
-    def __init__(self, loaded: LoadedModel, order: Order) -> None:
+    def __init__(self, loaded: LoadedModel, job: Job) -> None:
         self._forward: Forward = EagerForward(loaded.module)
         self._model = loaded
-        self._order = order
+        self._job = job
         self._loaded: Forward | None = None  # set by the compiling thread
         self._thread = threading.Thread(target=self._prepare, name="compile", daemon=True)
 
     def start(self, timeout_s: float) -> None:
-        if Path(self._order.package).exists():
+        if Path(self._job.package).exists():
             self._prepare()
             return
-        log.info("compiling the model, which runs eagerly until then", extra={"package": self._order.package})
+        log.info("compiling the model, which runs eagerly until then", extra={"package": self._job.package})
         self._thread.start()
         if timeout_s > 0:
             self._thread.join(timeout_s)
@@ -73,17 +73,17 @@ class CompiledWhenReady:
 
     def _prepare(self) -> None:
         try:
-            _make(self._order)
+            _build(self._job)
             self._loaded = self._tried()
-            log.info("the compiled model is now used", extra={"package": self._order.package})
+            log.info("the compiled model is now used", extra={"package": self._job.package})
         except Exception as exc:  # noqa: BLE001 - a compiler or a damaged file may raise anything, and eager always works
             log.warning("the model runs eagerly, because compiling it failed", extra={"reason": str(exc)})
 
     def _tried(self) -> Forward:
         """Load the package and check its logits. Raises: CompilationFailed, if they differ from the eager model's."""
-        path = Path(self._order.package)
+        path = Path(self._job.package)
         try:
-            forward = PackagedForward(path, self._model.module, Path(self._order.state_dir))
+            forward = PackagedForward(path, self._model.module, Path(self._job.state_dir))
             far = difference(self._model.module, forward, self._model.layout)
         except RuntimeError:  # a damaged package; a full disk or too little memory raises another error
             shutil.rmtree(path, ignore_errors=True)  # the next start builds another
@@ -101,8 +101,8 @@ def choose_forward(
         if config.compile != "off":
             log.info("the model runs eagerly", extra={"reason": reason})
         return EagerForward(loaded.module)
-    order = Order(model, str(state_dir), str(_package_path(loaded, config, state_dir)), config)
-    forward = CompiledWhenReady(loaded, order)
+    job = Job(model, str(state_dir), str(_package_path(loaded, config, state_dir)), config)
+    forward = CompiledWhenReady(loaded, job)
     if config.compile != "wait":
         forward.start(0.0)
         return forward
@@ -147,17 +147,17 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
     return state_dir.expanduser() / "compile" / f"{fingerprint(facts)}.package"
 
 
-def _make(order: Order) -> None:
+def _build(job: Job) -> None:
     """Build the package unless it exists, one process at a time.
 
     Raises: OSError, CompilationFailed.
     """
-    package = Path(order.package)
+    package = Path(job.package)
     if _is_there(package):  # its directory may be read-only
         return
-    with making(package):
+    with locked(package):
         if not _is_there(package):
-            _run_child(order, package.with_suffix(UNFINISHED) / "inductor")
+            _run_child(job, package.with_suffix(UNFINISHED) / "inductor")
             _forget_old(package.parent)
 
 
@@ -172,8 +172,8 @@ def _is_there(package: Path) -> bool:
     return package.is_dir()
 
 
-def _run_child(order: Order, cache_dir: Path) -> None:
-    command = [sys.executable, "-m", "engine.compilation.build_package", order.dump()]
+def _run_child(job: Job, cache_dir: Path) -> None:
+    command = [sys.executable, "-m", "engine.compilation.build_package", job.dump()]
     env = os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(cache_dir)}
     with subprocess.Popen(
         command, env=env, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE

@@ -36,7 +36,7 @@ def _flags() -> str:
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
 
 
-def keep_compiled(state_dir: Path) -> None:
+def set_compile_caches(state_dir: Path) -> None:
     """Keep compiled kernels out of /tmp, which a container loses at each start."""
     home = state_dir.expanduser() / "compile"
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(home / "inductor"))
@@ -47,14 +47,14 @@ def fingerprint(facts: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:16]
 
 
-def save(file: IO[bytes]) -> None:
+def sync_to_disk(file: IO[bytes]) -> None:
     """Flush a file to the disk, because a library truncated by a power failure can kill each process that loads it."""
     file.flush()
     os.fsync(file.fileno())
 
 
 @contextmanager
-def making(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Lock `path`, so that one process at a time makes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:

@@ -10,7 +10,7 @@ from typing import Final
 import torch
 from torch.utils.cpp_extension import include_paths, library_paths
 
-from engine.cpu.machine import NoCompiler, compiler, fingerprint, making, processor, save
+from engine.cpu.machine import NoCompiler, compiler, fingerprint, locked, processor, sync_to_disk
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +89,7 @@ def _load(  # noqa: PLR0917 - a compiler's command line, in its order
         if _is_loaded(library, load):  # its directory may be read-only
             return
         cxx = compiler()
-        with making(library):
+        with locked(library):
             if not _is_loaded(library, load):
                 log.info("compiling C++", extra={"library": str(library)})
                 links = [*(f"-L{path}" for path in library_paths()), *(f"-l{library}" for library in libraries)]
@@ -131,7 +131,7 @@ def _compile(command: Sequence[str], links: Sequence[str], library: Path) -> Non
             cause = _first_error(done.stderr.splitlines()) or done.returncode
             raise KernelsUnavailable(f"{command[0]} cannot compile them (use g++ 12 or newer, set CXX): {cause}")
         with unfinished.open("rb") as file:
-            save(file)
+            sync_to_disk(file)
         unfinished.replace(library)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -15,7 +15,7 @@ from engine.model.load import LoadedModel
 from tests.engine.model.families import FAMILIES, save_model
 from tests.engine.tiny_engine import PIPELINE, load_tiny, make_engine, save_tiny
 
-EAGER_TO_COMPILE: Final = "import engine.compilation.build_package as b; b._step_back = lambda: None; b.main()"
+EAGER_TO_COMPILE: Final = "import engine.compilation.build_package as b; b._lower_priority = lambda: None; b.main()"
 # Leave out what takes 5 s of a package and changes no result: optimised glue code, and trying vector instructions.
 QUICKLY: Final = {"AOT_INDUCTOR_COMPILE_WRAPPER_OPT_LEVEL": "O0", "TORCHINDUCTOR_VEC_ISA_OK": "1"}
 

@@ -6,15 +6,15 @@ import sys
 from inspect import getsource
 from pathlib import Path
 
-from engine.compilation.build_package import _step_back
+from engine.compilation.build_package import _lower_priority
 
 AUTOGROUP = Path("/proc/self/autogroup")  # where the kernel schedules by sessions
 STEPPING_BACK = f"""
 import os
 from contextlib import suppress
 from pathlib import Path
-{getsource(_step_back)}  # without its module, which loads torch
-_step_back()
+{getsource(_lower_priority)}  # without its module, which loads torch
+_lower_priority()
 group = Path("/proc/self/autogroup")
 print(os.nice(0), os.getsid(0) == os.getpid(), group.read_text() if group.exists() else "")
 """

@@ -17,7 +17,7 @@ from engine.attention.backend import Scoring, StepAttention
 from engine.attention.opaque import OpaqueAttention, attending
 from engine.build import assemble
 from engine.compilation import packages
-from engine.compilation.build_package import Order
+from engine.compilation.build_package import Job
 from engine.compilation.forward import EagerForward, PackagedForward
 from engine.compilation.packages import CompiledWhenReady, choose_forward
 from engine.compilation.trial import scratch_attention, step_of
@@ -49,8 +49,8 @@ def test_a_compiled_model_gives_the_ids_of_the_eager_one_and_writes_only_its_own
         return
     assert isinstance(forward, CompiledWhenReady)
     assert isinstance(forward._forward, PackagedForward)
-    assert Path(forward._order.package).parent == compile_home / "compile"
-    left = {path.suffix for path in compile_home.glob(f"compile/{Path(forward._order.package).stem}*")}
+    assert Path(forward._job.package).parent == compile_home / "compile"
+    left = {path.suffix for path in compile_home.glob(f"compile/{Path(forward._job.package).stem}*")}
     assert left == {".lock", ".package"}, "nothing unfinished is left"
     for page in range(eager.kv_region.num_pages):
         assert any(read_page(compiled, page)) == any(read_page(eager, page))
@@ -75,7 +75,7 @@ def test_a_package_of_a_model_with_packed_weights_has_none_of_its_own(
     ours = {parameter.data_ptr() for parameter in loaded.module.parameters()}
     assert len(package._weights) > len(ours) / 2
     assert {weight.data_ptr() for name, weight in package._weights.items() if "rotary" not in name} <= ours
-    files = {path.name: path.read_bytes() for path in Path(forward._order.package).iterdir()}
+    files = {path.name: path.read_bytes() for path in Path(forward._job.package).iterdir()}
     assert files.keys() == {"forward.so", "forward.json"}
     matrices = [parameter for parameter in loaded.module.parameters() if parameter.ndim == 2]
     assert not any(matrix[0].view(torch.uint8).numpy().tobytes() in files["forward.so"] for matrix in matrices)
@@ -243,12 +243,12 @@ def test_a_package_that_is_removed_while_it_is_marked_as_used_is_made_again(
         made.append(package)
 
     monkeypatch.setattr(packages, "_run_child", make)
-    order = Order("model", str(tmp_path), str(package), small())
-    packages._make(order)
-    packages._make(order)
+    job = Job("model", str(tmp_path), str(package), small())
+    packages._build(job)
+    packages._build(job)
     assert len(made) == 1
     package.rmdir()
-    packages._make(order)
+    packages._build(job)
     assert len(made) == 2
     assert package.is_dir()
 
@@ -264,8 +264,8 @@ def test_a_package_in_a_directory_that_cannot_be_written_is_used(
         raise OSError(errno.EROFS, "Read-only file system")
 
     monkeypatch.setattr(os, "utime", read_only)
-    monkeypatch.setattr(packages, "making", read_only)
-    packages._make(Order("model", str(tmp_path), str(package), small()))
+    monkeypatch.setattr(packages, "locked", read_only)
+    packages._build(Job("model", str(tmp_path), str(package), small()))
 
 
 def test_the_package_of_another_model_or_thread_count_is_another(

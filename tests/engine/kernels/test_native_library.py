@@ -47,7 +47,7 @@ def test_a_library_in_a_directory_that_cannot_be_written_is_used(source: Path, m
     def read_only(_path: Path) -> None:
         raise OSError(errno.EROFS, "Read-only file system")
 
-    monkeypatch.setattr(native_library, "making", read_only)
+    monkeypatch.setattr(native_library, "locked", read_only)
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert loaded(source) == 42
 
