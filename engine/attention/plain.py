@@ -22,7 +22,7 @@ PADDING_FREE_PAGES: Final = 8  # padded at any ratio
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
+class VisibleKeys:
     """Keys and values that requests see, padded to S tokens."""
 
     rows: Tensor  # int64 [2 * N * kv_heads * pages], rows of layer 0: keys, then values
@@ -37,7 +37,7 @@ class Group:
     first_token: int
     num_requests: int
     query_len: int
-    reach: Callable[[int], Reach]  # by window, computed on first use
+    visible_keys: Callable[[int], VisibleKeys]  # by window, computed on first use
 
 
 class PlainAttention:
@@ -72,12 +72,12 @@ class PlainAttention:
     def _group(self, shape: StepShape, first: int, last: int, first_token: int) -> Group:
         """Group requests; the last one is the longest."""
         query_len = shape.query_lens[first]
-        reach = partial(self._reach, shape.context_lens[first:last], query_len, shape.block_tables[first:last])
-        return Group(first_token, last - first, query_len, cache(reach))
+        visible = partial(self._visible_keys, shape.context_lens[first:last], query_len, shape.block_tables[first:last])
+        return Group(first_token, last - first, query_len, cache(visible))
 
-    def _reach(
+    def _visible_keys(
         self, contexts: Sequence[int], query_len: int, block_tables: Sequence[Sequence[int]], window: int
-    ) -> Reach:
+    ) -> VisibleKeys:
         page_size = self._layout.page_size
         skipped = [max(context - query_len - window + 1, 0) // page_size if window else 0 for context in contexts]
         pages = max(self._layout.pages_for(context) - skip for context, skip in zip(contexts, skipped, strict=True))
@@ -88,7 +88,7 @@ class PlainAttention:
         first_query = [context - query_len - skip * page_size for context, skip in zip(contexts, skipped, strict=True)]
         length = pages * page_size
         unseen = self._unseen(first_query, query_len, length, window)
-        return Reach(rows.flatten(), self._bias(first_query, query_len, length, window), unseen)
+        return VisibleKeys(rows.flatten(), self._bias(first_query, query_len, length, window), unseen)
 
     def _unseen(self, first_query: Sequence[int], query_len: int, padded_len: int, window: int) -> Tensor:
         """Slots before the window of the first query, and behind the last query."""
@@ -135,15 +135,15 @@ class PlainStep:
     def _attend_group(self, group: Group, layer: int, query: Tensor, scoring: Scoring, sinks: Tensor | None) -> Tensor:
         kv_heads, head_dim = self._layout.num_heads, self._layout.head_dim
         num, length = group.num_requests, group.query_len
-        reach = group.reach(scoring.window)
-        gathered = self._by_page.index_select(0, reach.rows + layer * 2)
+        visible = group.visible_keys(scoring.window)
+        gathered = self._by_page.index_select(0, visible.rows + layer * 2)
         # Another request may have left NaN in slots that are not written yet, and 0 x NaN is NaN.
-        gathered.view(-1, head_dim).index_fill_(0, reach.unseen, 0)
+        gathered.view(-1, head_dim).index_fill_(0, visible.unseen, 0)
         keys, values = gathered.view(2, num, kv_heads, -1, head_dim)  # [N, kv_heads, S, head_dim] each
         mine = query[0, :, group.first_token : group.first_token + num * length]
         folded = mine.view(kv_heads, -1, num, length, head_dim).permute(2, 0, 1, 3, 4)  # [N, kv_heads, group, T, D]
         folded = folded.reshape(num, kv_heads, -1, head_dim)
-        bias = reach.bias.unsqueeze(1)
+        bias = visible.bias.unsqueeze(1)
         if length == 1 or scoring.softcap or sinks is not None:
             out = _attend_rows(folded, keys, values, bias, scoring, sinks=sinks)
         else:
