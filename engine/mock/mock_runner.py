@@ -125,14 +125,16 @@ class MockRunner:
                 chunk.request.vector = made_up_vector(checksum, pooling.about)
         return [()] * len(chunks)
 
-    def leave(self, chunks: Sequence[Chunk], checksums: Sequence[int], token_ids: Sequence[Sequence[int]]) -> None:
+    def store_logprobs(
+        self, chunks: Sequence[Chunk], checksums: Sequence[int], token_ids: Sequence[Sequence[int]]
+    ) -> None:
         for chunk, checksum, drawn in zip(chunks, checksums, token_ids, strict=True):
             request = chunk.request
             alternatives = request.sampling.logprobs
             if drawn and alternatives is not None:
-                request.row.logprobs = made_up(checksum, drawn[0], alternatives, self._alphabet)
+                request.row.logprobs = made_up_logprobs(checksum, drawn[0], alternatives, self._alphabet)
             if request.sampling.prompt_logprobs is not None and request.reads_prompt and self._pooling is None:
-                leave_prompt_logprobs(chunk, self._alphabet)
+                store_prompt_logprobs(chunk, self._alphabet)
 
     def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
         for source, target in moves:
@@ -198,7 +200,7 @@ class MockStep:
     def result(self) -> Sequence[Sequence[int]]:
         if left_s := self.wait_s():
             time.sleep(left_s)
-        self._runner.leave(self.chunks, self._checksums, self._token_ids)
+        self._runner.store_logprobs(self.chunks, self._checksums, self._token_ids)
         return self._token_ids
 
 
@@ -215,18 +217,18 @@ def made_up_vector(checksum: int, model: EmbeddingModel) -> bytes:
 STEPS: Final = 1024  # log-probabilities are multiples of 1 / STEPS, which are exact in float32
 
 
-def made_up(checksum: int, token_id: int, alternatives: int, alphabet: Sequence[int]) -> TokenLogprobs:
+def made_up_logprobs(checksum: int, token_id: int, alternatives: int, alphabet: Sequence[int]) -> TokenLogprobs:
     logprob = -(checksum % STEPS) / STEPS
     others = [other for other in alphabet[:alternatives] if other != token_id]
     top = [(other, logprob - i) for i, other in enumerate([token_id, *others][:alternatives])]
     return TokenLogprobs(logprob, tuple(top))
 
 
-def leave_prompt_logprobs(chunk: Chunk, alphabet: Sequence[int]) -> None:
+def store_prompt_logprobs(chunk: Chunk, alphabet: Sequence[int]) -> None:
     request = chunk.request
     logprobs, alternatives = request.row.prompt_logprobs, request.sampling.prompt_logprobs
     if logprobs is None or alternatives is None:
         return
     for position in range(len(logprobs) + 1, min(chunk.end + 1, request.prompt_len)):
         checksum = crc32(pack_tokens([position, request.tokens[position]]))
-        logprobs.append(made_up(checksum, request.tokens[position], alternatives, alphabet))
+        logprobs.append(made_up_logprobs(checksum, request.tokens[position], alternatives, alphabet))

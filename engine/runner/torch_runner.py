@@ -227,7 +227,7 @@ class TorchStep:
         self._arrival.wait()
         with self._runner.failing(len(self._ordered)):
             drawn = iter(self._draw.read() if self._draw is not None else ())
-            broken = {request for request, prompt in self._prompts if not prompt.leave()}
+            broken = {request for request, prompt in self._prompts if not prompt.store()}
         token_ids: list[Sequence[int]] = [()] * len(self._ordered)
         for i, chunk in zip(self._order, self._ordered, strict=True):
             if chunk.samples:

@@ -108,7 +108,7 @@ class DeviceSampler:
         logprobs = DrawnLogprobs(logits, rows)
         ids = torch.empty(2, len(rows), dtype=torch.int64, device=self._device)
         self._launch(logits, ids, self._masks())
-        logprobs.note(ids[0])
+        logprobs.enqueue(ids[0])
         return DeviceDraw(ids, logprobs)
 
     def _launch(self, logits: torch.Tensor, ids: torch.Tensor, masks: torch.Tensor) -> None:
@@ -188,15 +188,15 @@ class DeviceSampler:
         return {row: self._kept[row][table] for row in rows if table in self._kept[row]}
 
     def _params_of(self, row: Row, start: int) -> Numbers:
-        tables, how, params, lines = self.tables, drawing_of(row.params), row.params, self._kept[row]
+        tables, drawing, params, lines = self.tables, drawing_of(row.params), row.params, self._kept[row]
         out = np.zeros(kernel.COLUMNS.value, dtype=np.int64)
         out[kernel.START.value] = start
         out[kernel.POSITION.value] = len(row.tokens)
         out[kernel.UNTIL.value] = row.start + params.min_tokens
-        out[kernel.INVERSE.value] = _bits(how.inverse)
-        out[kernel.REACH.value] = _bits(how.reach)
-        out[kernel.TOP_K.value] = how.top_k
-        out[kernel.SHARE.value] = how.share
+        out[kernel.INVERSE.value] = _bits(drawing.inverse)
+        out[kernel.REACH.value] = _bits(drawing.reach)
+        out[kernel.TOP_K.value] = drawing.top_k
+        out[kernel.SHARE.value] = drawing.share
         out[kernel.REPETITION.value] = _bits(params.repetition_penalty)
         out[kernel.PRESENCE.value] = _bits(params.presence_penalty)
         out[kernel.FREQUENCY.value] = _bits(params.frequency_penalty)
@@ -216,7 +216,7 @@ class DeviceDraw:
         self._logprobs = logprobs
 
     def read(self) -> list[int]:
-        self._logprobs.leave()
+        self._logprobs.store()
         token_ids: list[int] = self._host_ids.tolist()
         return token_ids
 

@@ -29,10 +29,14 @@ class Drawing:
     Source: Gumbel 1954; Maddison et al. 2014, arXiv:1411.0030.
     """
 
-    inverse: float  # 1 / temperature; 0: greedy
+    inverse: float  # 1 / temperature; 0 if greedy
     reach: float  # greatest distance that min_p allows
     top_k: int  # 0: all
     share: int  # top_p in 2^-30
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.inverse == 0
 
     @property
     def cuts(self) -> bool:
@@ -59,10 +63,10 @@ class Distances:
 
     logits: Floats  # [vocab]
     largest: np.float32
-    how: Drawing
+    drawing: Drawing
 
     def of(self, token_ids: Ids) -> Floats:
-        found: Floats = (self.largest - self.logits[token_ids]) * np.float32(self.how.inverse)
+        found: Floats = (self.largest - self.logits[token_ids]) * np.float32(self.drawing.inverse)
         return found
 
     def within(self, limit: np.float32) -> tuple[Ids, Floats]:
@@ -70,7 +74,7 @@ class Distances:
 
         One comparison of all logits finds these and perhaps a few more, because distances are rounded.
         """
-        bound = float(self.largest) - float(limit) / self.how.inverse * ROUNDING
+        bound = float(self.largest) - float(limit) / self.drawing.inverse * ROUNDING
         token_ids = np.flatnonzero(self.logits >= np.float32(max(bound - abs(bound) * 1e-6, -EVERY)))
         found = self.of(token_ids)
         is_near = found <= limit
@@ -85,18 +89,18 @@ class Candidates(NamedTuple):
     distances: Floats
 
 
-def candidates(logits: Floats, best: int, key: int, how: Drawing) -> Candidates:
+def candidates(logits: Floats, best: int, key: int, drawing: Drawing) -> Candidates:
     """Return the tokens of a row that may be drawn.
 
     Args:
         logits: [vocab], adjusted.
         best: the first token with the largest logit, which is finite.
     """
-    distances = Distances(logits, logits[best], how)
-    if how.cuts:
+    distances = Distances(logits, logits[best], drawing)
+    if drawing.cuts:
         token_ids = kept(distances)
-    elif how.reach < EVERY:
-        token_ids, _ = distances.within(np.float32(how.reach))
+    elif drawing.reach < EVERY:
+        token_ids, _ = distances.within(np.float32(drawing.reach))
     else:
         token_ids = _possible_winners(distances, key)
     return Candidates(token_ids, noise_words(key, token_ids), distances.of(token_ids))
@@ -120,12 +124,12 @@ def kept(distances: Distances) -> Ids:
 
     Source: top-k, Fan et al. 2018, arXiv:1805.04833; nucleus, Holtzman et al. 2020, arXiv:1904.09751.
     """
-    how = distances.how
-    reach, top_k = np.float32(how.reach), how.top_k
+    drawing = distances.drawing
+    reach, top_k = np.float32(drawing.reach), drawing.top_k
     least = 0  # weight to reach
     if not top_k:  # tokens without weight are never needed
         _, near = distances.within(min(reach, WEIGHTLESS))
-        least = weight_to_reach(total_weight(near), how.share)
+        least = weight_to_reach(total_weight(near), drawing.share)
     for limit in (*STEPS, reach):
         token_ids, found = distances.within(min(limit, reach))
         if len(token_ids) >= top_k if top_k else total_weight(found) >= least:
@@ -136,9 +140,9 @@ def kept(distances: Distances) -> Ids:
     order = found.argsort(kind="stable")
     if top_k:
         order = order[:top_k]
-    if how.share < WHOLE:
+    if drawing.share < WHOLE:
         mass = weights(found[order])
-        least = weight_to_reach(int(mass.sum()), how.share) if top_k else least
+        least = weight_to_reach(int(mass.sum()), drawing.share) if top_k else least
         order = order[np.cumsum(mass) - mass < least]
     return np.sort(token_ids[order])
 

@@ -17,7 +17,7 @@ SLICE: Final = 64  # prompt rows that are converted at once
 class PendingLogprobs:
     """Log-probabilities by the model's own logits, before any adjustment.
 
-    Before `read`, and before `leave` of the classes below, wait for an `Arrival`.
+    Before `read`, and before `store` of the classes below, wait for an `Arrival`.
     """
 
     def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, alternatives: Sequence[int]) -> None:
@@ -56,12 +56,12 @@ class DrawnLogprobs:
             self._index = to_device(wanting, logits.device)
             self._logits = logits[self._index].float()
 
-    def note(self, token_ids: torch.Tensor) -> None:
+    def enqueue(self, token_ids: torch.Tensor) -> None:
         if self._rows:
             alternatives = [row.params.logprobs or 0 for row in self._rows]
             self._pending = PendingLogprobs(self._logits, token_ids[self._index], alternatives)
 
-    def leave(self) -> None:
+    def store(self) -> None:
         if self._rows:
             for row, logprobs in zip(self._rows, self._pending.read(), strict=True):
                 row.logprobs = logprobs
@@ -87,7 +87,7 @@ class PromptLogprobs:
             rows = logits[begin - first + at :][: len(some)].float()
             self._pending.append(PendingLogprobs(rows, to_device(some, logits.device), [count] * len(some)))
 
-    def leave(self) -> bool:
+    def store(self) -> bool:
         """Store the log-probabilities. Return False if any is NaN."""
         logprobs = [token for pending in self._pending for token in pending.read()]
         self._prompt_logprobs += logprobs

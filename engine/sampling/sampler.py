@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Final, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -14,8 +14,6 @@ from engine.sampling.drawing import candidates, draw, drawing_of
 from engine.sampling.logprobs import DrawnLogprobs
 from engine.sampling.noise import Floats, Ids, keys, stream_starts
 from engine.sampling.row import NO_TOKEN, Row
-
-GREEDY: Final = 0.0
 
 
 class Draw(Protocol):
@@ -65,8 +63,8 @@ class Batch:
         self._vocab = vocab
         self.adjustments = Adjustments(rows, vocab) if any(row.adjusts for row in rows) else None
         self.drawings = [drawing_of(row.params) for row in rows]
-        self.greedy = np.array([how.inverse == GREEDY for how in self.drawings])
-        self.drawn = [i for i, how in enumerate(self.drawings) if how.inverse != GREEDY]
+        self.greedy = np.array([drawing.is_greedy for drawing in self.drawings])
+        self.drawn = [i for i, drawing in enumerate(self.drawings) if not drawing.is_greedy]
         self.streams = stream_starts(self.rows[i].params.seed for i in self.drawn)
 
     def is_of(self, rows: Sequence[Row], vocab: int) -> bool:
@@ -97,11 +95,11 @@ class HostDraw:
         self._draw(logits, batch)
         valid = np.where(drawable, self._host_ids, chosen)
         self.token_ids = torch.from_numpy(valid).to(raw.device)
-        logprobs.note(self.token_ids)
+        logprobs.enqueue(self.token_ids)
         self._logprobs = logprobs
 
     def read(self) -> list[int]:
-        self._logprobs.leave()
+        self._logprobs.store()
         return self._host_ids
 
     def _draw(self, logits: Floats, batch: Batch) -> None:

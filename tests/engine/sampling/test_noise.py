@@ -124,7 +124,7 @@ def test_leaving_out_tokens_that_cannot_win_changes_no_draw(spread: float) -> No
     logits = np.random.default_rng(1).normal(0, spread, 3000).astype(np.float32)
     logits[::7] = logits[3]
     distances, best = logits.max() - logits, int(logits.argmax())
-    how = drawing_of(SamplingParams(max_tokens=1))
+    drawing = drawing_of(SamplingParams(max_tokens=1))
     for key in keys(stream_starts(range(200)), [5] * 200).tolist():
         scores = gumbel(noise_words(key, np.arange(3000))) - distances
-        assert draw([candidates(logits, best, key, how)]) == [int(scores.argmax())]
+        assert draw([candidates(logits, best, key, drawing)]) == [int(scores.argmax())]
