@@ -99,7 +99,7 @@ async def test_an_invalid_change_is_refused_with_advice_and_changes_nothing(want
     assert (logging.root.level, worker.figures.traces_per_s) == (before, 5.0)
 
 
-async def test_a_drained_worker_goes_on_running_and_can_take_work_again() -> None:
+async def test_a_drained_worker_keeps_running_and_can_take_work_again() -> None:
     worker = Worker()
     assert (await worker.control.control(Control(work="drain"))).draining
     assert (worker.service.draining, worker.beats) == (True, 1)

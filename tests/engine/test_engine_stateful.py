@@ -339,7 +339,7 @@ def test_pages_add_up_and_tokens_are_right_whatever_happens(tiny: LoadedModel) -
 
 
 @pytest.mark.timeout(300)
-def test_it_is_so_if_pages_are_given_back_when_every_layer_has_left_them(windowed: LoadedModel) -> None:
+def test_pages_add_up_and_tokens_are_right_if_pages_before_all_windows_are_released(windowed: LoadedModel) -> None:
     def make(page_size: int, **changes: object) -> EngineCore:
         sized = replace(windowed, layout=structs.replace(windowed.layout, page_size=page_size))
         return make_engine(sized, page_size=page_size, **changes)
@@ -348,7 +348,9 @@ def test_it_is_so_if_pages_are_given_back_when_every_layer_has_left_them(windowe
 
 
 @pytest.mark.parametrize("window", [None, 40])
-def test_it_is_so_over_many_more_lives_with_the_mock(tmp_path: Path, window: int | None) -> None:
+def test_pages_add_up_and_tokens_are_right_over_many_more_runs_with_the_mock(
+    tmp_path: Path, window: int | None
+) -> None:
     run_machine(partial(make_mock, tmp_path, {"window": window}), 60)
 
 

@@ -183,7 +183,7 @@ def test_pages_add_up_and_tokens_are_right_whatever_happens(tiny: LoadedModel) -
 
 
 @pytest.mark.timeout(300)
-def test_it_is_so_with_windows(windowed: LoadedModel) -> None:
+def test_pages_add_up_and_tokens_are_right_with_windows(windowed: LoadedModel) -> None:
     run_machine(partial(sized, windowed), 8)
 
 
@@ -197,7 +197,9 @@ def sized(loaded: LoadedModel, page_size: int, num_pages: int, **changes: object
 
 @pytest.mark.parametrize("room", [0.3, 2.0])
 @pytest.mark.parametrize("window", [None, 40])
-def test_it_is_so_over_many_more_lives_with_the_mock(tmp_path: Path, window: int | None, room: float) -> None:
+def test_pages_add_up_and_tokens_are_right_over_many_more_runs_with_the_mock(
+    tmp_path: Path, window: int | None, room: float
+) -> None:
     def make(page_size: int, num_pages: int, **changes: object) -> EngineCore:
         layout = make_mock(tmp_path, page_size=page_size).kv_region.layout
         kept = max(1, int(num_pages * room)) if num_pages == PAGES_OF[page_size] else 0

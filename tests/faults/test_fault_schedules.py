@@ -59,7 +59,7 @@ def test_a_write_goes_wrong(home: Path, schedule: list[Fault]) -> None:
 
 
 @pytest.mark.parametrize("schedule", STATES)
-def test_somebody_fails_in_a_state(home: Path, schedule: list[Fault]) -> None:
+def test_an_instance_fails_in_each_state(home: Path, schedule: list[Fault]) -> None:
     _all_fire(home, schedule)
 
 

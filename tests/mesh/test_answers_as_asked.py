@@ -64,7 +64,7 @@ def moves(log: str) -> int:
     return log.count('"stream moves"')
 
 
-def test_a_stream_that_moves_goes_on_inside_its_constraint(mock_mesh: MeshProcesses) -> None:
+def test_a_moved_stream_continues_inside_its_constraint(mock_mesh: MeshProcesses) -> None:
     """kill -9 of the decode that has it, with two branches at different places of their grammar."""
     slow = {"MESH_ENGINE__MOCK__SPEEDUP": "1", "MESH_ENGINE__MOCK__STEP_S": "0.004", "MESH_ENGINE__MOCK__DECODE_S": "0"}
     mock_mesh.start("bootstrap", "prefill", "decode", "decode", "frontend", **slow)

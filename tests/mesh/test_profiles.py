@@ -114,7 +114,7 @@ async def test_a_second_profile_of_a_worker_is_refused_by_its_name_and_the_first
     assert forwards(read(tmp_path / "first.json.gz")) == []
 
 
-async def test_who_is_meant_must_be_said_and_a_worker_that_dies_is_named(
+async def test_the_worker_to_profile_must_be_named_and_one_that_dies_is_reported(
     shared_tiny_mesh: MeshProcesses, inspect: Inspect, tmp_path: Path
 ) -> None:
     async with open_client(shared_tiny_mesh, "tiny") as client:
@@ -138,7 +138,7 @@ async def test_who_is_meant_must_be_said_and_a_worker_that_dies_is_named(
     assert not list(tmp_path.glob("x*"))
 
 
-async def test_a_worker_that_is_told_to_leave_does_not_wait_for_its_profile(
+async def test_a_worker_that_is_stopped_does_not_wait_for_its_profile(
     shared_tiny_mesh: MeshProcesses, inspect: Inspect, tmp_path: Path
 ) -> None:
     decode = shared_tiny_mesh.one("decode")

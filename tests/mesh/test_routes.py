@@ -51,7 +51,7 @@ def _ask(url: str, text: str) -> int:
     return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
 
 
-def test_where_a_prompt_would_go_is_told_with_its_reasons_and_nothing_is_sent(mock_mesh: MeshProcesses) -> None:
+def test_the_route_of_a_prompt_is_reported_with_its_reasons_and_nothing_is_sent(mock_mesh: MeshProcesses) -> None:
     *_, frontend = mock_mesh.start("bootstrap", "prefill", "prefill", "decode", "decode", "frontend")
     by = "a prefill instance, by kv_aware"
     shown = _shown_with(mock_mesh, STORY, lambda shown: by in shown and shown.count("closed") >= 4)

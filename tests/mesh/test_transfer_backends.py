@@ -61,7 +61,7 @@ def test_mooncake_moves_the_same_kv_as_nixl(mock_mesh: MeshProcesses, page_size:
     assert {s["kvmesh.transfer.backend"] for s in _spans(mock_mesh, "prefill.transfer", 100)} == {"mooncake"}
 
 
-def test_fake_runs_the_whole_protocol_moves_nothing_and_says_so(mock_mesh: MeshProcesses) -> None:
+def test_fake_runs_the_whole_protocol_moves_nothing_and_reports_it(mock_mesh: MeshProcesses) -> None:
     prompts = random_prompts(20)
     expected = one_engine(mock_mesh.home, prompts, SamplingParams(max_tokens=1, temperature=0, ignore_eos=True))
     mock_mesh.start("bootstrap", "prefill", "decode", MESH_KV_TRANSFER="fake")

@@ -166,7 +166,7 @@ class MadeUp:
         return f"event: snapshot\ndata: {json.dumps(snapshot)}\n\n"
 
 
-def test_without_a_decode_worker_the_page_says_so_and_goes_on_when_there_is_one(
+def test_without_a_decode_worker_the_page_reports_it_and_continues_when_there_is_one(
     open_page: OpenPage, urls: dict[str, str]
 ) -> None:
     """It said "all up" and "running 0"; a chat that was opened then had no model until it was loaded again."""

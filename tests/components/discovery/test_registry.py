@@ -50,9 +50,7 @@ def compact(url: str) -> int:
         return int(revision)
 
 
-async def test_a_process_that_is_told_to_stop_while_it_registers_leaves_no_record(
-    etcd_url: str, namespace: str
-) -> None:
+async def test_a_process_that_is_stopped_while_it_registers_leaves_no_record(etcd_url: str, namespace: str) -> None:
     def make(epoch: str) -> InstanceRecord:
         os.kill(os.getpid(), signal.SIGTERM)
         return record("one", epoch)

@@ -77,7 +77,7 @@ async def test_a_body_that_dribbles_on_after_its_answer_is_cut_off() -> None:
         assert server.closed(Closed.BODY_LATE) == 1
 
 
-async def test_a_connection_that_says_nothing_is_closed() -> None:
+async def test_a_silent_connection_is_closed() -> None:
     async with served() as server:
         assert await server.ask(b"") == b""
         assert server.closed(Closed.NOTHING_SENT) == 1
@@ -172,7 +172,7 @@ async def test_requests_one_behind_the_other_are_answered_in_order() -> None:
         assert answers.count(b"HTTP/1.1 200") == 51
 
 
-async def test_of_too_many_connections_the_longest_idle_go_and_who_asks_is_served() -> None:
+async def test_of_too_many_connections_the_longest_idle_are_closed_and_a_request_is_served() -> None:
     limits = ClientLimits(first_s=1000.0, check_every_s=0.02, connections=20)
     async with served(limits) as server:
         idle = [await asyncio.open_connection("127.0.0.1", server.port) for _ in range(100)]
@@ -253,7 +253,7 @@ async def test_a_request_behind_such_a_body_is_not_cut_off(monkeypatch: pytest.M
         assert await reader.readuntil(b"late")
 
 
-async def test_who_waits_for_100_and_gets_an_answer_is_told_that_the_connection_ends() -> None:
+async def test_a_client_that_waits_for_100_and_gets_an_answer_learns_that_the_connection_ends() -> None:
     """Its next request was read as the body that it had never sent."""
     async with served() as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(EARLY % b"expect: 100-continue\r\n")

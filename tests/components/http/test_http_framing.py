@@ -76,7 +76,7 @@ async def test_what_follows_an_answer_is_bounded_and_the_answer_can_be_read() ->
         assert server.closed(Closed.REST_TOO_LARGE) == 1
 
 
-async def test_a_body_that_goes_on_a_little_after_its_answer_leaves_the_connection_as_it_is() -> None:
+async def test_a_body_that_ends_shortly_after_its_answer_keeps_the_connection_open() -> None:
     async with served(SOME) as server, asyncio.timeout(PATIENCE_S), server.client() as (reader, writer):
         writer.write(b"POST /refused HTTP/1.1\r\nhost: x\r\ncontent-length: 100000\r\n\r\n")
         assert (await reader.readuntil(b"\r\n\r\n0")).startswith(b"HTTP/1.1 200")

@@ -69,7 +69,7 @@ async def connect(host: str, port: int, stack: AsyncExitStack) -> Client:
     return client
 
 
-def test_under_load_nobody_notices_that_a_process_leaves(start: Start, host: str, port: int) -> None:
+def test_under_load_no_client_notices_that_a_process_leaves(start: Start, host: str, port: int) -> None:
     answers: list[int] = []
     failed: list[str] = []
 
@@ -105,9 +105,7 @@ def test_under_load_nobody_notices_that_a_process_leaves(start: Start, host: str
 @pytest.mark.parametrize(
     ("share", "host"), [(True, "127.0.0.1"), (False, "127.0.0.1"), (True, "::1")], indirect=["host"]
 )
-def test_connections_that_nobody_has_accepted_yet_are_served_before_the_port_is_left(
-    share: bool, port: int, host: str
-) -> None:
+def test_connections_not_yet_accepted_are_served_before_the_port_is_left(share: bool, port: int, host: str) -> None:
     """The kernel resets them when their listener closes; here they came during a stall of the loop that is about to stop."""
     asked = threading.Event()
 

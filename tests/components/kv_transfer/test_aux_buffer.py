@@ -56,7 +56,7 @@ def test_the_records_checksum_covers_every_field(field: str) -> None:
     assert not aux.read(0).intact
 
 
-def test_a_slot_taken_again_says_that_nothing_has_landed() -> None:
+def test_a_reused_slot_reports_that_nothing_has_landed() -> None:
     aux = AuxBuffer(1)
     aux.write(aux.take(), AuxRecord(1, 2, 3, 4))
     aux.give_back(0)

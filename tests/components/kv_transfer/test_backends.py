@@ -37,7 +37,7 @@ async def test_nixl_takes_a_plugin_and_names_those_it_has_when_asked_for_another
 
 
 @pytest.mark.anyio
-async def test_the_fake_backend_says_what_it_is(caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_fake_backend_reports_its_name(caplog: pytest.LogCaptureFixture) -> None:
     assert await _opens("fake", Pages()) == "fake"
     assert "KV transfer is fake: no KV is moved, and text generated after a transfer is meaningless" in caplog.messages
     with pytest.raises(WrongSettings, match="no plugin 'UCX'"):

@@ -82,7 +82,7 @@ def test_a_pool_on_a_gpu_has_the_checksums_of_the_same_bytes_in_main_memory(
     assert sums[0] == sums[1]
 
 
-def test_pages_that_nobody_can_read_are_refused() -> None:
+def test_pages_that_no_process_can_read_are_refused() -> None:
     with pytest.raises(Rejected, match="these pages are on xpu:0"):
         open_reader(Pages(device="xpu:0"))
 

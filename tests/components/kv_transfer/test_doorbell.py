@@ -46,9 +46,7 @@ async def test_a_ring_fills_the_slot_before_it_is_acknowledged(doorbell: Doorbel
     await client.close()
 
 
-async def test_a_ring_for_nobody_leaves_a_slot_that_is_anothers_by_now(
-    doorbell: DoorbellServer, aux: AuxBuffer
-) -> None:
+async def test_a_late_ring_does_not_change_a_reused_slot(doorbell: DoorbellServer, aux: AuxBuffer) -> None:
     client = await connect(doorbell.address, "decode-d")
     doorbell.expect("room").cancel()
     await asyncio.sleep(0)
@@ -139,7 +137,7 @@ async def test_a_cancelled_ring_does_not_leave_its_answer_to_the_next() -> None:
         await asyncio.sleep(0.05)  # the server's side closes too
 
 
-async def test_a_bell_that_is_closed_answers_nobody() -> None:
+async def test_a_closed_bell_answers_no_caller() -> None:
     doorbell = DoorbellServer("decode-d", "127.0.0.1", None)
     async with doorbell.listening():
         client = await connect(doorbell.address, "decode-d")

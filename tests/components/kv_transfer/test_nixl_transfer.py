@@ -310,7 +310,7 @@ async def test_a_peer_that_is_forgotten_and_comes_back_is_connected_again(
     assert json.loads(peer.say("pages"))["pages"][2] == pages.hashes()[1]
 
 
-async def test_many_writes_of_the_thread_at_once_are_each_told_of_their_end(
+async def test_many_concurrent_writes_of_the_thread_each_get_their_notification(
     transfer: NixlTransfer, pages: Pages, shared_peer: Peer
 ) -> None:
     transfer._short_pages = 0
@@ -396,7 +396,7 @@ async def test_a_dead_peer_fails_the_write_of_pieces(transfer: NixlTransfer, sta
     assert not transfer._failed
 
 
-async def test_a_notification_is_looked_for_often_once_it_is_said_to_come(transfer: NixlTransfer) -> None:
+async def test_a_notification_is_polled_often_once_it_is_announced(transfer: NixlTransfer) -> None:
     transfer.poll_often("boot/1")  # nobody expects it
     first, second = transfer.expect("boot/1", 1), transfer.expect("boot/2", 2)
     assert transfer._patience() == POLL_EXPECTED_S
@@ -408,7 +408,7 @@ async def test_a_notification_is_looked_for_often_once_it_is_said_to_come(transf
     first.cancel()
 
 
-async def test_what_has_landed_is_seen_as_soon_as_it_is_said_to_come(transfer: NixlTransfer) -> None:
+async def test_landed_data_is_seen_as_soon_as_it_is_announced(transfer: NixlTransfer) -> None:
     expected = transfer.expect("boot/1", 3)
     transfer.aux.write(3, AuxRecord(1, 2, 3, 4))
     transfer.aux.seal(3, "boot/2")
@@ -422,7 +422,7 @@ async def test_what_has_landed_is_seen_as_soon_as_it_is_said_to_come(transfer: N
     assert not transfer._arrivals._coming
 
 
-async def test_a_record_that_was_damaged_on_its_way_is_told_long_before_the_transfers_time_is_over(
+async def test_a_damaged_record_is_reported_long_before_the_transfer_times_out(
     transfer: NixlTransfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aux, "DAMAGED_AFTER_S", 0.05)
@@ -471,7 +471,7 @@ async def test_of_an_aux_slot_without_checksums_its_head_alone_is_written() -> N
         assert theirs.aux._checksums[2].tolist() == [5, 6] + [0] * (len(theirs.aux._checksums[2]) - 2)
 
 
-async def test_who_has_received_goes_on_making_progress_for_a_while(
+async def test_a_receiver_makes_progress_for_a_while_after_it_has_received(
     transfer: NixlTransfer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(aux, "LINGER_POLLS", 40)
@@ -482,7 +482,7 @@ async def test_who_has_received_goes_on_making_progress_for_a_while(
     await until(lambda: transfer._patience() is None)
 
 
-async def test_what_nobody_expects_any_more_is_not_waited_for(transfer: NixlTransfer) -> None:
+async def test_a_cancelled_transfer_is_not_waited_for(transfer: NixlTransfer) -> None:
     expected = transfer.expect("boot/1", 1)
     assert transfer._patience() is not None
     expected.cancel()

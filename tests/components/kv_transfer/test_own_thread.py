@@ -21,7 +21,7 @@ def _nothing() -> None:
     return
 
 
-async def test_a_thread_that_loses_the_processor_goes_on_polling() -> None:
+async def test_a_thread_that_loses_the_processor_continues_to_poll() -> None:
     """A timed `get` of CPython's SimpleQueue waited forever if its thread was preempted as the wait began.
 
     On a busy machine a transfer then hung until the next one came, or until its deadline.
@@ -95,7 +95,7 @@ async def test_the_loop_and_the_thread_never_use_the_library_at_once() -> None:
     assert done["thread"] >= 20, "what comes while the thread is at it is left to the thread"
 
 
-async def test_short_work_waits_for_nobody_and_what_it_begins_is_polled_for() -> None:
+async def test_short_work_does_not_wait_and_its_writes_are_polled() -> None:
     done: list[int] = []
     begun, busy, polled = threading.Event(), threading.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()

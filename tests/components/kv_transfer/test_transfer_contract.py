@@ -95,7 +95,7 @@ async def _tell(transfer: KvTransfer, peer: Peer, room: str, record: AuxRecord, 
 
 @pytest.mark.parametrize("count", [1, 2, NUM_PAGES])
 @pytest.mark.parametrize("order", ["neighbours", "permuted"])
-async def test_pages_stand_there_and_no_other_has_changed_when_the_notification_comes(
+async def test_at_the_notification_pages_have_arrived_and_no_other_has_changed(
     transfer: KvTransfer, pages: Pages, shared_peer: Peer, backend: str, count: int, order: str
 ) -> None:
     draw = random.Random(count)
@@ -139,7 +139,7 @@ async def test_a_notification_is_for_exactly_its_room_however_late_it_comes(
     assert json.loads(await asyncio.wait_for(reading, PATIENCE_S))["aux"][2]["stamp"] == 3
 
 
-async def test_many_transfers_at_once_are_each_told_of_their_end(
+async def test_many_concurrent_transfers_each_get_their_notification(
     transfer: KvTransfer, pages: Pages, shared_peer: Peer, backend: str
 ) -> None:
     agent = shared_peer.endpoint.agent
@@ -320,7 +320,7 @@ def earlier_threads() -> set[str]:
     return {task.name for task in THREADS.iterdir()}
 
 
-async def test_nothing_runs_while_nobody_waits(
+async def test_nothing_runs_without_a_waiting_caller(
     earlier_threads: set[str], transfer: KvTransfer, shared_peer: Peer, backend: str
 ) -> None:
     """Of a second of idling, well under a fifth is spent; expecting something costs NIXL alone its polls.

@@ -145,7 +145,7 @@ async def test_an_instance_that_leaves_refuses_to_be_present_without_a_word(
     assert refused.levelno == logging.DEBUG
 
 
-async def test_nobody_there_is_known_at_once(bus: Bus, namespace: str) -> None:
+async def test_a_call_without_a_listener_fails_at_once(bus: Bus, namespace: str) -> None:
     async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(PeerLost, match="no process listens"):
             await ask(bus, f"{namespace}.bootstrap.gone", timeout_s=1000)
@@ -164,7 +164,7 @@ async def test_a_call_gives_up_at_its_deadline(bus: Bus, namespace: str) -> None
         release.set()
 
 
-async def test_a_slow_handler_holds_up_nobody(bus: Bus, namespace: str) -> None:
+async def test_a_slow_handler_delays_no_other_call(bus: Bus, namespace: str) -> None:
     release = asyncio.Event()
 
     async def slow(request: KvComing) -> RoomOk:
@@ -234,9 +234,7 @@ async def test_a_malformed_request_is_answered_and_the_service_lives(bus: Bus, n
         assert (await ask(bus, subject)).room == "r"
 
 
-async def test_a_kind_of_message_that_nobody_here_knows_is_a_reason_to_ask_another_instance(
-    bus: Bus, namespace: str
-) -> None:
+async def test_an_unknown_kind_of_message_is_a_reason_to_try_another_instance(bus: Bus, namespace: str) -> None:
     """It was MalformedMessage, and a client's 500, though instances of its frontend's release were there."""
     async with served(bus, namespace, ok) as subject:
         answer = await bus.client.request(f"{subject}.close", msgpack.packb(["room-close.v9", {}]), timeout=PATIENCE_S)
@@ -283,7 +281,7 @@ async def test_an_answer_that_cannot_be_sent_costs_one_call(
     assert "answer lost" in caplog.messages
 
 
-async def test_a_message_published_to_an_endpoint_is_handled_and_answered_by_nobody(bus: Bus, namespace: str) -> None:
+async def test_a_message_published_to_an_endpoint_is_handled_without_an_answer(bus: Bus, namespace: str) -> None:
     handled = asyncio.Event()
 
     async def note(request: KvComing) -> RoomOk:
@@ -364,7 +362,7 @@ async def test_leaving_finishes_calls_in_flight_and_refuses_new_ones_at_once(
         assert waiting.result().room == "slow"
 
 
-async def test_the_trace_goes_on_behind_a_call(bus: Bus, namespace: str) -> None:
+async def test_the_trace_continues_on_the_other_side_of_a_call(bus: Bus, namespace: str) -> None:
     inside: list[trace.SpanContext] = []
 
     async def look(request: KvComing) -> RoomOk:

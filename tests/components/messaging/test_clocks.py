@@ -180,7 +180,7 @@ def test_small_differences_and_unknown_ones_leave_a_deadline_as_it_is(clock: Clo
     assert peers.converted(unknown) is unknown
 
 
-def test_skew_is_said_once_for_a_peer_and_again_when_it_is_another(
+def test_skew_is_logged_once_for_a_peer_and_again_when_it_changes(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
     peers = PeerClocks()

@@ -87,7 +87,7 @@ def test_in_a_small_fleet_everything_is_followed_and_sent_as_soon_as_it_may_be()
         assert sizes.heartbeat_rest_s(role) == sizes.kv_events_rest_s(role) == MIN_INTERVAL_S
 
 
-def test_prefill_instances_that_nobody_follows_publish_seldom() -> None:
+def test_prefill_instances_without_followers_publish_seldom() -> None:
     assert FleetSizes(fleet(65, 64, 1)).kv_events_rest_s("prefill") == MAX_INTERVAL_S
 
 

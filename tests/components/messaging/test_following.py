@@ -187,7 +187,7 @@ async def test_an_instance_is_asked_while_something_depends_on_it(scene: Scene) 
     assert lost == ["p3"], "nothing is asked of p4, so nothing is known"
 
 
-async def test_an_instance_that_is_stalled_or_drains_gets_no_work_until_it_says_otherwise(scene: Scene) -> None:
+async def test_a_stalled_or_draining_instance_gets_no_work_until_it_reports_otherwise(scene: Scene) -> None:
     alive = scene.fleet.alive
     scene.workers["p1"].draining = True
     with alive.watching("p1"), alive.watching("p2"):

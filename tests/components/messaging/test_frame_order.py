@@ -99,7 +99,7 @@ def test_a_lost_last_frame_is_asked_for_after_a_quiet_second() -> None:
     run_virtually(test)
 
 
-def test_nobody_is_asked_while_no_stream_is_open_or_frames_come() -> None:
+def test_no_frames_are_requested_without_open_streams_or_while_frames_arrive() -> None:
     async def test() -> None:
         link = Link()
         for _ in range(20):
@@ -115,7 +115,7 @@ def test_nobody_is_asked_while_no_stream_is_open_or_frames_come() -> None:
     run_virtually(test)
 
 
-def test_asking_goes_on_through_an_outage() -> None:
+def test_requests_for_frames_continue_through_an_outage() -> None:
     async def test() -> None:
         link = Link(loses=LosesOnce(1))
         link.away = True
@@ -142,7 +142,7 @@ def test_frames_that_the_instance_has_forgotten_end_its_streams_and_later_ones_a
     run_virtually(test)
 
 
-def test_a_frame_from_somebody_else_with_a_number_not_made_yet_is_dropped() -> None:
+def test_a_foreign_frame_with_a_future_number_is_dropped() -> None:
     """It would be waited for for ever."""
 
     async def test() -> None:

@@ -59,7 +59,7 @@ async def test_a_worker_of_another_epoch_has_not_answered(nats_url: str, namespa
         assert (await HeartbeatQuery(bus, namespace, "prefill", book).answers()).is_lost("a")
 
 
-async def test_of_nobody_nothing_is_asked(nats_url: str, namespace: str) -> None:
+async def test_without_candidates_no_query_is_sent(nats_url: str, namespace: str) -> None:
     async with connect_bus(nats_url, "test") as bus:
         book = InstanceBook()
         book.put("a", record("a", role="prefill"))

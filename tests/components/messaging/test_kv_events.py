@@ -173,7 +173,7 @@ async def test_the_last_batch_before_silence_may_be_lost(
         assert s.mirror.counts.gaps == 1
 
 
-async def test_another_epoch_begins_anew_and_the_old_one_says_nothing(nats_url: str, namespace: str) -> None:
+async def test_another_epoch_begins_anew_and_the_old_one_is_ignored(nats_url: str, namespace: str) -> None:
     async with scene(nats_url, namespace) as s:
         s.worker.store(fresh(50))
         s.worker.register("1")
@@ -260,7 +260,7 @@ async def test_nothing_is_sent_when_nothing_has_happened(nats_url: str, namespac
         assert s.agrees()
 
 
-async def test_dumps_are_few_and_forgotten_when_nobody_goes_on(
+async def test_dumps_are_bounded_and_forgotten_if_no_request_continues_them(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with worker(nats_url, namespace, InstanceBook()) as w, connect_bus(nats_url, "router") as bus:

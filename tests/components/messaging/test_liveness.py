@@ -66,7 +66,7 @@ def test_an_instance_is_usable_from_its_registration_on() -> None:
     assert watched.liveness.last_heartbeat("a") is None
 
 
-def test_an_instance_of_another_protocol_is_not_used_which_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_instance_of_another_protocol_is_not_used_and_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     watched = Watched()
     watched.book.put("c", record("c", "1", model="m", protocol=UNNAMED, oldest_protocol=UNNAMED))
     watched.book.put("d", record("d", "1", model="m", protocol=PROTOCOL + 1, oldest_protocol=PROTOCOL))
@@ -210,7 +210,7 @@ def test_an_instance_lost_to_silence_is_not_lost_again_when_it_leaves_etcd() -> 
     assert not watched.liveness._health
 
 
-def test_strangers_and_other_roles_are_nobody() -> None:
+def test_unknown_instances_and_other_roles_are_ignored() -> None:
     watched = Watched()
     watched.book.put("p", record("p", role="prefill"))
     watched.beat("p")
@@ -228,7 +228,7 @@ def test_a_process_that_was_held_up_itself_starts_the_count_afresh() -> None:
     assert len(watched.lost) == 2
 
 
-def test_a_heartbeat_says_what_the_engine_measured() -> None:
+def test_a_heartbeat_reports_what_the_engine_measured() -> None:
     stats = StepStats(step=5, num_waiting=2, num_reserved=1, free_pages=3, total_pages=9)
     beat = heartbeat_of("i", "e", stats, PromptLoad(70, 2.5), draining=True)
     assert beat == Heartbeat(
@@ -248,7 +248,7 @@ def test_a_heartbeat_says_what_the_engine_measured() -> None:
     assert not heartbeat_of("i", "e", msgspec.structs.replace(stats, num_waiting=0), IDLE, draining=False).busy
 
 
-def test_what_an_instance_said_of_its_prompts_grows_old() -> None:
+def test_an_instances_report_of_its_prompts_ages() -> None:
     watched = Watched()
     assert watched.liveness.prompt_load("a") == watched.liveness.prompt_load("unknown") == IDLE
     watched.liveness.record_heartbeat(heartbeat_of("a", "1", StepStats(), PromptLoad(70, 2.5), draining=False))
@@ -320,7 +320,9 @@ async def beats_of(rest_s: float, step_s: float, *, early: bool = False) -> int:
         (1.4, 9.9, False, 8),
     ],
 )
-def test_a_worker_tells_of_each_step_but_not_too_often(rest_s: float, step_s: float, early: bool, beats: int) -> None:
+def test_a_worker_sends_a_heartbeat_after_each_step_but_not_too_often(
+    rest_s: float, step_s: float, early: bool, beats: int
+) -> None:
     assert run_virtually(lambda: beats_of(rest_s, step_s, early=early)) == pytest.approx(beats, abs=beats / 10)
 
 
@@ -345,7 +347,7 @@ def test_a_heartbeat_announces_the_next_one_and_how_long_the_engine_has_been_sta
     run_virtually(test)
 
 
-def test_what_must_not_wait_is_told_at_once() -> None:
+def test_urgent_changes_are_sent_at_once() -> None:
     async def test() -> None:
         told = Told()
         heart = beating(told, EVERY_S)
@@ -358,7 +360,7 @@ def test_what_must_not_wait_is_told_at_once() -> None:
     run_virtually(test)
 
 
-def test_a_heartbeat_that_cannot_leave_is_not_the_end() -> None:
+def test_a_heartbeat_that_cannot_be_sent_does_not_end_the_sender() -> None:
     async def test() -> None:
         told = Told(DeadlineExceeded("the connection timed out"))
         async with background(beating(told, MIN_INTERVAL_S).run(), "heartbeat"):

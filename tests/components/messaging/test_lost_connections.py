@@ -143,7 +143,7 @@ async def _ignore(_: Msg) -> None:
     """Nothing is received here."""
 
 
-async def test_a_subscription_is_there_when_it_says_so() -> None:
+async def test_a_subscription_is_active_when_it_returns() -> None:
     """nats-py's flush overtook the subscription: a call that came at once had no receiver, once in thousands of tests."""
     nats = FakeNats()
     async with nats.running(), connect_bus(nats.url, "test") as bus, bus.subscription("calls", _ignore):

@@ -111,7 +111,7 @@ async def test_a_call_that_takes_long_is_repeated_and_runs_once(
 
 
 @pytest.mark.mesh
-async def test_a_receiver_that_goes_away_after_it_took_a_call_ends_it_when_repetitions_find_nobody(
+async def test_a_call_whose_receiver_leaves_ends_when_repetitions_find_no_listener(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(replies, "FIRST_REPEAT_S", 0.05)
@@ -291,7 +291,7 @@ async def test_a_stream_of_few_frames_ends_if_its_frontend_is_gone(watched: Watc
 
 
 @pytest.mark.mesh
-async def test_nats_says_whether_anybody_listens_for_frames(nats_url: str, namespace: str) -> None:
+async def test_nats_reports_whether_frames_have_a_listener(nats_url: str, namespace: str) -> None:
     no_responders: list[str] = []
     async with connect_bus(nats_url, "decode") as bus:
         subject = f"{namespace}.frontend.f.tokens"

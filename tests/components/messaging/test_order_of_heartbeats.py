@@ -149,7 +149,9 @@ def _check(watched: Watched, name: str, order: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("asks", [False, True])
-def test_a_loss_is_told_once_and_an_instance_that_answers_is_back(asks: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loss_is_reported_once_and_an_instance_that_answers_is_back(
+    asks: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.CRITICAL, "components")
     for order in product(EVENTS, repeat=LENGTH):
         watched = Watched(asks=asks)

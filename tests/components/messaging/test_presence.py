@@ -93,7 +93,7 @@ async def test_silence_and_an_outage_of_nats_prove_nothing(mesh: Mesh) -> None:
     assert mesh.here == ["a"]
 
 
-async def test_just_after_a_reconnect_nobody_is_given_up(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_just_after_a_reconnect_no_instance_is_given_up(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
     """A restart of NATS drops every connection: processes that were back first would have counted the others as lost."""
     steady = [0.1]
     monkeypatch.setattr(mesh.bus, "since_reconnect_s", lambda: steady[0])

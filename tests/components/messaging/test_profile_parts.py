@@ -145,7 +145,7 @@ async def test_a_time_out_of_bounds_is_refused(nats_url: str, namespace: str, se
             await start(bus, namespace, seconds)
 
 
-async def test_a_disk_that_is_full_is_told(nats_url: str, namespace: str) -> None:
+async def test_a_full_disk_is_reported(nats_url: str, namespace: str) -> None:
     async with worker(nats_url, namespace, FakeProfiler(error=OSError(28, "No space left on device"))) as (bus, _):
         profile_id = await start(bus, namespace, 0.01)
         with pytest.raises(InvariantBroken, match=r"cannot be kept there: .*No space left"):

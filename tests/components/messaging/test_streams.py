@@ -292,7 +292,7 @@ def test_a_quick_stream_leaves_once_in_some_intervals_and_holds_up_no_other() ->
     run_virtually(test)
 
 
-def test_a_closed_stream_that_goes_on_is_cancelled_again_once_a_second_until_it_ends() -> None:
+def test_a_closed_stream_that_still_sends_is_cancelled_again_once_a_second_until_it_ends() -> None:
     """A cancel that NATS had lost let decode compute to the end."""
 
     async def test() -> None:

@@ -28,13 +28,13 @@ def test_every_class_of_our_errors_has_a_row() -> None:
         ("DeadlineExceeded", 504, "deadline_exceeded"),
     ],
 )
-def test_what_a_client_is_told(name: str, status: int, code: str | None) -> None:
+def test_the_error_that_a_client_gets(name: str, status: int, code: str | None) -> None:
     told = from_mesh(BY_NAME[name]("because"), "req1")
     assert (told.status, told.code) == (status, code)
 
 
 @pytest.mark.parametrize("cls", [cls for cls in TABLE if not issubclass(cls, Rejected)])
-def test_a_fault_of_ours_tells_nothing_of_the_inside(cls: type[MeshError]) -> None:
+def test_an_internal_error_reveals_nothing(cls: type[MeshError]) -> None:
     told = from_mesh(cls("nats://10.0.0.7:4222 refused"), "req1")
     assert "10.0.0.7" not in told.body().decode()
     assert told.status < 500 or "req1" in told.message
@@ -48,7 +48,7 @@ def test_a_fault_of_ours_tells_nothing_of_the_inside(cls: type[MeshError]) -> No
         ("New", "the transfer failed."),
     ],
 )
-def test_a_transfer_that_failed_says_why(cause: str, why: str) -> None:
+def test_a_failed_transfer_has_its_reason(cause: str, why: str) -> None:
     told = from_mesh(mesh_errors.KvUnavailable("page 7 on 10.0.0.7", cause=cause), "req1")
     assert told.message == f"The prompt's KV was not received from its prefill instance: {why} (request req1)"
 
@@ -62,13 +62,13 @@ def test_a_rejection_names_its_parameter() -> None:
     assert body == {"error": {"message": "no", "type": "invalid_request_error", "param": "messages", "code": None}}
 
 
-def test_overload_says_when_to_come_back() -> None:
+def test_overload_has_a_retry_after() -> None:
     assert from_mesh(QueueFull("full", retry_after_s=2.2), "r").headers() == {"retry-after": "3"}
     assert from_mesh(NoDecodeInstance("none", retry_after_s=0.1), "r").headers() == {"retry-after": "1"}
     assert from_mesh(mesh_errors.PeerLost("gone"), "r").headers() == {}
 
 
-def test_a_class_of_a_newer_version_is_told_as_its_nearest_kin() -> None:
+def test_an_error_class_of_a_newer_version_becomes_its_nearest_known_class() -> None:
     class NewKindOfLoss(mesh_errors.PrefillLost):
         pass
 

@@ -166,7 +166,7 @@ def test_what_we_cannot_honour_is_refused_and_its_neutral_value_is_not(
         ),
     ],
 )
-def test_a_refusal_says_what_to_send_instead(fields: dict[str, Any], message: str) -> None:
+def test_a_refusal_names_what_to_send_instead(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(Rejected) as caught:
         chat(**fields)
     assert caught.value.message == message

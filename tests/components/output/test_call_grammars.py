@@ -172,7 +172,7 @@ def test_strict_tools_leave_text_alone_and_hold_calls_to_their_parameters(specia
 
 
 @pytest.mark.parametrize("special", [False, True])
-def test_an_answer_in_json_may_stand_in_place_of_calls(special: bool) -> None:
+def test_an_answer_in_json_may_replace_calls(special: bool) -> None:
     style = TOOL_FORMATS["hermes"].style
     shape = json.dumps({"type": "object", "properties": {"name": {"type": "integer"}}, "required": ["name"]})
     for kind, text, good, bad in (

@@ -78,7 +78,7 @@ def told(parser: OutputParser, text: str, cuts: Iterable[int] = ()) -> Told:
         ("<thi", "nk><b>hm</think>a", Told("a", "<b>hm")),
     ],
 )
-def test_only_what_is_new_is_told_wherever_the_rest_is_cut(before: str, rest: str, expected: Told) -> None:
+def test_only_new_text_is_sent_wherever_the_rest_is_cut(before: str, rest: str, expected: Told) -> None:
     for cuts in ([], range(len(rest)), *([cut] for cut in range(len(rest)))):
         assert told(plan(before).parser(), rest, cuts) == expected, (before, rest, cuts)
 

@@ -173,7 +173,7 @@ def test_with_strict_tools_the_model_answers_or_calls_them(before: str, special:
 
 
 @pytest.mark.parametrize("special", [False, True])
-def test_an_answer_in_json_follows_reasoning_and_stands_in_its_own_channel(special: bool) -> None:
+def test_an_answer_in_json_follows_reasoning_in_its_own_channel(special: bool) -> None:
     shape = json.dumps({"type": "object", "properties": {"name": {"type": "integer"}}, "required": ["name"]})
     rule = answer_rule("json_schema", shape)
     rules = calls_or(new_grammar(special=special), HARMONY_CALLS, CALLABLE, THINKING, rule, single=True)

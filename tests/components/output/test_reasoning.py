@@ -39,7 +39,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("text", "opened", "expected"), CASES)
-def test_reasoning_is_told_apart_wherever_the_text_is_cut(text: str, opened: bool, expected: tuple[str, str]) -> None:
+def test_reasoning_is_separated_wherever_the_text_is_cut(text: str, opened: bool, expected: tuple[str, str]) -> None:
     assert split(text, opened=opened) == expected
     assert split(text, opened=opened, cuts=range(len(text))) == expected
     for cut in range(len(text)):

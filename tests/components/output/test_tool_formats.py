@@ -121,7 +121,7 @@ NO_CALLS = [
 
 
 @pytest.mark.parametrize("name", MARKED)
-def test_a_call_with_text_around_it_is_told_apart_wherever_the_text_is_cut(name: str) -> None:
+def test_a_call_is_separated_from_text_around_it_wherever_the_text_is_cut(name: str) -> None:
     found = read_any_way(name, f"Let me see: é\n\n{ONE[name]('f', HARD)}\nThat was it. ")
     assert found.text.split() == ["Let", "me", "see:", "é", "That", "was", "it."]
     assert found.calls == [("f", HARD)]
@@ -129,7 +129,7 @@ def test_a_call_with_text_around_it_is_told_apart_wherever_the_text_is_cut(name:
 
 
 @pytest.mark.parametrize(("name", "text"), SEVERAL)
-def test_several_calls_are_told_apart_wherever_the_text_is_cut(name: str, text: str) -> None:
+def test_several_calls_are_separated_wherever_the_text_is_cut(name: str, text: str) -> None:
     found = read_any_way(name, text)
     assert found.text == ""
     assert [(tool, json.loads(arguments)) for tool, arguments in found.calls] == [("f", {}), ("g", {"a": 1})]
@@ -175,7 +175,7 @@ def test_white_space_around_calls_is_kept_between_two_texts_only() -> None:
     assert read_any_way("hermes", f"First {call}\n{call} then").text == "First \n then"
 
 
-def test_arguments_that_stop_being_json_stand_as_they_were_written() -> None:
+def test_arguments_that_stop_being_json_are_kept_as_written() -> None:
     text = '<tool_call>{"name": "f", "arguments": {"a": \'x\'}}</tool_call> and so on'
     assert read_any_way("hermes", text) == ("and so on", [("f", "{\"a\": 'x'}}")])
     assert read_any_way("mistral", '[TOOL_CALLS]f{"a": nope}[TOOL_CALLS]g{}').calls == [

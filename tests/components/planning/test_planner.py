@@ -369,7 +369,9 @@ def test_a_change_that_is_taken_back_is_left_for_a_while() -> None:
 
 
 @pytest.mark.parametrize("others", [1, 3])
-def test_a_change_that_somebody_else_overtakes_is_not_waited_for(others: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_that_another_planner_overtakes_is_not_waited_for(
+    others: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """From 3 workers to 2, while an operator scaled to 4: the planner waited ten minutes for 2, then two more."""
     caplog.set_level("INFO")
     fleet, planner = grown(110)

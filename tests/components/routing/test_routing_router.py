@@ -172,7 +172,7 @@ def test_success_makes_up_for_failures() -> None:
 
 
 @pytest.mark.parametrize("outcome", ["fail", "succeed"])
-def test_requests_to_an_earlier_process_say_nothing_about_the_one_with_its_id(outcome: str) -> None:
+def test_requests_to_an_earlier_process_do_not_count_for_the_one_with_its_id(outcome: str) -> None:
     """Requests that a worker lost as it restarted opened the breaker of its next process at once."""
     fleet = Fleet("round_robin")
     before = [fleet.send(fleet.choose("b")) for _ in range(DEFAULT_SETTINGS.failures)]

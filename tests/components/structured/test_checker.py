@@ -101,7 +101,7 @@ AB = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "
         ({"maxProperties": 1, "additionalProperties": False, "required": ["a"]}, False),
     ],
 )
-async def test_max_properties_is_kept_where_the_docs_say_so(
+async def test_max_properties_is_enforced_where_the_docs_promise_it(
     checker: ConstraintChecker, more: dict[str, Any], is_kept: bool
 ) -> None:
     """docs/openai.md listed the keyword without its condition."""
@@ -119,7 +119,7 @@ async def test_max_properties_is_kept_where_the_docs_say_so(
         ({"type": "number"}, "1e400"),
     ],
 )
-def test_an_answer_may_break_its_schema_only_as_the_docs_say(folder: Path, schema: Any, text: str) -> None:
+def test_an_answer_may_break_its_schema_only_as_documented(folder: Path, schema: Any, text: str) -> None:
     """docs/openai.md said that an answer always satisfies its schema. If the compiler learns one of these, mend the docs."""
     matcher = start_matcher(load_vocabulary(folder), json_schema(schema))
     assert matcher.consume_tokens(list(text.encode()))
@@ -203,7 +203,7 @@ async def test_what_looks_like_a_bomb_is_answered_within_the_budget(
     assert await checker.check(regex("after")) == regex("after")
 
 
-async def test_a_bomb_is_refused_within_the_budget_and_holds_up_nobody(checker: ConstraintChecker) -> None:
+async def test_a_bomb_is_refused_within_the_budget_and_delays_no_other_check(checker: ConstraintChecker) -> None:
     """Neither the event loop, nor another request whose constraint is to be checked."""
     await asyncio.gather(*(checker.check(regex(f"warm{i}")) for i in range(2)))  # both processes are there
     async with longest_gap() as gap:
@@ -250,7 +250,7 @@ async def test_a_process_that_does_not_start_is_our_fault_not_the_client_s(tmp_p
             await opened.check(regex("a"))
 
 
-async def test_whoever_leaves_does_not_take_the_answer_from_others(checker: ConstraintChecker) -> None:
+async def test_a_caller_that_leaves_does_not_cancel_the_answer_for_others(checker: ConstraintChecker) -> None:
     asked = regex("leaving+")
     leaving = asyncio.create_task(checker.check(asked))
     staying = asyncio.create_task(checker.check(asked))
@@ -283,7 +283,7 @@ async def leave(*tasks: asyncio.Task[Constraint]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def test_a_check_that_nobody_waits_for_any_more_is_given_up(folder: Path) -> None:
+async def test_a_check_without_waiting_callers_is_given_up(folder: Path) -> None:
     """Clients that had left kept the processes busy, one with a budget of CPU time after another."""
     async with open_checker(folder, 300.0, ConstraintMetrics(CollectorRegistry())) as opened:
         left = await begun(opened, [*bombs(module.OF_A_CALLER), regex("waits")], b"one")
@@ -307,7 +307,7 @@ async def test_who_leaves_gives_his_place_to_others(folder: Path, monkeypatch: p
         await leave(another, *working)
 
 
-async def test_a_caller_who_keeps_processes_busy_holds_up_no_other(folder: Path) -> None:
+async def test_a_caller_that_keeps_processes_busy_delays_no_other(folder: Path) -> None:
     async with open_checker(folder, 300.0, ConstraintMetrics(CollectorRegistry())) as opened:
         flood = await begun(opened, bombs(20), b"one")
         async with asyncio.timeout(PATIENCE_S):
@@ -327,7 +327,7 @@ async def test_who_asks_again_soon_finds_his_check_going_on(folder: Path, monkey
     assert results(registry)["compiled"] == 1
 
 
-async def test_a_process_that_is_being_started_is_kept_when_the_first_who_wanted_it_leaves(
+async def test_a_starting_process_is_kept_when_its_first_caller_leaves(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "LEFT_S", 0.0)

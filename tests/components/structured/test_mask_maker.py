@@ -89,7 +89,7 @@ async def test_what_the_frontend_should_have_refused_is_refused(maker: MaskMaker
             await maker.mask_of(wrong, [1])
 
 
-async def test_a_model_without_tokenizer_answers_nobody_who_needs_one(tmp_path: Path) -> None:
+async def test_a_model_without_tokenizer_refuses_requests_that_need_one(tmp_path: Path) -> None:
     async with open_masks(lambda: tmp_path, VOCAB, frozenset(), ConstraintMetrics(CollectorRegistry())) as maker:
         with pytest.raises(Rejected, match="tokenizer"):
             await maker.mask_of(pattern("a"), [1])
@@ -125,7 +125,7 @@ async def test_what_is_kept_is_bounded_by_what_it_takes(
     assert allowed(masks[1]) == {ord("b"), END}, "who has a mask keeps it"
 
 
-async def test_a_compilation_that_texts_have_filled_up_serves_nobody_else(
+async def test_a_compilation_filled_by_texts_serves_no_other_request(
     maker: MaskMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All masks of a constraint share what one text has made of it: after one that was too much, each failed at once."""

@@ -106,7 +106,7 @@ def test_a_header_that_cannot_be_sent_costs_the_file_nothing(
     assert not any("ret" in str(record.__dict__) for record in caplog.records)
 
 
-def test_a_process_without_spans_says_nothing_of_a_receiver_that_is_away_or_refuses(
+def test_a_process_without_spans_does_not_log_a_receiver_that_is_away_or_refuses(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with receiver(401) as refusing:

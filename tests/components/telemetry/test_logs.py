@@ -36,7 +36,7 @@ def test_a_line_is_one_object_with_its_facts(capsys: pytest.CaptureFixture[str])
     assert {"event": "progress", "task": "load", "done": 1, "total": 3}.items() <= two.items()
 
 
-def test_progress_is_told_at_its_ends_and_twice_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_logged_at_its_ends_and_twice_a_second(capsys: pytest.CaptureFixture[str]) -> None:
     configure_logs("info", "json")
     now = 0.0
     told = ProgressLog(lambda: now)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
         ("a..b", "'a..b' is not an address or name of this machine; give another --metrics-host"),
     ],
 )
-async def test_an_address_that_cannot_be_used_is_told_by_the_options_of_this_page(host: str, said: str) -> None:
+async def test_an_unusable_address_is_reported_with_the_options_of_this_page(host: str, said: str) -> None:
     """The error named --host and --port, which are options of another server, or of none."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -36,7 +36,7 @@ async def test_an_address_that_cannot_be_used_is_told_by_the_options_of_this_pag
 
 
 @pytest.mark.parametrize("accept", ["text/plain", "application/openmetrics-text; version=1.0.0"])
-async def test_a_page_of_many_series_blocks_nobody(accept: str) -> None:
+async def test_a_page_of_many_series_does_not_block_the_event_loop(accept: str) -> None:
     """It was written in the event loop: 0.1 s for 20 adapters, or for 1,000 API keys."""
     registry = CollectorRegistry()
     for number in range(20):

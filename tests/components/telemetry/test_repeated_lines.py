@@ -168,7 +168,7 @@ def test_a_traceback_is_counted_with_its_like_and_a_new_one_is_written(lines: Li
     assert len(lines.take()) == 1
 
 
-def test_a_line_that_is_held_back_is_told_without_another_line() -> None:
+def test_a_line_that_is_held_back_is_logged_without_another_line() -> None:
     stream = io.StringIO()
     handler = CountingHandler(stream, window_s=0.05)
     handler.setFormatter(_Facts())
@@ -209,7 +209,7 @@ def test_what_a_supervisor_waits_for_is_always_written(capsys: pytest.CaptureFix
 
 
 @pytest.mark.parametrize("fmt", ["json", "console"])
-def test_a_process_that_ends_says_what_it_held_back(fmt: str) -> None:
+def test_a_process_that_ends_logs_the_lines_it_held_back(fmt: str) -> None:
     code = f"""
 import logging
 from components.telemetry.logs import configure_logs

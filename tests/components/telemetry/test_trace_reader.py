@@ -22,7 +22,7 @@ ROUTE = Span(
 FIRST = Span("a" * 32, "3" * 16, "1" * 16, "frontend-f1", "frontend.first_token", 10**9, 15 * 10**8, "UNSET", {})
 
 
-def test_a_summary_says_what_the_spans_of_a_request_say() -> None:
+def test_a_summary_has_the_facts_of_a_requests_spans() -> None:
     summary = summary_of([ROOT, ROUTE, FIRST])
     assert (summary.request_id, summary.model, summary.name) == ("r1", "tiny", "chat tiny")
     assert (summary.started_unix_s, summary.duration_s, summary.ttft_s) == (1.0, 2.0, 0.5)

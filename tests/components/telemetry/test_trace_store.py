@@ -365,7 +365,7 @@ def test_spans_after_the_file_was_deleted_are_in_a_new_one(what: str, tmp_path: 
     assert len(TraceStore(home).last_trace_ids()) == 5
 
 
-def test_a_broken_file_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_broken_file_is_reported(tmp_path: Path) -> None:
     (tmp_path / FILE_NAME).write_bytes(b"this is no database, " * 100)
     with pytest.raises(sqlite3.DatabaseError, match="not a database"):
         TraceStore(tmp_path).last_trace_ids()

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.mark.parametrize("what", ["etcd", "NATS"])
-async def test_who_waits_for_a_server_says_so_until_it_is_there(
+async def test_a_process_that_waits_for_a_server_logs_it_until_the_server_answers(
     what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It said once that it tries again; then there was silence for ever."""

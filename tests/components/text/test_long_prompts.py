@@ -74,7 +74,7 @@ def test_a_long_prompt_waits_for_no_short_one_that_comes_late(monkeypatch: pytes
     assert asyncio.run(run()) == ["first", "long", "late"]
 
 
-def test_whoever_leaves_is_not_worked_for_and_leaves_its_turn_to_others() -> None:
+def test_a_caller_that_leaves_gets_no_work_and_passes_its_turn_on() -> None:
     async def run() -> list[str]:
         gate, turns = Gate(), LongPrompts(1)
         tasks = {"first": asyncio.create_task(turns.run(1, gate.work("first")))}
@@ -92,7 +92,7 @@ def test_whoever_leaves_is_not_worked_for_and_leaves_its_turn_to_others() -> Non
     assert asyncio.run(run()) == ["first", "next"]
 
 
-def test_a_turn_given_to_one_who_just_left_is_passed_on() -> None:
+def test_a_turn_given_to_a_caller_that_has_just_left_is_passed_on() -> None:
     async def run() -> None:
         turns = LongPrompts(1)
         gate = Gate()
@@ -120,7 +120,7 @@ def test_what_the_work_raises_is_raised_and_frees_the_turn() -> None:
     asyncio.run(run())
 
 
-def test_the_loop_goes_on_meanwhile() -> None:
+def test_the_event_loop_runs_meanwhile() -> None:
     async def run() -> None:
         gate = Gate()
         task = asyncio.create_task(LongPrompts(1).run(1, gate.work("long")))

@@ -35,7 +35,7 @@ def cut(text: str, cuts: list[int]) -> list[str]:
 
 @settings(deadline=None)  # the machine may be busy
 @given(LETTERS, STOPS, st.lists(st.integers(0, 1000), max_size=8))
-def test_any_cut_of_the_text_gives_what_the_definition_says(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_any_cut_of_the_text_gives_the_defined_result(text: str, stops: list[str], cuts: list[int]) -> None:
     assert shown_of(cut(text, cuts), stops) == expected(text, stops)
 
 

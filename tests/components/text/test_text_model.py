@@ -43,7 +43,7 @@ def test_a_template_is_found_wherever_a_model_directory_keeps_it(tmp_path: Path,
     assert TextModel.load(tmp_path).render(HELLO) == tiny_text_model().render(HELLO)
 
 
-def test_a_model_without_template_says_so_and_still_takes_plain_text(tmp_path: Path) -> None:
+def test_a_model_without_template_reports_it_and_accepts_plain_text(tmp_path: Path) -> None:
     save(tmp_path, {})
     text = TextModel.load(tmp_path)
     with pytest.raises(Rejected, match="no chat template") as caught:

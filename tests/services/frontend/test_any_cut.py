@@ -242,7 +242,7 @@ def thinking() -> TextModel:
         ),
     ],
 )
-async def test_a_stream_says_what_the_answer_says(
+async def test_a_stream_has_the_same_content_as_the_whole_answer(
     api: str, answer: str, more: dict[str, Any], thinking: TextModel
 ) -> None:
     """Text that followed a call in one frame cut this call in two, the second half without an id and a name."""

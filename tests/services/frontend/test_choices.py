@@ -135,7 +135,7 @@ async def test_a_chats_logprobs_are_those_of_its_tokens(
     assert streamed == whole
 
 
-async def test_without_asking_nothing_is_told(openai: AsyncOpenAI, mesh: FakeMesh) -> None:
+async def test_without_the_option_no_log_probabilities_are_sent(openai: AsyncOpenAI, mesh: FakeMesh) -> None:
     answer = await openai.chat.completions.create(model=MODEL, messages=HELLO)
     assert answer.choices[0].logprobs is None
     assert mesh.prompts[0].sampling.logprobs is None
@@ -150,7 +150,7 @@ async def test_a_chat_may_ask_for_the_tokens_alone(openai: AsyncOpenAI) -> None:
 
 
 @pytest.mark.parametrize("prompt", ["Hello, 世界", [70, 71, 72]])
-async def test_a_completion_tells_of_the_echoed_prompt_too(
+async def test_a_completion_has_log_probabilities_of_the_echoed_prompt_too(
     openai: AsyncOpenAI, mesh: FakeMesh, text: TextModel, prompt: str | list[int]
 ) -> None:
     mesh.answers = ANSWERS[:2]
@@ -209,7 +209,7 @@ async def test_a_prompt_s_logprobs_need_no_echo_to_be_asked_for_alone(http: http
     assert len(choice["prompt_logprobs"]) == 3
 
 
-async def test_tokens_behind_a_stop_string_are_not_told_of(openai: AsyncOpenAI, mesh: FakeMesh) -> None:
+async def test_tokens_behind_a_stop_string_are_not_reported(openai: AsyncOpenAI, mesh: FakeMesh) -> None:
     mesh.answer, mesh.tokens_per_delta = "one two three four", 100
     answer = await openai.completions.create(model=MODEL, prompt="a", stop="wo", logprobs=0)
     told = answer.choices[0].logprobs

@@ -132,7 +132,7 @@ async def test_texts_of_an_instance_that_cannot_go_elsewhere(mesh: Mesh, how: st
     first.gate.set()
 
 
-async def test_what_is_wrong_with_a_text_is_told_at_once(mesh: Mesh) -> None:
+async def test_an_invalid_text_is_refused_at_once(mesh: Mesh) -> None:
     decode = Decode(mesh, "a")
     decode.refusals.append(PromptTooLong("101 of 100"))
     with pytest.raises(PromptTooLong):
@@ -146,7 +146,7 @@ async def test_what_is_wrong_with_a_text_is_told_at_once(mesh: Mesh) -> None:
         await mesh.embed(1)
 
 
-async def test_whoever_leaves_takes_the_work_back(mesh: Mesh) -> None:
+async def test_a_client_that_leaves_cancels_its_work(mesh: Mesh) -> None:
     decode = Decode(mesh, "a")
     decode.gate.clear()
     asking = asyncio.create_task(mesh.embed(*[1] * (MAX_TEXTS + 1)))

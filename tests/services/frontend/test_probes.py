@@ -78,13 +78,13 @@ async def test_a_probe_may_ask_without_wanting_the_body(http: httpx.AsyncClient,
     assert probed.headers["content-type"] == asked.headers["content-type"]
 
 
-async def test_the_version_is_told(http: httpx.AsyncClient) -> None:
+async def test_the_version_is_reported(http: httpx.AsyncClient) -> None:
     version = (await http.get("/version")).json()["version"]
     assert version.count(".") == 2
     assert (await http.get("/openapi.json")).json()["info"] == {"title": "kvmesh", "version": version}
 
 
-def test_workers_are_those_in_etcd_with_what_they_said_last() -> None:
+def test_workers_are_those_in_etcd_with_their_last_report() -> None:
     now = [0.0]
     book = InstanceBook()
     for name, role in (("p", "prefill"), ("d", "decode"), ("e", "decode"), ("f", "frontend")):

@@ -201,7 +201,7 @@ async def test_messages_of_the_packages_helpers_can_be_sent_back(checker: Constr
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_reasoning_is_told_apart_under_both_names(stream: bool) -> None:
+async def test_reasoning_is_separate_under_both_names(stream: bool) -> None:
     mesh = FakeMesh(model(THINKS), tokens_per_delta=3)
     call = '<tool_call>{"name": "g", "arguments": {}}</tool_call>'
     mesh.answers = ["\nParis, I think.\n</think>\n\nParis.", f"hm</think>{call}", "all of it"]
@@ -247,7 +247,7 @@ async def test_one_call_ends_the_answer_and_the_work_when_no_more_are_wanted(str
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_call_that_is_cut_off_says_so(stream: bool) -> None:
+async def test_a_call_that_is_cut_off_is_marked(stream: bool) -> None:
     mesh = FakeMesh(model(), answer='<tool_call>{"name": "g", "arguments": {"a": "one two three"}}</tool_call>')
     limit = len(mesh.text._encode(mesh.answer.partition(" three")[0], add_special_tokens=False))
     async with served(mesh) as client:

@@ -134,7 +134,7 @@ def keep_long_trace(home: Path, num_requests: int) -> str:
     return trace_id
 
 
-async def test_a_trace_of_many_requests_blocks_nobody(tmp_path: Path) -> None:
+async def test_a_trace_of_many_requests_does_not_block_the_event_loop(tmp_path: Path) -> None:
     """Its spans were made into JSON in the event loop, so that processes could not send theirs."""
     trace_id = keep_long_trace(tmp_path, 40_000)
     async with observer(tmp_path) as url, client_of(url) as http, longest_gap() as gap:

@@ -49,7 +49,7 @@ async def test_compose_scales_one_service_and_leaves_the_others_alone(
     assert up[5:] == ["up", "--detach", "--no-deps", "--no-recreate", "--scale", "prefill=1", "prefill"]
 
 
-async def test_compose_is_not_scaled_if_somebody_else_has_scaled_it(compose: ComposeConnector, tmp_path: Path) -> None:
+async def test_compose_is_not_scaled_if_another_user_has_scaled_it(compose: ComposeConnector, tmp_path: Path) -> None:
     """From 2 to 3, while an operator scaled to 5: two of the operator's containers were removed."""
     (tmp_path / "containers.json").write_text(json.dumps({"prefill": 5, "decode": 1}))
     with pytest.raises(Rejected, match="5 prefill containers run, not 2"):

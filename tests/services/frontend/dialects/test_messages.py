@@ -173,7 +173,7 @@ async def test_the_packages_own_stream_is_content(anthropic: Any, mesh: FakeMesh
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_which_stop_sequence_it_was_is_told(anthropic: Any, mesh: FakeMesh, stream: bool) -> None:
+async def test_the_matched_stop_sequence_is_reported(anthropic: Any, mesh: FakeMesh, stream: bool) -> None:
     request = {**HELLO, "stop_sequences": ["never", "e is"]}
     if stream:
         async with anthropic.messages.stream(**request) as opened:
@@ -486,7 +486,7 @@ async def test_a_thread_is_refused_so_that_clients_send_the_conversation_without
 
 
 @pytest.mark.parametrize("path", [URL, COUNT])
-async def test_what_is_no_request_is_told_in_anthropics_shape(http: httpx.AsyncClient, path: str) -> None:
+async def test_an_invalid_request_gets_an_error_of_anthropics_shape(http: httpx.AsyncClient, path: str) -> None:
     json_type = {"content-type": "application/json"}
     error_of(await http.post(path, content=b"{", headers=json_type), 400, "invalid_request_error")
     error_of(await http.post(path, content=b"{}"), 415, "invalid_request_error")

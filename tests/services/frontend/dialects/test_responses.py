@@ -61,7 +61,7 @@ async def test_a_string_is_answered(openai: Any, mesh: FakeMesh, text: TextModel
     assert (message.type, message.role, message.status) == ("message", "assistant", "completed")
 
 
-async def test_what_was_asked_for_is_told_again(http: httpx.AsyncClient) -> None:
+async def test_a_response_repeats_the_requests_parameters(http: httpx.AsyncClient) -> None:
     asked = {
         "instructions": "Be brief.",
         "max_output_tokens": 400,

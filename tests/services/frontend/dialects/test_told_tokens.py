@@ -91,7 +91,7 @@ async def test_token_ids_end_where_a_stop_string_is_complete(http: httpx.AsyncCl
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETION, TEXT)])
 @pytest.mark.parametrize("last", [True, False])
-async def test_each_chunk_tells_the_usage_so_far(
+async def test_each_chunk_has_the_usage_so_far(
     http: httpx.AsyncClient, mesh: FakeMesh, path: str, body: dict[str, Any], last: bool
 ) -> None:
     options = {"include_usage": last, "continuous_usage_stats": True}
@@ -124,7 +124,7 @@ async def test_tokens_of_reasoning_are_counted(
 
 
 @pytest.mark.parametrize("tokens_per_delta", [1, 1000])
-async def test_chunks_of_reasoning_and_calls_tell_the_usage_and_each_token_once(
+async def test_chunks_of_reasoning_and_calls_have_the_usage_and_each_token_once(
     settings: FrontendSettings, tokens_per_delta: int
 ) -> None:
     """Of one delta that became several chunks, only the first one told the usage so far."""
@@ -149,7 +149,7 @@ async def test_chunks_of_reasoning_and_calls_tell_the_usage_and_each_token_once(
 
 
 @pytest.mark.parametrize("fields", [{"return_token_ids": True}, {"stream_options": {"continuous_usage_stats": True}}])
-def test_what_is_held_back_until_the_end_is_told_though_no_token_comes_with_it(
+def test_text_held_back_until_the_end_is_sent_although_no_token_comes_with_it(
     mesh: FakeMesh, text: TextModel, fields: dict[str, Any]
 ) -> None:
     request = ChatRequest.model_validate({**HELLO, "stream": True, **fields})
@@ -169,7 +169,7 @@ def test_what_is_held_back_until_the_end_is_told_though_no_token_comes_with_it(
 
 
 @pytest.mark.parametrize(("path", "body"), [(CHAT, HELLO), (COMPLETION, TEXT)])
-async def test_the_prompts_log_probabilities_are_told_in_vllms_shape(
+async def test_the_prompts_log_probabilities_have_vllms_shape(
     http: httpx.AsyncClient, mesh: FakeMesh, path: str, body: dict[str, Any]
 ) -> None:
     answer = (
@@ -191,7 +191,7 @@ async def test_the_prompts_log_probabilities_are_told_in_vllms_shape(
         assert len(answer["choices"][0]["logprobs"]["tokens"]) == mesh.deltas / 2
 
 
-async def test_an_echo_tells_as_many_alternatives_as_it_was_asked_for(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
+async def test_an_echo_has_as_many_alternatives_as_requested(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
     body = {**TEXT, "echo": True, "logprobs": 1, "prompt_logprobs": 4}
     [choice] = (await http.post(COMPLETION, json=body)).json()["choices"]
     assert mesh.prompts[0].sampling.prompt_logprobs == 4
@@ -199,7 +199,7 @@ async def test_an_echo_tells_as_many_alternatives_as_it_was_asked_for(http: http
     assert all(len(top) == 1 for top in choice["logprobs"]["top_logprobs"][1:])
 
 
-async def test_a_conversation_goes_on_with_its_last_message(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
+async def test_a_conversation_continues_with_its_last_message(http: httpx.AsyncClient, mesh: FakeMesh) -> None:
     begun = [*HELLO["messages"], {"role": "assistant", "content": "The capital"}]
     body = {"model": MODEL, "messages": begun, "continue_final_message": True}
     plain = (await http.post(CHAT, json=body)).json()["choices"][0]["message"]["content"]

@@ -50,7 +50,7 @@ def instance(name: str, role: str = "decode", **facts: Any) -> InstanceRecord:
     return record(name, role=role, started_unix_ms=int(STARTED_S * 1000), **facts)
 
 
-def test_a_picture_without_nats_says_how_old_it_is() -> None:
+def test_a_picture_without_nats_has_its_age() -> None:
     """The page showed its last figures as live, and all prefill instances as silent."""
     shown = Shown()
     assert shown.view.snapshot().about["nats_away"] == 0

@@ -100,7 +100,7 @@ async def test_an_instance_that_does_not_answer_is_counted_until_it_does_or_is_g
     assert (reports.unanswered, list(reports.statuses)) == ({}, ["d001"])
 
 
-async def test_nobody_is_asked_while_nats_is_away() -> None:
+async def test_no_status_is_requested_while_nats_is_away() -> None:
     poll, bus, _, reports = polled(2)
     bus.is_connected = False
     await poll.once()

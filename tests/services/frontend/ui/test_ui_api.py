@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 OWN = {"x-kvmesh-ui": "1"}
 
 
-async def test_lists_of_requests_say_how_each_ended(mesh: FakeMesh) -> None:
+async def test_lists_of_requests_have_the_end_of_each(mesh: FakeMesh) -> None:
     reader = FakeReader([trace("b" * 32, error=f"cannot read '{SECRET}'"), trace()])
     async with served(mesh, make_page(reader=reader)) as http:
         found = (await http.get("/ui/api/requests")).json()
@@ -128,7 +128,7 @@ async def test_a_trace_is_a_file_for_perfetto(mesh: FakeMesh) -> None:
     ]
 
 
-async def test_a_store_that_cannot_be_read_is_said_plainly(mesh: FakeMesh) -> None:
+async def test_an_unreadable_store_is_reported(mesh: FakeMesh) -> None:
     async with served(mesh, make_page(reader=FakeReader(fails=True))) as http:
         answer = await http.get("/ui/api/requests")
     assert answer.status_code == 503
@@ -169,7 +169,7 @@ async def test_an_origin_that_may_ask_for_answers_may_not_kill(mesh: FakeMesh) -
     assert control.killed == []
 
 
-async def test_without_a_control_nobody_kills(mesh: FakeMesh) -> None:
+async def test_without_a_control_no_instance_can_be_killed(mesh: FakeMesh) -> None:
     async with served(mesh, make_page()) as http:
         assert (await http.get("/ui/api/about")).json() == {"may_kill": False}
         answer = await http.post("/ui/api/kill", json={"instance": "d1"}, headers=OWN)

@@ -75,7 +75,7 @@ def test_a_field_that_is_gone_becomes_null() -> None:
     assert changes(now, now) == {}
 
 
-async def test_nothing_is_computed_while_nobody_watches() -> None:
+async def test_nothing_is_computed_without_viewers() -> None:
     mesh = Mesh()
     feed = Feed(mesh.look, every_s=0.001)
     async with background(feed.run(), "feed"):

@@ -39,7 +39,7 @@ async def test_an_observer_that_was_away_is_read_when_it_is_back(
 
 
 @pytest.mark.parametrize("form", ["", "/perfetto"])
-async def test_a_trace_of_many_requests_blocks_nobody(mesh: FakeMesh, form: str) -> None:
+async def test_a_trace_of_many_requests_does_not_block_the_event_loop(mesh: FakeMesh, form: str) -> None:
     """All of its spans were corrected, filtered and encoded in the event loop: 2 s for 48,000."""
     reader = FakeReader([long_trace(16_000)])
     async with served(mesh, make_page(reader=reader)) as http, longest_gap() as gap:
