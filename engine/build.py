@@ -165,7 +165,7 @@ def assemble_led(
         parts = make_parts(loaded, config, progress, memory)
     ranks = [
         RankMemory(made.pid, made.device, made.address, str(transfer_socket_of(followers.directory, rank)))
-        for rank, made in enumerate(followers.made(), 1)
+        for rank, made in enumerate(followers.page_reports(), 1)
     ]
     # ranks must route alike, and a router's last bits depend on the number of threads
     limit = None if has_experts(loaded.module) else ThreadLimit(torch.get_num_threads(), torch.get_num_threads())

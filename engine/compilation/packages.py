@@ -153,16 +153,16 @@ def _build(job: Job) -> None:
     Raises: OSError, CompilationFailed.
     """
     package = Path(job.package)
-    if _is_there(package):  # its directory may be read-only
+    if _mark_used(package):  # its directory may be read-only
         return
     with locked(package):
-        if not _is_there(package):
+        if not _mark_used(package):
             _run_child(job, package.with_suffix(UNFINISHED) / "inductor")
             _forget_old(package.parent)
 
 
-def _is_there(package: Path) -> bool:
-    """Return whether the package exists, and mark it as used if that is allowed."""
+def _mark_used(package: Path) -> bool:
+    """Mark the package as used, if that is allowed. Return False if it does not exist."""
     try:
         os.utime(package)
     except FileNotFoundError:

@@ -53,7 +53,7 @@ class ThreadLimit:
         self._retry_s = FIRST_RETRY_S
         self._changed = clock()
         self._windows = TRIED_WINDOWS + 1  # windows since the last try in which the full limit was used
-        self._hoped = False  # whether that try had room
+        self._tried_with_room = False  # whether there was room at that try
         self._logged = float("-inf")
         self._begun: tuple[float, int] | None = None  # start and threads of the current step
         self._window_s = 0.0  # duration of the steps in the current window
@@ -101,7 +101,7 @@ class ThreadLimit:
                 self.threads += 1
                 self._windows = 0
                 self._changed = now
-                self._hoped = self._has_room
+                self._tried_with_room = self._has_room
 
     def _look_for_room(self, now: float) -> None:
         if self._look is not None and now - self._look[0] < LOOK_S:
@@ -117,7 +117,7 @@ class ThreadLimit:
         tried = self._windows <= TRIED_WINDOWS
         if not tried:
             self._retry_s = FIRST_RETRY_S
-        elif self._hoped:
+        elif self._tried_with_room:
             self._retry_s = min(4 * self._retry_s, LAST_RETRY_S)
         if not tried and now - self._logged >= LOG_EVERY_S:
             log.info(

@@ -214,15 +214,15 @@ def _read(
 ) -> dict[str, LowRank]:
     config = read_adapter_config(name, directory)
     pairs = _pairs(name, directory)
-    strangers = [layer for layer in pairs if layer not in linears]
+    unknown = [layer for layer in pairs if layer not in linears]
     missing = [] if config.some_layers else [layer for layer in linears if config.names(layer) and layer not in pairs]
-    if experts := next((layer for layer in strangers if EXPERTS in layer), None):
+    if experts := next((layer for layer in unknown if EXPERTS in layer), None):
         raise UnsupportedModel(
             f"LoRA adapter {name!r} is not supported: it changes {experts}, and experts cannot be adapted. Train one "
             "for other layers (target_modules)"
         )
-    if strangers or missing or not pairs:
-        what = f"it changes {strangers[0]}" if strangers else f"it has no weights for {(missing or ['any layer'])[0]}"
+    if unknown or missing or not pairs:
+        what = f"it changes {unknown[0]}" if unknown else f"it has no weights for {(missing or ['any layer'])[0]}"
         raise UnsupportedModel(
             f"LoRA adapter {name!r} is not supported: {what}. This model has {len(linears)} linear layers that can be "
             f"adapted, such as {next(iter(linears), 'none')}. Was the adapter trained on another model?"

@@ -24,7 +24,7 @@ from engine.model.gguf_tokenizer import end_tokens, save_tokenizer
 STEPS: Final = 3
 F32, F16 = GGMLQuantizationType.F32, GGMLQuantizationType.F16
 # keys that change the result, and their names in transformers
-TELLING: Final = {
+CHECKED: Final = {
     "attention.sliding_window": "sliding_window",
     "attn_logit_softcapping": "attn_logit_softcapping",
     "final_logit_softcapping": "final_logit_softcapping",
@@ -85,7 +85,7 @@ def _check(reader: GGUFReader, config: Any, loading: dict[str, Any]) -> None:
     if missing := sorted(loading["missing_keys"]):
         raise CannotConvert(f"it lacks {len(missing)} of the model's tensors, among them {missing[0]}")
     architecture = reader.fields["general.architecture"].contents()
-    for key, name in TELLING.items():
+    for key, name in CHECKED.items():
         field = reader.fields.get(f"{architecture}.{key}")
         if field is not None and field.contents() != (read := getattr(config, name, None)):
             raise CannotConvert(f"its {name} is {field.contents()}, which transformers reads as {read}")
@@ -131,9 +131,9 @@ def _write(line: str) -> None:
         sys.stdout.write(f"{line}\n")
         sys.stdout.flush()
     except BrokenPipeError:  # the parent has died, but other processes will use the result
-        nowhere = os.open(os.devnull, os.O_WRONLY)
+        null = os.open(os.devnull, os.O_WRONLY)
         for stream in (1, 2):
-            os.dup2(nowhere, stream)
+            os.dup2(null, stream)
 
 
 def main() -> int:

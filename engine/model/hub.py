@@ -23,7 +23,7 @@ def fetch(model: str, progress: Progress) -> Path:
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)  # an argument of the hub's own bar
-            super().__init__(*args, **{**kwargs, "disable": False, "file": _Nowhere()})
+            super().__init__(*args, **{**kwargs, "disable": False, "file": _NullFile()})
 
         def update(self, n: float | None = 1) -> bool | None:
             shown = super().update(n)
@@ -47,7 +47,7 @@ def _cause(exc: Exception) -> str:
     return f"{' '.join(str(exc).split()) or type(exc).__name__}. Check the connection, or give a local directory"
 
 
-class _Nowhere:
+class _NullFile:
     def write(self, text: str) -> int:
         return len(text)
 

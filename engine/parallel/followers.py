@@ -32,7 +32,7 @@ class Followers:
             model, config, state_dir, module, memory=line.memory, wakers=line.wakers, on_loss=abort_group
         )
         self.directory = self._processes.directory
-        self._made = 0
+        self._num_models = 0
 
     def join(self, device: torch.device) -> None:
         """Wait until all followers have loaded their part, then form the group.
@@ -44,11 +44,11 @@ class Followers:
 
     def make_models(self, config: EngineConfig) -> int:
         """Let the followers allocate pages, in parallel to this rank. Return the model's number."""
-        self._made += 1
-        self.send(MakeModel(self._made, TypeAdapter(EngineConfig).dump_json(config).decode()))
-        return self._made
+        self._num_models += 1
+        self.send(MakeModel(self._num_models, TypeAdapter(EngineConfig).dump_json(config).decode()))
+        return self._num_models
 
-    def made(self) -> list[Report]:
+    def page_reports(self) -> list[Report]:
         """Wait for the followers' pages. Raises: WrongSettings, RankLost."""
         return self._processes.reports()
 
