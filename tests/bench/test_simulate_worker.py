@@ -21,7 +21,7 @@ COST = MockConfig(step_s=1.0, prompt_token_s=0.1, decode_s=0.5, context_token_s=
 
 @dataclass
 class Diary:
-    """Notes what a worker tells."""
+    """Records what a worker reports."""
 
     clock: Clock
     first_s: dict[int, float] = field(default_factory=dict)

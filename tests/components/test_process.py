@@ -17,7 +17,7 @@ from tests.waiting import PATIENCE_S
 
 
 class Service:
-    """Drains when told to, or when given up."""
+    """A service that is drained once `empty` is set."""
 
     def __init__(self) -> None:
         self.draining = False

@@ -47,7 +47,7 @@ async def running(tiny: LoadedModel, *, thread: bool = True, **changes: object) 
 
 
 class FailingEngine(EngineCore):
-    """Dies in the step after it was told to."""
+    """Fails in the next step once `fatal` is set."""
 
     fatal = False
 

@@ -40,7 +40,7 @@ PAGE = 16
 
 
 class Device:
-    """Runs nothing, but keeps the books: what it was told, in order, and what it may be writing into."""
+    """Computes nothing, but records its calls in order, and the pages into which it may be writing."""
 
     takes_cpu = False
     forward_kind = ""

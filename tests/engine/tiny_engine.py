@@ -118,7 +118,7 @@ def greedy(max_tokens: int, **changes: object) -> SamplingParams:
 
 @dataclass
 class Seen:
-    """Everything that engine outputs told, by request; of branches but the first, by (request, branch)."""
+    """The contents of all engine outputs, by request; of branches except the first, by (request, branch)."""
 
     branches: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     branch_finish: dict[tuple[str, int], FinishReason] = field(default_factory=dict)

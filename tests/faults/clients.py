@@ -52,7 +52,7 @@ class Client:
 
     @property
     def lacks_kv(self) -> bool:
-        """Whether it was told that its prompt's KV did not come."""
+        """Whether it got the error that its prompt's KV did not arrive."""
         return isinstance(self.error, KvUnavailable)
 
     def __str__(self) -> str:

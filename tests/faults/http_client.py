@@ -44,7 +44,7 @@ class HttpClient(Client):
         return f"client {self.number} {how}: {self.status} {self.texts}, {self.finishes}, {self.error}"
 
     async def run(self, frontend: Frontend) -> None:
-        """Send the request; the server writes as the application tells it."""
+        """Send the request; the server writes as the application does."""
         self.received_s = asyncio.get_running_loop().time()
         self._parts = self._body()
         headers = [(b"content-type", b"application/json"), (b"content-length", b"%d" % sum(map(len, self._parts)))]

@@ -71,7 +71,7 @@ class MemoryEtcd:
         return lease
 
     def refresh(self, lease: Lease) -> bool:
-        """Whether it still stands."""
+        """Whether it is still valid."""
         if not lease.is_lost:
             lease.expires_s = _now_s() + self.ttl_s
         return not lease.is_lost
@@ -129,7 +129,7 @@ class MemoryRegistry:
         asyncio.get_running_loop().call_at(self._arrival_s, self._changed, key, record, context=self.process.context())
 
     def range_again(self) -> None:
-        """The difference is told as changes."""
+        """Deliver the difference as changes."""
         self.book.replace_all(self._etcd.records())
 
     @asynccontextmanager

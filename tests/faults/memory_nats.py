@@ -144,7 +144,7 @@ class MemoryNats:
             loop.call_at(arrival, self._arrive, subject, reply, copy.data, sent.headers, context=self._context)
 
     def tell_of_nobody(self, reply: str) -> None:
-        """Answer a call that nobody listens for."""
+        """Answer a call without a listener."""
         at = asyncio.get_running_loop().time() + 2 * LATENCY_S
         headers = {STATUS: NO_RESPONDERS}
         asyncio.get_running_loop().call_at(at, self._arrive, reply, "", b"", headers, context=self._context)

@@ -364,7 +364,7 @@ class MeshRun:
     # what must hold
 
     async def _quiet(self, when: str) -> None:
-        """Wait until nobody keeps anything."""
+        """Wait until no process keeps a request, page or transfer."""
         loop = asyncio.get_running_loop()
         until_s = loop.time() + QUIET_WITHIN_S
         while left := self._leftovers():

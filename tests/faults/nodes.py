@@ -203,7 +203,7 @@ class Node(ABC):
         """Open what this process has, for as long as `stack` is."""
 
     async def _until_over(self) -> None:
-        """Wait until this process is told to leave."""
+        """Wait until this process gets the signal to leave."""
         await self.leave.wait()
 
     async def _drain(self) -> None:

@@ -94,7 +94,7 @@ class Reference:
 
 
 def _marks(held: list[Mark], checksums: Checksums, layout: KvLayout) -> list[Mark]:
-    """What a full block must say. Only `held` tells how many of its tokens were not generated one by one."""
+    """The marks that a full block must have. Only `held` has the number of its tokens that were not generated one by one."""
     ranks = (of_shard(layout, rank, layout.shards) for rank in range(layout.shards))
     heads = [head for rank in ranks for head in rank.heads for _ in ("first stripe", "last stripe")]
     marked = min(max(held[0][1], 1), BLOCK)

@@ -20,7 +20,7 @@ Adapters = Literal["none", "everywhere", "on decode alone", "other weights on pr
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What the services are told."""
+    """The settings of the services."""
 
     page_sizes: tuple[int, int] = EQUAL  # of prefill, of decode
     verify_kv: bool = False

@@ -42,7 +42,7 @@ def test_clients_leave_and_stop_reading_while_the_mesh_fails(home: Path, mesh: F
 
 
 def test_an_error_after_the_first_token_is_the_streams_last_event(home: Path) -> None:
-    """Frames stop coming, and nothing else tells that they do: every request runs into its time limit."""
+    """Frames stop, and nothing else reports it: every request runs into its time limit."""
     lost = [Fault(Do.DROP, "message frame", 12, count=FOR_EVER)]
     outcome = check(home, 1, lost, setup=HTTP, limit=ANYTHING)
     late = [c for c in outcome.clients if c.error]

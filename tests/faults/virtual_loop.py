@@ -1,7 +1,7 @@
 """An event loop whose clock jumps to the next timer, and processes in it that can be stopped, continued and killed.
 
 A callback belongs to the process whose name its context carries. Callbacks of a stopped process wait until it continues,
-timers too, as after SIGSTOP; those of a dead one wait for ever.
+timers too, as after SIGSTOP; those of a dead one never run.
 """
 
 import asyncio

@@ -91,7 +91,7 @@ async def until_counted(record: InstanceRecord, message: str, reason: str, least
 
 
 async def endpoints(client: Client, record: InstanceRecord) -> list[str]:
-    """The calls that an instance answers, as it tells everyone."""
+    """The calls that an instance answers, as listed by `$SRV.INFO`."""
     name = f"kvmesh-{record.role}"
     inbox = await client.bus.client.subscribe(client.bus.client.new_inbox())
     await client.bus.client.publish(f"$SRV.INFO.{name}", reply=inbox.subject)

@@ -83,7 +83,7 @@ def test_vectors_through_the_mesh_are_those_of_transformers(url: str, directory:
 
 
 def workers(url: str) -> list[dict[str, Any]]:
-    """Once a heartbeat has told that nothing runs."""
+    """Wait for a heartbeat that reports no running request."""
     listed: list[dict[str, Any]] = []
 
     def is_told() -> bool:

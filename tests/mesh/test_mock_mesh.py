@@ -93,7 +93,7 @@ def test_a_fitting_page_size_excuses_no_other_difference(mock_mesh: MeshProcesse
 
 
 def test_a_long_queue_at_prefill_is_passed_by(mock_mesh: MeshProcesses) -> None:
-    """Prefill computes 500 tokens a second here, decode at once: whoever comes behind 3,000 tokens is computed there."""
+    """Prefill computes 500 tokens per second here, decode at once, so decode computes a prompt queued behind 3,000 tokens."""
     prompts = [[i + 1] * 200 for i in range(20)]
     sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True)
     expected = [ids[:4] for ids in one_engine(mock_mesh.home, prompts, sampling)]
@@ -212,7 +212,7 @@ def test_a_worker_has_loaded_no_torch(mock_mesh: MeshProcesses) -> None:
 
 
 def test_the_frontend_speaks_the_mocks_bytes_and_a_stop_string_ends_its_branch_alone(mock_mesh: MeshProcesses) -> None:
-    """Each token is a letter, and its log-probability the one that a single engine tells."""
+    """Each token is a letter, and its log-probability is that of a single engine."""
     prompt, count = [*b"Once upon a time, there was "], 400
     drawn = SamplingParams(max_tokens=count, temperature=1.0, seed=3, ignore_eos=True, n=3, logprobs=2)
     [whole] = branches_of_one_engine(mock_mesh.home, [prompt], drawn)

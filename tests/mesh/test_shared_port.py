@@ -1,4 +1,4 @@
-"""Several frontends behind one port: one that stops loses nobody, one that is killed loses only its own."""
+"""Several frontends behind one port: one that stops loses no request, one that is killed loses only its own."""
 
 import asyncio
 import json

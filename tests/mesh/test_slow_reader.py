@@ -1,4 +1,4 @@
-"""A client that stops reading: what waits for it is bounded, it is cut off in time, and nobody else notices."""
+"""A client that stops reading: what waits for it is bounded, it is cut off in time, and no other client notices."""
 
 import asyncio
 import json
@@ -25,7 +25,7 @@ BODY: Final[dict[str, Any]] = {"model": MODEL, "prompt": "a", "ignore_eos": True
 
 
 def deaf(url: str, **fields: Any) -> socket.socket:
-    """A request whose client has read the headers and goes on to read nothing."""
+    """A request whose client has read the headers and reads nothing more."""
     host, port = url.removeprefix("http://").split(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

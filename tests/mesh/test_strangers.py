@@ -59,7 +59,7 @@ def stored(http: httpx.Client, **fields: Any) -> str:
 def test_another_key_sees_no_prefix_no_response_and_no_more_traces(
     http: httpx.Client, mock_mesh: MeshProcesses
 ) -> None:
-    """One key's `cached_tokens` told another's prompts, and a client's `traceparent` passed the rate of traces."""
+    """One key's `cached_tokens` revealed another's prompts, and a client's `traceparent` passed the rate limit of traces."""
     assert cached_tokens(http, "alice") == 0
     assert cached_tokens(http, "alice") > 0
     assert cached_tokens(http, "bob") == 0

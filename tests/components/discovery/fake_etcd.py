@@ -114,7 +114,7 @@ class Member:
             yield rpc.LeaseKeepAliveResponse(ID=request.ID, TTL=self._store.ttl_s if stands else 0)
 
     def _watch(self, _requests: Iterator[Any], context: Any) -> Iterator[Any]:
-        """Nothing ever changes; a client that asks for it is told when there is no leader."""
+        """Deliver no change. Report a missing leader to a client that requires one."""
         ended = threading.Event()
         context.add_callback(ended.set)
         wants_leader = ("hasleader", "true") in [(item.key, item.value) for item in context.invocation_metadata()]

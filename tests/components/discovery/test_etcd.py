@@ -34,7 +34,7 @@ def test_a_bad_endpoint_is_named(bad: str) -> None:
 
 
 def test_a_bad_address_fails_at_once_instead_of_in_a_thread() -> None:
-    """The mirror's thread once died of it, and the process waited for its first range for ever."""
+    """The mirror's thread died of it, and the process waited for its first range without end."""
 
     async def test() -> None:
         async with asyncio.timeout(PATIENCE_S), join_registry("http://etcd:port", "ns", 2):

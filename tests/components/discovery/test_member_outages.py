@@ -69,7 +69,7 @@ async def test_a_member_without_a_leader_is_passed_over(members: list[Member], m
 
 
 async def test_a_mirror_leaves_a_member_that_loses_its_leader(members: list[Member]) -> None:
-    """Its watch stayed open and silent for ever: changes were not seen any more."""
+    """Its watch stayed open but delivered no change any more."""
     async with join_registry(url_of(*members), "ns", TTL_S):
         await until(lambda: any(member.watches for member in members))
         followed, other = sorted(members, key=lambda member: -member.watches)
@@ -95,7 +95,7 @@ async def test_an_etcd_that_answers_no_ranges_is_asked_less_and_less(members: li
 
 
 async def test_more_records_than_one_message_holds_are_read(store: Store, members: list[Member]) -> None:
-    """From 3,300 records on nobody could start, and was told that etcd cannot be reached."""
+    """From 3,300 records on no process could start: each reported that etcd cannot be reached."""
     for i in range(RECORDS):
         there = record(f"{i:08x}", host="h" * 1_200)
         store.records[f"ns/instances/decode/{i:08x}".encode()] = dump_record(there)

@@ -56,7 +56,7 @@ def test_elsewhere_nixl_listens_on_the_interface_with_the_address() -> None:
 
 
 def test_a_machine_without_rdma_devices_does_not_load_what_is_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where libibverbs1 was installed each worker ended with SIGSEGV when it was told to leave."""
+    """With libibverbs1 installed, each worker ended with SIGSEGV on SIGTERM."""
     for devices, modules in (([], "^ib"), (["mlx5_0:1"], None)):
         monkeypatch.setenv(network.UCX_MODULES, "")
         monkeypatch.delenv(network.UCX_MODULES)

@@ -292,7 +292,7 @@ async def test_peers_come_and_go_without_a_standstill_of_the_event_loop_or_files
 
 
 async def _come_and_go(transfer: KvTransfer, peer: Peer) -> tuple[float, int]:
-    """Returns: the longest standstill of the event loop in seconds, and how many more files are open than at first."""
+    """Returns: the longest pause of the event loop in seconds, and the number of files that were left open."""
     stalls = [0.0]
 
     async def watch() -> None:

@@ -143,7 +143,7 @@ def test_frames_that_the_instance_has_forgotten_end_its_streams_and_later_ones_a
 
 
 def test_a_foreign_frame_with_a_future_number_is_dropped() -> None:
-    """It would be waited for for ever."""
+    """The frontend would wait for it without end."""
 
     async def test() -> None:
         link = Link()

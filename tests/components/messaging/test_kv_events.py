@@ -117,7 +117,7 @@ async def test_a_router_that_starts_late_gets_a_dump_in_parts_while_events_go_on
 
 
 async def test_a_second_router_that_asks_takes_nothing_from_the_first(nats_url: str, namespace: str) -> None:
-    """A dump holds changes that no batch has told yet; who has followed so far must get them still."""
+    """A dump has changes that no batch has reported yet. A router that has followed so far must still get them."""
     async with scene(nats_url, namespace) as s:
         s.worker.register("1")
         await s.until_it_agrees()

@@ -53,7 +53,7 @@ class FakeNats:
             _reset(writer)
 
     def deliver(self, subject: str, reply: str, data: bytes) -> None:
-        """Send a message to whoever has subscribed to it."""
+        """Send a message to its subscribers."""
         for writer in self._writers:
             sid = re.findall(rf"SUB {subject} +(\d+)\r".encode(), self.processed)[-1]
             writer.write(b"MSG %s %s %s %d\r\n%s\r\n" % (subject.encode(), sid, reply.encode(), len(data), data))

@@ -287,7 +287,7 @@ class Published:
 
 @pytest.mark.parametrize("rest_s", [0.05, 1.4])
 def test_an_engine_does_not_hang_while_its_process_is_stopped(rest_s: float) -> None:
-    """When a whole machine had paused, each answer to a question told of an engine that hangs, and all were lost."""
+    """After a whole machine had paused, each query's answer reported a hanging engine, and all instances were lost."""
 
     async def run() -> list[float]:
         published, process = Published(), Process("worker")

@@ -373,7 +373,7 @@ async def test_a_frame_that_could_not_leave_is_sent_when_the_frontend_asks_for_i
 async def test_a_frame_too_large_for_nats_ends_its_streams_with_that_error(
     outbox: tuple[StreamOutbox, FakeBus],
 ) -> None:
-    """It would be missing for ever, however often the frontend asks."""
+    """It would stay missing, however often the frontend requests it."""
     box, bus = outbox
     inbox = StreamInbox("front", nothing_lost)
     readers = [inbox.open("d", "e") for _ in range(2)]

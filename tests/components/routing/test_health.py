@@ -199,7 +199,7 @@ def test_an_instance_that_is_gone_is_gone_with_its_failures() -> None:
 
 @pytest.mark.parametrize("failed_before", [False, True])
 def test_one_that_comes_or_comes_back_idle_gets_a_share_that_grows(failed_before: bool) -> None:
-    """Least load alone would send it everything until it had as much to do as everybody else."""
+    """Least load alone would send it everything until it had as much work as the others."""
     health, policy = Health(Random(0), BreakerSettings(failures=1)), LeastLoad(Random(0), prompt_load)
     members = old_fleet(9, health)
     for member in members:

@@ -71,7 +71,7 @@ def test_a_request_is_named_after_the_api(route: str | None, name: str) -> None:
 def test_a_request_without_its_frontends_span_runs_or_has_lost_it(
     names: list[str], silent_s: float, status: str
 ) -> None:
-    """Requests of a killed frontend were in progress for ever."""
+    """Requests of a killed frontend stayed in progress."""
     spans = [replace(FIRST, name=name, service="decode-d1") for name in names]
     ended_s = FIRST.end_ns / 1e9
     assert summary_of(spans, ended_s + silent_s).status == status

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.anyio
 async def test_a_process_that_waits_for_a_server_logs_it_until_the_server_answers(
     what: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It said once that it tries again; then there was silence for ever."""
+    """The process logged its first retry and nothing after it."""
     monkeypatch.setattr(waiting, "FIRST_S", 0.05)
     monkeypatch.setattr(waiting, "LOG_INTERVAL_S", 0.1)
     port = free_port()

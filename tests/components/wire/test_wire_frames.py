@@ -157,7 +157,7 @@ def test_plain_items_keep_their_place_among_the_others() -> None:
 
 
 def test_where_a_prompt_was_computed_travels_with_its_first_token_and_not_otherwise() -> None:
-    """Older receivers refuse an item with a tenth field, so it is sent only if it was asked for."""
+    """Older receivers refuse an item with a tenth field, so it is sent only if it was requested."""
     origin = PromptOrigin("p1", "the transfer took too long")
     items = [StreamItem(1, 0, [7], None, None, 3, 5, origin=origin), StreamItem(2, 0, [8], None, None, 3, 5)]
     packed = frame_of("i", "e", 1, items).pack()

@@ -60,7 +60,7 @@ PLAIN: dict[Any, st.SearchStrategy[Any]] = {
 
 
 def values(annotation: Any) -> st.SearchStrategy[Any]:
-    """Any value of a field's type; an annotation this does not know fails the test, so that nobody forgets it here."""
+    """Any value of a field's type. An unknown annotation fails the test, so that none is forgotten here."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is list:
         return st.lists(values(args[0]), max_size=5)

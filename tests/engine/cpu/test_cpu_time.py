@@ -1,4 +1,4 @@
-"""Processor time and quotas as Linux tells them: its files here are written by the test, but for its own threads'."""
+"""CPU time and quotas as Linux reports them. The test writes Linux's files, except those of its own threads."""
 
 import math
 import os

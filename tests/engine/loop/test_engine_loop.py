@@ -180,7 +180,7 @@ def test_pages_and_answers_are_had_while_a_device_computes(
 def test_an_engine_that_ends_in_its_last_step_does_not_sleep_on(
     thread: bool, ends: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the device computed, the engine's thread took the wake-up for a call. After the step it slept for ever."""
+    """While the device computed, the engine's thread took the wake-up for a call, and did not wake up again after the step."""
     device = HeldDevice(monkeypatch)
     lose: list[Callable[[Exception], None]] = []
 

@@ -1,4 +1,4 @@
-"""The mock's marks stand in blocks of tokens, so that pages of another size, filled row by row, say the same."""
+"""The mock's marks are in blocks of tokens, so that pages of another size, filled row by row, have the same marks."""
 
 import ctypes
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Whatever schema is asked for, the engine's core answers it: by the mask path, with tokens at random."""
+"""The engine's core answers requests with random schemas: by the mask path, with random tokens."""
 
 import json
 from pathlib import Path

@@ -140,7 +140,7 @@ def test_a_request_gives_the_same_ids_alone_and_among_others(loaded: Callable[[s
 
 
 class Otherwise:
-    """The eager forward, with attention told something else than the layer asks for."""
+    """The eager forward, with another scoring than the layer's."""
 
     kind = EagerForward.kind
 

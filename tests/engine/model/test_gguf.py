@@ -175,7 +175,7 @@ def test_an_interrupted_conversion_starts_over_and_says_so(
 
 
 def test_a_conversion_whose_parent_is_killed_ends_and_is_used(file: Path, tmp_path: Path) -> None:
-    """It went on for nobody, and the next start converted again."""
+    """The conversion continued without a parent, and the next start converted again."""
     names = "import sys; from pathlib import Path; from engine.model.resolve import model_dir"
     program = f"{names}; model_dir(sys.argv[1], Path(sys.argv[2]))"
     parent = subprocess.Popen([sys.executable, "-c", program, str(file), str(tmp_path)], cwd=REPO)

@@ -42,7 +42,7 @@ def next_report(processes: RankProcesses) -> Report:
 
 
 def test_text_that_a_library_prints_is_no_report(start: Start) -> None:
-    """The thread that reads reports ended, and the leader waited for ever."""
+    """The thread that reads reports ended, and the leader waited without end."""
     processes = start("m")
     report = next_report(processes)
     assert (report.device, report.failure) == ("cpu", "")

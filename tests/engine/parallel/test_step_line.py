@@ -63,7 +63,7 @@ def test_a_message_is_done_when_the_follower_asks_for_the_next(line: StepLine) -
 
 
 def test_a_full_line_ends_when_the_followers_have(line: StepLine) -> None:
-    """Their leader would wait for ever else."""
+    """Otherwise their leader would wait without end."""
     over = threading.Event()
     over.set()
     line.send(bytes(RING - 8), over)

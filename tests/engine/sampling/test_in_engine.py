@@ -47,7 +47,7 @@ VARIED: list[dict[str, Any]] = [
 
 
 class Cycle:
-    """Allows one token after another, from a list that starts anew; counts what it was told."""
+    """Allows one token after another, from a list that starts anew; counts the accepted tokens."""
 
     is_complete = False
     fault: str | None = None
@@ -237,7 +237,7 @@ def test_a_mask_without_an_end_to_fall_back_on_still_gives_tokens() -> None:
 
 
 def log_softmax_of(tiny: LoadedModel, token_ids: list[int]) -> list[list[float]]:
-    """Of every position but the last, told by transformers itself."""
+    """Log-probabilities of every position except the last, by transformers itself."""
     step = _Causal()
     with torch.inference_mode():
         output = tiny.module(

@@ -1,4 +1,4 @@
-"""Who goes first, who gives way when pages run out, and that nobody waits for ever."""
+"""Which request is computed first, which is preempted when pages run out, and that no request starves."""
 
 from math import inf
 from pathlib import Path

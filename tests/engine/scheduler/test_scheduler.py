@@ -178,7 +178,7 @@ def test_prefix_hits_are_counted(engine: EngineCore) -> None:
 
 
 def test_a_prompt_preempted_before_its_first_token_is_no_prefix_hit_of_itself(tiny: LoadedModel) -> None:
-    """The client was told, and metrics counted, the pages that the request had computed before it was preempted."""
+    """Usage and metrics counted as cached the pages that the request had computed before it was preempted."""
     engine = make_engine(tiny, num_pages=8, reserve_tokens=0, max_step_tokens=24)
     seen = run(
         engine,

@@ -47,7 +47,7 @@ async def test_who_leaves_meanwhile_is_never_submitted(decode: Decode, masks: Fa
 
 
 async def test_branches_that_leave_meanwhile_are_never_begun(decode: Decode, masks: FakeMasks) -> None:
-    """The engine did not know them yet when they were cancelled, and generated them for nobody."""
+    """They were cancelled before they were submitted, and the engine generated them although no client waited."""
     await decode.ask(sampling=replace(CONSTRAINED, n=3))
     assert [await decode.cancel(stream_id) for stream_id in (1, 3)] == [1, 1]
     masks.ready.set_result("the mask")

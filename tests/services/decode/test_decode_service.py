@@ -1206,7 +1206,7 @@ async def test_another_rooms_failure_says_nothing(decode: Decode) -> None:
 
 @pytest.mark.parametrize("stage", ["asked", "accepted", "offered", "transferring"])
 async def test_a_client_that_leaves_stops_the_work_and_pins_what_prefill_may_write(decode: Decode, stage: str) -> None:
-    """Before the offer nothing is exposed, yet prefill must be told, or it holds its pages till the deadline."""
+    """Before the offer nothing is exposed, but prefill must be notified, or it holds its pages until the deadline."""
     (decode.prefill.answers if stage == "asked" else decode.prefill.takes).clear()
     decode.prefill.quiets.clear()
     await decode.ask()

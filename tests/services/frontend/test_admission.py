@@ -41,7 +41,7 @@ class Case:
         self.tasks: dict[str, asyncio.Task[None]] = {}
 
     def come(self, name: str, tokens: int = 100, key: bytes = b"", priority: int = 0) -> AdmissionTicket:
-        """It costs `tokens` and stays until it is told to leave."""
+        """Add a request that costs `tokens` and does not leave by itself."""
         ticket = self.tickets[name] = self.admission.enter(key, priority, tokens - REQUEST_TOKENS)
 
         async def wait() -> None:
@@ -145,7 +145,7 @@ def test_whoever_waits_when_all_decode_is_lost_waits_for_its_return() -> None:
 
 
 def test_requests_are_refused_when_no_decode_instance_comes_back() -> None:
-    """They waited for the whole queue time-out, and were then told to slow down."""
+    """They waited for the whole queue timeout, and then got 429."""
 
     async def test() -> None:
         case = Case(FULL, queue_timeout_s=60.0)

@@ -568,7 +568,7 @@ async def test_a_file_that_changes_while_the_process_starts_is_read_again(
 
 
 def test_all_keys_are_compared_whichever_is_the_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time that a look takes tells nothing of the place of a key, nor of how much of it was right."""
+    """The time of a lookup reveals neither the place of a key nor how much of it was right."""
     compared: list[bytes] = []
 
     def compare(kept: bytes, brought: bytes) -> bool:
@@ -700,7 +700,7 @@ def _timed(ring: KeyRing) -> float:
 
 
 async def test_keys_do_not_share_the_prefix_cache_unless_they_belong_together(mesh: FakeMesh) -> None:
-    """Another key's `cached_tokens` told page by page what a client's prompt had been."""
+    """Another key's `cached_tokens` revealed a client's prompt page by page."""
     keys = BOTH + table("carol", CAROL, tenant="bob") + table("dave", DAVE, tenant="acme")
     async with served(mesh, keys) as http:
         for key, salt in ((ALICE, None), (ALICE, "s"), (BOB, None), (CAROL, None), (DAVE, "bob/")):

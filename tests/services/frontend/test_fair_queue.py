@@ -34,7 +34,7 @@ def drained(queue: FairQueue) -> list[AdmissionTicket]:
 
 
 class EveryWayThrough(RuleBasedStateMachine):
-    """Any order of coming, being taken, giving up and being charged: nobody is lost or taken twice, no bound is broken."""
+    """Requests arrive, are admitted, give up and are charged in any order. None is lost or admitted twice; bounds hold."""
 
     MAX = 10_000  # some are long enough to let others pass
 
@@ -157,7 +157,7 @@ def test_long_answers_cost_their_key_its_turns() -> None:
 
 
 def test_what_a_key_was_given_counts_though_it_waits_no_more_for_a_moment() -> None:
-    """Else whoever sends one request at a time would go first every time."""
+    """Otherwise a client that sends one request at a time would go first every time."""
     queue = queue_of(waiting(A, 1000), *(waiting(B, 10) for _ in range(50)))
     taken = []
     for _ in range(30):
@@ -187,7 +187,7 @@ def test_a_stream_of_better_ones_passes_256_times_for_each_step(steps: int) -> N
 
 
 def test_a_flood_of_better_ones_ends_when_it_has_gone() -> None:
-    """In a worse priority nobody waits longer than for those of before and 256 for each step."""
+    """A request of a worse priority waits at most for those queued before it and 256 for each step of priority."""
     queue = queue_of(*(waiting(A, 1, 0) for _ in range(1000)), waiting(B, 1, 1))
     turns = [queue.take() for _ in range(100)]
     while turns[-1].priority == 0:
@@ -256,7 +256,7 @@ def sizes(queue: FairQueue) -> Iterable[int]:
 
 
 def test_nothing_is_kept_of_those_who_have_gone() -> None:
-    """A key for each request, a priority for each request, and giving up at once: under one that waits for ever."""
+    """A key and a priority for each request, which gives up at once, under one that waits without end."""
     queue = queue_of(waiting(A, 10**6, -128))
     queue.put(waiting(A, 10**6))
     for i in range(5000):

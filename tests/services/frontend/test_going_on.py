@@ -48,7 +48,7 @@ def going_on(said: str, *, echo: bool = False, **fields: Any) -> dict[str, Any]:
 async def test_the_answer_begins_where_the_text_has_led_to(
     begun: str, answer: str, new: tuple[str | None, ...], whole: tuple[str | None, ...], echo: bool, stream: bool
 ) -> None:
-    """A format that reasons unless told otherwise took all of a continued answer for reasoning."""
+    """A format that reasons by default took all of a continued answer for reasoning."""
     mesh = FakeMesh(model(TEMPLATE, R1), answer=answer)
     async with served(mesh) as client:
         (choice,) = await ask(client, stream=stream, **going_on(begun, echo=echo))

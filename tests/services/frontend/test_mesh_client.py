@@ -598,7 +598,7 @@ async def test_a_request_waits_for_a_decode_instance_that_is_draining(mesh: Mesh
 
 
 async def test_a_request_outlives_instances_that_have_just_died(mesh: Mesh, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With both decodes killed, requests used up their moves before two seconds of silence had told, and got 502."""
+    """With both decodes killed, requests used up their moves before two seconds of silence had passed, and got 502."""
     monkeypatch.setattr("services.frontend.decode_choice.MAX_MOVES", 1)
     dead = [Decode(mesh, name, answers) for name in "ab"]
     mesh.bus.handlers.clear()

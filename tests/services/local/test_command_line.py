@@ -177,7 +177,7 @@ def test_a_wrong_value_of_any_service_is_one_line_before_anything_starts(argumen
 def test_devices_are_for_all_workers_or_for_those_of_a_role(
     given: list[str], settings: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two GPUs could not be told apart: prefill and decode ran on the same one."""
+    """Two GPUs were not distinguished: prefill and decode ran on the same one."""
     assert device_settings(given) == settings
     for name, value in settings.items():
         monkeypatch.setenv(name, value)

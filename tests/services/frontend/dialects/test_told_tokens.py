@@ -127,7 +127,7 @@ async def test_tokens_of_reasoning_are_counted(
 async def test_chunks_of_reasoning_and_calls_have_the_usage_and_each_token_once(
     settings: FrontendSettings, tokens_per_delta: int
 ) -> None:
-    """Of one delta that became several chunks, only the first one told the usage so far."""
+    """If one delta became several chunks, only the first one had the usage so far."""
     mesh = FakeMesh(thinking_model(), answer=f"hm</think>So: {TWO}", tokens_per_delta=tokens_per_delta)
     mesh.served = [ServedModel(MODEL, 4096, 1)]
     tools = [{"type": "function", "function": {"name": name}} for name in "fg"]
