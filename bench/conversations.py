@@ -90,7 +90,7 @@ async def converse(
 
     async with open_client(url) as client:
 
-        async def lead(talk: Sequence[Turn], heard: list[str]) -> None:
+        async def lead(talk: Sequence[Turn], replies: list[str]) -> None:
             messages: list[dict[str, str]] = []
             for turn in talk:
                 await asyncio.sleep(turn.think_s)
@@ -99,7 +99,7 @@ async def converse(
                 done()
                 if answer is None:
                     return
-                heard.append(answer)
+                replies.append(answer)
                 messages.append({"role": "assistant", "content": answer})
 
         async def user() -> None:
@@ -164,21 +164,21 @@ def compare(lines: Sequence[Mapping[str, Any]], policy: str, first: str) -> dict
     return ratios
 
 
-def talk(who: Contestant, model: str, talks: Sequence[Sequence[Turn]], users: int) -> Talked:
+def talk(mesh: Contestant, model: str, talks: Sequence[Sequence[Turn]], users: int) -> Talked:
     """Run the conversations, after a warm-up of one turn for each user. Exit if a turn fails."""
     draw = random.Random()
 
     async def load(some: Sequence[Sequence[Turn]]) -> tuple[Run, list[list[str]]]:
         total = sum(map(len, some))
         async with asyncio.timeout(TURN_S * max(total, 10)):
-            with progress_bar(who.name, total) as done:
-                run, answers = await converse(who.url, model, some, users, done)
+            with progress_bar(mesh.name, total) as done:
+                run, answers = await converse(mesh.url, model, some, users, done)
         if run.failed or len(run.ttft_s) < total:
-            sys.exit(f"{who.name}: of {total} turns {run.failed} failed: {next(iter(run.reasons), 'no reason given')}")
+            sys.exit(f"{mesh.name}: of {total} turns {run.failed} failed: {next(iter(run.reasons), 'no reason given')}")
         return run, answers
 
     asyncio.run(load([[Turn(words(draw, 64), 4)] for _ in range(2 * users)]))
-    counters = Counters(who.servers[0], ("prefill", "decode"))
+    counters = Counters(mesh.servers[0], ("prefill", "decode"))
     run, answers = asyncio.run(load(talks))
     return Talked(run, answers, *counters.now())
 
@@ -221,10 +221,10 @@ def main(
         for number in range(rounds):
             talks = conversations(draw, count, system=words(draw, system_len), **shape)  # type: ignore[arg-type]
             answers = []
-            for who in meshes if number % 2 == 0 else meshes[::-1]:
-                talked = talk(who, model_name(int(who.url.rpartition(":")[2])), talks, users)
+            for mesh in meshes if number % 2 == 0 else meshes[::-1]:
+                talked = talk(mesh, model_name(int(mesh.url.rpartition(":")[2])), talks, users)
                 answers.append(talked.answers)
-                lines.append({"label": who.name, "round": number, **talked.figures()})
+                lines.append({"label": mesh.name, "round": number, **talked.figures()})
                 print(json.dumps(lines[-1]), flush=True)
             print(json.dumps({"round": number, "equal_answers": equal(answers)}), flush=True)
     for name in policy[1:]:

@@ -31,17 +31,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from bench.load.client import Run, body_of, closed_loop, open_loop
 from bench.load.plot import pyplot, save_plot
-from bench.load.replay import trace_asks
+from bench.load.replay import trace_requests
 from bench.load.report import figures, more_figures, table
 from bench.load.workloads import (
     SHAREGPT_INPUT,
     SHAREGPT_OUTPUT,
-    Ask,
+    PlannedRequest,
     Workload,
     poisson_times_s,
-    random_asks,
-    shared_prefix_asks,
-    sharegpt_asks,
+    random_requests,
+    shared_prefix_requests,
+    sharegpt_requests,
 )
 from components.local_mesh import local_mesh
 from components.settings import MeshSettings
@@ -82,20 +82,20 @@ class Shape:
     trace_speed: float
     seed: int | None
 
-    def asks(self, count: int | None) -> list[Ask]:
+    def planned_requests(self, count: int | None) -> list[PlannedRequest]:
         """Return `count` requests, unless the workload has its own number. Exit if the trace cannot be read."""
         draw = random.Random(self.seed)
         match self.workload:
             case Workload.RANDOM:
-                return random_asks(draw, count or 0, self.input_len, self.output_len, self.range_ratio)
+                return random_requests(draw, count or 0, self.input_len, self.output_len, self.range_ratio)
             case Workload.SHAREGPT:
-                return sharegpt_asks(draw, count or 0, self.input_len, self.output_len, self.max_len)
+                return sharegpt_requests(draw, count or 0, self.input_len, self.output_len, self.max_len)
             case Workload.SHARED_PREFIX:
                 sizes = (self.prefix_len, self.input_len, self.output_len)
-                return shared_prefix_asks(draw, self.groups, self.prompts_per_group, *sizes)
+                return shared_prefix_requests(draw, self.groups, self.prompts_per_group, *sizes)
         assert self.trace is not None
         try:
-            return trace_asks(self.trace, count, self.trace_scale, self.trace_speed, draw.getrandbits(32))
+            return trace_requests(self.trace, count, self.trace_scale, self.trace_speed, draw.getrandbits(32))
         except (OSError, ValueError) as exc:
             sys.exit(str(exc))
 
@@ -138,14 +138,16 @@ class Level:
             if (value := getattr(self, name)) is not None
         }
 
-    async def run(self, url: str, model: str, asks: Sequence[Ask], done: Callable[[], object], run: Run) -> Run:
-        bodies = [body_of(ask, model) for ask in asks]
+    async def run(
+        self, url: str, model: str, planned: Sequence[PlannedRequest], done: Callable[[], object], run: Run
+    ) -> Run:
+        bodies = [body_of(request, model) for request in planned]
         if self.concurrency is not None:
             return await closed_loop(url, bodies, self.concurrency, None, done, run)
         if self.request_rate is not None:
             times_s: Iterator[float] = poisson_times_s(random.Random(), self.request_rate)
         else:
-            times_s = (ask.at_s or 0.0 for ask in asks)
+            times_s = (request.at_s or 0.0 for request in planned)
         timed = sorted(zip(itertools.islice(times_s, len(bodies)), bodies, strict=True), key=lambda pair: pair[0])
         return await open_loop(url, timed, done, run, self.max_concurrency)
 
@@ -188,8 +190,8 @@ def warm_up(url: str, model: str, requests: int, input_len: int) -> None:
     """Send some requests. Exit with the endpoint's error if they fail."""
     if requests == 0:
         return
-    asks = random_asks(random.Random(), requests, input_len, WARM_UP_TOKENS, 1.0)
-    run = asyncio.run(closed_loop(url, [body_of(ask, model) for ask in asks], 1))
+    planned = random_requests(random.Random(), requests, input_len, WARM_UP_TOKENS, 1.0)
+    run = asyncio.run(closed_loop(url, [body_of(request, model) for request in planned], 1))
     if run.failed:
         sys.exit(f"{run.failed} of {requests} requests to warm up {url} failed: {next(iter(run.reasons))}")
 
@@ -280,7 +282,7 @@ def main(
     interrupted = threading.Event()
     for level in levels:
         count = num_prompts or (None if workload is Workload.TRACE else requests * (level.concurrency or 10))
-        run = measure_level(url, name, level, shape.asks(count), interrupted)
+        run = measure_level(url, name, level, shape.planned_requests(count), interrupted)
         runs.append((str(level), run))
         print_run(
             run, f"{label}: {name}, {workload}, {level}", json_file, label=label, **level.facts(), **shape.facts()
@@ -295,12 +297,14 @@ def main(
         sys.exit(1)
 
 
-def measure_level(url: str, model: str, level: Level, asks: Sequence[Ask], interrupted: threading.Event) -> Run:
+def measure_level(
+    url: str, model: str, level: Level, planned: Sequence[PlannedRequest], interrupted: threading.Event
+) -> Run:
     run = Run()
 
     async def until_signal() -> None:
         loop = asyncio.get_running_loop()
-        sending = asyncio.ensure_future(level.run(url, model, asks, done, run))
+        sending = asyncio.ensure_future(level.run(url, model, planned, done, run))
 
         def stop() -> None:
             interrupted.set()
@@ -312,7 +316,7 @@ def measure_level(url: str, model: str, level: Level, asks: Sequence[Ask], inter
         if not sending.cancelled():
             sending.result()
 
-    with progress_bar(str(level), len(asks)) as done:
+    with progress_bar(str(level), len(planned)) as done:
         asyncio.run(until_signal())
     return run
 

@@ -20,7 +20,7 @@ import typer
 
 from bench.load.client import Prepare, Run, body_of, closed_loop
 from bench.load.report import figures
-from bench.load.workloads import Ask, random_asks, words
+from bench.load.workloads import PlannedRequest, random_requests, words
 from bench.processes import Server, cpu_s, free_port, machine_busy_s, mesh
 
 COMPARED: Final = ("output_tok_s", "ttft_ms_p50", "tpot_ms_p50", "itl_ms_p99")
@@ -118,16 +118,16 @@ def by_turns(
 ) -> None:
     """Measure both in each round, in alternating order, and print a line per figure."""
     first, second = pair
-    for who in pair:
-        print(json.dumps({"label": who.name, "model": model, **facts, **who.facts}), flush=True)
+    for contestant in pair:
+        print(json.dumps({"label": contestant.name, "model": model, **facts, **contestant.facts}), flush=True)
     lines: list[dict[str, Any]] = []
     for number in range(work.rounds):
         for clients in work.concurrency:
             load = Load(model, clients, work, seed=f"{number} {clients}")
             turns = [(first, second), (second, first)]
-            for who, other in turns if number % 2 == 0 else reversed(turns):
-                line = {"label": who.name, **facts, "round": number, **load.facts()}
-                lines.append(line | measure_one(who, other, load))
+            for contestant, other in turns if number % 2 == 0 else reversed(turns):
+                line = {"label": contestant.name, **facts, "round": number, **load.facts()}
+                lines.append(line | measure_one(contestant, other, load))
                 print(json.dumps(lines[-1]), flush=True)
     for clients in work.concurrency:
         print(json.dumps({**facts, **compare(lines, (first.name, second.name), clients, targets)}), flush=True)
@@ -147,38 +147,40 @@ class Load:
         sizes = {"concurrency": self.clients, "input_len": work.input_len, "output_len": work.output_len}
         return sizes if work.range_ratio == 1.0 else sizes | {"range_ratio": work.range_ratio}
 
-    def asks(self) -> list[Ask]:
+    def planned_requests(self) -> list[PlannedRequest]:
         work = self.work
         sizes = (work.requests * self.clients, work.input_len, work.output_len, work.range_ratio)
-        lengths, draw = random_asks(random.Random(self.seed), *sizes), random.Random()
-        return [replace(ask, prompt=words(draw, ask.input_len)) for ask in lengths]
+        lengths, draw = random_requests(random.Random(self.seed), *sizes), random.Random()
+        return [replace(request, prompt=words(draw, request.input_len)) for request in lengths]
 
-    def warm_up(self) -> list[Ask]:
-        return random_asks(random.Random(), self.clients, self.work.input_len, WARM_UP_TOKENS, 1.0)
+    def warm_up(self) -> list[PlannedRequest]:
+        return random_requests(random.Random(), self.clients, self.work.input_len, WARM_UP_TOKENS, 1.0)
 
 
-def measure_one(who: Contestant, other: Contestant, load: Load) -> dict[str, Any]:
+def measure_one(contestant: Contestant, other: Contestant, load: Load) -> dict[str, Any]:
     """Return the figures of one load, after a warm-up of one request for each client.
 
     Exit if a request failed or had the wrong length, because such figures cannot be compared.
     """
 
-    async def run_load(asks: Sequence[Ask]) -> Run:
+    async def run_load(planned: Sequence[PlannedRequest]) -> Run:
         async with asyncio.timeout(MEASURE_S):
-            return await closed_loop(who.url, [body_of(ask, load.model) for ask in asks], load.clients, who.prepare)
+            return await closed_loop(
+                contestant.url, [body_of(request, load.model) for request in planned], load.clients, contestant.prepare
+            )
 
-    asks = load.asks()
-    with who.awake():
+    planned = load.planned_requests()
+    with contestant.awake():
         asyncio.run(run_load(load.warm_up()))
-        before, busy_s, client_s = (who.cpu_s(), other.cpu_s()), machine_busy_s(), time.process_time()
-        run = asyncio.run(run_load(asks))
-        spent = {who.name: who.cpu_s() - before[0], other.name: other.cpu_s() - before[1]}
+        before, busy_s, client_s = (contestant.cpu_s(), other.cpu_s()), machine_busy_s(), time.process_time()
+        run = asyncio.run(run_load(planned))
+        spent = {contestant.name: contestant.cpu_s() - before[0], other.name: other.cpu_s() - before[1]}
         spent["client"] = time.process_time() - client_s
         spent["others"] = max(0.0, machine_busy_s() - busy_s - sum(spent.values()))
-    asked = sum(ask.input_len for ask in asks), sum(ask.output_len for ask in asks)
+    asked = sum(request.input_len for request in planned), sum(request.output_len for request in planned)
     if run.failed or (run.prompt_tokens, run.output_tokens) != asked:
         tokens = f"{run.prompt_tokens} tokens in, {run.output_tokens} out"
-        sys.exit(f"{who.name}: of {len(asks)} requests {run.failed} failed; {tokens}, requested {asked}")
+        sys.exit(f"{contestant.name}: of {len(planned)} requests {run.failed} failed; {tokens}, requested {asked}")
     return figures(run, cores={name: round(used_s / run.duration_s, 2) for name, used_s in spent.items()})
 
 

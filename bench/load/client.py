@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import httpx
 
-from bench.load.workloads import Ask
+from bench.load.workloads import PlannedRequest
 
 Body = dict[str, Any]
 Prepare = Callable[[httpx.AsyncClient, Body], Awaitable[Body]]  # planned body → body to send
@@ -78,8 +78,8 @@ class Failed(Exception):
     pass
 
 
-def body_of(ask: Ask, model: str) -> Body:
-    return {"prompt": ask.prompt, **full_answer(model, ask.output_len)}
+def body_of(request: PlannedRequest, model: str) -> Body:
+    return {"prompt": request.prompt, **full_answer(model, request.output_len)}
 
 
 def chat_body(messages: Sequence[Mapping[str, str]], output_len: int, model: str) -> Body:

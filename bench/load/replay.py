@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from bench.load.workloads import Ask, words
+from bench.load.workloads import PlannedRequest, words
 
 BLOCK: Final = 512  # tokens
 
@@ -43,7 +43,7 @@ def read_trace(path: Path, count: int | None = None) -> Iterator[TraceRequest]:
         raise ValueError(f"{path} has no requests")
 
 
-def trace_asks(path: Path, count: int | None, scale: float, speed: float, salt: int) -> list[Ask]:
+def trace_requests(path: Path, count: int | None, scale: float, speed: float, salt: int) -> list[PlannedRequest]:
     """Return requests of the trace in `path`.
 
     Args:
@@ -53,7 +53,7 @@ def trace_asks(path: Path, count: int | None, scale: float, speed: float, salt: 
         salt: seed of the blocks' words, in addition to their ids.
     Raises: ValueError, with the number of a wrong line; OSError.
     """
-    return [_ask(request, scale, speed, salt) for request in read_trace(path, count)]
+    return [_planned(request, scale, speed, salt) for request in read_trace(path, count)]
 
 
 def _parse(line: str) -> TraceRequest:
@@ -65,7 +65,7 @@ def _parse(line: str) -> TraceRequest:
     return TraceRequest(float(fields["timestamp"]), length, int(fields["output_length"]), ids)
 
 
-def _ask(request: TraceRequest, scale: float, speed: float, salt: int) -> Ask:
+def _planned(request: TraceRequest, scale: float, speed: float, salt: int) -> PlannedRequest:
     wanted = max(1, round(request.input_length * scale))
     parts: list[str] = []
     length = 0
@@ -76,4 +76,4 @@ def _ask(request: TraceRequest, scale: float, speed: float, salt: int) -> Ask:
             parts.append(words(random.Random(f"{salt}/{block}"), end - length))
             length = end
     output_len = max(1, round(request.output_length * scale))
-    return Ask(" ".join(parts), length, output_len, request.timestamp_ms / 1000 / speed)
+    return PlannedRequest(" ".join(parts), length, output_len, request.timestamp_ms / 1000 / speed)

@@ -42,7 +42,7 @@ class Workload(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class PlannedRequest:
     prompt: str
     input_len: int  # words, each of which is one token in every common vocabulary
     output_len: int  # tokens
@@ -55,34 +55,38 @@ def words(draw: random.Random, length: int) -> str:
     return " ".join(draw.choice(WORDS) for _ in range(length))
 
 
-def random_asks(draw: random.Random, count: int, input_len: int, output_len: int, range_ratio: float) -> list[Ask]:
+def random_requests(
+    draw: random.Random, count: int, input_len: int, output_len: int, range_ratio: float
+) -> list[PlannedRequest]:
     """Return random prompts with lengths uniform from range_ratio times the length to the length."""
     return [
-        _ask(draw, _between(draw, input_len, range_ratio), _between(draw, output_len, range_ratio))
+        _planned(draw, _between(draw, input_len, range_ratio), _between(draw, output_len, range_ratio))
         for _ in range(count)
     ]
 
 
-def sharegpt_asks(draw: random.Random, count: int, input_len: int, output_len: int, max_len: int) -> list[Ask]:
-    asks = []
+def sharegpt_requests(
+    draw: random.Random, count: int, input_len: int, output_len: int, max_len: int
+) -> list[PlannedRequest]:
+    planned = []
     for _ in range(count):
         wanted = lognormal(draw, output_len, SHAREGPT_OUTPUT_SIGMA)
         prompt = min(lognormal(draw, input_len, SHAREGPT_INPUT_SIGMA), max_len - 1)
-        asks.append(_ask(draw, prompt, min(wanted, max_len - prompt)))
-    return asks
+        planned.append(_planned(draw, prompt, min(wanted, max_len - prompt)))
+    return planned
 
 
-def shared_prefix_asks(
+def shared_prefix_requests(
     draw: random.Random, groups: int, per_group: int, prefix_len: int, input_len: int, output_len: int
-) -> list[Ask]:
-    asks = []
+) -> list[PlannedRequest]:
+    planned = []
     for _ in range(groups):
         prefix = words(draw, prefix_len)
         for _ in range(per_group):
             text = f"{prefix} {words(draw, input_len)}"
-            asks.append(Ask(text, prefix_len + input_len, output_len))
-    draw.shuffle(asks)
-    return asks
+            planned.append(PlannedRequest(text, prefix_len + input_len, output_len))
+    draw.shuffle(planned)
+    return planned
 
 
 def poisson_times_s(draw: random.Random, rate: float) -> Iterator[float]:
@@ -96,8 +100,8 @@ def lognormal(draw: random.Random, mean: float, sigma: float) -> int:
     return max(1, round(draw.lognormvariate(math.log(mean) - sigma**2 / 2, sigma)))
 
 
-def _ask(draw: random.Random, input_len: int, output_len: int) -> Ask:
-    return Ask(words(draw, input_len), input_len, output_len)
+def _planned(draw: random.Random, input_len: int, output_len: int) -> PlannedRequest:
+    return PlannedRequest(words(draw, input_len), input_len, output_len)
 
 
 def _between(draw: random.Random, length: int, range_ratio: float) -> int:

@@ -13,7 +13,7 @@ import typer
 
 from bench.load.client import Body, Run, body_of, open_loop
 from bench.load.report import quantile_ms
-from bench.load.workloads import Ask, words
+from bench.load.workloads import PlannedRequest, words
 from bench.processes import free_port, mesh, model_name
 from bench.simulate.fleet import Fleet
 from bench.simulate.measured import Measured
@@ -34,7 +34,7 @@ def body(request: Request, model: str) -> Body:
     rest = request.prompt - PAGE * len(request.blocks)
     if rest:
         parts.append(words(random.Random(f"{request.number}/rest"), rest))
-    return body_of(Ask(" ".join(parts), request.prompt, request.output), model)
+    return body_of(PlannedRequest(" ".join(parts), request.prompt, request.output), model)
 
 
 def in_mesh(requests: list[Request], prefill: int, decode: int, cost: MockConfig) -> Run:

@@ -21,7 +21,7 @@ from bench import serve as bench_serve
 from bench.load.client import Run, body_of, closed_loop, open_loop
 from bench.load.plot import save_plot
 from bench.load.report import figures, more_figures, quantile_ms, table
-from bench.load.workloads import random_asks
+from bench.load.workloads import random_requests
 from bench.processes import free_port
 from bench.serve import find_url, progress_bar
 from tests.bench.served import served
@@ -95,8 +95,8 @@ def test_a_quantile_is_the_smallest_value_that_so_many_do_not_exceed(count: int,
 
 
 def test_times_are_those_that_the_server_took(endpoint: Endpoint) -> None:
-    asks = random_asks(random.Random(), 4, 9, 5, 1.0)
-    run = asyncio.run(closed_loop(endpoint.url, [body_of(ask, "m") for ask in asks], 2))
+    planned = random_requests(random.Random(), 4, 9, 5, 1.0)
+    run = asyncio.run(closed_loop(endpoint.url, [body_of(request, "m") for request in planned], 2))
     assert (run.failed, run.prompt_tokens, run.output_tokens) == (0, 36, 20)
     assert endpoint.most == 2
     assert len({body["prompt"] for body in endpoint.bodies}) == 4, "no prompt twice"

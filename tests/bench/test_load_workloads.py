@@ -6,49 +6,49 @@ from pathlib import Path
 
 import pytest
 
-from bench.load.replay import trace_asks
+from bench.load.replay import trace_requests
 from bench.load.workloads import (
-    Ask,
+    PlannedRequest,
     poisson_times_s,
-    random_asks,
-    shared_prefix_asks,
-    sharegpt_asks,
+    random_requests,
+    shared_prefix_requests,
+    sharegpt_requests,
 )
 
 DRAW = random.Random(5)
 
 
-def check_lengths(asks: list[Ask]) -> None:
-    assert all(len(ask.prompt.split()) == ask.input_len for ask in asks)
+def check_lengths(planned: list[PlannedRequest]) -> None:
+    assert all(len(request.prompt.split()) == request.input_len for request in planned)
 
 
 def test_a_range_ratio_is_the_shortest_over_the_longest() -> None:
-    asks = random_asks(DRAW, 400, 100, 40, 0.25)
-    check_lengths(asks)
-    assert (min(a.input_len for a in asks), max(a.input_len for a in asks)) == (25, 100)
-    assert (min(a.output_len for a in asks), max(a.output_len for a in asks)) == (10, 40)
-    assert {(a.input_len, a.output_len) for a in random_asks(DRAW, 9, 100, 40, 1.0)} == {(100, 40)}
-    assert {a.input_len for a in random_asks(DRAW, 9, 1, 1, 0.0)} == {1}, "never an empty prompt"
+    planned = random_requests(DRAW, 400, 100, 40, 0.25)
+    check_lengths(planned)
+    assert (min(a.input_len for a in planned), max(a.input_len for a in planned)) == (25, 100)
+    assert (min(a.output_len for a in planned), max(a.output_len for a in planned)) == (10, 40)
+    assert {(a.input_len, a.output_len) for a in random_requests(DRAW, 9, 100, 40, 1.0)} == {(100, 40)}
+    assert {a.input_len for a in random_requests(DRAW, 9, 1, 1, 0.0)} == {1}, "never an empty prompt"
 
 
 def test_lengths_like_sharegpts_have_these_means_a_tail_and_a_bound() -> None:
-    asks = sharegpt_asks(DRAW, 4000, 161, 338, 100_000)
-    check_lengths(asks[:50])
-    assert statistics.fmean(a.input_len for a in asks) == pytest.approx(161, rel=0.12)
-    assert statistics.fmean(a.output_len for a in asks) == pytest.approx(338, rel=0.12)
-    assert statistics.median(a.input_len for a in asks) < 100, "a tail of long ones"
-    bounded = sharegpt_asks(DRAW, 500, 161, 338, 256)
+    planned = sharegpt_requests(DRAW, 4000, 161, 338, 100_000)
+    check_lengths(planned[:50])
+    assert statistics.fmean(a.input_len for a in planned) == pytest.approx(161, rel=0.12)
+    assert statistics.fmean(a.output_len for a in planned) == pytest.approx(338, rel=0.12)
+    assert statistics.median(a.input_len for a in planned) < 100, "a tail of long ones"
+    bounded = sharegpt_requests(DRAW, 500, 161, 338, 256)
     assert max(a.input_len + a.output_len for a in bounded) == 256
     assert min(a.output_len for a in bounded) >= 1
 
 
 def test_a_group_shares_its_system_prompt_and_nothing_else() -> None:
-    asks = shared_prefix_asks(DRAW, 3, 5, 40, 12, 7)
-    check_lengths(asks)
-    assert {(a.input_len, a.output_len) for a in asks} == {(52, 7)}
+    planned = shared_prefix_requests(DRAW, 3, 5, 40, 12, 7)
+    check_lengths(planned)
+    assert {(a.input_len, a.output_len) for a in planned} == {(52, 7)}
     groups: dict[str, set[str]] = {}
-    for ask in asks:
-        prefix, question = " ".join(ask.prompt.split()[:40]), " ".join(ask.prompt.split()[40:])
+    for request in planned:
+        prefix, question = " ".join(request.prompt.split()[:40]), " ".join(request.prompt.split()[40:])
         groups.setdefault(prefix, set()).add(question)
     assert sorted(len(questions) for questions in groups.values()) == [5, 5, 5]
     assert len({" ".join(prefix.split()[:16]) for prefix in groups}) == 3
@@ -79,7 +79,7 @@ def test_equal_blocks_of_a_trace_are_equal_words_and_the_share_seen_before_is_ke
         (9000, 1530, 1, [0, 1, 2]),
         (9001, 9, 9, [7]),
     )
-    first, second, third, other = trace_asks(path, None, scale, 2.0, salt=1)
+    first, second, third, other = trace_requests(path, None, scale, 2.0, salt=1)
     check_lengths([first, second, third, other])
     assert [a.at_s for a in (first, second, third)] == [0.0, 1.5, 4.5]
     assert (first.input_len, first.output_len) == (max(1, round(1500 * scale)), max(1, round(100 * scale)))
@@ -88,8 +88,8 @@ def test_equal_blocks_of_a_trace_are_equal_words_and_the_share_seen_before_is_ke
     tails = first.prompt.split()[shared:], second.prompt.split()[shared:]
     assert tails[0][: len(tails[1])] != tails[1]
     assert third.prompt.startswith(first.prompt), "a short last block is the beginning of the whole one"
-    assert trace_asks(path, 1, scale, 2.0, salt=2)[0].prompt != first.prompt, "another run, other words"
-    assert len(trace_asks(path, 2, scale, 2.0, salt=2)) == 2
+    assert trace_requests(path, 1, scale, 2.0, salt=2)[0].prompt != first.prompt, "another run, other words"
+    assert len(trace_requests(path, 2, scale, 2.0, salt=2)) == 2
 
 
 @pytest.mark.parametrize(
@@ -104,4 +104,4 @@ def test_equal_blocks_of_a_trace_are_equal_words_and_the_share_seen_before_is_ke
 def test_a_file_that_is_no_trace_is_refused_by_its_line(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "t").write_text(text)
     with pytest.raises(ValueError, match=said):
-        trace_asks(tmp_path / "t", None, 1.0, 1.0, salt=1)
+        trace_requests(tmp_path / "t", None, 1.0, 1.0, salt=1)

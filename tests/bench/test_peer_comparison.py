@@ -51,14 +51,14 @@ def test_a_target_of_all_numbers_of_clients_is_judged_at_each() -> None:
 @pytest.mark.parametrize("range_ratio", [0.25, 1.0])
 def test_both_contestants_get_requests_of_the_same_lengths_with_other_words(range_ratio: float) -> None:
     work = Work(rounds=2, concurrency=[8], requests=4, input_len=40, output_len=20, range_ratio=range_ratio)
-    first, second, other = (Load("m", 8, work, seed).asks() for seed in ("0 8", "0 8", "1 8"))
-    sizes = [[(ask.input_len, ask.output_len) for ask in asks] for asks in (first, second, other)]
+    first, second, other = (Load("m", 8, work, seed).planned_requests() for seed in ("0 8", "0 8", "1 8"))
+    sizes = [[(request.input_len, request.output_len) for request in planned] for planned in (first, second, other)]
     assert sizes[0] == sizes[1]
     assert (sizes[0] == sizes[2]) is (range_ratio == 1.0)
     assert len(sizes[0]) == 32
     assert all(40 * range_ratio <= i <= 40 and 20 * range_ratio <= o <= 20 for i, o in sizes[0])
-    assert all(len(ask.prompt.split()) == ask.input_len for ask in first)
-    assert not {ask.prompt for ask in first} & {ask.prompt for ask in second}, "they would be cached"
+    assert all(len(request.prompt.split()) == request.input_len for request in first)
+    assert not {request.prompt for request in first} & {request.prompt for request in second}, "they would be cached"
 
 
 def test_a_missing_environment_is_refused_with_the_command_that_makes_it(tmp_path: Path) -> None:
