@@ -20,7 +20,9 @@ from components.openai.fields import (
 )
 from components.openai.items import CallItem, CallOutputItem, Id, InputItem, InputItems, OutputItem, turns
 
-Logprobs = Literal["message.output_text.logprobs"]
+LOGPROBS: Final = "message.output_text.logprobs"
+# Clients include encrypted reasoning to send it back. Here the items of reasoning have its text, and are accepted back.
+Include = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 Metadata = Annotated[
     dict[Annotated[str, Field(max_length=64)], Annotated[str, Field(max_length=512)]], Field(max_length=16)
 ]
@@ -181,7 +183,7 @@ class ResponsesRequest(ResponsePrompt):
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    include: Annotated[list[Logprobs], Field(max_length=16)] | None = None
+    include: Annotated[list[Include], Field(max_length=16)] | None = None
     metadata: Metadata | None = None
     user: Annotated[str, Field(max_length=512)] | None = None
     safety_identifier: Annotated[str, Field(max_length=512)] | None = None
@@ -196,10 +198,14 @@ class ResponsesRequest(ResponsePrompt):
     def stored(self) -> bool:
         return bool(self.store or self.background)
 
+    @property
+    def _has_logprobs(self) -> bool:
+        return LOGPROBS in (self.include or ())
+
     def check(self) -> None:
         if self.stream_options is not None and not self.stream:
             raise Rejected("'stream_options' is only allowed when 'stream' is true.", param="stream_options")
-        if self.top_logprobs is not None and not self.include:
+        if self.top_logprobs is not None and not self._has_logprobs:
             raise Rejected(
                 "'top_logprobs' is only allowed when 'include' has 'message.output_text.logprobs'.",
                 param="top_logprobs",
@@ -223,7 +229,7 @@ class ResponsesRequest(ResponsePrompt):
             max_completion_tokens=self.max_output_tokens,
             temperature=self.temperature,
             top_p=self.top_p,
-            logprobs=bool(self.include) or None,
+            logprobs=self._has_logprobs or None,
             top_logprobs=self.top_logprobs,
             user=self.user,
             prompt_cache_key=self.prompt_cache_key,

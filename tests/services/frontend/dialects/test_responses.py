@@ -389,7 +389,8 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "unsupported_parameter"),
     ({"reasoning": {"effort": "immense"}}, "reasoning.effort", None),
     ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
-    ({"include": ["reasoning.encrypted_content"]}, "include[0]", "invalid_value"),
+    ({"include": ["file_search_call.results"]}, "include[0]", "invalid_value"),
+    ({"include": ["reasoning.encrypted_content"], "top_logprobs": 2}, "top_logprobs", None),
     ({"top_logprobs": 2}, "top_logprobs", None),
     ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs", "invalid_value"),
     ({"max_output_tokens": 0}, "max_output_tokens", "invalid_value"),
@@ -516,3 +517,10 @@ async def test_counting_input_tokens_refuses_by_its_own_names(
 ) -> None:
     answer = await http.post(f"{URL}/input_tokens", json={**HELLO, **fields})
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param)
+
+
+async def test_clients_that_keep_encrypted_reasoning_get_its_text(http: httpx.AsyncClient, openai: Any) -> None:
+    """Codex, and LiteLLM by default, ask for it with `store` false."""
+    answer = await openai.responses.create(**HELLO, include=["reasoning.encrypted_content"], store=False)
+    assert answer.output_text == ANSWER
+    assert answer.output[0].content[0].logprobs in (None, [])
