@@ -1,31 +1,22 @@
-"""The HTTP routes. `services.frontend.exchange` serves those that generate text."""
+"""The HTTP application: routes, middleware and error handlers."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from functools import partial
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response
 from prometheus_client import CollectorRegistry
-from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from components.anthropic.messages import CountRequest, MessageObject, MessagesRequest, TokenCountAnswer
 from components.discovery.pages import ScrapeTarget
 from components.errors import MeshError
-from components.openai.chat import ChatCompletion, ChatRequest
-from components.openai.completions import Completion, CompletionRequest
-from components.openai.embeddings import EmbeddingList, EmbeddingRequest
 from components.openai.errors import ApiError, from_validation, internal
 from components.openai.operations import Health, Live, ModelCard, ModelList, Readiness, Version, WorkerList
-from components.openai.parts import Parts
-from components.openai.responses import InputTokens, InputTokensRequest, ResponseObject, ResponsesRequest
-from components.openai.tokens import Detokenized, DetokenizeRequest, Tokenized, TokenizeRequest
 from components.structured.checker import ConstraintChecker
 from components.telemetry.figures import Figures
 from components.telemetry.metrics_page import metrics_response
@@ -33,21 +24,16 @@ from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
 from components.version import VERSION
 from services.frontend.admission import Admission
-from services.frontend.answer_form import Forms, error_of, form_at
+from services.frontend.answer_form import error_of, form_at
 from services.frontend.config import FrontendSettings
-from services.frontend.dialects.chat import ChatDialect
-from services.frontend.dialects.completions import CompletionDialect
-from services.frontend.dialects.dialect import Dialect
-from services.frontend.dialects.messages import COUNT_ROUTE, MessagesDialect
-from services.frontend.dialects.responses import ResponsesDialect
-from services.frontend.embeddings import embed
-from services.frontend.exchange import Exchange, Frontend
+from services.frontend.exchange import Frontend
 from services.frontend.gate import Gate, caller_of
 from services.frontend.keys import KeyRing
 from services.frontend.metrics import FrontendMetrics
-from services.frontend.openapi import PostRoute, add_post_routes
+from services.frontend.openapi import add_post_routes
 from services.frontend.operations import Operations
 from services.frontend.ports import Mesh, ServedModel
+from services.frontend.post_routes import FORMS, generating_routes, unary_routes
 from services.frontend.prompts import find_model
 from services.frontend.request_lines import RequestLines
 from services.frontend.response_routes import add_response_routes
@@ -55,9 +41,6 @@ from services.frontend.server_metrics import ServerMetrics
 from services.frontend.sites import Sites
 from services.frontend.stored import StoredResponses
 from services.frontend.ui.api import Ui
-from services.frontend.unary import Call, answered, count_input_tokens, count_tokens, detokenize, tokenize
-
-B = TypeVar("B", bound=BaseModel)
 
 EXPOSED: Final = [  # headers that a web page's script may read
     "x-request-id",
@@ -65,9 +48,6 @@ EXPOSED: Final = [  # headers that a web page's script may read
     "retry-after",
     *(f"x-ratelimit-{what}-{of}" for what in ("limit", "remaining", "reset") for of in ("requests", "tokens")),
 ]
-
-
-FORMS: Final[Forms] = {MessagesDialect.route: MessagesDialect}
 
 
 def create_app(
@@ -115,8 +95,8 @@ def create_app(
         figures.loop.total = lambda: metrics.gaps.num_tokens
     lines = RequestLines(settings.request_lines_per_s, settings.slow, metrics.slow)
     frontend = Frontend(mesh, text, settings, defaults or SamplingDefaults(), metrics, admission, checker, lines)
-    generating = _generating_routes(frontend, stored)
-    add_post_routes(app, [*generating, *_unary_routes(frontend, stored)])
+    generating = generating_routes(frontend, stored)
+    add_post_routes(app, [*generating, *unary_routes(frontend, stored)])
     add_response_routes(app, stored)
     _add_models(app, mesh)
     operations = operations or Operations(mesh)
@@ -163,122 +143,6 @@ def _with_id(scope: Scope, send: Send) -> Send:
         await send(message)
 
     return send_with_id
-
-
-class _Exchanges:
-    """An ASGI application that creates an `Exchange` for each request."""
-
-    def __init__(self, frontend: Frontend, dialect: Callable[[str], Dialect]) -> None:
-        self._frontend = frontend
-        self._dialect = dialect
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await Exchange(self._frontend, self._dialect)(scope, receive, send)
-
-
-def _generating_routes(frontend: Frontend, stored: StoredResponses | None) -> list[PostRoute]:
-    return [
-        PostRoute(
-            ChatDialect.route,
-            _Exchanges(frontend, ChatDialect),
-            ChatRequest,
-            ChatCompletion,
-            "chat_completions",
-            "Answer a conversation; with `stream`, as server-sent events.",
-            streams=True,
-        ),
-        PostRoute(
-            CompletionDialect.route,
-            _Exchanges(frontend, CompletionDialect),
-            CompletionRequest,
-            Completion,
-            "completions",
-            "Continue one or several texts; with `stream`, as server-sent events.",
-            streams=True,
-        ),
-        PostRoute(
-            ResponsesDialect.route,
-            _Exchanges(frontend, partial(ResponsesDialect, stored)),
-            ResponsesRequest,
-            ResponseObject,
-            "responses",
-            "Answer a conversation in items; with `stream`, as server-sent events; with `background`, at once.",
-            streams=True,
-        ),
-        PostRoute(
-            MessagesDialect.route,
-            _Exchanges(frontend, MessagesDialect),
-            MessagesRequest,
-            MessageObject,
-            "messages",
-            "Answer a conversation as Anthropic's API does; with `stream`, as server-sent events.",
-            streams=True,
-        ),
-    ]
-
-
-def _unary_routes(frontend: Frontend, stored: StoredResponses | None) -> list[PostRoute]:
-    def route(
-        path: str,
-        body: type[B],
-        answer: type[BaseModel],
-        work: Callable[[Call, B], Awaitable[Parts]],
-        *,
-        name: str,
-        description: str,
-        operation: str = "",
-    ) -> PostRoute:
-        form = form_at(FORMS, path)
-
-        async def endpoint(request: Request) -> Response:
-            return await answered(frontend, request, body, work, operation=operation or name, form=form)
-
-        return PostRoute(path, endpoint, body, answer, name, description)
-
-    return [
-        route(
-            "/v1/embeddings",
-            EmbeddingRequest,
-            EmbeddingList,
-            embed,
-            name="embeddings",
-            description="The vectors of one or several texts, computed by an embedding model.",
-        ),
-        route(
-            COUNT_ROUTE,
-            CountRequest,
-            TokenCountAnswer,
-            count_tokens,
-            name="count",
-            description="How many tokens a message's prompt has.",
-            operation="count_tokens",
-        ),
-        route(
-            f"{ResponsesDialect.route}/input_tokens",
-            InputTokensRequest,
-            InputTokens,
-            partial(count_input_tokens, stored),
-            name="input_tokens",
-            description="How many tokens a response's prompt has.",
-            operation="count_tokens",
-        ),
-        route(
-            "/tokenize",
-            TokenizeRequest,
-            Tokenized,
-            tokenize,
-            name="tokenize",
-            description="Token ids of a text, or of a conversation in the model's template.",
-        ),
-        route(
-            "/detokenize",
-            DetokenizeRequest,
-            Detokenized,
-            detokenize,
-            name="detokenize",
-            description="The text of token ids.",
-        ),
-    ]
 
 
 def _add_models(app: FastAPI, mesh: Mesh) -> None:
