@@ -28,10 +28,10 @@ class PromptLookup:
     not used as a draft.
     """
 
-    def __init__(self, most: int, tokens: Sequence[int], prediction: Sequence[int] = ()) -> None:
-        """`tokens`: the request's text, which the request extends. `most`: maximum number of drafts in a step."""
+    def __init__(self, max_drafts: int, tokens: Sequence[int], prediction: Sequence[int] = ()) -> None:
+        """`tokens`: the request's text, which the request extends. `max_drafts`: in a step."""
         self._tokens = tokens
-        self._most = most
+        self.max_drafts = max_drafts
         self._own = _Guesses(FIRST_CHANCE)
         self._predicted = _Guesses(PREDICTED_CHANCE)
         self._prediction = np.array(prediction, np.int32)
@@ -41,7 +41,7 @@ class PromptLookup:
         self._copied = 0  # leading tokens in `_text`
 
     def drafts(self, most: int, least_chance: float) -> Sequence[int]:
-        most = min(self._most, most)
+        most = min(self.max_drafts, most)
         if most <= 0:
             self._own.clear()
             self._predicted.clear()
@@ -59,8 +59,8 @@ class PromptLookup:
         guesses = self._own
         guesses.learn(drawn)
         found, size = latest_match(text)
-        repeated = text[found:][: self._most].tolist() if size else []
-        guesses.guess([repeated[i % len(repeated)] for i in range(self._most)] if size else (), size)
+        repeated = text[found:][: self.max_drafts].tolist() if size else []
+        guesses.guess([repeated[i % len(repeated)] for i in range(self.max_drafts)] if size else (), size)
         if len(self._prediction):
             self._predict(text, drawn)
             guesses = max(guesses, self._predicted, key=lambda of: of.chance)
@@ -80,7 +80,7 @@ class PromptLookup:
             guesses.clear()
             return
         self._place = found
-        guesses.guess(self._prediction[found:][: self._most].tolist(), size)
+        guesses.guess(self._prediction[found:][: self.max_drafts].tolist(), size)
 
     def _updated(self) -> Tokens:
         length = len(self._tokens)

@@ -41,6 +41,8 @@ ENDS_WITH_PROMPT: Final = frozenset({Phase.PREFILL, Phase.EMBED})
 class Drafter(Protocol):
     """Guesses the next tokens of one request (speculative decoding)."""
 
+    max_drafts: int  # in a step
+
     def drafts(self, most: int, least_chance: float) -> Sequence[int]:
         """Return up to `most` next tokens. Each is right, together with all before it, with at least `least_chance`."""
 

@@ -12,6 +12,8 @@ Texts = Sequence[Sequence[int]]
 class Oracle:
     """Knows how texts go on, and lies about one token in `lies` (0: never)."""
 
+    max_drafts = 64  # only the scheduler's limits apply
+
     def __init__(self, texts: Texts, tokens: Sequence[int], lies: int) -> None:
         self.texts = texts
         self.tokens = tokens

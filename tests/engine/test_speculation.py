@@ -206,6 +206,25 @@ def test_the_cost_of_a_row_is_learned_from_steps_of_decodes_alone(
     assert max(learned) > len(seen.tokens), "drafts are rows"
 
 
+def test_the_needed_chance_is_asked_for_no_more_drafts_than_a_request_may_have(
+    tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was averaged over all free rows, which made a single client's drafts seem too expensive."""
+    engine = make_engine(tiny, speculative_tokens=3, pipeline="off")
+    cost, asked_for = engine._row_cost, list[tuple[int, int, int]]()
+    assert cost is not None
+
+    def least_chance(decodes: int, rows: int, drafts: int) -> float:
+        asked_for.append((decodes, rows, drafts))
+        return 1.0
+
+    monkeypatch.setattr(cost, "least_chance", least_chance)
+    engine.submit(EngineRequest("alone", prompt(5), greedy(6, ignore_eos=True)))
+    while engine.has_work():
+        engine.step()
+    assert set(asked_for) == {(1, 1, 3)}
+
+
 def test_no_cost_is_learned_from_a_step_that_failed(tiny: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = make_engine(tiny, speculative_tokens=3, pipeline="off")
     assert engine._row_cost is not None
