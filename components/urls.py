@@ -53,9 +53,13 @@ def checked_http_url(url: str) -> str:
         host, port, parts = "", None, urlsplit("")
     is_one = url.split() == [url] and "," not in host and "@" not in parts.path
     if parts.scheme not in HTTP or not host or not is_one or port == 0 or parts.query or parts.fragment:
-        hint = "; in a login write each of / ? # % [ ] in percent-encoding, such as %2F for /" if "@" in url else ""
-        raise ValueError(f"give http://HOST:PORT or https://HOST:PORT, with a path if the server needs one{hint}")
+        form = "give http://HOST:PORT or https://HOST:PORT, with a path if the server needs one"
+        raise ValueError(form + _login_hint(url))
     return url
+
+
+def _login_hint(url: str) -> str:
+    return "; in a login write each of / ? # % [ ] in percent-encoding, such as %2F for /" if "@" in url else ""
 
 
 def wants_tls(urls: str, plain: str, secure: str, variable: str) -> bool:
@@ -75,12 +79,24 @@ def wants_tls(urls: str, plain: str, secure: str, variable: str) -> bool:
 
 
 def checked_etcd_urls(urls: str) -> str:
-    """Return `urls`. Raises: ValueError, for wrong or mixed schemes."""
-    wants_tls(urls, "http", "https", "MESH_ETCD_URL")
-    return urls
+    """Return `urls`. Raises: ValueError, for wrong or mixed schemes, and for an address without a host."""
+    return _checked(urls, "http", "https", "MESH_ETCD_URL")
 
 
 def checked_nats_urls(urls: str) -> str:
-    """Return `urls`. Raises: ValueError, for wrong or mixed schemes."""
-    wants_tls(urls, "nats", "tls", "MESH_NATS_URL")
+    """Return `urls`. Raises: ValueError, for wrong or mixed schemes, and for an address without a host."""
+    return _checked(urls, "nats", "tls", "MESH_NATS_URL")
+
+
+def _checked(urls: str, plain: str, secure: str, variable: str) -> str:
+    wants_tls(urls, plain, secure, variable)
+    for url in urls.split(","):
+        try:
+            parts = urlsplit(url.strip() if "://" in url else f"//{url.strip()}")
+            is_usable = bool(parts.hostname) and parts.port != 0
+        except ValueError:  # a port that is not a number, a bracket without its other half
+            is_usable = False
+        if not is_usable:
+            form = f"each address must be {plain}://HOST:PORT or {secure}://HOST:PORT ({variable})"
+            raise ValueError(form + _login_hint(url))
     return urls

@@ -1,12 +1,13 @@
 """The engine's settings, nested in a service's as `MESH_DECODE_ENGINE__PAGE_SIZE`."""
 
+import re
 from dataclasses import field, fields
 from math import isfinite
 from pathlib import Path
 from threading import TIMEOUT_MAX
 from typing import Annotated, Final, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import AfterValidator, ConfigDict, Field
 from pydantic.dataclasses import dataclass
 
 FOLLOWER: Final = "engine.parallel.rank_process"  # module of ranks without a transfer end
@@ -14,6 +15,13 @@ PAGE_SIZES: Final = (16, 32, 64, 128)
 AttentionKind = Literal["auto", "cpu", "torch", "triton", "flashinfer"]
 Seconds = Annotated[float, Field(ge=0)]
 Size = Annotated[int | None, Field(gt=0)]
+
+
+def checked_device(name: str) -> str:
+    """Return `name`. Raises: ValueError, unless it is a device of this setting's form."""
+    if re.fullmatch(r"auto|cpu|cuda(:\d+)?", name) is None:
+        raise ValueError(f"{name!r} is not a device: give auto, cpu, cuda or cuda:N")
+    return name
 
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
@@ -105,10 +113,8 @@ class EngineConfig:
     ] = "auto"
     device: Annotated[
         str,
-        Field(
-            pattern=r"^(auto|cpu|cuda(:\d+)?)$",
-            description="auto, cpu, cuda or cuda:N, as torch counts; auto: the first CUDA device, else cpu",
-        ),
+        AfterValidator(checked_device),
+        Field(description="auto, cpu, cuda or cuda:N, as torch counts; auto: the first CUDA device, else cpu"),
     ] = "auto"
     tensor_parallel: Annotated[
         int, Field(description="devices that hold the model together, of one machine, from `device` on; a process each")

@@ -9,6 +9,7 @@ import typer
 
 from components.settings import SHARED, nearest, suggestion
 from components.settings_help import Setting, described, settings_in, variable
+from engine.config import checked_device
 from services.local.plan import SETTINGS
 
 WORKERS: Final = ("prefill", "decode")
@@ -89,7 +90,14 @@ def setting_lines() -> list[str]:
 
 def device_settings(given: Sequence[str]) -> dict[str, str]:
     """Variables of `--device`. Raises: typer.BadParameter."""
-    return _by_role("--device", DEVICE_FORM, "ENGINE__DEVICE", bool, given)
+    return _by_role("--device", DEVICE_FORM, "ENGINE__DEVICE", _is_device, given)
+
+
+def _is_device(name: str) -> bool:
+    try:
+        return bool(checked_device(name))
+    except ValueError:
+        return False
 
 
 def tp_settings(given: Sequence[str]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 import pytest
 
-from components.urls import Login, checked_http_url, login_of, without_password
+from components.urls import Login, checked_etcd_urls, checked_http_url, checked_nats_urls, login_of, without_password
 
 
 @pytest.mark.parametrize(
@@ -75,3 +75,34 @@ def test_another_address_is_refused_without_its_password(url: str) -> None:
         checked_http_url(url)
     assert "ret" not in str(caught.value)
     assert ("such as %2F for /" in str(caught.value)) == ("@" in url)
+
+
+@pytest.mark.parametrize("urls", ["localhost", "h1:1, h2:2", "nats://a:p%2F@h1,nats://h2:4222", "[::1]:4222"])
+def test_addresses_of_servers_are_taken_as_they_are(urls: str) -> None:
+    assert checked_nats_urls(urls) == urls
+
+
+@pytest.mark.parametrize(
+    "urls",
+    [
+        "/var/run/nats",
+        "nats://",
+        "h1:4222,",
+        "nats://h:port",
+        "h:0",
+        "[::1:4222",
+        "nats://h:99999",
+        "nats://a:sec/ret@h",
+    ],
+)
+def test_an_address_that_no_server_can_have_is_refused_at_the_start(urls: str) -> None:
+    """Each was tried again for as long as the process ran, with the advice to start NATS."""
+    with pytest.raises(ValueError, match=r"each address must be nats://HOST:PORT .*MESH_NATS_URL") as raised:
+        checked_nats_urls(urls)
+    assert ("percent-encoding" in str(raised.value)) == ("@" in urls)
+    assert "ret" not in str(raised.value)
+
+
+def test_an_etcd_address_without_a_host_is_refused_at_the_start() -> None:
+    with pytest.raises(ValueError, match=r"each address must be http://HOST:PORT .*MESH_ETCD_URL"):
+        checked_etcd_urls("http://:2379")
