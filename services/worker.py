@@ -254,6 +254,7 @@ async def open_worker(settings: WorkerSettings, config: EngineConfig, role: Work
         figures.kv_transfer = transfer.endpoint.backend
         figures.kv_transport = known_transport(transfer.endpoint.backend)
         figures.transport = observed_transport
+        metrics.record(engine.stats)
         yield Worker(
             role=role,
             instance_id=me,

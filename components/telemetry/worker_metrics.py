@@ -104,7 +104,7 @@ class WorkerMetrics:
         return Batch() if self._latest is None else Batch(self._latest.num_running, self._latest.num_waiting)
 
     def pages(self) -> PageStatus | None:
-        """None before the first step."""
+        """None while the engine starts."""
         if (step := self._latest) is None:
             return None
         return PageStatus(

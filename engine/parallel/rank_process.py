@@ -38,9 +38,13 @@ def main(serve: Callable[[Path], None] | None = None) -> None:
     # both are sent to the whole process group, but the leader decides when to end
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    if sys.stdin.isatty() or not (order := sys.stdin.buffer.readline()):
+        sys.exit(
+            "a worker with MESH_ENGINE__TENSOR_PARALLEL (--tp) starts its ranks itself; they are not started by hand"
+        )
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     report = _reporter()
-    start = TypeAdapter(Start).validate_json(sys.stdin.buffer.readline())
+    start = TypeAdapter(Start).validate_json(order)
     home = Path(start.store).parent
     threading.Thread(target=_end_with_leader, args=(home,), daemon=True).start()
     try:

@@ -48,6 +48,9 @@ async def test_the_metrics_page_can_be_read_while_the_model_is_loaded(
         metrics_port=port,
         engine=EngineConfig(),
     )
-    async with open_worker(settings, settings.engine, "decode"):
+    async with open_worker(settings, settings.engine, "decode") as worker:
         assert "starting  role=decode  model=mock" in capsys.readouterr().err, "the start of a worker was silent"
         assert answers == [200, 503, 503]
+        pages = worker.metrics.pages()
+        assert pages is not None, "the pages had no metric before the first step"
+        assert pages.free == pages.total > 0

@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -54,6 +56,20 @@ def test_a_follower_that_ends_in_the_midst_of_a_report_is_lost(start: Start) -> 
     assert next_report(processes).failure == "it ended with 3"
     assert processes.is_over.wait(PATIENCE_S)
     assert processes.lost is not None
+
+
+def test_a_rank_that_is_started_by_hand_says_who_starts_ranks() -> None:
+    """It ended with a traceback, or waited for its leader's order at a terminal."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "services.rank", "--help"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("a worker with MESH_ENGINE__TENSOR_PARALLEL (--tp) starts its ranks itself")
 
 
 def test_followers_that_do_not_end_are_killed_at_the_same_time(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
