@@ -4,7 +4,7 @@ import re
 from base64 import b64encode
 from ipaddress import ip_address
 from typing import Final, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 HTTP: Final = ("http", "https")
 _SCHEME: Final = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*")
@@ -88,15 +88,20 @@ def checked_nats_urls(urls: str) -> str:
     return _checked(urls, "nats", "tls", "MESH_NATS_URL")
 
 
+def server_parts(url: str) -> SplitResult | None:
+    """Return the parts of a server's address; None if no server can have it."""
+    try:
+        parts = urlsplit(url.strip() if "//" in url else f"//{url.strip()}")
+        is_possible = bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an invalid port, or an incomplete IPv6 address
+        return None
+    return parts if is_possible else None
+
+
 def _checked(urls: str, plain: str, secure: str, variable: str) -> str:
     wants_tls(urls, plain, secure, variable)
     for url in urls.split(","):
-        try:
-            parts = urlsplit(url.strip() if "://" in url else f"//{url.strip()}")
-            is_usable = bool(parts.hostname) and parts.port != 0
-        except ValueError:  # a port that is not a number, a bracket without its other half
-            is_usable = False
-        if not is_usable:
+        if server_parts(url) is None:
             form = f"each address must be {plain}://HOST:PORT or {secure}://HOST:PORT ({variable})"
             raise ValueError(form + _login_hint(url))
     return urls

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final, NamedTuple
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import grpc
 
@@ -17,7 +17,7 @@ from components.discovery.etcd_stubs import etcd3, etcdrpc
 from components.errors import BackendUnavailable
 from components.local_mesh import ENV_OF_LOCAL_MESH
 from components.startup import WrongSettings
-from components.urls import Login, wants_tls, without_password
+from components.urls import Login, server_parts, wants_tls, without_password
 
 CALL_TIMEOUT_S: Final = 3.0
 PROBE_TIMEOUT_S: Final = 1.0  # for one member to prove that it has a quorum
@@ -75,19 +75,14 @@ def check_access(url: str, access: EtcdAccess) -> None:
 
 def _endpoint(url: str) -> Endpoint:
     shown = without_password(url)
-    try:
-        parts = urlsplit(url if "//" in url else f"//{url}")
-        host, port = parts.hostname, parts.port
-    except ValueError:  # an invalid port, or an incomplete IPv6 address
-        host = port = None
-    if not host:
+    if (parts := server_parts(url)) is None:
         raise WrongSettings(f"etcd endpoint {shown!r} is not http://host:port (MESH_ETCD_URL)")
     if (parts.username is None) != (parts.password is None):
         raise WrongSettings(
             f"etcd endpoint {shown}: give user and password, http://user:password@host:port (MESH_ETCD_URL)"
         )
     user, password = (None if part is None else unquote(part) for part in (parts.username, parts.password))
-    return Endpoint(host, port or 2379, user, password)
+    return Endpoint(parts.hostname or "", parts.port or 2379, user, password)
 
 
 @contextmanager

@@ -89,7 +89,8 @@ class Facts:
 
     @property
     def servers_work(self) -> bool:
-        return self.nats is not None and not self.nats.error and any(not one.error for one in self.etcd)
+        """Return whether instances can be found; for that, etcd need not accept writes."""
+        return self.nats is not None and not self.nats.error and any(one.facts or not one.error for one in self.etcd)
 
 
 async def gather_facts(settings: MeshSettings) -> Facts:
@@ -128,24 +129,19 @@ async def gather_facts(settings: MeshSettings) -> Facts:
 
 def _etcd_member(url: str, access: EtcdAccess, key: str) -> Server:
     """Read with a quorum and write `key`, because a full etcd can still be read."""
-    began_s, shown = time.monotonic(), without_password(url)
+    began_s, shown, facts = time.monotonic(), without_password(url), {}
     try:
         with etcd_client(url, access) as client:
             status = etcdrpc.MaintenanceStub(client.channel).Status(etcdrpc.StatusRequest(), CALL_TIMEOUT_S)
+            facts = {"db_bytes": status.dbSize, "is_leader": status.leader == status.header.member_id}
             client.put(key, "")
             client.delete(key)
     except DatabaseFull as exc:
-        return Server(shown, exc.message, do="do so soon: until then no process can join the mesh")
+        return Server(shown, exc.message, facts=facts, do="do so soon: until then no process can join the mesh")
     except (MeshError, WrongSettings) as exc:
         return Server(shown, exc.message)
     took_ms = (time.monotonic() - began_s) * SECOND_MS
-    return Server(
-        shown,
-        "",
-        status.version,
-        took_ms,
-        {"db_bytes": status.dbSize, "is_leader": status.leader == status.header.member_id},
-    )
+    return Server(shown, "", status.version, took_ms, facts)
 
 
 async def _nats(url: str, access: NatsAccess) -> Server:
@@ -155,14 +151,16 @@ async def _nats(url: str, access: NatsAccess) -> Server:
     except WrongSettings as exc:
         return Server(shown, str(exc))
 
-    async def ignore(_: Exception) -> None:
-        """Do nothing, because `connect` raises an exception with the message."""
+    causes: list[Exception] = []  # `connect` tries a refused connection again until the timeout, which hides the cause
+
+    async def keep(cause: Exception) -> None:
+        causes.append(cause)
 
     try:
         async with asyncio.timeout(NATS_S):
-            await client.connect(shown.split(","), allow_reconnect=False, error_cb=ignore, **client.login_options())
-    except (nats.errors.Error, OSError, TimeoutError) as exc:
-        return Server(shown, unreachable(url, exc))
+            await client.connect(shown.split(","), allow_reconnect=False, error_cb=keep, **client.login_options())
+    except (nats.errors.Error, OSError) as exc:
+        return Server(shown, unreachable(url, causes[-1] if causes and isinstance(exc, TimeoutError) else exc))
     try:
         began_s = time.monotonic()
         await client.flush(timeout=NATS_S)

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace as changed
 
+from bench.processes import free_port
+from components.credentials import NatsAccess
 from components.wire.status import Connection, TransportStatus
 from services.inspect import facts as facts_module
 from services.inspect.doctor import findings, report
@@ -48,6 +50,22 @@ def with_(*others: Seen) -> list[Seen]:
 def test_a_decode_instance_that_drains_beside_another_one_is_only_noted() -> None:
     found = judged(seen=with_(seen("decode", 2, draining=True)))
     assert [(one.level, one.check) for one in found] == [(Level.NOTE, "instances")]
+
+
+def test_instances_are_checked_while_etcd_is_full() -> None:
+    """It can still be read, and the mesh serves."""
+    full = Server("http://e", "full", facts={"db_bytes": 1}, do="free space")
+    assert [(one.check, one.level) for one in judged(etcd=[full], seen=[])] == [
+        ("etcd", Level.WRONG),
+        ("instances", Level.WRONG),
+    ]
+
+
+@pytest.mark.anyio
+async def test_a_refused_connection_to_nats_is_named() -> None:
+    """nats-py tries again until the timeout, so that `doctor` said "TimeoutError"."""
+    found = await facts_module._nats(f"nats://127.0.0.1:{free_port()}", NatsAccess())
+    assert "Connect call failed" in found.error
 
 
 def test_of_a_healthy_mesh_each_check_reports_that_it_is() -> None:

@@ -196,7 +196,7 @@ def test_a_file_for_perfetto_that_cannot_be_written_is_reported(home: Path) -> N
         ({}, ["workers", "--namespace", "BAD NS"], "setting namespace: "),
         ({"MESH_LEASE_TTL_S": "abc"}, ["traces"], "setting lease_ttl_s: "),
         ({"MESH_TLS": "abc"}, ["traces"], "settings: "),
-        ({}, ["env", "--etcd-url", "http://x:abc"], "etcd endpoint 'http://x:abc' is not http://host:port"),
+        ({}, ["env", "--etcd-url", "http://x:abc"], "setting etcd_url: each address must be http://HOST:PORT"),
     ],
 )
 def test_a_wrong_setting_is_one_line_that_names_it(
