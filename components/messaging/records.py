@@ -4,16 +4,16 @@ They survive their writers and a restart of NATS. If NATS loses its data, an emp
 If NATS restricts its users' rights, only the administrator may create a stream: a stream can read and write any subject.
 """
 
+import asyncio
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import Final
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
 
 import nats.errors
-from nats.js import JetStreamContext
 from nats.js.api import DiscardPolicy, Header, StorageType, StreamConfig
 from nats.js.errors import APIError, BadRequestError, NoStreamResponseError, NotFoundError, ServiceUnavailableError
 
@@ -22,28 +22,63 @@ from components.errors import BackendUnavailable, DeadlineExceeded, MessageTooLa
 from components.messaging.bus import HEADERS_BYTES, Bus, translated_nats_errors
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TIMEOUT_S: Final = 2.0
 CREATE_RETRY_PAUSE_S: Final = 10.0  # after a failed attempt to create the stream; without permission it takes TIMEOUT_S
 NO_STREAM: Final = 10059  # JetStream's codes
+STREAM_EXISTS: Final = 10058  # with another configuration
 OTHER_REVISION: Final = 10071
+NO_JETSTREAM: Final = (None, 10039, 10076)  # no answer; not for the account; not on the server
+ELECTION_S: Final = 10.0  # members of a cluster elect a leader in four to nine seconds
+ELECTION_PAUSE_S: Final = 0.3
 COMMAND: Final = "`python -m services.frontend.response_stream`, with the administrator's access,"
 
 
 @dataclass(frozen=True, slots=True)
-class Bounds:
+class RecordsConfig:
     records: int
     bytes: int
     age_s: float
+    replicas: int = 1  # members of a NATS cluster that each keep all records
+
+
+class NoJetStream(BackendUnavailable):
+    """NATS has no JetStream, or this account may not use it."""
 
 
 class Records:
-    def __init__(self, bus: Bus, jetstream: JetStreamContext, name: str, bounds: Bounds) -> None:
+    def __init__(self, bus: Bus, name: str, config: RecordsConfig) -> None:
+        """They need a stream: `open` creates it if necessary, and so does a call that finds none."""
         self._bus = bus
-        self._jetstream = jetstream
-        self._name, self._bounds = name, bounds
-        self._stream, self._prefix = _names(name)
+        self._jetstream = bus.client.jetstream(timeout=TIMEOUT_S)
+        self._config = config
+        self._stream, self._prefix = name.replace(".", "-"), f"{name}.records"
         self._create_failed_s = -math.inf  # monotonic
+
+    async def open(self) -> None:
+        """Create the stream, or give it this configuration in place of an earlier one.
+
+        Raises: NoJetStream; BackendUnavailable, also if there is no stream and it cannot be created.
+        """
+        with self._errors():
+            found = await self._found_config()
+        if found is not None and _same(found, self._config):
+            return
+        try:
+            with self._errors():
+                await self._create()
+        except BackendUnavailable as exc:
+            if found is None:
+                raise
+            log.warning(
+                "the stream of stored responses has other settings than this frontend",
+                extra={"stream": self._stream, "cause": exc.message},
+            )
+
+    async def make(self) -> None:
+        """Create the stream or change its configuration. Raises: BackendUnavailable."""
+        await self._repeated(self._create)
 
     async def put(self, key: str, value: bytes, revision: int | None = None) -> int | None:
         """Store or replace a record. All processes can read it when this returns.
@@ -56,34 +91,56 @@ class Records:
         most = self._bus.client.max_payload - HEADERS_BYTES
         if len(value) > most:
             raise MessageTooLarge(f"a record has {len(value)} bytes, but NATS accepts {most}", bytes=len(value))
-        with _errors(self._prefix, self._bus.url):
-            try:
-                return await self._publish(key, value, revision)
-            except (NoStreamResponseError, NotFoundError):
-                await self._recreate_stream()
-                return await self._publish(key, value)
-            except BadRequestError as exc:
-                if exc.err_code != OTHER_REVISION or revision is None:
-                    raise
-                state = (await self._jetstream.stream_info(self._stream)).state
-                was_recreated = state.last_seq < revision  # by another process, after NATS had lost its data
-                return await self._publish(key, value) if was_recreated else None
+        return await self._repeated(lambda: self._put(key, value, revision))
 
     async def get(self, key: str) -> bytes | None:
-        with _errors(self._prefix, self._bus.url):
-            try:
-                # not `direct`, for the reason in components/permissions.py
-                found = await self._jetstream.get_last_msg(self._stream, f"{self._prefix}.{key}")
-            except NotFoundError as exc:
-                if exc.err_code == NO_STREAM:  # the stream is gone, with all records
-                    await self._recreate_stream()
+        """Raises: BackendUnavailable."""
+        return await self._repeated(lambda: self._get(key))
+
+    async def delete(self, key: str) -> None:
+        """Raises: BackendUnavailable."""
+        await self._repeated(lambda: self._delete(key))
+
+    async def _put(self, key: str, value: bytes, revision: int | None) -> int | None:
+        try:
+            return await self._publish(key, value, revision)
+        except (NoStreamResponseError, NotFoundError):
+            was_recreated = await self._create_lost()
+        except BadRequestError as exc:
+            if exc.err_code != OTHER_REVISION or revision is None:
+                raise
+            state = (await self._jetstream.stream_info(self._stream)).state
+            was_recreated = state.last_seq < revision  # by another process, after NATS had lost its data
+            if not was_recreated:
                 return None
+        return await self._publish(key, value, None if was_recreated else revision)
+
+    async def _get(self, key: str) -> bytes | None:
+        try:
+            # not `direct`, for the reason in components/permissions.py
+            found = await self._jetstream.get_last_msg(self._stream, f"{self._prefix}.{key}")
+        except NotFoundError as exc:
+            if exc.err_code == NO_STREAM:  # the stream is gone, with all records
+                await self._create_lost()
+            return None
         data: bytes | None = found.data
         return data
 
-    async def delete(self, key: str) -> None:
-        with _errors(self._prefix, self._bus.url), suppress(NotFoundError):  # the stream is gone
+    async def _delete(self, key: str) -> None:
+        with suppress(NotFoundError):  # the stream is gone
             await self._jetstream.purge_stream(self._stream, subject=f"{self._prefix}.{key}")
+
+    async def _repeated(self, call: Callable[[], Awaitable[T]]) -> T:
+        """Make `call`. If several members keep the records, repeat it while they may be electing a leader."""
+        end_s = time.monotonic() + (ELECTION_S if self._config.replicas > 1 else 0.0)
+        while True:
+            try:
+                with self._errors():
+                    return await call()
+            except BackendUnavailable:
+                if time.monotonic() >= end_s:
+                    raise
+            await asyncio.sleep(ELECTION_PAUSE_S)
 
     async def _publish(self, key: str, value: bytes, revision: int | None = None) -> int:
         headers = None if revision is None else {Header.EXPECTED_LAST_SUBJECT_SEQUENCE: str(revision)}
@@ -91,103 +148,85 @@ class Records:
         sent = await self._jetstream.publish(subject, value, stream=self._stream, timeout=TIMEOUT_S, headers=headers)
         return int(sent.seq)
 
-    async def _recreate_stream(self) -> None:
+    async def _create_lost(self) -> bool:
+        """Create the stream, unless it exists: another process may have created it, or it has no leader now.
+
+        Returns: whether it was created.
+        """
+        if await self._found_config() is not None:
+            return False
         if time.monotonic() < self._create_failed_s + CREATE_RETRY_PAUSE_S:
-            raise _missing(self._stream)
-        if not await _create_stream(self._jetstream, self._name, self._bounds):
+            raise self._not_created()
+        try:
+            await self._create()
+        except BackendUnavailable:
             self._create_failed_s = time.monotonic()
-            raise _missing(self._stream)
+            raise
         log.warning(
-            "NATS has lost the stored responses, an empty stream takes their place", extra={"records": self._name}
+            "NATS has lost the stored responses, an empty stream takes their place", extra={"stream": self._stream}
+        )
+        return True
+
+    async def _create(self) -> None:
+        """Raises: BackendUnavailable, if NATS does not answer, as to users without the right."""
+        wanted = StreamConfig(
+            name=self._stream,
+            subjects=[f"{self._prefix}.*"],
+            storage=StorageType.FILE,
+            discard=DiscardPolicy.OLD,
+            max_msgs_per_subject=1,
+            max_msgs=self._config.records,
+            max_bytes=self._config.bytes,
+            max_age=self._config.age_s,
+            num_replicas=self._config.replicas,
+        )
+        try:
+            try:
+                await self._jetstream.add_stream(wanted)
+            except BadRequestError as exc:
+                if exc.err_code != STREAM_EXISTS:
+                    raise
+                await self._jetstream.update_stream(wanted)
+        except nats.errors.TimeoutError:
+            raise self._not_created() from None
+
+    async def _found_config(self) -> RecordsConfig | None:
+        try:
+            found = (await self._jetstream.stream_info(self._stream)).config
+        except NotFoundError:
+            return None
+        return RecordsConfig(found.max_msgs, found.max_bytes, found.max_age, found.num_replicas)
+
+    def _not_created(self) -> BackendUnavailable:
+        return BackendUnavailable(
+            f"NATS does not answer the request to create or change the stream {self._stream}. If this user may not do "
+            f"that, {COMMAND} does"
         )
 
-
-async def open_records(bus: Bus, name: str, bounds: Bounds) -> Records:
-    """Open or create the stream of records `name`, with `bounds` in place of earlier ones.
-
-    Raises: BackendUnavailable, also without JetStream, or if there is no stream and this user may not create it.
-    """
-    jetstream = bus.client.jetstream(timeout=TIMEOUT_S)
-    stream, prefix = _names(name)
-    with _errors(prefix, bus.url):
-        found = await _bounds_of(jetstream, stream)
-        if (found is None or not _same(found, bounds)) and not await _create_stream(jetstream, name, bounds):
-            if found is None:
-                raise _missing(stream)
-            log.warning(
-                "the stream of stored responses has other bounds than this frontend",
-                extra={"stream": stream, "advice": f"this user may not change them; {COMMAND} changes them"},
-            )
-    return Records(bus, jetstream, name, bounds)
-
-
-def _missing(stream: str) -> BackendUnavailable:
-    return BackendUnavailable(f"NATS has no stream {stream}, and this user may not create it: {COMMAND} creates it")
-
-
-async def _bounds_of(jetstream: JetStreamContext, stream: str) -> Bounds | None:
-    try:
-        config = (await jetstream.stream_info(stream)).config
-    except NotFoundError:
-        return None
-    return Bounds(config.max_msgs, config.max_bytes, config.max_age)
-
-
-def _same(one: Bounds, other: Bounds) -> bool:
-    return (one.records, one.bytes) == (other.records, other.bytes) and math.isclose(one.age_s, other.age_s)
-
-
-async def _create_stream(jetstream: JetStreamContext, name: str, bounds: Bounds) -> bool:
-    """Create the stream, or change its bounds.
-
-    Returns: False if there is no answer, because NATS does not answer calls that the user has no right to make.
-    """
-    stream, prefix = _names(name)
-    config = StreamConfig(
-        name=stream,
-        subjects=[f"{prefix}.*"],
-        storage=StorageType.FILE,
-        discard=DiscardPolicy.OLD,
-        max_msgs_per_subject=1,
-        max_msgs=bounds.records,
-        max_bytes=bounds.bytes,
-        max_age=bounds.age_s,
-        num_replicas=1,
-    )
-    try:
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        url = self._bus.url
         try:
-            await jetstream.add_stream(config)
-        except BadRequestError:  # it exists with other bounds
-            await jetstream.update_stream(config)
-    except nats.errors.TimeoutError:
-        return False
-    return True
+            with translated_nats_errors(self._prefix, url):
+                try:
+                    with exact_cancellation():
+                        yield
+                        return
+                    raise nats.errors.ConnectionClosedError  # nats-py has cancelled the call itself
+                except APIError as exc:
+                    if isinstance(exc, ServiceUnavailableError) and exc.err_code in NO_JETSTREAM:
+                        raise NoJetStream(f"NATS at {url} has no JetStream for this account") from exc
+                    raise BackendUnavailable(
+                        f"JetStream of NATS at {url} cannot keep records: {exc.description}", subject=self._prefix
+                    ) from exc
+        except DeadlineExceeded as exc:  # this limit is ours, not the request's
+            # after a write error NATS stores nothing more in a stream, and reports that only in its own log
+            raise BackendUnavailable(
+                f"JetStream of NATS at {url} does not answer: if NATS's log has write errors, as of a full disk, free "
+                "space and restart NATS",
+                subject=self._prefix,
+            ) from exc
 
 
-def _names(name: str) -> tuple[str, str]:
-    """Stream name and subject prefix."""
-    return name.replace(".", "-"), f"{name}.records"
-
-
-@contextmanager
-def _errors(subject: str, url: str) -> Iterator[None]:
-    try:
-        with translated_nats_errors(subject, url):
-            try:
-                with exact_cancellation():
-                    yield
-                    return
-                raise nats.errors.ConnectionClosedError  # nats-py has cancelled the call itself
-            except (nats.errors.NoRespondersError, ServiceUnavailableError) as exc:
-                raise BackendUnavailable(f"NATS at {url} has no JetStream, or not this stream: {exc}") from exc
-            except APIError as exc:
-                raise BackendUnavailable(
-                    f"JetStream of NATS at {url} cannot keep records: {exc.description}", subject=subject
-                ) from exc
-    except DeadlineExceeded as exc:  # this limit is ours, not the request's
-        # after a write error NATS stores nothing more in a stream, and reports that only in its own log
-        raise BackendUnavailable(
-            f"JetStream of NATS at {url} does not answer: if NATS's log has write errors, as of a full disk, free space "
-            "and restart NATS",
-            subject=subject,
-        ) from exc
+def _same(one: RecordsConfig, other: RecordsConfig) -> bool:
+    return replace(one, age_s=0) == replace(other, age_s=0) and math.isclose(one.age_s, other.age_s)

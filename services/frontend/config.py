@@ -8,7 +8,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, SecretStr, model_validat
 from pydantic_settings import CliSuppress, SettingsConfigDict
 
 from components.http.tls import Tls
-from components.messaging.records import Bounds
+from components.messaging.records import RecordsConfig
 from components.output.formats import ReasoningParserName, ToolParserName
 from components.routing.kv_index import MAX_BLOCKS
 from components.routing.policies import ABOUT_POLICIES, DEFAULT, KvIndexBlocks, RoutingPolicy
@@ -168,6 +168,9 @@ class FrontendSettings(ModelSettings):
     stored_responses_age_s: Annotated[PositiveFloat, Field(description="seconds that a response is stored")] = (
         24 * 3600.0
     )
+    stored_responses_replicas: Annotated[
+        Literal[1, 3, 5], Field(description="members of a NATS cluster that each keep the stored responses")
+    ] = 1
 
     ui: Annotated[bool, Field(description="serve the page at /ui")] = True
     ui_content: Annotated[
@@ -183,8 +186,13 @@ class FrontendSettings(ModelSettings):
     ] = None
 
     @property
-    def stored_bounds(self) -> Bounds:
-        return Bounds(self.max_stored_responses, self.stored_responses_bytes, self.stored_responses_age_s)
+    def stored_config(self) -> RecordsConfig:
+        return RecordsConfig(
+            self.max_stored_responses,
+            self.stored_responses_bytes,
+            self.stored_responses_age_s,
+            self.stored_responses_replicas,
+        )
 
     @property
     def https(self) -> Tls | None:

@@ -1,7 +1,7 @@
 """Make the stream of stored responses, where users of NATS have rights and frontends may not.
 
 `python -m services.frontend.response_stream` needs the administrator's access to NATS, and the settings of the
-frontends. A later run gives the stream the bounds that they have then. If they store no responses, it does nothing.
+frontends. A later run gives the stream the settings that they have then. If they store no responses, it does nothing.
 """
 
 import asyncio
@@ -11,7 +11,7 @@ from typing import Final
 from components.aio import time_limit
 from components.errors import MeshError
 from components.messaging.bus import connect_bus
-from components.messaging.records import open_records
+from components.messaging.records import Records
 from components.permissions import ADMINISTRATOR
 from components.urls import without_password
 from services.frontend.config import FrontendSettings
@@ -24,7 +24,7 @@ async def make_stream(settings: FrontendSettings) -> None:
     late = f"NATS at {without_password(settings.nats_url)} has not answered within"
     bus_of = connect_bus(settings.nats_url, "response-stream", settings.nats_access(ADMINISTRATOR))
     async with time_limit(TIMEOUT_S, late), bus_of as bus:
-        await open_records(bus, f"{settings.namespace}.responses", settings.stored_bounds)
+        await Records(bus, f"{settings.namespace}.responses", settings.stored_config).make()
 
 
 def main() -> None:

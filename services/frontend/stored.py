@@ -18,7 +18,6 @@ from components.errors import (
     BackendUnavailable,
     Cancelled,
     DeadlineExceeded,
-    MeshError,
     NobodyListens,
     PeerLost,
     Rejected,
@@ -26,7 +25,7 @@ from components.errors import (
 )
 from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint
-from components.messaging.records import Records, open_records
+from components.messaging.records import NoJetStream, Records
 from components.openai.items import InputItem
 from components.openai.responses import ResponseObject
 from components.wire.codec import pack, unpack
@@ -224,14 +223,17 @@ class StoredResponses:
 
 
 async def open_stored(bus: Bus, settings: FrontendSettings, subject: str) -> StoredResponses | None:
-    """Open the store; None, if it is switched off or NATS cannot store."""
+    """Open the store; None, if it is switched off or NATS has no JetStream."""
     if settings.max_stored_responses == 0:
         return None
+    records = Records(bus, f"{settings.namespace}.responses", settings.stored_config)
     try:
-        records = await open_records(bus, f"{settings.namespace}.responses", settings.stored_bounds)
-    except MeshError as exc:
+        await records.open()
+    except NoJetStream as exc:
         log.warning("responses are not stored until this frontend is restarted", extra={"cause": exc.message})
         return None
+    except BackendUnavailable as exc:
+        log.warning("responses cannot be stored yet", extra={"cause": exc.message})
     return StoredResponses(bus, records, subject)
 
 

@@ -18,7 +18,7 @@ from components.discovery.registry import remove_record
 from components.errors import BackendUnavailable, MeshError
 from components.local_mesh import started_at
 from components.messaging.bus import connect_bus
-from components.messaging.records import open_records
+from components.messaging.records import Records
 from components.permissions import ADMINISTRATOR
 from components.startup import EX_CONFIG, WrongSettings
 from components.urls import without_password
@@ -141,7 +141,7 @@ async def _make_response_stream(plan: Plan, administrator: Backends, output: Out
     settings = administrator.applied(plan.frontend)
     try:
         async with connect_bus(settings.nats_url, "local", settings.nats_access(ADMINISTRATOR)) as bus:
-            await open_records(bus, f"{settings.namespace}.responses", settings.stored_bounds)
+            await Records(bus, f"{settings.namespace}.responses", settings.stored_config).make()
     except MeshError as exc:
         output.report("local", "responses are not stored", level="warning", cause=exc.message)
 

@@ -3,8 +3,9 @@
 import time
 from collections.abc import Callable, Iterator
 from itertools import repeat
-from typing import Final
+from typing import Any, Final
 
+import httpx
 import pytest
 
 from tests.compose.balancer import Balancer
@@ -12,6 +13,7 @@ from tests.compose.docker_engine import DockerEngine
 from tests.compose.project import Build, Project, project
 from tests.mesh.outage_load import Load, Window
 from tests.mesh.outage_mesh import ENV
+from tests.waiting import PATIENCE_S
 
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(600)]
 
@@ -19,7 +21,10 @@ STREAM_TOKENS: Final = 300  # 12 s; a stopping frontend serves for 35 s, enough 
 AFTER_S: Final = 4.0
 SERVED: Final = ("bootstrap", "prefill", "decode")
 ENGINE: Final = {name: value for name, value in ENV.items() if name.startswith("MESH_ENGINE")}
-FRONTEND: Final = {name: value for name, value in ENV.items() if name.startswith("MESH_FRONTEND")}
+STORES_NONE: Final = "MESH_FRONTEND_MAX_STORED_RESPONSES"
+FRONTEND: Final = {
+    name: value for name, value in ENV.items() if name.startswith("MESH_FRONTEND") and name != STORES_NONE
+}
 DECODE: Final = {name: value for name, value in ENV.items() if name.startswith("MESH_DECODE")}
 
 
@@ -75,6 +80,24 @@ def test_every_member_and_every_service_twice(cluster: Project) -> None:
 def test_a_killed_member_costs_no_request(member: str, cluster: Project, load: Load) -> None:
     seen_while(load, cluster, lambda: cluster.engine.docker("kill", *cluster.containers(member)))
     seen_while(load, cluster, lambda: cluster.up("--no-recreate", "--no-deps", member))
+
+
+def test_responses_are_read_and_stored_while_any_one_nats_member_is_down(cluster: Project, balancer: Balancer) -> None:
+    def answered(path: str, body: dict[str, object] | None = None) -> dict[str, Any]:
+        call = httpx.post if body else httpx.get
+        extra = {"json": body} if body else {}
+        found = call(f"{balancer.url}/v1/responses{path}", timeout=PATIENCE_S, **extra)
+        assert found.status_code == 200, found.text
+        return dict(found.json())
+
+    ids = [answered("", {"model": "mock", "input": "Hello", "max_output_tokens": 4})["id"]]
+    for member in ("nats", "nats-2", "nats-3"):
+        cluster.engine.docker("kill", *cluster.containers(member))
+        made = answered("", {"model": "mock", "input": "Hello", "max_output_tokens": 4})
+        ids.append(made["id"])
+        assert made["store"], cluster.logs("frontend")
+        assert [answered(f"/{one}")["id"] for one in ids] == ids
+        cluster.up("--no-recreate", "--no-deps", member)
 
 
 @pytest.mark.parametrize("service", SERVED)

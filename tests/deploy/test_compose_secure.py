@@ -18,7 +18,7 @@ from components.credentials import EtcdAccess, NatsAccess
 from components.discovery.etcd import etcd_client
 from components.errors import BackendUnavailable
 from components.messaging.bus import connect_bus
-from components.messaging.records import open_records
+from components.messaging.records import Records
 from components.permissions import ROLES, certified_users
 from components.settings import misspelled
 from services.local.authority import main as make_certificates
@@ -139,8 +139,9 @@ def test_its_frontends_store_responses_in_the_stream_that_its_command_makes(tmp_
             assert await process.wait() == 0
             access = NatsAccess(identity(folder, "frontend"), inbox="_INBOX.kvmesh.frontend")
             async with connect_bus(url, "frontend", access) as bus:
-                bounds = settings_of("frontend")().stored_bounds  # type: ignore[attr-defined]
-                records = await open_records(bus, "kvmesh.responses", bounds)
+                config = settings_of("frontend")().stored_config  # type: ignore[attr-defined]
+                records = Records(bus, "kvmesh.responses", config)
+                await records.open()
                 await records.put("a", b"x")
                 assert await records.get("a") == b"x"
 

@@ -203,10 +203,14 @@ class EtcdCluster(ServerCluster):
 class NatsCluster(ServerCluster):
     """Clients need a password.
 
-    Without JetStream: frontends that use it keep no responses (MESH_FRONTEND_MAX_STORED_RESPONSES=0).
+    Without JetStream frontends store no responses; start them with MESH_FRONTEND_MAX_STORED_RESPONSES=0.
     """
 
     kind = NATS
+
+    def __init__(self, home: Path, accounts: Accounts | None = None, *, jetstream: bool = False) -> None:
+        super().__init__(home, accounts)
+        self._jetstream = jetstream
 
     def url_of(self, member: Member) -> str:
         """The client address of one member, with user and password unless a certificate stands for them."""
@@ -221,7 +225,9 @@ class NatsCluster(ServerCluster):
     def _command(self, member: Member) -> list[str]:
         command = NATS.command(member.site())
         config = member.home / "nats.conf"
-        lines = [line for line in config.read_text().splitlines() if not line.startswith("jetstream")]
+        lines = config.read_text().splitlines()
+        if not self._jetstream:
+            lines = [line for line in lines if not line.startswith("jetstream")]
         routes = ", ".join(f'"nats://{HOST}:{m.route_port}"' for m in self.members if m is not member)
         lines.append(
             f'cluster {{ name: test, listen: "{HOST}:{member.route_port}", routes: [{routes}]{self._peers()} }}'

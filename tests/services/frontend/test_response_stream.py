@@ -10,9 +10,9 @@ from typing import Final
 import pytest
 
 from components.credentials import NatsAccess
-from components.errors import BackendUnavailable
+from components.errors import BackendUnavailable, UnknownResponse
 from components.messaging.bus import Bus, connect_bus
-from components.messaging.records import open_records
+from components.messaging.records import Records, RecordsConfig
 from services.frontend.config import FrontendSettings
 from services.frontend.response_stream import make_stream
 from services.frontend.stored import open_stored
@@ -44,12 +44,22 @@ def settings_of(nats: Server, **more: int) -> FrontendSettings:
     return FrontendSettings(nats_url=nats.url, namespace=NAMESPACE, **more)
 
 
-async def test_a_frontend_that_finds_none_and_may_make_none_serves_without_and_names_the_command(
+async def opened(bus: Bus, name: str, config: RecordsConfig) -> Records:
+    records = Records(bus, name, config)
+    await records.open()
+    return records
+
+
+async def test_a_frontend_that_finds_none_and_may_make_none_names_the_command_and_stores_once_it_was_run(
     nats: Server, bus: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert await open_stored(bus, settings_of(nats), "subject") is None
-    [said] = [one for one in caplog.records if one.message.startswith("responses are not stored")]
+    stored = await open_stored(bus, settings_of(nats), "subject")
+    assert stored is not None
+    [said] = [one for one in caplog.records if one.message == "responses cannot be stored yet"]
     assert COMMAND in said.__dict__["cause"]
+    await make_stream(settings_of(nats))
+    with pytest.raises(UnknownResponse):
+        await stored.get("resp_" + "0" * 32, b"key")
 
 
 async def test_the_command_makes_it_and_a_frontend_uses_it_within_its_rights(
@@ -58,7 +68,7 @@ async def test_the_command_makes_it_and_a_frontend_uses_it_within_its_rights(
     env = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
     env |= {"MESH_NATS_URL": nats.url, "MESH_NAMESPACE": NAMESPACE}
     subprocess.run([sys.executable, *COMMAND.split()[1:]], cwd=REPO, env=env, check=True, timeout=PATIENCE_S)
-    records = await open_records(bus, f"{NAMESPACE}.responses", settings_of(nats).stored_bounds)
+    records = await opened(bus, f"{NAMESPACE}.responses", settings_of(nats).stored_config)
     large = os.urandom(bus.client.max_payload - 1024)  # NATS returns it in base64, a third larger
     await records.put("large", large)
     await records.put("a", b"x")
@@ -73,20 +83,20 @@ async def test_other_bounds_are_the_administrators_to_give(
 ) -> None:
     await make_stream(settings_of(nats))
     other = settings_of(nats, max_stored_responses=5)
-    records = await open_records(bus, f"{NAMESPACE}.responses", other.stored_bounds)
-    [said] = [one for one in caplog.records if "other bounds" in one.message]
-    assert COMMAND in said.__dict__["advice"]
+    records = await opened(bus, f"{NAMESPACE}.responses", other.stored_config)
+    [said] = [one for one in caplog.records if "other settings" in one.message]
+    assert COMMAND in said.__dict__["cause"]
     await records.put("a", b"x")
     caplog.clear()
     await make_stream(other)
-    records = await open_records(bus, f"{NAMESPACE}.responses", other.stored_bounds)
+    records = await opened(bus, f"{NAMESPACE}.responses", other.stored_config)
     assert await records.get("a") == b"x"
     assert not caplog.records
 
 
 async def test_a_lost_stream_is_missed_until_the_administrator_makes_it_again(nats: Server, bus: Bus) -> None:
     await make_stream(settings_of(nats))
-    records = await open_records(bus, f"{NAMESPACE}.responses", settings_of(nats).stored_bounds)
+    records = await opened(bus, f"{NAMESPACE}.responses", settings_of(nats).stored_config)
     await records.put("a", b"x")
     async with connect_bus(nats.url, "root") as root:
         await root.client.jetstream().delete_stream(f"{NAMESPACE}-responses")
