@@ -8,6 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final, Self, TypeVar
 
 from jinja2 import TemplateError
+from pydantic_core import from_json
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
@@ -146,7 +147,9 @@ class TextModel:
         elif (reasoning := self.formats.reasoning) is not None and reasoning.messages is not None:
             messages, tools = in_messages(messages), described(tools)
         elif self._calls_as_text:
-            messages = [_with_text_arguments(message) for message in messages]
+            messages = [_with_arguments(message, _as_text) for message in messages]
+        elif any("tool_calls" in message for message in messages) and not self._accepts_text_arguments:
+            messages = [_with_arguments(message, _as_object) for message in messages]
         try:
             return self._render(messages, tools, variables, ending)
         except TEMPLATE_ERRORS as exc:
@@ -174,15 +177,19 @@ class TextModel:
     @cached_property
     def _calls_as_text(self) -> bool:
         """Whether the template needs arguments as JSON text, as DeepSeek's does."""
+        return self._accepts_text_arguments and not self._accepts(A_CALL)
+
+    @cached_property
+    def _accepts_text_arguments(self) -> bool:
+        """Whether arguments that are not JSON can be shown as they are. GLM's and Qwen3-Coder's templates need objects."""
+        return self._accepts([_with_arguments(message, _as_text) for message in A_CALL])
+
+    def _accepts(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         try:
-            self._render(A_CALL, (), {})
+            self._render(messages, (), {})
         except TEMPLATE_ERRORS:
-            try:
-                self._render([_with_text_arguments(message) for message in A_CALL], (), {})
-            except TEMPLATE_ERRORS:
-                return False
-            return True
-        return False
+            return False
+        return True
 
     async def encode_chat(
         self,
@@ -276,13 +283,25 @@ class TextModel:
         return self._encoder.encode(text, add_special_tokens=add_special_tokens)
 
 
-def _with_text_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_arguments(message: Mapping[str, Any], form: Callable[[Any], Any]) -> Mapping[str, Any]:
+    """Return the message with `form` applied to the arguments of its calls."""
     if "tool_calls" not in message:
         return message
-    return {**message, "tool_calls": [_with_text(call) for call in message["tool_calls"]]}
+    functions = [(call, call["function"]) for call in message["tool_calls"]]
+    calls = [{**call, "function": {**called, "arguments": form(called["arguments"])}} for call, called in functions]
+    return {**message, "tool_calls": calls}
 
 
-def _with_text(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    arguments = call["function"]["arguments"]
-    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-    return {**call, "function": {**call["function"], "arguments": text}}
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def _as_object(arguments: Any) -> Any:
+    """Return the part of a text that is a JSON object, such as one that was cut off; {} if there is none."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        read = from_json(arguments, allow_partial="trailing-strings", allow_inf_nan=False)
+    except ValueError:
+        return {}
+    return read if isinstance(read, dict) else {}

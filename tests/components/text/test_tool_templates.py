@@ -31,6 +31,10 @@ AS_TEXT = (
     "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}"
     "{{ '<｜tool▁calls▁begin｜>' + c['function']['arguments'] }}{% endfor %}{% endfor %}{{ tools or '' }}"
 )
+AS_OBJECT = (  # as in Qwen3-Coder's
+    "{{ tools or '' }}{% for m in messages %}{{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}:"
+    "{% for name, value in c.function.arguments|items %}{{ name }}={{ value }};{% endfor %}{% endfor %}{% endfor %}"
+)
 
 
 def test_a_template_that_knows_tools_is_given_them_as_they_are() -> None:
@@ -41,6 +45,35 @@ def test_a_template_that_knows_tools_is_given_them_as_they_are() -> None:
 
 def test_a_template_that_puts_texts_together_is_given_arguments_as_text() -> None:
     assert '<｜tool▁calls▁begin｜>{"a": "ü"}' in tiny_text_model(AS_TEXT).render(TALK, [TOOL])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        ({"a": "ü"}, "a=ü;"),
+        ('{"a": "ü", "b": "cut o', "a=ü;b=cut o;"),
+        ('{"a": "ü", "b":', "a=ü;"),
+        ("{'a': 1}", ""),
+        ('["ü"]', ""),
+        ("", ""),
+    ],
+)
+def test_a_template_that_needs_objects_is_given_what_can_be_read_of_arguments_that_are_not_json(
+    arguments: object, shown: str
+) -> None:
+    """A call that `max_tokens` had cut off made every later request of its conversation a 400."""
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    talk = [TALK[1], {"role": "assistant", "content": "", "tool_calls": [call]}, TALK[3]]
+    assert tiny_text_model(AS_OBJECT).render(talk, [TOOL]).endswith(f"<tool_call>f:{shown}1")
+
+
+def test_a_template_that_shows_any_arguments_is_given_those_that_are_not_json_as_they_are() -> None:
+    call = {**CALL, "function": {"name": "f", "arguments": '{"a": "cut o'}}
+    talk = [TALK[1], {"role": "assistant", "content": "", "tool_calls": [call]}]
+    either = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    assert tiny_text_model(either + "{{ tools or '' }}").render(talk) == '{"a": "cut o'
 
 
 def test_a_template_for_tools_is_used_with_tools_alone() -> None:
