@@ -43,11 +43,17 @@ class OutputParser:
         return self._reasoning.found
 
     @property
+    def answers(self) -> bool:
+        """Whether reasoning is over, if the model's format has it before the answer."""
+        return self._reasoning is not None and self._reasoning.over
+
+    @property
     def held(self) -> str:
         """The end of the text that is held back, because only later text can decide what it is."""
         if self._reasoning is not None and not self._reasoning.over:
             return self._reasoning.held
-        return "" if self._calls is None else self._calls.held
+        after = "" if self._reasoning is None else self._reasoning.held
+        return after if self._calls is None else self._calls.held + after
 
     @property
     def undecided(self) -> bool:

@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from components.output.formats import ReasoningFormat, ToolFormat, call_id
 from components.output.parser import ContinuingParser, OutputParser
 from components.output.reader import Reader, Schema
-from components.output.reasoning import Reasoning
+from components.output.reasoning import CallsWithin, Reasoning
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,17 +19,21 @@ class OutputPlan:
     single: bool = False  # whether the answer ends after one call
     shown: frozenset[int] = frozenset()  # special tokens of both formats, which the detokenizer must output
     before: str = ""  # earlier text that the model continues
+    free: bool = False  # whether no constraint applies, so a call may also end the reasoning
 
     def parser(self, *, reports_before: bool = False) -> OutputParser:
         """Return a new parser. `reports_before`: whether it also reports the parts of `before`."""
         reasoning, tools = self.reasoning, self.tools
-        thoughts, read = None, None if tools is None else tools.read
+        thoughts, within, read = None, None, None if tools is None else tools.read
         if reasoning is not None and reasoning.read is not None:
             read = reasoning.read
-        elif reasoning is not None:
-            thoughts = Reasoning(reasoning.begin, reasoning.end, opened=self.opened)
         new_id = call_id if tools is None else tools.new_id
-        calls = None if read is None else Reader(read, self.offered, new_id, single=self.single)
+        new_reader = None if read is None else partial(Reader, read, self.offered, new_id, single=self.single)
+        if self.free and tools is not None and tools.tokens and new_reader is not None:
+            within = CallsWithin(tools.tokens[0], new_reader)
+        if reasoning is not None and reasoning.read is None:
+            thoughts = Reasoning(reasoning.begin, reasoning.end, opened=self.opened, calls=within)
+        calls = None if new_reader is None else new_reader()
         if not self.before:
             return OutputParser(thoughts, calls)
         return ContinuingParser(thoughts, calls, self.before, reports_before=reports_before)

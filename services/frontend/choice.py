@@ -208,7 +208,7 @@ class ParsedChoice(Choice):
         """As in `Choice`. Also sets `finish` when the only allowed call is complete."""
         piece = super().add_tokens(item)
         parser = self._parser
-        if self._thought is not None:
+        if self._thought is not None and not parser.answers:
             self._thought.count(piece.token_ids)
         text, reasoning, calls = parser.feed(piece.text)
         if parser.done:

@@ -79,15 +79,6 @@ async def plan_answer(
         tools = PLAIN_JSON
     tokens = (*(tools.tokens if tools else ()), *(reasoning.tokens if reasoning else ()))
     single = not conversation.parallel or conversation.choice.mode == "named"
-    output = OutputPlan(
-        reasoning,
-        opened,
-        tools,
-        {tool.function.name: tool.function.parameters or {} for tool in conversation.tools},
-        single,
-        text.special_ids(tokens),
-        before,
-    )
     grammar = Grammar(text.marker_ids(tokens))
     combined: AskedConstraint | None = None
     if tools is not None:
@@ -97,6 +88,16 @@ async def plan_answer(
     elif asked is not None and thinking is not None:
         rule = calls_or(grammar, None, (), thinking, _answer_rule(asked), single=single)
         combined = AskedConstraint(Constraint(kind="lark", text=rule), asked.param)
+    output = OutputPlan(
+        reasoning,
+        opened,
+        tools,
+        {tool.function.name: tool.function.parameters or {} for tool in conversation.tools},
+        single,
+        text.special_ids(tokens),
+        before,
+        free=combined is None,
+    )
     if before:
         await _check_continuation(text, output, combined)
     return AnswerPlan(output, combined)

@@ -1,7 +1,13 @@
+# ruff: noqa: RUF001  # the bars in DeepSeek's tokens are wide
+from collections.abc import Iterable
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from components.output.calls import CallDelta, whole_calls
+from components.output.formats import REASONING_FORMATS, TOOL_FORMATS, ToolParserName
+from components.output.plan import OutputPlan
 from components.output.reasoning import MISTRAL_THINK, THINK, Reasoning
 
 
@@ -44,6 +50,83 @@ def test_reasoning_is_separated_wherever_the_text_is_cut(text: str, opened: bool
     assert split(text, opened=opened, cuts=range(len(text))) == expected
     for cut in range(len(text)):
         assert split(text, opened=opened, cuts=[cut]) == expected
+
+
+CALL = '<tool_call>\n{"name": "f", "arguments": {"s": "x"}}\n</tool_call>'
+WITHIN = [
+    (f"I call.\n{CALL}", ("I call.", "", 1)),
+    (f"I call.{CALL}\n{CALL}", ("I call.", "", 2)),
+    (f"I call.\n{CALL}\n</think>\n\n", ("I call.", "", 1)),
+    (f"<think>I call.\n{CALL}\n</think>\n\nDone.", ("I call.", "Done.", 1)),
+    (f"I call.\n{CALL} </thi", ("I call.", "</thi", 1)),
+    (f"As <tool_call> tags, so:\n{CALL}", ("As <tool_call> tags, so:", "", 1)),
+    (f"As <tool_call> tags, so:</think>\n{CALL}", ("As <tool_call> tags, so:", "", 1)),
+    ("As <tool_call> tags </tool_call>.", ("As <tool_call> tags </tool_call>.", "", 0)),
+    (
+        'Like <tool_call>{"name": "other", "arguments": {}}',
+        ('Like <tool_call>{"name": "other", "arguments": {}}', "", 0),
+    ),
+    ('Cut <tool_call>{"name": "f"', ('Cut <tool_call>{"name": "f"', "", 0)),
+    ('Cut <tool_call>{"name": "f"</think>b', ('Cut <tool_call>{"name": "f"', "b", 0)),
+    ("Cut <tool_", ("Cut <tool_", "", 0)),
+]
+
+
+def calling(text: str, cuts: Iterable[int] = (), *, free: bool = True) -> tuple[str, str, int]:
+    """Return reasoning, answer and the number of calls of a model whose prompt ends with `<think>`."""
+    plan = OutputPlan(REASONING_FORMATS["qwen3"], True, TOOL_FORMATS["hermes"], {"f": {}}, free=free)
+    parser = plan.parser()
+    thought = said = ""
+    calls: list[CallDelta] = []
+    at = 0
+    for cut in [*cuts, len(text)]:
+        new = parser.feed(text[at:cut])
+        thought, said, calls, at = thought + new.reasoning, said + new.text, [*calls, *new.calls], cut
+    last = parser.flush()
+    return thought + last.reasoning, said + last.text, len(whole_calls([*calls, *last.calls]))
+
+
+@pytest.mark.parametrize(("text", "expected"), WITHIN)
+def test_a_call_within_the_reasoning_ends_it_wherever_the_text_is_cut(
+    text: str, expected: tuple[str, str, int]
+) -> None:
+    """Such a call was shown as reasoning, and an agent got neither an answer nor a call."""
+    assert calling(text) == expected
+    assert calling(text, range(len(text))) == expected
+    for cut in range(len(text)):
+        assert calling(text, [cut]) == expected
+
+
+@pytest.mark.parametrize("name", ["hermes", "qwen3_coder", "glm45", "mistral", "deepseek_v3", "deepseek_v31"])
+def test_calls_of_each_format_end_the_reasoning(name: ToolParserName) -> None:
+    calls = {
+        "hermes": CALL,
+        "qwen3_coder": "<tool_call>\n<function=f>\n</function>\n</tool_call>",
+        "glm45": "<tool_call>f</tool_call>",
+        "mistral": '[TOOL_CALLS]f[ARGS]{"s": "x"}',
+        "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```",
+        "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>",
+    }
+    parser = OutputPlan(REASONING_FORMATS["qwen3"], True, TOOL_FORMATS[name], {"f": {}}, free=True).parser()
+    new, last = parser.feed(f"hm{calls[name]}"), parser.flush()
+    assert (new.reasoning + last.reasoning, new.text + last.text) == ("hm", "")
+    assert [call.name for call in whole_calls([*new.calls, *last.calls])] == ["f"]
+
+
+def test_with_a_constraint_only_the_marker_ends_the_reasoning() -> None:
+    assert calling(f"hm {CALL}</think>{CALL}", free=False) == (f"hm {CALL}", "", 1)
+
+
+@settings(deadline=None)  # the machine may be busy
+@given(
+    st.lists(
+        st.sampled_from([CALL, "<tool_call>", '{"name": "f"', ', "arguments": {', "}", "</think>", "<", " ", "a"])
+    ),
+    st.lists(st.integers(0, 200), max_size=6),
+)
+def test_no_call_within_the_reasoning_depends_on_how_it_is_cut(pieces: list[str], cuts: list[int]) -> None:
+    text = "".join(pieces)
+    assert calling(text, sorted(cut for cut in cuts if cut < len(text))) == calling(text)
 
 
 def test_mistrals_marks_are_marks_too() -> None:

@@ -216,6 +216,22 @@ async def test_reasoning_is_separate_under_both_names(stream: bool) -> None:
     assert calls_of(choices[1]) == [("g", "{}")]
 
 
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_within_the_reasoning_is_a_call(stream: bool) -> None:
+    mesh = FakeMesh(model(THINKS), tokens_per_delta=3)
+    mesh.answers = [f'I call.\n<tool_call>\n{{"name": "g", "arguments": {{"s": "{"long " * 100}"}}}}\n</tool_call>']
+    async with served(mesh) as client:
+        (choice,) = await ask(client, stream=stream)
+        usage = (await client.chat.completions.create(model=MODEL, messages=HELLO, tools=[G])).usage
+    assert (choice["message"]["reasoning"], choice["message"]["content"]) == ("I call.", None)
+    assert [name for name, _ in calls_of(choice)] == ["g"]
+    assert choice["finish_reason"] == "tool_calls"
+    assert usage is not None
+    assert usage.completion_tokens_details is not None
+    assert usage.completion_tokens_details.reasoning_tokens is not None
+    assert 0 < usage.completion_tokens_details.reasoning_tokens < usage.completion_tokens / 2
+
+
 async def test_reasoning_can_be_switched_off_where_the_template_can() -> None:
     mesh = FakeMesh(model(THINKS), answer="Paris.")
     fields: dict[str, Any]
