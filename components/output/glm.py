@@ -6,7 +6,7 @@ from typing import Final
 
 from components.output.calls import is_tool_name
 from components.output.reader import Reader, Schema, Steps
-from components.output.typed_values import ignore, properties_of, typed_value
+from components.output.typed_values import ignore, typed_value
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
@@ -27,11 +27,11 @@ def glm(r: Reader) -> Steps[None]:
             r.give_back(len(CALL))
             continue
         r.begin_call(name)
-        yield from _arguments(r, properties_of(r.tools.get(name)))
+        yield from _arguments(r, r.tools.get(name, {}))
         yield from r.closing(CALL_END)
 
 
-def _arguments(r: Reader, schemas: Schema) -> Steps[None]:
+def _arguments(r: Reader, parameters: Schema) -> Steps[None]:
     """Read all arguments. If a value is cut off, the JSON object stays open, so that clients notice."""
     r.argue("{")
     comma = ""
@@ -46,7 +46,7 @@ def _arguments(r: Reader, schemas: Schema) -> Steps[None]:
         name = "".join(key).strip()
         r.argue(f"{comma}{json.dumps(name, ensure_ascii=False)}: ")
         comma = ", "
-        if not (yield from typed_value(r, schemas.get(name), (VALUE_END, CALL_END))):
+        if not (yield from typed_value(r, parameters, name, (VALUE_END, CALL_END))):
             return
         yield from r.closing(VALUE_END)
     if (yield from r.char()):

@@ -5,7 +5,7 @@ from typing import Final
 
 from components.output.calls import is_tool_name
 from components.output.reader import Reader, Schema, Steps
-from components.output.typed_values import ignore, properties_of, typed_value
+from components.output.typed_values import ignore, typed_value
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -25,7 +25,7 @@ def qwen3_coder(r: Reader) -> Steps[None]:
             r.give_back(len(begin))
             continue
         r.begin_call(name)
-        yield from _parameters(r, properties_of(r.tools.get(name)))
+        yield from _parameters(r, r.tools.get(name, {}))
         yield from r.spaces()
         yield from r.closing(CALL_END)
 
@@ -38,7 +38,7 @@ def _tag(r: Reader) -> Steps[str]:
     return "".join(name).strip()
 
 
-def _parameters(r: Reader, schemas: Schema) -> Steps[None]:
+def _parameters(r: Reader, parameters: Schema) -> Steps[None]:
     """Report all parameters. A cut-off value leaves the JSON object open, so that clients notice."""
     r.argue("{")
     comma = ""
@@ -49,7 +49,7 @@ def _parameters(r: Reader, schemas: Schema) -> Steps[None]:
         r.argue(f"{comma}{json.dumps(name, ensure_ascii=False)}: ")
         comma = ", "
         yield from r.literal("\n")
-        if not (yield from typed_value(r, schemas.get(name), VALUE_ENDS)):
+        if not (yield from typed_value(r, parameters, name, VALUE_ENDS)):
             return
         yield from r.literal("\n")
         yield from r.closing(PARAMETER_END)

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from urllib.parse import unquote
 
 from pydantic import JsonValue
 
@@ -9,12 +10,13 @@ from components.output.pythonic import as_json, python_value
 from components.output.reader import Reader, Schema, Steps
 
 
-def typed_value(r: Reader, schema: JsonValue, ends: Sequence[str]) -> Steps[bool]:
-    """Read a value up to one of `ends`, which is left, and report it as JSON of the schema's type.
+def typed_value(r: Reader, parameters: Schema, name: str, ends: Sequence[str]) -> Steps[bool]:
+    """Read the value of parameter `name` up to one of `ends`, which is left, and report it as JSON of the schema's type.
 
     A text is reported at once, any other value when it is complete. Returns: whether the value has an end.
     """
-    kinds = _kinds(schema)
+    properties = parameters.get("properties")
+    kinds = _kinds(properties.get(name) if isinstance(properties, dict) else None, parameters, set())
     if kinds == {"string"}:
         r.argue('"')
         end = yield from r.until(ends, lambda text: r.argue(json.dumps(text, ensure_ascii=False)[1:-1]))
@@ -32,23 +34,36 @@ def ignore(_: str) -> None:
     """Report nothing, for `Reader.until`."""
 
 
-def properties_of(schema: Schema | None) -> Schema:
-    found = (schema or {}).get("properties")
-    return found if isinstance(found, dict) else {}
+def _kinds(schema: JsonValue, root: Schema, seen: set[str]) -> set[str]:
+    """Return the JSON types of the values that `schema` allows; among them "" if it leaves some open.
 
-
-def _kinds(schema: JsonValue) -> set[str]:
-    """Return the JSON types of the values that `schema` allows; among them "" if it leaves some open."""
+    Args:
+        schema: a part of `root`.
+        root: the schema in which references are resolved.
+        seen: references resolved so far. Each one counts once, because they may form a cycle.
+    """
     match schema:
-        case {"anyOf": [_, *_] as alternatives} | {"oneOf": [_, *_] as alternatives}:
-            return set().union(*map(_kinds, alternatives))
+        case {"anyOf": [_, *_] as parts} | {"oneOf": [_, *_] as parts} | {"allOf": [_] as parts}:
+            return set().union(*(_kinds(part, root, seen) for part in parts))
         case {"enum": [*choices]}:
             return {"string" if isinstance(choice, str) else "null" if choice is None else "" for choice in choices}
         case {"type": [*kinds]}:
             return set(map(str, kinds))
         case {"type": str(kind)}:
             return {kind}
+        case {"$ref": str(ref)} if ref.startswith("#/"):
+            known = ref in seen
+            seen.add(ref)
+            return set() if known else _kinds(_resolved(ref, root), root, seen)
     return {""}
+
+
+def _resolved(ref: str, root: Schema) -> JsonValue:
+    """Return the part of `root` to which a JSON pointer refers; None if there is none."""
+    found: JsonValue = dict(root)
+    for key in ref.removeprefix("#/").split("/"):
+        found = found.get(unquote(key).replace("~1", "/").replace("~0", "~")) if isinstance(found, dict) else None
+    return found
 
 
 def _text_or_null(text: str) -> str:

@@ -21,6 +21,17 @@ TOOLS: Mapping[str, Any] = {
             "ns": {"type": ["null", "string"]},
             "kn": {"enum": ["x", None]},
             "si": {"anyOf": [{"type": "string"}, {"type": "integer"}]},
+            "ref": {"$ref": "#/$defs/Mode"},
+            "one": {"allOf": [{"$ref": "#/$defs/Mode"}], "default": "1"},
+            "maybe": {"anyOf": [{"$ref": "#/$defs/Mode"}, {"type": "null"}]},
+            "deep": {"$ref": "#/$defs/a~1b%20c/properties/x"},
+            "loop": {"$ref": "#/$defs/Loop"},
+            "lost": {"$ref": "#/$defs/Lost"},
+        },
+        "$defs": {
+            "Mode": {"enum": ["1", "none", "x"]},  # of an Enum in a pydantic model
+            "a/b c": {"properties": {"x": {"type": "string"}}},
+            "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"type": "string"}, {"$ref": "#/$defs/Loop"}]},
         },
     },
     "g": {},
