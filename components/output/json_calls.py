@@ -1,9 +1,11 @@
 """Calls as JSON objects, `{"name": …, "arguments": {…}}`, after a marker, in a list, or bare."""
 
+import json
 from collections.abc import Sequence
 from typing import Final
 
 from components.output.calls import is_tool_name
+from components.output.pythonic import as_json
 from components.output.reader import Reader, Steps
 
 ARGUMENTS: Final = ("arguments", "parameters")  # keys that models use for arguments
@@ -126,7 +128,7 @@ def call_object(r: Reader, ends: Sequence[str], *, bare: bool = False) -> Steps[
             name = yield from r.string()
             right = name is not None and (name in r.tools if bare else is_tool_name(name))
         elif key in ARGUMENTS:
-            right = not early and (yield from r.char()) == "{" and (yield from r.value(early.append))
+            right = not early and (yield from _object(r, early))
         else:
             right = key is not None and (key in OTHER_KEYS or not bare) and (yield from r.value(_ignore))
         if not right:
@@ -141,6 +143,22 @@ def call_object(r: Reader, ends: Sequence[str], *, bare: bool = False) -> Steps[
     r.end_call()
     yield from r.spaces("}")
     return True
+
+
+def _object(r: Reader, found: list[str]) -> Steps[bool]:
+    """Read an object, or a text with one, as Granite 4 writes arguments, and add its JSON to `found`."""
+    start = yield from r.char()
+    if start != '"':
+        return start == "{" and (yield from r.value(found.append))
+    pieces: list[str] = []
+    if not (yield from r.value(pieces.append)):
+        return False
+    try:
+        read = json.loads(json.loads("".join(pieces)))
+        found.append(as_json(read))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(read, dict)
 
 
 def arguments(r: Reader, ends: Sequence[str]) -> Steps[None]:
