@@ -29,14 +29,14 @@ def hermes(r: Reader) -> Steps[None]:
 
 
 def llama3_json(r: Reader) -> Steps[None]:
-    """Read Llama 3's calls, separated by semicolons: the whole answer, or after a tag."""
+    """Read Llama 3's calls, separated by semicolons, commas or spaces: the whole answer, or after a tag."""
     yield from _bare(r, [PYTHON_TAG])
     while (yield from r.until([PYTHON_TAG], r.emit_text)):
         r.hold()
         r.skip(len(PYTHON_TAG))
         yield from r.spaces()
         if (yield from call_object(r, [PYTHON_TAG])):
-            yield from _more(r, ";", [PYTHON_TAG])
+            yield from _more(r, [PYTHON_TAG])
         else:
             r.give_back(len(PYTHON_TAG))
 
@@ -55,7 +55,7 @@ def mistral(r: Reader) -> Steps[None]:
         if (yield from r.literal("[")):
             yield from r.spaces()
             if (yield from call_object(r, [TOOL_CALLS])):
-                yield from _more(r, ",", [TOOL_CALLS])
+                yield from _more(r, [TOOL_CALLS])
                 yield from r.closing("]")
                 continue
         elif (yield from _named(r)):
@@ -79,28 +79,27 @@ def _named(r: Reader) -> Steps[bool]:
 
 
 def _bare(r: Reader, ends: Sequence[str]) -> Steps[None]:
-    """Read calls at the beginning of the text, in a list or separated by semicolons."""
+    """Read calls at the beginning of the text, with or without a list around them."""
     r.hold()
     yield from r.spaces()
     listed = yield from r.literal("[")
     yield from r.spaces()
     if (yield from call_object(r, ends, bare=True)):
-        yield from _more(r, "," if listed else ";", ends)
+        yield from _more(r, ends)
         if listed:
             yield from r.closing("]")
     else:
         r.give_back()
 
 
-def _more(r: Reader, separator: str, ends: Sequence[str]) -> Steps[None]:
-    """Read further calls. A separator without a call after it is text."""
+def _more(r: Reader, ends: Sequence[str]) -> Steps[None]:
+    """Read further calls, of which each may have a separator before it. A separator without a call after it is text."""
     while True:
         yield from r.spaces()
         r.hold()
-        if not (yield from r.literal(separator)):
-            return r.release()
+        separated = (yield from r.literal(";")) or (yield from r.literal(","))
         yield from r.spaces()
-        if not (yield from call_object(r, ends)):
+        if not (yield from call_object(r, ends, bare=not separated)):
             return r.give_back()
 
 
