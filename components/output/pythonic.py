@@ -11,6 +11,7 @@ from components.output.reader import Reader, Steps
 
 START, END = "<|python_start|>", "<|python_end|>"
 LONGEST: Final = 65536  # limit in characters for Python's parser
+JSON_NAMES: Final = {"true": True, "false": False, "null": None}  # models mix up the two languages
 _SURROGATES: Final = re.compile("[\ud800-\udfff]")
 
 
@@ -95,6 +96,13 @@ def as_json(value: Any) -> str:
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # a lone surrogate becomes U+FFFD
 
 
+class _JsonNames(ast.NodeTransformer):
+    """Replaces JSON's names of constants with the constants."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.copy_location(ast.Constant(JSON_NAMES[node.id]), node) if node.id in JSON_NAMES else node
+
+
 def python_value(source: str) -> Any:
     """Return the value of a Python literal. Raises: ValueError, RecursionError."""
     return ast.literal_eval(_parse(source))
@@ -105,6 +113,7 @@ def _parse(source: str) -> ast.expr:
         raise ValueError("too long to parse")
     try:
         with warnings.catch_warnings(action="ignore"):  # invalid escapes
-            return ast.parse(source, mode="eval").body
+            parsed: ast.Expression = _JsonNames().visit(ast.parse(source, mode="eval"))
+            return parsed.body
     except (SyntaxError, MemoryError) as exc:
         raise ValueError("not valid Python") from exc
