@@ -28,8 +28,9 @@ class Told(NamedTuple):
 
 def plan(before: str = "", *, name: str = "hermes", opened: bool = False) -> OutputPlan:
     numbers = count()
-    tools = ToolFormat(TOOL_FORMATS["json"].name, FORMATS[name], new_id=lambda: f"id-{next(numbers)}")
-    return OutputPlan(REASONING_FORMATS["qwen3"], opened, tools, TOOLS, before=before)
+    tokens = next(found.tokens for found in TOOL_FORMATS.values() if found.name == name)
+    tools = ToolFormat(TOOL_FORMATS["json"].name, FORMATS[name], tokens, new_id=lambda: f"id-{next(numbers)}")
+    return OutputPlan(REASONING_FORMATS["qwen3"], opened, tools, TOOLS, before=before, free=True)
 
 
 def told(parser: OutputParser, text: str, cuts: Iterable[int] = ()) -> Told:
