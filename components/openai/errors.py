@@ -4,7 +4,7 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -123,18 +123,20 @@ class ApiError:
     param: str | None = None
     code: str | None = None
     retry_after_s: float | None = None
+    own_headers: Mapping[str, str] = field(default_factory=dict)
 
     def body(self) -> bytes:
         """JSON of a failed request, or of an event that ends a stream."""
         inner = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
         return json.dumps({"error": inner}, ensure_ascii=False, separators=(",", ":")).encode()
 
-    def headers(self) -> Mapping[str, str]:
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        headers = dict(self.own_headers)
         if self.code in IN_VAIN:
-            return {"x-should-retry": "false"}  # OpenAI's and Anthropic's clients would send the request twice more
-        if self.retry_after_s is None:
-            return {}
-        return {"retry-after": str(max(1, math.ceil(self.retry_after_s)))}
+            headers["x-should-retry"] = "false"  # OpenAI's and Anthropic's clients would send the request twice more
+        elif self.retry_after_s is not None:
+            headers["retry-after"] = str(max(1, math.ceil(self.retry_after_s)))
+        return [(name.lower().encode(), value.encode()) for name, value in headers.items()]
 
 
 def from_mesh(error: MeshError, request_id: str) -> ApiError:
@@ -168,10 +170,11 @@ def _text(value: object) -> str | None:
     return None if value is None else str(value)
 
 
-def from_status(status: int, message: str | None = None) -> ApiError:
+def from_status(status: int, message: str | None = None, headers: Mapping[str, str] | None = None) -> ApiError:
     """Return the error for a refusal by the web framework, such as a wrong method."""
     code, text = HTTP.get(status, (None, _OURS if status >= 500 else HTTP[400][1]))
-    return ApiError(status, message or text, _SERVER if status >= 500 else _INVALID, None, code)
+    kind = _SERVER if status >= 500 else _INVALID
+    return ApiError(status, message or text, kind, None, code, own_headers=headers or {})
 
 
 def http_refusal(status: int, reason: str) -> tuple[bytes, bytes]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from http import HTTPStatus
 
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 
 from components.errors import InvariantBroken, MeshError
 from components.openai.errors import ApiError, from_mesh, from_status, internal
@@ -27,6 +28,13 @@ class AnswerForm:
         """Return the HTTP status and the JSON of a failed request."""
         return error.status, error.body()
 
+    def failure(self, error: ApiError, shown_id: str) -> Response:
+        """Return the whole answer to a failed request."""
+        status, body = self.refusal(error)
+        response = Response(body, status, media_type="application/json")
+        response.raw_headers += [*self.headers(shown_id), *error.headers()]
+        return response
+
 
 Forms = Mapping[str, type[AnswerForm]]  # by prefix of the path; OpenAI's elsewhere
 
@@ -43,5 +51,5 @@ def error_of(exc: Exception, request_id: str) -> ApiError:
         return from_mesh(exc, request_id)
     if isinstance(exc, HTTPException):
         filled_in = exc.detail == HTTPStatus(exc.status_code).phrase  # starlette's default if there is no message
-        return from_status(exc.status_code, None if filled_in else exc.detail)
+        return from_status(exc.status_code, None if filled_in else exc.detail, exc.headers)
     return internal(request_id)

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from components.discovery.pages import ScrapeTarget
 from components.errors import MeshError
-from components.openai.errors import ApiError, from_validation, internal
+from components.openai.errors import from_validation, internal
 from components.openai.operations import Health, Live, ModelCard, ModelList, Readiness, Version, WorkerList
 from components.structured.checker import ConstraintChecker
 from components.telemetry.figures import Figures
@@ -235,34 +235,16 @@ def _allow_origins(app: FastAPI, origins: str | None) -> None:
 def _add_error_handlers(app: FastAPI) -> None:
     """Answer all errors in the form of the API that was called."""
 
-    async def on_http(request: Request, exc: Exception) -> Response:
-        assert isinstance(exc, HTTPException)
+    async def on_error(request: Request, exc: Exception) -> Response:
         request_id = uuid4().hex
-        return _error(request, error_of(exc, request_id), request_id, dict(exc.headers or {}))
+        if isinstance(exc, RequestValidationError):
+            error = from_validation(exc.errors())
+        elif isinstance(exc, HTTPException | MeshError):
+            error = error_of(exc, request_id)
+        else:
+            error = internal(request_id)  # uvicorn logs it
+        form = form_at(FORMS, request.scope["path"])(request_id)
+        return form.failure(error, caller_of(request.scope).label or request_id)
 
-    async def on_mesh(request: Request, exc: Exception) -> Response:
-        assert isinstance(exc, MeshError)
-        request_id = uuid4().hex
-        return _error(request, error_of(exc, request_id), request_id)
-
-    async def on_validation(request: Request, exc: Exception) -> Response:
-        assert isinstance(exc, RequestValidationError)
-        return _error(request, from_validation(exc.errors()), uuid4().hex)
-
-    async def on_bug(request: Request, __: Exception) -> Response:
-        request_id = uuid4().hex
-        return _error(request, internal(request_id), request_id)
-
-    app.add_exception_handler(HTTPException, on_http)
-    app.add_exception_handler(MeshError, on_mesh)
-    app.add_exception_handler(RequestValidationError, on_validation)
-    app.add_exception_handler(Exception, on_bug)
-
-
-def _error(request: Request, error: ApiError, request_id: str, headers: dict[str, str] | None = None) -> Response:
-    shown = caller_of(request.scope).label or request_id
-    form = form_at(FORMS, request.scope["path"])(request_id)
-    status, body = form.refusal(error)
-    response = Response(body, status, {**(headers or {}), **error.headers()}, media_type="application/json")
-    response.raw_headers.extend(form.headers(shown))
-    return response
+    for kind in (HTTPException, MeshError, RequestValidationError, Exception):
+        app.add_exception_handler(kind, on_error)

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, Final
 from uuid import uuid4
 
-from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from components.errors import Rejected
@@ -266,12 +265,9 @@ class Exchange:
 
     async def _fail(self, reply: Reply, error: ApiError, exc: Exception) -> None:
         tracing.describe_error(self._record, error, exc)
-        self._record.failed(exc, error)
-        extra = exc.headers or {} if isinstance(exc, HTTPException) else {}
-        headers = [(name.encode(), value.encode()) for name, value in {**extra, **error.headers()}.items()]
         status, body = self._dialect.refusal(error)
         events = self._events.fail(error) if self._events is not None and reply.streaming else b""
-        await reply.fail(status, body, headers, events)
+        await reply.fail(status, body, error.headers(), events)
 
     def _account(self, reply: Reply) -> None:
         """Count the request, and end its record."""

@@ -6,7 +6,7 @@ past the check. Unknown paths need a key, too. Without API keys, requests are ch
 """
 
 import re
-from collections.abc import Awaitable, Iterable, Sequence
+from collections.abc import Awaitable, Iterable
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 from uuid import uuid4
@@ -31,14 +31,16 @@ OPEN_PATHS: Final = frozenset({"/", "/health", "/live", "/ready"}) | PATHS  # "/
 CALLER: Final = "kvmesh.caller"  # key of a Caller in an ASGI scope
 ROUTE_CHARS: Final = 128  # of a refused request's path in the log, because any client can choose it
 LABEL: Final = re.compile(rb"[A-Za-z0-9._:/+=@-]{1,128}")  # a client's X-Request-Id
-MISSING_KEY_ERROR: Final = from_status(401)
-WRONG_KEY_ERROR: Final = from_status(401, "Incorrect API key provided.")
+BEARER: Final = {"www-authenticate": "Bearer"}
+MISSING_KEY_ERROR: Final = from_status(401, headers=BEARER)
+WRONG_KEY_ERROR: Final = from_status(401, "Incorrect API key provided.", BEARER)
 DRAINING_ERROR: Final = ApiError(
     503,
     "This frontend takes no new requests, because an operator is draining it. Send the request to another one, or retry later.",
     "service_unavailable_error",
     code="draining",
     retry_after_s=1.0,
+    own_headers={"connection": "close"},
 )
 SEVERAL_KEYS_ERROR: Final = from_status(
     400, "Send one API key: one 'Authorization' header, one 'x-api-key', or the same key in both."
@@ -167,8 +169,8 @@ class Gate:
             return
         credentials = read_credentials(scope["headers"])
         caller = self._check(scope, credentials)
-        if isinstance(caller, _Refusal):
-            await self._refuse(scope, send, caller.error, credentials.label, headers=caller.headers)
+        if isinstance(caller, ApiError):
+            await self._refuse(caller, credentials.label, scope, receive, send)
             return
         scope[CALLER] = caller
         if caller.account is not None and _asks_for_work(scope):
@@ -176,80 +178,55 @@ class Gate:
         else:
             await self._app(scope, receive, send)
 
-    def _check(self, scope: Scope, credentials: "Credentials") -> "Caller | _Refusal":
+    def _check(self, scope: Scope, credentials: "Credentials") -> Caller | ApiError:
         ring, key = self._ring, credentials.key
         is_open = scope["path"] in OPEN_PATHS and scope["method"] in {"GET", "HEAD"}
         if not is_open:
             if credentials.several:
-                return _Refusal(SEVERAL_KEYS_ERROR)
+                return SEVERAL_KEYS_ERROR
             if ring is None and (error := self._sites.refusal(scope["headers"])) is not None:
-                return _Refusal(error)
+                return error
         if self._operations.order.draining and _asks_for_work(scope):
             self._metrics.refused.labels("draining").inc()
-            return _Refusal(DRAINING_ERROR, [(b"connection", b"close")])
+            return DRAINING_ERROR
         if ring is None:
             return Caller(credentials.label, credentials.credential)
         account = None if key is None else ring.find(key)
         if account is None and not (is_open and key is None):
             self._metrics.unauthorized.labels("missing" if key is None else "wrong").inc()
         if account is None and not is_open:
-            return _Refusal(MISSING_KEY_ERROR if key is None else WRONG_KEY_ERROR, [(b"www-authenticate", b"Bearer")])
+            return MISSING_KEY_ERROR if key is None else WRONG_KEY_ERROR
         return Caller(credentials.label, credentials.credential, account, lacks_valid_key=account is None)
 
     async def _limited(self, account: Account, label: str, scope: Scope, receive: Receive, send: Send) -> None:
+        send = _with_headers(account, send) if account.limits.per_minute else send
         try:
             account.enter()
         except KeyLimited as exc:
-            request_id = uuid4().hex
             self._metrics.limited.labels(account.name).inc()
-            error = from_mesh(exc, request_id)
-            await self._refuse(
-                scope, send, error, label, headers=account.headers(), request_id=request_id, api_key=account.name
-            )
+            await self._refuse(from_mesh(exc, request_id=""), label, scope, receive, send, api_key=account.name)
             return
         self._metrics.key_requests.labels(account.name).inc()
         try:
-            await self._app(scope, receive, _with_headers(account, send) if account.limits.per_minute else send)
+            await self._app(scope, receive, send)
         finally:
             account.leave()
 
     async def _refuse(
-        self,
-        scope: Scope,
-        send: Send,
-        error: ApiError,
-        label: str,
-        *,
-        headers: Iterable[tuple[bytes, bytes]] = (),
-        request_id: str = "",
-        api_key: str = "",  # its name
+        self, error: ApiError, label: str, scope: Scope, receive: Receive, send: Send, *, api_key: str = ""
     ) -> None:
-        request_id = request_id or uuid4().hex
-        form = form_at(self._forms, scope["path"])(request_id)
-        status, body = form.refusal(error)
-        route = scope["path"][:ROUTE_CHARS]
+        """`api_key`: its name."""
+        request_id = uuid4().hex
+        answer = form_at(self._forms, scope["path"])(request_id).failure(error, label or request_id)
+        route, status = scope["path"][:ROUTE_CHARS], answer.status_code
         self._lines.refused(route, status, error.message, request_id=request_id, label=label, api_key=api_key)
-        own = [(name.encode(), value.encode()) for name, value in error.headers().items()]
-        headers = [
-            (b"content-type", b"application/json"),
-            (b"content-length", str(len(body)).encode()),
-            *form.headers(label or request_id),
-            *own,
-            *headers,
-        ]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await answer(scope, receive, send)
 
 
 def _asks_for_work(scope: Scope) -> bool:
     """Whether this is a new request, not a call of the page at /ui or the cancellation of a response."""
     path: str = scope["path"]
     return scope["method"] == "POST" and not path.startswith(f"{ROOT}/") and not path.endswith("/cancel")
-
-
-class _Refusal(NamedTuple):
-    error: ApiError
-    headers: Sequence[tuple[bytes, bytes]] = ()
 
 
 class Credentials(NamedTuple):

@@ -75,7 +75,8 @@ def describe_response(record: RequestRecord, response_id: str, model: str, gener
 
 
 def describe_error(record: RequestRecord, error: ApiError, exc: Exception) -> None:
-    """Add how the request failed. Only a server's fault makes the span's status an error (OpenTelemetry's rule)."""
+    """Record how the request failed. Only a server's fault makes the span's status an error (OpenTelemetry's rule)."""
+    record.failed(exc, error)
     if isinstance(exc, Cancelled):
         record.root.set_attribute("kvmesh.cancelled", error.message)
         return

@@ -9,14 +9,12 @@ from typing import TypeVar
 from uuid import uuid4
 
 from pydantic import BaseModel
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Send
 
 from components.anthropic.messages import CountRequest, TokenCountAnswer
 from components.openai.completions import check_vocabulary
-from components.openai.errors import ApiError
 from components.openai.fields import parse_body
 from components.openai.parts import AT_ONCE_BYTES, Parts, filled, items_of, some_of, text_filled
 from components.openai.responses import InputTokens, InputTokensRequest
@@ -74,9 +72,11 @@ async def answered(
                     parts = await work(call, parsed)
                     record.begin("frontend.answer")
                     response = _response_of(parts)
+                    response.raw_headers += call.form.headers(label or call.id)
         except Exception as exc:  # noqa: BLE001 - bugs are logged by `error_of`
-            response = _refused(call, error_of(exc, call.id), exc)
-        response.raw_headers.extend(call.form.headers(label or call.id))
+            error = error_of(exc, call.id)
+            tracing.describe_error(record, error, exc)
+            response = call.form.failure(error, label or call.id)
         frontend.lines.end(
             record, route, call.model, response.status_code, label=label, prompt_tokens=call.prompt_tokens
         )
@@ -113,14 +113,6 @@ async def _in_turns(first: bytes, parts: Parts) -> AsyncGenerator[bytes, None]:
             yield some
             await asyncio.sleep(0)
             some = some_of(parts)
-
-
-def _refused(call: Call, error: ApiError, exc: Exception) -> Response:
-    tracing.describe_error(call.record, error, exc)
-    call.record.failed(exc, error)
-    status, body = call.form.refusal(error)
-    extra = exc.headers or {} if isinstance(exc, HTTPException) else {}
-    return Response(body, status, {**extra, **error.headers()}, media_type="application/json")
 
 
 async def tokenize(call: Call, request: TokenizeRequest) -> Parts:

@@ -63,9 +63,9 @@ def test_a_rejection_names_its_parameter() -> None:
 
 
 def test_overload_has_a_retry_after() -> None:
-    assert from_mesh(QueueFull("full", retry_after_s=2.2), "r").headers() == {"retry-after": "3"}
-    assert from_mesh(NoDecodeInstance("none", retry_after_s=0.1), "r").headers() == {"retry-after": "1"}
-    assert from_mesh(mesh_errors.PeerLost("gone"), "r").headers() == {}
+    assert from_mesh(QueueFull("full", retry_after_s=2.2), "r").headers() == [(b"retry-after", b"3")]
+    assert from_mesh(NoDecodeInstance("none", retry_after_s=0.1), "r").headers() == [(b"retry-after", b"1")]
+    assert from_mesh(mesh_errors.PeerLost("gone"), "r").headers() == []
 
 
 def test_an_error_class_of_a_newer_version_becomes_its_nearest_known_class() -> None:
