@@ -1,7 +1,8 @@
 """The frontend's metrics, under vLLM's names. Labels come from fixed sets only."""
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Final
 
@@ -19,23 +20,8 @@ SLOW_REASONS: Final = ("ttft", "tpot", "stall")
 UNAUTHORIZED_REASONS: Final = ("missing", "wrong")
 QUEUE_BUCKETS: Final = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 GAP_BUCKETS: Final = (
-    0.0005,
-    0.001,
-    0.0025,
-    0.005,
-    0.0075,
-    0.01,
-    0.015,
-    0.02,
-    0.03,
-    0.05,
-    0.1,
-    0.25,
-    0.5,
-    1,
-    2.5,
-    5,
-    10,
+    *(0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
+    *(0.1, 0.25, 0.5, 1, 2.5, 5, 10),
 )
 
 
@@ -92,87 +78,68 @@ class FrontendMetrics:
         """`server`: OpenTelemetry's metrics, if a collector gets them."""
         self.server = server
         self.cached_tokens = 0  # of all prompts, found in a prefix cache; for the page at /ui
-        labels = ["model_name", "route"]
         self.registry = registry
         self.gaps = GapHistogram()
         registry.register(self.gaps)
-        self.time_to_first_token = Histogram(
+        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        model, labels, by_key = ["model_name"], ["model_name", "route"], ["api_key"]  # a key's name
+        self.time_to_first_token = histogram(
             "kvmesh_time_to_first_token_seconds",
             "Time from acceptance to the first token.",
             labels,
-            registry=registry,
             buckets=TTFT_BUCKETS,
         )
-        self.e2e_latency = Histogram(
-            "kvmesh_e2e_request_latency_seconds",
-            "Time from acceptance to the last byte.",
-            labels,
-            registry=registry,
-            buckets=E2E_BUCKETS,
+        self.e2e_latency = histogram(
+            "kvmesh_e2e_request_latency_seconds", "Time from acceptance to the last byte.", labels, buckets=E2E_BUCKETS
         )
-        self.prompt_tokens = Counter(
-            "kvmesh_prompt_tokens",
-            "Prompt tokens, counted when the first token of the answer arrives.",
-            ["model_name"],
-            registry=registry,
+        self.queue_time = histogram(
+            "kvmesh_request_queue_time_seconds",
+            "Time that admitted requests waited for admission.",
+            buckets=QUEUE_BUCKETS,
         )
         self.running = Gauge(
             "kvmesh_num_requests_running",
             "Requests in progress, including those that wait for admission.",
-            ["model_name"],
+            model,
             registry=registry,
         )
-        self.requests = Counter(
-            "kvmesh_requests", "Requests by HTTP status; 499: the client left.", [*labels, "status"], registry=registry
+        self.prompt_tokens = counter(
+            "kvmesh_prompt_tokens", "Prompt tokens, counted when the first token of the answer arrives.", model
         )
-        self.success = Counter(
-            "kvmesh_request_success", "Choices by finish reason.", ["model_name", "finished_reason"], registry=registry
+        self.requests = counter(
+            "kvmesh_requests", "Requests by HTTP status; 499: the client left.", [*labels, "status"]
         )
-        self.slow = Counter(
+        self.success = counter("kvmesh_request_success", "Choices by finish reason.", [*model, "finished_reason"])
+        self.key_requests = counter("kvmesh_api_key_requests", "Requests accepted, by API key.", by_key)
+        self.key_tokens = counter("kvmesh_api_key_tokens", "Prompt and answer tokens, by API key.", [*by_key, "kind"])
+        self.limited = counter("kvmesh_api_key_limited", "Requests over the limits of their API key.", by_key)
+        self.slow = self._by_reason(
             "kvmesh_requests_slow",
             "Slow requests: a late first token (ttft), slow tokens on average (tpot), or a long gap between two (stall).",
-            ["reason"],
-            registry=registry,
+            SLOW_REASONS,
         )
-        for reason in SLOW_REASONS:
-            self.slow.labels(reason)
-        self.queue_time = Histogram(
-            "kvmesh_request_queue_time_seconds",
-            "Time that admitted requests waited for admission.",
-            registry=registry,
-            buckets=QUEUE_BUCKETS,
-        )
-        self.refused = Counter(
+        self.refused = self._by_reason(
             "kvmesh_requests_refused",
             "Requests not admitted: the queue was full, it was shed for a better one, it waited too long (age), or this "
             "frontend is draining.",
-            ["reason"],
-            registry=registry,
+            REFUSAL_REASONS,
         )
-        for reason in REFUSAL_REASONS:
-            self.refused.labels(reason)
-        by_key = ["api_key"]  # its name, from the operator's list
-        self.key_requests = Counter(
-            "kvmesh_api_key_requests", "Requests accepted, by API key.", by_key, registry=registry
+        self.unauthorized = self._by_reason(
+            "kvmesh_requests_unauthorized", "Requests without a valid API key.", UNAUTHORIZED_REASONS
         )
-        self.key_tokens = Counter(
-            "kvmesh_api_key_tokens", "Prompt and answer tokens, by API key.", [*by_key, "kind"], registry=registry
-        )
-        self.limited = Counter(
-            "kvmesh_api_key_limited", "Requests over the limits of their API key.", by_key, registry=registry
-        )
-        self.unauthorized = Counter(
-            "kvmesh_requests_unauthorized", "Requests without a valid API key.", ["reason"], registry=registry
-        )
-        for reason in UNAUTHORIZED_REASONS:
-            self.unauthorized.labels(reason)
+
+    def _by_reason(self, name: str, text: str, reasons: Sequence[str]) -> Counter:
+        """Return a counter that is 0 for each reason at first, so that a rate can be taken from the start."""
+        counter = Counter(name, text, ["reason"], registry=self.registry)
+        for reason in reasons:
+            counter.labels(reason)
+        return counter
 
     def show_queue(self, num_requests: Callable[[], int], num_tokens: Callable[[], int]) -> None:
         waiting = Gauge("kvmesh_num_requests_waiting", "Requests that wait for admission.", registry=self.registry)
         waiting.set_function(num_requests)
-        tokens = Gauge(
+        Gauge(
             "kvmesh_num_tokens_waiting",
             "Prompt tokens of the requests that wait for admission, plus 64 for each choice.",
             registry=self.registry,
-        )
-        tokens.set_function(num_tokens)
+        ).set_function(num_tokens)
