@@ -14,7 +14,7 @@ from typing import Final
 
 from components.output.calls import is_tool_name
 from components.output.grammar import CallStyle, MessageStyle
-from components.output.reader import Reader, Steps
+from components.output.reader import Reader, Steps, ignore
 
 START, CHANNEL, CONSTRAIN, MESSAGE, END = "<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>"
 IN_HEADER: Final = (START, CHANNEL, CONSTRAIN)
@@ -91,13 +91,9 @@ def _call(r: Reader, name: str) -> Steps[str]:
     yield from r.spaces()
     r.begin_call(name)
     whole = yield from r.value(argue)
-    marker = yield from r.until(MARKERS, _ignore if whole else argue)
+    marker = yield from r.until(MARKERS, ignore if whole else argue)
     if marker and not given:
         r.argue("{}")
     if marker or whole:
         r.end_call()
     return marker
-
-
-def _ignore(_: str) -> None:
-    pass

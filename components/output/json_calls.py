@@ -6,7 +6,7 @@ from typing import Final
 
 from components.output.calls import is_tool_name
 from components.output.pythonic import as_json
-from components.output.reader import Reader, Steps
+from components.output.reader import Reader, Steps, ignore
 
 ARGUMENTS: Final = ("arguments", "parameters")  # keys that models use for arguments
 OTHER_KEYS: Final = ("type", "id")  # also allowed in a bare call; an object with any other key is an answer
@@ -67,7 +67,7 @@ def _named(r: Reader) -> Steps[bool]:
     name: list[str] = []
     yield from r.until([ARGS, CALL_ID, "{", "\n", TOOL_CALLS], name.append)
     if (yield from r.literal(CALL_ID)):
-        yield from r.until([ARGS, "{", "\n", TOOL_CALLS], _ignore)
+        yield from r.until([ARGS, "{", "\n", TOOL_CALLS], ignore)
     yield from r.literal(ARGS)
     yield from r.spaces()
     called = "".join(name).strip()
@@ -129,7 +129,7 @@ def call_object(r: Reader, ends: Sequence[str], *, bare: bool = False) -> Steps[
         elif key in ARGUMENTS:
             right = not early and (yield from _object(r, early))
         else:
-            right = key is not None and (key in OTHER_KEYS or not bare) and (yield from r.value(_ignore))
+            right = key is not None and (key in OTHER_KEYS or not bare) and (yield from r.value(ignore))
         if not right:
             return False
         yield from r.spaces()
@@ -169,7 +169,7 @@ def arguments(r: Reader, ends: Sequence[str]) -> Steps[None]:
 def _rest(r: Reader) -> Steps[None]:
     yield from r.spaces()
     while (yield from r.literal(",")):
-        if (yield from _key(r)) is None or not (yield from r.value(_ignore)):
+        if (yield from _key(r)) is None or not (yield from r.value(ignore)):
             return
         yield from r.spaces()
     yield from r.spaces("}")
@@ -182,7 +182,3 @@ def _key(r: Reader) -> Steps[str | None]:
     colon = yield from r.literal(":")
     yield from r.spaces()
     return key if colon else None
-
-
-def _ignore(_: str) -> None:
-    pass

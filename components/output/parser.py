@@ -1,20 +1,7 @@
 """Splits a generated text into reasoning, answer and tool calls."""
 
-from collections.abc import Sequence
-from typing import Final, NamedTuple
-
-from components.output.calls import CallDelta
-from components.output.reader import Reader
+from components.output.reader import NOTHING, Parsed, Reader
 from components.output.reasoning import Reasoning
-
-
-class Parsed(NamedTuple):
-    text: str
-    reasoning: str
-    calls: Sequence[CallDelta]
-
-
-NOTHING: Final = Parsed("", "", ())
 
 
 class OutputParser:
@@ -70,7 +57,7 @@ class OutputParser:
             thought, text = self._reasoning.feed(text)
         if self._calls is None or not text:
             return Parsed(text, thought, ())
-        answer, calls, more = self._calls.feed(text)
+        answer, more, calls = self._calls.feed(text)
         return Parsed(answer, thought + more, calls)
 
     def flush(self) -> Parsed:
@@ -80,8 +67,7 @@ class OutputParser:
             thought, text = self._reasoning.flush()
         if self._calls is None:
             return Parsed(text, thought, ())
-        found, last = self._calls.feed(text), self._calls.end()
-        return Parsed(found.text + last.text, thought + found.reasoning + last.reasoning, [*found.calls, *last.calls])
+        return Parsed.joined([Parsed("", thought, ()), self._calls.feed(text), self._calls.end()])
 
 
 class ContinuingParser(OutputParser):
@@ -122,13 +108,7 @@ class ContinuingParser(OutputParser):
             at += 1
         if at < len(text) or not parts:
             parts.append(self._new(super().feed(text[at:])))
-        if len(parts) == 1:
-            return parts[0]
-        return Parsed(
-            "".join([part.text for part in parts]),
-            "".join([part.reasoning for part in parts]),
-            [delta for part in parts for delta in part.calls],
-        )
+        return Parsed.joined(parts)
 
     def flush(self) -> Parsed:
         return self._new(super().flush())
@@ -143,7 +123,7 @@ class ContinuingParser(OutputParser):
             if calls or not self.held.startswith(self._known):  # the known text belongs to a call or a marker
                 self._known = ""
         if (first := self._unreported) is not NOTHING:
-            text, thought, calls = first.text + text, first.reasoning + thought, [*first.calls, *calls]
+            text, thought, calls = Parsed.joined([first, Parsed(text, thought, calls)])
             self._unreported = NOTHING
         if calls and self._earlier:
             calls = [delta._replace(index=delta.index - self._earlier) for delta in calls]

@@ -4,8 +4,8 @@ import json
 from typing import Final
 
 from components.output.calls import is_tool_name
-from components.output.reader import Reader, Schema, Steps
-from components.output.typed_values import ignore, typed_value
+from components.output.reader import Reader, Schema, Steps, ignore
+from components.output.typed_values import typed_value
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"

@@ -28,10 +28,23 @@ _HEX: Final = "0123456789abcdefABCDEF"
 _RAW: Final = {"\n": "\\n", "\r": "\\r", "\t": "\\t", "\b": "\\b", "\f": "\\f"}
 
 
-class Found(NamedTuple):
+class Parsed(NamedTuple):
     text: str
+    reasoning: str
     calls: Sequence[CallDelta]
-    reasoning: str = ""
+
+    @classmethod
+    def joined(cls, parts: "Sequence[Parsed]") -> "Parsed":
+        if len(parts) == 1:
+            return parts[0]
+        return cls(
+            "".join([part.text for part in parts]),
+            "".join([part.reasoning for part in parts]),
+            [delta for part in parts for delta in part.calls],
+        )
+
+
+NOTHING: Final = Parsed("", "", ())
 
 
 class Enough(Exception): ...
@@ -62,6 +75,10 @@ class _Spaced:
             shown = shown.lstrip(SPACES)
         self.has_any = True
         return shown
+
+
+def ignore(_: str) -> None:
+    """Report nothing, for `Reader.until` and `Reader.value`."""
 
 
 class Reader:
@@ -101,9 +118,9 @@ class Reader:
     def _kept(self) -> int:
         return self._at if self._mark is None else self._mark
 
-    def feed(self, text: str) -> Found:
+    def feed(self, text: str) -> Parsed:
         if self.done:
-            return Found("", ())
+            return NOTHING
         keep = self._kept
         self._buffer = self._buffer[keep:] + text
         self._at -= keep
@@ -111,11 +128,11 @@ class Reader:
             self._mark = 0
         return self._resume()
 
-    def end(self) -> Found:
+    def end(self) -> Parsed:
         self._ended = True
-        return Found("", ()) if self.done else self._resume()
+        return NOTHING if self.done else self._resume()
 
-    def _resume(self) -> Found:
+    def _resume(self) -> Parsed:
         try:
             next(self._steps)
         except (StopIteration, Enough):
@@ -128,10 +145,10 @@ class Reader:
             rest = len(self._found)
         found, self._found = self._found[:rest], self._found[rest:]
         calls = [piece for piece in found if isinstance(piece, CallDelta)]
-        return Found(
+        return Parsed(
             "".join([piece for piece in found if isinstance(piece, str)]),
-            _joined(calls) if calls else (),
             "".join([piece.text for piece in found if isinstance(piece, _Thought)]),
+            _joined(calls) if calls else (),
         )
 
     def _begins_again(self, at: int) -> bool:

@@ -30,10 +30,6 @@ def typed_value(r: Reader, parameters: Schema, name: str, ends: Sequence[str]) -
     return bool(end)
 
 
-def ignore(_: str) -> None:
-    """Report nothing, for `Reader.until`."""
-
-
 def _kinds(schema: JsonValue, root: Schema, seen: set[str]) -> set[str]:
     """Return the JSON types of the values that `schema` allows; among them "" if it leaves some open.
 

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from components.output.calls import CallDelta, whole_calls
 from components.output.formats import REASONING_FORMATS, TOOL_FORMATS, ToolFormat
-from components.output.parser import OutputParser, Parsed
+from components.output.parser import OutputParser
 from components.output.plan import OutputPlan
+from components.output.reader import Parsed
 from tests.components.output.reading import FORMATS, TOOLS
 
 CALL = '<tool_call>{"name": "f", "arguments": {"n": 1}}</tool_call>'

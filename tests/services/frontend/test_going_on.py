@@ -11,7 +11,8 @@ from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer, decoders, models
 
 from components.output.formats import FormatOptions
-from components.output.parser import ContinuingParser, Parsed
+from components.output.parser import ContinuingParser
+from components.output.reader import Parsed
 from components.structured.checker import ConstraintChecker, open_checker
 from components.structured.metrics import ConstraintMetrics
 from components.text.tokenizer import INLINE_CHARS, TextModel
