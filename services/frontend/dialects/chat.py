@@ -1,24 +1,24 @@
 """`/v1/chat/completions`, and the events of chats and completions."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
-from pydantic import BaseModel
 from starlette.types import Scope
 
 from components.openai.chat import CallMade, ChatChoice, ChatCompletion, ChatMessage, ChatRequest
 from components.openai.errors import ApiError
 from components.openai.events import DONE, NOTHING, Events, More, member
 from components.openai.fields import FinishReason, GenerationFields, parse_body
-from components.openai.logprobs import ChatLogprobs, ShownToken
+from components.openai.logprobs import ChatLogprobs
 from components.openai.parts import Parts, filled
 from components.output.calls import whole_calls
 from services.frontend.choice import TextDelta
 from services.frontend.dialects.dialect import (
     ConversationDialect,
     EventStream,
+    Logprobs,
     logprob_lists,
     prompt_extras,
     whole_choices,
@@ -35,7 +35,7 @@ class ChunkStream:
     def __init__(
         self,
         events: Events,
-        logprobs: Callable[[Sequence[ShownToken] | None], BaseModel | None],
+        logprobs: Logprobs,
         generation: Generation,
         *,
         has_usage: bool,
@@ -63,7 +63,8 @@ class ChunkStream:
         return b"data: " + error.body() + b"\n\n" + DONE
 
     def _text(self, piece: TextDelta, more: More = NOTHING) -> bytes:
-        index, text, logprobs = piece.choice, piece.text, self._logprobs(piece.tokens)
+        index, text = piece.choice, piece.text
+        logprobs = None if piece.tokens is None else self._logprobs.of(piece.tokens)
         if piece.reasoning or piece.calls:
             return self._events.parts(index, text, piece.reasoning, piece.calls, logprobs=logprobs, more=more)
         return self._events.text(index, text, logprobs, more)
@@ -77,7 +78,7 @@ class DetailedStream(ChunkStream):
     def __init__(
         self,
         events: Events,
-        logprobs: Callable[[Sequence[ShownToken] | None], BaseModel | None],
+        logprobs: Logprobs,
         generation: Generation,
         request: GenerationFields,
     ) -> None:
@@ -113,7 +114,7 @@ class DetailedStream(ChunkStream):
 def chunks(
     request: GenerationFields,
     events: Events,
-    logprobs: Callable[[Sequence[ShownToken] | None], BaseModel | None],
+    logprobs: Logprobs,
     generation: Generation,
 ) -> ChunkStream:
     if request.return_token_ids or request.continuous_usage:
@@ -139,7 +140,7 @@ class ChatDialect(ConversationDialect):
             usage_follows=request.announces_usage,
             empty=self.plan.output is None,
         )
-        return chunks(request, events, self.logprobs, generation)
+        return chunks(request, events, ChatLogprobs, generation)
 
     async def answer(self, pieces: Sequence[Sequence[TextDelta]], generation: Generation) -> Parts:
         token_ids, lists = prompt_extras(self.chat, generation, 0)
@@ -164,9 +165,6 @@ class ChatDialect(ConversationDialect):
             token_ids=list(choice.token_ids) if self.chat.return_token_ids else None,
         )
         return filled(made, **logprob_lists(ChatLogprobs, choice))
-
-    def logprobs(self, tokens: Sequence[ShownToken] | None) -> BaseModel | None:
-        return None if tokens is None else ChatLogprobs.of(tokens)
 
 
 def message_of(choice: TextDelta) -> ChatMessage:

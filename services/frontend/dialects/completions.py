@@ -4,13 +4,12 @@ from collections.abc import Sequence
 from functools import partial
 from typing import cast
 
-from pydantic import BaseModel
 from starlette.types import Scope
 
 from components.openai.completions import Completion, CompletionChoice, CompletionRequest, check_vocabulary
 from components.openai.events import Events
 from components.openai.fields import FinishReason, parse_body
-from components.openai.logprobs import CompletionLogprobs, ShownToken
+from components.openai.logprobs import CompletionLogprobs
 from components.openai.parts import Parts, filled
 from components.text.tokenizer import TextModel
 from services.frontend.choice import TextDelta
@@ -64,7 +63,7 @@ class CompletionDialect(Dialect):
     def events(self, generation: Generation) -> EventStream:
         request = self.request
         events = Events.completion(self.response_id, self.created, request.model, usage_follows=request.announces_usage)
-        return chunks(request, events, self.logprobs, generation)
+        return chunks(request, events, CompletionLogprobs, generation)
 
     async def answer(self, pieces: Sequence[Sequence[TextDelta]], generation: Generation) -> Parts:
         completion = Completion(
@@ -85,6 +84,3 @@ class CompletionDialect(Dialect):
             prompt_logprobs=[] if lists else None,
         )
         return filled(made, **logprob_lists(CompletionLogprobs, choice), **lists)
-
-    def logprobs(self, tokens: Sequence[ShownToken] | None) -> BaseModel | None:
-        return None if tokens is None else CompletionLogprobs.of(tokens)

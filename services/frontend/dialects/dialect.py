@@ -119,5 +119,8 @@ def prompt_extras(
     return token_ids if request.return_token_ids else None, lists
 
 
-def logprob_lists(logprobs: type[ChatLogprobs | CompletionLogprobs], choice: TextDelta) -> dict[str, Items]:
+Logprobs = type[ChatLogprobs | CompletionLogprobs]
+
+
+def logprob_lists(logprobs: Logprobs, choice: TextDelta) -> dict[str, Items]:
     return {} if choice.tokens is None else logprobs.parts(choice.tokens)
