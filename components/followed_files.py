@@ -48,10 +48,11 @@ class FollowedFiles(Generic[T]):
         self._seen = seen
 
     def _signature(self) -> list[tuple[int, ...] | None]:
-        return [_stat(path) for path in self._files]
+        return [stamp_of(path) for path in self._files]
 
 
-def _stat(path: Path) -> tuple[int, ...] | None:
+def stamp_of(path: Path) -> tuple[int, ...] | None:
+    """Return a value that changes whenever the file changes or is replaced by a rename."""
     try:
         found = path.stat()
     except OSError:

@@ -11,6 +11,7 @@ from typing import Final, NamedTuple
 
 from components.aio import background
 from components.api_keys import ApiKey, BadKeys, digest_of, read_keys
+from components.followed_files import stamp_of
 from components.startup import refuse
 from services.frontend.config import FrontendSettings
 from services.frontend.quota import Account
@@ -18,8 +19,6 @@ from services.frontend.quota import Account
 log = logging.getLogger(__name__)
 
 CHECK_INTERVAL_S: Final = 1.0  # how often the file is checked for changes
-
-Stamp = tuple[int, int, int]  # changes with a file
 
 
 class _Known(NamedTuple):
@@ -76,7 +75,7 @@ async def open_keys(settings: FrontendSettings) -> AsyncIterator[KeyRing | None]
 
 @asynccontextmanager
 async def follow_keys(
-    ring: KeyRing, from_environment: str | None, file: Path | None, seen: Stamp | None
+    ring: KeyRing, from_environment: str | None, file: Path | None, seen: tuple[int, ...] | None
 ) -> AsyncIterator[None]:
     """Within the context, reload the file when its stamp differs from `seen`, and on SIGHUP. An invalid file is ignored."""
     if file is None:
@@ -86,7 +85,7 @@ async def follow_keys(
         yield
 
 
-async def _follow(ring: KeyRing, from_environment: str | None, file: Path, seen: Stamp | None) -> None:
+async def _follow(ring: KeyRing, from_environment: str | None, file: Path, seen: tuple[int, ...] | None) -> None:
     hangup = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGHUP, hangup.set)
@@ -108,12 +107,3 @@ async def _follow(ring: KeyRing, from_environment: str | None, file: Path, seen:
                 log.info("API keys reloaded", extra={"count": len(ring)})
     finally:
         loop.remove_signal_handler(signal.SIGHUP)
-
-
-def stamp_of(file: Path) -> Stamp | None:
-    """Return a value that changes whenever the file changes or is replaced by a rename."""
-    try:
-        found = file.stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino

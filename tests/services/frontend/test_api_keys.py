@@ -18,6 +18,7 @@ from openai import AsyncOpenAI, AuthenticationError, RateLimitError
 
 from components.api_keys import BadKeys, KeyLimits, parse_file, parse_list, read_keys
 from components.errors import KeyLimited
+from components.followed_files import stamp_of
 from components.http.server import serve_http
 from components.http.tls import Tls
 from components.startup import WrongSettings
@@ -26,7 +27,7 @@ from services.frontend import keys as keys_module
 from services.frontend.admission import CHECK_INTERVAL_S
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
-from services.frontend.keys import KeyRing, follow_keys, open_keys, stamp_of
+from services.frontend.keys import KeyRing, follow_keys, open_keys
 from services.frontend.ports import FleetRoom, ServedModel
 from services.frontend.quota import Account
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
