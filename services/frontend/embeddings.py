@@ -41,16 +41,14 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
         prompt_tokens=num_tokens,
         choices=len(inputs),
     )
-    running = frontend.metrics.running.labels(model.name)
-    running.inc()
     try:
-        call.record.begin("frontend.admit")
-        await ticket.admitted()
-        call.record.pause()
-        vectors = await frontend.mesh.embed(texts)
+        with frontend.metrics.running.labels(model.name).track_inprogress():
+            call.record.begin("frontend.admit")
+            await ticket.admitted()
+            call.record.pause()
+            vectors = await frontend.mesh.embed(texts)
     finally:
         caller.leave(frontend.admission, ticket, prompt_tokens=num_tokens)
-        running.dec()
     frontend.metrics.prompt_tokens.labels(model.name).inc(num_tokens)
     if caller.account is not None:
         frontend.metrics.key_tokens.labels(caller.account.name, "prompt").inc(num_tokens)

@@ -97,9 +97,7 @@ class Exchange:
         self._model = model.name
         self._record.begin("frontend.tokenize")
         tracing.describe_request(self._record, self._dialect.operation, request, limit)
-        running = self._frontend.metrics.running.labels(model.name)
-        running.inc()
-        try:
+        with self._frontend.metrics.running.labels(model.name).track_inprogress():
             async with cancelled_on_disconnect(receive, lambda: reply.answered):
                 prompts = await self._prepare(request, model, limit)
                 prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
@@ -109,8 +107,6 @@ class Exchange:
                 finally:
                     admission, answer_tokens = self._frontend.admission, self._num_generated
                     self._caller.leave(admission, ticket, prompt_tokens=prompt_tokens, answer_tokens=answer_tokens)
-        finally:
-            running.dec()
 
     async def _generate(
         self, reply: Reply, request: GenerationFields, prompts: list[Prompt], ticket: AdmissionTicket
