@@ -66,7 +66,7 @@ class Ui:
         try:
             return JSONResponse(await self.traces.listed(which, caller_of(request.scope).sees_tenant), headers=NO_STORE)
         except TracesUnavailable as exc:
-            return _unavailable(exc)
+            return _refusal(503, exc.message)
 
     async def _trace(self, request: Request) -> Response:
         return await self._beginning(request, _page_form)
@@ -88,7 +88,7 @@ class Ui:
                 request.path_params["trace_id"], caller_of(request.scope).sees_tenant, answer
             )
         except TracesUnavailable as exc:
-            return _unavailable(exc)
+            return _refusal(503, exc.message)
 
     async def _serving(self, request: Request) -> Response:
         """Return the decode instance of a request that runs in this process; empty if it does not."""
@@ -136,10 +136,6 @@ async def _start(request: Request) -> Response:
     if "text/html" not in request.headers.get("accept", ""):
         raise HTTPException(404, f"{HTTP[404][1]} {ROOT} is a page for browsers.")
     return Response(status_code=307, headers={"location": ROOT.removeprefix("/")})
-
-
-def _unavailable(exc: TracesUnavailable) -> Response:
-    return _refusal(503, exc.message)
 
 
 def _refusal(status: int, message: str) -> Response:
