@@ -40,7 +40,7 @@ from components.wire.instances import InstanceRecord
 from components.wire.sampling import SamplingParams
 from components.wire.tokens import PromptBlocks, pack_tokens, seed_hash
 from services.frontend.ports import Prompt
-from services.frontend.request_record import RequestRecord, request_record
+from services.frontend.request_timeline import RequestTimeline, request_timeline
 
 log = logging.getLogger(__name__)
 
@@ -110,8 +110,8 @@ class DecodeChoice:
         began, left_s = time.monotonic(), remaining_s(prompt.deadline_unix_ms)
         adapter = self.adapter(prompt)
         tokens = len(prompt.token_ids) + prompt.sampling.max_tokens if context is None else context
-        record = request_record()
-        with record.step("frontend.route") as step:
+        timeline = request_timeline()
+        with timeline.step("frontend.route") as step:
             while True:
                 usable = self._large_enough(self.usable(adapter), tokens)
                 fresh = [r for r in usable if r.instance_id not in attempts.failed] if attempts.failed else usable
@@ -119,7 +119,7 @@ class DecodeChoice:
                     await asyncio.sleep(self._back_off_s(len(attempts.failed) - len(usable)))
                     usable = self._large_enough(self.usable(adapter), tokens)
                     fresh = [r for r in usable if r.instance_id not in attempts.failed] or usable
-                found = self._route(prompt, fresh, record, step)
+                found = self._route(prompt, fresh, timeline, step)
                 if found is not None:
                     return found
                 waited_s = time.monotonic() - began
@@ -142,7 +142,7 @@ class DecodeChoice:
         Raises: `why`, if the request has moved too often; DeadlineExceeded.
         """
         attempts.moves += self._cost(why, attempts)
-        request_record().moved(why.message)
+        request_timeline().moved(why.message)
         if not isinstance(why, NATS_FAULTS):
             if now_ms() < prompt.deadline_unix_ms:  # else the request ran out of its own time
                 route.failed(why)
@@ -194,19 +194,19 @@ class DecodeChoice:
         return self._rng.uniform(0.5, 1.0) * min(MAX_BACK_OFF_S, FIRST_BACK_OFF_S * 2.0 ** min(tries, 10))
 
     def _route(
-        self, prompt: Prompt, usable: Sequence[InstanceRecord], of: RequestRecord, step: Step
+        self, prompt: Prompt, usable: Sequence[InstanceRecord], timeline: RequestTimeline, step: Step
     ) -> tuple[InstanceRecord, Route] | None:
         """Choose one of `usable`, and count the request there in the load book."""
         blocks = self._blocks(prompt, usable)
         num_tokens = len(prompt.token_ids)
         ask = RouteRequest(
-            num_tokens, session=prompt.session, prefix=blocks.prefix(), explain=of.is_kept and len(usable) > 1
+            num_tokens, session=prompt.session, prefix=blocks.prefix(), explain=timeline.is_kept and len(usable) > 1
         )
         chosen = self._router.choose(ask, blocks, usable)
         record = None if chosen is None else self._decodes.find(chosen.instance_id)
         if chosen is None or record is None:
             return None
-        if of.is_kept:
+        if timeline.is_kept:
             step.note({"kvmesh.decode.instance": chosen.instance_id, **chosen.facts()})
         pages = self._router.pages_for(chosen.instance_id, num_tokens - chosen.cached_tokens)
         # without the prompt's tokens, because decode chooses where the prompt is computed

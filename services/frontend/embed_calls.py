@@ -17,7 +17,7 @@ from components.wire.sampling import SamplingParams
 from components.wire.tokens import pack_tokens
 from services.frontend.decode_choice import RETRYABLE_ELSEWHERE, Attempts, DecodeChoice
 from services.frontend.ports import Prompt, Texts
-from services.frontend.request_record import request_record
+from services.frontend.request_timeline import request_timeline
 
 # Tokens of a call, unless it is a single longer text. Large enough to batch, small enough to spread over instances.
 MAX_CALL_TOKENS: Final = 8192
@@ -63,7 +63,7 @@ class EmbedCalls:
             route.accepted(0)  # covered by the next heartbeat: its answer only arrives at its end
             stream = self._inbox.open(record.instance_id, record.epoch)  # only for its failure
             try:
-                with request_record().dispatching():
+                with request_timeline().dispatching():
                     # a new id for each attempt: an instance may still run the previous one
                     again = replace(texts, request_id=f"{texts.request_id}-{next(numbers)}")
                     vectors = await self._call_embed(again, record, stream)

@@ -25,9 +25,9 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     about = _embedding_of(model)
     request.check(about)
     call.model = model.name
-    call.record.root.update_name(f"embeddings {model.name}")
+    call.timeline.root.update_name(f"embeddings {model.name}")
     started = time.perf_counter()
-    call.record.begin("frontend.tokenize")
+    call.timeline.begin("frontend.tokenize")
     inputs = await _encoded(frontend.text, request, model)
     call.prompt_tokens = num_tokens = sum(map(len, inputs))
     caller = caller_of(call.scope)
@@ -43,16 +43,16 @@ async def embed(call: Call, request: EmbeddingRequest) -> Parts:
     )
     try:
         with frontend.metrics.running.labels(model.name).track_inprogress():
-            call.record.begin("frontend.admit")
+            call.timeline.begin("frontend.admit")
             await ticket.admitted()
-            call.record.pause()
+            call.timeline.pause()
             vectors = await frontend.mesh.embed(texts)
     finally:
         caller.leave(frontend.admission, ticket, prompt_tokens=num_tokens)
     frontend.metrics.prompt_tokens.labels(model.name).inc(num_tokens)
     if caller.account is not None:
         frontend.metrics.key_tokens.labels(caller.account.name, "prompt").inc(num_tokens)
-    call.record.root.set_attribute("gen_ai.usage.input_tokens", num_tokens)
+    call.timeline.root.set_attribute("gen_ai.usage.input_tokens", num_tokens)
 
     def answer() -> Parts:
         yield from embedding_list(vectors, request, about, num_tokens)

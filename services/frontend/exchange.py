@@ -35,7 +35,7 @@ from services.frontend.ports import Mesh, Prompt, ServedModel
 from services.frontend.prompts import check_prediction, check_token_fields, find_generator, make_prompt, token_budget
 from services.frontend.reply import Reply
 from services.frontend.request_lines import RequestLines
-from services.frontend.request_record import RequestRecord
+from services.frontend.request_timeline import RequestTimeline
 
 SSE_COMMENT: Final = b": keep-alive\n\n"  # clients ignore it
 
@@ -53,7 +53,7 @@ class Frontend:
 
 
 class Exchange:
-    """An ASGI application for one request. `__call__` holds its record, its time limit and its error handling.
+    """An ASGI application for one request. `__call__` holds its timeline, its time limit and its error handling.
 
     An error before the first token sets the HTTP status; a later one becomes the stream's last event. So does an error
     after a comment that keeps the connection alive.
@@ -64,7 +64,7 @@ class Exchange:
         self._request_id = uuid4().hex  # ours: the client's X-Request-Id is never a key
         self._dialect = dialect(self._request_id)
         self._events: EventStream | None = None  # None: not a stream, or not read yet
-        self._record: RequestRecord
+        self._timeline: RequestTimeline
         self._caller: Caller = UNKNOWN_CALLER
         self._model = NO_MODEL
         self._generation: Generation | None = None
@@ -75,10 +75,10 @@ class Exchange:
         self._caller = caller_of(scope)
         headers = self._dialect.headers(self._caller.label or self._request_id)
         reply = Reply(send, headers, scope.get(PUSH))
-        self._record = tracing.begin_record(
+        self._timeline = tracing.begin_timeline(
             scope, self._dialect.operation, self._request_id, self._caller.label, "frontend.validate"
         )
-        with self._record:
+        with self._timeline:
             try:
                 # the mesh enforces the deadline of the generation; this limit also covers a client that stops reading
                 async with limited_time(self._frontend.settings.request_timeout_s):
@@ -95,8 +95,8 @@ class Exchange:
         check_token_fields(request, self._frontend.text.vocab_size)
         model = find_generator(self._frontend.mesh, request.model)
         self._model = model.name
-        self._record.begin("frontend.tokenize")
-        tracing.describe_request(self._record, self._dialect.operation, request, limit)
+        self._timeline.begin("frontend.tokenize")
+        tracing.describe_request(self._timeline, self._dialect.operation, request, limit)
         with self._frontend.metrics.running.labels(model.name).track_inprogress():
             async with cancelled_on_disconnect(receive, lambda: reply.answered):
                 prompts = await self._prepare(request, model, limit)
@@ -117,10 +117,10 @@ class Exchange:
             self._events = self._dialect.events(generation)
         async with self._dialect.underway(reply, generation):
             if ticket.admission_result is not None:
-                self._record.begin("frontend.admit")
+                self._timeline.begin("frontend.admit")
                 await self._keeping_alive(reply, ticket.admitted())
             self._generation = generation
-            self._record.pause()
+            self._timeline.pause()
             if self._events is not None:
                 await self._stream(reply, generation, self._events)
             else:
@@ -172,7 +172,7 @@ class Exchange:
         """Compile the constraint. Raises: Rejected, naming the field, if it is not supported; TooManyChecks."""
         if self._frontend.checker is None:
             raise Rejected(f"'{asked.param}' is not supported by this server.", param=asked.param)
-        self._record.begin("frontend.compile")
+        self._timeline.begin("frontend.compile")
         try:
             return await self._frontend.checker.check(asked.constraint, self._caller.queue_key)
         except Unusable as exc:
@@ -251,34 +251,35 @@ class Exchange:
         """Begin the phase `first_token` when the first token arrives. Returns False if a token was sent before."""
         is_first, self._awaits_first_token = self._awaits_first_token, False
         if is_first:
-            self._record.first_ns = generation.first_unix_ns
-            self._record.begin("frontend.first_token", generation.first_unix_ns)
+            self._timeline.first_ns = generation.first_unix_ns
+            self._timeline.begin("frontend.first_token", generation.first_unix_ns)
         return is_first
 
     def _first_token_sent(self) -> None:
         ttft = self._frontend.metrics.time_to_first_token.labels(self._model, self._dialect.route)
-        ttft.observe(self._record.first_token_sent(), exemplar_of(self._record.root))
+        ttft.observe(self._timeline.first_token_sent(), exemplar_of(self._timeline.root))
 
     async def _fail(self, reply: Reply, error: ApiError, exc: Exception) -> None:
-        tracing.describe_error(self._record, error, exc)
+        tracing.describe_error(self._timeline, error, exc)
         status, body = self._dialect.refusal(error)
         events = self._events.fail(error) if self._events is not None and reply.streaming else b""
         await reply.fail(status, body, error.headers(), events)
 
     def _account(self, reply: Reply) -> None:
-        """Count the request, and end its record."""
-        record, metrics, route, generation = self._record, self._frontend.metrics, self._dialect.route, self._generation
+        """Count the request, and end its timeline."""
+        timeline, metrics = self._timeline, self._frontend.metrics
+        route, generation = self._dialect.route, self._generation
         status = reply.status
         metrics.requests.labels(self._model, route, str(status)).inc()
-        duration_s = record.seconds()
+        duration_s = timeline.seconds()
         if metrics.server is not None:
             metrics.server.served(
                 self._dialect.operation,
                 self._model,
                 duration_s=duration_s,
-                ttft_s=record.ttft_s,
+                ttft_s=timeline.ttft_s,
                 num_tokens=self._num_generated,
-                error=record.error or None,
+                error=timeline.error or None,
             )
         tokens: dict[str, int] = {}
         if generation is not None:
@@ -289,15 +290,15 @@ class Exchange:
                 "output_tokens": usage.completion_tokens,
                 "cached_tokens": cached,
             }
-            record.longest_gap_s = generation.longest_gap_s()
-            tracing.describe_response(record, self._dialect.response_id, self._model, generation)
+            timeline.longest_gap_s = generation.longest_gap_s()
+            tracing.describe_response(timeline, self._dialect.response_id, self._model, generation)
             self._count_prompts(usage.prompt_tokens - self._counted_prompt_tokens)  # those without an answer
             if (account := self._caller.account) is not None:
                 account.take(usage.completion_tokens)
                 metrics.key_tokens.labels(account.name, "prompt").inc(usage.prompt_tokens)
                 metrics.key_tokens.labels(account.name, "answer").inc(usage.completion_tokens)
             if status == 200:
-                metrics.e2e_latency.labels(self._model, route).observe(duration_s, exemplar_of(record.root))
+                metrics.e2e_latency.labels(self._model, route).observe(duration_s, exemplar_of(timeline.root))
                 for choice in (choice for choice in generation.choices if choice.finish is not None):
                     metrics.success.labels(self._model, str(choice.finish)).inc()
-        self._frontend.lines.end(record, route, self._model, status, label=self._caller.label, **tokens)
+        self._frontend.lines.end(timeline, route, self._model, status, label=self._caller.label, **tokens)

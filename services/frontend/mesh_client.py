@@ -30,7 +30,7 @@ from components.wire.tokens import pack_tokens
 from services.frontend.decode_choice import NO_WORKER_WAIT_S, RETRYABLE_ELSEWHERE, Attempts, DecodeChoice, Moves
 from services.frontend.embed_calls import EmbedCalls
 from services.frontend.ports import FleetRoom, Prompt, ServedModel, Sink, Texts
-from services.frontend.request_record import request_record
+from services.frontend.request_timeline import request_timeline
 
 log = logging.getLogger(__name__)
 
@@ -118,13 +118,13 @@ class MeshClient:
                 branch.attach(record, route, self._inbox.open(record.instance_id, record.epoch))
             accepted = False
             try:
-                with request_record().dispatching() as span:
+                with request_timeline().dispatching() as span:
                     for branch in branches:
                         branch.dispatched = span
                     number = await self._send(prompt, record, branches[0].stream)
                 route.accepted(number)
                 accepted = True
-                request_record().sent_to(record.instance_id)
+                request_timeline().sent_to(record.instance_id)
             except RETRYABLE_ELSEWHERE as exc:
                 self.moves.count_request(exc)
                 branches[0].note_lost(exc)
@@ -223,10 +223,10 @@ class Branch:
         "_moving",
         "_prompt",
         "_record",
-        "_record_of_request",
         "_route",
         "_sink",
         "_span",
+        "_timeline",
         "dispatched",
         "stream",
     )
@@ -243,7 +243,7 @@ class Branch:
         self._index = index
         self._sink = sink
         self._span = trace.get_current_span()  # items arrive outside the request's task
-        self._context, self._record_of_request = contextvars.copy_context(), request_record()
+        self._context, self._timeline = contextvars.copy_context(), request_timeline()
         self._generated: list[int] = []
         self._counts = self._earlier_counts = NO_DRAFTS  # drafts of this instance, and of earlier ones
         self._moving: asyncio.Task[None] | None = None
@@ -276,7 +276,7 @@ class Branch:
             self._has_begun = True
             self._route.succeeded()
             if item.origin is not None:
-                self._record_of_request.prompt_computed(item.origin)
+                self._timeline.prompt_computed(item.origin)
             if item.sent_unix_ns and not self._generated:
                 record_step("frontend.receive", item.sent_unix_ns, of=self._span)
         if item.draft_counts is not None:

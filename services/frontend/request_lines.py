@@ -14,13 +14,13 @@ from prometheus_client import Counter
 from components.telemetry.repeated_lines import requests as log
 from components.token_bucket import TokenBucket
 from services.frontend.config import SlowLimits
-from services.frontend.request_record import RequestRecord
+from services.frontend.request_timeline import RequestTimeline
 
 DEFAULT_LIMITS: Final = SlowLimits()
 
 
 class RequestLines:
-    """Ends records. Lines of ordinary requests beyond `per_s` are counted, and the next line says how many."""
+    """Ends timelines. Lines of ordinary requests beyond `per_s` are counted, and the next line says how many."""
 
     def __init__(self, per_s: float = inf, limits: SlowLimits = DEFAULT_LIMITS, slow: Counter | None = None) -> None:
         """`slow`: counts slow requests by reason."""
@@ -38,7 +38,7 @@ class RequestLines:
 
     def end(
         self,
-        record: RequestRecord,
+        timeline: RequestTimeline,
         route: str,
         model: str,
         status: int,
@@ -49,32 +49,32 @@ class RequestLines:
         output_tokens: int = 0,
     ) -> None:
         """`label`: the client's own name of the request. Slow, failed and moved requests always have a line."""
-        late = record.close(self._limits, output_tokens)
+        late = timeline.close(self._limits, output_tokens)
         if late and self._slow is not None:
             for reason in late:
                 self._slow.labels(reason).inc()
-        moves = record.moves
+        moves = timeline.moves
         level = logging.WARNING if late or status >= 500 else logging.INFO
         if not self._passes(level, is_ordinary=level == logging.INFO and not moves):
             return
         facts: dict[str, object] = {"route": route} | ({"model": model} if model else {}) | {"status": status}
         counts = {"prompt_tokens": prompt_tokens, "cached_tokens": cached_tokens, "output_tokens": output_tokens}
         facts |= {name: count for name, count in counts.items() if count}
-        facts["total_s"] = round((record.end_ns - record.root.start_time) / 1e9, 4)
-        if record.ttft_s is not None:
-            facts["ttft_s"] = round(record.ttft_s, 4)
-        facts |= {f"{name}_s": round(seconds, 4) for name, seconds in record.spent_s(record.end_ns).items()}
-        local = "; ".join(dict.fromkeys(origin.why_local for origin in record.origins if origin.why_local))
+        facts["total_s"] = round((timeline.end_ns - timeline.root.start_time) / 1e9, 4)
+        if timeline.ttft_s is not None:
+            facts["ttft_s"] = round(timeline.ttft_s, 4)
+        facts |= {f"{name}_s": round(seconds, 4) for name, seconds in timeline.spent_s(timeline.end_ns).items()}
+        local = "; ".join(dict.fromkeys(origin.why_local for origin in timeline.origins if origin.why_local))
         if moves:
             facts |= {"moves": len(moves), "moved_because": moves[-1]}
         texts = {
-            "decode": ",".join(dict.fromkeys(record.decodes)),
-            "prefill": ",".join(dict.fromkeys(origin.prefill for origin in record.origins if origin.prefill)),
+            "decode": ",".join(dict.fromkeys(timeline.decodes)),
+            "prefill": ",".join(dict.fromkeys(origin.prefill for origin in timeline.origins if origin.prefill)),
             "local_prefill": local,
-            "error": record.error,
-            "code": record.code,
-            "param": record.param,
-            "reason": record.reason,
+            "error": timeline.error,
+            "code": timeline.code,
+            "param": timeline.param,
+            "reason": timeline.reason,
             "slow": _why_slow(late, len(moves), local),
             "client_request_id": label,
         }

@@ -15,14 +15,14 @@ from components.telemetry.light_span import LightSpan
 from components.telemetry.trace_pieces import CLIENT_REQUEST_ID, REFUSED, REQUEST_ID, ROUTE, TENANT
 from services.frontend.gate import caller_of
 from services.frontend.generation import Generation
-from services.frontend.request_record import RequestRecord, unkept_record
+from services.frontend.request_timeline import RequestTimeline, unkept_timeline
 
 tracer: Final = spans.tracer
 
 _TRACE_HEADERS: Final = (b"traceparent", b"tracestate")
 
 
-def begin_record(scope: Scope, operation: str, request_id: str, label: str, phase: str) -> RequestRecord:
+def begin_timeline(scope: Scope, operation: str, request_id: str, label: str, phase: str) -> RequestTimeline:
     """Begin a request in `phase`, in the client's trace if there is one. `label`: the client's own name of the request."""
     carrier = {
         name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"] if name in _TRACE_HEADERS
@@ -37,15 +37,17 @@ def begin_record(scope: Scope, operation: str, request_id: str, label: str, phas
     context = tracer.continue_trace(carrier) if "traceparent" in carrier else Context()
     span = tracer.start_span(operation, context, SpanKind.SERVER, facts)
     if isinstance(span, LightSpan):
-        return RequestRecord(span, span, phase)
-    return unkept_record(span, operation, facts, phase)
+        return RequestTimeline(span, span, phase)
+    return unkept_timeline(span, operation, facts, phase)
 
 
-def describe_request(record: RequestRecord, operation: str, request: GenerationFields, max_tokens: int | None) -> None:
+def describe_request(
+    timeline: RequestTimeline, operation: str, request: GenerationFields, max_tokens: int | None
+) -> None:
     """Name the span, once the model is known to be ours, and add the request's parameters."""
-    if not record.is_kept:
+    if not timeline.is_kept:
         return
-    record.root.update_name(f"{operation} {request.model}")
+    timeline.root.update_name(f"{operation} {request.model}")
     wanted = {
         "gen_ai.request.model": request.model,
         "gen_ai.request.max_tokens": max_tokens,
@@ -55,14 +57,14 @@ def describe_request(record: RequestRecord, operation: str, request: GenerationF
         "gen_ai.request.seed": request.seed,
         "gen_ai.request.stop_sequences": request.stop or None,
     }
-    record.root.set_attributes({name: value for name, value in wanted.items() if value is not None})
+    timeline.root.set_attributes({name: value for name, value in wanted.items() if value is not None})
 
 
-def describe_response(record: RequestRecord, response_id: str, model: str, generation: Generation) -> None:
-    if not record.is_kept:
+def describe_response(timeline: RequestTimeline, response_id: str, model: str, generation: Generation) -> None:
+    if not timeline.is_kept:
         return
     usage = generation.usage()
-    record.root.set_attributes(
+    timeline.root.set_attributes(
         {
             "gen_ai.response.id": response_id,
             "gen_ai.response.model": model,
@@ -74,14 +76,14 @@ def describe_response(record: RequestRecord, response_id: str, model: str, gener
     )
 
 
-def describe_error(record: RequestRecord, error: ApiError, exc: Exception) -> None:
+def describe_error(timeline: RequestTimeline, error: ApiError, exc: Exception) -> None:
     """Record how the request failed. Only a server's fault makes the span's status an error (OpenTelemetry's rule)."""
-    record.failed(exc, error)
+    timeline.failed(exc, error)
     if isinstance(exc, Cancelled):
-        record.root.set_attribute("kvmesh.cancelled", error.message)
+        timeline.root.set_attribute("kvmesh.cancelled", error.message)
         return
-    record.root.set_attributes({"error.type": type(exc).__name__, "http.response.status_code": error.status})
+    timeline.root.set_attributes({"error.type": type(exc).__name__, "http.response.status_code": error.status})
     if error.status < HTTPStatus.INTERNAL_SERVER_ERROR:
-        record.root.set_attribute(REFUSED, error.message)
+        timeline.root.set_attribute(REFUSED, error.message)
     else:
-        record.root.set_status(Status(StatusCode.ERROR, error.message))
+        timeline.root.set_status(Status(StatusCode.ERROR, error.message))

@@ -30,20 +30,20 @@ from services.frontend.incoming import Body, cancelled_on_disconnect, limited_ti
 from services.frontend.metrics import NO_MODEL
 from services.frontend.ports import ServedModel
 from services.frontend.prompts import find_model
-from services.frontend.request_record import RequestRecord
+from services.frontend.request_timeline import RequestTimeline
 from services.frontend.stored import StoredResponses
 
 R = TypeVar("R", bound=BaseModel)
 
 
 class Call:
-    def __init__(self, frontend: Frontend, request: Request, record: RequestRecord, form: AnswerForm) -> None:
+    def __init__(self, frontend: Frontend, request: Request, timeline: RequestTimeline, form: AnswerForm) -> None:
         self.frontend = frontend
         self.scope = request.scope
         self.id = form.request_id
         self.model = NO_MODEL  # set once it is known to be ours
         self.deadline_unix_ms = int((time.time() + frontend.settings.request_timeout_s) * 1000)
-        self.record = record
+        self.timeline = timeline
         self.prompt_tokens = 0
         self.form = form
 
@@ -61,24 +61,24 @@ async def answered(
     route = request.url.path if request.scope.get("route") is None else request.scope["route"].path
     label = caller_of(request.scope).label
     request_id = uuid4().hex  # the client's own is never a key
-    with tracing.begin_record(request.scope, operation, request_id, label, "frontend.read") as record:
-        call = Call(frontend, request, record, form(request_id))
+    with tracing.begin_timeline(request.scope, operation, request_id, label, "frontend.read") as timeline:
+        call = Call(frontend, request, timeline, form(request_id))
         try:
             async with limited_time(frontend.settings.request_timeout_s):
                 data = await read_json_body(request.scope, request.receive, frontend.settings.max_body_bytes)
                 async with cancelled_on_disconnect(request.receive, lambda: False):
-                    record.begin("frontend.validate")
+                    timeline.begin("frontend.validate")
                     parsed = await Body(data, frontend.text).made_into(partial(parse_body, body))
                     parts = await work(call, parsed)
-                    record.begin("frontend.answer")
+                    timeline.begin("frontend.answer")
                     response = _response_of(parts)
                     response.raw_headers += call.form.headers(label or call.id)
         except Exception as exc:  # noqa: BLE001 - bugs are logged by `error_of`
             error = error_of(exc, call.id)
-            tracing.describe_error(record, error, exc)
+            tracing.describe_error(timeline, error, exc)
             response = call.form.failure(error, label or call.id)
         frontend.lines.end(
-            record, route, call.model, response.status_code, label=label, prompt_tokens=call.prompt_tokens
+            timeline, route, call.model, response.status_code, label=label, prompt_tokens=call.prompt_tokens
         )
     frontend.metrics.requests.labels(call.model, route, str(response.status_code)).inc()
     return response

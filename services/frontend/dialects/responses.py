@@ -38,7 +38,7 @@ from services.frontend.gate import caller_of
 from services.frontend.generation import Generation
 from services.frontend.incoming import Body
 from services.frontend.reply import Reply
-from services.frontend.request_record import request_record
+from services.frontend.request_timeline import request_timeline
 from services.frontend.stored import Remembered, StoredResponses, items_before, output_items
 
 log = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ class ResponsesDialect(ConversationDialect):
             return
         begun = self.begun(generation)
         with self._stored.underway(self.response_id) as mine:
-            request_record().begin("frontend.store")
+            request_timeline().begin("frontend.store")
             await self._stored.put(begun, self._remembered)
             await reply.json(begun.model_dump_json().encode())
             try:

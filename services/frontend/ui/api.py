@@ -18,7 +18,7 @@ from components.openai.errors import HTTP
 from components.telemetry.perfetto import trace_events
 from components.telemetry.trace_reader import Beginning, TracesUnavailable, which_of
 from services.frontend.gate import caller_of
-from services.frontend.request_record import decode_of
+from services.frontend.request_timeline import decode_of
 from services.frontend.ui.control import LocalControl, check_origin, is_from_this_machine
 from services.frontend.ui.feed import Feed
 from services.frontend.ui.load_history import LoadHistory

@@ -45,7 +45,7 @@ from services.frontend.decode_choice import MAX_MOVES
 from services.frontend.mesh_client import MeshClient
 from services.frontend.ports import Prompt
 from services.frontend.request_lines import RequestLines
-from services.frontend.request_record import unkept_record
+from services.frontend.request_timeline import unkept_timeline
 from tests.components.discovery.records import record
 from tests.components.messaging.fake_bus import FakeBus
 from tests.components.messaging.frames import nothing_lost
@@ -242,9 +242,9 @@ async def test_the_log_of_a_request_has_its_instances_its_moves_and_where_prompt
     second = Decode(mesh, "b", answers)
     caplog.handler.addFilter(RequestIds())
     caplog.set_level(logging.INFO)
-    with unkept_record(NOT_KEPT, "chat", {"kvmesh.request_id": "r"}) as record:
+    with unkept_timeline(NOT_KEPT, "chat", {"kvmesh.request_id": "r"}) as timeline:
         assert tokens(await mesh.ask()) == WHOLE
-        RequestLines().end(record, "/route", "m", 200)
+        RequestLines().end(timeline, "/route", "m", 200)
     assert second.requests[0].wants_origin
     facts = {record.message: vars(record) for record in caplog.records}
     assert facts["stream moves"]["request_id"] == "r"

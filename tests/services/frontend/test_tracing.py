@@ -20,19 +20,19 @@ def test_a_request_that_began_within_another_one_is_not_part_of_it(kept: Kept, m
     tracer.limit(TokenBucket(math.inf))
     monkeypatch.setattr(tracing, "tracer", tracer)
     behind = []
-    with tracing.begin_record(SCOPE, "chat", "one", "", ""):
+    with tracing.begin_timeline(SCOPE, "chat", "one", "", ""):
         behind.append(contextvars.copy_context())
-    with tracing.begin_record(SCOPE, "chat", "two", "", ""):
+    with tracing.begin_timeline(SCOPE, "chat", "two", "", ""):
         behind.append(contextvars.copy_context())
 
     def begin(trace_id: str) -> trace.Span:
         caller = {**SCOPE, "headers": [(b"traceparent", f"00-{trace_id}-00f067aa0ba902b7-01".encode())]}
-        with tracing.begin_record(caller, "chat", "three", "", "") as record:
-            return record.root
+        with tracing.begin_timeline(caller, "chat", "three", "", "") as timeline:
+            return timeline.root
 
     def begin_one_more() -> trace.Span:
-        with tracing.begin_record(SCOPE, "chat", "four", "", "") as record:
-            return record.root
+        with tracing.begin_timeline(SCOPE, "chat", "four", "", "") as timeline:
+            return timeline.root
 
     of_caller = REMOTE.split("-")[1]
     for context in behind:

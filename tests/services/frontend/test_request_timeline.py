@@ -18,12 +18,12 @@ from components.telemetry.logs import RequestIds
 from components.telemetry.spans import NOT_KEPT
 from components.telemetry.trace_pieces import TENANT
 from components.wire.generate import PromptOrigin
-from services.frontend import request_record
+from services.frontend import request_timeline
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings, SlowLimits
 from services.frontend.keys import KeyRing
 from services.frontend.request_lines import RequestLines
-from services.frontend.request_record import RequestRecord, decode_of, unkept_record
+from services.frontend.request_timeline import RequestTimeline, decode_of, unkept_timeline
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
 from tests.waiting import PATIENCE_S, until
 
@@ -45,13 +45,13 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    for module in (light_span, request_record):
+    for module in (light_span, request_timeline):
         monkeypatch.setattr(module, "time_ns", made)
     return made
 
 
-def record_of() -> RequestRecord:
-    return unkept_record(NOT_KEPT, "chat", phase="frontend.validate")
+def timeline_of() -> RequestTimeline:
+    return unkept_timeline(NOT_KEPT, "chat", phase="frontend.validate")
 
 
 @pytest.fixture(autouse=True)
@@ -64,33 +64,33 @@ def written(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
     return [vars(record) for record in caplog.records if record.name == "kvmesh.requests"]
 
 
-def run(record: RequestRecord, clock: Clock, **seconds: float) -> None:
+def run(timeline: RequestTimeline, clock: Clock, **seconds: float) -> None:
     """Let the phases last so long."""
     for name, lasts_s in seconds.items():
         if name in {"route", "dispatch"}:
-            record.pause()
-            with record.step("frontend.route") if name == "route" else record.dispatching():
+            timeline.pause()
+            with timeline.step("frontend.route") if name == "route" else timeline.dispatching():
                 clock.wait(lasts_s)
         elif name == "prefill":
             clock.wait(lasts_s)
-            record.first_ns = clock.now_ns
-            record.begin("frontend.first_token", clock.now_ns)
-            record.first_token_sent()
+            timeline.first_ns = clock.now_ns
+            timeline.begin("frontend.first_token", clock.now_ns)
+            timeline.first_token_sent()
         else:
             if name not in {"validate", "stream"}:
-                record.begin(f"frontend.{name}")
+                timeline.begin(f"frontend.{name}")
             clock.wait(lasts_s)
 
 
 def test_the_phases_of_a_request_add_up_to_its_time(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    record = record_of()
+    timeline = timeline_of()
     wanted = {
         "validate": 0.01, "tokenize": 0.02, "admit": 0.3, "route": 0.04, "dispatch": 0.01, "prefill": 0.5, "stream": 1.0,
     }  # fmt: skip
-    run(record, clock, **wanted)
-    record.sent_to("d1")
-    record.prompt_computed(PromptOrigin(prefill="p1"))
-    RequestLines().end(record, "/v1/completions", "m", 200, prompt_tokens=7, cached_tokens=2, output_tokens=11)
+    run(timeline, clock, **wanted)
+    timeline.sent_to("d1")
+    timeline.prompt_computed(PromptOrigin(prefill="p1"))
+    RequestLines().end(timeline, "/v1/completions", "m", 200, prompt_tokens=7, cached_tokens=2, output_tokens=11)
     [line] = written(caplog)
     assert {name: line[f"{name}_s"] for name in wanted} == wanted
     assert line["total_s"] == pytest.approx(sum(wanted.values()))
@@ -104,15 +104,15 @@ def test_the_phases_of_a_request_add_up_to_its_time(clock: Clock, caplog: pytest
 def test_a_slow_request_tells_its_longest_phase_its_moves_and_where_its_prompt_was_computed(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    record = record_of()
-    run(record, clock, tokenize=0.1, admit=4.0, route=0.1, dispatch=0.0, prefill=1.0, stream=5.0)
+    timeline = timeline_of()
+    run(timeline, clock, tokenize=0.1, admit=4.0, route=0.1, dispatch=0.0, prefill=1.0, stream=5.0)
     for decode in ("d1", "d2"):
-        record.sent_to(decode)
-    record.moved("decode d1: silent for 2 s")
-    record.prompt_computed(PromptOrigin(prefill="p1", why_local="no answer in 6 s"))
-    record.prompt_computed(PromptOrigin(why_local="no prefill instance is alive"))
+        timeline.sent_to(decode)
+    timeline.moved("decode d1: silent for 2 s")
+    timeline.prompt_computed(PromptOrigin(prefill="p1", why_local="no answer in 6 s"))
+    timeline.prompt_computed(PromptOrigin(why_local="no prefill instance is alive"))
     slow = Counter("slow", "by reason", ["reason"], registry=None)
-    RequestLines(slow=slow).end(record, "/v1/completions", "m", 200, output_tokens=11)
+    RequestLines(slow=slow).end(timeline, "/v1/completions", "m", 200, output_tokens=11)
     [line] = written(caplog)
     assert line["slow"] == (
         "admit took 4.0 s of the 5.2 s to the first token; 0.50 s per output token; moved once; "
@@ -120,7 +120,7 @@ def test_a_slow_request_tells_its_longest_phase_its_moves_and_where_its_prompt_w
     )
     counted = {s.labels["reason"]: s.value for metric in slow.collect() for s in metric.samples if s.value == 1}
     assert counted == {"ttft": 1, "tpot": 1}
-    assert (record.root.attributes["kvmesh.slow"], record.root.attributes["kvmesh.moved"]) == (True, True)
+    assert (timeline.root.attributes["kvmesh.slow"], timeline.root.attributes["kvmesh.moved"]) == (True, True)
     assert (line["decode"], line["prefill"]) == ("d1,d2", "p1")
     assert line["local_prefill"] == "no answer in 6 s; no prefill instance is alive"
     assert (line["moves"], line["moved_because"]) == (1, "decode d1: silent for 2 s")
@@ -130,13 +130,13 @@ def test_a_slow_request_tells_its_longest_phase_its_moves_and_where_its_prompt_w
 def test_a_request_that_fails_before_its_first_token_is_slow_where_it_waited(
     clock: Clock, caplog: pytest.LogCaptureFixture
 ) -> None:
-    record = record_of()
-    run(record, clock, tokenize=0.0, admit=30.0)
-    record.failed(QueueFull("the queue is full"), from_status(503))
-    RequestLines().end(record, "/v1/completions", "m", 503)
+    timeline = timeline_of()
+    run(timeline, clock, tokenize=0.0, admit=30.0)
+    timeline.failed(QueueFull("the queue is full"), from_status(503))
+    RequestLines().end(timeline, "/v1/completions", "m", 503)
     [line] = written(caplog)
     assert line["slow"] == "admit took 30.0 s of the 30.0 s to the first token"
-    failed = [step.name for step in record.root.steps if step.status.status_code is StatusCode.ERROR]
+    failed = [step.name for step in timeline.root.steps if step.status.status_code is StatusCode.ERROR]
     assert failed == ["frontend.admit"]
     assert (line["error"], line["reason"]) == ("QueueFull", "the queue is full")
     assert "ttft_s" not in line
@@ -144,83 +144,83 @@ def test_a_request_that_fails_before_its_first_token_is_slow_where_it_waited(
 
 def test_a_stream_that_stalls_after_its_first_token_is_slow(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     for gap_s in (4.9, 5.0):
-        record = record_of()
-        run(record, clock, route=0.1, dispatch=0.0, prefill=0.1, stream=20.0)
-        record.longest_gap_s = gap_s
-        RequestLines(limits=SlowLimits(stall_s=5.0)).end(record, "/v1/completions", "m", 200, output_tokens=1000)
+        timeline = timeline_of()
+        run(timeline, clock, route=0.1, dispatch=0.0, prefill=0.1, stream=20.0)
+        timeline.longest_gap_s = gap_s
+        RequestLines(limits=SlowLimits(stall_s=5.0)).end(timeline, "/v1/completions", "m", 200, output_tokens=1000)
     assert [line.get("slow") for line in written(caplog)] == [None, "no token for 5.0 s"]
 
 
 def test_steps_of_several_prompts_at_once_count_once(clock: Clock) -> None:
-    record = record_of()
-    record.pause()
-    with record.step("frontend.route"):
+    timeline = timeline_of()
+    timeline.pause()
+    with timeline.step("frontend.route"):
         clock.wait(1)
-        with record.step("frontend.route"):
+        with timeline.step("frontend.route"):
             clock.wait(2)
-    assert record.spent_s(clock.now_ns)["route"] == 3
+    assert timeline.spent_s(clock.now_ns)["route"] == 3
 
 
 def test_the_time_between_two_steps_counts_as_the_later_one_so_that_all_phases_make_the_total(clock: Clock) -> None:
     """On a busy machine the frontend waits for a core there, also before it tries another decode."""
-    record = record_of()
+    timeline = timeline_of()
     began_ns = clock.now_ns
     clock.wait(1)
-    record.pause()
+    timeline.pause()
     clock.wait(0.5)
     for seconds in (2, 3):
-        with record.step("frontend.route"):
+        with timeline.step("frontend.route"):
             clock.wait(seconds)
         clock.wait(0.25)
-        with record.dispatching():
+        with timeline.dispatching():
             clock.wait(4)
         clock.wait(0.125)
-    record.first_ns = clock.now_ns
+    timeline.first_ns = clock.now_ns
     clock.wait(5)
-    record.begin("frontend.first_token", record.first_ns)
+    timeline.begin("frontend.first_token", timeline.first_ns)
     clock.wait(1)
-    record.first_token_sent()
+    timeline.first_token_sent()
     clock.wait(7)
-    record.close(SlowLimits(), 2)
-    spent = record.spent_s(record.end_ns)
+    timeline.close(SlowLimits(), 2)
+    spent = timeline.spent_s(timeline.end_ns)
     assert spent.pop("validate") == 1
     assert spent == {
         "route": 0.5 + 2 + 0.125 + 3, "dispatch": 2 * 4.25, "prefill": 0.125, "first_token": 6, "stream": 7,
     }  # fmt: skip
-    assert sum(spent.values()) + 1 == (record.end_ns - began_ns) / 1e9
+    assert sum(spent.values()) + 1 == (timeline.end_ns - began_ns) / 1e9
 
 
 def test_the_phases_of_a_stream_that_moved_add_up_too(clock: Clock) -> None:
     """Those of the move counted beside the stream, and the span of the lost decode as a phase."""
-    record = record_of()
+    timeline = timeline_of()
     began_ns = clock.now_ns
-    run(record, clock, validate=1, route=2, dispatch=1, prefill=3, stream=4)
-    with record.step("frontend.route"):
+    run(timeline, clock, validate=1, route=2, dispatch=1, prefill=3, stream=4)
+    with timeline.step("frontend.route"):
         clock.wait(0.5)
-    with record.step("frontend.dispatch"), record.step("decode.request"):
+    with timeline.step("frontend.dispatch"), timeline.step("decode.request"):
         clock.wait(0.25)
     clock.wait(6)
-    record.close(SlowLimits(), 9)
-    spent = record.spent_s(record.end_ns)
+    timeline.close(SlowLimits(), 9)
+    spent = timeline.spent_s(timeline.end_ns)
     assert spent == {
         "validate": 1, "route": 2, "dispatch": 1, "prefill": 3, "first_token": 0, "stream": 4 + 0.5 + 0.25 + 6,
     }  # fmt: skip
-    assert sum(spent.values()) == (record.end_ns - began_ns) / 1e9
+    assert sum(spent.values()) == (timeline.end_ns - began_ns) / 1e9
 
 
 def test_outside_a_request_facts_go_nowhere(caplog: pytest.LogCaptureFixture) -> None:
-    request_record.request_record().moved("nobody's")
-    assert request_record.request_record() is not request_record.request_record()
+    request_timeline.request_timeline().moved("nobody's")
+    assert request_timeline.request_timeline() is not request_timeline.request_timeline()
     assert not written(caplog)
 
 
 def test_the_decode_instance_of_a_running_request_is_known_to_its_own_tenant() -> None:
     root = light_span.LightSpan("chat", 0xAB, 0, 0, lambda _: None, attributes={TENANT: "acme"})
     trace_id = f"{0xAB:032x}"
-    with RequestRecord(root, root) as record:
+    with RequestTimeline(root, root) as timeline:
         assert decode_of(trace_id, None) == ""
-        record.sent_to("d1")
-        record.sent_to("d2")
+        timeline.sent_to("d1")
+        timeline.sent_to("d2")
         assert [decode_of(trace_id, tenant) for tenant in (None, "acme", "bob")] == ["d2", "d2", ""]
         assert decode_of("no number", None) == ""
     assert decode_of(trace_id, None) == ""
@@ -302,11 +302,11 @@ def test_ordinary_lines_beyond_the_limit_are_counted_and_others_are_always_writt
 ) -> None:
     lines = RequestLines(0.1)  # and one at once
     for _ in range(3):
-        lines.end(record_of(), "/v1/completions", "m", 200)
-    moved = record_of()
+        lines.end(timeline_of(), "/v1/completions", "m", 200)
+    moved = timeline_of()
     moved.moved("decode d1: silent for 2 s")
     lines.end(moved, "/v1/completions", "m", 200)
-    lines.end(record_of(), "/v1/completions", "m", 503)
+    lines.end(timeline_of(), "/v1/completions", "m", 503)
     assert [(line["status"], line.get("left_out")) for line in written(caplog)] == [(200, None), (200, 2), (503, None)]
 
 

@@ -26,10 +26,10 @@ SAFE_PARAM: Final = re.compile(r"[A-Za-z0-9_.\[\]]{1,64}")  # in a log line: a c
 PHASES_AFTER_FIRST_TOKEN: Final = {"first_token", "stream", "receive"}  # phases that are not before the first token
 
 
-class RequestRecord:
+class RequestTimeline:
     """Its phases are steps of `root`, also if no trace is kept. Times are wall-clock nanoseconds.
 
-    Within its `with` block, and in tasks begun there, `request_record` returns this record, and log lines have the
+    Within its `with` block, and in tasks begun there, `request_timeline` returns this timeline, and log lines have the
     request's id.
     """
 
@@ -183,33 +183,33 @@ class RequestRecord:
         return {name: ns / 1e9 for name, ns in spent.items()}
 
 
-_current: Final[ContextVar[RequestRecord | None]] = ContextVar("request_record", default=None)
-_running: Final[dict[int, RequestRecord]] = {}  # by trace id; if two requests share a trace, the later one
+_current: Final[ContextVar[RequestTimeline | None]] = ContextVar("request_timeline", default=None)
+_running: Final[dict[int, RequestTimeline]] = {}  # by trace id; if two requests share a trace, the later one
 
 
 def decode_of(trace_id: str, tenant: str | None) -> str:
     """The decode instance that now serves a request of this process; empty if none does. `tenant`: only one of its own."""
     try:
-        record = _running.get(int(trace_id, 16))
+        timeline = _running.get(int(trace_id, 16))
     except ValueError:
         return ""
-    if record is None or (tenant is not None and record.root.attributes.get(TENANT) != tenant):
+    if timeline is None or (tenant is not None and timeline.root.attributes.get(TENANT) != tenant):
         return ""
-    return record.decodes[-1] if record.decodes else ""
+    return timeline.decodes[-1] if timeline.decodes else ""
 
 
-def request_record() -> RequestRecord:
-    """Return the current request's record; without one, a record that is never read."""
+def request_timeline() -> RequestTimeline:
+    """Return the current request's timeline; without one, a timeline that is never read."""
     found = _current.get()
     if found is not None:
         return found
     span = get_current_span()
-    return RequestRecord(span, span) if isinstance(span, LightSpan) else unkept_record(NOT_KEPT, "")
+    return RequestTimeline(span, span) if isinstance(span, LightSpan) else unkept_timeline(NOT_KEPT, "")
 
 
-def unkept_record(span: Span, name: str, facts: Mapping[str, str] | None = None, phase: str = "") -> RequestRecord:
-    """Return a record whose trace is not kept here. `span`: the caller's, whose trace may be kept elsewhere."""
-    return RequestRecord(span, LightSpan(name, 0, 0, 0, _nowhere, SpanKind.SERVER, facts), phase)
+def unkept_timeline(span: Span, name: str, facts: Mapping[str, str] | None = None, phase: str = "") -> RequestTimeline:
+    """Return a timeline whose trace is not kept here. `span`: the caller's, whose trace may be kept elsewhere."""
+    return RequestTimeline(span, LightSpan(name, 0, 0, 0, _nowhere, SpanKind.SERVER, facts), phase)
 
 
 def _nowhere(_: LightSpan) -> None:
