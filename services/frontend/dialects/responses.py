@@ -155,7 +155,7 @@ class ResponsesDialect(ConversationDialect):
                 await self.kept(self.over("cancelled", [], generation))
                 raise
             except Exception as exc:
-                error = self._in_own_names(error_of(exc, self.request_id))
+                error = in_other_words(error_of(exc, self.request_id), PARAMS)
                 await self.kept(self.over("failed", [], generation, error))
                 raise
 
@@ -170,7 +170,7 @@ class ResponsesDialect(ConversationDialect):
         return filled(response)
 
     def refusal(self, error: ApiError) -> tuple[int, bytes]:
-        return super().refusal(self._in_own_names(error))
+        return super().refusal(in_other_words(error, PARAMS))
 
     def begun(self, generation: Generation) -> ResponseObject:
         sampling = generation.choices[0].prompt.sampling
@@ -207,10 +207,6 @@ class ResponsesDialect(ConversationDialect):
             log.warning("response not stored", extra={"request_id": self.request_id, "cause": exc.message})
             return response.model_copy(update={"store": False})
         return response
-
-    def _in_own_names(self, error: ApiError) -> ApiError:
-        """Return `error` with this API's parameter names."""
-        return in_other_words(error, PARAMS)
 
 
 class ResponseStream:

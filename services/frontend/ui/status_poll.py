@@ -62,10 +62,9 @@ class StatusPoll:
     def _next(self) -> list[InstanceRecord]:
         records = sorted((r for role in ROLES for r in self._book.of_role(role)), key=lambda r: r.instance_id)
         here = {record.instance_id for record in records}
-        for of_gone in (self._reports.statuses.keys() - here, self._reports.unanswered.keys() - here):
-            for instance_id in of_gone:
-                self._reports.statuses.pop(instance_id, None)
-                self._reports.unanswered.pop(instance_id, None)
+        for answers in (self._reports.statuses, self._reports.unanswered):
+            for instance_id in answers.keys() - here:
+                del answers[instance_id]
         after = [r for r in records if r.instance_id > self._asked]
         before = [r for r in records if r.instance_id <= self._asked]
         chosen = list(islice((*after, *before), MAX_ASKED_PER_S))
