@@ -156,7 +156,6 @@ class _Server(uvicorn.Server):
             await asyncio.sleep(TICK_S)  # lets requests end that waited for their client
 
     async def _ends_within(self, seconds: float) -> bool:
-        """Return whether all connections and requests ended in time."""
         until = time.monotonic() + seconds
         while self._served or self.server_state.tasks:
             if time.monotonic() >= until:
@@ -165,7 +164,6 @@ class _Server(uvicorn.Server):
         return True
 
     def _may_send_request(self, connection: Connection) -> bool:
-        """Return whether to wait for another request."""
         cycle = connection.cycle
         return cycle is None or (cycle.response_complete and self._shares_port)
 

@@ -115,7 +115,6 @@ class Message(Strict):
 
     @property
     def text(self) -> str:
-        """The content, or the refusal."""
         return self.content if self.content is not None else self.refusal or ""
 
     @property

@@ -84,7 +84,6 @@ class CompletionRequest(ConstrainedFields):
         return True
 
     def check(self) -> None:
-        """Raises: Rejected if fields contradict each other."""
         super().check()
         if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
             raise Rejected(

@@ -33,7 +33,6 @@ def item_id(block: Block, request_id: str) -> str:
 
 
 def response_of(item_id: str) -> str:
-    """Return the id of the response with this item."""
     return f"resp_{item_id.partition('_')[2][:32]}"
 
 

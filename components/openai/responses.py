@@ -220,7 +220,6 @@ class ResponsesRequest(ResponsePrompt):
             )
 
     def chat(self, earlier: Sequence[InputItem], items: Sequence[InputItem]) -> ChatRequest:
-        """Return a chat of `items` that continues `earlier`, as `chat_with`."""
         return self.chat_with(
             self.model,
             earlier,

@@ -190,7 +190,6 @@ _MARKS: Final[tuple[tuple[str, ToolParserName], ...]] = (
 
 
 def reasoning_format_of(template: str) -> ReasoningFormat | None:
-    """Return the format that `template` contains, if any."""
     if _has_channels(template):
         return REASONING_FORMATS["gpt_oss"]
     for name in ("qwen3", "mistral"):

@@ -24,7 +24,6 @@ class OutputParser:
 
     @property
     def has_thought(self) -> bool:
-        """Whether there is reasoning so far."""
         if self._reasoning is None:
             return self._calls is not None and self._calls.has_thought
         return self._reasoning.found

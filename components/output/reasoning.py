@@ -47,7 +47,6 @@ class Reasoning:
 
     @property
     def found(self) -> bool:
-        """Whether the text has reasoning."""
         return bool(self._inside)
 
     @property

@@ -102,7 +102,6 @@ class Admission:
         return Queue() if since_s is None else Queue(len(self._queue), asyncio.get_running_loop().time() - since_s)
 
     def batch(self) -> Batch:
-        """Admitted and queued requests."""
         return Batch(self._inflight, len(self._queue))
 
     def enter(self, key: bytes, priority: int, prompt_tokens: int, choices: int = 1) -> AdmissionTicket:

@@ -32,7 +32,6 @@ class TextDelta(NamedTuple):
 
     @classmethod
     def joined(cls, pieces: "Sequence[TextDelta]", *, has_logprobs: bool) -> Self:
-        """Join all pieces of a choice into one."""
         return cls(
             pieces[-1].choice,
             "".join([piece.text for piece in pieces]),

@@ -51,7 +51,6 @@ class GapHistogram(Collector):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens received so far, over all models."""
         return sum(gaps.num_tokens for gaps in self._models.values())
 
     def collect(self) -> Iterator[Metric]:

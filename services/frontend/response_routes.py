@@ -22,8 +22,6 @@ _ID_PREFIXES: Final = {
 
 
 def add_response_routes(app: FastAPI, stored: StoredResponses | None) -> None:
-    """`/v1/responses/{id}` and what is below it."""
-
     @app.get("/v1/responses/{response_id}", response_model=ResponseObject)
     async def retrieve(response_id: str, request: Request) -> Response:
         """Read a response; one in the background may be `in_progress`."""

@@ -105,7 +105,6 @@ def blocks_of(pieces: Sequence[TextDelta]) -> list[Block]:
 
 
 def why_it_stopped(generation: Generation) -> tuple[StopReason, str | None]:
-    """The reason, and the stop sequence if that was it."""
     choice = generation.choices[0]
     if choice.finish == "length":
         return "max_tokens", None

@@ -38,7 +38,6 @@ class Ui:
     control: LocalControl | None = None  # None: workers cannot be killed
 
     def routes(self) -> list[Route]:
-        """Return the routes of the page and of its API."""
         pages = [Route(path, _File(), methods=["GET"]) for path in sorted(PATHS)]
         return [
             *pages,
@@ -53,7 +52,6 @@ class Ui:
         ]
 
     async def _about(self, request: Request) -> Response:
-        """Return what this viewer may do."""
         may_kill = self.control is not None and is_from_this_machine(request) and _is_operator(request)
         return JSONResponse({"may_kill": may_kill}, headers=NO_STORE)
 

@@ -32,7 +32,6 @@ class LocalControl:
 
 
 def is_from_this_machine(request: Request) -> bool:
-    """Return whether the client seems to be on this machine."""
     if request.client is None or any(name in request.headers for name in FORWARDED):
         return False
     return is_loopback(request.client.host)

@@ -59,7 +59,6 @@ class Feed:
         self._seen = View()
 
     async def watched(self) -> None:
-        """Wait until there is a viewer."""
         await self._watched.wait()
 
     async def run(self) -> None:

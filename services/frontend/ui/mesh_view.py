@@ -34,8 +34,6 @@ SILENT: Final = State("silent", "it does not answer, or its engine has stalled")
 
 @dataclass(slots=True)
 class Reports:
-    """The latest answers of instances."""
-
     prefills: Seen | None = None  # answers to the last query
     statuses: dict[str, Status] = field(default_factory=dict)  # by instance id
     unanswered: dict[str, int] = field(default_factory=dict)  # by instance id: status calls in a row
@@ -131,7 +129,6 @@ class MeshView:
         return UP if self._decodes.is_usable(instance_id) else State("late", "no heartbeat or step for a second")
 
     def _links(self, known: Mapping[str, InstanceRecord]) -> dict[str, Fields]:
-        """Return the links by "prefill>decode"."""
         roles = {instance_id: record.role for instance_id, record in known.items()}
         reported = {instance_id: status.links for instance_id, status in self._reports.statuses.items()}
         return {

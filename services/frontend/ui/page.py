@@ -34,7 +34,6 @@ class PageFile:
 
 
 def read_files() -> Mapping[str, PageFile]:
-    """Read the files; return them by URL path."""
     files = {}
     for path in sorted(FOLDER.rglob("*")):
         if path.suffix in TYPES:
@@ -76,7 +75,6 @@ HEADERS: Final = security_headers(FILES[ROOT].content)
 
 
 async def serve_file(scope: Scope, receive: Receive, send: Send) -> None:
-    """An ASGI application for PATHS."""
     if scope["path"] == f"{ROOT}/":  # its relative links start at the parent
         await Response(status_code=308, headers={"location": f"..{ROOT}"})(scope, receive, send)
         return

@@ -30,8 +30,6 @@ RETRY_S: Final = 5.0
 
 @dataclass(frozen=True, slots=True)
 class MeshSources:
-    """The sources of the page's view of the mesh."""
-
     me: str  # instance id of this frontend
     model: str
     bus: Bus
