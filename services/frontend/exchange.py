@@ -101,7 +101,13 @@ class Exchange:
             async with cancelled_on_disconnect(receive, lambda: reply.answered):
                 prompts = await self._prepare(request, model, limit)
                 prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-                ticket = self._enter(prompts, prompt_tokens)
+                ticket = self._caller.enter(
+                    self._frontend.admission,
+                    self._frontend.metrics,
+                    priority=prompts[0].priority,
+                    prompt_tokens=prompt_tokens,
+                    choices=sum(prompt.sampling.n for prompt in prompts),
+                )
                 try:
                     await self._generate(reply, request, prompts, ticket)
                 finally:
@@ -177,15 +183,6 @@ class Exchange:
             return await self._frontend.checker.check(asked.constraint, self._caller.queue_key)
         except Unusable as exc:
             raise Rejected(f"Invalid '{asked.param}': {exc}.", param=asked.param, code="invalid_value") from exc
-
-    def _enter(self, prompts: list[Prompt], prompt_tokens: int) -> AdmissionTicket:
-        return self._caller.enter(
-            self._frontend.admission,
-            self._frontend.metrics,
-            priority=prompts[0].priority,
-            prompt_tokens=prompt_tokens,
-            choices=sum(prompt.sampling.n for prompt in prompts),
-        )
 
     async def _stream(self, reply: Reply, generation: Generation, events: EventStream) -> None:
         def show(piece: TextDelta, is_last: bool) -> bool:
