@@ -42,6 +42,17 @@ class InstanceBook:
     def subscribe(self, listener: Listener) -> None:
         self._listeners.append(listener)
 
+    def follow(self, role: Role, listener: Listener) -> None:
+        """Call `listener` for each record of a role, and for each change of one."""
+
+        def changed(was: InstanceRecord | None, now: InstanceRecord | None) -> None:
+            if role in (was and was.role, now and now.role):
+                listener(was, now)
+
+        for record in self.of_role(role):
+            listener(None, record)
+        self.subscribe(changed)
+
     def put(self, key: str, record: InstanceRecord) -> None:
         self.missing_in_etcd.discard(key)
         before = self._records.get(key)

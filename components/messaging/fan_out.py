@@ -48,9 +48,7 @@ class FleetSizes:
     def __init__(self, book: InstanceBook) -> None:
         self._counts: Counter[Role] = Counter()
         for role in ROLES:
-            for record in book.of_role(role):
-                self._changed(None, record)
-        book.subscribe(self._changed)
+            book.follow(role, self._changed)
 
     def count(self, role: Role) -> int:
         return self._counts[role]

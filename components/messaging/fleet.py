@@ -43,18 +43,15 @@ class Fleet:
         or_none = role == "prefill"  # decode can compute prompts itself
         self.router = Router(self.policy.make(role, rng), rng, time.monotonic, self.index, or_none=or_none)
         self.candidate_queries: CandidateQueries | None = None  # set if the fleet may be too large to subscribe to
-        self._role = role
-        for record in book.of_role(role):
-            self._changed(None, record)
-        book.subscribe(self._changed)
+        book.follow(role, self._changed)
         alive.on_heartbeat(self.router.record_heartbeat)
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         if was is not None and now is not None and was.epoch == now.epoch:
             return
-        if was is not None and was.role == self._role:
+        if was is not None:
             self.router.left(was.instance_id)
-        if now is not None and now.role == self._role:
+        if now is not None:
             page_size = None if now.kv is None else now.kv.layout.page_size
             devices = 1 if now.kv is None else len(now.kv.devices)
             self.router.joined(now.instance_id, now.epoch, page_size, kv_events=now.kv_events, devices=devices)

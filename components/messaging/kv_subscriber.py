@@ -65,9 +65,7 @@ class KvMirror:
         self._asked_again: _Instance | None = None  # gets a new dump, because its blocks had no room
         self._wake = asyncio.Event()
         self._turns = asyncio.Semaphore(DUMPS_AT_ONCE)
-        for record in book.of_role(role):
-            self._changed(None, record)
-        book.subscribe(self._changed)
+        book.follow(role, self._changed)
 
     @property
     def missing(self) -> int:
@@ -211,11 +209,11 @@ class KvMirror:
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         if was is not None and now is not None and was.epoch == now.epoch:
             return
-        if was is not None and was.role == self._role and was.instance_id in self._instances:
+        if was is not None and was.instance_id in self._instances:
             instance = self._instances.pop(was.instance_id)
             instance.follower.forget()
             self._asking.discard(was.instance_id)
-        if now is not None and now.role == self._role and now.kv_events:
+        if now is not None and now.kv_events:
             follower = KvFollower(now.instance_id, now.epoch, self._index)
             self._instances[now.instance_id] = instance = _Instance(now, follower)
             self._ask(instance)

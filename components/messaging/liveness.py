@@ -109,9 +109,7 @@ class Liveness:
         self._watched: Counter[str] = Counter()  # by instance id
         self._unanswered: set[str] = set()  # instance ids
         self._usable: dict[tuple[str | None, str, bool], Sequence[InstanceRecord]] = {}  # cleared by any change
-        for record in book.of_role(role):
-            self._changed(None, record)
-        book.subscribe(self._changed)
+        book.follow(role, self._changed)
 
     def on_lost(self, callback: OnLost) -> None:
         self._on_lost.append(callback)
@@ -306,8 +304,6 @@ class Liveness:
                 health.queried_s = now
 
     def _changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
-        if (now or was) is None or (now or was).role != self.role:  # type: ignore[union-attr]
-            return
         self._usable.clear()
         if was is not None and now is not None and was.epoch == now.epoch:  # the same process changed its record
             self._health[now.instance_id].record = now

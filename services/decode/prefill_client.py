@@ -90,7 +90,7 @@ class PrefillClient:
         self._bootstrap_timeout_s = bootstrap_timeout_s
         self._checksums = checksums
         self._transfers: dict[str, InboundTransfer] = {}  # by engine id
-        registry.book.subscribe(_bootstrap_changed)
+        registry.book.follow("bootstrap", _bootstrap_changed)
         self._bootstraps = BootstrapChoice(Random(registration.instance_id), or_none=recomputes)
 
     def __len__(self) -> int:
@@ -369,5 +369,5 @@ def _fail_if_refused(transfer: InboundTransfer, _: asyncio.Task[None]) -> None:
 
 
 def _bootstrap_changed(was: InstanceRecord | None, now: InstanceRecord | None) -> None:
-    if now is not None and now.role == "bootstrap":
+    if now is not None:
         warn_of_protocol(was, now)

@@ -79,7 +79,7 @@ class PrefillService:
         self.draining = False
         engine.on_output(self._stepped)
         engine.report(BatchLog(engine.engine.kv_region.layout.page_size, more=self._transfers_to_log).stepped)
-        registry.book.subscribe(self._instance_changed)
+        registry.book.follow("decode", self._instance_changed)
 
     def _transfers_to_log(self) -> dict[str, float]:
         return {"#transfer-req": self._tally[OutboundState.INFLIGHT]}
@@ -336,7 +336,7 @@ class PrefillService:
 
     def _instance_changed(self, was: InstanceRecord | None, now: InstanceRecord | None) -> None:
         """Fail the transfers to a decode instance whose record has left etcd. Prefill detects lost peers in no other way."""
-        if was is None or was.role != "decode" or (now is not None and now.epoch == was.epoch):
+        if was is None or (now is not None and now.epoch == was.epoch):
             return
         for transfer in self._outbound.values():
             if (transfer.request.decode_id, transfer.request.decode_epoch) == (was.instance_id, was.epoch):

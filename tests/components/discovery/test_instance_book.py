@@ -24,6 +24,19 @@ def test_listeners_get_each_join_new_epoch_and_leave_once() -> None:
     assert heard == [(None, "1"), ("1", "2"), ("2", None)]
 
 
+def test_a_follower_of_a_role_gets_its_records_and_their_changes() -> None:
+    """Decode logged no line for a bootstrap of another release that had registered before it started."""
+    book, heard = InstanceBook(), []
+    book.put("a", record("a", "1"))
+    book.put("p", record("p", "2", role="prefill"))
+    book.follow("decode", lambda was, now: heard.append((was and was.epoch, now and now.epoch)))
+    book.put("b", record("b", "3"))
+    book.put("q", record("q", "4", role="prefill"))
+    book.remove("p")
+    book.remove("a")
+    assert heard == [(None, "1"), (None, "3"), ("1", None)]
+
+
 def test_a_fresh_read_notifies_of_differences_only() -> None:
     book, heard = listened()
     book.replace_all({"a": record("a", "1"), "b": record("b", "2"), "c": record("c", "3")})
