@@ -1,16 +1,14 @@
 """The transfer end of an instance on several devices: rank 0's own, and those of the followers."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import msgspec
 
-from components.kv_transfer.aux import AuxBuffer
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import kv_opener
-from components.kv_transfer.pieces import Pieces
 from components.kv_transfer.rank_connection import Answer, CatchUp, Hasten, Open, RankConnection, Receive
 from components.kv_transfer.writes import Writes
 from components.wire.instances import KvEndpoint, RankEndpoint
@@ -21,33 +19,13 @@ class MultiRankTransfer:
     """Implements `KvTransfer`. Its own `write_pages` and `write_pieces` are rank 0's: use `Writes` for all ranks."""
 
     def __init__(self, own: KvTransfer, connections: Sequence[RankConnection], followers: list[RankEndpoint]) -> None:
+        self.aux = own.aux
+        self.connect, self.disconnect = own.connect, own.disconnect
+        self.write_pages, self.write_pieces, self.write_aux = own.write_pages, own.write_pieces, own.write_aux
         self._own = own
         self._connections = connections
         self.endpoint: KvEndpoint = msgspec.structs.replace(own.endpoint, followers=followers)
         self._num_expected = 0
-
-    @property
-    def aux(self) -> AuxBuffer:
-        return self._own.aux
-
-    async def connect(self, peer: KvEndpoint) -> None:
-        await self._own.connect(peer)
-
-    async def disconnect(self, agent: str) -> None:
-        await self._own.disconnect(agent)
-
-    def write_pages(
-        self, agent: str, source: Sequence[int], target: Sequence[int], deadline_unix_ms: int
-    ) -> Awaitable[int]:
-        return self._own.write_pages(agent, source, target, deadline_unix_ms)
-
-    def write_pieces(self, agent: str, pieces: Pieces, deadline_unix_ms: int) -> Awaitable[int]:
-        return self._own.write_pieces(agent, pieces, deadline_unix_ms)
-
-    def write_aux(
-        self, agent: str, source_slot: int, target_slot: int, notification: str, deadline_unix_ms: int
-    ) -> Awaitable[object]:
-        return self._own.write_aux(agent, source_slot, target_slot, notification, deadline_unix_ms)
 
     def expect(self, notification: str, slot: int) -> asyncio.Future[None]:
         future = self._own.expect(notification, slot)
