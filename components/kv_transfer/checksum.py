@@ -123,13 +123,9 @@ class TransferChecksums:
         self._small, self._large = sorted((page_size, peer_page_size))
         self._page = -1  # the last sum's page, of the larger size
 
-    @property
-    def sums(self) -> list[int]:
-        """Checksums of the first group, by page."""
-        return [page[0] for page in self.groups]
-
     async def total(self) -> list[int]:
-        return self.sums
+        """Return those of the first group."""
+        return [page[0] for page in self.groups]
 
     def num_sums(self, tokens: range) -> int:
         return len(self._pages_of(tokens, self._large))
@@ -138,13 +134,11 @@ class TransferChecksums:
         return len(self._pages_of(tokens, self._page_size))
 
     def covered(self, index: int, tokens: range) -> range:
-        """Entries of our block table that checksum `index` covers."""
         first = (tokens.start // self._large + index) * self._large
         part = range(max(first, tokens.start), min(first + self._large, tokens.stop))
         return self._pages_of(part, self._page_size)
 
     async def add(self, pages: Sequence[int], tokens: range) -> None:
-        """Add `tokens`, which follow the earlier ones, on another thread. A cancelled call waits for it."""
         if self._small == self._large:  # whole pages move, including rows without a token
             tokens = range(tokens.start, -(-tokens.stop // self._large) * self._large)
         work = asyncio.ensure_future(asyncio.to_thread(self._add, list(pages), tokens))
