@@ -124,20 +124,16 @@ class DoorbellClient:
 
 async def connect(address: str, agent: str) -> DoorbellClient:
     host, _, port = address.rpartition(":")
-    client: DoorbellClient | None = None
     try:
         async with asyncio.timeout(CONNECT_TIMEOUT_S):
-            reader, writer = await asyncio.open_connection(host, int(port))
-            client = DoorbellClient(agent, reader, writer)
-            await client.ring(Ring())
+            client = DoorbellClient(agent, *await asyncio.open_connection(host, int(port)))
+            try:
+                await client.ring(Ring())
+            except BaseException:
+                await client.close()
+                raise
     except (OSError, ValueError, OverflowError) as exc:  # also a timeout or an invalid port
-        if client is not None:
-            await client.close()
         raise TransferFailed(f"{agent} cannot be reached at {address!r}: {exc or type(exc).__name__}") from exc
-    except BaseException:
-        if client is not None:
-            await client.close()
-        raise
     return client
 
 
