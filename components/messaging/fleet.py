@@ -1,13 +1,11 @@
 """The instances of one role as a process sees them, and the choice among them."""
 
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from random import Random
 
 from prometheus_client import CollectorRegistry
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.registry import Collector
 
 from components.discovery.book import InstanceBook
 from components.messaging.bus import Bus
@@ -147,7 +145,7 @@ async def open_fleet(
             )
             mirror = await enter(mirroring)
             if metrics is not None:
-                metrics.register(KvMirrorMetrics(fleet.index, mirror))
+                show_kv_mirror(metrics, fleet.index, mirror)
         if following is not None:
             queries = await enter(ask_heartbeats(bus, alive, following.sizes.queries_per_s, fleet.rng))
             fleet.candidate_queries = CandidateQueries(fleet, role, following, queries)
@@ -171,29 +169,17 @@ def show_instances(metrics: CollectorRegistry, *alive: Liveness) -> None:
     )
 
 
-class KvMirrorMetrics(Collector):
-    def __init__(self, index: KvIndex, mirror: KvMirror) -> None:
-        self._index = index
-        self._mirror = mirror
-
-    def collect(self) -> Iterator[GaugeMetricFamily | CounterMetricFamily]:
-        index, counts = self._index, self._mirror.counts
-        gauges = {
-            "kvmesh_kv_index_blocks": ("Blocks in the KV index, of all instances.", index.num_blocks),
-            "kvmesh_kv_index_max_blocks": ("Blocks that the KV index may hold.", index.max_blocks),
-            "kvmesh_kv_index_missing_blocks": (
-                "Blocks missing from the KV index because it was full; an upper bound.",
-                self._mirror.missing,
-            ),
-        }
-        counters = {
-            "kvmesh_kv_index_refused_blocks": ("Blocks that the KV index refused because it was full.", index.refused),
-            "kvmesh_kv_mirror_batches": ("Batches of KV events received.", counts.batches),
-            "kvmesh_kv_mirror_gaps": ("Gaps in the numbers of these batches; each leads to a dump.", counts.gaps),
-            "kvmesh_kv_mirror_dumps": ("Dumps of a whole prefix cache received.", counts.dumps),
-            "kvmesh_kv_mirror_failed_dumps": ("Dumps of a prefix cache that failed.", counts.failed_dumps),
-        }
-        for name, (about, value) in gauges.items():
-            yield GaugeMetricFamily(name, about, value=value)
-        for name, (about, value) in counters.items():
-            yield CounterMetricFamily(name, about, value=value)
+def show_kv_mirror(metrics: CollectorRegistry, index: KvIndex, mirror: KvMirror) -> None:
+    shown, counts = OnDemand(metrics), mirror.counts
+    shown.gauge("kvmesh_kv_index_blocks", "Blocks in the KV index, of all instances.", lambda: index.num_blocks)
+    shown.gauge("kvmesh_kv_index_max_blocks", "Blocks that the KV index may hold.", lambda: index.max_blocks)
+    about = "Blocks missing from the KV index because it was full; an upper bound."
+    shown.gauge("kvmesh_kv_index_missing_blocks", about, lambda: mirror.missing)
+    about = "Blocks that the KV index refused because it was full."
+    shown.counter("kvmesh_kv_index_refused_blocks", about, lambda: index.refused)
+    shown.counter("kvmesh_kv_mirror_batches", "Batches of KV events received.", lambda: counts.batches)
+    about = "Gaps in the numbers of these batches; each leads to a dump."
+    shown.counter("kvmesh_kv_mirror_gaps", about, lambda: counts.gaps)
+    shown.counter("kvmesh_kv_mirror_dumps", "Dumps of a whole prefix cache received.", lambda: counts.dumps)
+    about = "Dumps of a prefix cache that failed."
+    shown.counter("kvmesh_kv_mirror_failed_dumps", about, lambda: counts.failed_dumps)

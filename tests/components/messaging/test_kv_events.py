@@ -9,13 +9,14 @@ from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
+from prometheus_client import CollectorRegistry
 
 from components.discovery.book import InstanceBook
 from components.errors import BackendUnavailable, Overloaded, Rejected, StaleInstance
 from components.messaging import kv_publisher, kv_subscriber
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import serve_calls
-from components.messaging.fleet import KvMirrorMetrics
+from components.messaging.fleet import show_kv_mirror
 from components.messaging.kv_publisher import KvEventPublisher
 from components.messaging.kv_subscriber import KvMirror, follow_kv_events
 from components.routing.kv_index import MAX_BLOCKS, KvIndex
@@ -236,7 +237,9 @@ async def test_what_an_index_has_no_room_for_is_asked_for_again_when_it_has(
         s.worker.register("1")
         await until(lambda: s.mirror.missing == 40)
         await until(lambda: "--kv-index-blocks" in caplog.text)
-        shown = {m.name: m.samples[0].value for m in KvMirrorMetrics(s.index, s.mirror).collect()}
+        metrics = CollectorRegistry()
+        show_kv_mirror(metrics, s.index, s.mirror)
+        shown = {m.name: m.samples[0].value for m in metrics.collect()}
         assert shown["kvmesh_kv_index_blocks"] == shown["kvmesh_kv_index_max_blocks"] == 100
         assert shown["kvmesh_kv_index_missing_blocks"] == shown["kvmesh_kv_index_refused_blocks"] == 40
         s.index.discard("other", others)
