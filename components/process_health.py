@@ -21,7 +21,7 @@ from components.telemetry.figures import Figures
 from components.telemetry.metrics_page import Protection, serve_metrics
 from components.telemetry.on_demand import OnDemand
 from components.telemetry.process_metrics import show_process
-from components.telemetry.spans import Telemetry
+from components.telemetry.telemetry import Telemetry
 from components.wire.status import Status, StatusRequest
 
 

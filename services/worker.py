@@ -33,7 +33,7 @@ from components.structured.mask_maker import MaskMaker, open_masks
 from components.structured.metrics import ConstraintMetrics
 from components.telemetry.figures import Figures
 from components.telemetry.logs import log_progress, log_ready
-from components.telemetry.spans import start_telemetry
+from components.telemetry.telemetry import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.embed import EmbeddingModel
 from components.wire.generate import GenerateRequest

@@ -1,11 +1,10 @@
-"""One trace per request across all processes, sent to this host's file, the observer or any OTLP receiver."""
+"""One trace per request across all processes: its spans, and its context in the headers of messages."""
 
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, asynccontextmanager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import Token
-from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from math import inf
@@ -15,18 +14,12 @@ from typing import Any, Final
 
 from opentelemetry import trace
 from opentelemetry.context import Context, attach, detach, get_current
-from opentelemetry.sdk.resources import Resource
 from opentelemetry.trace import TraceState
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from components.errors import Cancelled, MeshError
-from components.settings import MeshSettings
-from components.telemetry.held_traces import KEPT_PER_S, HeldTraces
 from components.telemetry.light_span import SAMPLED, LightSpan, Step
-from components.telemetry.logs import configure_logs
-from components.telemetry.otlp_sender import OtlpSender
-from components.telemetry.span_export import SpanExport
-from components.telemetry.trace_store import LOST, TraceWriter
+from components.telemetry.trace_pieces import LOST
 from components.token_bucket import TokenBucket
 
 Sink = Callable[[LightSpan], None]
@@ -173,58 +166,6 @@ class EndingSpan(CurrentSpan):
 
 
 tracer: Final = Spans()
-
-
-class _Provider(trace.TracerProvider):
-    """Returns our tracer to libraries that request one from OpenTelemetry."""
-
-    def get_tracer(self, *_: Any, **__: Any) -> trace.Tracer:
-        return tracer
-
-
-@dataclass(frozen=True, slots=True)
-class Telemetry:
-    """The traces of this process."""
-
-    held: HeldTraces
-    export: SpanExport
-
-    @property
-    def dropped(self) -> Mapping[str, int]:
-        """Spans that this process dropped, by cause."""
-        return {**self.export.dropped, "tail_limit": self.held.over_limit}
-
-
-@asynccontextmanager
-async def start_telemetry(
-    settings: MeshSettings, role: str, instance_id: str, ranks: int = 1
-) -> AsyncIterator[Telemetry]:
-    """Configure logs and tracing. `ranks`: number of a worker's devices."""
-    configure_logs(settings.log_level, settings.log_format)
-    about: dict[str, str | int] = {"service.name": f"kvmesh-{role}", "service.instance.id": instance_id}
-    if ranks > 1:
-        about["kvmesh.ranks"] = ranks
-    resource = Resource.create(about)
-    sender = OtlpSender(settings.otlp_endpoint, settings.tls.ca) if settings.otlp_endpoint else None
-    export = SpanExport(f"{role}-{instance_id}", resource.attributes, TraceWriter(settings.home), sender)
-    held = HeldTraces(export.put, TokenBucket(KEPT_PER_S))
-    trace.set_tracer_provider(_Provider())
-    tracer.limit(TokenBucket(settings.traces_per_s))
-    export.start()
-    with _recording(held.take, holds=settings.trace_tail, held_per_s=settings.traces_held_per_s):
-        try:
-            yield Telemetry(held, export)
-        finally:
-            export.stop()
-
-
-@contextmanager
-def _recording(sink: Sink, *, holds: bool, held_per_s: float) -> Iterator[None]:
-    tracer.record_to(sink, holds=holds, held_per_s=held_per_s)
-    try:
-        yield
-    finally:
-        tracer.record_to(None, holds=False)
 
 
 def trace_headers() -> dict[str, str] | None:

@@ -11,6 +11,7 @@ CLIENT_REQUEST_ID: Final = "kvmesh.client_request_id"
 ROUTE: Final = "http.route"
 SLOW: Final = "kvmesh.slow"
 MOVED: Final = "kvmesh.moved"
+LOST: Final = "kvmesh.lost"  # of a span that its caller recorded, because the process had died
 TTFT: Final = "kvmesh.ttft_s"
 REFUSED: Final = "kvmesh.refused"  # reason of a 4xx answer; may quote the client's data
 TENANT: Final = "kvmesh.tenant"  # tenant of the request's API key

@@ -25,7 +25,7 @@ from components.telemetry.trace_file import (
     move_aside,
     when_free,
 )
-from components.telemetry.trace_pieces import Piece, Root, pack_batch, unpack_batch
+from components.telemetry.trace_pieces import LOST, Piece, Root, pack_batch, unpack_batch
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +34,6 @@ WHICH: Final[tuple[Which, ...]] = get_args(Which)
 TRIM_EVERY: Final = 50  # writes
 TABLES: Final = ("batches", "batch_spans", "roots")
 EARLIER: Final = ("spans", "pieces", "traces", "requests", "tenants")  # tables of earlier releases
-LOST: Final = "kvmesh.lost"  # attribute of a span that its caller recorded, because the process had died
 ID_CHARS: Final = 32  # length of a trace id; `trace_ids` of a batch is their concatenation
 
 _SCHEMA: Final = """

@@ -12,7 +12,7 @@ from components.process import new_instance_id, record_maker, run, settle, stop_
 from components.process_control import ProcessControl
 from components.process_health import measure, serve_health, status_endpoint
 from components.telemetry.logs import log_ready
-from components.telemetry.spans import start_telemetry
+from components.telemetry.telemetry import start_telemetry
 from services.bootstrap.config import BootstrapSettings
 from services.bootstrap.service import BootstrapService
 

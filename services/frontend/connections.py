@@ -15,7 +15,7 @@ from components.messaging.kept_traces import announce_kept
 from components.process import new_instance_id, subject_of
 from components.process_health import measure
 from components.telemetry.figures import Figures
-from components.telemetry.spans import Telemetry, start_telemetry
+from components.telemetry.telemetry import Telemetry, start_telemetry
 from engine.model.resolve import served_name
 from services.frontend.config import FrontendSettings
 

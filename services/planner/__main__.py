@@ -18,7 +18,7 @@ from components.process_control import ProcessControl
 from components.process_health import measure, protection_of, status_endpoint
 from components.telemetry.logs import log_ready
 from components.telemetry.metrics_page import serve_metrics
-from components.telemetry.spans import start_telemetry
+from components.telemetry.telemetry import start_telemetry
 from services.planner.config import PlannerSettings
 from services.planner.connectors import open_connector
 from services.planner.fleet_sampler import open_fleet_sampler

@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import Final
 
 from components.telemetry.stored_spans import Span
+from components.telemetry.trace_pieces import LOST
 from components.telemetry.trace_reader import LocalTraceReader
-from components.telemetry.trace_store import LOST, TraceStore
+from components.telemetry.trace_store import TraceStore
 from components.telemetry.trace_summary import root_of
 from tests.waiting import wait_until
 

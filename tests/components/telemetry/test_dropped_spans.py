@@ -13,7 +13,8 @@ from components.telemetry import otlp_sender, span_export
 from components.telemetry.held_traces import HeldTraces
 from components.telemetry.otlp_sender import OtlpSender
 from components.telemetry.span_export import SpanExport
-from components.telemetry.spans import Spans, Telemetry
+from components.telemetry.spans import Spans
+from components.telemetry.telemetry import Telemetry
 from components.telemetry.trace_file import FILE_NAME
 from components.telemetry.trace_pieces import REQUEST_ID
 from components.telemetry.trace_store import TraceStore, TraceWriter

@@ -15,7 +15,8 @@ from tests.waiting import PATIENCE_S
 PROGRAM = """
 import asyncio, sys
 from components.settings import MeshSettings
-from components.telemetry.spans import start_telemetry, tracer
+from components.telemetry.spans import tracer
+from components.telemetry.telemetry import start_telemetry
 
 async def main():
     settings = MeshSettings(otlp_endpoint=sys.argv[1], state_dir=sys.argv[2])
