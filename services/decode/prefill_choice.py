@@ -13,12 +13,15 @@ from components.messaging.fleet import Fleet
 from components.routing.candidates import CandidateQuery
 from components.routing.policy import PromptLoad, RouteRequest, is_sooner_locally
 from components.routing.router import RouteChoice, explained
+from components.telemetry.light_span import Step
+from components.telemetry.spans import NO_STEP
 from components.wire.inspection import ExplainRoute, RouteExplained
 from components.wire.instances import InstanceRecord
 from components.wire.layout import check_compatible, check_same_adapter
 from components.wire.tokens import PromptBlocks
 from engine.ports import Engine
 from services.decode.prefill_client import PrefillClient
+from services.decode.requests import ActiveRequest
 from services.worker import check_adapter
 
 log = logging.getLogger(__name__)
@@ -115,6 +118,21 @@ class PrefillChoice:
         if self._is_sooner_here(remaining, [member.instance_id for member in self._fleet.router.candidates(usable)]):
             return LOCAL_IS_SOONER
         return self._fleet.router.choose(ask, blocks, usable) or self._why_none(usable, adapter)
+
+    async def choose_for(
+        self, active: ActiveRequest, choosing: Step, but_not: Collection[str] = ()
+    ) -> RouteChoice | LocalPrefill:
+        chosen = await self.choose(
+            active.blocks,
+            len(active.token_ids) - active.num_cached,
+            adapter=active.request.adapter,
+            session=active.request.session,
+            but_not=but_not,
+            explain=choosing is not NO_STEP,
+        )
+        if choosing is not NO_STEP and not isinstance(chosen, LocalPrefill):
+            choosing.note({"kvmesh.prefill.instance": chosen.instance_id, **chosen.facts()})
+        return chosen
 
     def _chosen_by(
         self, query: CandidateQuery, remaining: int, usable: Sequence[InstanceRecord], adapter: str

@@ -1,33 +1,20 @@
-"""Runs requests on decode: chooses where the prompt is computed, receives its KV, and generates."""
+"""Runs requests on decode: chooses where the prompt is computed, and generates."""
 
 import asyncio
 import logging
-from collections.abc import Collection, Sequence
-from contextlib import suppress
+from functools import partial
 from typing import Final
 
 from prometheus_client import Counter
 
-from components.aio import BackgroundTasks
-from components.errors import (
-    Cancelled,
-    KvUnavailable,
-    MeshError,
-    PeerBroken,
-    PeerLost,
-    PrefillLost,
-    PromptTooLong,
-    TransferFailed,
-)
-from components.messaging.clocks import now_ms
+from components.errors import Cancelled, KvUnavailable, MeshError, PeerLost
 from components.messaging.fleet import Fleet
 from components.routing.policy import PromptLoad, PromptRate
-from components.routing.router import Route, RouteChoice
+from components.routing.router import RouteChoice
 from components.structured.mask_maker import MaskMaker
-from components.telemetry.exemplars import exemplar_of
 from components.telemetry.light_span import Step
 from components.telemetry.on_demand import OnDemand
-from components.telemetry.spans import NO_STEP, CurrentSpan, record_lost, step
+from components.telemetry.spans import CurrentSpan, step
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.prefill import KvComing
 from components.wire.sampling import Constraint
@@ -35,9 +22,10 @@ from engine.loop.engine_loop import EngineLoop
 from engine.loop.log_line import BatchLog
 from engine.ports import Engine, Phase, StepOutput, TokenMask, TokenOutput
 from services.decode.config import OnTransferFailure
-from services.decode.inbound import InboundState, InboundTransfer
+from services.decode.inbound import InboundState
 from services.decode.prefill_choice import LocalPrefill, LocalPrefillReason, PrefillChoice
 from services.decode.prefill_client import PrefillClient
+from services.decode.remote_prefill import FailedPrefill, RemotePrefill
 from services.decode.requests import SPAN_FIRST, SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, RequestState
 from services.worker import engine_request
 
@@ -47,9 +35,6 @@ PROMPT_LOGPROBS: Final = LocalPrefill(
     LocalPrefillReason.PROMPT_LOGPROBS, "the client requested the prompt's log-probabilities"
 )
 MAX_LIGHT_TOKENS: Final = 4096  # checking and hashing this many tokens takes less than a millisecond
-MAX_PREFILLS_TRIED: Final = 3  # prefill instances to which one prompt is sent in turn
-REFUSAL_TIMEOUT_S: Final = 0.1  # timeout, after a failed transfer, for prefill's answer to the call with the prompt
-SETTLE_TIMEOUT_S: Final = 1.0  # timeout, when this process stops, for prefill to confirm that it no longer writes
 
 
 class RequestRunner:
@@ -87,7 +72,7 @@ class RequestRunner:
         self._masks = masks
         self._rate = PromptRate()
         self._tasks: dict[str, asyncio.Task[None]] = {}  # by the engine id of the request
-        self._settling = BackgroundTasks()  # of requests that have ended, but whose pages are still pinned
+        self._remote = RemotePrefill(engine, prefill, prefills, self.choice, active, metrics=metrics)
         self._local = Counter(
             "kvmesh_prompts_computed_on_decode",
             "Prompts that decode computed itself, by reason.",
@@ -153,18 +138,11 @@ class RequestRunner:
         return PromptLoad(queued, self._rate.tokens_per_s)
 
     async def drained(self) -> None:
-        """Wait until every request is answered.
-
-        Wait for pinned pages for SETTLE_TIMEOUT_S. A live prefill answers within it. A dead one never does, and its offer may
-        last a minute. Giving up is safe: this process ends, so no request reuses the pages.
-        """
+        """Wait until every request is answered."""
         await self.active.drained()
         while self._tasks:
             await asyncio.wait(self._tasks.values())
-        with suppress(TimeoutError):
-            async with asyncio.timeout(SETTLE_TIMEOUT_S):
-                await self._settling.drain()
-        self._settling.cancel()
+        await self._remote.settled()
 
     async def _run(self, active: ActiveRequest) -> None:
         with CurrentSpan(active.span):
@@ -176,7 +154,9 @@ class RequestRunner:
                     active.enter(RequestState.WAITING)
                     self._submit(active, Phase.FULL)
                 else:
-                    await self._fetch(active, chosen)
+                    submit = partial(self._submit, active, Phase.DECODE)
+                    if (failed := await self._remote.fetch(active, chosen, submit)) is not None:
+                        self._compute_here(active, failed)
             except MeshError as exc:
                 self.active.fail(active, exc)
             except Exception as exc:
@@ -203,26 +183,11 @@ class RequestRunner:
             if active.request.sampling.prompt_logprobs is not None:
                 self._locally(PROMPT_LOGPROBS, active, choosing)
                 return None
-            chosen = await self._choose_instance(active, choosing)
+            chosen = await self.choice.choose_for(active, choosing)
             if isinstance(chosen, LocalPrefill):
                 self._locally(chosen, active, choosing)
                 return None
             return chosen
-
-    async def _choose_instance(
-        self, active: ActiveRequest, choosing: Step, but_not: Collection[str] = ()
-    ) -> RouteChoice | LocalPrefill:
-        chosen = await self.choice.choose(
-            active.blocks,
-            len(active.token_ids) - active.num_cached,
-            adapter=active.request.adapter,
-            session=active.request.session,
-            but_not=but_not,
-            explain=choosing is not NO_STEP,
-        )
-        if choosing is not NO_STEP and not isinstance(chosen, LocalPrefill):
-            choosing.note({"kvmesh.prefill.instance": chosen.instance_id, **chosen.facts()})
-        return chosen
 
     def _locally(self, choice: LocalPrefill, active: ActiveRequest, choosing: Step) -> None:
         active.why_local = choice.why
@@ -236,113 +201,14 @@ class RequestRunner:
             "pre-allocated usage": round(self.prefill.num_reserved_pages / total_pages, 2),
         }
 
-    async def _fetch(self, active: ActiveRequest, chosen: RouteChoice) -> None:
-        """Have a prefill instance compute the prompt: the chosen one, or another one if that refuses.
+    def _compute_here(self, active: ActiveRequest, failed: FailedPrefill) -> None:
+        """Compute the prompt on this instance: for the client this only adds latency.
 
-        If that fails, compute it here: for the client this only adds latency.
-        Raises: KvUnavailable instead, if `on_transfer_failure` is "fail", the request has no token yet, and an instance has
-        begun the prompt.
+        Raises: KvUnavailable instead, if `on_transfer_failure` is "fail", the request has no token yet, and a prefill instance
+        has begun the prompt.
         """
-        asked: list[str] = []
-        transfer: InboundTransfer | None = None
-        choice: RouteChoice | None = chosen
-        while choice is not None:
-            asked.append(choice.instance_id)
-            active.prefill = choice.instance_id
-            transfer = self.prefill.begin(active.engine_id, self.choice.record_of(choice), refused=transfer)
-            choice = await self._fetch_by(active, transfer, choice, asked)
-
-    async def _fetch_by(
-        self, active: ActiveRequest, transfer: InboundTransfer, chosen: RouteChoice, asked: Sequence[str]
-    ) -> RouteChoice | None:
-        """Receive the KV from one prefill instance. Returns the instance to try next if this one refused."""
-        tokens, peer = len(active.token_ids), chosen.instance_id
-        router = self.prefills.router
-        route = router.send(chosen, tokens - chosen.cached_tokens, router.pages_for(peer, tokens))
-        try:
-            with self.prefills.alive.watching(peer):
-                failure = await self._receive(active, transfer, route, submit=len(asked) == 1)
-            following = None if failure is None else await self._choose_another(active, transfer, failure, asked)
-        except BaseException:  # cancelled, or our bug: the pages must come back in both cases
-            self._settle_later(transfer, cancelled=isinstance(active.error, Cancelled))
-            raise
-        finally:
-            route.ended()
-        if failure is not None and following is None:  # a refusal is no failure if another instance accepts
-            self._metrics.transfer_failed(peer, failure)
-            self._settle_later(transfer)
-            # prefill may accept the prompt and its engine still refuse it, for example because it has fewer pages
-            was_begun = not (transfer.another_may_accept or isinstance(failure, PromptTooLong))
-            self._compute_here(active, failure, was_begun=was_begun)
-        return following
-
-    async def _receive(
-        self, active: ActiveRequest, transfer: InboundTransfer, route: Route, *, submit: bool
-    ) -> MeshError | None:
-        """Receive the prompt's KV and pass it to the engine. Returns the error if this failed.
-
-        `submit`: the engine does not have the request yet.
-        """
-        try:
-            self.prefill.call_prefill(transfer, active.request, route)
-            # Yield to the task that calls prefill, and to NATS's writer: the message must leave before our engine plans a step.
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-            if submit:
-                self._submit(active, Phase.DECODE)
-            record = await self.prefill.receive_kv(transfer, active.request)
-            route.succeeded()
-            active.wait(SPAN_FIRST)
-            first_token = record.first_token if active.early_token is None else active.early_token
-            # Not on the event loop: branches copy pages, and masks take time.
-            light = active.request.sampling.n == 1 and active.mask is None
-            outputs = await self.engine.between_steps(
-                lambda engine: engine.deliver(active.engine_id, first_token, record.logprobs), light=light
-            )
-        except MeshError as exc:
-            in_time = now_ms() < active.request.deadline_unix_ms  # else the instance is not at fault
-            if in_time and (transfer.waits_for_prefill or isinstance(exc, PrefillLost | PeerBroken)):
-                route.failed(exc)
-            if isinstance(exc, PrefillLost):
-                record_lost("prefill.request", active.span, transfer.prefill.instance_id, exc.message)
-            return exc
-        active.prefill_hit = record.num_cached_tokens
-        if active.early_token is None:
-            for output in outputs:  # before any await, because the next step's tokens may arrive at once
-                self.active.emit(output)
-        num_bytes = self.prefill.num_bytes(transfer)
-        self._metrics.transferred(active.prefill, num_bytes, transfer.duration_s, exemplar_of(active.span))
-        await self.prefill.wait_until_pages_safe(transfer)
-        return None
-
-    async def _choose_another(
-        self, active: ActiveRequest, transfer: InboundTransfer, failure: MeshError, asked: Sequence[str]
-    ) -> RouteChoice | None:
-        """Choose another instance after a refusal. None: there is no other one, or the instance did not refuse."""
-        if transfer.prefill_call is not None and isinstance(failure, TransferFailed):
-            # An instance that is leaving also refuses the offer. That report may arrive before the refusal of the prompt.
-            await asyncio.wait([transfer.prefill_call], timeout=REFUSAL_TIMEOUT_S)
-        if not transfer.another_may_accept or len(asked) == MAX_PREFILLS_TRIED:
-            return None
-        if not self.choice.has_another(active.request.adapter, but_not=asked):
-            return None
-        if not await self.prefill.confirm_not_writing(transfer):
-            return None
-        with step("decode.choose_prefill", active.span) as choosing:
-            chosen = await self._choose_instance(active, choosing, but_not=asked)
-        if isinstance(chosen, LocalPrefill):
-            return None
-        facts = {"from": asked[-1], "to": chosen.instance_id, "cause": failure.message}
-        log.info("sending the prompt to another prefill instance", extra=facts)
-        active.span.add_event("prefill_refused", facts)
-        return chosen
-
-    def _compute_here(self, active: ActiveRequest, cause: MeshError, *, was_begun: bool) -> None:
-        """Compute the prompt on this instance. `was_begun`: prefill may have started it; after a refusal, no KV was lost.
-
-        Raises: KvUnavailable.
-        """
-        if was_begun and self._on_transfer_failure == "fail" and not active.request.num_generated:
+        cause = failed.cause
+        if failed.was_begun and self._on_transfer_failure == "fail" and not active.request.num_generated:
             self.engine.between_steps(lambda engine: engine.cancel(active.engine_id), light=True)
             raise KvUnavailable(cause.message, cause=type(cause).__name__) from cause
         log.warning("computing the prompt here", extra={"cause": cause.message})
@@ -384,16 +250,6 @@ class RequestRunner:
         # Checking and hashing a long prompt would block the event loop for milliseconds.
         light = phase is Phase.DECODE and len(active.token_ids) + len(active.prediction) <= MAX_LIGHT_TOKENS
         self.engine.between_steps(submit, light=light).add_done_callback(submitted)
-
-    def _settle_later(self, transfer: InboundTransfer, *, cancelled: bool = False) -> None:
-        """Free the exposed pages as soon as prefill can no longer write into them."""
-        transfer.give_up()  # at once, so that a late `KvComing` cannot send a token that this instance computes again
-
-        async def settle() -> None:
-            await self.prefill.wait_until_pages_safe(transfer, cancelled=cancelled)
-            self.engine.between_steps(lambda engine: engine.release(transfer.engine_id), light=True)
-
-        self._settling.start(settle(), f"settle {transfer.engine_id}")
 
     def _stepped(self, output: StepOutput) -> None:
         self._metrics.record(output.stats)

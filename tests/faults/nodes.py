@@ -460,7 +460,7 @@ class Decode(Worker):
             "streams": len(self.active),
             "transfers": len(self.prefill_client),
             "tasks of requests": len(self.runner._tasks),
-            "transfers to settle": len(self.runner._settling),
+            "transfers to settle": len(self.runner._remote._settling),
         }
         return [*super()._kept(), *(f"{count} {what}" for what, count in counts.items() if count)]
 

@@ -112,8 +112,9 @@ async def open_decode() -> AsyncIterator[Mesh]:
 @pytest.fixture(autouse=True)
 def waits_end_where_a_test_shortens_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is to end a wait comes a few turns of the loop later: on a busy machine the limit came first."""
-    for name in ("prefill_client.CALL_TIMEOUT_S", "prefill_client.CONFIRM_NOT_WRITING_S", "runner.REFUSAL_TIMEOUT_S"):
+    for name in ("prefill_client.CALL_TIMEOUT_S", "prefill_client.CONFIRM_NOT_WRITING_S"):
         monkeypatch.setattr(f"services.decode.{name}", 1000.0)
+    monkeypatch.setattr("services.decode.remote_prefill.REFUSAL_TIMEOUT_S", 1000.0)
 
 
 @pytest.fixture(autouse=True)
@@ -218,7 +219,7 @@ async def test_a_refused_prompt_is_computed_by_another_instance_if_the_report_of
 async def test_a_prompt_whose_transfer_failed_is_computed_here_if_no_answer_follows(
     mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.decode.runner.REFUSAL_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("services.decode.remote_prefill.REFUSAL_TIMEOUT_S", 0.01)
     await refused_room(mesh)
     await until(lambda: mesh.decode.engine.did("recompute"))
     mesh.prefills.answers.set()

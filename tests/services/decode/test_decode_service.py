@@ -191,7 +191,7 @@ class Decode:
     async def until_nothing_runs(self) -> None:
         """What prefill and bootstrap answer comes in several turns of the loop."""
         async with asyncio.timeout(PATIENCE_S):
-            while self.runner._tasks or self.runner._settling:
+            while self.runner._tasks or self.runner._remote._settling:
                 await asyncio.sleep(0)  # no longer: this is called for thousands of orders of events
         await turns()
 
@@ -232,7 +232,7 @@ class Decode:
     def assert_nothing_is_kept(self) -> None:
         assert not self.queues()
         assert not self.runner._tasks
-        assert not self.runner._settling
+        assert not self.runner._remote._settling
         assert not self.prefill_client._transfers
         assert not len(self.active)
         assert not self.active._by_stream
@@ -1315,7 +1315,7 @@ async def test_a_request_that_fails_in_a_step_is_told_and_forgotten(decode: Deco
 async def test_giving_up_hands_every_stream_back_and_waits_until_its_pages_are_safe(
     decode: Decode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.decode.runner.SETTLE_TIMEOUT_S", 1000.0)
+    monkeypatch.setattr("services.decode.remote_prefill.SETTLE_TIMEOUT_S", 1000.0)
     decode.prefill.quiets.clear()
     await decode.ask()
     await decode.reserve()
@@ -1335,7 +1335,7 @@ async def test_leaving_does_not_wait_for_pages_that_a_dead_or_hung_prefill_has_p
     decode: Decode, monkeypatch: pytest.MonkeyPatch, prefill: str
 ) -> None:
     """After a prefill's death decode did not stop for a minute: it waited for the end of the offer, and was killed."""
-    monkeypatch.setattr("services.decode.runner.SETTLE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("services.decode.remote_prefill.SETTLE_TIMEOUT_S", 0.05)
     await decode.ask()
     await decode.reserve()
     if prefill == "dead":
