@@ -125,6 +125,11 @@ class exact_cancellation:  # noqa: N801 - it is used as `asyncio.timeout` is
         return kind is asyncio.CancelledError
 
 
+def exception_of(done: asyncio.Future[Any]) -> BaseException | None:
+    """Return the error of a future that is done; None if it was cancelled. asyncio does not log it after this."""
+    return None if done.cancelled() else done.exception()
+
+
 async def ended(task: asyncio.Future[Any]) -> None:
     """Wait even if the caller is cancelled. Errors of `task` are not raised."""
     cancelled: asyncio.CancelledError | None = None
@@ -133,8 +138,7 @@ async def ended(task: asyncio.Future[Any]) -> None:
             await asyncio.wait((task,))
         except asyncio.CancelledError as exc:
             cancelled = exc
-    if not task.cancelled():
-        task.exception()  # marks it as retrieved
+    exception_of(task)
     if cancelled is not None:
         raise cancelled
 

@@ -10,6 +10,7 @@ from zlib import crc32
 
 import numpy as np
 
+from components.aio import exception_of
 from components.errors import KvCorrupt, MalformedMessage, QueueFull
 from components.kv_transfer.own_thread import OwnThread
 from components.wire.logprobs import TokenLogprobs
@@ -276,5 +277,4 @@ class AuxArrivals:
         if present is None or present is future:  # otherwise it was cancelled and is expected again, in the same turn
             self._expected.pop(notification, None)
             self._coming.pop(notification, None)
-        if not future.cancelled():
-            future.exception()  # mark as retrieved, in case the caller has gone
+        exception_of(future)  # or asyncio logs it, if the caller has gone

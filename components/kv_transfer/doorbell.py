@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
-from components.aio import ended
+from components.aio import BackgroundTasks, ended, exception_of
 from components.errors import MalformedMessage, TransferFailed
 from components.wire.codec import pack, unpack
 from components.wire.doorbell import Ring, RingAcknowledged
@@ -81,7 +81,7 @@ class DoorbellClient:
         self._reader = reader
         self._writer = writer
         self._turn = asyncio.Lock()
-        self._asking: set[asyncio.Task[None]] = set()
+        self._asking = BackgroundTasks()
 
     @property
     def is_broken(self) -> bool:
@@ -92,9 +92,8 @@ class DoorbellClient:
 
         Raises: TransferFailed, also after `close`.
         """
-        asking = asyncio.ensure_future(self._ask(ring))
-        self._asking.add(asking)
-        asking.add_done_callback(self._asked)
+        asking = self._asking.start(self._ask(ring))
+        asking.add_done_callback(exception_of)  # or asyncio logs it, if the caller has gone
         await asyncio.shield(asking)  # or a cancelled caller would leave its answer to the next one
 
     async def close(self) -> None:
@@ -115,11 +114,6 @@ class DoorbellClient:
             if answer.agent != self._agent:
                 self._writer.transport.abort()
                 raise TransferFailed(f"{answer.agent!r} answers at the address of {self._agent!r}")
-
-    def _asked(self, asking: asyncio.Task[None]) -> None:
-        self._asking.discard(asking)
-        if not asking.cancelled():
-            asking.exception()  # retrieved, in case the caller has gone
 
 
 async def connect(address: str, agent: str) -> DoorbellClient:

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 
 import msgspec
 
+from components.aio import exception_of
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import kv_opener
-from components.kv_transfer.rank_connection import Answer, CatchUp, Hasten, Open, RankConnection, Receive
+from components.kv_transfer.rank_connection import CatchUp, Hasten, Open, RankConnection, Receive
 from components.kv_transfer.writes import Writes
 from components.wire.instances import KvEndpoint, RankEndpoint
 from components.wire.layout import KvRegion, of_shard
@@ -51,13 +52,7 @@ class MultiRankTransfer:
 
     def _order_all(self, order: Receive | Hasten) -> None:
         for connection in self._connections:
-            connection.ask(order).add_done_callback(_noticed)
-
-
-def _noticed(answer: asyncio.Future[Answer]) -> None:
-    """Ignore the answer, because when a follower ends, the instance ends, too."""
-    if not answer.cancelled():
-        answer.exception()
+            connection.ask(order).add_done_callback(exception_of)  # ignored: if a follower ends, the instance ends, too
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import msgpack
 
+from components.aio import exception_of
 from components.errors import Overloaded, TooManyChecks
 from components.structured.check_constraint import Unusable
 from components.structured.metrics import ConstraintMetrics
@@ -159,8 +160,7 @@ class ConstraintChecker:
             del self._callers[caller_id]
         if check.giving_up is not None:
             check.giving_up.cancel()
-        if not task.cancelled():
-            task.exception()  # marks the exception as retrieved, in case no request waits
+        exception_of(task)  # or asyncio logs it, if no request waits
 
     def _learn(self, constraint: Constraint, known: Constraint | str) -> None:
         if constraint in self._known:

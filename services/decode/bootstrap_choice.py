@@ -6,6 +6,7 @@ from itertools import count
 from random import Random
 from typing import Any, Final
 
+from components.aio import BackgroundTasks, exception_of
 from components.errors import DeadlineExceeded, NoBootstrapInstance, Overloaded, PeerBroken, PeerLost
 from components.routing.health import Breaker, BreakerSettings
 from components.wire.instances import InstanceRecord
@@ -27,7 +28,7 @@ class BootstrapChoice:
         self._turn = count()
         self._breakers: dict[str, Breaker] = {}  # by replica
         self._called_s: dict[str, list[float]] = {}  # start times of pending calls, by replica
-        self._calls: set[asyncio.Task[None]] = set()
+        self._calls = BackgroundTasks()
 
     def states(self) -> dict[str, str]:
         """Circuit breaker state of each replica that was called."""
@@ -74,15 +75,9 @@ class BootstrapChoice:
 
     def _call(self, replica: InstanceRecord, call_replica: CallReplica) -> asyncio.Task[None]:
         """Start a call. It continues after another replica has answered, so that the breaker also counts its timeout."""
-        task = asyncio.create_task(self._report_outcome(replica.instance_id, call_replica(replica)), name="open room")
-        self._calls.add(task)
-        task.add_done_callback(self._call_ended)
+        task = self._calls.start(self._report_outcome(replica.instance_id, call_replica(replica)), "open room")
+        task.add_done_callback(exception_of)  # or asyncio logs it
         return task
-
-    def _call_ended(self, call: asyncio.Task[None]) -> None:
-        self._calls.discard(call)
-        if not call.cancelled():
-            call.exception()  # mark the exception as retrieved, or asyncio logs it
 
     async def _report_outcome(self, instance_id: str, call: Coroutine[Any, Any, None]) -> None:
         """Await the call, and report its outcome to the breaker. A refusal counts as success: the replica is alive."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from enum import StrEnum, auto
 from typing import Final
 
-from components.aio import Failure
+from components.aio import Failure, exception_of
 from components.errors import KvCorrupt, ListenerGone, NobodyListens, Overloaded, StaleInstance, TransferFailed
 from components.kv_transfer.aux import AuxRecord
 from components.kv_transfer.backend import KvTransfer
@@ -76,7 +76,7 @@ class InboundTransfer:
     def refusal(self) -> BaseException | None:
         """The error with which prefill refused the prompt, or with which the call failed."""
         call = self.prefill_call
-        return None if call is None or not call.done() or call.cancelled() else call.exception()
+        return exception_of(call) if call is not None and call.done() else None
 
     @property
     def has_pages(self) -> bool:

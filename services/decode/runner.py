@@ -7,6 +7,7 @@ from typing import Final
 
 from prometheus_client import Counter
 
+from components.aio import exception_of
 from components.errors import Cancelled, KvUnavailable, MeshError, PeerLost
 from components.messaging.fleet import Fleet
 from components.routing.policy import PromptLoad, PromptRate
@@ -242,8 +243,7 @@ class RequestRunner:
                 engine.cancel(active.engine_id, branch)
 
         def submitted(done: asyncio.Future[None]) -> None:
-            error = None if done.cancelled() else done.exception()
-            if error is not None:
+            if (error := exception_of(done)) is not None:
                 failed = error if isinstance(error, MeshError) else PeerLost(f"decode failed: {type(error).__name__}")
                 self.stop(active, failed)
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from opentelemetry import trace
 
-from components.aio import BackgroundTasks
+from components.aio import BackgroundTasks, exception_of
 from components.discovery.registry import Registration, Registry
 from components.errors import Cancelled, MeshError, Overloaded, PeerLost, Rejected, TransferFailed
 from components.kv_transfer.backend import KvTransfer
@@ -353,11 +353,10 @@ def _call_of(request: PrefillRequest) -> tuple[str, ...]:
 
 
 def _fail_unless_submitted(done: asyncio.Future[None], transfer: OutboundTransfer) -> None:
-    error = None if done.cancelled() else done.exception()
-    if error is not None:
+    if (error := exception_of(done)) is not None:
         transfer.failure.report(error if isinstance(error, MeshError) else TransferFailed(f"prefill failed: {error!r}"))
 
 
 def _log_failure(done: asyncio.Task[None]) -> None:
-    if not done.cancelled() and (error := done.exception()) is not None:
+    if (error := exception_of(done)) is not None:
         log.warning("background task failed", extra={"task": done.get_name(), "cause": str(error)})
