@@ -12,7 +12,7 @@ from components.messaging.bus import Bus
 from components.messaging.fan_out import SubscriptionChoice
 from components.messaging.kv_subscriber import KvMirror, follow_kv_events
 from components.messaging.liveness import InstanceState, Liveness, Loss, watch_heartbeats
-from components.messaging.load_queries import ANSWER_TIMEOUT_S, LoadQueries, ask_heartbeats
+from components.messaging.load_queries import ANSWER_TIMEOUT_S, LoadQueries
 from components.routing.candidates import CandidateChoice, CandidateQuery, depths
 from components.routing.kv_index import MAX_BLOCKS, KvIndex
 from components.routing.policies import WorkerRole, parse_policy
@@ -147,7 +147,7 @@ async def open_fleet(
             if metrics is not None:
                 show_kv_mirror(metrics, fleet.index, mirror)
         if following is not None:
-            queries = await enter(ask_heartbeats(bus, alive, following.sizes.queries_per_s, fleet.rng))
+            queries = await enter(LoadQueries(bus, alive, following.sizes.queries_per_s, fleet.rng).running())
             fleet.candidate_queries = CandidateQueries(fleet, role, following, queries)
         yield fleet
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from random import Random
-from typing import Final
+from typing import Final, Self
 
 from components.aio import BackgroundTasks, background
 from components.errors import MeshError
@@ -31,6 +31,15 @@ class LoadQueries:
         self._asking: dict[str, asyncio.Task[int | None]] = {}  # latest question, by instance id
         self._tasks = BackgroundTasks()
         self._waits: dict[str, tuple[float, float]] = {}  # of lost instances: seconds, and monotonic end
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Self]:
+        """Query the instances that `Liveness.to_query` returns, at most `per_s()` times a second."""
+        try:
+            async with background(self.run(), "ask-heartbeats"):
+                yield self
+        finally:
+            await self._tasks.close()
 
     def reserve(self, wanted: int) -> int:
         """Reserve up to `wanted` queries of the allowance."""
@@ -73,9 +82,6 @@ class LoadQueries:
             for record in self._rng.sample(due, self.reserve(len(due))):
                 self._ask(record, b"")
 
-    async def close(self) -> None:
-        await self._tasks.close()
-
     def _ask(self, record: InstanceRecord, hashes: bytes) -> asyncio.Task[int | None]:
         task = self._tasks.start(self._answer(record, hashes), f"ask {record.instance_id}")
         self._asking[record.instance_id] = task
@@ -100,16 +106,3 @@ class LoadQueries:
             self._bus.refusals.count("ask_heartbeat", STRANGER)
             return None
         return beat.cached
-
-
-@asynccontextmanager
-async def ask_heartbeats(
-    bus: Bus, alive: Liveness, per_s: Callable[[], float], rng: Random
-) -> AsyncIterator[LoadQueries]:
-    """Ask the instances in `alive`, at most `per_s()` times a second."""
-    queries = LoadQueries(bus, alive, per_s, rng)
-    try:
-        async with background(queries.run(), "ask-heartbeats"):
-            yield queries
-    finally:
-        await queries.close()

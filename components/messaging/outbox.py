@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Final
+from typing import Final, Self
 
 from components.aio import background
 from components.errors import MeshError, MessageTooLarge
@@ -125,7 +125,7 @@ class StreamOutbox:
     """Sends items in frames: at once after a pause, else every `interval_s`, as a frame costs two context switches."""
 
     def __init__(
-        self, bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int], interval_s: float
+        self, bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int], interval_s: float = 0.0
     ) -> None:
         self._bus = bus
         self._instance_id = instance_id
@@ -139,6 +139,17 @@ class StreamOutbox:
         self._wake = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Self]:
+        """Send frames within the context. Leaving it waits up to 2 s for the last ones."""
+        async with background(self.run(), "stream-outbox"):
+            try:
+                yield self
+            finally:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(2):
+                        await self.flushed()
 
     def put(self, stream: OutStream, item: StreamItem) -> None:
         frames = self._frames_to(stream.reply_to)
@@ -261,17 +272,3 @@ class StreamOutbox:
                     callback(lane.reply_to)
 
         return self._bus.on_no_responders(lane.reply_to, no_listener)
-
-
-@asynccontextmanager
-async def open_outbox(
-    bus: Bus, instance_id: str, epoch: Callable[[], str], step: Callable[[], int], interval_s: float = 0.0
-) -> AsyncIterator[StreamOutbox]:
-    outbox = StreamOutbox(bus, instance_id, epoch, step, interval_s)
-    async with background(outbox.run(), "stream-outbox"):
-        try:
-            yield outbox
-        finally:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(2):
-                    await outbox.flushed()

@@ -7,7 +7,7 @@ from components.kv_transfer.checksum import PageChecksums
 from components.kv_transfer.rank_connection import RankConnection
 from components.messaging.fan_out import SubscriptionChoice
 from components.messaging.fleet import open_fleet
-from components.messaging.outbox import open_outbox
+from components.messaging.outbox import StreamOutbox
 from components.process import run
 from components.startup import refuse
 from components.wire.layout import KvRegion
@@ -44,13 +44,13 @@ async def main(settings: DecodeSettings) -> None:
             metrics=worker.metrics.registry,
             following=SubscriptionChoice(worker.registry.book),
         ) as prefills,
-        open_outbox(
+        StreamOutbox(
             worker.bus,
             worker.instance_id,
             lambda: worker.registration.epoch,
             lambda: worker.engine.stats.step,
             settings.frame_interval_ms / 1e3,
-        ) as outbox,
+        ).running() as outbox,
     ):
         engine = worker.engine.engine
         prefill = PrefillClient(

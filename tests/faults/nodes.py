@@ -26,7 +26,7 @@ from components.messaging.fleet import Fleet, open_fleet
 from components.messaging.heartbeat_sender import HeartbeatSender
 from components.messaging.inbox import open_inbox
 from components.messaging.kv_publisher import KvEventPublisher
-from components.messaging.outbox import open_outbox
+from components.messaging.outbox import StreamOutbox
 from components.messaging.presence import keep_present, present_endpoint
 from components.process import drain, subject_of
 from components.routing.policies import DEFAULT, PolicyName, WorkerRole
@@ -419,7 +419,7 @@ class Decode(Worker):
         following = SubscriptionChoice(self.registry.book, 0 if self.cluster.setup.asks else None)
         prefills = await stack.enter_async_context(self._watch("prefill", DEFAULT["prefill"], following))
         outbox = await stack.enter_async_context(
-            open_outbox(self.bus, self.id, lambda: self.registration.epoch, lambda: self.engine.stats.step)
+            StreamOutbox(self.bus, self.id, lambda: self.registration.epoch, lambda: self.engine.stats.step).running()
         )
         setup = self.cluster.setup
         self.prefill_client = self.cluster.prefill_client(

@@ -17,7 +17,7 @@ from components.messaging import replies
 from components.messaging.bus import Bus, connect_bus, translated_nats_errors
 from components.messaging.call_server import KEPT_BYTES, KEPT_S, CallServer, Endpoint, SentAnswers, serve_calls
 from components.messaging.clocks import PeerClocks
-from components.messaging.outbox import OutStream, SentFrames, StreamOutbox, open_outbox
+from components.messaging.outbox import OutStream, SentFrames, StreamOutbox
 from components.messaging.refusals import Refusals
 from components.wire.codec import pack
 from components.wire.prefill import KvComing, RoomOk
@@ -244,7 +244,7 @@ class Watched:
 async def watched(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Watched]:
     clock, bus = HandClock(), FakeBus()
     monkeypatch.setattr(outbox_module, "time", clock)
-    async with open_outbox(bus, "d", lambda: "e", lambda: 5) as box:
+    async with StreamOutbox(bus, "d", lambda: "e", lambda: 5).running() as box:
         yield Watched(box, bus, clock)
 
 

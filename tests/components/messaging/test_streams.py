@@ -9,7 +9,7 @@ import pytest
 from components.errors import BackendUnavailable, Cancelled, DecodeLost, InvariantBroken, MessageTooLarge, QueueFull
 from components.messaging.bus import connect_bus
 from components.messaging.inbox import InStream, StreamInbox, open_inbox
-from components.messaging.outbox import OutStream, StreamOutbox, open_outbox
+from components.messaging.outbox import OutStream, StreamOutbox
 from components.messaging.refusals import STRANGER
 from components.wire.generate import FRAME_VERSION, FramesResent, ResendFrames, StreamItem, unpack_frame
 from components.wire.logprobs import TokenLogprobs
@@ -208,7 +208,7 @@ async def test_a_reader_that_fails_ends_its_stream_alone(cause: Exception, ends_
 @pytest.fixture
 async def outbox() -> AsyncIterator[tuple[StreamOutbox, FakeBus]]:
     bus = FakeBus()
-    async with open_outbox(bus, "d", lambda: "e", lambda: 5) as opened:
+    async with StreamOutbox(bus, "d", lambda: "e", lambda: 5).running() as opened:
         yield opened, bus
 
 
@@ -248,7 +248,7 @@ def test_a_token_waits_for_an_interval_but_the_first_after_a_rest_leaves_at_once
         await asyncio.sleep(60)  # the virtual clock begins at zero, where a stream seems to have sent just now
         bus = FakeBus()
         stream = OutStream("a", 1)
-        async with open_outbox(bus, "d", lambda: "e", lambda: 5, interval_s=0.2) as box:
+        async with StreamOutbox(bus, "d", lambda: "e", lambda: 5, interval_s=0.2).running() as box:
             for sent in (1, 2):
                 box.put_tokens(stream, [0])
                 await asyncio.sleep(0.02)
@@ -273,7 +273,7 @@ def test_a_quick_stream_leaves_once_in_some_intervals_and_holds_up_no_other() ->
         readers = inbox.open("d", "e"), inbox.open("d", "e")
         quick, slow = (OutStream("a", reader.stream_id) for reader in readers)
         interval_s = 0.1
-        async with open_outbox(bus, "d", lambda: "e", lambda: 5, interval_s=interval_s) as box:
+        async with StreamOutbox(bus, "d", lambda: "e", lambda: 5, interval_s=interval_s).running() as box:
             # in each interval ten tokens of one stream and one of the other, for 1.5 times as long as the one waits
             for number in range(60):
                 if number % 10 == 0:
@@ -390,7 +390,7 @@ async def test_a_frame_too_large_for_nats_ends_its_streams_with_that_error(
 
 async def test_closing_an_outbox_sends_what_is_queued() -> None:
     bus = FakeBus()
-    async with open_outbox(bus, "d", lambda: "e", lambda: 5) as box:
+    async with StreamOutbox(bus, "d", lambda: "e", lambda: 5).running() as box:
         stream = OutStream("front", 1)
         box.put(stream, stream.tokens([1], "stop"))
     assert len(bus.frames) == 1
@@ -402,7 +402,7 @@ async def test_streams_cross_nats_in_order_side_by_side(nats_url: str, namespace
         connect_bus(nats_url, "frontend") as front,
         connect_bus(nats_url, "decode") as back,
         open_inbox(front, f"{namespace}.frontend.f.tokens") as inbox,
-        open_outbox(back, "d", lambda: "e", lambda: 5) as box,
+        StreamOutbox(back, "d", lambda: "e", lambda: 5).running() as box,
     ):
         readers = [inbox.open("d", "e") for _ in range(20)]
         senders = [OutStream(inbox.subject, r.stream_id) for r in readers]
@@ -428,7 +428,7 @@ async def test_the_logprobs_of_a_prompt_do_not_share_a_frame() -> None:
     client's prompt.
     """
     bus = FakeBus()
-    async with open_outbox(bus, "d", lambda: "e", lambda: 1) as outbox:
+    async with StreamOutbox(bus, "d", lambda: "e", lambda: 1).running() as outbox:
         streams = [OutStream("front", i) for i in range(5)]
         for i, stream in enumerate(streams):
             outbox.put(stream, stream.tokens([i], prompt_logprobs=[TOLD] if i in (1, 2) else None))

@@ -19,7 +19,7 @@ from components.errors import (
 )
 from components.kv_transfer.aux import AuxRecord
 from components.messaging.call_server import Endpoint
-from components.messaging.outbox import open_outbox
+from components.messaging.outbox import StreamOutbox
 from components.wire.prefill import OpenRoom, PrefillAccepted, PrefillRequest, Quiesce, Quiet, RoomFailed, RoomOk
 from engine.ports import Exposed
 from tests.components.discovery.records import record
@@ -101,7 +101,7 @@ class Mesh:
 @asynccontextmanager
 async def open_decode() -> AsyncIterator[Mesh]:
     bus = FakeBus()
-    async with open_outbox(bus, "d", lambda: "mine", lambda: 1) as outbox:
+    async with StreamOutbox(bus, "d", lambda: "mine", lambda: 1).running() as outbox:
         decode = Decode(outbox, bus)
         prefills = Prefills(bus)
         for name in ("p", "q"):

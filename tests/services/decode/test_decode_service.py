@@ -28,7 +28,7 @@ from components.messaging.call_server import Endpoint
 from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
 from components.messaging.liveness import STALLED_AFTER_S, Liveness, Loss
-from components.messaging.outbox import open_outbox
+from components.messaging.outbox import StreamOutbox
 from components.routing.candidates import CandidateQuery
 from components.routing.health import DEFAULT_SETTINGS, BreakerState
 from components.routing.policy import RouteRequest
@@ -249,7 +249,7 @@ class Decode:
 async def decode(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Decode]:
     monkeypatch.setattr("services.decode.prefill_client.randbits", lambda _: 76)
     bus = FakeBus()
-    async with open_outbox(bus, "d", lambda: "mine", lambda: 1) as outbox:
+    async with StreamOutbox(bus, "d", lambda: "mine", lambda: 1).running() as outbox:
         yield Decode(outbox, bus)
 
 

@@ -7,7 +7,7 @@ from typing import Final
 import pytest
 
 from components.kv_transfer.aux import AuxRecord
-from components.messaging.outbox import open_outbox
+from components.messaging.outbox import StreamOutbox
 from components.wire.generate import CancelStreams
 from components.wire.sampling import Constraint, SamplingParams
 from engine.ports import Exposed, FinishReason, TokenOutput
@@ -59,7 +59,7 @@ CANCELS: Final = {"first cancelled": 1, "second cancelled": 2}
 
 async def _run(order: tuple[str, ...], pause: int) -> None:
     bus = FakeBus()
-    async with open_outbox(bus, "d", lambda: "mine", lambda: 1) as outbox:
+    async with StreamOutbox(bus, "d", lambda: "mine", lambda: 1).running() as outbox:
         decode = Decode(outbox, bus)
         decode.engine.engine.delivered = [TokenOutput(ID, [42]), TokenOutput(ID, [50], branch=1)]
         await decode.ask(sampling=TWO)

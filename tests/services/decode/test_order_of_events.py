@@ -7,7 +7,7 @@ from typing import Final
 import pytest
 
 from components.kv_transfer.aux import AuxRecord
-from components.messaging.outbox import open_outbox
+from components.messaging.outbox import StreamOutbox
 from components.wire.generate import CancelStreams
 from components.wire.prefill import KvComing, RoomFailed
 from engine.ports import FinishReason, TokenOutput
@@ -69,7 +69,7 @@ async def test_each_token_is_sent_once(first: str, monkeypatch: pytest.MonkeyPat
         for pauses in product(range(MAX_TURNS + 1), repeat=2):
             order = [first, *others]
             bus = FakeBus()
-            async with open_outbox(bus, "d", lambda: "mine", lambda: 1) as outbox:
+            async with StreamOutbox(bus, "d", lambda: "mine", lambda: 1).running() as outbox:
                 decode = Decode(outbox, bus)
                 await decode.ask()
                 await decode.reserve()
