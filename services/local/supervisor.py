@@ -1,22 +1,15 @@
 """Run the whole mesh on one machine: open its parts in order of dependency, and close them in reverse."""
 
 import asyncio
-import errno
-import fcntl
-import json
-import os
-import shutil
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
-from io import FileIO
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from components.discovery.registry import remove_record
 from components.errors import BackendUnavailable, MeshError
-from components.local_mesh import started_at
 from components.messaging.bus import connect_bus
 from components.messaging.records import Records
 from components.permissions import ADMINISTRATOR
@@ -36,10 +29,9 @@ from services.local.plan import TIERS, Plan
 from services.local.ready import greeting, until_ready
 from services.local.scaling import Scaling, answer_scaling
 from services.local.servers import ETCD, NATS, Kind, Server, running
+from services.local.state_dir import own_folder, own_state, writing
 
-RUNNING_FILE: Final = "running.json"
 MODEL: Final = "model"
-NO_SPACE: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 
 
 async def run_mesh(plan: Plan) -> int:
@@ -106,8 +98,8 @@ async def _backends(plan: Plan, supervision: Supervision) -> AsyncIterator[Reach
         return
     async with AsyncExitStack() as stack:
         home, running_file = stack.enter_context(own_state(settings.home, plan.urls))
-        certificates = stack.enter_context(_own_folder(home / "tls")) if plan.secure else None
-        with _writing(home):
+        certificates = stack.enter_context(own_folder(home / "tls")) if plan.secure else None
+        with writing(home):
             accounts = Accounts.make(settings.namespace, plan.counts["frontend"], certificates, plan.observer.host)
             servers = {
                 kind: await stack.enter_async_context(_embedded(kind, home, supervision, accounts))
@@ -127,7 +119,7 @@ async def _backends(plan: Plan, supervision: Supervision) -> AsyncIterator[Reach
         traces = {} if plan.otlp_endpoint is None else {"otlp_endpoint": plan.otlp_endpoint}
         model = independent_name(settings.model)
         facts = {"users": users, "namespace": settings.namespace, "http": plan.urls, "model": model, **traces}
-        with _writing(home):
+        with writing(home):
             running_file.write(**reach(ADMINISTRATOR).settings(), **facts)
         if NATS in servers:
             await _make_response_stream(plan, reach(ADMINISTRATOR), supervision.output)
@@ -144,16 +136,6 @@ async def _make_response_stream(plan: Plan, administrator: Backends, output: Out
             await Records(bus, f"{settings.namespace}.responses", settings.stored_config).make()
     except MeshError as exc:
         output.report("local", "responses are not stored", level="warning", cause=exc.message)
-
-
-@contextmanager
-def _own_folder(path: Path) -> Iterator[Path]:
-    """Return a new directory. An earlier run may have left one, which is removed."""
-    shutil.rmtree(path, ignore_errors=True)
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
 
 
 @asynccontextmanager
@@ -248,60 +230,3 @@ def _stop_signals(serving: asyncio.Task[CannotStart | WrongSettings], supervisio
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
-
-
-class RunningFile:
-    """`running.json`: how to reach this mesh, for `services.inspect` and a second `services.local`."""
-
-    def __init__(self, stream: FileIO) -> None:
-        """`stream` has no buffer: what a full disk refused must not be written again when it is closed."""
-        self._stream = stream
-
-    def write(self, **facts: Any) -> None:
-        self._stream.truncate(0)
-        left = (json.dumps({"pid": os.getpid(), "started": started_at(os.getpid()), **facts}, indent=2) + "\n").encode()
-        while left:
-            left = left[self._stream.write(left) :]
-
-
-@contextmanager
-def own_state(state_dir: Path, http: list[str]) -> Iterator[tuple[Path, RunningFile]]:
-    """Hold `<state_dir>/local`. Raises: CannotStart, naming the holder."""
-    home = state_dir / "local"
-    with _writing(home):
-        home.mkdir(parents=True, exist_ok=True)
-        home.chmod(0o700)  # an earlier run may have left another mode
-        stream = FileIO(home / RUNNING_FILE, "a+")
-        os.fchmod(stream.fileno(), 0o600)
-    with stream:
-        file = RunningFile(stream)
-        with _writing(home):
-            try:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the kernel releases it however we die
-            except BlockingIOError as exc:
-                held = f"{state_dir} is used by {_holder(home)}"
-                raise CannotStart(f"{held}: stop it or choose another --state-dir") from exc
-            file.write(http=http)
-        try:
-            yield home, file
-        finally:
-            stream.truncate(0)
-
-
-@contextmanager
-def _writing(home: Path) -> Iterator[None]:
-    """Raises: CannotStart, for an error of a file in `home`."""
-    try:
-        yield
-    except OSError as exc:
-        free = "free some space or " if exc.errno in NO_SPACE else ""
-        where = exc.filename or home
-        raise CannotStart(f"cannot write {where}: {exc.strerror}; {free}choose another --state-dir") from exc
-
-
-def _holder(home: Path) -> str:
-    try:
-        facts = json.loads((home / RUNNING_FILE).read_text())
-        return f"a running services.local (pid {facts['pid']}, {', '.join(facts['http'])})"
-    except (OSError, ValueError, LookupError):  # being written
-        return "another services.local"

@@ -18,7 +18,7 @@ import pytest
 
 from bench.processes import free_port
 from components.startup import EX_CONFIG
-from services.local import supervisor
+from services.local import state_dir
 from services.local.child_process import CannotStart, tethered
 from tests.conftest import RunService, ServiceProcess
 from tests.waiting import PATIENCE_S, wait_until
@@ -253,8 +253,8 @@ def test_a_full_disk_of_the_state_directory_is_one_line(tmp_path: Path, monkeypa
         def write(self, data: Any) -> int:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(supervisor, "FileIO", FullDisk)
-    with pytest.raises(CannotStart) as caught, supervisor.own_state(tmp_path, []):
+    monkeypatch.setattr(state_dir, "FileIO", FullDisk)
+    with pytest.raises(CannotStart) as caught, state_dir.own_state(tmp_path, []):
         pass
     assert caught.value.message == (
         f"cannot write {tmp_path}/local: No space left on device; free some space or choose another --state-dir"
