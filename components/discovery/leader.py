@@ -39,7 +39,6 @@ class Leadership:
         self._contacted_s = time.monotonic()
 
     def contact_age_s(self) -> float:
-        """Seconds since etcd last answered this campaign."""
         return time.monotonic() - self._contacted_s
 
 

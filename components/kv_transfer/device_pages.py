@@ -53,7 +53,6 @@ class _Memory:
 
 
 def at(region: KvRegion) -> torch.Tensor:
-    """Return a view of the pool."""
     return torch.as_tensor(_Memory(region), device=region.device)
 
 

@@ -149,8 +149,6 @@ async def _close(writer: asyncio.StreamWriter) -> None:
 
 
 class DoorbellClients:
-    """Connections to the doorbells of all peers, by agent."""
-
     def __init__(self) -> None:
         self._clients: dict[str, DoorbellClient] = {}
 

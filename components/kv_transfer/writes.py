@@ -83,8 +83,6 @@ async def all_ended(writes: Sequence[Awaitable[int]]) -> int:
 
 
 class Writes:
-    """Writes from all ranks of this instance."""
-
     def __init__(self, transfer: KvTransfer, connections: Sequence[RankConnection] = ()) -> None:
         self._transfer = transfer  # of rank 0
         self.connections = connections

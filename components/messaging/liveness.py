@@ -44,8 +44,6 @@ OnHeartbeat = Callable[[Heartbeat], None]
 
 
 class Loss(StrEnum):
-    """Why an instance counts as lost."""
-
     SILENT = auto()
     HUNG = auto()  # its engine completes no steps
     LEFT = auto()  # its record has left etcd

@@ -42,7 +42,6 @@ class LoadQueries:
             await self._tasks.close()
 
     def reserve(self, wanted: int) -> int:
-        """Reserve up to `wanted` queries of the allowance."""
         return self._allowance.reserve(wanted, self._per_s(), time.monotonic())
 
     async def ask(self, records: Sequence[InstanceRecord], hashes: Mapping[str, bytes]) -> dict[str, int | None]:

@@ -151,7 +151,6 @@ class Health:
         return BreakerState.CLOSED if breaker is None else breaker.state
 
     def states(self) -> dict[str, BreakerState]:
-        """States of all known instances."""
         return {instance_id: self.state(instance_id) for instance_id in self._known}
 
     def sent(self, instance_id: str, now_s: float) -> Trial | None:

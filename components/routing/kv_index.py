@@ -62,7 +62,6 @@ class KvIndex:
         return {self._ids[slot]: depth for depth, slots in ended for slot in _bits(slots)}
 
     def add(self, instance_id: str, blocks: Iterable[bytes]) -> int:
-        """Returns: number of refused blocks."""
         bit = self._bit_of(instance_id)
         self._written |= bit
         shards, live, looked, refused = self._shards, self._live, 0, 0

@@ -38,8 +38,6 @@ def queues_of(lifecycles: Iterable[Lifecycle[S]], states: Iterable[S]) -> dict[s
 
 
 class Batch(NamedTuple):
-    """Numbers of the engine's requests."""
-
     running: int = 0
     waiting: int = 0
 

@@ -87,5 +87,4 @@ class HeldTraces:
 
 
 def _is_notable(root: LightSpan) -> bool:
-    """Return whether the request failed, moved or was slow."""
     return root.status.status_code is StatusCode.ERROR or MOVED in root.attributes or SLOW in root.attributes

@@ -23,8 +23,6 @@ class _Link:
 
 
 class Links:
-    """Links of this worker, by peer."""
-
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._links: OrderedDict[str, _Link] = OrderedDict()  # by instance id, the most recently used last

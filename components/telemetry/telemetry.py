@@ -27,14 +27,11 @@ class _Provider(trace.TracerProvider):
 
 @dataclass(frozen=True, slots=True)
 class Telemetry:
-    """The traces of this process."""
-
     held: HeldTraces
     export: SpanExport
 
     @property
     def dropped(self) -> Mapping[str, int]:
-        """Spans that this process dropped, by cause."""
         return {**self.export.dropped, "tail_limit": self.held.over_limit}
 
 

@@ -100,7 +100,6 @@ def _name(root: Span) -> str:
 
 
 def _outcome(spans: Sequence[Span], root: Span, now_s: float | None) -> tuple[Status, str]:
-    """Return the status and its reason."""
     if now_s is not None and REQUEST_ID not in root.attributes and any(span.name in WORKER_SPANS for span in spans):
         # after a failed part another one follows, because the stream was moved
         has_ended = any(span.name == DECODE_SPAN and span.status != "ERROR" for span in spans)

@@ -92,7 +92,6 @@ class WorkerMetrics:
             self._steps.observe(figures.step_s)
 
     def show(self, figures: Figures) -> None:
-        """Add the engine's reports to the process's figures."""
         figures.links = self.links
         figures.pages = self.pages
         figures.batch = self.batch

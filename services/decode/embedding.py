@@ -70,7 +70,6 @@ class EmbeddingService:
         return EmbedCancelled(count=self._fail(request.request_id, Cancelled("the client has gone")))
 
     async def drained(self) -> None:
-        """Wait until every call is answered."""
         await self._idle.wait()
 
     def stop_all(self, cause: str) -> None:

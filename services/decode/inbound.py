@@ -80,7 +80,6 @@ class InboundTransfer:
 
     @property
     def has_pages(self) -> bool:
-        """Whether the engine has reserved pages for it."""
         return self.reserved.done()
 
     @property

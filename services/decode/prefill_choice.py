@@ -42,8 +42,6 @@ class LocalPrefillReason(StrEnum):
 
 
 class LocalPrefill(NamedTuple):
-    """The choice to compute a prompt on decode."""
-
     reason: LocalPrefillReason
     why: str
 
@@ -187,7 +185,6 @@ class PrefillChoice:
         return explained(self._fleet.policy.text, request.token_ids, shown)
 
     def has_another(self, adapter: str, *, but_not: Collection[str]) -> bool:
-        """Whether an instance other than `but_not` can be used."""
         return bool(self._usable(adapter, but_not))
 
     def _usable(self, adapter: str, but_not: Collection[str]) -> Sequence[InstanceRecord]:

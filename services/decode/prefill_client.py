@@ -106,7 +106,6 @@ class PrefillClient:
 
     @property
     def num_exposed_pages(self) -> int:
-        """Pages that a prefill instance may write into."""
         exposed = (each for each in self._transfers.values() if each.lifecycle.state in (S.TRANSFER, S.PINNED))
         return sum(self._num_exposed(each.reserved.result()) for each in exposed)
 

@@ -139,7 +139,6 @@ class RequestRunner:
         return PromptLoad(queued, self._rate.tokens_per_s)
 
     async def drained(self) -> None:
-        """Wait until every request is answered."""
         await self.active.drained()
         while self._tasks:
             await asyncio.wait(self._tasks.values())

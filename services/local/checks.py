@@ -65,7 +65,6 @@ def _pool_gb(engine: EngineConfig) -> float:
 
 
 def _evicted_gb(engine: EngineConfig) -> float:
-    """Return the main memory for a worker's evicted pages."""
     return engine.tensor_parallel * (engine.kv_offload_gb or 0) if engine.kv_offload_dir is None else 0
 
 

@@ -44,7 +44,6 @@ def with_observer(plan: Plan) -> tuple[Plan, ChildSpec | None]:
 
 
 def with_certificate(spec: ChildSpec, tls: TlsFiles | None) -> ChildSpec:
-    """The observer with a server's certificate."""
     assert tls is not None, "with --secure each server has one"
     files = {"MESH_OBSERVER_TLS_CERT": str(tls.certificate), "MESH_OBSERVER_TLS_KEY": str(tls.key)}
     return replace(spec, env={**spec.env, **files})

@@ -155,7 +155,6 @@ class Plan:
         return f"{0.8 * self.stop_timeout_s:g}"  # over before SIGKILL
 
     def _shared_variables(self) -> dict[str, str]:
-        """Environment variables of all children."""
         shared = dict(os.environ)
         shared |= {
             "MESH_MODEL": self.settings.model,

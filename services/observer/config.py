@@ -63,7 +63,6 @@ class ObserverSettings(MeshSettings):
 
     @property
     def https(self) -> Tls | None:
-        """Certificate and key for https, if set."""
         return Tls.of(self.tls_cert, self.tls_key)
 
     @model_validator(mode="after")
