@@ -240,6 +240,11 @@ def record_lost(name: str, caller: trace.Span | Step, instance_id: str, why: str
     span.end()
 
 
+def exemplar_of(span: trace.Span) -> dict[str, str] | None:
+    """Return the labels that link a bucket of a histogram to the span's trace; None if the trace is not sampled."""
+    return {"trace_id": trace.format_trace_id(span.trace_id)} if isinstance(span, LightSpan) and span.flags else None
+
+
 def mark_outcome(span: trace.Span, error: MeshError) -> None:
     """Mark the span as failed, or as cancelled if the client disconnected, which is no failure."""
     if isinstance(error, Cancelled):

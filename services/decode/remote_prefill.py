@@ -11,8 +11,7 @@ from components.errors import Cancelled, MeshError, PeerBroken, PrefillLost, Pro
 from components.messaging.clocks import now_ms
 from components.messaging.fleet import Fleet
 from components.routing.router import Route, RouteChoice
-from components.telemetry.exemplars import exemplar_of
-from components.telemetry.spans import record_lost, step
+from components.telemetry.spans import exemplar_of, record_lost, step
 from components.telemetry.worker_metrics import WorkerMetrics
 from engine.loop.engine_loop import EngineLoop
 from services.decode.inbound import InboundTransfer

@@ -16,7 +16,7 @@ from components.openai.errors import ApiError
 from components.openai.fields import AskedConstraint, GenerationFields
 from components.structured.check_constraint import Unusable
 from components.structured.checker import ConstraintChecker
-from components.telemetry.exemplars import exemplar_of
+from components.telemetry.spans import exemplar_of
 from components.text.sampling_defaults import SamplingDefaults
 from components.text.tokenizer import TextModel
 from components.wire.sampling import Constraint

@@ -23,9 +23,8 @@ from components.messaging.call_server import Endpoint
 from components.messaging.heartbeat_sender import heartbeat_of
 from components.routing.policy import PromptLoad, PromptRate
 from components.structured.mask_maker import MaskMaker
-from components.telemetry.exemplars import exemplar_of
 from components.telemetry.figures import Figures, queues_of
-from components.telemetry.spans import step, tracer
+from components.telemetry.spans import exemplar_of, step, tracer
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
