@@ -78,9 +78,6 @@ class LoadBook:
         return None if instance is None else instance.member
 
     def joined(self, instance_id: str, epoch: str, page_size: int = 16, devices: int = 1) -> Member:
-        known = self._instances.get(instance_id)
-        if known is not None and known.epoch == epoch:
-            return known.member
         self.left(instance_id)
         member = Member(instance_id, page_size=page_size, devices=devices)
         self._instances[instance_id] = _InstanceLoad(epoch, member)

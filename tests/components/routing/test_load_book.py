@@ -347,7 +347,6 @@ def test_a_lost_instance_takes_its_requests_along_and_their_late_ends_change_not
     book.accepted(sent, 1)
     book.ended(sent)
     assert (member.running, member.queued_tokens, member.used_pages) == (0, 0, 0)
-    assert book.joined("a", "2") is member
 
 
 def test_the_next_heartbeat_of_a_worker_without_numbers_covers_its_requests() -> None:
