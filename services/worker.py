@@ -1,7 +1,7 @@
-"""Code shared by prefill and decode: the parts of a worker process, and the check that a request is addressed to it."""
+"""The parts of a worker process, for prefill and decode."""
 
 import logging
-from collections.abc import AsyncIterator, Container, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -9,7 +9,6 @@ from typing import Final, Protocol
 
 from components.aio import first, raises
 from components.discovery.registry import Registration, Registry, join_registry
-from components.errors import Overloaded, UnknownModel
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import known_transport, kv_opener, own_address
 from components.kv_transfer.multi_rank_transfer import open_transfer
@@ -17,7 +16,6 @@ from components.kv_transfer.network import observed_transport
 from components.kv_transfer.writes import Writes
 from components.messaging.bus import Bus, connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
-from components.messaging.clocks import remaining_s
 from components.messaging.fan_out import FleetSizes
 from components.messaging.heartbeat_sender import HeartbeatSender, NumCached, none_cached
 from components.messaging.kept_traces import follow_kept
@@ -36,74 +34,17 @@ from components.telemetry.logs import log_progress, log_ready
 from components.telemetry.telemetry import start_telemetry
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.wire.embed import EmbeddingModel
-from components.wire.generate import GenerateRequest
 from components.wire.heartbeat import Heartbeat
-from components.wire.prefill import PrefillRequest
-from components.wire.tokens import PromptBlocks
 from engine.config import EngineConfig
 from engine.loop.engine_loop import EngineLoop
 from engine.loop.profiler import EngineProfiler
 from engine.model.resolve import model_dir, served_name
-from engine.ports import EngineRequest, Phase, TokenMask, max_request_pages
+from engine.ports import max_request_pages
 from engine.start import start_engine
 
 log = logging.getLogger(__name__)
 
 RANK: Final = "services.rank"
-
-
-class Addressed(Protocol):
-    @property
-    def epoch(self) -> str: ...
-    @property
-    def deadline_unix_ms(self) -> int: ...
-
-
-def check_addressed(request: Addressed, registration: Registration, *, draining: bool) -> float:
-    """Returns the seconds until the request's deadline. Raises: StaleInstance, DeadlineExceeded, Overloaded."""
-    registration.check_epoch(request.epoch)
-    left_s = remaining_s(request.deadline_unix_ms)
-    if draining:
-        raise Overloaded("this instance is draining")
-    return left_s
-
-
-def check_model(model: str, served: str) -> None:
-    """Raises: UnknownModel."""
-    if model != served:
-        raise UnknownModel(f"this instance serves {served!r}, not {model!r}")
-
-
-def check_adapter(adapter: str, known: Container[str], served: str) -> None:
-    """Raises: UnknownModel."""
-    if adapter and adapter not in known:
-        raise UnknownModel(f"this instance has no adapter {adapter!r} of {served!r}")
-
-
-def engine_request(
-    request: GenerateRequest | PrefillRequest,
-    engine_id: str,
-    token_ids: Sequence[int],
-    blocks: PromptBlocks,
-    *,
-    phase: Phase,
-    mask: TokenMask | None = None,
-    prediction: Sequence[int] = (),
-) -> EngineRequest:
-    """`engine_id` is unique within the engine; `token_ids`, `blocks` and `prediction` are the message's, unpacked."""
-    return EngineRequest(
-        request_id=engine_id,
-        token_ids=token_ids,
-        sampling=request.sampling,
-        phase=phase,
-        cache_salt=request.cache_salt,
-        num_generated=request.num_generated,
-        mask=mask,
-        priority=request.priority,
-        adapter=request.adapter,
-        blocks=blocks,
-        prediction=prediction,
-    )
 
 
 def model_name(settings: WorkerSettings) -> str:

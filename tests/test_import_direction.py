@@ -25,7 +25,7 @@ FOR_THE_ENGINE: Final = {
     "components.wire.sampling",
     "components.wire.step_stats",
 }
-SHARED_BY_WORKERS: Final = "services.worker"  # a module, no service
+SHARED_BY_WORKERS: Final = ("services.worker", "services.worker_requests")  # modules, no services
 # None of these comes with a package's __init__ (importing any submodule runs it), nor into the engine.
 SOCKET_LIBRARIES: Final = {
     "aiohttp",
@@ -139,7 +139,7 @@ def service(name: str) -> str:
 def fault(importer: str, imported: str) -> str | None:
     """Why module `importer` must not import `imported`; None when it may."""
     match top(importer), top(imported):
-        case "services", "services" if service(imported) not in (service(importer), SHARED_BY_WORKERS):
+        case "services", "services" if service(imported) not in (service(importer), *SHARED_BY_WORKERS):
             reads_settings = service(importer) == "services.local" and imported.endswith(".config")
             return None if reads_settings else "no service imports another; services.local imports their settings"
         case "components", "services" | "engine":

@@ -11,7 +11,7 @@ from components.wire.sampling import SamplingParams
 from components.wire.tokens import unpack_tokens
 from engine.loop.engine_loop import EngineLoop
 from engine.ports import Engine, EngineRequest, Phase, StepOutput
-from services.worker import check_addressed, check_model
+from services.worker_requests import check_addressed, check_model
 
 NOTHING_DRAWN = SamplingParams(max_tokens=1, temperature=0)
 

@@ -22,7 +22,7 @@ from components.wire.tokens import PromptBlocks
 from engine.ports import Engine
 from services.decode.prefill_client import PrefillClient
 from services.decode.requests import ActiveRequest
-from services.worker import check_adapter
+from services.worker_requests import check_adapter
 
 log = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from services.decode.prefill_choice import LocalPrefill, LocalPrefillReason, Pre
 from services.decode.prefill_client import PrefillClient
 from services.decode.remote_prefill import FailedPrefill, RemotePrefill
 from services.decode.requests import SPAN_FIRST, SPAN_LOCAL_PREFILL, ActiveRequest, ActiveRequests, RequestState
-from services.worker import engine_request
+from services.worker_requests import engine_request
 
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from engine.sampling.bounds import check_branches
 from services.decode.embedding import EmbeddingService
 from services.decode.requests import ActiveRequest
 from services.decode.runner import RequestRunner
-from services.worker import check_adapter, check_addressed, check_model
+from services.worker_requests import check_adapter, check_addressed, check_model
 
 log = logging.getLogger(__name__)
 

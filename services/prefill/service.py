@@ -37,7 +37,7 @@ from engine.loop.log_line import BatchLog
 from engine.ports import Engine, EngineRequest, Exposed, Phase, StepOutput, TokenMask
 from services.prefill.outbound import NEXT, OutboundState, OutboundTransfer
 from services.prefill.rooms import Rooms
-from services.worker import check_addressed, engine_request
+from services.worker_requests import check_addressed, engine_request
 
 log = logging.getLogger(__name__)
 
