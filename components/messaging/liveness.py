@@ -103,7 +103,7 @@ class Liveness:
         self._on_ended: list[OnEnded] = []
         self._on_heartbeat: list[OnHeartbeat] = []
         self._next_s = EVERY_S  # `next_s` of the latest heartbeat
-        self._queries_instances = False
+        self.queries_instances = False
         self._watched: Counter[str] = Counter()  # by instance id
         self._unanswered: set[str] = set()  # instance ids
         self._usable: dict[tuple[str | None, str, bool], Sequence[InstanceRecord]] = {}  # cleared by any change
@@ -146,13 +146,9 @@ class Liveness:
         running = [p for p in found if not p.is_stalled]
         return sorted((p.record for p in (running if running or or_none else found)), key=lambda r: r.instance_id)
 
-    @property
-    def queries_instances(self) -> bool:
-        return self._queries_instances
-
-    @queries_instances.setter
-    def queries_instances(self, queries_instances: bool) -> None:
-        self._queries_instances = queries_instances
+    def query_instances(self, on: bool) -> None:
+        """Set whether heartbeats are queried from now on. Open queries are forgotten, and all times begin anew."""
+        self.queries_instances = on
         for health in self._health.values():
             health.queried_s = None
         self._unanswered.clear()
@@ -231,10 +227,10 @@ class Liveness:
         now = self._clock()
         if health.last is None or health.last.step != heartbeat.step or not heartbeat.busy:
             if health.last is not None and health.last.busy:
-                took_s = min(health.last.still_s if self._queries_instances else now - health.stepped_s, LONGEST_STEP_S)
+                took_s = min(health.last.still_s if self.queries_instances else now - health.stepped_s, LONGEST_STEP_S)
                 health.usual_s += LATEST_STEP_WEIGHT * min(1.0, took_s / EVERY_S) * (took_s - health.usual_s)
             health.stepped_s = now
-        if self._queries_instances:
+        if self.queries_instances:
             health.stepped_s = now - max(heartbeat.still_s, 0.0)
         health.queried_s = None
         self._unanswered.discard(heartbeat.instance_id)
@@ -247,7 +243,7 @@ class Liveness:
             health.is_lost = False
             self._usable.clear()
             log.info("instance is back", extra={"instance": heartbeat.instance_id})
-        if self._queries_instances:
+        if self.queries_instances:
             self._check(health, now)
         else:
             self._update_stalled(health, now)
@@ -257,9 +253,7 @@ class Liveness:
 
     def check(self) -> None:
         now = self._clock()
-        checked = (
-            [self._health[i] for i in self._unanswered] if self._queries_instances else list(self._health.values())
-        )
+        checked = [self._health[i] for i in self._unanswered] if self.queries_instances else list(self._health.values())
         for health in checked:
             self._check(health, now)
 
@@ -280,18 +274,18 @@ class Liveness:
             self._usable.clear()
 
     def _next_s_of(self, health: _InstanceHealth) -> float:
-        if self._queries_instances:
+        if self.queries_instances:
             return EVERY_S  # a query is repeated at this interval
         return self._next_s if health.last is None else health.last.next_s
 
     def _silent_s(self, health: _InstanceHealth, now: float) -> float:
-        if self._queries_instances:
+        if self.queries_instances:
             return 0.0 if health.queried_s is None else now - health.queried_s
         return now - health.received_s
 
     def _since_step_s(self, health: _InstanceHealth, now: float) -> float:
         """Seconds without a step; for queried instances, as of the last answer."""
-        return (health.received_s if self._queries_instances else now) - health.stepped_s
+        return (health.received_s if self.queries_instances else now) - health.stepped_s
 
     def reset_times(self) -> None:
         """Reset all instances' times, because this process was stopped, which may have caused the silence."""
@@ -357,8 +351,8 @@ async def watch_heartbeats(
     """Receive heartbeats and check liveness. While instances are queried instead, `LoadQueries` delivers the heartbeats."""
     liveness = Liveness(book, role)
     if following is not None:
-        liveness.queries_instances = following.queries_instances
-        following.on_change(lambda: setattr(liveness, "queries_instances", following.queries_instances))
+        liveness.query_instances(following.queries_instances)
+        following.on_change(lambda: liveness.query_instances(following.queries_instances))
 
     async def receive(message: Msg) -> None:
         try:

@@ -32,7 +32,7 @@ class Watched:
         self.received_s = self.moved_s = self.forgiven_s = self.now
         self.book = InstanceBook()
         self.liveness = Liveness(self.book, "decode", lambda: self.now)
-        self.liveness.queries_instances = asks
+        self.liveness.query_instances(asks)
         self.lost = self.returned = 0
         self.liveness.on_lost(lambda *_: setattr(self, "lost", self.lost + 1))
         self.register()
