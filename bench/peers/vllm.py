@@ -1,4 +1,11 @@
-"""vLLM's CPU build: its servers, a client instead of its proxy, and the command line of the comparisons."""
+"""Compares kvmesh with vLLM's CPU build, each with the same processes. Prints one JSON line per figure.
+
+    python -m bench.peers.vllm --vllm DIRECTORY/bin/vllm [--mode disaggregated]
+
+`bench/peers/make_vllm_cpu.sh` makes the DIRECTORY. vLLM's processes are stopped (SIGSTOP) while kvmesh is measured
+(`bench/turns.py`). Disaggregated, the client acts as vLLM's proxy, and its request to prefill is part of the time to
+first token. `untangle` then helps vLLM on few cores; `--vllm-as-shipped` disables it.
+"""
 
 import json
 import os
@@ -6,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from enum import StrEnum, auto
 from pathlib import Path
@@ -49,6 +56,15 @@ class Mode(StrEnum):
 MESHES: Final = {
     Mode.aggregated: {"prefill": 0, "decode": 1},
     Mode.disaggregated: {"prefill": 1, "decode": 1},
+}
+TARGETS: Final = {
+    Mode.aggregated: (
+        Target("output_tok_s", 1.1, clients=[1]),
+        Target("output_tok_s", 1.5, clients=[8]),
+        Target("ttft_ms_p50", 1.0),
+        Target("itl_ms_p99", 1.0, clients=[8]),
+    ),
+    Mode.disaggregated: (Target("output_tok_s", 1.5), Target("ttft_ms_p50", 0.6)),
 }
 
 
@@ -140,77 +156,11 @@ def check_environment(vllm: Path) -> None:
     """Exit with instructions unless `vllm` has the expected version."""
     make = "make its environment with: sh bench/peers/make_vllm_cpu.sh DIRECTORY, and set --vllm DIRECTORY/bin/vllm"
     if not vllm.is_file():
-        sys.exit(f"{vllm} does not exist; {make} (docs/benchmarks.md, “Against vLLM on a CPU”)")
+        sys.exit(f"{vllm} does not exist; {make}")
     packages = list(vllm.parent.parent.glob("lib/python*/site-packages"))
     for needed in (f"vllm_cpu-{VERSION}.dist-info", f"vllm-{VERSION}+cpu.dist-info", "nixl"):
         if not any((directory / needed).exists() for directory in packages):
             sys.exit(f"{vllm} has no {needed} beside it; {make}")
-
-
-def command(mode: Mode, targets: Sequence[Target]) -> Callable[..., None]:
-    def main(
-        vllm: Annotated[Path, typer.Option(help="executable in the environment made by make_vllm_cpu.sh")],
-        rounds: Rounds = 3,
-        concurrency: Concurrency = [1, 8],  # noqa: B006
-        requests: Requests = 8,
-        input_len: InputLen = 256,
-        output_len: OutputLen = 64,
-        range_ratio: RangeRatio = 1.0,
-        model: Model = "smollm2-135m",
-        kvmesh_prefill: Annotated[
-            int | None,
-            typer.Option(min=0, help="prefill workers of kvmesh; 0: one engine, which also computes prompts"),
-        ] = None,
-        mesh_env: Annotated[list[str], typer.Option(help="NAME=VALUE for kvmesh; may be given several times")] = [],  # noqa: B006
-        vllm_env: Annotated[list[str], typer.Option(help="NAME=VALUE for vLLM, such as LD_PRELOAD=…")] = [],  # noqa: B006
-        vllm_dtype: Annotated[
-            Literal["bfloat16", "float32"],
-            typer.Option(help="dtype of vLLM, which has no fast bfloat16 for processors without AVX-512"),
-        ] = "bfloat16",
-        vllm_option: Annotated[
-            list[str],
-            typer.Option(help="option of `vllm serve`, such as --speculative-config=JSON; may be given several times"),
-        ] = [],  # noqa: B006
-        vllm_connector: Annotated[
-            str, typer.Option(help="kv_connector_extra_config of vLLM's NixlConnector, as JSON")
-        ] = "{}",
-        vllm_as_shipped: Annotated[
-            bool,
-            typer.Option(
-                "--vllm-as-shipped", help="run vLLM's disaggregation without the settings that it needs on few cores"
-            ),
-        ] = False,
-    ) -> None:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs every `finally`
-        vllm = vllm.expanduser().absolute()
-        check_environment(vllm)
-        connector = json.loads(vllm_connector)
-        if connector and mode is Mode.aggregated:
-            sys.exit("--vllm-connector: one engine on all cores has no connector")
-        if vllm_as_shipped and mode is Mode.aggregated:
-            sys.exit("--vllm-as-shipped: one engine on all cores is always as shipped")
-        environments = name_values(mesh_env, "--mesh-env"), name_values(vllm_env, "--vllm-env")
-        model_dir = model_directory(model)
-        mesh = MESHES[mode] | ({} if kvmesh_prefill is None else {"prefill": kvmesh_prefill})
-        with ExitStack() as stack:
-            ours = stack.enter_context(start_kvmesh(KVMESH, model, mesh, environments[0]))
-            name = model_name(int(ours.url.rpartition(":")[2]))
-            vllm_pair = start_vllm(
-                vllm,
-                model_dir,
-                name,
-                mode,
-                environments[1],
-                connector,
-                dtype=vllm_dtype,
-                options=vllm_option,
-                as_shipped=vllm_as_shipped,
-            )
-            theirs = stack.enter_context(vllm_pair)
-            work = Work(rounds, concurrency, requests, input_len, output_len, range_ratio)
-            by_turns((ours, theirs), name, work, targets, mode=mode)
-
-    return main
 
 
 WORKER: Final = "VLLM::Worker"
@@ -247,3 +197,73 @@ def _cpu_s(pid: int) -> dict[int, float]:
     threads = Path(f"/proc/{pid}/task").iterdir()
     stats = {int(thread.name): (thread / "stat").read_text().rpartition(")")[2].split() for thread in threads}
     return {thread: sum(map(int, stat[CPU_FIELDS])) * TICK_S for thread, stat in stats.items()}
+
+
+def main(
+    vllm: Annotated[Path, typer.Option(help="executable in the environment made by make_vllm_cpu.sh")],
+    mode: Annotated[
+        Mode, typer.Option(help="one engine on all cores, or prefill and decode with half of them each")
+    ] = Mode.aggregated,
+    rounds: Rounds = 3,
+    concurrency: Concurrency = [1, 8],  # noqa: B006
+    requests: Requests = 8,
+    input_len: InputLen = 256,
+    output_len: OutputLen = 64,
+    range_ratio: RangeRatio = 1.0,
+    model: Model = "smollm2-135m",
+    kvmesh_prefill: Annotated[
+        int | None,
+        typer.Option(min=0, help="prefill workers of kvmesh; 0: one engine, which also computes prompts"),
+    ] = None,
+    mesh_env: Annotated[list[str], typer.Option(help="NAME=VALUE for kvmesh; may be given several times")] = [],  # noqa: B006
+    vllm_env: Annotated[list[str], typer.Option(help="NAME=VALUE for vLLM, such as LD_PRELOAD=…")] = [],  # noqa: B006
+    vllm_dtype: Annotated[
+        Literal["bfloat16", "float32"],
+        typer.Option(help="dtype of vLLM, which has no fast bfloat16 for processors without AVX-512"),
+    ] = "bfloat16",
+    vllm_option: Annotated[
+        list[str],
+        typer.Option(help="option of `vllm serve`, such as --speculative-config=JSON; may be given several times"),
+    ] = [],  # noqa: B006
+    vllm_connector: Annotated[
+        str, typer.Option(help="kv_connector_extra_config of vLLM's NixlConnector, as JSON")
+    ] = "{}",
+    vllm_as_shipped: Annotated[
+        bool,
+        typer.Option(
+            "--vllm-as-shipped", help="run vLLM's disaggregation without the settings that it needs on few cores"
+        ),
+    ] = False,
+) -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # runs every `finally`
+    vllm = vllm.expanduser().absolute()
+    check_environment(vllm)
+    connector = json.loads(vllm_connector)
+    if connector and mode is Mode.aggregated:
+        sys.exit("--vllm-connector: one engine on all cores has no connector")
+    if vllm_as_shipped and mode is Mode.aggregated:
+        sys.exit("--vllm-as-shipped: one engine on all cores is always as shipped")
+    environments = name_values(mesh_env, "--mesh-env"), name_values(vllm_env, "--vllm-env")
+    model_dir = model_directory(model)
+    mesh = MESHES[mode] | ({} if kvmesh_prefill is None else {"prefill": kvmesh_prefill})
+    with ExitStack() as stack:
+        ours = stack.enter_context(start_kvmesh(KVMESH, model, mesh, environments[0]))
+        name = model_name(int(ours.url.rpartition(":")[2]))
+        vllm_pair = start_vllm(
+            vllm,
+            model_dir,
+            name,
+            mode,
+            environments[1],
+            connector,
+            dtype=vllm_dtype,
+            options=vllm_option,
+            as_shipped=vllm_as_shipped,
+        )
+        theirs = stack.enter_context(vllm_pair)
+        work = Work(rounds, concurrency, requests, input_len, output_len, range_ratio)
+        by_turns((ours, theirs), name, work, TARGETS[mode], mode=mode)
+
+
+if __name__ == "__main__":
+    typer.run(main)

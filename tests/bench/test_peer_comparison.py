@@ -6,8 +6,7 @@ from typing import Any
 import httpx
 import pytest
 
-from bench.peers import vllm_cpu, vllm_pd
-from bench.peers.vllm import KVMESH, VERSION, VLLM, PrefillFirst, check_environment
+from bench.peers.vllm import KVMESH, TARGETS, VERSION, VLLM, Mode, PrefillFirst, check_environment
 from bench.turns import Load, Target, Work, compare
 
 PAIR = KVMESH, VLLM
@@ -22,7 +21,7 @@ def test_ratios_are_of_medians_over_rounds_and_ranges_of_single_rounds() -> None
     ours = [line(KVMESH, 0, 1, 80, 100, 10), line(KVMESH, 1, 1, 90, 140, 11), line(KVMESH, 2, 1, 70, 150, 12)]
     theirs = [line(VLLM, 0, 1, 80, 140, 10), line(VLLM, 1, 1, 60, 140, 10), line(VLLM, 2, 1, 70, 140, 10)]
     elsewhere = [line(KVMESH, 0, 8, 1, 1, 1), line(VLLM, 0, 8, 1, 1, 1)]
-    ratios = compare([*ours, *theirs, *elsewhere], PAIR, 1, vllm_cpu.TARGETS)
+    ratios = compare([*ours, *theirs, *elsewhere], PAIR, 1, TARGETS[Mode.aggregated])
     assert ratios["output_tok_s"] == round(80 / 70, 3)
     assert ratios["output_tok_s_range"] == [1.0, 1.5]
     assert ratios["tpot_ms_p50"] == 1.1
@@ -32,17 +31,23 @@ def test_ratios_are_of_medians_over_rounds_and_ranges_of_single_rounds() -> None
 
 @pytest.mark.parametrize(("tok_s", "ttft", "met"), [(150, 100, (True, True)), (149, 101, (False, False))])
 def test_a_target_is_met_from_its_value_on(tok_s: float, ttft: float, met: tuple[bool, bool]) -> None:
-    ratios = compare([line(KVMESH, 0, 8, tok_s, ttft, 10), line(VLLM, 0, 8, 100, 100, 10)], PAIR, 8, vllm_cpu.TARGETS)
+    ratios = compare(
+        [line(KVMESH, 0, 8, tok_s, ttft, 10), line(VLLM, 0, 8, 100, 100, 10)], PAIR, 8, TARGETS[Mode.aggregated]
+    )
     assert (ratios["met_output_tok_s"], ratios["met_ttft_ms_p50"]) == met
 
 
 def test_a_number_of_clients_without_a_target_has_no_verdict_on_throughput() -> None:
-    ratios = compare([line(KVMESH, 0, 2, 100, 100, 10), line(VLLM, 0, 2, 100, 100, 10)], PAIR, 2, vllm_cpu.TARGETS)
+    ratios = compare(
+        [line(KVMESH, 0, 2, 100, 100, 10), line(VLLM, 0, 2, 100, 100, 10)], PAIR, 2, TARGETS[Mode.aggregated]
+    )
     assert "met_output_tok_s" not in ratios
 
 
 def test_a_target_of_all_numbers_of_clients_is_judged_at_each() -> None:
-    ratios = compare([line(KVMESH, 0, 2, 149, 60, 10), line(VLLM, 0, 2, 100, 100, 10)], PAIR, 2, vllm_pd.TARGETS)
+    ratios = compare(
+        [line(KVMESH, 0, 2, 149, 60, 10), line(VLLM, 0, 2, 100, 100, 10)], PAIR, 2, TARGETS[Mode.disaggregated]
+    )
     assert (ratios["met_output_tok_s"], ratios["met_ttft_ms_p50"]) == (False, True)
     assert Target("itl_ms_p99", 1.0).met(0.99)
     assert not Target("itl_ms_p99", 1.0).met(1.01)
@@ -79,12 +84,12 @@ def test_an_environment_with_another_version_is_refused(tmp_path: Path) -> None:
         check_environment(vllm)
 
 
-def test_decode_is_told_where_prefill_left_the_kv() -> None:
-    asked: list[dict[str, Any]] = []
+def test_decode_is_sent_the_location_of_the_kv() -> None:
+    sent: list[dict[str, Any]] = []
 
     def answer(request: httpx.Request) -> httpx.Response:
         assert str(request.url) == "http://prefill/v1/completions"
-        asked.append(json.loads(request.content))
+        sent.append(json.loads(request.content))
         return httpx.Response(200, json={"kv_transfer_params": {"do_remote_prefill": True, "remote_block_ids": [3]}})
 
     async def prepare() -> dict[str, Any]:
@@ -95,6 +100,6 @@ def test_decode_is_told_where_prefill_left_the_kv() -> None:
     body = asyncio.run(prepare())
     assert body["kv_transfer_params"] == {"do_remote_prefill": True, "remote_block_ids": [3]}
     assert (body["max_tokens"], body["stream"]) == (64, True)
-    assert (asked[0]["max_tokens"], asked[0]["stream"]) == (1, False)
-    assert "stream_options" not in asked[0]  # refused without a stream
-    assert asked[0]["kv_transfer_params"]["do_remote_decode"] is True
+    assert (sent[0]["max_tokens"], sent[0]["stream"]) == (1, False)
+    assert "stream_options" not in sent[0]  # refused without a stream
+    assert sent[0]["kv_transfer_params"]["do_remote_decode"] is True
