@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from typer.testing import CliRunner
 
 from components.wire.instances import Role
+from services.inspect import __main__ as inspect_main
 from tests.mesh.harness import Client, MeshProcesses, open_client
 from tests.mesh.preloaded import Preloaded
 
 pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
 RunService = Callable[..., Any]
+WIDE: Final = {"COLUMNS": "240"}
 WORKERS: Final[tuple[Role, ...]] = ("prefill", "decode")
 SHORTER_THAN_PROFILE_S: Final = 50.0  # a command that waits for the end of a profile takes 60 s
 PROMPT: Final = [3 + i % 400 for i in range(200)]
@@ -32,12 +35,14 @@ class Inspect:
         self._where += ["--state-dir", str(home)]
 
     def start(self, *args: str) -> Any:
-        return self._run_service("services.inspect", "profile", *args, *self._where, env={"COLUMNS": "240"})
+        """A process."""
+        return self._run_service("services.inspect", "profile", *args, *self._where, env=WIDE)
 
     async def run(self, *args: str) -> tuple[int, str]:
-        process = self.start(*args)
-        code = await asyncio.to_thread(process.exit_code)
-        return code, process.logged()
+        """In this process, where it begins at once. One at a time: it replaces sys.stdout."""
+        command = ["profile", *args, *self._where]
+        result = await asyncio.to_thread(CliRunner().invoke, inspect_main.app, command, env=WIDE)
+        return result.exit_code, result.output
 
 
 @pytest.fixture
@@ -73,16 +78,17 @@ async def test_each_worker_gives_a_trace_of_its_own_forwards_while_it_serves(
         records = {role: (await client.until_usable(role))[0] for role in WORKERS}
         stop = asyncio.Event()
         load = asyncio.create_task(keep_busy(client, stop))
-        asked = ("--json", "--seconds", "2", "--instance")
-        ended = await asyncio.gather(
-            *(inspect.run(role, *asked, records[role].instance_id, "--out", str(outs[role])) for role in WORKERS)
-        )
+        options = ("--json", "--seconds", "2", "--instance")
+        recording = {
+            role: inspect.start(role, *options, records[role].instance_id, "--out", str(outs[role])) for role in WORKERS
+        }
+        codes = await asyncio.gather(*(asyncio.to_thread(recording[role].exit_code) for role in WORKERS))
         stop.set()
         assert await load > 2, "it served meanwhile"
         await client.until_quiet()
-    for role, (code, said) in zip(WORKERS, ended, strict=True):
-        assert code == 0, said
-        facts = json.loads(said)
+    for role, code in zip(WORKERS, codes, strict=True):
+        assert code == 0, recording[role].logged()
+        facts = json.loads(recording[role].logged())
         assert facts["steps"] > 0, "it was not idle"
         assert (facts["file"], facts["role"], facts["instance"]) == (str(outs[role]), role, records[role].instance_id)
     traces = {role: read(out) for role, out in outs.items()}
@@ -102,8 +108,7 @@ async def test_a_second_profile_of_a_worker_is_refused_by_its_name_and_the_first
 ) -> None:
     async with open_client(shared_tiny_mesh, "tiny") as client:
         [record] = await client.until_usable("prefill")
-        # as long as the second command may take to start on a busy machine
-        first = inspect.start("prefill", "--seconds", "20", "--out", str(tmp_path / "first.json.gz"))
+        first = inspect.start("prefill", "--seconds", "5", "--out", str(tmp_path / "first.json.gz"))
         await asyncio.to_thread(first.wait_for_log, "recording")
         code, said = await inspect.run("prefill", "--seconds", "1", "--out", str(tmp_path / "second.json.gz"))
         assert code == 1
@@ -125,14 +130,14 @@ async def test_the_worker_to_profile_must_be_named_and_one_that_dies_is_reported
         for record in records:
             assert record.instance_id in said
         victim = [worker for worker in shared_tiny_mesh.workers if worker.role == "decode"][1]
-        asked = next(r for r in records if r.pid == victim.popen.pid)
+        profiled = next(r for r in records if r.pid == victim.popen.pid)
         begun = inspect.start(
-            "decode", "--instance", asked.instance_id, "--seconds", "60", "--out", str(tmp_path / "x")
+            "decode", "--instance", profiled.instance_id, "--seconds", "60", "--out", str(tmp_path / "x")
         )
         await asyncio.to_thread(begun.wait_for_log, "recording")
         victim.popen.send_signal(signal.SIGKILL)
         assert await asyncio.to_thread(begun.popen.wait, SHORTER_THAN_PROFILE_S) == 1
-        assert f"decode {asked.instance_id} on" in begun.logged()
+        assert f"decode {profiled.instance_id} on" in begun.logged()
         assert "is gone: no process listens on" in begun.logged()
         assert "Traceback" not in begun.logged()
     assert not list(tmp_path.glob("x*"))
@@ -143,9 +148,9 @@ async def test_a_worker_that_is_stopped_does_not_wait_for_its_profile(
 ) -> None:
     decode = shared_tiny_mesh.one("decode")
     async with open_client(shared_tiny_mesh, "tiny") as client:
-        [asked] = [r for r in await client.until_usable("decode") if r.pid == decode.popen.pid]
+        [profiled] = [r for r in await client.until_usable("decode") if r.pid == decode.popen.pid]
         out = str(tmp_path / "x")
-        process = inspect.start("decode", "--instance", asked.instance_id, "--seconds", "60", "--out", out)
+        process = inspect.start("decode", "--instance", profiled.instance_id, "--seconds", "60", "--out", out)
         await asyncio.to_thread(process.wait_for_log, "recording")
         decode.popen.terminate()
         assert await asyncio.to_thread(decode.popen.wait, SHORTER_THAN_PROFILE_S) == 0, decode.logged()
