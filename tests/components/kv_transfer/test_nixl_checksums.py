@@ -1,7 +1,7 @@
 """Verification over real NIXL, with another process, whose pages are larger, smaller and equal."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -12,7 +12,8 @@ from components.kv_transfer.pieces import Pieces
 from components.messaging.clocks import now_ms
 from components.wire.prefill import PagesOffered
 from tests.components.kv_transfer.nixl_peer import LATER_MS, NUM_PAGES, Pages, of_size
-from tests.components.kv_transfer.test_nixl_transfer import Peer, start_peer  # noqa: F401
+from tests.components.kv_transfer.peer_process import Peer, StartPeer
+from tests.components.kv_transfer.test_nixl_transfer import start_peer  # noqa: F401
 from tests.services.prefill.outbound import chunk, last_chunk, outbound, run
 
 pytestmark = pytest.mark.anyio
@@ -84,7 +85,7 @@ def _offer(room: str, pages: list[int], slot: int) -> PagesOffered:
 
 
 async def test_a_bit_that_changes_in_one_piece_is_found_between_pages_of_any_two_sizes(
-    start_peer: Callable[..., Peer],  # noqa: F811
+    start_peer: StartPeer,  # noqa: F811
 ) -> None:
     peer = start_peer("decode-verifies", page_size=THEIRS)
     for size, named in ((16, "1 of 5 pages"), (64, "1 of 5 pages"), (128, "2 of 5 pages")):

@@ -3,15 +3,12 @@ import dataclasses
 import json
 import random
 import signal
-import subprocess
-import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
-import msgspec
 import numpy as np
 import pytest
 from msgspec.structs import replace
@@ -28,9 +25,8 @@ from components.kv_transfer.nixl_transfer import (
     open_nixl,
 )
 from components.kv_transfer.pieces import Pieces, cut
-from components.wire.instances import KvEndpoint
-from services.local.child_process import tethered
 from tests.components.kv_transfer.nixl_peer import LATER_MS, LAYOUT, NUM_PAGES, Pages, of_size, on_tested_device
+from tests.components.kv_transfer.peer_process import Peer, StartPeer, running_peers
 from tests.components.kv_transfer.pools import brute_force
 from tests.waiting import PATIENCE_S, until
 
@@ -40,66 +36,14 @@ REPO: Final = Path(__file__).resolve().parents[3]
 TRIES: Final = 20  # for what the thread may be in the way of
 
 
-class Peer:
-    """The other process."""
-
-    def __init__(self, agent: str, backend: str = "nixl", page_size: int = LAYOUT.page_size) -> None:
-        module = "tests.components.kv_transfer.nixl_peer"
-        self.popen = subprocess.Popen(
-            [*tethered(), sys.executable, "-m", module, agent, backend, str(page_size)],
-            cwd=REPO,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-
-    @cached_property
-    def endpoint(self) -> KvEndpoint:
-        """Read when first asked for, so that several peers start side by side."""
-        return msgspec.json.decode(self.read(), type=KvEndpoint)
-
-    def read(self) -> str:
-        assert self.popen.stdout is not None
-        return self.popen.stdout.readline()
-
-    def say(self, line: str) -> Any:
-        assert self.popen.stdin is not None
-        self.popen.stdin.write(line + "\n")
-        self.popen.stdin.flush()
-        return self.read()
-
-    def mapped(self) -> set[Path]:
-        """Files in shared memory that it maps and that have a name."""
-        lines = Path(f"/proc/{self.popen.pid}/maps").read_text().splitlines()
-        return {Path(line.split()[-1]) for line in lines if "/dev/shm/" in line and "(deleted)" not in line}
-
-    def kill(self) -> None:
-        self.popen.kill()
-        self.popen.wait(PATIENCE_S)
+@pytest.fixture(scope="module")
+def start_peer() -> Iterator[StartPeer]:
+    with running_peers() as start:
+        yield start
 
 
 @pytest.fixture(scope="module")
-def start_peer() -> Iterator[Callable[..., Peer]]:
-    peers: list[Peer] = []
-
-    def start(agent: str, page_size: int = LAYOUT.page_size) -> Peer:
-        peers.append(Peer(agent, page_size=page_size))
-        return peers[-1]
-
-    yield start
-    for peer in peers:
-        peer.kill()
-        assert peer.popen.stdin is not None
-        assert peer.popen.stdout is not None
-        peer.popen.stdout.close()
-        try:
-            peer.popen.stdin.close()
-        except BrokenPipeError:
-            continue
-
-
-@pytest.fixture(scope="module")
-def shared_peer(start_peer: Callable[..., Peer]) -> Peer:
+def shared_peer(start_peer: StartPeer) -> Peer:
     """For the tests that do not kill it."""
     return start_peer("decode-shared")
 
@@ -295,7 +239,7 @@ async def test_a_short_write_that_has_landed_at_once_costs_no_turn_of_the_loop(
 
 
 async def test_a_peer_that_is_forgotten_and_comes_back_is_connected_again(
-    transfer: NixlTransfer, pages: Pages, start_peer: Callable[..., Peer]
+    transfer: NixlTransfer, pages: Pages, start_peer: StartPeer
 ) -> None:
     """Even when it comes back before the thread has forgotten it."""
     peer = start_peer("decode-back")
@@ -339,7 +283,7 @@ def rows(pages: Pages) -> NDArray[Any]:
 
 @pytest.mark.parametrize(("ours", "theirs"), [(16, 64), (128, 16)])
 async def test_pages_of_another_size_land_bit_exact_in_chunks_that_end_inside_a_large_page(
-    ours: int, theirs: int, start_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
+    ours: int, theirs: int, start_peer: StartPeer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The prompt ends inside a page too: what follows it there stays as it was, as does every other page."""
     peer = start_peer(f"decode-{theirs}", page_size=theirs)
@@ -379,7 +323,7 @@ async def test_pieces_outside_of_either_pool_are_a_failed_transfer(transfer: Nix
     assert await transfer.write_pieces(shared_peer.endpoint.agent, last, LATER_MS) == 8
 
 
-async def test_a_dead_peer_fails_the_write_of_pieces(transfer: NixlTransfer, start_peer: Callable[..., Peer]) -> None:
+async def test_a_dead_peer_fails_the_write_of_pieces(transfer: NixlTransfer, start_peer: StartPeer) -> None:
     peer = start_peer("decode-dies", page_size=64)
     await transfer.connect(peer.endpoint)
     pieces = cut(LAYOUT, peer.endpoint.layout, range(128), range(8), range(2))
@@ -490,7 +434,7 @@ async def test_a_cancelled_transfer_is_not_waited_for(transfer: NixlTransfer) ->
     assert transfer._patience() is None
 
 
-async def test_a_dead_peer_leaves_nothing_behind(transfer: NixlTransfer, start_peer: Callable[..., Peer]) -> None:
+async def test_a_dead_peer_leaves_nothing_behind(transfer: NixlTransfer, start_peer: StartPeer) -> None:
     peer = start_peer("decode-first")
     await transfer.connect(peer.endpoint)
     peer.say("expect never-sent")
@@ -506,7 +450,7 @@ async def test_a_dead_peer_leaves_nothing_behind(transfer: NixlTransfer, start_p
 
 @pytest.mark.parametrize("short", [True, False])
 async def test_a_write_in_flight_fails_when_its_peer_is_killed_or_forgotten(
-    transfer: NixlTransfer, start_peer: Callable[..., Peer], short: bool
+    transfer: NixlTransfer, start_peer: StartPeer, short: bool
 ) -> None:
     """A stopped process answers nothing and never will: forgetting it is what ends the write."""
     transfer._short_pages *= short

@@ -17,7 +17,8 @@ from services.prefill.outbound import OutboundState
 from tests.components.kv_transfer.fake_transfer import LAYOUT, FakeTransfer, endpoint
 from tests.components.kv_transfer.nixl_peer import LATER_MS, Pages
 from tests.components.kv_transfer.nixl_peer import LAYOUT as LAYOUT_OF_PEER
-from tests.components.kv_transfer.test_nixl_transfer import Peer, shared_peer, start_peer  # noqa: F401
+from tests.components.kv_transfer.peer_process import Peer
+from tests.components.kv_transfer.test_nixl_transfer import shared_peer, start_peer  # noqa: F401
 from tests.services.decode.inbound import inbound
 from tests.services.prefill.outbound import ROOM, chunk, last_chunk, outbound, run
 from tests.waiting import PATIENCE_S

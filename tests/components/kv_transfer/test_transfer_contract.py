@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -23,7 +23,7 @@ from components.kv_transfer.backends import kv_opener
 from components.kv_transfer.pieces import cut
 from components.startup import WrongSettings
 from tests.components.kv_transfer.nixl_peer import LATER_MS, LAYOUT, NUM_PAGES, Pages, on_tested_device
-from tests.components.kv_transfer.test_nixl_transfer import Peer
+from tests.components.kv_transfer.peer_process import Peer, StartPeer, running_peers
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.anyio
@@ -34,7 +34,6 @@ THREADS: Final = Path("/proc/self/task")
 ROUNDS: Final = 3
 LONGEST_STALL_S: Final = 0.4
 PAST_MS: Final = 1  # a deadline before all tests
-StartPeer = Callable[[str], Peer]
 
 
 @pytest.fixture(scope="module", params=["nixl", "mooncake", "fake"])
@@ -49,20 +48,8 @@ def backend(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def start_peer(backend: str) -> Iterator[StartPeer]:
-    peers: list[Peer] = []
-
-    def start(agent: str) -> Peer:
-        peers.append(Peer(f"{agent}-{random.getrandbits(32):x}", backend))
-        return peers[-1]
-
-    yield start
-    for peer in peers:
-        peer.kill()
-        assert peer.popen.stdin is not None
-        assert peer.popen.stdout is not None
-        peer.popen.stdout.close()
-        with suppress(BrokenPipeError):
-            peer.popen.stdin.close()
+    with running_peers() as start:
+        yield lambda agent: start(f"{agent}-{random.getrandbits(32):x}", backend)
 
 
 @pytest.fixture(scope="module")
