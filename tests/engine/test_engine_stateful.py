@@ -330,18 +330,12 @@ def _take_time(engine: EngineCore) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_pages_add_up_and_tokens_are_right_whatever_happens(tiny: LoadedModel) -> None:
+@pytest.mark.parametrize("model", ["tiny", "windowed"])  # pages before all windows of the latter are released
+def test_pages_add_up_and_tokens_are_right_whatever_happens(request: pytest.FixtureRequest, model: str) -> None:
+    loaded: LoadedModel = request.getfixturevalue(model)
+
     def make(page_size: int, **changes: object) -> EngineCore:
-        sized = replace(tiny, layout=structs.replace(tiny.layout, page_size=page_size))
-        return make_engine(sized, page_size=page_size, **changes)
-
-    run_machine(make, 12)
-
-
-@pytest.mark.timeout(300)
-def test_pages_add_up_and_tokens_are_right_if_pages_before_all_windows_are_released(windowed: LoadedModel) -> None:
-    def make(page_size: int, **changes: object) -> EngineCore:
-        sized = replace(windowed, layout=structs.replace(windowed.layout, page_size=page_size))
+        sized = replace(loaded, layout=structs.replace(loaded.layout, page_size=page_size))
         return make_engine(sized, page_size=page_size, **changes)
 
     run_machine(make, 12)

@@ -5,10 +5,14 @@ import httpx
 import pytest
 from openai import AsyncOpenAI
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry
 
 from components.http.server import serve_http
+from components.structured.checker import ConstraintChecker, open_checker
+from components.structured.metrics import ConstraintMetrics
 from components.telemetry.spans import Spans
 from components.text.tokenizer import TextModel
+from engine.model.mock_model import mock_dir
 from services.frontend import tracing
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
@@ -48,6 +52,24 @@ async def url(mesh: FakeMesh, text: TextModel, settings: FrontendSettings) -> As
 async def http(url: str) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
         yield client
+
+
+@pytest.fixture(scope="module")
+async def refusing(text: TextModel) -> AsyncIterator[tuple[httpx.AsyncClient, FakeMesh]]:
+    """One frontend for all bad requests of a module, and the mesh that they may not reach."""
+    mesh, settings = FakeMesh(text), FrontendSettings(port=0, drain_timeout_s=2)
+    async with (
+        serve_http(create_app(mesh, text, settings), settings) as url,
+        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
+    ):
+        yield http, mesh
+
+
+@pytest.fixture(scope="module")
+async def checker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ConstraintChecker]:
+    folder = mock_dir(tmp_path_factory.mktemp("models"))
+    async with open_checker(folder, 2.0, ConstraintMetrics(CollectorRegistry())) as opened:
+        yield opened
 
 
 @pytest.fixture

@@ -1,23 +1,18 @@
 """A turn that goes on (`continue_final_message`), of a model that reasons and calls tools."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
 from threading import current_thread, main_thread
 from typing import Any
 
 import openai as package
 import pytest
-from prometheus_client import CollectorRegistry
 from tokenizers import Tokenizer, decoders, models
 
 from components.output.formats import FormatOptions
 from components.output.parser import ContinuingParser
 from components.output.reader import Parsed
-from components.structured.checker import ConstraintChecker, open_checker
-from components.structured.metrics import ConstraintMetrics
+from components.structured.checker import ConstraintChecker
 from components.text.tokenizer import INLINE_CHARS, TextModel
 from components.wire.sampling import Constraint
-from engine.model.mock_model import mock_dir
 from services.frontend.ports import ServedModel
 from tests.components.text.tiny_model import TEMPLATE
 from tests.services.frontend.fake_mesh import MODEL, FakeMesh
@@ -71,13 +66,6 @@ async def test_a_call_that_goes_on_is_told_whole_and_those_before_it_are_not_tol
         (choice,) = await ask(client, stream=stream, **going_on(begun, echo=echo))
     assert calls_of(choice) == [("f", '{"a": 1}')] * echo + [("f", '{"a": 2}'), ("g", "{}")]
     assert choice["message"]["content"] == ("So:" if echo else None)
-
-
-@pytest.fixture(scope="module")
-async def checker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ConstraintChecker]:
-    folder: Path = mock_dir(tmp_path_factory.mktemp("models"))
-    async with open_checker(folder, 2.0, ConstraintMetrics(CollectorRegistry())) as opened:
-        yield opened
 
 
 async def test_what_the_answer_is_held_to_begins_where_reasoning_does_not_go_on(checker: ConstraintChecker) -> None:

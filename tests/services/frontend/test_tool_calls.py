@@ -4,23 +4,19 @@ import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import httpx
 import openai as package
 import pytest
 from openai import AsyncOpenAI, pydantic_function_tool
-from prometheus_client import CollectorRegistry
 from pydantic import BaseModel
 
 from components.http.server import serve_http
 from components.openai.chat import Conversation
 from components.output.formats import FormatOptions
-from components.structured.checker import ConstraintChecker, open_checker
-from components.structured.metrics import ConstraintMetrics
+from components.structured.checker import ConstraintChecker
 from components.text.tokenizer import TextModel
-from engine.model.mock_model import mock_dir
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings
 from services.frontend.conversation import AnswerPlan, plan_answer
@@ -299,13 +295,6 @@ async def test_with_the_choice_none_text_is_text() -> None:
 
 async def test_a_request_that_uses_none_of_it_is_not_taken_apart() -> None:
     assert await plan_answer(model(), Conversation(HELLO), [1], None) == AnswerPlan()
-
-
-@pytest.fixture(scope="module")
-async def checker(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[ConstraintChecker]:
-    folder: Path = mock_dir(tmp_path_factory.mktemp("models"))
-    async with open_checker(folder, 2.0, ConstraintMetrics(CollectorRegistry())) as opened:
-        yield opened
 
 
 async def test_what_must_be_called_is_held_to_it(checker: ConstraintChecker) -> None:

@@ -414,17 +414,6 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.fixture(scope="module")
-async def refusing(text: TextModel) -> AsyncIterator[tuple[httpx.AsyncClient, FakeMesh]]:
-    """One frontend for all that it refuses."""
-    mesh, settings = FakeMesh(text), FrontendSettings(port=0, drain_timeout_s=2)
-    async with (
-        serve_http(create_app(mesh, text, settings), settings) as url,
-        httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as http,
-    ):
-        yield http, mesh
-
-
 @pytest.mark.parametrize(("fields", "param", "code"), BAD)
 async def test_what_cannot_be_honoured_is_refused_by_name(
     refusing: tuple[httpx.AsyncClient, FakeMesh], fields: dict[str, Any], param: str, code: str | None
