@@ -37,6 +37,14 @@ def freeze(pid: int) -> None:
     wait_until(lambda: all(" T " in stat.read_text().rpartition(")")[2][:3] for stat in _threads(pid)))
 
 
+def is_alive(pid: int) -> bool:
+    """A zombie is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 async def turns(count: int = 40) -> None:
     """Give all tasks turns of the loop, in a test where none waits for time or for another process."""
     for _ in range(count):

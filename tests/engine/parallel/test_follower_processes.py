@@ -22,19 +22,12 @@ from engine.ports import EngineRequest
 from engine.start import run_engine
 from tests.engine.parallel.led import FORKING, HOME
 from tests.engine.tiny_engine import greedy, prompt, small
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, is_alive, until
 
 
 def build_forked(model: Path, config: EngineConfig) -> EngineCore:
     with FORKING.in_use():
         return build_engine(str(model), config, HOME)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.parametrize("busy", [False, True], ids=["at rest", "in a step"])

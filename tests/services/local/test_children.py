@@ -50,13 +50,6 @@ def supervise(
     return shown.getvalue()
 
 
-def exists(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
 def test_backoff_doubles_to_its_limit_and_starts_over_after_a_long_life() -> None:
     delays = RestartDelays()
     assert [delays.after(1.0) for _ in range(6)] == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0]
@@ -149,10 +142,10 @@ def test_what_a_dead_child_started_dies_with_it() -> None:
     async def scenario(_: Child, until: Callable[[str], Awaitable[re.Match[str]]]) -> None:
         grandchild = int((await until(r"grandchild=(\d+)"))[1])
         await until("ready")
-        assert exists(grandchild)
+        assert waiting.is_alive(grandchild)
         os.kill(int((await until(r"pid=(\d+)"))[1]), signal.SIGKILL)
         await until("died")
-        await waiting.until(lambda: not exists(grandchild))  # it has been killed, and may still be ending
+        await waiting.until(lambda: not waiting.is_alive(grandchild))  # it has been killed, and may still be ending
 
     supervise("breeds", scenario=scenario)
 
