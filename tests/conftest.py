@@ -118,9 +118,13 @@ def anyio_backend() -> str:
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind() -> Iterator[None]:
     """The run fails if a process that a test started outlives it."""
-    before = _children()
+    before = descendants(os.getpid())
     yield
-    left = [line for pid in _children() - before if (line := _command_line(pid)) and not ENDS_BY_ITSELF.search(line)]
+    left = [
+        line
+        for pid in descendants(os.getpid()) - before
+        if (line := _command_line(pid)) and not ENDS_BY_ITSELF.search(line)
+    ]
     assert not left, f"processes left behind: {left}"
 
 
@@ -272,8 +276,8 @@ def running_services(home: Path) -> Iterator[RunService]:
             process.kill()
 
 
-def _children() -> set[int]:
-    """Our live descendants: children of ours, theirs, and so on."""
+def descendants(root: int) -> set[int]:
+    """Return the live children of the process `root`, theirs, and so on."""
     parents: dict[int, int] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -283,10 +287,10 @@ def _children() -> set[int]:
                 continue  # ended while we looked
             if state != "Z":
                 parents[int(entry.name)] = int(ppid)
-    found = {os.getpid()}
+    found = {root}
     while grown := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= grown
-    return found - {os.getpid()}
+    return found - {root}
 
 
 def _command_line(pid: int) -> str:

@@ -6,15 +6,7 @@ import signal
 
 from components.wire.instances import InstanceRecord
 from tests.mesh.harness import Worker
-from tests.waiting import until
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
+from tests.waiting import is_alive, until
 
 
 async def ends_with_a_follower(worker: Worker, record: InstanceRecord) -> None:

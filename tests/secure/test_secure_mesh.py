@@ -25,7 +25,7 @@ from components.settings import MeshSettings
 from components.telemetry.trace_file import FILE_NAME
 from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 from services.local.child_process import tethered
-from tests.conftest import REPO, ServiceProcess
+from tests.conftest import REPO, ServiceProcess, descendants
 from tests.mesh.mocks import MOCK_ENV
 from tests.mesh.trace_checks import whole_trace
 from tests.waiting import PATIENCE_S
@@ -304,16 +304,7 @@ def test_every_process_of_a_mesh_on_one_machine_listens_on_loopback_alone(mesh: 
 
 def family(root: int) -> list[tuple[int, str]]:
     """A process and its descendants, by the name of what they run."""
-    parents = {}
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            parents[int(entry.name)] = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-    found = {root}
-    while grown := {pid for pid, parent in parents.items() if parent in found} - found:
-        found |= grown
-    return [(pid, program_of(pid)) for pid in sorted(found)]
+    return [(pid, program_of(pid)) for pid in sorted({root, *descendants(root)})]
 
 
 def program_of(pid: int) -> str:
