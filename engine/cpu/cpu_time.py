@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -18,13 +18,9 @@ LOOK_EVERY_S: Final = 1.0
 BUSY: Final = 0.02  # share of a core above which a thread counts as computing
 
 
-def run_delay_s(without: Collection[int] = ()) -> float:
-    """Return the seconds that threads were ready to run but had no core. The sum falls when a thread ends.
-
-    Args:
-        without: kernel ids of excluded threads.
-    """
-    return sum(waited_ns for thread, (_, waited_ns) in _thread_times().items() if thread not in without) / 1e9
+def run_delay_s() -> float:
+    """Return the seconds that threads were ready to run but had no core. The sum falls when a thread ends."""
+    return sum(waited_ns for _, waited_ns in _thread_times().values()) / 1e9
 
 
 class ComputeDelay:

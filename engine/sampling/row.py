@@ -73,10 +73,6 @@ class Row:
         return rows
 
     @property
-    def position(self) -> int:
-        return len(self.tokens)
-
-    @property
     def must_go_on(self) -> bool:
         return len(self.tokens) - self.start < self.params.min_tokens
 
