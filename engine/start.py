@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Final
 
 from engine.config import FOLLOWER, EngineConfig
 from engine.loop.engine_loop import EngineLoop, call_on_loop
@@ -19,16 +19,12 @@ TORCH: Final = "engine.build"
 MOCK: Final = "engine.mock.mock_engine"
 
 
-class Builder(Protocol):
-    def __call__(self, model: str, config: EngineConfig, state_dir: Path, progress: Progress, follower: str) -> Engine:
-        pass
-
-
 def build_engine(
     model: str, config: EngineConfig, state_dir: Path, progress: Progress = silent, follower: str = FOLLOWER
 ) -> Engine:
-    build = cast("Builder", import_module(MOCK if is_mock(model) else TORCH).build_engine)
-    return build(model, config, state_dir, progress, follower)
+    module = import_module(MOCK if is_mock(model) else TORCH)
+    engine: Engine = module.build_engine(model, config, state_dir, progress, follower)
+    return engine
 
 
 def has_thread(model: str, config: EngineConfig) -> bool:

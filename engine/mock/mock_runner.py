@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from struct import Struct
-from typing import Final, Protocol, cast
+from typing import Final
 from zlib import crc32
 
 from components.errors import InvariantBroken, Rejected
@@ -20,17 +20,11 @@ from engine.mock.marked_pages import MarkedPages
 from engine.model.pooling import Pooling
 from engine.parallel.rank_processes import RankProcesses
 from engine.ports import Recording
-from engine.sampling.row import Row
 from engine.scheduler.request import Chunk, Request
 
 SEED: Final = Struct("<Q")
 MIX: Final = 0x9E3779B1  # 2^32 divided by the golden ratio, so that neighbouring checksums give distant tokens
 MASKED: Final = "engine.mock.masked"  # imported with the first mask, because it needs numpy
-
-
-class DrawMasked(Protocol):
-    def __call__(self, row: Row, vocab_size: int, drawn: int, *, ends: bool) -> int:
-        pass
 
 
 class MockRunner:
@@ -173,8 +167,8 @@ class MockRunner:
         may_end = not sampling.ignore_eos and not request.row.must_go_on
         ends = may_end and length > 0 and drawn % length == 0
         if request.mask is not None and not chunk.dropped:
-            draw_masked = cast("DrawMasked", import_module(MASKED).draw_masked)
-            return draw_masked(request.row, self._vocab_size, drawn, ends=ends)
+            token_id: int = import_module(MASKED).draw_masked(request.row, self._vocab_size, drawn, ends=ends)
+            return token_id
         if ends and self._eos_token_id is not None:
             return self._eos_token_id
         return self._alphabet[(drawn >> 8) % len(self._alphabet)]

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Final, Protocol, cast
+from typing import Final
 
 import msgspec
 from pydantic import TypeAdapter
@@ -26,11 +26,6 @@ log = logging.getLogger(__name__)
 
 TORCH: Final = "engine.follower"
 MOCK: Final = "engine.mock.mock_follower"
-
-
-class Follow(Protocol):
-    def __call__(self, start: Start, report: Callable[[Report], None]) -> None:
-        """Execute the leader's orders until it ends."""
 
 
 def main(serve: Callable[[Path], None] | None = None) -> None:
@@ -48,10 +43,10 @@ def main(serve: Callable[[Path], None] | None = None) -> None:
     home = Path(start.store).parent
     threading.Thread(target=_end_with_leader, args=(home,), daemon=True).start()
     try:
-        follow = cast("Follow", import_module(MOCK if is_mock(start.model) else TORCH).follow)
+        module = import_module(MOCK if is_mock(start.model) else TORCH)
         if serve is not None:
             serve(transfer_socket_of(home, start.rank))
-        follow(start, report)
+        module.follow(start, report)
     except Exception as exc:
         message = exc.message if isinstance(exc, MeshError) else f"{type(exc).__name__}: {exc}"
         report(Report(os.getpid(), failure=message, is_setting=isinstance(exc, WrongSettings)))
