@@ -29,7 +29,6 @@ from engine.lora.adapters import pack_adapters
 from engine.model.load import LoadedModel, load_model, pick_device
 from engine.model.progress import Progress, silent
 from engine.parallel.followers import Followers, LedModel
-from engine.parallel.orders import transfer_socket_of
 from engine.parts import Pool, make_model, make_parts, make_pool
 from engine.runner.device_model import StepModel
 from engine.runner.torch_runner import TorchRunner
@@ -163,10 +162,7 @@ def assemble_led(
     number = followers.make_models(config)
     with followers.together():
         parts = make_parts(loaded, config, progress, memory)
-    ranks = [
-        RankMemory(made.pid, made.device, made.address, str(transfer_socket_of(followers.directory, rank)))
-        for rank, made in enumerate(followers.page_reports(), 1)
-    ]
+    ranks = followers.rank_memories()
     # ranks must route alike, and a router's last bits depend on the number of threads
     limit = None if has_experts(loaded.module) else ThreadLimit(torch.get_num_threads(), torch.get_num_threads())
     model = LedModel(parts.model, followers, number)

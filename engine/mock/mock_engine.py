@@ -4,7 +4,7 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from components.wire.layout import KvLayout, RankMemory, of_shard
+from components.wire.layout import KvLayout, of_shard
 from engine.config import EngineConfig
 from engine.core.engine_core import PACK_TOKENS, EngineCore
 from engine.kv.count import count_offloaded, count_pages
@@ -15,7 +15,6 @@ from engine.model.model_files import CONFIG_FILE, read_json, read_size
 from engine.model.pooling import read_pooling
 from engine.model.progress import Progress, silent
 from engine.model.resolve import model_dir, served_name
-from engine.parallel.orders import transfer_socket_of
 from engine.parallel.rank_processes import RankProcesses
 from engine.sampling.bounds import end_tokens
 from engine.sharding.heads import check_heads
@@ -42,7 +41,11 @@ def build_engine(
     processes, region = None, pages.region()
     if pages.descriptor is not None:
         processes = RankProcesses(model, config, state_dir, follower, memory=pages.descriptor)
-        region = pages.region(_pools(processes))
+        try:
+            region = pages.region(processes.rank_memories())
+        except BaseException:
+            processes.close()
+            raise
     vocab_size = read_size(directory / CONFIG_FILE, described, "vocab_size")
     eos_token_ids = end_tokens(described.get("eos_token_id"), vocab_size)
     alphabet = LETTERS if model == MOCK else [i for i in range(vocab_size) if i not in eos_token_ids]
@@ -75,18 +78,6 @@ def build_engine(
         window=config.mock.window or 0,
         num_offloaded=num_offloaded,
     )
-
-
-def _pools(processes: RankProcesses) -> list[RankMemory]:
-    """Return the followers' pools. Raises: RankLost."""
-    try:
-        return [
-            RankMemory(made.pid, made.device, made.address, str(transfer_socket_of(processes.directory, rank)))
-            for rank, made in enumerate(processes.reports(), 1)
-        ]
-    except BaseException:
-        processes.close()
-        raise
 
 
 def _layout(file: Path, described: dict[str, Any], name: str, config: EngineConfig) -> KvLayout:

@@ -9,9 +9,10 @@ import torch
 from pydantic import TypeAdapter
 
 from components.startup import CannotServe
+from components.wire.layout import RankMemory
 from engine.compilation.device import DeviceForward
 from engine.config import FOLLOWER, EngineConfig
-from engine.parallel.orders import Compute, CopyPages, MakeModel, Order, Report, encoder
+from engine.parallel.orders import Compute, CopyPages, MakeModel, Order, encoder
 from engine.parallel.rank_processes import RankLost, RankProcesses
 from engine.parallel.step_line import LineBroken, StepLine
 from engine.runner.device_model import DeviceModel
@@ -31,7 +32,6 @@ class Followers:
         self._processes = RankProcesses(
             model, config, state_dir, module, memory=line.memory, wakers=line.wakers, on_loss=abort_group
         )
-        self.directory = self._processes.directory
         self._num_models = 0
 
     def join(self, device: torch.device) -> None:
@@ -48,9 +48,8 @@ class Followers:
         self.send(MakeModel(self._num_models, TypeAdapter(EngineConfig).dump_json(config).decode()))
         return self._num_models
 
-    def page_reports(self) -> list[Report]:
-        """Wait for the followers' pages. Raises: WrongSettings, RankLost."""
-        return self._processes.reports()
+    def rank_memories(self) -> list[RankMemory]:
+        return self._processes.rank_memories()
 
     def send(self, order: Order) -> None:
         """Send an order to all followers. Raises: RankLost."""

@@ -18,8 +18,9 @@ import msgspec
 
 from components.errors import InvariantBroken
 from components.startup import WrongSettings
+from components.wire.layout import RankMemory
 from engine.config import EngineConfig
-from engine.parallel.orders import Report, Start
+from engine.parallel.orders import Report, Start, transfer_socket_of
 
 log = logging.getLogger(__name__)
 
@@ -125,6 +126,13 @@ class RankProcesses:
                 kind = WrongSettings if report.is_setting else RankLost
                 raise kind(report.failure if report.is_setting else f"rank {follower.rank}: {report.failure}")
         return reports
+
+    def rank_memories(self) -> list[RankMemory]:
+        """Wait for each follower's pages. Raises: WrongSettings, RankLost."""
+        return [
+            RankMemory(made.pid, made.device, made.address, str(transfer_socket_of(self.directory, rank)))
+            for rank, made in enumerate(self.reports(), 1)
+        ]
 
     def on_loss(self, callback: Callable[[Exception], None]) -> None:
         """Call `callback`, on any thread, when a follower is lost. Thread-safe."""
