@@ -14,7 +14,6 @@ from types import MappingProxyType
 from typing import Final
 
 from components.errors import InvariantBroken, UnknownModel
-from components.wire.embed import EmbeddingModel
 from components.wire.layout import KvRegion
 from components.wire.logprobs import TokenLogprobs
 from components.wire.sampling import SamplingParams
@@ -76,10 +75,14 @@ class EngineCore:
             num_offloaded: evicted pages that `runner` can keep; their ids follow those of `region`.
             make_drafter: called with the growing text of a request and its prediction; None: no speculative decoding.
         """
+        self.kv_region = region
+        self.max_context = max_context
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+        self.adapters = adapters
+        self.embedding = None if pooling is None else pooling.about
         self._runner = runner
-        self._region = region
-        self._adapters = adapters
-        self._pooling = pooling
+        self._pools_all = pooling is not None and pooling.reads_all
         self._limits = Limits(max_context, vocab_size, eos_token_ids, embeds=pooling is not None)
         self._make_drafter = make_drafter
         self._always_drafts = config.speculative_tokens is not None  # otherwise only if `drafts_are_cheap`
@@ -121,40 +124,16 @@ class EngineCore:
         self._decode_rows = 0  # rows of decodes and drafts
         self._copied_s = 0.0  # time that copies of pages took in this step
 
-    @property
-    def kv_region(self) -> KvRegion:
-        return self._region
-
-    @property
-    def max_context(self) -> int:
-        return self._limits.max_context
-
-    @property
-    def vocab_size(self) -> int:
-        return self._limits.vocab_size
-
-    @property
-    def eos_token_ids(self) -> frozenset[int]:
-        return self._limits.eos_token_ids
-
-    @property
-    def adapters(self) -> Mapping[str, str]:
-        return self._adapters
-
-    @property
-    def embedding(self) -> EmbeddingModel | None:
-        return None if self._pooling is None else self._pooling.about
-
     def prompt_blocks(self, token_ids: bytes, cache_salt: str = "", adapter: str = "") -> PromptBlocks:
         return PromptBlocks(token_ids, self._root_hash(cache_salt, adapter))
 
     def peek_prefix(self, blocks: PromptBlocks) -> int:
-        page_size = self._region.layout.page_size
+        page_size = self.kv_region.layout.page_size
         return self._memory.num_cached(blocks(page_size)[: usable_pages(blocks.num_tokens, page_size)])
 
     def continues(self, num_tokens: int, sampling: SamplingParams, first_token: int) -> bool:
         ends = num_tokens + 1 >= self._limits.length(num_tokens, sampling) or self._limits.stops(sampling, first_token)
-        return 0 <= first_token < self._limits.vocab_size and not ends
+        return 0 <= first_token < self.vocab_size and not ends
 
     def submit(self, request: EngineRequest) -> None:
         tokens = list(request.token_ids)
@@ -168,13 +147,13 @@ class EngineCore:
             phase=request.phase,
             arrival=next(self._arrivals),
             root_hash=self._root_hash(request.cache_salt, request.adapter),
-            hashes=[] if request.blocks is None else request.blocks(self._region.layout.page_size)[:],
+            hashes=[] if request.blocks is None else request.blocks(self.kv_region.layout.page_size)[:],
             num_generated=request.num_generated,
-            eos_token_ids=self._limits.eos_token_ids,
+            eos_token_ids=self.eos_token_ids,
             mask=request.mask,
             priority=request.priority,
             adapter=request.adapter,
-            pools_all=self._pooling is not None and self._pooling.reads_all,
+            pools_all=self._pools_all,
             make_drafter=self._drafter_of(request),
         )
         self._requests.add(queued)
@@ -348,10 +327,10 @@ class EngineCore:
             output.failed.append(Failed(request_id, InvariantBroken(error.message, request_id=request_id)))
 
     def _root_hash(self, cache_salt: str, adapter: str) -> bytes:
-        if adapter and adapter not in self._adapters:
-            there = ", ".join(sorted(self._adapters)) or "none"
+        if adapter and adapter not in self.adapters:
+            there = ", ".join(sorted(self.adapters)) or "none"
             raise UnknownModel(f"there is no LoRA adapter {adapter!r}; loaded here: {there}", param="model")
-        return seed_hash(self._region.layout.model, self._adapters.get(adapter, ""), cache_salt)
+        return seed_hash(self.kv_region.layout.model, self.adapters.get(adapter, ""), cache_salt)
 
     def _stats(self, output: StepOutput, step_s: float) -> StepStats:
         scheduler, pool = self._scheduler, self._memory.pool

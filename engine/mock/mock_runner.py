@@ -33,6 +33,9 @@ class MockRunner:
     So tokens are the same on every worker, unless the wrong KV was transferred.
     """
 
+    takes_cpu: Final = False
+    forward_kind: Final = ""
+
     def __init__(
         self,
         pages: MarkedPages,
@@ -55,14 +58,6 @@ class MockRunner:
         self._origins = {name: crc32(identity.encode()) for name, identity in adapters.items()}
         self._busy_until_s = 0.0  # the simulated device runs one step at a time
         self._drawn: dict[Request, int] = {}  # tokens drawn in the latest step
-
-    @property
-    def takes_cpu(self) -> bool:
-        return False
-
-    @property
-    def forward_kind(self) -> str:
-        return ""
 
     def launch(self, chunks: Sequence[Chunk]) -> "MockStep":
         """Write the marks of the tokens in `chunks`.
