@@ -1,8 +1,7 @@
 """A step of an embedding model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
 
 import torch
 
@@ -12,34 +11,29 @@ from engine.sampling.row import NO_TOKEN
 from engine.scheduler.request import Chunk, Request
 
 
-class Guard(Protocol):
-    def failing(self, num_requests: int) -> AbstractContextManager[None]:
-        pass
-
-
 class PooledStep:
     """Implements `engine.runner.step_runner.Launched`; only `result` waits for the device.
 
     Args:
-        order: indices of `chunks` in `StepShape`'s order.
+        failing: turns torch's errors in a step of that many requests into StepFailed.
+        ordered: `chunks` in `StepShape`'s order.
         wanted: number of last tokens of each chunk in `hidden`, in that order.
         hidden: float32 [sum(wanted), size].
     """
 
     def __init__(
         self,
-        guard: Guard,
+        failing: Callable[[int], AbstractContextManager[None]],
         chunks: Sequence[Chunk],
-        order: Sequence[int],
+        ordered: Sequence[Chunk],
         wanted: Sequence[int],
         hidden: torch.Tensor,
         *,
         pooling: Pooling,
     ) -> None:
-        self._guard = guard
+        self._failing = failing
         self.chunks = chunks
-        self._ordered = [chunks[i] for i in order]
-        self._order = order
+        self._ordered = ordered
         self._wanted = wanted
         self._hidden: torch.Tensor | None = hidden
         self._pooling = pooling
@@ -49,7 +43,7 @@ class PooledStep:
     def sample(self) -> None:
         hidden, self._hidden = self._hidden, None
         assert hidden is not None, "a step is sampled once"
-        with self._guard.failing(len(self._ordered)):
+        with self._failing(len(self._ordered)):
             for chunk, rows in zip(self._ordered, torch.split(hidden, list(self._wanted)), strict=True):
                 if not chunk.dropped:
                     self._pool(chunk, rows)
@@ -62,16 +56,12 @@ class PooledStep:
         """Store the vectors in their requests."""
         self._arrival.wait()
         broken: set[Request] = set()
-        with self._guard.failing(len(self._ordered)):
+        with self._failing(len(self._ordered)):
             for request, vector in self._vectors:
                 request.vector = vector.numpy().astype("<f4").tobytes()
                 if not vector.isfinite().all():
                     broken.add(request)
-        token_ids: list[Sequence[int]] = [()] * len(self._ordered)
-        for i, chunk in zip(self._order, self._ordered, strict=True):
-            if chunk.request in broken:
-                token_ids[i] = (NO_TOKEN,)
-        return token_ids
+        return [(NO_TOKEN,) if chunk.request in broken else () for chunk in self.chunks]
 
     def _pool(self, chunk: Chunk, rows: torch.Tensor) -> None:
         request = chunk.request

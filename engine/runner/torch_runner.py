@@ -106,8 +106,7 @@ class TorchRunner:
 
         Raises: StepFailed; for a lost device what torch raises.
         """
-        order = sorted(range(len(chunks)), key=lambda i: (chunks[i].length > 1, chunks[i].end))
-        ordered = [chunks[i] for i in order]
+        ordered = sorted(chunks, key=lambda chunk: (chunk.length > 1, chunk.end))
         wanted = [chunk.length if chunk.request.reads_prompt else len(chunk.rows) for chunk in ordered]
         marked = self._profile.step(chunks) if self._profile is not None else nullcontext()
         while wait_s := self.wait_s(lambda: any(chunk.is_prompt for chunk in chunks)):
@@ -115,8 +114,8 @@ class TorchRunner:
         with self.failing(len(chunks)), marked:
             logits = self._model.compute(inputs_of(ordered, wanted), self._ahead_ids(ordered))
             if self._pooling is not None:
-                return PooledStep(self, chunks, order, wanted, logits.float(), pooling=self._pooling)
-            return TorchStep(self, chunks, order, wanted, logits)
+                return PooledStep(self.failing, chunks, ordered, wanted, logits.float(), pooling=self._pooling)
+            return TorchStep(self, chunks, ordered, wanted, logits)
 
     @torch.inference_mode()
     def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
@@ -184,7 +183,7 @@ class TorchStep:
     """Implements `engine.runner.step_runner.Launched`; only `result` waits for the device.
 
     Args:
-        order: indices of `chunks` in `StepShape`'s order.
+        ordered: `chunks` in `StepShape`'s order.
         wanted: number of last tokens of each chunk in `logits`, in that order.
         logits: [sum(wanted), vocab], valid until the next launch.
     """
@@ -193,14 +192,13 @@ class TorchStep:
         self,
         runner: TorchRunner,
         chunks: Sequence[Chunk],
-        order: Sequence[int],
+        ordered: Sequence[Chunk],
         wanted: Sequence[int],
         logits: torch.Tensor,
     ) -> None:
         self._runner = runner
         self.chunks = chunks
-        self._ordered = [chunks[i] for i in order]
-        self._order = order
+        self._ordered = ordered
         self._wanted = wanted
         self._logits: torch.Tensor | None = logits
         self._prompts: list[tuple[Request, PromptLogprobs]] = []
@@ -228,13 +226,8 @@ class TorchStep:
         with self._runner.failing(len(self._ordered)):
             drawn = iter(self._draw.read() if self._draw is not None else ())
             broken = {request for request, prompt in self._prompts if not prompt.store()}
-        token_ids: list[Sequence[int]] = [()] * len(self._ordered)
-        for i, chunk in zip(self._order, self._ordered, strict=True):
-            if chunk.samples:
-                token_ids[i] = [next(drawn) for _ in chunk.rows]
-            if chunk.request in broken:
-                token_ids[i] = (NO_TOKEN,)
-        return token_ids
+        token_ids = {chunk: [next(drawn) for _ in chunk.rows] for chunk in self._ordered}
+        return [(NO_TOKEN,) if chunk.request in broken else token_ids[chunk] for chunk in self.chunks]
 
     def _read_prompts(self, logits: torch.Tensor) -> torch.Tensor:
         """Record prompt log-probabilities.
