@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from engine.attention.backend import Scoring, StepAttention
+from engine.kernels.operators import define_operator
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +68,9 @@ def _like_output(query: Tensor, *_others: object) -> Tensor:
     return query.new_empty(1, query.shape[2], query.shape[1], query.shape[3])
 
 
-_LIBRARY: Final = torch.library.Library("kvmesh", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define(
+define_operator(
     "attend(Tensor query, Tensor key, Tensor value, int layer, float scaling, int window, float softcap, "
-    "Tensor? sinks) -> Tensor"
-)  # type: ignore[no-untyped-call]
-_LIBRARY.impl("attend", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("kvmesh::attend", _like_output, lib=_LIBRARY)
+    "Tensor? sinks) -> Tensor",
+    _attend,
+    _like_output,
+)

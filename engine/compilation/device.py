@@ -20,6 +20,7 @@ from engine.compilation.forward import EagerForward, Forward, padded
 from engine.compilation.graphs import CaptureFailed, Compute, CudaRecorder, DecodeGraphs, Recordable, Recorder
 from engine.config import EngineConfig
 from engine.device.c_compiler import find_c_compiler
+from engine.kernels.operators import define_operator
 from engine.kernels.shared_linear import merge_products, share_linears
 from engine.lora.adapters import any_adapted
 from engine.model.load import LoadedModel
@@ -297,7 +298,4 @@ def _scaled_and_cast(node: torch.fx.Node) -> torch.fx.Node:
     return node
 
 
-_LIBRARY: Final = torch.library.Library("kvmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("keep(Tensor tensor) -> Tensor")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("keep", torch.clone, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("kvmesh::keep", torch.empty_like, lib=_LIBRARY)
+define_operator("keep(Tensor tensor) -> Tensor", torch.clone, torch.empty_like)

@@ -1,1 +1,1 @@
-"""C++ kernels for the CPU."""
+"""C++ kernels for the CPU, and operators in Python."""

@@ -18,6 +18,7 @@ from engine.device.copies import to_device
 from engine.device.huge_pages import HugeMemory
 from engine.errors import ModelUnavailable, UnsupportedModel
 from engine.kernels.linear import PANEL, can_pack, pack
+from engine.kernels.operators import define_operator
 from engine.lora.adapter_config import ADAPTER_WEIGHTS, AdapterConfig, adapter_identity, read_adapter_config
 from engine.sharding.cuts import Cut
 
@@ -109,14 +110,7 @@ def _adapt(y: torch.Tensor, x: torch.Tensor, site: int) -> None:
         flat_y[group.rows] += change(flat_x[group.rows])  # rounded in the same order for slices and for indices
 
 
-def _adapt_nothing(_y: torch.Tensor, _x: torch.Tensor, _site: int) -> None:
-    pass
-
-
-_LIBRARY: Final = torch.library.Library("kvmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("adapt(Tensor(a!) y, Tensor x, int site) -> ()")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("adapt", _adapt, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("kvmesh::adapt", _adapt_nothing, lib=_LIBRARY)
+define_operator("adapt(Tensor(a!) y, Tensor x, int site) -> ()", _adapt, lambda _y, _x, _site: None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 
+from engine.kernels.operators import define_operator
+
 JOIN_S: Final = 120.0
 LEAVE_S: Final = 5.0
 _aborts: Final[list[threading.Thread]] = []  # the thread that aborts the group, if any
@@ -91,11 +93,4 @@ def _all_reduce(y: torch.Tensor) -> None:
     dist.all_reduce(y)
 
 
-def _reduce_nothing(_y: torch.Tensor) -> None:
-    pass
-
-
-_LIBRARY: Final = torch.library.Library("kvmesh", "FRAGMENT")  # type: ignore[no-untyped-call]
-_LIBRARY.define("all_reduce(Tensor(a!) y) -> ()")  # type: ignore[no-untyped-call]
-_LIBRARY.impl("all_reduce", _all_reduce, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-torch.library.register_fake("kvmesh::all_reduce", _reduce_nothing, lib=_LIBRARY)
+define_operator("all_reduce(Tensor(a!) y) -> ()", _all_reduce, lambda _y: None)
