@@ -30,10 +30,11 @@ def build_engine(
     Raises: ModelUnavailable, UnsupportedModel, RankLost.
     """
     directory = model_dir(model, state_dir, progress)
-    described = read_json(directory / CONFIG_FILE)
-    pooling = read_pooling(served_name(model), directory, matryoshka=config.matryoshka)
+    file = directory / CONFIG_FILE
+    described = read_json(file)
     described = described.get("text_config", described)  # for a multimodal model
-    layout = _layout(directory / CONFIG_FILE, described, served_name(model), config)
+    pooling = read_pooling(served_name(model), directory, matryoshka=config.matryoshka)
+    layout = _layout(file, described, served_name(model), config)
     num_pages = count_pages(config, layout)
     num_offloaded = count_offloaded(config, layout)
     shared = config.tensor_parallel > 1 and bool(follower)
@@ -46,15 +47,12 @@ def build_engine(
         except BaseException:
             processes.close()
             raise
-    vocab_size = read_size(directory / CONFIG_FILE, described, "vocab_size")
+    vocab_size = read_size(file, described, "vocab_size")
     eos_token_ids = end_tokens(described.get("eos_token_id"), vocab_size)
     alphabet = LETTERS if model == MOCK else [i for i in range(vocab_size) if i not in eos_token_ids]
-    pool_tokens = num_pages * config.page_size
-    positions = pool_tokens
+    limits = [num_pages * config.page_size, config.max_context, None if pooling is None else pooling.max_tokens]
     if any(described.get(key) is not None for key in ("max_position_embeddings", "n_positions")):
-        positions = read_size(directory / CONFIG_FILE, described, "max_position_embeddings")
-    if pooling is not None and pooling.max_tokens is not None:
-        positions = min(positions, pooling.max_tokens)
+        limits.append(read_size(file, described, "max_position_embeddings"))
     return EngineCore(
         runner=MockRunner(
             pages,
@@ -68,7 +66,7 @@ def build_engine(
         ),
         config=config,
         region=region,
-        max_context=min(positions, pool_tokens, config.max_context or pool_tokens),
+        max_context=min(limit for limit in limits if limit is not None),
         vocab_size=vocab_size,
         eos_token_ids=eos_token_ids,
         adapters=config.lora,  # identified by directory name
