@@ -123,7 +123,34 @@ class Scheduler:
 
         Returns: what to compute, and the DECODE requests that got pages.
         """
-        budget = self._max_step_tokens
+        preemptions = self.preemptions
+        chunks = self._decodes(least_chance)
+        self._preempted = self.preemptions > preemptions
+        budget = self._max_step_tokens - sum(chunk.length for chunk in chunks)
+        completing = 0
+        if chunks and beside is not None:
+            disaggregated = sum(chunk.request.disaggregated for chunk in chunks)
+            budget, completing = (min(budget, tokens) for tokens in beside(len(chunks), disaggregated))
+        full = max(0, budget - self._pack_tokens)  # with no more than this budget left, no further prompt starts
+        prompts = [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else []
+        prompts.sort(key=prompt_order, reverse=True)
+        reserved = self.reserve()
+        while (following := self._next(prompts, admit=not self._preempted, more=budget > full)) is not None:
+            start, pending = following.upcoming
+            most = MAX_LOGPROBS_CHUNK if following.reads_logits else self._max_step_tokens
+            if pending <= min(completing, most):
+                budget = max(budget, pending)
+            completing = 0
+            length = chunk_length(pending, min(budget, most))
+            if not length:
+                break
+            end = start + length
+            chunks.append(Chunk(following, start, end, length == pending, end > len(following.tokens)))
+            budget -= length
+        return chunks, reserved
+
+    def _decodes(self, least_chance: Callable[[int, int, int], float] | None) -> list[Chunk]:
+        """Plan a token for each decode, and drafts if the step has no prompt."""
         preemptions, page_size = self.preemptions, self.memory.page_size
         chunks: list[Chunk] = []
         decodes = [(r, start) for r in self.running for start, pending in [r.upcoming] if pending == 1]
@@ -142,29 +169,7 @@ class Scheduler:
                     chunk = self._with_drafts(chunk, request.drafter, share, least)
                     places -= len(chunk.drafts)
                 chunks.append(chunk)
-        budget -= sum(chunk.length for chunk in chunks)
-        completing = 0
-        if chunks and beside is not None:
-            disaggregated = sum(chunk.request.disaggregated for chunk in chunks)
-            budget, completing = (min(budget, tokens) for tokens in beside(len(chunks), disaggregated))
-        full = max(0, budget - self._pack_tokens)  # with no more than this budget left, no further prompt starts
-        prompts = [r for r in self.running if r.upcoming[1] > 1] if len(chunks) < len(self.running) else []
-        prompts.sort(key=prompt_order, reverse=True)
-        self._preempted = self.preemptions > preemptions
-        reserved = self.reserve()
-        while (following := self._next(prompts, admit=not self._preempted, more=budget > full)) is not None:
-            start, pending = following.upcoming
-            most = MAX_LOGPROBS_CHUNK if following.reads_logits else self._max_step_tokens
-            if pending <= min(completing, most):
-                budget = max(budget, pending)
-            completing = 0
-            length = chunk_length(pending, min(budget, most))
-            if not length:
-                break
-            end = start + length
-            chunks.append(Chunk(following, start, end, length == pending, end > len(following.tokens)))
-            budget -= length
-        return chunks, reserved
+        return chunks
 
     def _with_drafts(self, chunk: Chunk, drafter: Drafter, places: int, least_chance: float) -> Chunk:
         """Add drafts to a decode: at most `places`, and only into pages that no decode needs now."""
