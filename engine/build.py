@@ -21,6 +21,7 @@ from engine.core.engine_core import PACK_TOKENS, EngineCore
 from engine.cpu.cpu_time import cores_for_a_while, own_cores, usable_cores
 from engine.cpu.machine import set_compile_caches
 from engine.cpu.shared_cores import SharedCores
+from engine.cpu.step_threads import StepThreads
 from engine.cpu.thread_limit import ThreadLimit
 from engine.device.memory import DeviceMemory
 from engine.kernels.linear import pack_linears, sums_in_one_order
@@ -145,7 +146,7 @@ def assemble(
     threads = cores.cores if cores is not None else torch.get_num_threads()
     limit = ThreadLimit(threads, threads if is_fixed else usable_cores())
     model = make_model(loaded, forward or EagerForward(loaded.module), pool)
-    return _engine(loaded, config, pool, model, cores, limit)
+    return _engine(loaded, config, pool, model, StepThreads(limit, cores))
 
 
 def assemble_led(
@@ -163,10 +164,12 @@ def assemble_led(
     with followers.together():
         parts = make_parts(loaded, config, progress, memory)
     ranks = followers.rank_memories()
+    threads = None
     # ranks must route alike, and a router's last bits depend on the number of threads
-    limit = None if has_experts(loaded.module) else ThreadLimit(torch.get_num_threads(), torch.get_num_threads())
+    if not has_experts(loaded.module):
+        threads = StepThreads(ThreadLimit(torch.get_num_threads(), torch.get_num_threads()))
     model = LedModel(parts.model, followers, number)
-    return _engine(loaded, config, parts.pool, model, None, limit, ranks)
+    return _engine(loaded, config, parts.pool, model, threads, ranks)
 
 
 def _engine(  # noqa: PLR0917
@@ -174,8 +177,7 @@ def _engine(  # noqa: PLR0917
     config: EngineConfig,
     pool: Pool,
     model: StepModel,
-    cores: SharedCores | None,
-    limit: ThreadLimit | None,
+    threads: StepThreads | None,
     ranks: Sequence[RankMemory] = (),
 ) -> EngineCore:
     on_cpu = loaded.device.type == "cpu"
@@ -187,7 +189,8 @@ def _engine(  # noqa: PLR0917
         place = str(config.kv_offload_dir or "main memory")
         log.info("evicted pages are kept", extra={"pages": len(pool.offloaded), "place": place})
     return EngineCore(
-        runner=TorchRunner(model, pooling=loaded.pooling, cores=cores, limit=limit if on_cpu else None),
+        runner=TorchRunner(model, pooling=loaded.pooling),
+        threads=threads if on_cpu else None,
         config=config,
         region=KvRegion(storage.data_ptr(), len(storage), loaded.layout, str(storage.device), ranks),
         max_context=pool.max_context,

@@ -9,9 +9,9 @@ preempted while a step is in flight. Without `pipeline`, a step lands before the
 import logging
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from itertools import count
-from time import perf_counter
+from time import perf_counter, sleep
 from types import MappingProxyType
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from components.errors import InvariantBroken, UnknownModel
 from components.wire.layout import KvRegion
@@ -38,6 +38,9 @@ from engine.scheduler.request import Chunk, Drafter, Request, RequestMemory, usa
 from engine.scheduler.scheduler import Scheduler
 from engine.scheduler.step_cost import ChunkLimit, RowCost
 
+if TYPE_CHECKING:  # the mock engine starts without torch
+    from engine.cpu.step_threads import StepThreads
+
 log = logging.getLogger(__name__)
 
 PACK_TOKENS: Final = 1536  # enough to keep a device busy
@@ -56,6 +59,7 @@ class EngineCore:
         self,
         *,
         runner: Runner,
+        threads: "StepThreads | None" = None,
         config: EngineConfig,
         region: KvRegion,
         max_context: int,
@@ -71,6 +75,7 @@ class EngineCore:
         """Create an engine without requests.
 
         Args:
+            threads: of `runner`'s steps on a CPU; None: their number does not change.
             window: maximum number of keys that a layer reads, including the token's own; 0: all.
             num_offloaded: evicted pages that `runner` can keep; their ids follow those of `region`.
             make_drafter: called with the growing text of a request and its prediction; None: no speculative decoding.
@@ -82,6 +87,7 @@ class EngineCore:
         self.adapters = adapters
         self.embedding = None if pooling is None else pooling.about
         self._runner = runner
+        self._threads = threads
         self._pools_all = pooling is not None and pooling.reads_all
         self._limits = Limits(max_context, vocab_size, eos_token_ids, embeds=pooling is not None)
         self._make_drafter = make_drafter
@@ -180,12 +186,13 @@ class EngineCore:
         self._requests.release(request_id)
 
     def wait_s(self) -> float:
-        if not self._runner.takes_cpu or not self._scheduler.computes():
+        if self._threads is None or not self._scheduler.computes():
             return 0
-        return self._runner.wait_s(self._scheduler.has_prompts)
+        return self._threads.wait_s(prompts=self._scheduler.has_prompts())
 
     def rest(self) -> None:
-        self._runner.rest()
+        if self._threads is not None:
+            self._threads.rest()
 
     def start_profile(self, facts: Mapping[str, str]) -> None:
         self._runner.start_profile(facts)
@@ -219,7 +226,8 @@ class EngineCore:
         try:
             output = yield from self._stepped(pauses=pauses)
         finally:
-            self._runner.done()
+            if self._threads is not None:
+                self._threads.done()
         yield output
 
     def _stepped(self, *, pauses: bool) -> Generator[Pause, None, StepOutput]:
@@ -265,6 +273,10 @@ class EngineCore:
     def _launch(self, chunks: list[Chunk], output: StepOutput) -> Launched | None:
         if not chunks:
             return None
+        if self._threads is not None:
+            prompts = any(chunk.is_prompt for chunk in chunks)
+            while wait_s := self._threads.wait_s(prompts=prompts):
+                sleep(wait_s)
         try:
             launched = self._runner.launch(chunks)
         except StepFailed as error:

@@ -129,15 +129,6 @@ class MockRunner:
         for source, target in moves:
             self._pages.copy(source, target)
 
-    def wait_s(self, has_prompts: Callable[[], bool]) -> float:
-        return 0
-
-    def done(self) -> None:
-        pass
-
-    def rest(self) -> None:
-        pass
-
     def start_profile(self, facts: Mapping[str, str]) -> None:
         raise Rejected("this worker runs the mock engine, which computes nothing: profile one with a model")
 

@@ -59,14 +59,6 @@ class Runner(Protocol):
         Ids beyond the pool are those of offloaded pages.
         """
 
-    def wait_s(self, has_prompts: Callable[[], bool]) -> float: ...
-
-    def done(self) -> None:
-        pass
-
-    def rest(self) -> None:
-        pass
-
     def start_profile(self, facts: Mapping[str, str]) -> None: ...
 
     def stop_profile(self) -> Recording:

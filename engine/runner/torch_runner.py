@@ -2,7 +2,6 @@
 
 import gzip
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -12,8 +11,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from components.wire.sampling import SamplingParams
-from engine.cpu.shared_cores import LOOK_S, SharedCores
-from engine.cpu.thread_limit import ThreadLimit
 from engine.device.copies import Arrival, to_device
 from engine.model.pooling import Pooling
 from engine.runner.device_model import StepModel
@@ -70,21 +67,10 @@ class TorchRunner:
 
     Args:
         pooling: of an embedding model, which computes hidden states.
-        cores: lent by other workers, within `limit`.
-        limit: threads of a step on a CPU.
     """
 
-    def __init__(
-        self,
-        model: StepModel,
-        *,
-        pooling: Pooling | None = None,
-        cores: SharedCores | None = None,
-        limit: ThreadLimit | None = None,
-    ) -> None:
+    def __init__(self, model: StepModel, *, pooling: Pooling | None = None) -> None:
         self._pooling = pooling
-        self._cores = cores
-        self._limit = limit
         self._model = model
         self._device = model.device
         self.sampler: Sampler = choose_sampler(model.device)
@@ -109,8 +95,6 @@ class TorchRunner:
         ordered = sorted(chunks, key=lambda chunk: (chunk.length > 1, chunk.end))
         wanted = [chunk.length if chunk.request.reads_prompt else len(chunk.rows) for chunk in ordered]
         marked = self._profile.step(chunks) if self._profile is not None else nullcontext()
-        while wait_s := self.wait_s(lambda: any(chunk.is_prompt for chunk in chunks)):
-            time.sleep(wait_s)
         with self.failing(len(chunks)), marked:
             logits = self._model.compute(inputs_of(ordered, wanted), self._ahead_ids(ordered))
             if self._pooling is not None:
@@ -120,29 +104,6 @@ class TorchRunner:
     @torch.inference_mode()
     def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
         self._model.copy_pages(moves)
-
-    def wait_s(self, has_prompts: Callable[[], bool]) -> float:
-        if self._limit is None:
-            return 0
-        prompts = has_prompts()
-        threads = self._limit.of_step(prompts=prompts)
-        if self._cores is not None:
-            threads = self._cores.ask(prompts=prompts, most=threads)
-            if not threads:
-                return LOOK_S
-        torch.set_num_threads(threads)  # in any case, as earlier steps may have set OpenMP's threads but not MKL's
-        self._limit.begin(threads)
-        return 0
-
-    def done(self) -> None:
-        if self._cores is not None:
-            self._cores.done()
-        if self._limit is not None:
-            self._limit.end()
-
-    def rest(self) -> None:
-        if self._cores is not None:
-            self._cores.rest()
 
     def start_profile(self, facts: Mapping[str, str]) -> None:
         self._profile = Profile(self._device, facts)

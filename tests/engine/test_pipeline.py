@@ -68,9 +68,6 @@ class Device:
         assert self.written.isdisjoint(source for source, _ in moves), "what is copied has not been computed"
         self.copied += moves
 
-    def done(self) -> None:
-        """A step of the engine has ended, whatever flies."""
-
     @property
     def written(self) -> set[int]:
         """Pages that steps in flight write."""

@@ -49,9 +49,6 @@ class ScriptedRunner:
     def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
         self.copied += moves
 
-    def done(self) -> None:
-        """A step is over."""
-
 
 @pytest.fixture
 def runner() -> ScriptedRunner:

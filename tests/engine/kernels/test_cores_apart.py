@@ -20,7 +20,7 @@ def test_the_computing_thread_has_a_core_of_its_own_until_a_step_has_fewer_threa
 
     def compute() -> None:
         engine = make_engine(tiny, attention="cpu")
-        engine._runner._limit = None  # type: ignore[attr-defined]  # a busy machine would change the number
+        engine._threads = None  # a busy machine would change the number
         torch.ops.kvmesh.keep_apart(torch.tensor(cores))
         for number in (len(cores), 1, len(cores)):
             torch.set_num_threads(number)

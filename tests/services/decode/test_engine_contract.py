@@ -33,9 +33,6 @@ class Sevens:
     def copy_pages(self, moves: Sequence[tuple[int, int]]) -> None:
         raise AssertionError("no request here has branches")
 
-    def done(self) -> None:
-        pass
-
 
 @pytest.fixture
 def engine() -> EngineCore:
