@@ -1,14 +1,10 @@
 """Compute a step on the device, from chunks to sampled tokens."""
 
-import gzip
-import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Final
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
 
 from components.wire.sampling import SamplingParams
 from engine.device.copies import Arrival, to_device
@@ -17,49 +13,13 @@ from engine.runner.device_model import StepModel
 from engine.runner.pooled_step import PooledStep
 from engine.runner.step_inputs import inputs_of
 from engine.runner.step_runner import StepFailed
+from engine.runner.torch_profile import Profile, Recording
 from engine.sampling.logprobs import PromptLogprobs
 from engine.sampling.row import NO_TOKEN, Row
 from engine.sampling.sampler import Draw, Sampler, choose_sampler
 from engine.scheduler.request import Chunk, Request
 
-COPY_BYTES: Final = 1 << 20  # bytes of a profile that are copied at once
-GZIP_LEVEL: Final = 3  # makes a profile 20 times smaller
 DROPPED: Final = Row(SamplingParams(max_tokens=1, temperature=0), [], 0)  # for a request that has ended
-
-
-class Profile:
-    """A torch profile of what one thread computes."""
-
-    def __init__(self, device: torch.device, facts: Mapping[str, str]) -> None:
-        activities = [ProfilerActivity.CPU]
-        if device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
-        self._profile = profile(activities=activities)
-        self._profile.start()
-        for name, value in facts.items():
-            self._profile.add_metadata(name, value)
-
-    def step(self, chunks: Sequence[Chunk]) -> AbstractContextManager[object]:
-        prompts = [chunk.length for chunk in chunks if chunk.is_prompt]
-        return record_function(f"forward: {len(chunks) - len(prompts)} decodes, {sum(prompts)} prompt tokens")
-
-    def stop(self) -> "Recording":
-        self._profile.stop()
-        return Recording(self._profile)
-
-
-class Recording:
-    def __init__(self, stopped: profile) -> None:
-        self._profile = stopped
-
-    def save(self, path: Path) -> None:
-        plain = path.with_suffix(".plain.json")
-        try:
-            self._profile.export_chrome_trace(str(plain))
-            with plain.open("rb") as source, gzip.open(path, "ab", compresslevel=GZIP_LEVEL) as target:
-                shutil.copyfileobj(source, target, COPY_BYTES)  # zlib releases the GIL
-        finally:
-            plain.unlink(missing_ok=True)
 
 
 class TorchRunner:
