@@ -1,7 +1,7 @@
 """All requests by id, until their pages are free, and the limits on requests that an engine accepts."""
 
 from collections.abc import Container, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from components.errors import PromptTooLong, Rejected
 from components.wire.sampling import SamplingParams
@@ -118,14 +118,9 @@ class Requests:
         if request.state is RequestState.WAITING:  # it has no pages yet, so prefill has not computed its first token
             request.phase = Phase.FULL
             return
-        again = replace(
-            request,
+        again = request.without_pages(
             tokens=[*request.tokens, *([] if first_token is None else [first_token])],
             phase=Phase.FULL,
-            pages=[],
-            first_page=0,
-            num_computed=0,
-            num_published=0,
             num_cached_tokens=0,
             was_looked_up=False,
             released=False,

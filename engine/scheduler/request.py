@@ -128,18 +128,16 @@ class Request:
         logprobs = self.row.prompt_logprobs
         return logprobs is not None and len(logprobs) < self.prompt_len - 1
 
+    def without_pages(self, **changes: Any) -> "Request":
+        """Return a waiting copy that has no pages yet."""
+        return replace(self, pages=[], first_page=0, num_computed=0, num_published=0, **changes)
+
     def forked(self, branch: int) -> "Request":
-        """Return a new branch, without pages."""
         seed = branch_seed(self.sampling.seed, branch)
-        return replace(
-            self,
+        return self.without_pages(
             tokens=list(self.tokens),
             sampling=msgspec.structs.replace(self.sampling, seed=seed, n=1, prompt_logprobs=None),
-            pages=[],
-            first_page=0,
             hashes=list(self.hashes),
-            num_computed=0,
-            num_published=0,
             mask=None if self.mask is None else self.mask.fork(),
             branch=branch,
             unwanted=set(),
