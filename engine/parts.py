@@ -186,7 +186,7 @@ def _of_all_ranks(use: MemoryUse, loaded: LoadedModel) -> list[MemoryUse]:
 
 
 def _pages_left(uses: Sequence[MemoryUse], loaded: LoadedModel, config: EngineConfig) -> int:
-    """As many pages as the rank with the least memory has room for.
+    """Return the pages of the rank with the least memory.
 
     Raises: WrongSettings, on each rank, if that is not even a request's; CannotServe, if other processes hold the rest.
     """
@@ -217,13 +217,7 @@ def _report(uses: Sequence[MemoryUse], pool: Pool, memory: DeviceMemory, loaded:
 
 
 def run_largest_step(model: DeviceModel, size: StepSize, max_context: int, loaded: LoadedModel, *, draws: bool) -> None:
-    """Compute the step that needs the most memory: as many prompt tokens and draws as a step may have.
-
-    It runs on page 0, whose content does not matter. Waits for its end.
-
-    Args:
-        draws: sample, too; not on a follower.
-    """
+    """Compute the step that needs the most memory, on page 0, and wait for its end. `draws`: not on a follower."""
     chunks = largest_chunks(size, max_context, loaded.layout.page_size, loaded.pooling)
     if draws:
         step = TorchRunner(model, pooling=loaded.pooling).launch(chunks)

@@ -36,10 +36,7 @@ class AttentionUnavailable(WrongSettings):
 
 
 def prepare_attention(kind: AttentionKind, device: torch.device, state_dir: Path) -> None:
-    """Load the kernels for `make_attention`. The first time on a machine, compiling them takes seconds.
-
-    Raises: AttentionUnavailable.
-    """
+    """Load the kernels, which the first time on a machine are compiled. Raises: AttentionUnavailable."""
     if device.type != "cpu" or kind not in ("auto", "cpu"):
         return
     try:

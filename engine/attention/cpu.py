@@ -34,7 +34,7 @@ class CpuStep:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring, *, sinks: Tensor | None = None
     ) -> Tensor:
-        """Attend. Rows beyond the plan's tokens are zero, and write no KV."""
+        """Rows beyond the plan's tokens are zero, and write no KV."""
         options = scoring.scaling, scoring.window, scoring.softcap, None if sinks is None else sinks.float()
         attended: Tensor = torch.ops.kvmesh.attend_pages(query, key, value, self.pool, self.plan, layer, *options)
         return attended

@@ -26,7 +26,6 @@ _current: ContextVar[_Current] = ContextVar("kvmesh_attention")
 
 @contextmanager
 def attending(step: StepAttention, num_tokens: int) -> Iterator[None]:
-    """Let `kvmesh::attend` on this thread use `step`."""
     token = _current.set(_Current(step, num_tokens))
     try:
         yield

@@ -70,7 +70,6 @@ class PlainAttention:
         return (page_rows * page_size + self._tensor(offsets)).flatten()
 
     def _group(self, shape: StepShape, first: int, last: int, first_token: int) -> Group:
-        """Group requests; the last one is the longest."""
         query_len = shape.query_lens[first]
         visible = partial(self._visible_keys, shape.context_lens[first:last], query_len, shape.block_tables[first:last])
         return Group(first_token, last - first, query_len, cache(visible))
@@ -91,7 +90,7 @@ class PlainAttention:
         return VisibleKeys(rows.flatten(), self._bias(first_query, query_len, length, window), unseen)
 
     def _unseen(self, first_query: Sequence[int], query_len: int, padded_len: int, window: int) -> Tensor:
-        """Slots before the window of the first query, and behind the last query."""
+        """Slots before the first query's window, and behind the last query."""
         heads, slots = self._layout.num_heads, list[int]()
         for i, first in enumerate(first_query):
             start = i * heads * padded_len  # of the request's first key head

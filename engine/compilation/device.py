@@ -80,11 +80,7 @@ class DeviceForward:
         compiler: Compiler,
         typical: int = FEW,
     ) -> None:
-        """`attention` is used for warming up, and must be `Recordable` if `recorder` is given.
-
-        Args:
-            typical: number of tokens in the compiled example.
-        """
+        """`attention` must be `Recordable` if `recorder` is given. `typical`: number of tokens in the compiled example."""
         self.kind: str = EagerForward.kind
         self._eager = EagerForward(loaded.module)
         self._traced = Traced(loaded.module)
@@ -169,7 +165,6 @@ class DeviceForward:
         return logits[: len(keep)]
 
     def _adopt(self) -> None:
-        """Switch to the compiled model, between two steps."""
         if self._compute is None and self._made is not None:
             self._compute = self._made
 
@@ -199,7 +194,7 @@ class DeviceForward:
         return compiled
 
     def _warm_prompts(self) -> None:
-        """Compile the kernels of short and longer chunks, with one and with several spans, on page 0, which is unused."""
+        """Compile the kernels of short and longer chunks, with one and with several spans, on page 0."""
         assert self._attention is not None
         longest = self._attention.limits.context if isinstance(self._attention, Recordable) else 0
         for length in (SHORT_CHUNK, SHORT_CHUNK + 1):

@@ -93,7 +93,7 @@ class PackagedForward:
 
 
 def has_own_weights(module: torch.nn.Module) -> bool:
-    """Return whether a package contains the weights. Packed weights are shared with the module instead."""
+    """Return whether a package contains the weights. Packed ones are shared with the module."""
     return not is_packed(module)
 
 

@@ -26,7 +26,7 @@ Compute = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]  # 
 
 @runtime_checkable
 class Recordable(AttentionBackend, Protocol):
-    """A backend whose decodes read all that changes between steps from device memory."""
+    """A backend whose decodes read all changing values from device memory."""
 
     @property
     def limits(self) -> StepLimits:

@@ -61,7 +61,7 @@ class CompiledWhenReady:
         return self._forward.kind
 
     def is_compiling(self) -> bool:
-        """Return whether this model is being compiled, perhaps by another worker."""
+        """True also while another worker compiles it."""
         return self._thread.is_alive()
 
     def __call__(
@@ -148,10 +148,7 @@ def _package_path(loaded: LoadedModel, config: EngineConfig, state_dir: Path) ->
 
 
 def _build(job: Job) -> None:
-    """Build the package unless it exists, one process at a time.
-
-    Raises: OSError, CompilationFailed.
-    """
+    """Build the package unless it exists. Raises: OSError, CompilationFailed."""
     package = Path(job.package)
     if _mark_used(package):  # its directory may be read-only
         return

@@ -103,7 +103,6 @@ class Requests:
         return [*([] if first is None else [first]), *self._branches.get(request_id, ()), *leaving]
 
     def fork(self, request: Request) -> None:
-        """Start the other branches once the prompt is computed."""
         for number in range(1, request.sampling.n):
             if number in request.unwanted:
                 continue
@@ -188,7 +187,6 @@ class Requests:
             self._memory.give_back(request)
 
     def _give_back(self, request: Request) -> None:
-        """Release the request's pages; for a request in flight, `landed` does it later."""
         if request.in_flight is None:
             self._memory.give_back(request)
         else:

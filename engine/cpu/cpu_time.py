@@ -94,7 +94,7 @@ def unused_s() -> float | None:
 
 
 def other_python_threads() -> set[int]:
-    """Return the kernel ids of other Python threads. Threads of other kinds compute for the caller."""
+    """Return the kernel ids of other Python threads."""
     return {thread.native_id for thread in threading.enumerate() if thread.native_id} - {threading.get_native_id()}
 
 
@@ -108,12 +108,11 @@ class CpuQuota:
         return min((_cores(group) for group in self._groups), default=float("inf"))
 
     def throttled_s(self) -> float:
-        """Return the throttled time, summed over cores."""
         return sum(_throttled_s(group) for group in self._groups)
 
 
 def own_cores() -> list[int]:
-    """Return the cores that this process may use. It asks for the main thread, because computing threads may be bound."""
+    """Return the cores of the main thread, because computing threads may be bound."""
     return sorted(os.sched_getaffinity(os.getpid()))
 
 
@@ -132,7 +131,7 @@ def _cores_allowed(quota: CpuQuota | None) -> float:
 
 
 def _cpu_groups(proc: Path) -> Iterator[Path]:
-    """Yield the directories of this process's cgroups that can have a quota, up to each mount's root."""
+    """Yield the directories of this process's cgroups, up to each mount's root."""
     try:
         memberships = (proc / "cgroup").read_text().splitlines()
         mounts = [line.split() for line in (proc / "mountinfo").read_text().splitlines()]

@@ -55,7 +55,6 @@ def sync_to_disk(file: IO[bytes]) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lock `path`, so that one process at a time makes it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -17,10 +17,7 @@ def available_bytes(proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
 
 
 def check_fits(num_bytes: int, what: str) -> None:
-    """Check that enough memory is available. `what` names its use and the setting, for the error.
-
-    Raises: WrongSettings.
-    """
+    """Raises: WrongSettings, if not enough memory is available. `what` names its use and the setting."""
     available = available_bytes()
     if available is not None and num_bytes > available:
         raise WrongSettings(

@@ -2,11 +2,9 @@
 
 A worker with new work waits until its cores are returned, because one thread too many makes steps five times as long.
 
-A worker without work lends its cores. A step with prompts borrows them at once, and returns them between layers if the
-kernels support it. Decodes are limited by memory, so they borrow only from workers that have been idle for a while, and
-return the cores at the end of the step.
-
-A worker with work lends nothing between two steps, because it would wait for the end of a layer to get its cores back.
+Only a worker without work lends its cores. A step with prompts borrows them at once, and returns them between layers if
+the kernels support it. Decodes are limited by memory, so they borrow only from workers that have been idle for a while,
+and return the cores at the end of the step.
 """
 
 import fcntl
@@ -61,13 +59,13 @@ class SharedCores:
         return self._cores
 
     def cells(self) -> tuple[memoryview, memoryview] | None:
-        """Return the cells of allowed threads, which running steps read, and of used ones, which they write: int64 [1]."""
+        """Return the cells of allowed threads, which running steps read, and of used ones, which they write."""
         if self._mine is None:
             return None
         return self._allowed[self._mine : self._mine + 1], self._used[self._mine : self._mine + 1]
 
     def adapt(self) -> None:
-        """Declare that running steps follow `cells`."""
+        """Call it if running steps follow `cells`."""
         self._adapts = True
 
     def ask(self, *, prompts: bool, most: int | None = None) -> int:

@@ -27,7 +27,7 @@ LOG_EVERY_S: Final = 30.0
 class ThreadLimit:
     """The limit falls while threads wait for cores, and rises by one when a core is unused.
 
-    It also rises every `LAST_RETRY_S`, because low-priority processes yield their cores. Use it on the computing thread.
+    It also rises every `LAST_RETRY_S`, because low-priority processes yield their cores.
 
     Args:
         threads: limit on an otherwise idle machine.

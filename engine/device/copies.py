@@ -1,7 +1,4 @@
-"""Copies between host and device without waiting.
-
-A copy from pageable memory waits for enqueued work.
-"""
+"""Copies between host and device without waiting: a copy from pageable memory waits for enqueued work."""
 
 from collections.abc import Sequence
 from typing import Final

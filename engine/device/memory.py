@@ -1,4 +1,4 @@
-"""A device's memory: what holds it, and what is left for KV pages."""
+"""A device's memory: what holds it, and the rest for KV pages."""
 
 import gc
 from dataclasses import asdict, dataclass, replace
@@ -67,7 +67,7 @@ class MemoryUse:
 
     @property
     def outside(self) -> int:
-        """CUDA itself, its libraries, and other processes."""
+        """Bytes of CUDA itself and of other processes."""
         return self.total - self.free - self.weights - self.compiled
 
     @property
@@ -75,16 +75,16 @@ class MemoryUse:
         return self.activations + self.graphs
 
     def share_left(self, utilization: float) -> int:
-        """Bytes left of this process's share; negative if it is exceeded."""
+        """Bytes left of this process's share, perhaps negative."""
         return int(utilization * self.total) - self.weights - self.compiled - self.coming
 
     @property
     def free_left(self) -> int:
-        """Bytes left on the device; negative if too few are free."""
+        """Bytes left on the device, perhaps negative."""
         return self.free - self.coming - int(KEPT_FREE * self.total)
 
     def left(self, utilization: float) -> int:
-        """Bytes for KV pages; negative if weights, activations and graphs do not fit."""
+        """Bytes for KV pages, perhaps negative."""
         return min(self.share_left(utilization), self.free_left)
 
     def by_others(self, utilization: float, needed: int = 0) -> bool:
@@ -92,7 +92,6 @@ class MemoryUse:
         return self.free_left < self.share_left(utilization) >= needed
 
     def shortage(self, needed: int, utilization: float) -> str:
-        """Why `needed` bytes of KV pages do not fit, and what to do."""
         left = self.left(utilization)
         held = (
             f"weights hold {_gb(self.weights)}, compiled products {_gb(self.compiled)}, the largest step "
@@ -107,7 +106,6 @@ class MemoryUse:
         )
 
     def step_too_large(self, device: str, size: StepSize, reason: str) -> str:
-        """Why the device cannot compute the largest step, and what to do."""
         return (
             f"too little memory on {device}: the largest step, {size.tokens} tokens and {size.requests} draws, does not fit "
             f"beside weights of {_gb(self.weights)}; {_gb(self.free)} were free ({reason}). To do: {SMALLER}, or "

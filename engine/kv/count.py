@@ -11,28 +11,19 @@ MOST_GB: Final = 1e9  # more than any machine has; as bytes it still fits into a
 
 
 def count_pages(config: EngineConfig, layout: KvLayout) -> int:
-    """Return the number of pages for which a rank with the most KV heads has room.
-
-    Raises: WrongSettings, if kv_memory_gb holds no page.
-    """
+    """Return the number of pages of each rank. Raises: WrongSettings, if kv_memory_gb holds no page."""
     return asked_pages(config, layout) or _held_by(CPU_GB, layout)
 
 
 def asked_pages(config: EngineConfig, layout: KvLayout) -> int | None:
-    """Return the number of pages that the settings fix; None if they fix none.
-
-    Raises: WrongSettings, if kv_memory_gb holds no page.
-    """
+    """Return the number of pages that the settings fix, if any. Raises: WrongSettings, if kv_memory_gb holds no page."""
     if config.num_pages is not None or config.kv_memory_gb is None:
         return config.num_pages
     return _held_by(config.kv_memory_gb, layout)
 
 
 def count_offloaded(config: EngineConfig, layout: KvLayout) -> int:
-    """Return the number of evicted pages to keep.
-
-    Raises: WrongSettings, if kv_offload_gb holds no page.
-    """
+    """Return the number of evicted pages to keep. Raises: WrongSettings, if kv_offload_gb holds no page."""
     return _held_by(config.kv_offload_gb, layout, "kv_offload_gb") if config.kv_offload_gb else 0
 
 

@@ -74,7 +74,6 @@ class PageCopies:
     """
 
     def __init__(self, storage: torch.Tensor, offloaded: torch.Tensor) -> None:
-        """Both are [num_pages, ...]; `offloaded` is in main memory."""
         self._storage = storage
         self._offloaded = offloaded
         self._stream: torch.cuda.Stream | None = None
@@ -82,10 +81,7 @@ class PageCopies:
             self._stream = torch.cuda.Stream(storage.device)  # type: ignore[no-untyped-call]  # as torch ships it
 
     def copy(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy (source, target) pages. Return only when all are copied, because a peer may then write to either page.
-
-        Work on these pages in other streams must have ended, because this stream does not wait for it.
-        """
+        """Copy (source, target) pages, which no other stream uses. Return after all: a peer may then write to them."""
         on_stream: AbstractContextManager[object] = nullcontext()
         if self._stream is not None:
             on_stream = torch.cuda.stream(self._stream)

@@ -9,7 +9,7 @@ CopyPages = Callable[[Sequence[tuple[int, int]]], None]  # takes (source, target
 
 
 class OffloadedPages:
-    """Evicted blocks, each of which is either in the pool or here. If there is no room, the oldest block is dropped.
+    """Evicted blocks. If there is no room, the oldest block is dropped.
 
     Copies finish before other calls begin, so no page is reallocated while it is read or written.
     """
@@ -23,12 +23,7 @@ class OffloadedPages:
         forget: Callable[[int], None],
         copy_pages: CopyPages,
     ) -> None:
-        """`count`: room for this many pages, with ids from `first` on.
-
-        Args:
-            rename: assigns another page to a block, in the prefix cache.
-            forget: removes a page from the prefix cache.
-        """
+        """`first`: the lowest id. `rename`, `forget`: functions of the prefix cache."""
         self._ids = range(first, first + count)
         self._free = list(reversed(self._ids))
         self._kept: OrderedDict[int, None] = OrderedDict()  # oldest first
@@ -40,7 +35,6 @@ class OffloadedPages:
 
     @property
     def room(self) -> int:
-        """Pages that it can hold."""
         return len(self._ids)
 
     def __len__(self) -> int:
@@ -76,7 +70,6 @@ class OffloadedPages:
         self.num_restored += len(moves)
 
     def drop(self, place: int) -> None:
-        """Free a page whose block was removed from the prefix cache."""
         del self._kept[place]
         self._free.append(place)
 

@@ -74,7 +74,6 @@ class FreeRuns:
         return first
 
     def _cut(self, first: int, count: int) -> list[int]:
-        """Take up to `count` pages from the run that starts at `first`."""
         length = self._pull(first)
         if count < length:
             self._put(first + count, length - count)
@@ -103,13 +102,10 @@ class FreeRuns:
 
 
 class PrefixCache:
-    """Maps chained block hashes to full pages, so that equal prefixes share pages. `PagePool` owns the pages.
-
-    Other threads may call `match` for an estimate; only the engine's thread may call the rest.
-    """
+    """Maps chained block hashes to full pages, so that equal prefixes share pages. Any thread may call `match`."""
 
     def __init__(self, *, records_events: bool = False) -> None:
-        """`records_events`: record changes, which the caller must fetch by `take_events`."""
+        """`records_events`: the caller fetches changes by `take_events`."""
         self.events: list[CacheEvent] = []
         self._records_events = records_events
         self._page_of: dict[bytes, int] = {}
@@ -119,7 +115,6 @@ class PrefixCache:
         return page in self._hash_of
 
     def match(self, hashes: Iterable[bytes]) -> list[int]:
-        """Return the pages of the longest cached prefix of `hashes`."""
         pages: list[int] = []
         for block in hashes:
             page = self._page_of.get(block)
@@ -158,7 +153,6 @@ class PrefixCache:
                     self.events.append((block, True))
 
     def move(self, page: int, to: int) -> None:
-        """Assign the block of `page` to page `to`."""
         block = self._hash_of.pop(page)
         self._page_of[block] = to
         self._hash_of[to] = block
@@ -209,11 +203,11 @@ class PagePool:
         return self.num_free + self.num_cached
 
     def num_cached_among(self, pages: Sequence[int]) -> int:
-        """Count the pages of the pool that `hold` would make unavailable."""
+        """Count the pages that `hold` would make unavailable."""
         return sum(1 for page in pages if page in self._cached)
 
     def num_offloaded_among(self, pages: Sequence[int]) -> int:
-        """Count the offloaded pages, for which `hold` would allocate pages of the pool."""
+        """Count the pages for which `hold` would allocate others."""
         return 0 if self._offloaded is None else sum(1 for page in pages if page >= self.num_pages)
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
@@ -292,7 +286,6 @@ class PagePool:
             self._free.give(free)
 
     def forget(self, block: bytes) -> None:
-        """Remove a block from the prefix cache, if it is there."""
         page = self._prefix.page_of(block)
         if page is None:
             return

@@ -90,7 +90,7 @@ class EngineLoop(ABC):
         """Wait for the current step, then refuse calls."""
 
     def on_output(self, callback: Callable[[StepOutput], None]) -> None:
-        """Pass each output to `callback`. Outputs may be empty."""
+        """Pass each output to `callback`, empty ones, too."""
         self._callbacks.append(callback)
 
     def report(self, callback: Callable[[StepOutput], None]) -> None:
@@ -98,7 +98,6 @@ class EngineLoop(ABC):
         self._reports.append(callback)
 
     async def failed(self) -> BaseException:
-        """Wait until the engine fails, and return its error."""
         error = await asyncio.shield(self._ended)
         return error or dead(None)
 

@@ -17,8 +17,6 @@ SLOW_IMPORT: Final = "torch._inductor"  # its import by torch's profiler takes t
 
 
 class EngineProfiler:
-    """Records one profile at a time."""
-
     def __init__(self, engine: EngineLoop, facts: Mapping[str, str]) -> None:
         self._engine = engine
         self._facts = facts

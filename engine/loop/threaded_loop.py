@@ -78,7 +78,6 @@ class ThreadedLoop(EngineLoop):
         return False
 
     def _light_step(self, engine: Engine) -> None:
-        """Run a step after a call, unless the step would compute."""
         try:
             if not engine.computes():
                 output = engine.step()
@@ -108,7 +107,7 @@ class ThreadedLoop(EngineLoop):
         call_on_loop(self._loop, self._end, error)
 
     def _lose(self, error: Exception) -> None:
-        """Stop the engine's thread; called on another thread."""
+        """Stop the engine's thread, on another thread."""
         self._broken = error
         self._calls.put(None)
 

@@ -67,7 +67,6 @@ _groups: ContextVar[Sequence[RowGroup]] = ContextVar("kvmesh_lora", default=())
 
 @contextmanager
 def adapted(groups: Sequence[RowGroup]) -> Iterator[None]:
-    """Apply disjoint groups to forwards on this thread."""
     token = _groups.set(groups)
     try:
         yield
@@ -82,12 +81,13 @@ def any_adapted() -> bool:
 class AdaptedLinear(torch.nn.Module):
     """A linear layer that applies to each row of a step the adapter of its request, if any.
 
-    `site` is the index of the layer in an adapter's changes. Row groups are set per thread, outside the forward, so one
-    compiled forward serves all steps. A row's bits do not depend on other rows' adapters. In an adapted MLP, gate and up
-    are two products, so in bfloat16 its bits differ from those of a model without adapters, where `PackedGate` fuses them.
+    Row groups are set per thread, outside the forward, so one compiled forward serves all steps. A row's bits do not depend
+    on other rows' adapters. In an adapted MLP, gate and up are two products, so in bfloat16 its bits differ from those of a
+    model without adapters, where `PackedGate` fuses them.
     """
 
     def __init__(self, plain: torch.nn.Linear, site: int) -> None:
+        """`site`: index of the layer in an adapter's changes."""
         super().__init__()
         self.plain = plain
         self._site = site

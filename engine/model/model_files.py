@@ -20,10 +20,7 @@ LFS_POINTER: Final = b"version https://git-lfs"
 
 
 def read_json(path: Path, kind: type = dict) -> Any:
-    """Read a JSON text of a `kind`.
-
-    Raises: ModelUnavailable.
-    """
+    """Raises: ModelUnavailable, unless the file is the JSON of a `kind`."""
     try:
         found = json.loads(path.read_text())
     except OSError as exc:
@@ -67,10 +64,7 @@ def read_header(path: Path) -> bytes:
 
 
 def read_tensors(path: Path) -> dict[str, Any]:
-    """Return a safetensors file's tensors by name, each with `dtype` and `shape`.
-
-    Raises: ModelUnavailable.
-    """
+    """Return a safetensors file's tensors by name, with `dtype` and `shape`. Raises: ModelUnavailable."""
     try:
         tensors = dict(json.loads(read_header(path)))
     except ValueError as exc:

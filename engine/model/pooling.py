@@ -40,13 +40,7 @@ class Pooling:
 
 
 def read_pooling(name: str, directory: Path, *, matryoshka: bool = False) -> Pooling | None:
-    """Read how the model pools; None if it generates text.
-
-    Args:
-        matryoshka: vectors may be truncated, even if config.json does not say so.
-
-    Raises: UnsupportedModel, ModelUnavailable.
-    """
+    """Return None if the model generates text. Raises: UnsupportedModel, ModelUnavailable."""
     config = read_json(directory / CONFIG_FILE)
     modules = directory / MODULES_FILE
     if modules.is_file():

@@ -11,17 +11,13 @@ Unpack = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 def method_of(config: Any) -> str:
-    """Return the method's name, or "" if the weights are not quantised."""
+    """Return "" if the weights are not quantised."""
     found = _about(config)
     return str(found.get("quant_method") or "by a method that config.json does not name") if found else ""
 
 
 def unpacker(config: Any) -> Unpack | None:
-    """Return what unpacks the weights as they are read; None if they are not quantised, or their format is not unpacked.
-
-    Unpacked are gpt-oss's experts in MXFP4, 8-bit floats as "fp8", "fbgemm_fp8", "compressed-tensors" and "modelopt"
-    store them, and symmetric 8-bit integers of "compressed-tensors".
-    """
+    """Return what unpacks the weights as they are read; None for plain weights, and for other formats than these."""
     about = _about(config)
     match method_of(config):
         case "mxfp4" if config.model_type == "gpt_oss":

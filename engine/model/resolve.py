@@ -40,7 +40,6 @@ def gguf_file(path: Path) -> Path | None:
 
 
 def content_key(path: Path) -> str:
-    """Return a hash of the file's size and samples, as eight hex digits."""
     digest = hashlib.sha256()
     sample_file(digest, path)
     return digest.hexdigest()[:8]
@@ -61,7 +60,7 @@ def served_name(model: str) -> str:
 
 
 def is_random(model: str) -> bool:
-    """Return whether `model` is the path of a config.json, which means random weights."""
+    """A config.json means random weights."""
     return model not in WHEEL_MODELS and Path(model).name == CONFIG_FILE
 
 
@@ -150,10 +149,7 @@ WHEEL_MODELS: Final = {
 
 
 def wheel_dir(name: str, models_dir: Path, progress: Progress) -> Path:
-    """Return the directory of a built-in model, converted to safetensors.
-
-    Raises: ModelUnavailable, if the wheel is missing or its file is unknown.
-    """
+    """Raises: ModelUnavailable, if the wheel is missing or its file is unknown."""
     wanted = WHEEL_MODELS[name]
     return converted_dir(
         name,

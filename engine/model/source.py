@@ -43,7 +43,7 @@ class ModelSource:
     unpack: Unpack | None  # for quantised weights
 
     def skeleton(self) -> Any:
-        """Return the whole model without allocating its weights."""
+        """Return the whole model without memory for its weights."""
         with self._building(), torch.device("meta"):
             return self.auto.from_config(self.config, attn_implementation=IMPLEMENTATION)
 

@@ -18,10 +18,7 @@ NEEDED: Final = ("num_attention_heads", "num_hidden_layers", "hidden_size", "max
 
 
 def check_config(name: str, config: Any) -> None:
-    """Check everything except attention, which `engine.model.probe` checks.
-
-    Raises: UnsupportedModel.
-    """
+    """Check everything but attention, which `engine.model.probe` does. Raises: UnsupportedModel."""
     try:
         found = [reason for reason, applies in _reasons(config).items() if applies]
     except RuntimeError as exc:  # raised if the layers differ

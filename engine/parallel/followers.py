@@ -35,10 +35,7 @@ class Followers:
         self._num_models = 0
 
     def join(self, device: torch.device) -> None:
-        """Wait until all followers have loaded their part, then form the group.
-
-        Raises: WrongSettings, RankLost.
-        """
+        """Wait until all followers have loaded, then form the group. Raises: WrongSettings, RankLost."""
         self._processes.reports()
         join_group(self._processes.store, 0, self._size, device)
 
@@ -52,7 +49,7 @@ class Followers:
         return self._processes.rank_memories()
 
     def send(self, order: Order) -> None:
-        """Send an order to all followers. Raises: RankLost."""
+        """Raises: RankLost."""
         try:
             self._line.send(encoder.encode(order), self._processes.is_over)
         except LineBroken as exc:
@@ -87,10 +84,7 @@ class Followers:
 
 
 class LedModel:
-    """Implements `engine.runner.device_model.StepModel`: sends each call to the followers, then executes it here.
-
-    The followers' parts are those of model `number`.
-    """
+    """Implements `engine.runner.device_model.StepModel`: sends each call to the followers, then executes it here."""
 
     def __init__(self, own: DeviceModel, followers: Followers, number: int) -> None:
         self.device = own.device

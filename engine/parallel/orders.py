@@ -29,7 +29,6 @@ class Start:
 
 
 def transfer_socket_of(directory: Path, rank: int) -> Path:
-    """Return the path at which a follower's transfer end listens."""
     return directory / f"rank-{rank}"
 
 

@@ -1,4 +1,4 @@
-"""The leader's side of its followers' processes: starts them, reads their reports, and detects when one ends."""
+"""The leader's side of its followers' processes."""
 
 import logging
 import os
@@ -72,7 +72,7 @@ class Follower:
             self.process.stdin.close()
 
     def wait(self, until_s: float) -> None:
-        """Wait for the process, and kill it if it is alive at `until_s`, a monotonic time."""
+        """Kill the process if it is alive at `until_s`, a monotonic time."""
         try:
             self.process.wait(max(0.0, until_s - time.monotonic()))
         except subprocess.TimeoutExpired:
@@ -135,7 +135,7 @@ class RankProcesses:
         ]
 
     def on_loss(self, callback: Callable[[Exception], None]) -> None:
-        """Call `callback`, on any thread, when a follower is lost. Thread-safe."""
+        """Call `callback`, on any thread, when a follower is lost."""
         with self._lock:
             self._callbacks.append(callback)
             lost = self.lost

@@ -51,10 +51,7 @@ class StepLine:
     # The leader's end.
 
     def send(self, message: bytes, is_over: threading.Event) -> None:
-        """Append a message, and wait for room if necessary.
-
-        Raises: LineBroken.
-        """
+        """Append a message, when there is room. Raises: LineBroken."""
         needed = HEAD.size + len(message)
         if needed > self._num_bytes:
             raise LineBroken(f"a step of {len(message)} bytes is too long for followers: at most {self._num_bytes}")
@@ -70,7 +67,6 @@ class StepLine:
                 os.eventfd_write(waker, 1)
 
     def is_done(self) -> bool:
-        """Return whether the followers have executed all messages."""
         return self._counter(0) == self._least_done()
 
     # A follower's end.

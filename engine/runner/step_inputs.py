@@ -21,12 +21,7 @@ class StepInputs(msgspec.Struct, frozen=True, array_like=True):
 
 
 def inputs_of(chunks: Sequence[Chunk], wanted: Sequence[int]) -> StepInputs:
-    """Collect a step's inputs.
-
-    Args:
-        chunks: in `StepShape`'s order.
-        wanted: number of last tokens of each chunk whose logits are read.
-    """
+    """`chunks`: in `StepShape`'s order. `wanted`: number of last tokens of each chunk whose logits are read."""
     token_ids: list[int] = []
     positions: list[int] = []
     keep: list[int] = []

@@ -48,10 +48,7 @@ class TorchRunner:
 
     @torch.inference_mode()
     def launch(self, chunks: Sequence[Chunk]) -> "TorchStep | PooledStep":
-        """Enqueue the forward of `chunks`.
-
-        Raises: StepFailed; for a lost device what torch raises.
-        """
+        """Raises: StepFailed; for a lost device what torch raises."""
         ordered = sorted(chunks, key=lambda chunk: (chunk.length > 1, chunk.end))
         wanted = [chunk.length if chunk.request.reads_prompt else len(chunk.rows) for chunk in ordered]
         marked = self._profile.step(chunks) if self._profile is not None else nullcontext()
@@ -95,7 +92,6 @@ class TorchRunner:
             raise StepFailed(f"computing a step of {num_requests} requests failed: {exc}") from exc
 
     def _ahead_ids(self, chunks: Sequence[Chunk]) -> torch.Tensor | None:
-        """Return the tokens that the previous step draws for these chunks."""
         drawn = [self._drawn_for[chunk.request] for chunk in chunks if chunk.ahead]
         return self._drawn_ids[to_device(drawn, self._device, torch.int64)] if drawn else None
 

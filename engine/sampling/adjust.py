@@ -20,9 +20,8 @@ Numbered = Sequence[tuple[int, Row]]  # rows with their indices in the batch
 class Penalties:
     """Penalties, with a table of the tokens seen so far. Each draw only updates the entries of new tokens.
 
-    Repetition is applied first; presence and frequency count only generated tokens.
-
-    For repetition, negative logits are multiplied, because division would reward it.
+    Repetition is applied first, and multiplies negative logits, because division would reward it. Presence and frequency
+    count only generated tokens.
 
     Source: repetition, Keskar et al. 2019, arXiv:1909.05858; the others, OpenAI's API reference.
     """
@@ -83,7 +82,6 @@ class Penalties:
             self._subtracted.index_copy_(0, index, torch.from_numpy(subtracted))
 
     def _entry(self, i: int, at: int) -> int:
-        """Return the entry of row i's token number `at`."""
         if at < self._known[i]:
             return self._begins[i] + at
         later = self._later[i]

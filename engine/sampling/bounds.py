@@ -43,7 +43,7 @@ def end_tokens(ids: int | Sequence[int] | None, vocab_size: int) -> frozenset[in
 def check_sampling(
     params: SamplingParams, vocab_size: int, eos_token_ids: frozenset[int], num_generated: int = 0
 ) -> None:
-    """Check all parameters. Raises: Rejected, with the parameter and its bounds."""
+    """Raises: Rejected, with the parameter and its bounds."""
     for name in RANGES:
         _check_range(params, name)
     if not 0 < params.top_p <= 1:
@@ -66,10 +66,7 @@ def check_sampling(
 
 
 def check_branches(params: SamplingParams) -> None:
-    """Check `n`, before objects are created for each branch.
-
-    Raises: Rejected.
-    """
+    """Check `n`, before objects are created for each branch. Raises: Rejected."""
     _check_range(params, "n")
 
 

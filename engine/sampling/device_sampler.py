@@ -25,7 +25,7 @@ Numbers = npt.NDArray[Any]
 
 
 class Table:
-    """A table of lines on the device, which are allocated on demand."""
+    """Lines on the device, which are allocated on demand."""
 
     def __init__(self, width: int, dtype: torch.dtype, device: torch.device) -> None:
         self.lines = torch.zeros(1, width, dtype=dtype, device=device)
@@ -59,8 +59,6 @@ class Table:
 
 
 class Tables:
-    """The tables on a device with the state of rows."""
-
     def __init__(self, vocab: int, device: torch.device) -> None:
         self.vocab = vocab
         self.words = -(-vocab // WORD_BITS)

@@ -53,7 +53,6 @@ def drawing_of(params: SamplingParams) -> Drawing:
 
 
 def weight_to_reach(total: int, share: int) -> int:
-    """Return the share of a weight, rounded up."""
     return -(-total * share // WHOLE)
 
 
@@ -90,12 +89,7 @@ class Candidates(NamedTuple):
 
 
 def candidates(logits: Floats, best: int, key: int, drawing: Drawing) -> Candidates:
-    """Return the tokens of a row that may be drawn.
-
-    Args:
-        logits: [vocab], adjusted.
-        best: the first token with the largest logit, which is finite.
-    """
+    """`logits`: [vocab], adjusted. `best`: the first token with the largest logit, which is finite."""
     distances = Distances(logits, logits[best], drawing)
     if drawing.cuts:
         token_ids = kept(distances)
@@ -107,7 +101,7 @@ def candidates(logits: Floats, best: int, key: int, drawing: Drawing) -> Candida
 
 
 def draw(rows: Sequence[Candidates]) -> list[int]:
-    """Draw the token of each row. Noise is computed for all rows together, because most have few candidates."""
+    """Noise is computed for all rows together, because most have few candidates."""
     noise = gumbel(np.concatenate([row.words for row in rows]))
     drawn, end = [], 0
     for row in rows:

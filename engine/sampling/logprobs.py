@@ -21,7 +21,7 @@ class PendingLogprobs:
     """
 
     def __init__(self, logits: torch.Tensor, token_ids: torch.Tensor, alternatives: Sequence[int]) -> None:
-        """Enqueue the computation. `logits` is float32 [N, vocab], `token_ids` is int64 [N]."""
+        """`logits` is float32 [N, vocab], `token_ids` is int64 [N]."""
         norm = _log_sums(logits)
         self._alternatives = alternatives
         self._chosen = to_host((logits.gather(1, token_ids.unsqueeze(1)) - norm).squeeze(1))
@@ -74,7 +74,7 @@ class PromptLogprobs:
     """
 
     def __init__(self, row: Row, logits: torch.Tensor, first: int) -> None:
-        """Enqueue the computation. logits[i] are those of token `first` + i."""
+        """logits[i] are those of token `first` + i."""
         prompt_logprobs, count = row.prompt_logprobs, row.params.prompt_logprobs
         assert prompt_logprobs is not None
         assert count is not None
@@ -88,7 +88,7 @@ class PromptLogprobs:
             self._pending.append(PendingLogprobs(rows, to_device(some, logits.device), [count] * len(some)))
 
     def store(self) -> bool:
-        """Store the log-probabilities. Return False if any is NaN."""
+        """Return False if a log-probability is NaN."""
         logprobs = [token for pending in self._pending for token in pending.read()]
         self._prompt_logprobs += logprobs
         return not any(isnan(token.logprob) for token in logprobs)

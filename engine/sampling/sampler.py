@@ -42,10 +42,7 @@ def choose_sampler(device: torch.device) -> Sampler:
 
 
 class HostSampler:
-    """Implements `Sampler` on a CPU. It waits for logits that are on a device.
-
-    It keeps the state of a batch as long as the batch is the same.
-    """
+    """Implements `Sampler` on a CPU, and keeps the state of a batch as long as the batch is the same."""
 
     def __init__(self) -> None:
         self._batch: Batch | None = None
@@ -103,7 +100,6 @@ class HostDraw:
         return self._host_ids
 
     def _draw(self, logits: Floats, batch: Batch) -> None:
-        """Replace the most probable token of each row that is not greedy."""
         if not batch.drawn:
             return
         numbers = keys(batch.streams, [len(batch.rows[i].tokens) for i in batch.drawn]).tolist()

@@ -23,13 +23,12 @@ Tokens = npt.NDArray[np.int32]
 class PromptLookup:
     """Implements `engine.scheduler.request.Drafter`.
 
-    It searches the request's own text and the client's prediction of the answer. For both it learns how often guesses
-    are right, by the number of equal tokens before them. It learns from each drawn token, even if the guess was
-    not used as a draft.
+    For the request's own text and the client's prediction of the answer, it learns from each drawn token how often
+    guesses are right, by the number of equal tokens before them.
     """
 
     def __init__(self, max_drafts: int, tokens: Sequence[int], prediction: Sequence[int] = ()) -> None:
-        """`tokens`: the request's text, which the request extends. `max_drafts`: in a step."""
+        """`tokens`: the request's text, which the request extends."""
         self._tokens = tokens
         self.max_drafts = max_drafts
         self._own = _Guesses(FIRST_CHANCE)
@@ -135,9 +134,9 @@ class _Guesses:
 
 
 def latest_match(text: Tokens) -> tuple[int, int]:
-    """Find the latest earlier occurrence of the longest possible run of last tokens.
+    """Find the latest earlier occurrence of as many last tokens as possible, at most NGRAM.
 
-    Returns: the index after it, and its length, at most NGRAM; 0 if even the last token is new.
+    Returns: the index after it, and its length.
     """
     places, size = _places(text[:-1], text)
     return (int(places[-1]) + 1, size) if size else (0, 0)
@@ -156,7 +155,7 @@ def next_match(prediction: Tokens, text: Tokens, start: int) -> tuple[int, int]:
 
 
 def _places(within: Tokens, text: Tokens) -> tuple[npt.NDArray[np.intp], int]:
-    """Return the indices of the last of as many equal tokens as possible, at most NGRAM, and their number."""
+    """Return the indices of the last of as many equal tokens as possible, and their number."""
     places = np.flatnonzero(within == text[-1]) if len(text) else np.empty(0, np.intp)
     found, size = places, 0
     while len(places) and size < NGRAM:

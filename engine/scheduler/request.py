@@ -95,10 +95,7 @@ class Request:
 
     @property
     def upcoming(self) -> tuple[int, int]:
-        """Start and count of the tokens to compute before the next draw, after any token in flight.
-
-        The count is 0 if the token in flight is the last one, or if branches fork there.
-        """
+        """Start and count of the tokens to compute before the next draw, after any token in flight."""
         flight = self.in_flight
         if flight is None:
             return self.num_computed, len(self.tokens) - self.num_computed
@@ -169,7 +166,6 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def rows(self) -> Sequence[Row]:
-        """Sampler rows of all tokens that are drawn."""
         return (self.request.row, *self.draft_rows) if self.samples else ()
 
     @property
@@ -178,8 +174,6 @@ class Chunk(msgspec.Struct, frozen=True, eq=False):
 
 
 class Found(NamedTuple):
-    """The result of a prefix-cache lookup."""
-
     first: int  # number of leading pages that the request does not need
     pages: list[int]  # cached pages from index `first` on
     num_tokens: int  # prompt tokens that need no computation
@@ -237,7 +231,7 @@ class RequestMemory:
         return left >= sum(more)
 
     def admit(self, request: Request) -> None:
-        """Allocate a request's pages. Cached tokens count as computed, as do tokens of a DECODE request that no layer reads."""
+        """Allocate pages. Cached tokens count as computed, as do tokens of a DECODE request that no layer reads."""
         first, found, num_tokens = self._match(request)
         found = self.pool.hold(found)
         missing = self._pages_for(len(request.tokens)) - first - len(found)

@@ -32,7 +32,6 @@ def prompt_order(request: Request) -> tuple[int, int]:
 
 
 def queue_order(request: Request) -> tuple[int, int]:
-    """Sort key of the waiting queue."""
     return turn(request.arrival, request.priority, 0)
 
 
@@ -40,12 +39,7 @@ class Scheduler:
     def __init__(
         self, memory: RequestMemory, max_running: int, max_step_tokens: int, pack_tokens: int, draft_rows: int = 0
     ) -> None:
-        """Create a scheduler without requests.
-
-        Args:
-            pack_tokens: a step with this many prompt tokens starts no further prompt.
-            draft_rows: maximum number of decodes and drafts together in a step with drafts.
-        """
+        """`pack_tokens`: a step with so many starts no further prompt. `draft_rows`: most decodes and drafts in a step."""
         self.memory = memory
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -92,7 +86,6 @@ class Scheduler:
         return bool(self.running) or self._admits_prompt()
 
     def would_reserve(self) -> bool:
-        """Return whether a DECODE request would get pages now."""
         return self._first_decode() is not None
 
     def has_prompts(self) -> bool:
@@ -204,9 +197,7 @@ class Scheduler:
         return at if self._has_room_for(self.waiting[at], self.waiting[:at]) else None
 
     def _next(self, prompts: list[Request], *, admit: bool, more: bool) -> Request | None:
-        """Pop the next prompt from `prompts`, which is in reverse order.
-
-        First admit queued requests, as long as one of them sorts before all `prompts`.
+        """Pop the next prompt from `prompts`, which is in reverse order, after queued requests that sort before it.
 
         Args:
             admit: False after a preemption, because the preempted request would be admitted again.

@@ -20,10 +20,7 @@ CHANCE_MARGIN: Final = 1.25  # safety factor for chances, because overestimated 
 
 
 class StepCost:
-    """Medians of the latest steps.
-
-    One slow step has no effect. A lasting change, such as another busy process, takes effect after five steps.
-    """
+    """Medians of the latest steps: one slow step has no effect, and a lasting change has one after five steps."""
 
     def __init__(self) -> None:
         self._decode_s: dict[int, deque[float]] = {}  # steps without prompts, by bit length of the number of decodes
@@ -38,7 +35,6 @@ class StepCost:
         return median(self._decode_s[nearest])
 
     def prompt_token_s(self) -> float:
-        """Seconds per prompt token; 0: unknown."""
         return median(self._token_s) if self._token_s else 0.0
 
     def stepped(self, prompt_tokens: int, decodes: int, step_s: float) -> None:
@@ -53,9 +49,8 @@ class StepCost:
 class RowCost:
     """Cost of more rows in a step without prompts, by linear regression over the latest steps.
 
-    A row is a decode or a draft. A step of few rows waits for the weights, and one of many rows waits for the processor. So
-    another row costs more in a step of many rows, and the regression is over `_work` instead of rows. The cost also
-    depends on the context, and on the cores that other processes use now.
+    A row is a decode or a draft. A step of few rows waits for the weights, and one of many for the processor. So another row
+    costs more in a step of many rows, and the regression is over `_work` instead of rows.
     """
 
     def __init__(self) -> None:
@@ -93,7 +88,7 @@ class RowCost:
 
     @property
     def _work_s(self) -> float:
-        """Seconds of one more unit of work. There must have been a step."""
+        """Seconds of one more unit of work."""
         count, (all_work, all_s, squares, products) = len(self._steps), self._sums
         mean_work, mean_s = all_work / count, all_s / count
         together, spread = products - all_work * mean_s, squares - all_work * mean_work
@@ -118,14 +113,14 @@ def _work(rows: int) -> float:
 class ChunkLimit:
     """Limits prompt chunks beside decodes, so that a step takes no longer than `target_s`.
 
-    A step may also take `stretch` times as long as the decodes alone, if that is longer. So prompts get at least the share
-    1 - 1 / `stretch` of the time. The speeds are measured, as a machine may be shared.
+    A step may also take `stretch` times as long as the decodes alone. So prompts get at least the share 1 - 1 / `stretch`
+    of the time.
 
     Disaggregated streams, whose prompts were computed elsewhere, should barely wait for prompts that are computed here.
     Beside them `stretch` is at most MAX_STEP_STRETCH, whatever `target_s` is, and a chunk may be shorter.
 
-    Beside other streams a chunk may have `overrun` times as many tokens if they complete its prompt. A short rest would
-    delay the first token by a whole step.
+    Beside other streams a chunk may have `overrun` times as many tokens if they complete its prompt, because a short rest
+    would delay the first token by a whole step.
 
     Source: chunked prefill, Agrawal et al. 2023, "SARATHI", arXiv:2308.16369.
     """
@@ -155,5 +150,4 @@ class ChunkLimit:
         return tokens, int(overrun * tokens)
 
     def stepped(self, prompt_tokens: int, decodes: int, step_s: float) -> None:
-        """Learn from a step without drafts, or from what it would have taken without them."""
         self._cost.stepped(prompt_tokens, decodes, step_s)

@@ -131,19 +131,16 @@ def _pattern(path: str) -> str:
 
 
 def _of_parameters(styles: Mapping[str, str], pattern: str) -> dict[str, str]:
-    """Return the styles of the parameters of the module at `pattern`, by name."""
+    """Return the styles of the parameters at `pattern`, by name."""
     return {path.rpartition(".")[2]: style for path, style in styles.items() if path.rpartition(".")[0] == pattern}
 
 
 @dataclass(frozen=True, slots=True)
 class _Rank:
-    """The rank of `layout`, and its rows or columns of a layer."""
-
     layout: KvLayout
     heads: int  # number of query heads of the model
 
     def of_heads(self, path: str, size: int) -> range:
-        """Return the rows or columns of the rank's query heads."""
         if size % self.heads:
             raise UnsupportedModel(f"{path} has {size} columns or rows, which {self.heads} heads do not divide")
         own, each = query_heads(self.heads, self.layout), size // self.heads
@@ -180,7 +177,7 @@ def _sinks(path: str, parameter: torch.Tensor, style: str | None, rank: _Rank) -
 
 
 def _matrices(path: str, outputs: int, rank: _Rank, in_attention: bool) -> list[tuple[int, range]]:
-    """Return the matrices of which the layer consists: for each, its number of rows and the rank's range of them."""
+    """Return, for each matrix of the layer, its number of rows and the rank's range of them."""
     layout, leaf = rank.layout, path.rpartition(".")[2]
     size = layout.head_dim
     keys = (layout.kv_heads * size, range(layout.heads.start * size, layout.heads.stop * size))
@@ -198,7 +195,6 @@ def _matrices(path: str, outputs: int, rank: _Rank, in_attention: bool) -> list[
 
 
 def cut_weights(module: torch.nn.Module, cuts: Cuts, rank: int) -> None:
-    """Replace the weights of each layer by its part of them."""
     for name, cut in cuts.linears.items():
         layer: Any = module.get_submodule(name)
         if cut.is_summed:
@@ -218,14 +214,13 @@ def cut_weights(module: torch.nn.Module, cuts: Cuts, rank: int) -> None:
 
 
 def _set_heads(attention: Any, heads: int, kv_heads: int) -> None:
-    """Set the numbers of heads by which the module splits its fused outputs."""
     attention.num_key_value_heads = kv_heads
     attention.config.head_dim = attention.head_dim  # otherwise it would be derived from the number of heads
     attention.config.num_attention_heads = heads
 
 
 def join_sums(module: torch.nn.Module, cuts: Cuts) -> None:
-    """Add sums over ranks after layers whose inputs are cut, and their adapters, and after experts."""
+    """Add sums over ranks after layers whose inputs are cut, with their adapters, and after experts."""
     for name, cut in cuts.linears.items():
         if cut.is_summed:
             _replace(module, name, Reduced(module.get_submodule(name)))

@@ -1,7 +1,7 @@
 """Weights stored as 8-bit floats or integers, which are dequantised while they are read.
 
-In addition to a matrix `…`, a file has its scales, named `…_scale_inv` or `…_scale`: one for the matrix, one per row, or
-one per block. Scales of activations and of keys and values are ignored, because both are computed unquantised.
+Beside a matrix `…`, a file has its scales, `…_scale_inv` or `…_scale`: one for the matrix, one per row, or one per block.
+Scales of activations and of keys and values are ignored, because both are computed unquantised.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,6 @@ class ScaledTensor:
         return "F32"
 
     def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> torch.Tensor:
-        """Return the matrix or a part of it, as float32."""
         shape = self.get_shape()
         parts = index if isinstance(index, tuple) else ()
         ranges = [range(size)[part] for size, part in zip(shape, (*parts, *[slice(None)] * len(shape)), strict=False)]

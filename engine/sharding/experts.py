@@ -50,7 +50,6 @@ def plan_experts(  # noqa: PLR0917 - the module, then how to cut it
 
 
 def cut_experts(module: Any, cut: ExpertCut) -> None:
-    """Replace the module's weights by its part of them."""
     for name, part in cut.parts.items():
         setattr(module, name, part.parameter(getattr(module, name)))
     if cut.owned is not None:
@@ -59,10 +58,9 @@ def cut_experts(module: Any, cut: ExpertCut) -> None:
 
 
 class ReducedExperts(torch.nn.Module):
-    """Experts over ranks: each rank computes its part for all tokens, and the outputs are summed.
+    """Each rank computes its part for all tokens, and the outputs are summed.
 
-    All ranks must route in the same way. They do, because each computes the whole router from the same bits, with the
-    same number of threads.
+    All ranks route in the same way, because each computes the whole router from the same bits, with as many threads.
     """
 
     def __init__(self, part: torch.nn.Module, owned: range | None) -> None:

@@ -46,7 +46,7 @@ def leave_group() -> None:
 def abort_group() -> None:
     """Release a thread that waits for a lost rank on a device; gloo detects the loss itself.
 
-    Does not wait for the abort, which NCCL delays while a CUDA graph contains sums of the group.
+    It does not wait, because NCCL delays the abort while a CUDA graph contains sums of the group.
     """
     if dist.is_initialized() and dist.get_backend() == "nccl" and not _aborts:
         abort = dist.distributed_c10d._abort_process_group

@@ -1,9 +1,7 @@
 """gpt-oss's experts as published, in MXFP4, which are decoded to bfloat16 while they are read.
 
-A file has two tensors for each matrix:
-
-- `…_blocks` [experts, out, groups, 16]: two 4-bit floats per byte, the first one in the lower half;
-- `…_scales` [experts, out, groups]: an exponent of two for each group of 32.
+A file has two tensors for each matrix. `…_blocks` [experts, out, groups, 16] has two 4-bit floats per byte, the first one
+in the lower half. `…_scales` [experts, out, groups] has an exponent of two for each group of 32.
 
 Source: OCP Microscaling Formats (MX) v1.0: E2M1 elements, E8M0 scales.
 """
@@ -38,7 +36,6 @@ class Mxfp4Tensor:
         return "BF16"
 
     def __getitem__(self, index: EllipsisType | tuple[slice, ...]) -> torch.Tensor:
-        """Return some experts, or a part of them."""
         experts, *rest = index if isinstance(index, tuple) else (slice(None),)
         decoded = decode(self._blocks[experts], self._scales[experts])
         return decoded[(slice(None), *rest)]

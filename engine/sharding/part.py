@@ -32,7 +32,6 @@ class Part:
         return joined.contiguous()  # a copy, because a view of columns would keep the whole mapped file in memory
 
     def parameter(self, whole: torch.Tensor) -> torch.nn.Parameter:
-        """Return a copy of the part as a parameter."""
         return torch.nn.Parameter(self.of(whole.detach()).clone(), requires_grad=False)
 
     def fitted(self, name: str, shape: Sequence[int], dims: int) -> "Part":

@@ -75,7 +75,6 @@ def read_part(  # noqa: PLR0917 - first the source, then the options
 
 
 def _parts(tensors: Mapping[str, Any], skeleton: Any, cuts: Cuts, rank: int) -> dict[str, Any]:
-    """Return the rank's parts of `tensors`, which are in files."""
     conversions = get_model_conversion_mapping(skeleton)
     renamings = [c for c in conversions if isinstance(c, WeightRenaming)]
     converters = [c for c in conversions if isinstance(c, WeightConverter)]
