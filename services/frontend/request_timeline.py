@@ -21,6 +21,7 @@ from components.wire.generate import PromptOrigin
 from services.frontend.config import SlowLimits
 
 DISPATCH: Final = "frontend.dispatch"
+FAIL: Final = "frontend.fail"
 REPEATED_PHASES: Final = {"route", "dispatch"}  # phases that a stream repeats when it moves
 SAFE_PARAM: Final = re.compile(r"[A-Za-z0-9_.\[\]]{1,64}")  # in a log line: a client chooses the name of an unknown one
 PHASES_AFTER_FIRST_TOKEN: Final = {"first_token", "stream", "receive"}  # phases that are not before the first token
@@ -119,7 +120,7 @@ class RequestTimeline:
             self.param = error.param if error.param and SAFE_PARAM.fullmatch(error.param) else ""
         if (step := self.pause()) is not None:
             step.error = f"{self.error}: {exc}"
-        self.begin("frontend.fail")
+        self.begin(FAIL)
 
     def sent_to(self, decode: str) -> None:
         self.decodes.append(decode)
@@ -161,23 +162,24 @@ class RequestTimeline:
         """Return seconds by phase.
 
         Overlapping steps of one name count once. The time between two steps counts for the later one. `prefill` lasts
-        from the end of the dispatch to the first token. What a stream does to move is part of `stream`.
+        from the end of the last dispatch to the first token or the failure. What a stream does to move is part of `stream`.
         """
         spent: dict[str, int] = defaultdict(int)
         reached: dict[str, int] = defaultdict(int)
-        first_ns = self.first_ns or end_ns
+        first_ns = self.first_ns or next((step.start_time for step in self.root.steps if step.name == FAIL), end_ns)
         counted_ns = self.root.start_time  # the time until then is in a phase
         for step in sorted(self.root.steps, key=lambda step: step.start_time):
             name, step_ns = step.name.removeprefix("frontend."), step.end_time or end_ns
             moves = step.start_time >= first_ns and name in REPEATED_PHASES
             if moves or name == step.name:  # or it is the span of a lost process, below the dispatch
                 continue
-            if step.start_time >= first_ns:
+            if step.start_time >= first_ns and "prefill" in spent:
                 counted_ns = max(counted_ns, first_ns)
             spent[name] += max(0, step_ns - max(min(step.start_time, counted_ns), reached[name]))
             reached[name] = max(reached[name], step_ns)
             counted_ns = max(counted_ns, step_ns)
-            if step.name == DISPATCH and step_ns <= first_ns:
+            looks_again = name in REPEATED_PHASES and "prefill" in spent  # for another decode
+            if (step.name == DISPATCH or looks_again) and step_ns <= first_ns:
                 spent["prefill"] = first_ns - step_ns
         spent.pop("receive", None)  # the last part of that wait
         return {name: ns / 1e9 for name, ns in spent.items()}
