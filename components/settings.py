@@ -7,9 +7,10 @@ import difflib
 import os
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -45,6 +46,7 @@ from components.urls import Login, checked_etcd_urls, checked_http_url, checked_
 ROLES: Final = ("frontend", "decode", "prefill", "bootstrap")
 WITH_SETTINGS: Final = (*ROLES, "planner", "observer")
 LIKENESS: Final = 0.75  # from 0 to 1, for suggestions
+EMPTY: Final = "its value is empty; give one, or leave the option out"
 
 
 class MeshSettings(BaseSettings):
@@ -187,6 +189,8 @@ class MeshSettings(BaseSettings):
         if asked := set(arguments) & set(HELP):
             sys.stdout.write(help_text(cls, SHARED, everything=HELP_ALL in asked))
             sys.exit(0)
+        if empty := options_without_text(arguments):
+            refuse("\n".join(f"option {option}: {EMPTY}" for option in empty))
         with wrong_settings_refused(cls):
             return CliApp.run(cls, cli_args=argv)
 
@@ -235,6 +239,13 @@ OF_SOME: Final = frozenset({
     "transfer_timeout_s", "room_cleanup_s", "verify_kv",
 })  # fmt: skip
 SHARED: Final = frozenset(MeshSettings.model_fields) | OF_SOME
+
+
+def options_without_text(arguments: Sequence[str]) -> list[str]:
+    """Options with an empty value, such as a shell's unset variable: pydantic would use their defaults."""
+    parts = [argument.partition("=") for argument in arguments if argument.startswith("--")]
+    joined = [option for option, equals, value in parts if equals and not value]
+    return joined + [one for one, value in pairwise(arguments) if not value and one.startswith("--") and "=" not in one]
 
 
 @contextmanager

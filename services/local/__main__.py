@@ -10,12 +10,12 @@ import asyncio
 import os
 import sys
 import textwrap
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from components.program import program
+from components.settings import EMPTY
 from components.settings_help import columns
 from components.startup import WrongSettings, refuse
 from services.local.options import adapters, assigned, device_settings, setting_lines, tp_settings
@@ -37,6 +37,12 @@ def _help_all(context: typer.Context, asked: bool) -> None:
         raise typer.Exit
 
 
+def _not_empty(value: str | None) -> str | None:
+    if value == "":
+        raise typer.BadParameter(EMPTY)
+    return value
+
+
 @app.command()
 def main(
     *,
@@ -45,6 +51,7 @@ def main(
         typer.Option(
             metavar="MODEL",
             help="smollm2-135m, a directory, a hub id, a GGUF file, a config.json, or mock [smollm2-135m]",
+            callback=_not_empty,
         ),
     ] = None,
     prefill: Annotated[
@@ -53,14 +60,19 @@ def main(
     decode: Annotated[int, typer.Option(metavar="N", min=1, help="decode workers")] = 1,
     frontend: Annotated[int, typer.Option(metavar="N", min=1, help="HTTP frontends, all on one port")] = 1,
     host: Annotated[
-        str | None, typer.Option(metavar="ADDRESS", help="address that frontends listen on [127.0.0.1]")
+        str | None,
+        typer.Option(metavar="ADDRESS", help="address that frontends listen on [127.0.0.1]", callback=_not_empty),
     ] = None,
     port: Annotated[
         int | None, typer.Option(metavar="N", min=1, max=65535, help="port that frontends listen on [8000]")
     ] = None,
     api_keys_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="TOML file of API keys for clients; docs/openai.md [no key is needed]"),
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="TOML file of API keys for clients; docs/openai.md [no key is needed]",
+            callback=_not_empty,
+        ),
     ] = None,
     device: Annotated[
         list[str] | None,
@@ -88,10 +100,16 @@ def main(
         ),
     ] = False,
     state_dir: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="directory of converted models, traces, the servers' data [~/.cache/kvmesh]"),
+        str | None,
+        typer.Option(
+            metavar="DIR",
+            help="directory of converted models, traces, the servers' data [~/.cache/kvmesh]",
+            callback=_not_empty,
+        ),
     ] = None,
-    log_level: Annotated[str | None, typer.Option(metavar="LEVEL", help="debug, info, warning or error [info]")] = None,
+    log_level: Annotated[
+        str | None, typer.Option(metavar="LEVEL", help="debug, info, warning or error [info]", callback=_not_empty)
+    ] = None,
     set_: Annotated[
         list[str] | None,
         typer.Option(

@@ -202,6 +202,14 @@ def test_an_unknown_option_is_one_line(arguments: list[str], told: str) -> None:
     assert str(stopped.value) == told
 
 
+@pytest.mark.parametrize("given", [["--model", ""], ["--model="]])
+def test_an_empty_option_is_refused(given: list[str]) -> None:
+    """`--api-keys-file "$KEYS"` without that variable served everyone."""
+    with pytest.raises(SystemExit) as stopped:
+        DecodeSettings.read([*given, "--served-model-name", "a="])
+    assert str(stopped.value) == "option --model: its value is empty; give one, or leave the option out"
+
+
 @pytest.mark.parametrize(
     ("name", "told"),
     [

@@ -8,10 +8,12 @@ import sys
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from components.settings import misspelled
 from components.startup import EX_CONFIG
 from services.decode.config import DecodeSettings
+from services.local.__main__ import app
 from services.local.accounts import Backends
 from services.local.options import adapters, assigned, device_settings, settable, tp_settings
 from services.local.plan import SETTINGS, Plan
@@ -54,6 +56,14 @@ def test_adapters_become_the_setting_of_both_kinds_of_workers() -> None:
 def test_an_adapter_without_name_or_directory_is_refused(given: str) -> None:
     with pytest.raises(typer.BadParameter, match="NAME=DIRECTORY"):
         adapters([given])
+
+
+@pytest.mark.parametrize("option", ["--model", "--host", "--api-keys-file", "--state-dir", "--log-level"])
+def test_an_empty_option_of_the_mesh_is_refused(option: str) -> None:
+    """`--state-dir "$DIR"` without that variable put the mesh's data and passwords into the working directory."""
+    result = CliRunner().invoke(app, [option, ""])
+    assert result.exit_code == 2
+    assert f"Invalid value for '{option}': its value is empty; give one, or leave the option out" in result.output
 
 
 def test_help_has_the_common_options_and_fits_into_80_columns() -> None:
