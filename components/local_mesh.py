@@ -51,7 +51,7 @@ def beside_local_mesh(settings: S, user: str = "") -> S:
 def no_answer_advice(settings: MeshSettings) -> str:
     flags = "--etcd-url and --nats-url (`inspect env` prints both, with passwords)"
     if mesh := local_mesh(settings.home):
-        if without_password(settings.nats_url) == without_password(str(mesh.get("nats_url"))):
+        if all(without_password(getattr(settings, url)) == without_password(str(mesh.get(url))) for url in ADDRESSES):
             return f"services.local (pid {mesh['pid']}) runs it; its logs are in {settings.home / 'local'}"
         return f"name them with {flags}"
     return f"no services.local runs with state directory {settings.home}: name its --state-dir, or {flags}"

@@ -79,8 +79,9 @@ def test_a_mesh_that_was_found_and_does_not_answer_is_named(tmp_path: Path) -> N
     running(tmp_path, os.getpid())
     found = beside_local_mesh(PlannerSettings.read(read))
     assert no_answer_advice(found) == f"services.local (pid {os.getpid()}) runs it; its logs are in {tmp_path}/local"
-    other = PlannerSettings.read([*read, "--nats-url", "nats://n:9"])
-    assert no_answer_advice(other).startswith("name them with --etcd-url")
+    for given in (["--nats-url", "nats://n:9"], ["--etcd-url", "http://e:9"]):
+        other = beside_local_mesh(PlannerSettings.read([*read, *given]))
+        assert no_answer_advice(other).startswith("name them with --etcd-url"), given
 
 
 def test_a_user_finds_its_own_access_and_the_administrators_is_for_those_that_name_none(
