@@ -40,6 +40,10 @@ class _Entry(BaseModel):
     operator: bool = False
 
 
+SHAPES: Final = {  # shown in place of the field's pattern
+    "key": "it must have 8 to 512 ASCII characters without spaces",
+    "sha256": "it must have 64 hexadecimal digits in lower case",
+}
 _entries: Final = TypeAdapter(
     Annotated[dict[KeyName, _Entry], Field(max_length=MAX_KEYS)], config=ConfigDict(hide_input_in_errors=True)
 )
@@ -107,7 +111,8 @@ def _checked(entries: Mapping[str, Any], places: Mapping[str, str] | None = None
         fault = exc.errors(include_url=False, include_input=False, include_context=False)[0]
         entry, *field = map(str, fault["loc"] or ("keys",))
         where = ".".join([(places or {}).get(entry, entry), *field])
-        raise BadKeys(f"{where}: {fault['msg']}") from None
+        text = SHAPES.get(field[-1]) if field and fault["type"] == "string_pattern_mismatch" else None
+        raise BadKeys(f"{where}: {text or fault['msg']}") from None
     return [_made(name, entry) for name, entry in tables.items()]
 
 
