@@ -147,16 +147,16 @@ def test_the_phases_of_a_request_that_fails_before_its_first_token_add_up(
     clock: Clock, searched_s: int, slow: str
 ) -> None:
     """The wait for the first token also counted as `fail`, and the search for another decode also as `prefill`."""
-    record = record_of()
-    run(record, clock, validate=1, route=2, dispatch=1)
+    timeline = timeline_of()
+    run(timeline, clock, validate=1, route=2, dispatch=1)
     clock.wait(4)
     if searched_s:
-        run(record, clock, route=searched_s)
-    record.failed(PeerLost("decode d1: silent for 2 s"), from_status(503))
+        run(timeline, clock, route=searched_s)
+    timeline.failed(PeerLost("decode d1: silent for 2 s"), from_status(503))
     clock.wait(0.25)
-    late = record.close(SlowLimits(), 0)
+    late = timeline.close(SlowLimits(), 0)
     total_s = 8.25 + searched_s
-    assert sum(record.spent_s(record.end_ns).values()) == total_s
+    assert sum(timeline.spent_s(timeline.end_ns).values()) == total_s
     assert late == {"ttft": f"{slow} of the {total_s:.1f} s to the first token"}
 
 
