@@ -214,7 +214,7 @@ class MessagesRequest(CountRequest):
     stream: bool | None = None
     stop_sequences: Annotated[list[str], Field(max_length=1024, fail_fast=True)] | None = None
     temperature: Annotated[float, Field(ge=0, le=1)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     metadata: RequestMetadata | None = None
     # not honoured yet

@@ -181,7 +181,7 @@ class ResponsesRequest(ResponsePrompt):
     stream_options: StreamOptions | None = None
     max_output_tokens: TokenCount | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, Field(ge=0, le=1)] | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     include: Annotated[list[Include], Field(max_length=16)] | None = None
     metadata: Metadata | None = None

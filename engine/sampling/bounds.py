@@ -46,8 +46,8 @@ def check_sampling(
     """Raises: Rejected, with the parameter and its bounds."""
     for name in RANGES:
         _check_range(params, name)
-    if not 0 < params.top_p <= 1:
-        raise Rejected(f"top_p is {params.top_p}; it must be above 0 and at most 1", param="top_p")
+    if not 0 <= params.top_p <= 1:
+        raise Rejected(f"top_p is {params.top_p}; it must be from 0 to 1", param="top_p")
     if params.min_tokens > params.max_tokens + num_generated:
         raise Rejected(
             f"min_tokens is {params.min_tokens}; it must not exceed max_tokens, which is "

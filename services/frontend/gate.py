@@ -195,7 +195,7 @@ class Gate:
         if account is None and not (is_open and key is None):
             self._metrics.unauthorized.labels("missing" if key is None else "wrong").inc()
         if account is None and not is_open:
-            return MISSING_KEY_ERROR if key is None else WRONG_KEY_ERROR
+            return WRONG_KEY_ERROR if key else MISSING_KEY_ERROR
         return Caller(credentials.label, credentials.credential, account, lacks_valid_key=account is None)
 
     async def _limited(self, account: Account, label: str, scope: Scope, receive: Receive, send: Send) -> None:

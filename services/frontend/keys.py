@@ -69,6 +69,8 @@ async def open_keys(settings: FrontendSettings) -> AsyncIterator[KeyRing | None]
         ring = KeyRing(read_keys(given, file))
     except BadKeys as exc:
         refuse(f"API keys: {exc}")
+    if not len(ring):
+        log.warning("there is no API key, so every request is refused", extra={"file": str(file)})
     async with follow_keys(ring, given, file, seen):
         yield ring
 

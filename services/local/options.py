@@ -38,8 +38,8 @@ def assigned(given: Sequence[str]) -> dict[str, str]:
     for text in given:
         name, equals, value = text.partition("=")
         name = name.strip().replace("-", "_")
-        if not equals:
-            raise _wrong(f"{name}: write {name}=VALUE")
+        if not equals or not name:
+            raise _wrong(f"{name}: write {name}=VALUE" if name else "write NAME=VALUE")
         if name.rpartition(".")[2] == LOG_FORMAT:
             raise _wrong(f"{name}: services.local reads the logs of its services as JSON")
         if name not in variables:

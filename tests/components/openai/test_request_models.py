@@ -33,7 +33,7 @@ BAD_CHAT: list[tuple[dict[str, Any], str]] = [
     ({"temperature": 2.1}, "temperature"),
     ({"temperature": True}, "temperature"),
     ({"temperature": "1"}, "temperature"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"top_p": 1.1}, "top_p"),
     ({"top_p": float("nan")}, "top_p"),
     ({"max_tokens": 0}, "max_tokens"),

@@ -12,7 +12,7 @@ from tests.engine.tiny_engine import VOCAB, check_pages, prompt
 
 OUTSIDE: dict[str, list[float]] = {
     "temperature": [-0.1, 101],
-    "top_p": [0, 1.1, -1],
+    "top_p": [1.1, -1],
     "min_p": [-0.1, 1.1],
     "presence_penalty": [-2.1, 2.1],
     "frequency_penalty": [-2.1, 2.1],
@@ -48,7 +48,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
 ]
 GOOD: list[dict[str, Any]] = [
     {"temperature": 0},
-    {"temperature": 2, "top_p": 1e-9, "top_k": -1, "min_p": 1},
+    {"temperature": 2, "top_p": 0, "top_k": -1, "min_p": 1},
     {"presence_penalty": -2, "frequency_penalty": 2, "repetition_penalty": 0.01},
     {"min_tokens": 10, "max_tokens": 10},
     {"logit_bias": ((0, 100.0), (VOCAB - 1, -100.0)), "stop_token_ids": (VOCAB - 1,)},

@@ -95,7 +95,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_it() -> None:
     def drawn(top_p: float) -> set[int]:
         return set(sample(logits.expand(number, -1).clone(), [draw(p, top_p=top_p) for p in range(number)]))
 
-    assert drawn(0.4) == {0}
+    assert drawn(0.0) == drawn(0.4) == {0}
     assert drawn(0.6) == {0, 1}
     assert drawn(0.9) == {0, 1, 2}
     assert drawn(1.0) == {0, 1, 2, 3}

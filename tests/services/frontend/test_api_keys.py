@@ -127,6 +127,21 @@ async def test_a_bad_key_or_none_is_401(mesh: FakeMesh, headers: dict[str, str])
     assert not mesh.prompts
 
 
+async def test_a_key_in_the_wrong_form_gets_the_right_one(mesh: FakeMesh) -> None:
+    """A valid key without "Bearer" was called incorrect."""
+    async with served(mesh, BOTH) as http:
+        for value in (ALICE, f"Basic {ALICE}", "Bearer"):
+            answer = await http.get("/v1/models", headers={"authorization": value})
+            assert "Send it as 'Authorization: Bearer <key>'" in answer.json()["error"]["message"]
+
+
+async def test_a_file_without_keys_is_reported_at_the_start(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    file = tmp_path / "keys.toml"
+    file.write_text("")
+    async with open_keys(FrontendSettings(api_keys_file=file)):
+        assert "there is no API key, so every request is refused" in caplog.messages
+
+
 @pytest.mark.parametrize(
     "headers",
     [

@@ -138,7 +138,7 @@ TABLE: Final = [
     chat("temperature negative", temperature=-0.1),
     chat("temperature too high", temperature=2.1),
     chat("temperature as text", temperature="1"),
-    chat("top_p 0", top_p=0),
+    chat("top_p below 0", top_p=-0.1),
     chat("top_p over 1", top_p=1.1),
     chat("n = 0", n=0),
     chat("n over the limit", n=129),
