@@ -28,8 +28,8 @@ import uvloop
 
 from components.aio import background
 from components.discovery.book import InstanceBook
-from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
+from components.messaging.connection import connect_bus
 from components.messaging.fan_out import FleetSizes, SubscriptionChoice
 from components.messaging.fleet import Fleet, open_fleet
 from components.messaging.heartbeat_sender import HeartbeatSender, heartbeat_of

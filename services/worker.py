@@ -14,8 +14,9 @@ from components.kv_transfer.backends import known_transport, kv_opener, own_addr
 from components.kv_transfer.multi_rank_transfer import open_transfer
 from components.kv_transfer.network import observed_transport
 from components.kv_transfer.writes import Writes
-from components.messaging.bus import Bus, connect_bus
+from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint, serve_calls
+from components.messaging.connection import connect_bus
 from components.messaging.fan_out import FleetSizes
 from components.messaging.heartbeat_sender import HeartbeatSender, NumCached, none_cached
 from components.messaging.kept_traces import follow_kept

@@ -19,8 +19,9 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from components.aio import BackgroundTasks, exact_cancellation
 from components.errors import InvariantBroken, MeshError, MessageTooLarge, PeerLost
-from components.messaging.bus import Bus, translated_nats_errors
+from components.messaging.bus import Bus
 from components.messaging.clocks import PeerClocks
+from components.messaging.nats_errors import translated_nats_errors
 from components.messaging.refusals import BAD_TRACEPARENT, Refusals
 from components.telemetry.logs import request_id
 from components.telemetry.spans import trace_context, tracer

@@ -19,7 +19,8 @@ from nats.js.errors import APIError, BadRequestError, NoStreamResponseError, Not
 
 from components.aio import exact_cancellation
 from components.errors import BackendUnavailable, DeadlineExceeded, MessageTooLarge
-from components.messaging.bus import HEADERS_BYTES, Bus, translated_nats_errors
+from components.messaging.bus import HEADERS_BYTES, Bus
+from components.messaging.nats_errors import translated_nats_errors
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")

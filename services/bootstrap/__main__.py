@@ -4,8 +4,8 @@ from prometheus_client import CollectorRegistry
 
 from components.aio import background, first
 from components.discovery.registry import Registration, join_registry
-from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
+from components.messaging.connection import connect_bus
 from components.messaging.kept_traces import follow_kept
 from components.messaging.presence import keep_present, present_endpoint
 from components.process import new_instance_id, record_maker, run, settle, stop_signals, subject_of

@@ -8,7 +8,8 @@ from prometheus_client import CollectorRegistry
 
 from components.discovery.registry import Registration, Registry, join_registry
 from components.http.writer import HeldWrites
-from components.messaging.bus import Bus, connect_bus
+from components.messaging.bus import Bus
+from components.messaging.connection import connect_bus
 from components.messaging.fleet import Fleet, open_fleet
 from components.messaging.inbox import StreamInbox, open_inbox
 from components.messaging.kept_traces import announce_kept

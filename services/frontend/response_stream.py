@@ -10,7 +10,7 @@ from typing import Final
 
 from components.aio import time_limit
 from components.errors import MeshError
-from components.messaging.bus import connect_bus
+from components.messaging.connection import connect_bus
 from components.messaging.records import Records
 from components.permissions import ADMINISTRATOR
 from components.urls import without_password

@@ -23,7 +23,7 @@ from components.discovery.etcd import CALL_TIMEOUT_S, DatabaseFull, etcd_client
 from components.discovery.etcd_stubs import etcdrpc
 from components.errors import MeshError
 from components.http.fetch import fetch
-from components.messaging.bus import unreachable
+from components.messaging.nats_errors import unreachable
 from components.messaging.secure_client import SecureClient
 from components.settings import MeshSettings
 from components.startup import WrongSettings

@@ -13,7 +13,8 @@ from components.discovery.etcd import NotAllowed
 from components.discovery.registry import Registry, check_readable, join_registry
 from components.errors import BackendUnavailable, MeshError
 from components.local_mesh import local_mesh, no_answer_advice
-from components.messaging.bus import Bus, connect_bus
+from components.messaging.bus import Bus
+from components.messaging.connection import connect_bus
 from components.messaging.micro_services import OTHERS_TIMEOUT_S, find_services
 from components.settings import MeshSettings
 from components.urls import without_password

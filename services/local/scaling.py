@@ -8,8 +8,8 @@ from typing import Final
 import nats.errors
 
 from components.errors import BackendUnavailable, Rejected
-from components.messaging.bus import connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
+from components.messaging.connection import connect_bus
 from components.settings import MeshSettings
 from components.wire.plans import AskCounts, Counts, KillWorker, ScaleRole, WorkerKilled
 from services.local.children import ChildSpec, Tier

@@ -10,7 +10,7 @@ from typing import Final
 
 from components.discovery.registry import remove_record
 from components.errors import BackendUnavailable, MeshError
-from components.messaging.bus import connect_bus
+from components.messaging.connection import connect_bus
 from components.messaging.records import Records
 from components.permissions import ADMINISTRATOR
 from components.startup import EX_CONFIG, WrongSettings

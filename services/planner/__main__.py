@@ -11,8 +11,8 @@ from components.discovery.leader import lead
 from components.discovery.pages import scrape_targets
 from components.discovery.registry import join_registry
 from components.local_mesh import beside_local_mesh, local_mesh
-from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
+from components.messaging.connection import connect_bus
 from components.process import new_instance_id, run, stop_signal
 from components.process_control import ProcessControl
 from components.process_health import measure, protection_of, status_endpoint

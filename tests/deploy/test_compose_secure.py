@@ -17,7 +17,7 @@ from components.certificates import Certificates, TlsFiles
 from components.credentials import EtcdAccess, NatsAccess
 from components.discovery.etcd import etcd_client
 from components.errors import BackendUnavailable
-from components.messaging.bus import connect_bus
+from components.messaging.connection import connect_bus
 from components.messaging.records import Records
 from components.permissions import ROLES, certified_users
 from components.settings import misspelled

@@ -20,8 +20,9 @@ from opentelemetry.sdk.trace import TracerProvider
 
 from components.discovery.book import InstanceBook
 from components.discovery.registry import join_registry
-from components.messaging.bus import Bus, connect_bus
+from components.messaging.bus import Bus
 from components.messaging.clocks import now_ms
+from components.messaging.connection import connect_bus
 from components.messaging.fleet import open_fleet
 from components.messaging.inbox import open_inbox
 from components.messaging.liveness import Liveness, watch_heartbeats

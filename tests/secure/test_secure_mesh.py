@@ -20,7 +20,7 @@ from bench.processes import free_port
 from components.discovery.etcd import etcd_client
 from components.kv_transfer.network import Listener, _listener, listeners
 from components.local_mesh import beside_local_mesh, local_mesh
-from components.messaging.bus import connect_bus
+from components.messaging.connection import connect_bus
 from components.settings import MeshSettings
 from components.telemetry.trace_file import FILE_NAME
 from services.local.authority import NAMES_OF_THIS_MACHINE, Authority

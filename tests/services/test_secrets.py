@@ -13,7 +13,7 @@ import typer
 from components.api_keys import BadKeys, parse_list, read_keys
 from components.discovery.etcd import etcd_client, refused, unreachable
 from components.errors import BackendUnavailable
-from components.messaging import bus
+from components.messaging import nats_errors
 from components.startup import WrongSettings
 from services.frontend.config import FrontendSettings
 from services.local.options import assigned
@@ -126,8 +126,8 @@ def test_a_file_of_keys_that_cannot_be_used_is_not_quoted(text: str, tmp_path: P
     [
         lambda: unreachable(ETCD_URL, "refused"),
         lambda: refused(ETCD_URL, "bad password"),
-        lambda: bus.unreachable(NATS_URL, OSError("refused")),
-        lambda: bus.unreachable(NATS_URL, nats.errors.Error("nats: 'Authorization Violation'")),
+        lambda: nats_errors.unreachable(NATS_URL, OSError("refused")),
+        lambda: nats_errors.unreachable(NATS_URL, nats.errors.Error("nats: 'Authorization Violation'")),
     ],
 )
 def test_a_server_that_cannot_be_reached_is_named_without_its_password(said: Callable[[], str]) -> None:

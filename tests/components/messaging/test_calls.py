@@ -23,8 +23,9 @@ from components.errors import (
     QueueFull,
 )
 from components.messaging import call_server
-from components.messaging.bus import HEADERS_BYTES, Bus, connect_bus
+from components.messaging.bus import HEADERS_BYTES, Bus
 from components.messaging.call_server import Endpoint, serve_calls
+from components.messaging.connection import connect_bus
 from components.messaging.presence import present_endpoint
 from components.urls import without_password
 from components.wire.codec import unpack

@@ -8,8 +8,9 @@ import pytest
 
 from components.discovery.book import InstanceBook
 from components.messaging import fan_out, load_queries
-from components.messaging.bus import Bus, connect_bus
+from components.messaging.bus import Bus
 from components.messaging.call_server import serve_calls
+from components.messaging.connection import connect_bus
 from components.messaging.fan_out import SubscriptionChoice
 from components.messaging.fleet import Fleet, open_fleet
 from components.messaging.heartbeat_sender import HeartbeatSender

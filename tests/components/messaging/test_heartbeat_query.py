@@ -5,7 +5,7 @@ from contextlib import AsyncExitStack
 import pytest
 
 from components.discovery.book import InstanceBook
-from components.messaging.bus import connect_bus
+from components.messaging.connection import connect_bus
 from components.messaging.heartbeat_query import KEPT_S, HeartbeatAnswers, HeartbeatQuery
 from components.messaging.heartbeat_sender import HeartbeatSender, heartbeat_of
 from components.messaging.liveness import HUNG_AFTER_S

@@ -2,7 +2,7 @@ import pytest
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, StatusCode
 
-from components.messaging.bus import connect_bus
+from components.messaging.connection import connect_bus
 from components.messaging.kept_traces import announce_kept, follow_kept, subject
 from components.telemetry.held_traces import HeldTraces
 from components.telemetry.light_span import LightSpan

@@ -14,8 +14,9 @@ from prometheus_client import CollectorRegistry
 from components.discovery.book import InstanceBook
 from components.errors import BackendUnavailable, Overloaded, Rejected, StaleInstance
 from components.messaging import kv_publisher, kv_subscriber
-from components.messaging.bus import Bus, connect_bus
+from components.messaging.bus import Bus
 from components.messaging.call_server import serve_calls
+from components.messaging.connection import connect_bus
 from components.messaging.fleet import show_kv_mirror
 from components.messaging.kv_publisher import KvEventPublisher
 from components.messaging.kv_subscriber import KvMirror, follow_kv_events

@@ -7,7 +7,7 @@ from prometheus_client import CollectorRegistry
 from components.aio import background
 from components.discovery.book import InstanceBook
 from components.errors import DeadlineExceeded, MeshError
-from components.messaging.bus import connect_bus
+from components.messaging.connection import connect_bus
 from components.messaging.fan_out import MAX_INTERVAL_S, MIN_INTERVAL_S
 from components.messaging.fleet import show_instances
 from components.messaging.heartbeat_sender import HeartbeatSender, heartbeat_of

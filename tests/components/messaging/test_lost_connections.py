@@ -16,8 +16,9 @@ from nats.errors import FlushTimeoutError
 from nats.micro.service import Service
 
 from components.errors import BackendUnavailable, DeadlineExceeded, NobodyListens
-from components.messaging.bus import Bus, connect_bus
+from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint, serve_calls
+from components.messaging.connection import connect_bus
 from components.messaging.secure_client import SecureClient
 from components.wire.codec import pack
 from components.wire.prefill import KvComing, RoomOk

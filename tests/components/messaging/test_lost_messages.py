@@ -14,9 +14,11 @@ from nats.aio.msg import Msg
 from components.errors import BackendUnavailable, ListenerGone, NobodyListens
 from components.messaging import outbox as outbox_module
 from components.messaging import replies
-from components.messaging.bus import Bus, connect_bus, translated_nats_errors
+from components.messaging.bus import Bus
 from components.messaging.call_server import KEPT_BYTES, KEPT_S, CallServer, Endpoint, SentAnswers, serve_calls
 from components.messaging.clocks import PeerClocks
+from components.messaging.connection import connect_bus
+from components.messaging.nats_errors import translated_nats_errors
 from components.messaging.outbox import OutStream, SentFrames, StreamOutbox
 from components.messaging.refusals import Refusals
 from components.wire.codec import pack

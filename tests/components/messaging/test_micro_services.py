@@ -10,7 +10,8 @@ import pytest
 from nats.aio.msg import Msg
 
 from components.messaging import micro_services
-from components.messaging.bus import Bus, connect_bus
+from components.messaging.bus import Bus
+from components.messaging.connection import connect_bus
 from components.messaging.micro_services import REGISTERED_TIMEOUT_S, find_services
 from tests.waiting import PATIENCE_S
 

@@ -12,8 +12,9 @@ import pytest
 
 from components.errors import InvariantBroken, Overloaded, Rejected
 from components.messaging import profiles
-from components.messaging.bus import Bus, connect_bus
+from components.messaging.bus import Bus
 from components.messaging.call_server import serve_calls
+from components.messaging.connection import connect_bus
 from components.messaging.profiles import Profiles, keep_profiles
 from components.wire.inspection import FetchProfile, ProfilePart, ProfileStarted, StartProfile
 from tests.waiting import PATIENCE_S

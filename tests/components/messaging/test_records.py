@@ -12,7 +12,8 @@ from nats.js import JetStreamContext
 
 from bench.processes import free_port
 from components.errors import BackendUnavailable, MessageTooLarge
-from components.messaging.bus import Bus, connect_bus
+from components.messaging.bus import Bus
+from components.messaging.connection import connect_bus
 from components.messaging.records import NoJetStream, Records, RecordsConfig
 from tests.waiting import PATIENCE_S
 

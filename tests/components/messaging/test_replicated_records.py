@@ -7,7 +7,7 @@ from typing import Final
 
 import pytest
 
-from components.messaging.bus import connect_bus
+from components.messaging.connection import connect_bus
 from components.messaging.records import Records, RecordsConfig
 from tests.mesh.clusters import Member, NatsCluster
 

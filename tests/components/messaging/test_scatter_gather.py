@@ -9,7 +9,8 @@ import pytest
 from nats.aio.msg import Msg
 
 from components.errors import MeshError
-from components.messaging.bus import Bus, connect_bus
+from components.messaging.bus import Bus
+from components.messaging.connection import connect_bus
 from components.messaging.scatter_gather import SEND_S, ask_all
 from services.local.servers import NATS, running
 from tests.waiting import PATIENCE_S, freeze, until

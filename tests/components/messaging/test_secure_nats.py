@@ -17,7 +17,8 @@ from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption,
 
 from components.certificates import Certificates, TlsFiles
 from components.credentials import NATS_LOGIN, NatsAccess, _base32, credentials_file, login_file, nkey_file
-from components.messaging.bus import Bus, connect_bus
+from components.messaging.bus import Bus
+from components.messaging.connection import connect_bus
 from components.startup import WrongSettings
 from services.local.authority import NAMES_OF_THIS_MACHINE, Authority
 from services.local.child_process import kill

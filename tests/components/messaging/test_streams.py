@@ -7,7 +7,7 @@ import msgpack
 import pytest
 
 from components.errors import BackendUnavailable, Cancelled, DecodeLost, InvariantBroken, MessageTooLarge, QueueFull
-from components.messaging.bus import connect_bus
+from components.messaging.connection import connect_bus
 from components.messaging.inbox import InStream, StreamInbox, open_inbox
 from components.messaging.outbox import OutStream, StreamOutbox
 from components.messaging.refusals import STRANGER

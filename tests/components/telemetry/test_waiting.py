@@ -7,7 +7,7 @@ import pytest
 
 from bench.processes import free_port
 from components.discovery.registry import join_registry
-from components.messaging.bus import connect_bus
+from components.messaging.connection import connect_bus
 from components.telemetry import waiting
 from tests.waiting import until
 

@@ -11,7 +11,8 @@ import pytest
 
 from components.credentials import NatsAccess
 from components.errors import BackendUnavailable, UnknownResponse
-from components.messaging.bus import Bus, connect_bus
+from components.messaging.bus import Bus
+from components.messaging.connection import connect_bus
 from components.messaging.records import Records, RecordsConfig
 from services.frontend.config import FrontendSettings
 from services.frontend.response_stream import make_stream

@@ -13,8 +13,8 @@ from openai import AsyncOpenAI
 
 from components.errors import DecodeLost
 from components.http.server import serve_http
-from components.messaging.bus import connect_bus
 from components.messaging.call_server import serve_calls
+from components.messaging.connection import connect_bus
 from components.text.tokenizer import TextModel
 from services.frontend.app import create_app
 from services.frontend.config import FrontendSettings

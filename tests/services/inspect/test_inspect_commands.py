@@ -15,8 +15,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from components.discovery.registry import Registration, join_registry
-from components.messaging.bus import Bus, connect_bus
+from components.messaging.bus import Bus
 from components.messaging.call_server import serve_calls
+from components.messaging.connection import connect_bus
 from components.process import subject_of
 from components.settings import MeshSettings
 from components.startup import EX_CONFIG

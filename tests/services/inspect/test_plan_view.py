@@ -5,8 +5,8 @@ import json
 import pytest
 from rich.console import Console
 
-from components.messaging.bus import connect_bus
 from components.messaging.call_server import Endpoint, serve_calls
+from components.messaging.connection import connect_bus
 from components.settings import MeshSettings
 from components.wire.plans import AskPlan, PlanReported, RolePlan
 from services.inspect.workers import show_plan, show_planners

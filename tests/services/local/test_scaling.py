@@ -11,7 +11,8 @@ import pytest
 
 from components.errors import MeshError, Rejected
 from components.local_mesh import beside_local_mesh
-from components.messaging.bus import Bus, connect_bus
+from components.messaging.bus import Bus
+from components.messaging.connection import connect_bus
 from components.planning.planner import Change
 from components.settings import MeshSettings
 from components.wire.plans import KillWorker, WorkerKilled
