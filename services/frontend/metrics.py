@@ -21,7 +21,7 @@ UNAUTHORIZED_REASONS: Final = ("missing", "wrong")
 QUEUE_BUCKETS: Final = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600)
 GAP_BUCKETS: Final = (
     *(0.0005, 0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05),
-    *(0.1, 0.25, 0.5, 1, 2.5, 5, 10),
+    *(0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40),  # a stream waits up to 30 s for a new instance
 )
 
 
