@@ -27,7 +27,18 @@ class Reasoning:
     If the first marker is missing, there is no reasoning, unless the prompt ends with that marker.
     """
 
-    __slots__ = ("_begin", "_calls", "_closed", "_end", "_has_reported", "_held", "_inside", "_opened", "over")
+    __slots__ = (
+        "_begin",
+        "_calls",
+        "_closed",
+        "_end",
+        "_has_reported",
+        "_held",
+        "_inside",
+        "_opened",
+        "_trial",
+        "over",
+    )
 
     def __init__(self, begin: str, end: str, *, opened: bool, calls: CallsWithin | None = None) -> None:
         """`opened`: the prompt ends with `begin`."""
@@ -36,6 +47,9 @@ class Reasoning:
         self._end = end
         self._opened = opened
         self._calls = calls
+        self._trial: tuple[Reader, int] | None = (
+            None  # reader of what may become a call, and the characters that it has
+        )
         self._closed = True  # False: a call ended the reasoning, and `end` may follow it
         self._inside: bool | None = None  # None: undecided
         self._held = ""
@@ -105,9 +119,10 @@ class Reasoning:
         marker, new_reader = self._calls
         at = thought.find(marker)
         while at >= 0:
-            reader = new_reader()
-            parts = (found for char in thought[at:] if (found := reader.feed(char)).calls or found.text)
+            reader, num_read = self._trial or (new_reader(), 0)
+            parts = (found for char in thought[at + num_read :] if (found := reader.feed(char)).calls or found.text)
             first = next(parts, None)
+            self._trial = (reader, len(thought) - at) if first is None else None
             if first is None:
                 return at, False
             if first.calls and first.calls[0].name in reader.tools:

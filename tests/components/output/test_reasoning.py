@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from components.output.calls import CallDelta, whole_calls
 from components.output.formats import REASONING_FORMATS, TOOL_FORMATS, ToolParserName
 from components.output.plan import OutputPlan
+from components.output.reader import Parsed, Reader
 from components.output.reasoning import MISTRAL_THINK, THINK, Reasoning
 
 
@@ -111,6 +112,20 @@ def test_calls_of_each_format_end_the_reasoning(name: ToolParserName) -> None:
     new, last = parser.feed(f"hm{calls[name]}"), parser.flush()
     assert (new.reasoning + last.reasoning, new.text + last.text) == ("hm", "")
     assert [call.name for call in whole_calls([*new.calls, *last.calls])] == ["f"]
+
+
+def test_what_may_become_a_call_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was read again with each token: a long one blocked the frontend's event loop for minutes in all."""
+    real, read = Reader.feed, []
+
+    def feed(reader: Reader, text: str) -> Parsed:
+        read.append(text)
+        return real(reader, text)
+
+    monkeypatch.setattr(Reader, "feed", feed)
+    begun = '<tool_call>{"arguments": {"s": "' + "x" * 500
+    assert calling(begun, range(len(begun))) == (begun, "", 0)
+    assert len(read) <= 2 * len(begun)
 
 
 def test_with_a_constraint_only_the_marker_ends_the_reasoning() -> None:
