@@ -14,9 +14,9 @@ from multiprocessing.shared_memory import SharedMemory
 import msgspec
 import numpy as np
 
-from components.kv_transfer.network import leave_out_rdma
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 from components.kv_transfer.nixl_transfer import POLL_WRITES_S, NixlTransfer, open_nixl
+from components.kv_transfer.ucx_settings import leave_out_rdma
 from components.wire.layout import KvLayout, KvRegion
 
 

@@ -12,7 +12,7 @@ from components.discovery.registry import Registration, Registry, join_registry
 from components.kv_transfer.backend import KvTransfer
 from components.kv_transfer.backends import known_transport, kv_opener, own_address
 from components.kv_transfer.multi_rank_transfer import open_transfer
-from components.kv_transfer.network import observed_transport
+from components.kv_transfer.open_sockets import observed_transport
 from components.kv_transfer.writes import Writes
 from components.messaging.bus import Bus
 from components.messaging.call_server import Endpoint, serve_calls

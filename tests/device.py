@@ -101,7 +101,7 @@ def choose_device(config: pytest.Config) -> None:
         raise pytest.UsageError("with TRITON_INTERPRET=1 kernels run on the CPU: unset it")
     TESTED["device"] = os.environ[VARIABLE] = device
     # UCX reads it once for a process: after a pool in main memory, one in VRAM would not get cuda_ipc
-    import_module("components.kv_transfer.network").unmap_after_writes()
+    import_module("components.kv_transfer.ucx_settings").unmap_after_writes()
 
 
 def is_on_device(item: pytest.Item) -> bool:

@@ -4,7 +4,7 @@ import json
 import os
 import sys
 
-from components.kv_transfer.network import leave_out_rdma
+from components.kv_transfer.ucx_settings import leave_out_rdma
 
 if __name__ == "__main__":
     leave_out_rdma()  # before UCX loads

@@ -20,17 +20,17 @@ import numpy as np
 from components.errors import DeadlineExceeded, TransferFailed
 from components.kv_transfer.aux import HEAD, AuxArrivals, AuxBuffer
 from components.kv_transfer.backend import check_deadline, check_same_backend, endpoint_of
-from components.kv_transfer.network import (
-    choose_devices,
-    drop_dead_connections,
-    leave_out_rdma,
-    new_listeners_logged,
-    unmap_after_writes,
-)
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
+from components.kv_transfer.open_sockets import new_listeners_logged
 from components.kv_transfer.own_thread import OwnThread
 from components.kv_transfer.pieces import Offsets, Pieces
 from components.kv_transfer.slow_peers import SlowPeers
+from components.kv_transfer.ucx_settings import (
+    choose_devices,
+    drop_dead_connections,
+    leave_out_rdma,
+    unmap_after_writes,
+)
 from components.startup import WrongSettings
 from components.wire.instances import KvEndpoint
 from components.wire.layout import KvRegion, check_compatible

@@ -8,7 +8,7 @@ from typing import Final
 
 import pytest
 
-from components.kv_transfer.network import listeners
+from components.kv_transfer.open_sockets import listeners
 from tests.hosts.hosts import CUT, WHOLE, Fault, Hosts
 from tests.hosts.mesh import FAULTY, HostMesh, sent_bytes
 from tests.mesh.outage_load import PROMPT_TOKENS, Load

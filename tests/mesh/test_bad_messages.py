@@ -20,7 +20,7 @@ import pytest
 from msgspec.structs import replace
 
 from components.errors import DeadlineExceeded, MalformedMessage, MessageTooLarge, PeerLost
-from components.kv_transfer.network import listeners
+from components.kv_transfer.open_sockets import listeners
 from components.messaging.clocks import now_ms
 from components.wire.codec import UnknownMessage, pack, unpack
 from components.wire.generate import CancelStreams, GenerateRequest, StreamItem

@@ -18,7 +18,7 @@ import pytest
 
 from bench.processes import free_port
 from components.discovery.etcd import etcd_client
-from components.kv_transfer.network import Listener, _listener, listeners
+from components.kv_transfer.open_sockets import Listener, _listener, listeners
 from components.local_mesh import beside_local_mesh, local_mesh
 from components.messaging.connection import connect_bus
 from components.settings import MeshSettings

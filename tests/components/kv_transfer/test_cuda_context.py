@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from components.kv_transfer import network, nixl_transfer
+from components.kv_transfer import nixl_transfer, ucx_settings
 from components.kv_transfer.nixl_transfer import NixlTransfer
 from components.startup import WrongSettings
 from tests.components.kv_transfer.nixl_peer import Pages
@@ -16,8 +16,8 @@ from tests.components.kv_transfer.nixl_peer import Pages
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Starting NIXL sets this variable, and UCX in later processes of this one would report it as unused."""
-    monkeypatch.setenv(network.UCX_IPC_CACHE, "")
-    monkeypatch.delenv(network.UCX_IPC_CACHE)
+    monkeypatch.setenv(ucx_settings.UCX_IPC_CACHE, "")
+    monkeypatch.delenv(ucx_settings.UCX_IPC_CACHE)
 
 
 @pytest.mark.anyio
@@ -64,11 +64,11 @@ async def test_the_memory_of_a_peer_is_not_kept_mapped(
     seen: list[str | None] = []
 
     def agent(*_args: object) -> None:
-        seen.append(os.environ.get(network.UCX_IPC_CACHE))
+        seen.append(os.environ.get(ucx_settings.UCX_IPC_CACHE))
         raise RuntimeError("there is no GPU")
 
     if given is not None:
-        monkeypatch.setenv(network.UCX_IPC_CACHE, given)
+        monkeypatch.setenv(ucx_settings.UCX_IPC_CACHE, given)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: SimpleNamespace(synchronize=lambda: None))
     monkeypatch.setattr(nixl_transfer, "nixl_agent", agent)

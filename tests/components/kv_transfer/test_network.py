@@ -10,13 +10,15 @@ from ipaddress import ip_address
 
 import pytest
 
-from components.kv_transfer import network
-from components.kv_transfer.network import Listener, choose_devices, leave_out_rdma, listeners, new_listeners_logged
+from components.kv_transfer import open_sockets, ucx_settings
+from components.kv_transfer.open_sockets import Listener, listeners, new_listeners_logged
+from components.kv_transfer.ucx_settings import choose_devices, leave_out_rdma
 from tests.waiting import PATIENCE_S
 
 OPEN_AGENT = """
 import json, sys
-from components.kv_transfer.network import choose_devices, leave_out_rdma, listeners
+from components.kv_transfer.open_sockets import listeners
+from components.kv_transfer.ucx_settings import choose_devices, leave_out_rdma
 from components.kv_transfer.nixl_api import nixl_agent, nixl_agent_config
 choose_devices(sys.argv[1])
 leave_out_rdma()
@@ -36,7 +38,7 @@ def own_address() -> str | None:
 
 
 def addresses_of_an_agent(host: str, **env: str) -> list[str]:
-    clean = {name: value for name, value in os.environ.items() if name != network.UCX_DEVICES}
+    clean = {name: value for name, value in os.environ.items() if name != ucx_settings.UCX_DEVICES}
     command = [sys.executable, "-c", OPEN_AGENT, host]
     ran = subprocess.run(command, env=clean | env, check=True, capture_output=True, text=True, timeout=PATIENCE_S)
     return list(json.loads(ran.stdout.splitlines()[-1]))
@@ -58,27 +60,27 @@ def test_elsewhere_nixl_listens_on_the_interface_with_the_address() -> None:
 def test_a_machine_without_rdma_devices_does_not_load_what_is_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """With libibverbs1 installed, each worker ended with SIGSEGV on SIGTERM."""
     for devices, modules in (([], "^ib"), (["mlx5_0:1"], None)):
-        monkeypatch.setenv(network.UCX_MODULES, "")
-        monkeypatch.delenv(network.UCX_MODULES)
-        monkeypatch.setattr(network, "_rdma_devices", lambda found=devices: found)
+        monkeypatch.setenv(ucx_settings.UCX_MODULES, "")
+        monkeypatch.delenv(ucx_settings.UCX_MODULES)
+        monkeypatch.setattr(ucx_settings, "_rdma_devices", lambda found=devices: found)
         leave_out_rdma()
-        assert os.environ.get(network.UCX_MODULES) == modules
+        assert os.environ.get(ucx_settings.UCX_MODULES) == modules
 
 
 def test_rdma_devices_are_used_beside_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(network.UCX_DEVICES, "")
-    monkeypatch.setattr(network, "_rdma_devices", lambda: ["mlx5_0:1"])
-    monkeypatch.setattr(network, "_interface", lambda _: "eth1")
+    monkeypatch.setenv(ucx_settings.UCX_DEVICES, "")
+    monkeypatch.setattr(ucx_settings, "_rdma_devices", lambda: ["mlx5_0:1"])
+    monkeypatch.setattr(ucx_settings, "_interface", lambda _: "eth1")
     choose_devices("10.0.0.1")
-    assert os.environ[network.UCX_DEVICES] == "eth1,mlx5_0:1"
+    assert os.environ[ucx_settings.UCX_DEVICES] == "eth1,mlx5_0:1"
 
 
 def test_an_address_that_is_not_this_machines_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(network.UCX_DEVICES, "")
+    monkeypatch.setenv(ucx_settings.UCX_DEVICES, "")
     choose_devices("203.0.113.7")
-    assert not os.environ[network.UCX_DEVICES]
+    assert not os.environ[ucx_settings.UCX_DEVICES]
     assert "no interface has the address for KV transfer" in caplog.text
 
 
@@ -96,7 +98,7 @@ def test_a_public_address_is_warned_of(
 ) -> None:
     caplog.set_level(logging.INFO, "components")
     found = iter([set(), {Listener(ip_address(address), 7)}])
-    monkeypatch.setattr(network, "listeners", lambda: next(found))
+    monkeypatch.setattr(open_sockets, "listeners", lambda: next(found))
     with new_listeners_logged():
         pass
     [said] = caplog.records

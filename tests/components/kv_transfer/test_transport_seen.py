@@ -8,8 +8,8 @@ from subprocess import PIPE, Popen
 
 import pytest
 
-from components.kv_transfer import network
-from components.kv_transfer.network import observed_transport
+from components.kv_transfer import open_sockets
+from components.kv_transfer.open_sockets import observed_transport
 from components.wire.status import Connection
 
 _MAP_AND_CLOSE = """
@@ -49,7 +49,7 @@ def test_a_segment_that_is_mapped_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
     with Popen([sys.executable, "-c", _MAP_AND_CLOSE, file], stdin=PIPE, stdout=PIPE, text=True) as process:
         assert process.stdin
         assert process.stdout
-        monkeypatch.setattr(network, "SELF", Path(f"/proc/{process.pid}"))
+        monkeypatch.setattr(open_sockets, "SELF", Path(f"/proc/{process.pid}"))
         seen = []
         for _ in range(3):
             process.stdout.readline()
@@ -61,7 +61,7 @@ def test_a_segment_that_is_mapped_is_seen(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_many_connections_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(network, "MAX_CONNECTIONS", 1)
+    monkeypatch.setattr(open_sockets, "MAX_CONNECTIONS", 1)
     pairs = [socket.socketpair(socket.AF_UNIX) for _ in range(3)]  # no TCP: not counted
     with socket.create_server(("127.0.0.1", 0)) as listener:
         clients = [socket.create_connection(listener.getsockname()) for _ in range(3)]

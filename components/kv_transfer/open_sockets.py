@@ -1,12 +1,6 @@
-"""Choose the network interface of NIXL's UCX, and see in /proc which way it takes to peers.
+"""The sockets of a process, and the transport of its KV transfers, as /proc shows them."""
 
-UCX listens on all interfaces by default, and a few bytes sent to its port can crash the process.
-"""
-
-import fcntl
 import logging
-import os
-import socket
 import struct
 from collections.abc import Iterator, Set
 from contextlib import contextmanager, suppress
@@ -18,13 +12,6 @@ from components.wire.status import Connection, TransportStatus
 
 log = logging.getLogger(__name__)
 
-UCX_DEVICES: Final = "UCX_NET_DEVICES"
-UCX_MODULES: Final = "UCX_MODULES"
-UCX_USER_TIMEOUT: Final = "UCX_TCP_USER_TIMEOUT"
-UCX_IPC_CACHE: Final = "UCX_CUDA_IPC_CACHE"
-UNANSWERED: Final = "5s"  # TCP drops a connection whose bytes are unacknowledged for this long
-NO_RDMA: Final = "^ib"  # all modules except this one
-_GET_ADDRESS: Final = 0x8915  # SIOCGIFADDR of Linux
 # socket states in /proc/<pid>/net/tcp
 ESTABLISHED: Final = "01"
 LISTEN: Final = "0A"
@@ -35,47 +22,6 @@ SELF: Final = Path("/proc/self")
 class Listener(NamedTuple):
     address: IPv4Address | IPv6Address
     port: int
-
-
-def choose_devices(host: str) -> None:
-    """Restrict UCX to the interface of `host`, and to RDMA devices unless that is loopback."""
-    if os.environ.get(UCX_DEVICES):
-        return
-    name = _interface(host)
-    if name is None:
-        log.warning(
-            "no interface has the address for KV transfer, so NIXL listens on all; set MESH_KV_TRANSFER_HOST",
-            extra={"host": host},
-        )
-        return
-    devices = [name] if ip_address(host).is_loopback else [name, *_rdma_devices()]
-    os.environ[UCX_DEVICES] = ",".join(devices)
-
-
-def leave_out_rdma() -> None:
-    """Keep UCX's RDMA module out where no RDMA device exists.
-
-    The module of nixl 1.5.1 ends an exiting process with SIGSEGV on Debian 12.
-    """
-    if not _rdma_devices():
-        os.environ.setdefault(UCX_MODULES, NO_RDMA)
-
-
-def drop_dead_connections() -> None:
-    """Make the kernel close a connection whose peer is unreachable, and drop its unacknowledged bytes.
-
-    By default the kernel resends them for 15 minutes, so they could land after decode has reused its pages.
-    """
-    os.environ.setdefault(UCX_USER_TIMEOUT, UNANSWERED)
-
-
-def unmap_after_writes() -> None:
-    """Make UCX unmap a peer's GPU memory when no write is in flight.
-
-    By default it stays mapped, and a mapping keeps the memory of a killed peer allocated. A restart on the same GPU
-    would then find no free memory. The first peer on each GPU stays mapped nevertheless, until it is disconnected.
-    """
-    os.environ.setdefault(UCX_IPC_CACHE, "n")
 
 
 @contextmanager
@@ -130,24 +76,6 @@ def _listener(local: str) -> Listener:
     address, port = local.split(":")
     words = [int(address[at : at + 8], 16) for at in range(0, len(address), 8)]
     return Listener(ip_address(struct.pack(f"={len(words)}I", *words)), int(port, 16))
-
-
-def _interface(host: str) -> str | None:
-    with suppress(ValueError):
-        if ip_address(host).is_loopback:
-            return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
-                answer = fcntl.ioctl(probe, _GET_ADDRESS, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == host:
-                    return name
-    return None
-
-
-def _rdma_devices() -> list[str]:
-    """`<device>:<port>` of each InfiniBand or RoCE device."""
-    return sorted(f"{port.parent.parent.name}:{port.name}" for port in Path("/sys/class/infiniband").glob("*/ports/*"))
 
 
 def observed_transport() -> TransportStatus:
