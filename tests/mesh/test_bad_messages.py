@@ -30,7 +30,7 @@ from components.wire.kv_events import FetchKvDump, KvEventBatch, pack_batch
 from components.wire.prefill import OpenRoom, PagesOffered, PrefillAccepted, PrefillRequest, Quiesce, RoomOk
 from components.wire.refused import Refused
 from components.wire.sampling import SamplingParams
-from tests.components.kv_transfer.test_network import own_address
+from tests.components.kv_transfer.test_ucx_settings import own_address
 from tests.components.wire.frames import frame_of
 from tests.mesh.harness import Client, MeshProcesses, metrics_of, open_client
 from tests.mesh.mocks import MODEL, no_page_is_lost, one_engine, random_prompts
