@@ -144,17 +144,21 @@ def nats_rights(namespace: str, role: str, name: str, instance: str = "") -> Nat
     if role == "frontend":
         publish += _stored_responses(namespace)
     if role == "inspect":
-        publish.append("$JS.API.INFO")
+        publish += ["$JS.API.INFO", f"$JS.API.STREAM.INFO.{_response_stream(namespace)}"]
     return NatsRights(tuple(dict.fromkeys(publish)), tuple(dict.fromkeys(subscribe)))
 
 
 def _stored_responses(namespace: str) -> list[str]:
-    # A wildcard stands for a whole part: a mesh called `*` is any mesh of these servers.
-    stream = "*" if namespace == "*" else f"{namespace}-responses"
     # Not CREATE or UPDATE: a stream may read and write any subject of these servers. Not DIRECT.GET: NATS sends its answer,
     # a record as it is, to any subject that the caller names; that of MSG.GET is JSON, which no process accepts.
     calls = ("STREAM.INFO", "STREAM.MSG.GET", "STREAM.PURGE")
+    stream = _response_stream(namespace)
     return [f"{namespace}.responses.records.*", *(f"$JS.API.{call}.{stream}" for call in calls)]
+
+
+def _response_stream(namespace: str) -> str:
+    # A wildcard stands for a whole part: a mesh called `*` is any mesh of these servers.
+    return "*" if namespace == "*" else f"{namespace}-responses"
 
 
 def nats_users(namespace: str, users: Sequence[User], administrator: str) -> str:

@@ -17,6 +17,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import nats.errors
+from nats.js.errors import NotFoundError
 
 from components.credentials import EtcdAccess, NatsAccess, PageAccess
 from components.discovery.etcd import CALL_TIMEOUT_S, DatabaseFull, etcd_client
@@ -101,7 +102,7 @@ async def gather_facts(settings: MeshSettings) -> Facts:
                 for one in settings.etcd_url.split(",")
             )
         ),
-        _nats(settings.nats_url, settings.nats_access("inspect")),
+        _nats(settings.nats_url, settings.nats_access("inspect"), settings.namespace),
         _nixl(),
         asyncio.to_thread(shared_memory),
     )
@@ -144,7 +145,7 @@ def _etcd_member(url: str, access: EtcdAccess, key: str) -> Server:
     return Server(shown, "", status.version, took_ms, facts)
 
 
-async def _nats(url: str, access: NatsAccess) -> Server:
+async def _nats(url: str, access: NatsAccess, namespace: str) -> Server:
     shown = without_password(url)
     try:
         client = SecureClient(url, access)
@@ -166,9 +167,16 @@ async def _nats(url: str, access: NatsAccess) -> Server:
         await client.flush(timeout=NATS_S)
         took_ms = (time.monotonic() - began_s) * SECOND_MS
         facts: dict[str, Any] = {"max_payload": client.max_payload, "jetstream": ""}
+        jetstream = client.jetstream(timeout=NATS_S)
         try:
-            account = await client.jetstream(timeout=NATS_S).account_info()
+            account = await jetstream.account_info()
             facts |= {"streams": account.streams, "stored_bytes": account.storage}
+            with suppress(NotFoundError):
+                responses = await jetstream.stream_info(f"{namespace}-responses")
+                facts |= {
+                    "is_cluster": bool(responses.cluster and responses.cluster.name),
+                    "replicas": responses.config.num_replicas,
+                }
         except (nats.errors.Error, OSError, TimeoutError) as exc:
             facts["jetstream"] = str(exc) or type(exc).__name__
         return Server(

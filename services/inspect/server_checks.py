@@ -43,6 +43,12 @@ def check_nats(facts: Facts) -> Iterator[Finding]:
     else:
         stored = f"{bus.facts.get('streams', 0)} streams, {size(bus.facts.get('stored_bytes', 0))}"
         yield ok("JetStream", f"enabled: {stored}")
+    if bus.facts.get("is_cluster") and bus.facts.get("replicas") == 1:
+        yield note(
+            "JetStream",
+            "stored responses are on one member of the NATS cluster: while it is down, none is read or stored",
+            "start the frontends with MESH_FRONTEND_STORED_RESPONSES_REPLICAS=3",
+        )
 
 
 def _server(name: str, one: Server, about: str) -> Finding:

@@ -11,12 +11,15 @@ from msgspec.structs import replace as changed
 
 from bench.processes import free_port
 from components.credentials import NatsAccess
+from components.messaging.connection import connect_bus
+from components.messaging.records import Records, RecordsConfig
 from components.wire.status import Connection, TransportStatus
 from services.inspect import facts as facts_module
 from services.inspect.doctor import findings, report
 from services.inspect.facts import Facts, Nixl, Segment, Server, SharedMemory, shared_memory
 from services.inspect.findings import Finding, Level
 from services.inspect.mesh import Seen
+from tests.mesh.clusters import NatsCluster
 from tests.services.inspect.meshes import nixl, seen, with_ranks
 from tests.services.inspect.test_top_view import rendered
 
@@ -64,8 +67,23 @@ def test_instances_are_checked_while_etcd_is_full() -> None:
 @pytest.mark.anyio
 async def test_a_refused_connection_to_nats_is_named() -> None:
     """nats-py tries again until the timeout, so that `doctor` said "TimeoutError"."""
-    found = await facts_module._nats(f"nats://127.0.0.1:{free_port()}", NatsAccess())
+    found = await facts_module._nats(f"nats://127.0.0.1:{free_port()}", NatsAccess(), "mesh")
     assert "Connect call failed" in found.error
+
+
+@pytest.mark.anyio
+@pytest.mark.mesh
+async def test_where_stored_responses_are_is_found(nats_url: str, namespace: str, tmp_path: Path) -> None:
+    single, name = RecordsConfig(records=1, bytes=10_000, age_s=60), f"{namespace}.responses"
+    async with connect_bus(nats_url, "one") as bus:
+        await Records(bus, name, single).make()
+    found = await facts_module._nats(nats_url, NatsAccess(), namespace)
+    assert (found.facts["is_cluster"], found.facts["replicas"]) == (False, 1)
+    with NatsCluster(tmp_path, jetstream=True) as cluster:
+        async with connect_bus(cluster.url, "one") as bus:
+            await Records(bus, name, replace(single, replicas=3)).make()
+        found = await facts_module._nats(cluster.url, NatsAccess(), namespace)
+    assert (found.facts["is_cluster"], found.facts["replicas"]) == (True, 3)
 
 
 def test_of_a_healthy_mesh_each_check_reports_that_it_is() -> None:
@@ -89,6 +107,12 @@ def test_of_a_healthy_mesh_each_check_reports_that_it_is() -> None:
             "JetStream",
             Level.NOTE,
             "not enabled",
+        ),
+        (
+            {"nats": replace(NATS, facts={"max_payload": 8 << 20, "jetstream": "", "is_cluster": True, "replicas": 1})},
+            "JetStream",
+            Level.NOTE,
+            "on one member",
         ),
         ({"seen": []}, "instances", Level.WRONG, "none is registered in namespace ns"),
         ({"seen": with_(seen("frontend", answers=False))}, "instances", Level.WRONG, "frontend f1 on here, pid 1"),
