@@ -169,7 +169,7 @@ class FrontendSettings(ModelSettings):
         24 * 3600.0
     )
     stored_responses_replicas: Annotated[
-        Literal[1, 3, 5], Field(description="members of a NATS cluster that each keep the stored responses")
+        int, Field(ge=1, le=5, description="members of a NATS cluster that each keep the stored responses; 3 of three")
     ] = 1
 
     ui: Annotated[bool, Field(description="serve the page at /ui")] = True

@@ -57,6 +57,17 @@ def test_every_variable_is_a_setting_of_its_service(file: Path, role: str) -> No
     assert misspelled(variables, settings_of(role)) == []
 
 
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_the_values_of_all_variables_are_valid(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A frontend ended at once with a number that its setting accepted only from Python, not from the environment."""
+    for role in OURS & load(file)["services"].keys():
+        with monkeypatch.context() as patch:
+            for name, value in variables_of(load(file)["services"][role]).items():
+                if text := READ.sub(lambda found: found[2], str(value)):
+                    patch.setenv(name, text)
+            settings_of(role)()
+
+
 def test_every_nested_variable_is_a_setting_of_the_engine() -> None:
     fields = importlib.import_module("engine.config").EngineConfig.__dataclass_fields__
     for service in [service for file in (BASE, GPU, TP) for service in load(file)["services"].values()]:
