@@ -82,10 +82,11 @@ def test_every_variable_is_a_setting_of_its_process_and_stands_once(values: str)
         assert misspelled(given, settings_of(role)) == [], role
 
 
+@pytest.mark.parametrize("values", ["planner", "cluster"])
 @pytest.mark.parametrize("role", [*ROLES, "planner", "observer"])
-def test_the_settings_of_each_process_can_be_read(role: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_settings_of_each_process_can_be_read(role: str, values: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As the container gets them, with the addresses that Kubernetes puts in."""
-    for name, value in variables(deployments("planner")[role]).items():
+    for name, value in variables(deployments(values, "planner.enabled=true")[role]).items():
         monkeypatch.setenv(name, value.replace("$(POD_IP)", "10.1.2.3") or "a-secret")
     read = settings_of(role).read([])  # type: ignore[attr-defined]
     if role != "observer":
@@ -292,11 +293,13 @@ def test_each_role_has_the_certificate_of_its_own_secret(role: str) -> None:
 
 def test_etcd_gets_its_users_and_nats_its_stream_before_anything_that_needs_them() -> None:
     """The stream has the frontends' bounds."""
-    bounds = {"MESH_FRONTEND_MAX_STORED_RESPONSES": "7", "MESH_FRONTEND_STORED_RESPONSES_AGE_S": "60"}
-    asked = [
-        f'{where}.{name}="{value}"'
-        for (name, value), where in zip(bounds.items(), ("settings", "frontend.settings"), strict=True)
-    ]
+    bounds = {
+        "MESH_FRONTEND_MAX_STORED_RESPONSES": "7",
+        "MESH_FRONTEND_STORED_RESPONSES_AGE_S": "60",
+        "MESH_FRONTEND_STORED_RESPONSES_REPLICAS": "3",
+    }
+    places = ("settings", "frontend.settings", "frontend.settings")
+    asked = [f'{where}.{name}="{value}"' for (name, value), where in zip(bounds.items(), places, strict=True)]
     (job,) = of_kind(rendered("secure", *asked), "Job").values()
     assert job["metadata"]["annotations"]["helm.sh/hook"] == "pre-install,pre-upgrade"
     run = {one["command"][-1]: {part["name"]: part["value"] for part in one["env"]} for one in pod(job)["containers"]}
