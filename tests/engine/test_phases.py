@@ -241,7 +241,7 @@ def test_a_prompt_that_could_never_fit_is_refused_with_both_numbers(
         (EngineRequest("r", [7, -1], greedy(5)), "token id -1"),
         (EngineRequest("r", [7], greedy(0)), "max_tokens is 0"),
         (EngineRequest("r", [7], SamplingParams(max_tokens=1, temperature=-1)), "temperature is -1"),
-        (EngineRequest("r", [7], SamplingParams(max_tokens=1, top_p=0)), "top_p is 0"),
+        (EngineRequest("r", [7], SamplingParams(max_tokens=1, top_p=-0.5)), "top_p is -0.5"),
     ],
 )
 def test_a_wrong_request_is_refused_with_the_reason(engine: EngineCore, request_: EngineRequest, said: str) -> None:
