@@ -434,7 +434,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": {}, "name": "f", "input_schema": {}}]}, "tools[0].type"),
     ({"temperature": 1.5}, "temperature"),
     ({"top_k": -1}, "top_k"),
-    ({"top_p": 0}, "top_p"),
+    ({"top_p": -0.1}, "top_p"),
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"stop_sequences": list("abcde")}, "stop_sequences"),
     ({"stop_sequences": "a"}, "stop_sequences"),
