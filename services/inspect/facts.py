@@ -17,7 +17,6 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import nats.errors
-from nats.js.errors import NotFoundError
 
 from components.credentials import EtcdAccess, NatsAccess, PageAccess
 from components.discovery.etcd import CALL_TIMEOUT_S, DatabaseFull, etcd_client
@@ -171,7 +170,7 @@ async def _nats(url: str, access: NatsAccess, namespace: str) -> Server:
         try:
             account = await jetstream.account_info()
             facts |= {"streams": account.streams, "stored_bytes": account.storage}
-            with suppress(NotFoundError):
+            with suppress(nats.errors.Error, TimeoutError):  # there is no stream, or rights of an earlier release
                 responses = await jetstream.stream_info(f"{namespace}-responses")
                 facts |= {
                     "is_cluster": bool(responses.cluster and responses.cluster.name),

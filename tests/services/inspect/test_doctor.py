@@ -6,8 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import nats.errors
 import pytest
 from msgspec.structs import replace as changed
+from nats.js import JetStreamContext
 
 from bench.processes import free_port
 from components.credentials import NatsAccess
@@ -69,6 +71,21 @@ async def test_a_refused_connection_to_nats_is_named() -> None:
     """nats-py tries again until the timeout, so that `doctor` said "TimeoutError"."""
     found = await facts_module._nats(f"nats://127.0.0.1:{free_port()}", NatsAccess(), "mesh")
     assert "Connect call failed" in found.error
+
+
+@pytest.mark.anyio
+@pytest.mark.mesh
+async def test_without_the_right_to_see_the_stream_jetstream_still_answers(
+    nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NATS does not answer a user that has the rights of an earlier release."""
+
+    async def silent(*_: object) -> None:
+        raise nats.errors.TimeoutError
+
+    monkeypatch.setattr(JetStreamContext, "stream_info", silent)
+    found = await facts_module._nats(nats_url, NatsAccess(), namespace)
+    assert (found.error, found.facts["jetstream"]) == ("", "")
 
 
 @pytest.mark.anyio
