@@ -38,9 +38,9 @@ from components.messaging.liveness import OnLost, watch_heartbeats
 from components.process import subject_of
 from components.routing.policies import DEFAULT
 from components.routing.policy import PromptLoad, RouteRequest
+from components.wire.codec import OLDEST, PROTOCOL
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, Role
-from components.wire.protocol import OLDEST, PROTOCOL
 from components.wire.step_stats import StepStats
 from components.wire.tokens import PromptBlocks, pack_tokens
 from services.local.servers import NATS, running

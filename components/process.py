@@ -20,9 +20,9 @@ import uvloop
 from components.errors import BackendUnavailable
 from components.settings import MeshSettings
 from components.startup import CannotServe, WrongSettings, refuse
+from components.wire.codec import OLDEST, PROTOCOL
 from components.wire.embed import EmbeddingModel
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
-from components.wire.protocol import OLDEST, PROTOCOL
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum, auto
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
 import msgspec
 
@@ -23,6 +23,16 @@ from components.wire.tokens import PromptBlocks
 if TYPE_CHECKING:  # the mock engine starts without numpy
     import numpy as np
     import numpy.typing as npt
+
+
+OVERTAKERS: Final = 256  # later arrivals that overtake a request for each step of priority
+OVERTAKEN_TOKENS: Final = 256  # prompt tokens for which one more arrival overtakes a request
+
+
+def turn(arrival: int, priority: int, num_tokens: int) -> tuple[int, int]:
+    """Sort key of queued requests, in the frontend and in the engine. No request starves."""
+    length = min(num_tokens // OVERTAKEN_TOKENS, OVERTAKERS - 1)
+    return arrival + priority * OVERTAKERS + length, arrival
 
 
 class Phase(StrEnum):

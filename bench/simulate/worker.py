@@ -16,8 +16,8 @@ from bench.simulate.prefix import PagePool
 from bench.simulate.steps import Part, Progress, Run, Stay
 from bench.simulate.traffic import Request
 from components.routing.policy import LATEST_SPEED_WEIGHT
-from components.turns import turn
 from engine.config import MockConfig, attended
+from engine.ports import turn
 from engine.scheduler.request import usable_pages
 from engine.scheduler.scheduler import chunk_length
 

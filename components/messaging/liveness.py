@@ -20,10 +20,9 @@ from components.messaging.fan_out import MAX_INTERVAL_S, SubscriptionChoice
 from components.messaging.following import subscribed
 from components.messaging.refusals import STRANGER
 from components.routing.policy import PromptLoad
-from components.wire.codec import unpack
+from components.wire.codec import OLDEST, PROTOCOL, unpack
 from components.wire.heartbeat import USUAL_NEXT_S, Heartbeat
 from components.wire.instances import InstanceRecord, Role
-from components.wire.protocol import OLDEST, PROTOCOL
 
 log = logging.getLogger(__name__)
 

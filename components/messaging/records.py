@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Final, TypeVar
+from typing import Final, Self, TypeVar
 
 import nats.errors
 from nats.js.api import DiscardPolicy, Header, StorageType, StreamConfig
@@ -50,22 +50,22 @@ class NoJetStream(BackendUnavailable):
 
 class Records:
     def __init__(self, bus: Bus, name: str, config: RecordsConfig) -> None:
-        """They need a stream: `open` creates it if necessary, and so does a call that finds none."""
+        """The records need a stream. `open` creates it if necessary, and so does a call that finds none."""
         self._bus = bus
         self._jetstream = bus.client.jetstream(timeout=TIMEOUT_S)
         self._config = config
         self._stream, self._prefix = name.replace(".", "-"), f"{name}.records"
         self._create_failed_s = -math.inf  # monotonic
 
-    async def open(self) -> None:
-        """Create the stream, or give it this configuration in place of an earlier one.
+    async def open(self) -> Self:
+        """Create the stream, or give it this configuration in place of an earlier one. Return these records.
 
         Raises: NoJetStream; BackendUnavailable, also if there is no stream and it cannot be created.
         """
         with self._errors():
             found = await self._found_config()
         if found is not None and _same(found, self._config):
-            return
+            return self
         try:
             with self._errors():
                 await self._create()
@@ -76,6 +76,7 @@ class Records:
                 "the stream of stored responses has other settings than this frontend",
                 extra={"stream": self._stream, "cause": exc.message},
             )
+        return self
 
     async def make(self) -> None:
         """Create the stream or change its configuration. Raises: BackendUnavailable."""

@@ -1,6 +1,7 @@
 """Messages as msgpack pairs [tag, fields]. Unpacking raises MalformedMessage.
 
-A receiver ignores unknown fields, so a newer sender may add a field with a default.
+A receiver ignores unknown fields, so a newer sender may add a field with a default. Any other change that older processes
+cannot read, such as a new tag, raises PROTOCOL. If this process cannot read the older form, OLDEST rises, too.
 """
 
 from collections.abc import Callable
@@ -12,6 +13,9 @@ from msgspec.msgpack import Decoder, Encoder
 
 from components.errors import MalformedMessage
 
+PROTOCOL: Final = 3  # version of all messages
+OLDEST: Final = 3  # earlier requests have other sampling parameters
+UNNAMED: Final = 1  # of records without a version
 MAX_MESSAGE_BYTES: Final = 8 * 1024 * 1024
 MAX_ITEMS: Final = 1 << 20
 # Characters of a message's subject and reply subject. NATS closes a connection whose line exceeds 4 kB, and nats-py does
@@ -39,6 +43,10 @@ _by_tag: dict[str, type[Struct]] = {}
 _tags: dict[type[Struct], str] = {}
 _heads: dict[type[Struct], bytes] = {}
 _decoders: dict[type[Struct], Decoder[Any]] = {}
+
+
+def understood(protocol: int, oldest: int) -> bool:
+    return oldest <= PROTOCOL and protocol >= OLDEST
 
 
 def message(tag: str) -> Callable[[type[S]], type[S]]:

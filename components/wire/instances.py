@@ -6,10 +6,9 @@ import msgspec
 from msgspec import field
 
 from components.errors import MalformedMessage
-from components.wire.codec import MALFORMED, Struct, Subject, message
+from components.wire.codec import MALFORMED, UNNAMED, Struct, Subject, message, understood
 from components.wire.embed import EmbeddingModel
 from components.wire.layout import KvLayout, of_shard
-from components.wire.protocol import UNNAMED, understood
 
 Role = Literal["frontend", "decode", "prefill", "bootstrap"]
 

@@ -1,6 +1,6 @@
 """Plan steps: decodes first, then prompt chunks, from one token budget.
 
-Requests get pages by arrival and priority: a step of priority is worth 256 arrivals (`components/turns.py`). Prefill and
+Requests get pages by arrival and priority: a step of priority is worth 256 arrivals (`engine/ports.py`). Prefill and
 decode must agree on this order, because each holds pages for the other. Among requests with pages, short prompts overtake
 long ones. Without free pages, the youngest request of the worst priority is preempted.
 """
@@ -12,8 +12,7 @@ from itertools import takewhile
 from operator import attrgetter
 from typing import Final
 
-from components.turns import turn
-from engine.ports import Phase
+from engine.ports import Phase, turn
 from engine.scheduler.request import Chunk, Drafter, Request, RequestMemory, RequestState
 
 log = logging.getLogger(__name__)

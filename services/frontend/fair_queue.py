@@ -1,6 +1,6 @@
 """A queue of requests that is fair to API keys and bounded in tokens. No clock and no I/O.
 
-Priorities are merged by the engines' rule (`components/turns.py`), applied to the first request of each. Within a priority,
+Priorities are merged by the engines' rule (`engine/ports.py`), applied to the first request of each. Within a priority,
 keys share by start-time fair queueing in tokens: a key's next request starts, in virtual time, where its last one ended, but
 not before now, and the earliest start goes first. Tokens of answers are charged when they are known.
 Sources: Goyal, Vin, Cheng 1996, "Start-time fair queuing"; Sheng et al. 2023, arXiv:2401.00588 (virtual token counter).
@@ -18,7 +18,7 @@ from itertools import count
 from typing import Final
 
 from components.errors import Overloaded
-from components.turns import turn
+from engine.ports import turn
 
 SWEEP_AT: Final = 64  # stale entries that a heap or a dict may hold
 

@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 from components.errors import IncompatibleLayout
 from components.kv_transfer.backend import check_same_backend
 from components.messaging.liveness import SILENT_AFTER_S
+from components.wire.codec import PROTOCOL
 from components.wire.instances import InstanceRecord
 from components.wire.layout import check_compatible
-from components.wire.protocol import PROTOCOL
 from services.inspect.columns import age
 from services.inspect.facts import Facts
 from services.inspect.findings import Finding, note, ok, wrong

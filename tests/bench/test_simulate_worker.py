@@ -12,8 +12,8 @@ from bench.simulate.prefix import PagePool
 from bench.simulate.steps import Part, Stay
 from bench.simulate.traffic import Request
 from bench.simulate.worker import Engine, Worker
-from components.turns import turn
 from engine.config import MockConfig, attended
+from engine.ports import turn
 from engine.scheduler.scheduler import chunk_length
 
 COST = MockConfig(step_s=1.0, prompt_token_s=0.1, decode_s=0.5, context_token_s=0.01)

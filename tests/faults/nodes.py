@@ -32,8 +32,8 @@ from components.process import drain, subject_of
 from components.routing.policies import DEFAULT, PolicyName, WorkerRole
 from components.telemetry.worker_metrics import WorkerMetrics
 from components.text.tokenizer import TextModel
+from components.wire.codec import OLDEST, PROTOCOL
 from components.wire.instances import InstanceRecord, KvEndpoint, Role
-from components.wire.protocol import OLDEST, PROTOCOL
 from engine.config import EngineConfig, MockConfig
 from engine.core.engine_core import EngineCore
 from engine.loop.inline_loop import InlineLoop

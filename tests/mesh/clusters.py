@@ -219,7 +219,7 @@ class NatsCluster(ServerCluster):
         return f"nats://{ADMINISTRATOR}:{quote(PASSWORD, safe='')}@{HOST}:{member.port}"
 
     def busiest(self) -> Member:
-        """The member with the most clients: who has lost a server stays where it went."""
+        """The member with the most clients. A client that has lost a server stays with the next one."""
         return max(self.members, key=lambda member: _asked(member.second_port, "/connz", method="GET")["total"])
 
     def _command(self, member: Member) -> list[str]:

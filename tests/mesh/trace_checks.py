@@ -61,7 +61,7 @@ def orphans(spans: list[Span]) -> list[str]:
 def uncovered(spans: list[Span]) -> dict[str, float]:
     """Shares of the time to first token and of the whole time that no phase covers, where they are too large.
 
-    Phases are spans without children: a span with children explains nothing by itself. A call does, until the span that
+    Phases are spans without children, because a span with children does not explain its time. A call does, until the span that
     it begins in another process: the message is on its way. So does the span of a process that died: its phases died with it.
     """
     root = root_of(spans)

@@ -10,7 +10,7 @@ from typing import Final
 from tests.waiting import PATIENCE_S
 
 REPO: Final = Path(__file__).resolve().parents[2]
-PROTOCOL_FILE: Final = "components/wire/protocol.py"
+PROTOCOL_FILE: Final = "components/wire/codec.py"
 PROTOCOL: Final = re.compile(r"^PROTOCOL: Final = (\d+)", re.MULTILINE)
 NO_HISTORY: Final = (
     "needs the history of this repository: `git fetch --unshallow` brings it, or name a commit with EARLIER"

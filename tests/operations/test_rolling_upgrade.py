@@ -19,8 +19,8 @@ from typing import Final
 import pytest
 
 from components.discovery.registry import join_registry
+from components.wire.codec import PROTOCOL
 from components.wire.instances import Role
-from components.wire.protocol import PROTOCOL
 from tests.mesh.harness import MeshProcesses, Worker
 from tests.mesh.mocks import MODEL
 from tests.mesh.preloaded import Fork, Preloaded

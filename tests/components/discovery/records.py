@@ -4,8 +4,8 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from components.wire.codec import OLDEST, PROTOCOL
 from components.wire.instances import InstanceRecord
-from components.wire.protocol import OLDEST, PROTOCOL
 
 
 def record(instance_id: str = "one", epoch: str = "e1", **facts: Any) -> InstanceRecord:

@@ -1,4 +1,4 @@
-"""Where KV transfer listens. UCX knows no password: whoever reaches its port can end the process."""
+"""Where KV transfer listens. UCX has no password, so any client that reaches its port can end the process."""
 
 import json
 import logging

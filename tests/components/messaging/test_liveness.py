@@ -21,9 +21,9 @@ from components.messaging.liveness import (
     watch_heartbeats,
 )
 from components.routing.policy import PromptLoad
+from components.wire.codec import PROTOCOL, UNNAMED
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord
-from components.wire.protocol import PROTOCOL, UNNAMED
 from components.wire.step_stats import StepStats
 from tests.components.discovery.records import record
 from tests.faults.virtual_loop import run_virtually

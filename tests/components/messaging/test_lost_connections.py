@@ -264,7 +264,7 @@ async def test_a_task_that_is_cancelled_while_it_connects_or_closes_ends(
 async def test_a_task_that_is_cancelled_while_it_begins_or_ends_to_serve_ends(
     call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Python 3.11's wait_for forgot a Ctrl-C here, too, and `make up` waited for this task for ever."""
+    """Python 3.11's wait_for forgot a Ctrl-C here, too, and `make up` never stopped waiting for this task."""
     called = asyncio.Event()
     real = getattr(Service, call)
 

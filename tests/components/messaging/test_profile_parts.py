@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 
 
 class FakeProfiler:
-    """Writes `content`, after the time that was asked for or once it is `over`."""
+    """Writes `content` after the requested time, or once it is `over`."""
 
     def __init__(self, content: bytes = b"", error: Exception | None = None, refusal: Exception | None = None) -> None:
         self.content = content

@@ -12,7 +12,6 @@ from nats.js import JetStreamContext
 
 from bench.processes import free_port
 from components.errors import BackendUnavailable, MessageTooLarge
-from components.messaging.bus import Bus
 from components.messaging.connection import connect_bus
 from components.messaging.records import NoJetStream, Records, RecordsConfig
 from tests.waiting import PATIENCE_S
@@ -21,10 +20,9 @@ pytestmark = [pytest.mark.mesh, pytest.mark.anyio]
 BOUNDS = RecordsConfig(records=3, bytes=1_000_000, age_s=60)
 
 
-async def opened(bus: Bus, name: str, config: RecordsConfig) -> Records:
-    records = Records(bus, name, config)
-    await records.open()
-    return records
+async def silent(*_: object, **__: object) -> None:
+    """NATS does not answer."""
+    raise nats.errors.TimeoutError
 
 
 @pytest.fixture
@@ -43,7 +41,7 @@ def bare_nats(tmp_path: Path) -> Iterator[str]:
 
 async def test_a_record_is_everybodys_until_it_is_deleted(nats_url: str, namespace: str) -> None:
     async with connect_bus(nats_url, "one") as one, connect_bus(nats_url, "two") as two:
-        here, there = await opened(one, namespace, BOUNDS), await opened(two, namespace, BOUNDS)
+        here, there = await Records(one, namespace, BOUNDS).open(), await Records(two, namespace, BOUNDS).open()
         assert await there.get("a") is None
         await here.put("a", b"first")
         await here.put("a", b"second")
@@ -55,11 +53,11 @@ async def test_a_record_is_everybodys_until_it_is_deleted(nats_url: str, namespa
 
 async def test_the_oldest_goes_first(nats_url: str, namespace: str) -> None:
     async with connect_bus(nats_url, "one") as bus:
-        records = await opened(bus, namespace, BOUNDS)
+        records = await Records(bus, namespace, BOUNDS).open()
         for key in "abcd":
             await records.put(key, key.encode())
         assert [await records.get(key) for key in "abcd"] == [None, b"b", b"c", b"d"]
-        records = await opened(bus, namespace, RecordsConfig(records=3, bytes=1_000_000, age_s=0.1))
+        records = await Records(bus, namespace, RecordsConfig(records=3, bytes=1_000_000, age_s=0.1)).open()
         async with asyncio.timeout(PATIENCE_S):
             while await records.get("d") is not None:
                 await asyncio.sleep(0.02)
@@ -69,7 +67,7 @@ async def test_the_oldest_goes_first(nats_url: str, namespace: str) -> None:
 
 async def test_a_record_that_was_deleted_or_replaced_is_not_stored_again(nats_url: str, namespace: str) -> None:
     async with connect_bus(nats_url, "one") as one, connect_bus(nats_url, "two") as two:
-        here, there = await opened(one, namespace, BOUNDS), await opened(two, namespace, BOUNDS)
+        here, there = await Records(one, namespace, BOUNDS).open(), await Records(two, namespace, BOUNDS).open()
         first = await here.put("a", b"first")
         second = await here.put("a", b"second", first)
         assert second is not None
@@ -83,12 +81,12 @@ async def test_a_record_that_was_deleted_or_replaced_is_not_stored_again(nats_ur
 async def test_a_record_is_stored_in_the_stream_that_another_process_made_anew(nats_url: str, namespace: str) -> None:
     """Revisions of the lost stream are larger than those of the new one."""
     async with connect_bus(nats_url, "one") as one, connect_bus(nats_url, "two") as two:
-        await opened(one, f"{namespace}.other", BOUNDS)
-        here = await opened(one, namespace, BOUNDS)
+        await Records(one, f"{namespace}.other", BOUNDS).open()
+        here = await Records(one, namespace, BOUNDS).open()
         for _ in range(3):
             revision = await here.put("a", b"first")
         await one.client.jetstream().delete_stream(namespace)
-        there = await opened(two, namespace, BOUNDS)
+        there = await Records(two, namespace, BOUNDS).open()
         await there.put("b", b"other")
         assert await here.put("a", b"second", revision) == 2
         assert await there.get("a") == b"second"
@@ -96,7 +94,10 @@ async def test_a_record_is_stored_in_the_stream_that_another_process_made_anew(n
 
 async def test_two_names_share_nothing(nats_url: str, namespace: str) -> None:
     async with connect_bus(nats_url, "one") as bus:
-        one, two = await opened(bus, f"{namespace}.x", BOUNDS), await opened(bus, f"{namespace}.y", BOUNDS)
+        one, two = (
+            await Records(bus, f"{namespace}.x", BOUNDS).open(),
+            await Records(bus, f"{namespace}.y", BOUNDS).open(),
+        )
         await one.put("a", b"x")
         assert await two.get("a") is None
 
@@ -104,7 +105,7 @@ async def test_two_names_share_nothing(nats_url: str, namespace: str) -> None:
 async def test_a_nats_without_jetstream_keeps_nothing(bare_nats: str) -> None:
     async with connect_bus(bare_nats, "one") as bus:
         with pytest.raises(NoJetStream, match="no JetStream"):
-            await opened(bus, "any", BOUNDS)
+            await Records(bus, "any", BOUNDS).open()
 
 
 @pytest.mark.parametrize("lost", ["get", "put", "delete"])
@@ -114,8 +115,8 @@ async def test_records_that_nats_has_lost_are_gone_and_new_ones_are_stored(
     """No response was stored until the frontends were restarted."""
     async with connect_bus(nats_url, "one") as bus:
         # With a second stream NATS keeps the directory of all streams, which it would else remove and miss at once.
-        await opened(bus, f"{namespace}.other", BOUNDS)
-        records = await opened(bus, namespace, BOUNDS)
+        await Records(bus, f"{namespace}.other", BOUNDS).open()
+        records = await Records(bus, namespace, BOUNDS).open()
         await records.put("a", b"before")
         # Once for each name: NATS restores the records if a stream is deleted again while it still removes its files.
         await bus.client.jetstream().delete_stream(namespace)
@@ -135,12 +136,9 @@ async def test_a_stream_that_was_not_made_in_time_is_made_later(
 ) -> None:
     """JetStream may only have been slow; a user without the right to make streams gets no answer either."""
 
-    async def silent(*_: object, **__: object) -> None:
-        raise nats.errors.TimeoutError
-
     async with connect_bus(nats_url, "one") as bus:
-        await opened(bus, f"{namespace}.other", BOUNDS)
-        records = await opened(bus, namespace, BOUNDS)
+        await Records(bus, f"{namespace}.other", BOUNDS).open()
+        records = await Records(bus, namespace, BOUNDS).open()
         await bus.client.jetstream().delete_stream(namespace)
         with monkeypatch.context() as slow:
             slow.setattr(JetStreamContext, "add_stream", silent)
@@ -158,7 +156,7 @@ async def test_jetstreams_own_words_reach_the_operator(nats_url: str, namespace:
     too_much = RecordsConfig(records=3, bytes=2**62, age_s=60)
     async with connect_bus(nats_url, "one") as bus:
         with pytest.raises(BackendUnavailable, match="cannot keep records: insufficient storage"):
-            await opened(bus, namespace, too_much)
+            await Records(bus, namespace, too_much).open()
 
 
 async def test_a_nats_that_does_not_answer_is_away(
@@ -169,11 +167,8 @@ async def test_a_nats_that_does_not_answer_is_away(
     And no line said that NATS may be silent because it could not write, and that only a restart helps.
     """
 
-    async def silent(*_: object, **__: object) -> None:
-        raise nats.errors.TimeoutError
-
     async with connect_bus(nats_url, "one") as bus:
-        records = await opened(bus, namespace, BOUNDS)
+        records = await Records(bus, namespace, BOUNDS).open()
         for name in ("publish", "get_last_msg", "purge_stream"):
             monkeypatch.setattr(JetStreamContext, name, silent)
         for call in (records.put("a", b"x"), records.get("a"), records.delete("a")):
@@ -196,7 +191,7 @@ async def test_a_task_that_is_cancelled_while_it_opens_records_ends(
 
     monkeypatch.setattr(JetStreamContext, "stream_info", forgets)
     async with connect_bus(nats_url, "one") as bus:
-        task = asyncio.create_task(opened(bus, namespace, BOUNDS))
+        task = asyncio.create_task(Records(bus, namespace, BOUNDS).open())
         async with asyncio.timeout(PATIENCE_S):
             await asked.wait()
         task.cancel()
@@ -213,16 +208,13 @@ async def test_a_call_that_nats_py_cancels_itself_finds_no_jetstream(
     monkeypatch.setattr(JetStreamContext, "stream_info", cancelled)
     async with connect_bus(nats_url, "one") as bus:
         with pytest.raises(BackendUnavailable):
-            await opened(bus, namespace, BOUNDS)
+            await Records(bus, namespace, BOUNDS).open()
 
 
 async def test_records_that_could_not_be_opened_work_as_soon_as_nats_answers(
     nats_url: str, namespace: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A frontend that started while JetStream was down stored nothing until it was restarted."""
-
-    async def silent(*_: object, **__: object) -> None:
-        raise nats.errors.TimeoutError
 
     async with connect_bus(nats_url, "one") as bus:
         records = Records(bus, namespace, BOUNDS)
@@ -239,8 +231,8 @@ async def test_a_stream_keeps_its_configuration_if_nats_refuses_another_one(
 ) -> None:
     """No response was stored until the frontend was restarted with other settings."""
     async with connect_bus(nats_url, "one") as bus:
-        await (await opened(bus, namespace, BOUNDS)).put("a", b"x")
-        records = await opened(bus, namespace, replace(BOUNDS, replicas=3))
+        await (await Records(bus, namespace, BOUNDS).open()).put("a", b"x")
+        records = await Records(bus, namespace, replace(BOUNDS, replicas=3)).open()
         [warning] = [one for one in caplog.records if "has other settings" in one.message]
         assert "replicas > 1 not supported in non-clustered mode" in warning.__dict__["cause"]
         assert await records.get("a") == b"x"

@@ -1,7 +1,7 @@
 """What releases send each other: each message is understood, or refused by a named error.
 
 `recorded/protocol-1.json` is commit 3bf9314, the last release before records named a protocol. The recording of today's
-protocol changes with the messages, on purpose: `components/wire/protocol.py` says what else must change then.
+protocol changes with the messages, on purpose: `components/wire/codec.py` says what else must change then.
 """
 
 import json
@@ -14,11 +14,10 @@ import pytest
 
 from components.errors import MalformedMessage
 from components.wire import codec
-from components.wire.codec import UnknownMessage, unpack
+from components.wire.codec import OLDEST, PROTOCOL, UNNAMED, UnknownMessage, understood, unpack
 from components.wire.generate import FRAME_VERSION, GenerateRequest, OtherFrameVersion, TokenFrame, unpack_frame
 from components.wire.instances import InstanceRecord, load_record
 from components.wire.kv_events import KvEventBatch, unpack_batch
-from components.wire.protocol import OLDEST, PROTOCOL, UNNAMED, understood
 from tests.components.wire.recording import RECORDED, message_of, recording
 
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from components.turns import OVERTAKEN_TOKENS, OVERTAKERS
 from components.wire.sampling import SamplingParams
 from engine.core.engine_core import EngineCore
-from engine.ports import EngineRequest, Phase
+from engine.ports import OVERTAKEN_TOKENS, OVERTAKERS, EngineRequest, Phase
 from tests.engine.mock_engine import make_mock
 from tests.engine.tiny_engine import Seen, check_pages, greedy, prompt, run
 

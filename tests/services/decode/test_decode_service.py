@@ -34,6 +34,7 @@ from components.routing.health import DEFAULT_SETTINGS, BreakerState
 from components.routing.policy import RouteRequest
 from components.telemetry.figures import Figures
 from components.telemetry.worker_metrics import WorkerMetrics
+from components.wire.codec import UNNAMED
 from components.wire.generate import (
     CancelStreams,
     GenerateAccepted,
@@ -53,7 +54,6 @@ from components.wire.prefill import (
     RoomFailed,
     RoomOk,
 )
-from components.wire.protocol import UNNAMED
 from components.wire.sampling import SamplingParams
 from components.wire.step_stats import DraftCounts, StepStats
 from components.wire.tokens import pack_tokens

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from components.turns import OVERTAKEN_TOKENS, OVERTAKERS
+from engine.ports import OVERTAKEN_TOKENS, OVERTAKERS
 from services.frontend.fair_queue import AdmissionTicket, FairQueue
 
 A, B, C = b"a", b"b", b"c"

@@ -13,7 +13,7 @@ from components.credentials import NatsAccess
 from components.errors import BackendUnavailable, UnknownResponse
 from components.messaging.bus import Bus
 from components.messaging.connection import connect_bus
-from components.messaging.records import Records, RecordsConfig
+from components.messaging.records import Records
 from services.frontend.config import FrontendSettings
 from services.frontend.response_stream import make_stream
 from services.frontend.stored import open_stored
@@ -45,12 +45,6 @@ def settings_of(nats: Server, **more: int) -> FrontendSettings:
     return FrontendSettings(nats_url=nats.url, namespace=NAMESPACE, **more)
 
 
-async def opened(bus: Bus, name: str, config: RecordsConfig) -> Records:
-    records = Records(bus, name, config)
-    await records.open()
-    return records
-
-
 async def test_a_frontend_that_finds_none_and_may_make_none_names_the_command_and_stores_once_it_was_run(
     nats: Server, bus: Bus, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -69,7 +63,7 @@ async def test_the_command_makes_it_and_a_frontend_uses_it_within_its_rights(
     env = {name: value for name, value in os.environ.items() if not name.startswith("MESH_")}
     env |= {"MESH_NATS_URL": nats.url, "MESH_NAMESPACE": NAMESPACE}
     subprocess.run([sys.executable, *COMMAND.split()[1:]], cwd=REPO, env=env, check=True, timeout=PATIENCE_S)
-    records = await opened(bus, f"{NAMESPACE}.responses", settings_of(nats).stored_config)
+    records = await Records(bus, f"{NAMESPACE}.responses", settings_of(nats).stored_config).open()
     large = os.urandom(bus.client.max_payload - 1024)  # NATS returns it in base64, a third larger
     await records.put("large", large)
     await records.put("a", b"x")
@@ -84,20 +78,20 @@ async def test_other_bounds_are_the_administrators_to_give(
 ) -> None:
     await make_stream(settings_of(nats))
     other = settings_of(nats, max_stored_responses=5)
-    records = await opened(bus, f"{NAMESPACE}.responses", other.stored_config)
+    records = await Records(bus, f"{NAMESPACE}.responses", other.stored_config).open()
     [said] = [one for one in caplog.records if "other settings" in one.message]
     assert COMMAND in said.__dict__["cause"]
     await records.put("a", b"x")
     caplog.clear()
     await make_stream(other)
-    records = await opened(bus, f"{NAMESPACE}.responses", other.stored_config)
+    records = await Records(bus, f"{NAMESPACE}.responses", other.stored_config).open()
     assert await records.get("a") == b"x"
     assert not caplog.records
 
 
 async def test_a_lost_stream_is_missed_until_the_administrator_makes_it_again(nats: Server, bus: Bus) -> None:
     await make_stream(settings_of(nats))
-    records = await opened(bus, f"{NAMESPACE}.responses", settings_of(nats).stored_config)
+    records = await Records(bus, f"{NAMESPACE}.responses", settings_of(nats).stored_config).open()
     await records.put("a", b"x")
     async with connect_bus(nats.url, "root") as root:
         await root.client.jetstream().delete_stream(f"{NAMESPACE}-responses")

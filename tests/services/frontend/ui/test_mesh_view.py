@@ -8,9 +8,9 @@ from msgspec.structs import replace
 from components.discovery.book import InstanceBook
 from components.messaging.heartbeat_query import HeartbeatAnswers
 from components.messaging.liveness import SILENT_AFTER_S, STALLED_AFTER_S, Liveness
+from components.wire.codec import UNNAMED
 from components.wire.heartbeat import Heartbeat
 from components.wire.instances import InstanceRecord, RankEndpoint
-from components.wire.protocol import UNNAMED
 from components.wire.status import LinkStatus, PageStatus, Status
 from services.frontend.ui.mesh_view import WARMING_S, MeshView, Reports, about_mesh
 from tests.components.discovery.records import record

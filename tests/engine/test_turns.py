@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from components.turns import OVERTAKEN_TOKENS, OVERTAKERS, turn
+from engine.ports import OVERTAKEN_TOKENS, OVERTAKERS, turn
 
 priorities, lengths = st.integers(-128, 128), st.integers(0, 10**7)
 
